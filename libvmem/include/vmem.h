@@ -1,0 +1,182 @@
+// libvmem: physical memory mapped on demand into large reserved address ranges.
+//
+// The vMem* calls carry the names of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 2):
+// vMemMap also enables access, vMemRelease also unmaps. Everything else is vmem_*.
+//
+// Conventions
+//   - Every function returns 0 or a negative errno; vmem_last_error() then says what was wrong, naming the
+//     argument and its limit. -ENOMEM (memory or budget exhausted) is a normal answer.
+//   - Sizes are bytes. An address is a device address (a CPU address on the host backend).
+//   - A call that fails has changed nothing. Batches are all-or-nothing; *bad, when not NULL, receives the index
+//     of the element at fault.
+//   - Every function may be called from any thread. Two calls in flight at once on the same page or the same
+//     addresses: one of them gets -EBUSY and nothing is lost.
+//   - A context belongs to the process that created it. After fork() the child's calls return -EPERM, and
+//     destroying the context there leaves the parent's memory alone.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_H
+#define VMEM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define VMEM_VERSION_MAJOR 0
+#define VMEM_VERSION_MINOR 1
+
+// Page sizes. A backend supports some of them: struct vmem_info.page_sizes.
+#define VMEM_PAGE_64K (UINT64_C(64) << 10)
+#define VMEM_PAGE_128K (UINT64_C(128) << 10)
+#define VMEM_PAGE_256K (UINT64_C(256) << 10)
+#define VMEM_PAGE_2M (UINT64_C(2) << 20)
+
+// A physical page. Opaque; 0 is never a page. A released page's handle stays invalid for ever after.
+typedef uint64_t vmem_page;
+typedef struct vmem_context vmem_context;
+
+// ---- contexts ---------------------------------------------------------------------------------------------
+
+// Try a driver release that the stock backend's ABI table does not know.
+#define VMEM_OPT_UNKNOWN_DRIVER 0x1u
+
+struct vmem_options {
+    uint32_t size;        // sizeof(struct vmem_options)
+    uint32_t flags;       // VMEM_OPT_*
+    const char *backend;  // "uvm", "stock", "cuda", "host"; NULL: $VMEM_BACKEND, else the best that works
+    int32_t device;       // CUDA device ordinal, as CUDA_VISIBLE_DEVICES numbers them; the host backend ignores it
+    uint32_t reserved;    // 0
+    uint64_t budget;      // most bytes of pages that may exist at once; 0: no limit but the device's
+};
+
+// opts may be NULL: all defaults. On the GPU backends the device's primary CUDA context is retained.
+int vmem_context_create(const struct vmem_options *opts, vmem_context **out);
+// Unmaps, releases and frees all that the context still holds. NULL is allowed. No other call may be in flight.
+void vmem_context_destroy(vmem_context *ctx);
+
+// Whether a context of this backend could be created: 0, or the error that stops it, with the one fact in
+// vmem_last_error(). opts->backend must name a backend.
+int vmem_probe(const struct vmem_options *opts);
+// Names of all backends, best first, NULL at the end.
+const char *const *vmem_backends(void);
+
+// What the layers above may rely on.
+#define VMEM_CAP_GPU 0x1u          // addresses are GPU addresses
+#define VMEM_CAP_CUDA_POINTER 0x2u // CUDA accepts the addresses: cuMemcpy, cuPointerGetAttribute, Triton, torch
+#define VMEM_CAP_LIVE_REMAP 0x4u   // VMEM_MAP_REPLACE never passes through an invalid entry
+#define VMEM_CAP_BACKDROP 0x8u     // VMEM_RESERVE_BACKDROP is supported
+#define VMEM_CAP_FAULT 0x10u       // an access to an unbacked address without a backdrop faults (host: SIGSEGV)
+
+struct vmem_info {
+    char backend[16];
+    char device_name[96];
+    char driver[32];         // driver release, "" on the host
+    uint8_t device_uuid[16]; // zero on the host
+    uint32_t caps;           // VMEM_CAP_*
+    int32_t device;
+    uint64_t page_sizes;     // every supported page size, ORed
+    uint64_t reserve_align;  // reservations start at a multiple of this; at least 2 MiB
+    uint64_t memory_total;   // of the device (or the machine), bytes
+    uint64_t memory_free;
+};
+int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
+
+struct vmem_stats {
+    uint64_t reserved;  // bytes of address space
+    uint64_t created;   // bytes of pages that exist
+    uint64_t mapped;    // bytes of address space backed by pages (an aliased page counts once per mapping)
+    uint64_t overhead;  // bytes of device memory held beside the pages: unused parts of arenas, backdrop, scratch
+    uint64_t budget;    // as set; 0: none
+    uint64_t syscalls;  // calls into the driver or the kernel by map, unmap, create and release so far
+    uint64_t map_ops, map_runs;     // pages mapped so far, and the consecutive runs they were mapped in
+    uint64_t unmap_ops, unmap_runs;
+};
+int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out);
+
+// A budget under what exists already only stops further creation.
+int vmem_set_budget(vmem_context *ctx, uint64_t bytes);
+// Takes device memory for at least `bytes` of pages ahead of their creation, and keeps it: later creation needs no
+// driver call. Counts as overhead until used.
+int vmem_prealloc(vmem_context *ctx, uint64_t bytes);
+// Gives unused device memory (preallocated memory too) back to the system; *freed, when not NULL, receives how much.
+int vmem_trim(vmem_context *ctx, uint64_t *freed);
+
+// ---- address space ----------------------------------------------------------------------------------------
+
+// Unbacked addresses read as finite data (zero until somebody writes there) instead of faulting. Kernels that load
+// whole tiles past the end of the data need it. Writes to unbacked addresses are lost or fault; never make them.
+#define VMEM_RESERVE_BACKDROP 0x1u
+
+// length: a multiple of 64 KiB, at most 2^46. The range starts 2 MiB aligned and costs no physical memory to speak of.
+int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *addr);
+// addr: as returned by vMemReserve. -EBUSY while anything is mapped there.
+int vMemFree(vmem_context *ctx, uint64_t addr);
+// Where the backdrop is established lazily (stock backend, in blocks of tens of MiB), make it readable over
+// [addr, addr+length) now. Mapping a page does this for the page's block and the one after it.
+int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
+
+// ---- physical pages ---------------------------------------------------------------------------------------
+
+// Zero-fill pages whose memory was used before by this context. (Memory fresh from the system is always zero.)
+#define VMEM_CREATE_ZERO 0x1u
+
+// n pages of one size, physically consecutive where possible; all or none.
+int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages);
+// Unmaps the page wherever it is mapped, then frees it.
+int vMemRelease(vmem_context *ctx, vmem_page page);
+int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t *bad);
+
+struct vmem_page_info {
+    uint64_t page_size;
+    uint64_t frame;    // position in the context's physical memory, in units of 64 KiB: two pages whose frames are
+                       // page_size / 64 KiB apart are physically consecutive and map in one run
+    uint64_t mappings; // how many addresses it is mapped at
+};
+int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *out);
+
+// ---- mapping ----------------------------------------------------------------------------------------------
+
+struct vmem_map_op {
+    uint64_t addr; // a multiple of the page's size, inside one reservation
+    vmem_page page;
+};
+struct vmem_unmap_op {
+    uint64_t addr, length; // inside one reservation, cutting no mapped page; unbacked parts are skipped
+};
+
+// Take the place of what is mapped there (which must not stick out of the new page). Without it: -EEXIST.
+// On a backend without VMEM_CAP_LIVE_REMAP no kernel may touch the addresses during the call.
+#define VMEM_MAP_REPLACE 0x1u
+// Keep every page separately unmappable beside running kernels. Without it a 2 MiB aligned run of small pages may be
+// mapped by 2 MiB entries, and unmapping a part of it later interrupts the rest of those 2 MiB for a moment.
+#define VMEM_MAP_FINE 0x2u
+
+int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page);
+int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad);
+int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length);
+int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
+
+// The page mapped at addr and the offset of addr in it; *page is 0 where nothing is. offset may be NULL.
+int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offset);
+
+// ---- data -------------------------------------------------------------------------------------------------
+
+struct vmem_copy_op {
+    uint64_t dst, src, length; // device or CPU addresses, in any combination the device can copy
+};
+// In order; the data is there when the call returns. Not ordered with work on other CUDA streams.
+int vmem_copy_batch(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n);
+int vmem_fill(vmem_context *ctx, uint64_t addr, uint8_t value, uint64_t length);
+
+// ---- errors -----------------------------------------------------------------------------------------------
+
+// What the calling thread's last failed call had to say; "" if none failed. Valid until its next failing call.
+const char *vmem_last_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,97 @@
+// The contract between libvmem's core and a backend.
+//
+// The core owns all bookkeeping: which pages exist, where they are mapped, what may overlap, the budget. It checks every
+// argument once. A backend knows three things only: ranges of addresses, arenas of physical memory, and runs that put a
+// slice of an arena behind a slice of a range. It sees valid, non-overlapping requests, and it never sees a page handle.
+//
+// Concurrency: the core calls a backend from several threads at once, without holding a lock. No two calls in flight
+// concern the same addresses of a range or the same bytes of an arena; reserve/unreserve and arena_new/arena_free of one
+// object never run beside other calls on it. What else must be serialised, the backend serialises.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_BACKEND_H
+#define VMEM_BACKEND_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "vmem.h"
+
+struct vmem__range {
+    uint64_t addr;   // set by reserve(); 2 MiB aligned
+    uint64_t length; // a multiple of 64 KiB
+    uint32_t flags;  // VMEM_RESERVE_*
+    void *priv;      // the backend's
+};
+
+struct vmem__arena {
+    uint64_t size; // a multiple of 2 MiB
+    void *priv;    // the backend's
+};
+
+// Consecutive in addresses and in physical memory.
+struct vmem__run {
+    struct vmem__range *range;
+    uint64_t addr, length;     // multiples of page_size
+    struct vmem__arena *arena; // map(): what to put there. unmap(): what is mapped there now
+    uint64_t offset;           // in the arena; a multiple of page_size
+    struct vmem__arena *old_arena; // map() with VMEM_MAP_REPLACE: what the run takes the place of, all of it
+    uint64_t old_offset;           // consecutive too; NULL where nothing is mapped
+    uint64_t page_size;        // of the pages the run is made of (unmap(): of the smallest among them)
+    uint32_t flags;            // map(): VMEM_MAP_*
+    size_t op;                 // index of the caller's element that the run starts with, for *bad
+};
+
+struct vmem__backend {
+    const struct vmem__ops *ops;
+    void *priv;
+    struct vmem_info info;       // filled by open(), but for memory_free
+    _Atomic uint64_t syscalls;   // counted by the backend
+    _Atomic uint64_t overhead;   // bytes of device memory for backdrop and scratch, kept by the backend
+    uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
+    uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
+};
+
+struct vmem__ops {
+    const char *name;
+
+    // Cheap test whether open() could succeed; on failure vmem__error() text is the one fact that stops it.
+    int (*probe)(const struct vmem_options *opts);
+    int (*open)(struct vmem__backend *b, const struct vmem_options *opts);
+    // Everything was freed before, unless the process forked: then release nothing that the parent still uses.
+    void (*close)(struct vmem__backend *b, bool forked);
+    // Free and total bytes of the device.
+    int (*memory)(struct vmem__backend *b, uint64_t *total, uint64_t *free);
+
+    int (*reserve)(struct vmem__backend *b, struct vmem__range *r);
+    void (*unreserve)(struct vmem__backend *b, struct vmem__range *r);
+    // Optional (NULL: the backdrop always covers the whole range).
+    int (*backdrop)(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length);
+
+    // Physical memory, zero-filled, of a->size bytes. -ENOMEM when there is none.
+    int (*arena_new)(struct vmem__backend *b, struct vmem__arena *a);
+    void (*arena_free)(struct vmem__backend *b, struct vmem__arena *a);
+    // Optional. The slice is about to be used / is not used any more: commit or return its memory. After discard() the
+    // slice reads as zero if it returns 1, keeps its contents if 0.
+    int (*populate)(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length);
+    int (*discard)(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length);
+    // Fill slices of an arena with zero; done on return. Only arena, offset and length of the runs are set.
+    int (*zero)(struct vmem__backend *b, const struct vmem__run *runs, size_t n);
+
+    // All or nothing: on failure everything is as before, and *bad is the run at fault. When unmap() returns, no GPU
+    // or CPU access through the addresses can reach the memory any more.
+    int (*map)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
+    int (*unmap)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
+
+    int (*copy)(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
+    int (*fill)(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
+};
+
+// Best first; NULL at the end.
+extern const struct vmem__ops *const vmem__backends[];
+extern const struct vmem__ops vmem__uvm_ops, vmem__stock_ops, vmem__cuda_ops, vmem__host_ops;
+
+// Sets the calling thread's error text and returns err (a negative errno), so that `return vmem__error(-EINVAL, ...)`.
+int vmem__error(int err, const char *fmt, ...) __attribute__((format(printf, 2, 3), cold));
+
+#endif
