@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""Everything vMem inserts into NVIDIA's files: five hooks, each at an anchor that must match exactly once.
+
+An anchor is one or more whole lines of the vendor's file, without leading text of their own: they are compared
+literally, so a release that moved or rewrote them is refused instead of patched by guess.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One insertion around one anchor; `before` and `after` are whole lines put above and below it."""
+
+    name: str
+    file: str
+    anchor: str
+    before: str = ""
+    after: str = ""
+
+
+HOOKS = (
+    Hook(
+        name="sources",
+        file="nvidia-uvm/nvidia-uvm.Kbuild",
+        anchor="include $(src)/nvidia-uvm/nvidia-uvm-sources.Kbuild\n",
+        after="include $(src)/nvidia-uvm/uvm_ext/uvm_ext.Kbuild # vMem\n",
+    ),
+    Hook(
+        name="ioctl",
+        file="nvidia-uvm/uvm.c",
+        anchor="    // Try the test ioctls if none of the above matched\n",
+        before="    // vMem: its own block of ioctl numbers\n"
+        "    if (uvm_vmem_is_ioctl(cmd))\n"
+        "        return uvm_vmem_ioctl(filp, cmd, arg);\n"
+        "\n",
+    ),
+    Hook(
+        name="state",
+        file="nvidia-uvm/uvm_va_space.h",
+        anchor="struct uvm_va_space_struct\n{\n",
+        before='#include "uvm_ext/uvm_vmem_hooks.h" // vMem\n'
+        "\n",
+        after="    // vMem: NULL until the file's first vMem ioctl\n"
+        "    struct uvm_vmem_space *vmem;\n"
+        "\n",
+    ),
+    Hook(
+        name="unregister GPU",
+        file="nvidia-uvm/uvm_va_space.c",
+        anchor="    uvm_hmm_unregister_gpu(va_space, gpu, mm);\n",
+        after="\n"
+        "    // vMem: the GPU's mappings are gone, its pages may follow\n"
+        "    uvm_vmem_unregister_gpu(va_space, gpu);\n",
+    ),
+    Hook(
+        name="destroy",
+        file="nvidia-uvm/uvm_va_space.c",
+        anchor="    uvm_kvfree(va_space->mapping);\n",
+        before="    uvm_vmem_destroy(va_space); // vMem\n",
+    ),
+)

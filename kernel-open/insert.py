@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Insert vMem's hooks into a copy of NVIDIA's kernel-open tree.
+
+All anchors are checked before the first file is written, and a tree that already carries the hooks is left alone.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+
+from hooks import HOOKS
+
+_RELEASE = re.compile(r'NV_VERSION_STRING=\\"([0-9.]+)\\"')
+
+
+class InsertError(Exception):
+    """The tree is not one that the hooks fit; the text names anchor, file and release."""
+
+
+def release(tree):
+    """Driver release of a tree, from its Kbuild; `InsertError` where there is none."""
+    kbuild = Path(tree) / "Kbuild"
+    found = _RELEASE.search(kbuild.read_text()) if kbuild.is_file() else None
+    if not found:
+        raise InsertError(f"{tree}: no NVIDIA kernel module tree (no NV_VERSION_STRING in its Kbuild)")
+    return found.group(1)
+
+
+def _count(text, lines):
+    # Whole lines only: the block starts the file or follows a newline.
+    return text.startswith(lines) + text.count("\n" + lines)
+
+
+def _hooked(text, hook):
+    """Text with the hook in place, or None where it already is."""
+    block = hook.before + hook.anchor + hook.after
+    if _count(text, block) == 1 and _count(text, hook.anchor) == 1:
+        return None
+    for part in (hook.before, hook.after):
+        if part and _count(text, part):
+            raise InsertError("the insertion is there already, but not as it would be made now: start from a fresh copy")
+    matches = _count(text, hook.anchor)
+    if matches != 1:
+        raise InsertError(f"the anchor matches {matches} times, not once")
+    start = 0 if text.startswith(hook.anchor) else text.index("\n" + hook.anchor) + 1
+    return text[:start] + block + text[start + len(hook.anchor) :]
+
+
+def patched(read, name, hooks=HOOKS):
+    """What the hooks make of a tree.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the text of a file of the tree, given its path there; raises `OSError` or `KeyError` where it is absent.
+    name : str
+        How errors call the tree: its release.
+
+    Returns
+    -------
+    dict
+        Path to (old text, new text); the two are equal where the hooks were in place already.
+    """
+    files = {}
+    done = 0
+    for hook in hooks:
+        try:
+            old, new = files.get(hook.file) or (read(hook.file),) * 2
+        except (OSError, KeyError):
+            raise InsertError(f"release {name}: hook '{hook.name}': there is no {hook.file}") from None
+        try:
+            text = _hooked(new, hook)
+        except InsertError as e:
+            raise InsertError(f"release {name}: hook '{hook.name}' in {hook.file}: {e}\n  anchor: {hook.anchor!r}") from None
+        done += text is None
+        files[hook.file] = (old, new if text is None else text)
+    if done not in (0, len(hooks)):
+        raise InsertError(f"release {name}: {done} of {len(hooks)} hooks are in place: start from a fresh copy")
+    return files
+
+
+def tree_patched(tree):
+    """`patched` of a tree on disk."""
+    return patched(lambda file: (Path(tree) / file).read_text(), release(tree))
+
+
+def insert(tree):
+    """Insert the hooks into the tree's files; True if that changed anything."""
+    changed = False
+    for file, (old, new) in tree_patched(tree).items():
+        if new != old:
+            (Path(tree) / file).write_text(new)
+            changed = True
+    return changed
+
+
+def diff(files):
+    """Unified diff of what `patched` returned, and the number of lines it adds."""
+    lines = []
+    for file, (old, new) in sorted(files.items()):
+        lines += difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{file}", f"b/{file}")
+    added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
+    return "".join(lines), added
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("tree", help="folder that holds nvidia-uvm/ and Kbuild")
+    parser.add_argument("--diff", action="store_true", help="change nothing, print what would be inserted")
+    args = parser.parse_args()
+    try:
+        if not args.diff:
+            print("hooks inserted" if insert(args.tree) else "hooks were in place")
+            return 0
+        text, added = diff(tree_patched(args.tree))
+        print(text, end="")
+        print(f"{release(args.tree)}: {added} lines inserted in NVIDIA's files", file=sys.stderr)
+        return 0
+    except InsertError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
