@@ -162,6 +162,20 @@ int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n,
 // The page mapped at addr and the offset of addr in it; *page is 0 where nothing is. offset may be NULL.
 int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offset);
 
+// ---- committing -------------------------------------------------------------------------------------------
+
+struct vmem_range {
+    uint64_t addr, length;
+};
+
+// Backs every unbacked part of the ranges with new pages of one size, consecutive where possible; what is backed stays
+// as it is. Ranges are multiples of page_size, each inside one reservation, and do not overlap. All or nothing.
+// *bytes, when not NULL, receives how much was newly backed.
+int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
+                uint64_t *bytes);
+// Releases every page mapped in the ranges, wherever else it is mapped. Ranges cut no page; unbacked parts are skipped.
+int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes);
+
 // ---- data -------------------------------------------------------------------------------------------------
 
 struct vmem_copy_op {

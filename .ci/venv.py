@@ -1,0 +1,87 @@
+"""Makes the virtual environment and installs pyvmem into it, editable.
+
+A torch that the running interpreter can import is used as it is: the environment then sees that interpreter's packages,
+and nothing is fetched that is there already. Without one, TORCH below is installed.
+
+    venv.py DIRECTORY    make or update it
+    venv.py --needs      print the THING=PACKAGE pairs for .ci/need
+
+SPDX-License-Identifier: MIT
+"""
+
+import importlib.util
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+TOP = Path(__file__).resolve().parent.parent
+
+
+def needs():
+    """Headers and modules of the interpreter that distributions package separately."""
+    major_minor = "%d.%d" % sys.version_info[:2]
+    pairs = [f"{sysconfig.get_paths()['include']}/Python.h=python{major_minor}-dev"]
+    if not (importlib.util.find_spec("ensurepip") or importlib.util.find_spec("pip")):
+        pairs.append(f"/no-ensurepip=python{major_minor}-venv")
+    return pairs
+
+
+def package_folders():
+    """Folders that hold the running interpreter's packages, in the order of its search."""
+    folders = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    folders += site.getsitepackages()
+    return [os.path.abspath(f) for f in folders if os.path.isdir(f)]
+
+
+def make(target):
+    if Path(sys.prefix).resolve() == target.resolve():  # run from the environment itself: it stands already
+        return
+    python = target / "bin" / "python"
+    wanted = "%d.%d" % sys.version_info[:2]
+    have = python.exists() and subprocess.run(
+        [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
+    ).stdout.strip()
+    if have == wanted:
+        return
+    reuse = importlib.util.find_spec("torch") is not None
+    with_pip = not (reuse and importlib.util.find_spec("pip"))
+    venv.create(target, clear=True, symlinks=True, with_pip=with_pip)
+    if reuse:
+        # Not --system-site-packages: where the running interpreter is itself in an environment, that shows the packages
+        # of the interpreter under it.
+        library = target / "lib" / f"python{wanted}" / "site-packages"
+        (library / "reuse.pth").write_text(
+            "".join(f"import site; site.addsitedir({folder!r})\n" for folder in package_folders())
+        )
+
+
+def install(target):
+    python = str(target / "bin" / "python")
+    quiet = [] if os.environ.get("V") else ["-q"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-warn-script-location", *quiet]
+    if subprocess.run([python, "-c", "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"]).returncode:
+        print("installing", TORCH, flush=True)
+        subprocess.run([*pip, TORCH], check=True)
+    subprocess.run([*pip, "setuptools>=64", "wheel", "cffi>=1.15"], check=True)
+    subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[bench,test]"], check=True)
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 10):
+        sys.exit("Python 3.10 or newer is needed: make PYTHON=/path/to/python3")
+    if sys.argv[1] == "--needs":
+        print(*needs())
+    else:
+        where = Path(sys.argv[1])
+        make(where)
+        try:
+            install(where)
+        except subprocess.CalledProcessError as failed:
+            sys.exit(f"could not install pyvmem into {where} (exit {failed.returncode}); V=1 shows more")

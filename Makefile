@@ -1,0 +1,83 @@
+# vMem. `make help` lists the targets; V=1 shows the commands.
+# SPDX-License-Identifier: MIT
+
+PYTHON ?= python3
+CC     ?= cc
+CFLAGS ?= -O2 -g
+WARN   := -Wall -Wextra -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla \
+          -Werror=implicit-function-declaration -Werror=incompatible-pointer-types -Werror=int-conversion -Werror=return-type
+CPPFLAGS += -Ilibvmem/include -Ilibvmem/src
+VENV   := .venv
+PY     := $(VENV)/bin/python
+Q      := $(if $(V),,@)
+export V
+
+SOURCES := $(sort $(shell find libvmem/src -name '*.c'))
+HEADERS := $(sort $(shell find libvmem -name '*.h') $(wildcard uvm_ext/*_ioctl.h))
+OBJECTS := $(SOURCES:%.c=build/obj/%.o)
+BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
+
+.DEFAULT_GOAL := all
+.PHONY: all help lib venv test test-c test-asan test-tsan test-python test-gpu bench lint clean
+
+all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
+
+venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
+
+test: test-c test-asan test-python ## Run every test that needs no GPU
+
+test-c: lib ## C tests of libvmem
+	$(Q)$(MAKE) --no-print-directory -C tests/c check
+
+test-asan: ## C tests under the address and undefined-behaviour sanitizers
+	$(Q)$(MAKE) --no-print-directory -C tests/c check-asan
+
+test-tsan: ## C tests under the thread sanitizer
+	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
+
+test-python: venv ## Python tests, on every backend that works here
+	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
+
+test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
+	$(Q)$(MAKE) --no-print-directory -C tests/c check
+	$(Q)$(PY) -m pytest -q tests/python
+
+bench: venv ## Run every benchmark, quickly, on the best backend
+	$(Q)$(VENV)/bin/pyvmem bench all --quick
+
+lint: venv ## Compile with -Werror, and check the Python code where ruff is installed
+	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
+	$(Q)if command -v ruff >/dev/null; then ruff check pyvmem tests/python setup.py; else echo "ruff is not installed"; fi
+
+clean: ## Remove everything that was built
+	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so
+	$(Q)find pyvmem tests -name __pycache__ -prune -exec rm -rf {} +
+
+# ---- how ----------------------------------------------------------------------------------------------------
+
+build/obj/%.o: %.c Makefile | toolchain
+	@mkdir -p $(@D)
+	$(Q)$(CC) -std=gnu11 -fPIC $(CPPFLAGS) $(CFLAGS) $(WARN) -MMD -MP -c $< -o $@
+
+build/libvmem.a: $(OBJECTS)
+	$(Q)rm -f $@ && $(AR) rcs $@ $(OBJECTS)
+
+build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
+	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.0 -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
+	    $(OBJECTS) $(LDFLAGS) -lpthread -ldl -o $@
+
+$(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/venv.py | toolchain
+	$(Q)$(PYTHON) .ci/venv.py $(VENV)
+	@touch $@
+
+.PHONY: toolchain
+toolchain:
+	$(Q).ci/need cc=gcc $(PYTHON)=python3
+	$(Q).ci/need $$($(PYTHON) .ci/venv.py --needs)
+
+-include $(OBJECTS:.o=.d)

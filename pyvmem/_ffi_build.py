@@ -1,0 +1,52 @@
+"""Builds pyvmem._ffi: libvmem and pyvmem/native compiled into one extension (cffi, API mode).
+
+The declarations come from the headers themselves, so nothing is declared twice.
+
+SPDX-License-Identifier: MIT
+"""
+
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+TOP = Path(__file__).resolve().parent.parent
+INCLUDE = TOP / "libvmem" / "include"
+NATIVE = TOP / "pyvmem" / "native"
+
+
+def declarations(header):
+    """What cffi can read of a header: no comments, no conditionals, constants left for the compiler to evaluate."""
+    text = re.sub(r"/\*.*?\*/", "", re.sub(r"//[^\n]*", "", header), flags=re.S)
+    text = text.replace("\\\n", " ")
+    text = re.sub(r"#ifdef __cplusplus\n.*?#endif", "", text, flags=re.S)
+    text = re.sub(r"^#define[ \t]+(\w+)[ \t]+\S.*$", r"@\1 ...", text, flags=re.M)
+    text = re.sub(r"^#.*$", "", text, flags=re.M)
+    return text.replace("@", "#define ")
+
+
+def relative(paths):
+    return sorted(str(p.relative_to(TOP)) for p in paths)
+
+
+def headers():
+    """vmem.h first: the others include it."""
+    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name))
+    return public + sorted(NATIVE.glob("*.h"))
+
+
+builder = FFI()
+for path in headers():
+    builder.cdef(declarations(path.read_text()))
+builder.set_source(
+    "pyvmem._ffi",
+    "".join(f'#include "{path.name}"\n' for path in headers()),
+    sources=relative((TOP / "libvmem" / "src").rglob("*.c")) + relative(NATIVE.glob("*.c")),
+    depends=relative(TOP.glob("libvmem/**/*.h")) + relative(NATIVE.glob("*.h")),
+    include_dirs=["libvmem/include", "libvmem/src", "pyvmem/native"],
+    extra_compile_args=["-std=gnu11", "-O2", "-g", "-fvisibility=hidden"],
+    libraries=["dl", "pthread"],
+)
+
+if __name__ == "__main__":
+    builder.compile(verbose=True)

@@ -1,0 +1,66 @@
+// DLPack: https://dmlc.github.io/dlpack/latest/ (the structures are an ABI; these are the fields of its version 0).
+//
+// SPDX-License-Identifier: MIT
+#include <Python.h>
+
+#include <stdlib.h>
+
+#include "native.h"
+
+struct dl_tensor {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+
+struct dl_managed {
+    struct dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed *self);
+    int64_t shape;
+};
+
+enum { DL_UINT = 1 };
+
+static void drop(struct dl_managed *managed)
+{
+    pv_owner_drop(managed->context);
+    free(managed);
+}
+
+void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id)
+{
+    struct dl_managed *managed = calloc(1, sizeof(*managed));
+    if (!managed)
+        return NULL;
+    managed->shape = (int64_t)length;
+    managed->context = owner;
+    managed->deleter = drop;
+    managed->tensor.data = (void *)(uintptr_t)addr;
+    managed->tensor.device.type = device_type;
+    managed->tensor.device.id = device_id;
+    managed->tensor.ndim = 1;
+    managed->tensor.dtype.code = DL_UINT;
+    managed->tensor.dtype.bits = 8;
+    managed->tensor.dtype.lanes = 1;
+    managed->tensor.shape = &managed->shape;
+    pv_owner_keep(owner);
+    return managed;
+}
+
+// A consumed capsule has another name and belongs to the consumer.
+void pv_dlpack_capsule_free(void *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, "dltensor"))
+        return;
+    struct dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    managed->deleter(managed);
+}

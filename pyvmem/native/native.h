@@ -1,0 +1,36 @@
+// What pyvmem adds to libvmem in C: owners that can be dropped from any thread with no interpreter around, DLPack, and
+// the loops of the benchmarks.
+//
+// SPDX-License-Identifier: MIT
+#ifndef PYVMEM_NATIVE_H
+#define PYVMEM_NATIVE_H
+
+#include "vmem.h"
+
+// What pyvmem puts into *bad before a call: "no element".
+#define PV_NO_INDEX SIZE_MAX
+
+// A counted owner of something native. It keeps its parent; when the last count goes, the thing is destroyed and the
+// parent's count goes down. Python objects hold one count each, tensors hold one for their memory: so a tensor may
+// outlive every Python object, and be freed by a thread that knows no Python.
+typedef struct pv_owner pv_owner;
+
+// Owns `thing`, with one count; destroy(thing) ends it. parent may be NULL. NULL when there is no memory.
+pv_owner *pv_owner_new(pv_owner *parent, void (*destroy)(void *), void *thing);
+void pv_owner_keep(pv_owner *owner);
+void pv_owner_drop(pv_owner *owner);
+
+// The three things of libvmem. On failure: a negative errno, and nothing is owned.
+int pv_own_context(const struct vmem_options *opts, pv_owner **owner, vmem_context **ctx);
+// with_pages: pages still mapped there in the end are released, not only unmapped.
+int pv_own_range(pv_owner *context, vmem_context *ctx, uint64_t length, uint32_t flags, int with_pages,
+                 pv_owner **owner, uint64_t *addr);
+// Copies `pages`. Pages released meanwhile are skipped in the end.
+int pv_own_pages(pv_owner *context, vmem_context *ctx, const vmem_page *pages, size_t n, pv_owner **owner);
+
+// A DLPack tensor of `length` bytes at addr, on device (type, id), which keeps owner: a DLManagedTensor to be wrapped in
+// a capsule named "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory.
+void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id);
+void pv_dlpack_capsule_free(void *capsule);
+
+#endif
