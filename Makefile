@@ -71,13 +71,13 @@ build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
 	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.0 -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
 	    $(OBJECTS) $(LDFLAGS) -lpthread -ldl -o $@
 
-$(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/venv.py | toolchain
-	$(Q)$(PYTHON) .ci/venv.py $(VENV)
+$(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/make_venv.py | toolchain
+	$(Q)$(PYTHON) .ci/make_venv.py $(VENV)
 	@touch $@
 
 .PHONY: toolchain
 toolchain:
 	$(Q).ci/need cc=gcc $(PYTHON)=python3
-	$(Q).ci/need $$($(PYTHON) .ci/venv.py --needs)
+	$(Q).ci/need $$($(PYTHON) .ci/make_venv.py --needs)
 
 -include $(OBJECTS:.o=.d)

@@ -3,8 +3,8 @@
 A torch that the running interpreter can import is used as it is: the environment then sees that interpreter's packages,
 and nothing is fetched that is there already. Without one, TORCH below is installed.
 
-    venv.py DIRECTORY    make or update it
-    venv.py --needs      print the THING=PACKAGE pairs for .ci/need
+    make_venv.py DIRECTORY    make or update it
+    make_venv.py --needs      print the THING=PACKAGE pairs for .ci/need
 
 SPDX-License-Identifier: MIT
 """
