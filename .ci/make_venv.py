@@ -69,7 +69,7 @@ def install(target):
     if subprocess.run([python, "-c", "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"]).returncode:
         print("installing", TORCH, flush=True)
         subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, "setuptools>=64", "wheel", "cffi>=1.15"], check=True)
+    subprocess.run([*pip, "setuptools>=70.1", "cffi>=1.15"], check=True)
     subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[bench,test]"], check=True)
 
 
