@@ -1,0 +1,262 @@
+// The ABI of vMem inside nvidia-uvm.ko: the only declaration of it, for the module, libvmem and the tests.
+//
+// All calls are ioctls on a /dev/nvidia-uvm descriptor that UVM_INITIALIZE was done on. They return 0 and leave an
+// NV_STATUS in rmStatus, the last word of each structure; -1 with EFAULT only when the structure itself cannot be read
+// or written. A kernel module without vMem answers every one of them with -1, EINVAL; on a descriptor that is not a
+// UVM address space rmStatus is NV_ERR_ILLEGAL_ACTION. So QUERY finds the right descriptor of a process that has many.
+//
+// Physical memory, handles and windows belong to the open file: they survive fork() and travel with the descriptor, and
+// end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table: never
+// an address, never used twice in the life of the file, and without meaning to another file.
+//
+// A *window* is what the module keeps for each 2 MiB slot of address space (or the part of it that a range covers) that
+// it maps something in. Every 64 KiB of a window is a page, sparse (reads return zero, writes are dropped), or invalid
+// (accesses fault). A window opens with all of it sparse. It closes with its range or by UVM's own calls (UVM_FREE,
+// UVM_UNMAP_EXTERNAL, UVM_UNREGISTER_GPU_VASPACE): these work on it as on any external mapping.
+//
+// Growth: a structure never changes once released. New element fields go behind the old ones under a larger opSize (the
+// missing ones of an old caller read as zero, and what a new caller adds must be zero to an old module), new meanings
+// under flags announced by out_caps, then in reserved words, which must be zero today; then under new call numbers.
+//
+// Errors common to all calls:
+//   NV_ERR_ILLEGAL_ACTION        the descriptor is not an initialised UVM address space
+//   NV_ERR_INVALID_ARGUMENT      an unknown flag, a reserved word that is not zero, a zero or misaligned count or size
+//   NV_ERR_INVALID_PARAM_STRUCT  opSize smaller than the first version's, larger than UVM_VMEM_MAX_OP_SIZE, no multiple
+//                                of 8, or non-zero bytes in the part of an element that this module does not know
+//   NV_ERR_INVALID_POINTER       an array of the caller cannot be read
+//   NV_ERR_INVALID_LIMIT         more elements or more bytes than QUERY allows in one call
+//   NV_ERR_INVALID_DEVICE        the GPU is not registered on this file, or (RESERVE, MAP, UNMAP) has no address space
+//   NV_ERR_NOT_SUPPORTED         the GPU cannot do it: SR-IOV heavy, no sparse entries, confidential computing (unless
+//                                the module parameter uvm_vmem_confidential allows it)
+//   NV_ERR_NO_MEMORY             out of device or system memory
+//   any other                    a fatal error of the GPU or of UVM
+//
+// SPDX-License-Identifier: MIT
+#ifndef UVM_VMEM_IOCTL_H
+#define UVM_VMEM_IOCTL_H
+
+#include <linux/ioctl.h>
+#include <linux/types.h>
+
+#define UVM_VMEM_ABI 1
+
+// UVM itself uses plain small numbers and 0x3000000x, whose type byte is below 0x10.
+#define UVM_VMEM_IOCTL_TYPE 0xBA
+
+// Limits of the ABI. A module may announce smaller ones in QUERY, never larger.
+#define UVM_VMEM_MAX_OPS 4096        // elements of one call
+#define UVM_VMEM_MAX_BYTES (1ULL << 32) // physical bytes or bytes of address space that one call touches
+#define UVM_VMEM_MAX_OP_SIZE 128
+
+#define UVM_VMEM_GRANULE (1ULL << 16) // every address, offset and length in MAP and UNMAP is a multiple of it
+#define UVM_VMEM_SLOT (1ULL << 21)
+
+// out_failed when no single element is at fault
+#define UVM_VMEM_NO_OP 0xFFFFFFFFu
+
+// out_caps
+#define UVM_VMEM_CAP_LIVE_REPLACE 0x1 // UVM_VMEM_MAP_REPLACE passes through no invalid entry
+#define UVM_VMEM_CAP_SPARSE 0x2       // unbacked parts of a window read as zero
+#define UVM_VMEM_CAP_TAKEOVER 0x4     // UVM_VMEM_TAKEOVER passes through no invalid entry
+#define UVM_VMEM_CAP_HUGE 0x8         // aligned 2 MiB pages get one 2 MiB entry
+
+// What the module can do, on a GPU when gpu_uuid is given, and what this file holds there.
+//
+// gpu_uuid            of a GPU registered on this file; all zero: only what does not depend on one (the rest reads 0)
+// flags, reserved     zero
+// out_abi             UVM_VMEM_ABI of the module
+// out_max_ops         elements one call accepts
+// out_max_bytes       bytes one call accepts: length summed over the elements; page_size * count for CREATE; bytes of
+//                     address space where the handles are mapped for RELEASE
+// out_caps            UVM_VMEM_CAP_*
+// out_page_sizes      sizes that CREATE takes, ORed
+// out_bytes_cap       most physical bytes that one file may hold over all GPUs (module parameter uvm_vmem_max_mbytes);
+//                     ~0 without a limit
+// out_bytes_held      physical bytes that this file holds on the GPU, free parts of 2 MiB slabs included
+// out_bytes_created   of these, bytes of handles
+// out_bytes_mapped    bytes of address space of this GPU backed by pages now (at most: see UVM's own calls above)
+// out_bytes_free      free physical bytes of the GPU, for all its users
+// out_bytes_total     physical bytes of the GPU that can be allocated
+// out_pushes, out_invalidates, out_waits
+//                     over the life of the file: batches of commands sent to the GPU by MAP, UNMAP and RELEASE, TLB
+//                     invalidates in them, and times the CPU waited for one. Opening windows allocates page tables,
+//                     for which UVM itself adds its own; these are not counted.
+// Errors: the common ones.
+struct uvm_vmem_query {
+    __u8 gpu_uuid[16];
+    __u32 flags;
+    __u32 out_abi;
+    __u32 out_max_ops;
+    __u32 out_pad;
+    __u64 out_max_bytes;
+    __u64 out_caps;
+    __u64 out_page_sizes;
+    __u64 out_bytes_cap;
+    __u64 out_bytes_held;
+    __u64 out_bytes_created;
+    __u64 out_bytes_mapped;
+    __u64 out_bytes_free;
+    __u64 out_bytes_total;
+    __u64 out_pushes;
+    __u64 out_invalidates;
+    __u64 out_waits;
+    __u64 reserved[4];
+    __u32 pad;
+    __u32 rmStatus;
+};
+
+// Make [base, base + length) an external range of the file's address space, with nothing mapped. The caller picks
+// addresses that nothing else uses, as a rule those of a PROT_NONE mapping of its own. Ranges that CUDA made need no
+// RESERVE.
+//
+// base, length        multiples of 2 MiB, not zero
+// gpu_uuid            of the GPU that must be able to address it; any GPU of the file may map there
+// flags, reserved     zero
+// Errors: the common ones; NV_ERR_INVALID_ADDRESS bad alignment or overflow; NV_ERR_OUT_OF_RANGE the GPU cannot address
+// it; NV_ERR_UVM_ADDRESS_IN_USE it overlaps another range.
+struct uvm_vmem_reserve {
+    __u64 base;
+    __u64 length;
+    __u8 gpu_uuid[16];
+    __u32 flags;
+    __u32 reserved;
+    __u32 pad;
+    __u32 rmStatus;
+};
+
+// Give back a range that RESERVE made, whole. Its windows are closed.
+//
+// base, length        as given to RESERVE
+// flags, reserved     zero
+// Errors: the common ones; NV_ERR_INVALID_ADDRESS no such range; NV_ERR_IN_USE a page, or a mapping that is not vMem's,
+// is still in it.
+struct uvm_vmem_free {
+    __u64 base;
+    __u64 length;
+    __u32 flags;
+    __u32 reserved;
+    __u32 pad;
+    __u32 rmStatus;
+};
+
+// `count` pages of physical memory of the GPU, all or none. They read as zero. Small pages are cut from 2 MiB slabs,
+// kept per GPU and page size; a slab goes back to the GPU with its last page.
+//
+// page_size           one of out_page_sizes: 64, 128, 256 KiB or 2 MiB. A page is physically contiguous and aligned to
+//                     its size
+// count               1 to out_max_ops
+// flags, reserved     zero
+// out_handle          the first page's handle; the others follow it: out_handle + 1, ...
+// Errors: the common ones; NV_ERR_INSUFFICIENT_RESOURCES it would pass out_bytes_cap.
+struct uvm_vmem_create {
+    __u8 gpu_uuid[16];
+    __u64 page_size;
+    __u32 count;
+    __u32 flags;
+    __u64 out_handle;
+    __u64 reserved;
+    __u32 pad;
+    __u32 rmStatus;
+};
+
+// Unmap pages wherever this file maps them (to sparse), then free them, all or none. When it returns, no GPU access can
+// reach the memory through vMem's mappings any more.
+//
+// handles             address of __u64[count]; no handle twice
+// count               1 to out_max_ops
+// flags, reserved     zero
+// out_failed          index of the element at fault, or UVM_VMEM_NO_OP
+// out_pushes, out_invalidates, out_waits  of this call
+// Errors: the common ones; NV_ERR_INVALID_OBJECT_HANDLE no such handle (or twice). NV_ERR_INVALID_LIMIT can also mean
+// that the handles are mapped at more than out_max_bytes of addresses: release fewer at a time (one always works).
+struct uvm_vmem_release {
+    __u64 handles;
+    __u32 count;
+    __u32 flags;
+    __u32 out_failed;
+    __u32 out_pushes;
+    __u32 out_invalidates;
+    __u32 out_waits;
+    __u64 reserved;
+    __u32 pad;
+    __u32 rmStatus;
+};
+
+// One element of MAP or UNMAP; all of it lies inside one external range.
+//
+// va, length          multiples of 64 KiB, length not zero
+// MAP:
+// handle, offset      what to put there: bytes [offset, offset + length) of the handle's page; offset a multiple of
+//                     64 KiB. A large handle can so serve as a slab of the caller's own.
+// flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_TAKEOVER
+// UNMAP:
+// handle, offset      0, 0: whatever is there. Else what must be mapped there; anything else is an error
+// flags               UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID, UVM_VMEM_TAKEOVER
+struct uvm_vmem_op {
+    __u64 va;
+    __u64 length;
+    __u64 handle;
+    __u64 offset;
+    __u32 flags;
+    __u32 reserved;
+};
+
+// Pages may be mapped there already: each entry is overwritten in place by the new one, so a kernel that accesses the
+// page meanwhile sees the old page or the new, never a fault. Without it: NV_ERR_UVM_ADDRESS_IN_USE.
+#define UVM_VMEM_MAP_REPLACE 0x1
+// 64 KiB entries even where a 2 MiB one would do. A 2 MiB entry is used where all of a slot that has no window (or has
+// a 2 MiB entry) is mapped to all of a 2 MiB handle; it is cut in place, without a gap, when a part of it changes.
+#define UVM_VMEM_MAP_64K 0x2
+// MAP, UNMAP: slots mapped by somebody else (a CUDA backdrop, a sparse mapping) may be taken: the whole slot becomes a
+// window and loses that mapping, without a moment in which an address is invalid. Without it:
+// NV_ERR_UVM_ADDRESS_IN_USE.
+#define UVM_VMEM_TAKEOVER 0x100
+// Open windows where there are none: the backdrop, ahead of use. Without it such addresses are skipped.
+#define UVM_VMEM_UNMAP_OPEN 0x10
+// Leave the addresses invalid instead of sparse. Not together with UVM_VMEM_UNMAP_OPEN or UVM_VMEM_TAKEOVER.
+#define UVM_VMEM_UNMAP_INVALID 0x20
+
+// MAP: put pages behind addresses. UNMAP: take them away. The elements take effect in order, as one: they are checked
+// first, a failure changes no page (windows opened for it may stay), and one TLB invalidate makes them visible. When
+// the call returns, accesses of the GPU use the new entries.
+//
+// gpu_uuid            of the GPU whose address space changes; a page can be mapped on its own GPU only
+// ops                 address of the first element
+// count               1 to out_max_ops
+// opSize              distance of the elements in bytes, at least sizeof(struct uvm_vmem_op), a multiple of 8
+// flags, reserved     zero
+// out_failed          index of the element at fault, or UVM_VMEM_NO_OP
+// out_pushes, out_invalidates, out_waits
+//                     of this call. One each, unless the batch is too large for one push, cuts 2 MiB entries or takes
+//                     slots over (one more of each for all of these together)
+// Errors: the common ones; NV_ERR_INVALID_ADDRESS va, length misaligned, overflowing, or not inside one external range;
+// NV_ERR_OUT_OF_RANGE the GPU cannot address it; NV_ERR_INVALID_OBJECT_HANDLE no such handle, or another GPU's;
+// NV_ERR_INVALID_OFFSET offset misaligned or offset + length past the page's end; NV_ERR_UVM_ADDRESS_IN_USE see above,
+// or a foreign mapping that cannot be cut at the slot's borders (4 KiB or 512 MiB entries); NV_ERR_OBJECT_NOT_FOUND
+// (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES (MAP) a page would be mapped at
+// more than out_max_bytes of addresses.
+struct uvm_vmem_batch {
+    __u8 gpu_uuid[16];
+    __u64 ops;
+    __u32 count;
+    __u32 opSize;
+    __u32 flags;
+    __u32 out_failed;
+    __u32 out_pushes;
+    __u32 out_invalidates;
+    __u32 out_waits;
+    __u32 reserved32;
+    __u64 reserved;
+    __u32 pad;
+    __u32 rmStatus;
+};
+
+#define UVM_VMEM_QUERY _IOWR(UVM_VMEM_IOCTL_TYPE, 1, struct uvm_vmem_query)
+#define UVM_VMEM_RESERVE _IOWR(UVM_VMEM_IOCTL_TYPE, 2, struct uvm_vmem_reserve)
+#define UVM_VMEM_FREE _IOWR(UVM_VMEM_IOCTL_TYPE, 3, struct uvm_vmem_free)
+#define UVM_VMEM_CREATE _IOWR(UVM_VMEM_IOCTL_TYPE, 4, struct uvm_vmem_create)
+#define UVM_VMEM_RELEASE _IOWR(UVM_VMEM_IOCTL_TYPE, 5, struct uvm_vmem_release)
+#define UVM_VMEM_MAP _IOWR(UVM_VMEM_IOCTL_TYPE, 6, struct uvm_vmem_batch)
+#define UVM_VMEM_UNMAP _IOWR(UVM_VMEM_IOCTL_TYPE, 7, struct uvm_vmem_batch)
+
+#endif
