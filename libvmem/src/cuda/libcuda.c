@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
 #include "libcuda.h"
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what) {
     const char *text = NULL;
@@ -166,14 +169,56 @@ int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_
     return vmem__cuda_error(&cu->fn, result ? result : sync, "fill");
 }
 
-int vmem__cuda_handle(struct vmem__cuda *cu, uint64_t length, uint64_t *handle) {
+static int counted(struct vmem__cuda *cu, int result, const char *what) {
+    atomic_fetch_add_explicit(cu->syscalls, 1, memory_order_relaxed);
+    return vmem__cuda_error(&cu->fn, result, what);
+}
+
+int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle) {
     const struct vmem__cu_prop prop = {.type = 1, .location = {.type = 1, .id = cu->device}};
 
-    return vmem__cuda_error(&cu->fn, cu->fn.mem_create(handle, length, &prop, 0), "cuMemCreate");
+    return counted(cu, cu->fn.mem_create(handle, length, &prop, 0), "cuMemCreate");
+}
+
+int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle) {
+    return counted(cu, cu->fn.mem_release(handle), "cuMemRelease");
+}
+
+int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle) {
+    return counted(cu, cu->fn.mem_map(addr, length, 0, handle, 0), "cuMemMap");
+}
+
+int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length) {
+    return counted(cu, cu->fn.mem_unmap(addr, length), "cuMemUnmap");
 }
 
 int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length) {
     const struct vmem__cu_access access = {.location = {.type = 1, .id = cu->device}, .flags = 3};
 
-    return vmem__cuda_error(&cu->fn, cu->fn.mem_set_access(addr, length, &access, 1), "cuMemSetAccess");
+    return counted(cu, cu->fn.mem_set_access(addr, length, &access, 1), "cuMemSetAccess");
+}
+
+static int ascending(const void *a, const void *b) {
+    return *(const int *)a - *(const int *)b;
+}
+
+int vmem__cuda_uvm_fds(int *fds, int max) {
+    DIR *dir = opendir("/proc/self/fd");
+    char target[64];
+    int n = 0;
+
+    if (!dir)
+        return 0;
+    for (struct dirent *entry; n < max && (entry = readdir(dir));) {
+        ssize_t length = readlinkat(dirfd(dir), entry->d_name, target, sizeof(target) - 1);
+
+        if (length <= 0)
+            continue;
+        target[length] = '\0';
+        if (strcmp(target, "/dev/nvidia-uvm") == 0)
+            fds[n++] = atoi(entry->d_name);
+    }
+    closedir(dir);
+    qsort(fds, n, sizeof(*fds), ascending);
+    return n;
 }

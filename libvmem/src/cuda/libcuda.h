@@ -84,7 +84,8 @@ struct vmem__cuda {
     struct vmem__libcuda fn;
     int device;
     void *context;
-    void *stream; // private, not synchronised with the legacy default stream
+    void *stream;               // private, not synchronised with the legacy default stream
+    _Atomic uint64_t *syscalls; // where calls that reserve, create, map or unmap are counted; set before open
 };
 
 // Loads the library and initialises it. Errors: -ENODEV without a library, a driver or a device.
@@ -109,8 +110,15 @@ int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free);
 int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n);
 int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length);
 
-// Plain device memory: create, map and access; between enter and leave.
-int vmem__cuda_handle(struct vmem__cuda *cu, uint64_t length, uint64_t *handle);
-int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // read and write for this device
+// CUDA's virtual memory management, counted and with errno; between enter and leave. length: multiples of 2 MiB.
+int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle);
+int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle);
+int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle);
+int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // of one or more whole mappings
+int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // read and write, for this device
+
+// The descriptors of /dev/nvidia-uvm open in this process, lowest first: at most max of them; returns how many. One of them
+// is the VA space of this process' CUDA contexts; which, only an ioctl that needs it can tell.
+int vmem__cuda_uvm_fds(int *fds, int max);
 
 #endif
