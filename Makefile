@@ -58,6 +58,8 @@ clean: ## Remove everything that was built
 	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so
 	$(Q)find pyvmem tests -name __pycache__ -prune -exec rm -rf {} +
 
+include kernel-open/module.mk
+
 # ---- how ----------------------------------------------------------------------------------------------------
 
 build/obj/%.o: %.c Makefile | toolchain

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Build nvidia-uvm.ko with vMem inside, from the source of the driver that is installed.
+
+Prints the module's path last. The build folder keeps one tree per release and build type.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import source
+from insert import InsertError, diff, tree_patched
+from tree import HERE, prepare
+
+_STAMP = ".vmem-kernel"
+_NOT_KBUILDS = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "KERNEL", "KERNELRELEASE", "UVM_BUILD_TYPE",
+                "KBUILD_EXTRA_SYMBOLS", "CC", "CFLAGS", "V")  # fmt: skip
+
+
+def build(src, release, kernel, args):
+    """Prepare the tree, build the module in it, return the module's path."""
+    tree = Path(args.out).resolve() / f"{release}-{args.type}"
+    stamp = tree / _STAMP
+    if tree.exists() and (not stamp.is_file() or stamp.read_text() != kernel):
+        shutil.rmtree(tree)  # built, or begun, for another kernel
+    try:
+        prepare(src, tree)
+    except InsertError:
+        shutil.rmtree(tree)  # made by other hooks than today's
+        prepare(src, tree)
+    stamp.write_text(kernel)
+    # A make of its own: nothing said to the calling make is meant for Kbuild.
+    env = {name: value for name, value in os.environ.items() if name not in _NOT_KBUILDS}
+    jobs = f"-j{len(os.sched_getaffinity(0))}"
+    command = ["make", jobs, "-f", "vmem.mk", f"KERNEL_UNAME={kernel}", f"UVM_BUILD_TYPE={args.type}"]
+    if args.symvers:
+        command.append(f"KBUILD_EXTRA_SYMBOLS={Path(args.symvers).resolve()}")
+    if args.check:
+        for path in (tree / "nvidia-uvm" / "uvm_ext").glob("*.o"):
+            path.unlink()  # the checker runs where the compiler does
+        command += ["C=1", f"CHECK={HERE / 'sparse-ours.sh'}"]
+    log = tree / "build.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for line in process.stdout:
+            out.write(line)
+            if args.verbose:
+                print(line, end="")
+    text = log.read_text()
+    ours = [line for line in text.splitlines() if "uvm_ext/" in line and ("warning:" in line or "error:" in line)]
+    if process.wait():
+        tail = "\n".join(ours or text.splitlines()[-25:])
+        raise source.SourceError(f"building nvidia-uvm.ko {release} for {kernel} failed; log: {log}\n{tail}")
+    print("\n".join(ours), file=sys.stderr, end="\n" if ours else "")
+    if args.check and ours:
+        raise source.SourceError(f"{len(ours)} warnings in vMem's files; log: {log}")
+    return tree / "nvidia-uvm.ko"
+
+
+def main():
+    env = os.environ.get
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("action", choices=("build", "diff"), nargs="?", default="build")
+    parser.add_argument("--src", default=env("NVIDIA_SRC"), help="NVIDIA's tree; default: the installed driver's")
+    parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
+    parser.add_argument("--kernel", default=env("KERNEL"), help="kernel to build for; default: the running one")
+    parser.add_argument("--type", default=env("UVM_BUILD_TYPE") or "release", choices=("release", "develop", "debug"))
+    parser.add_argument("--symvers", default=env("KBUILD_EXTRA_SYMBOLS"), help="Module.symvers of the nvidia.ko to meet")
+    parser.add_argument("--out", default="build/module", help="build folder")
+    parser.add_argument("--cache", default="build/nvidia", help="where Debian's package is unpacked to")
+    parser.add_argument("--check", action="store_true", help="run sparse over vMem's files and fail on any warning there")
+    parser.add_argument("--verbose", action="store_true", help="show the build as it runs")
+    args = parser.parse_args()
+    try:
+        src, release = source.nvidia(args.src or None, args.release or None, args.cache)
+        if args.action == "diff":
+            text, added = diff(tree_patched(src))
+            print(text, end="", flush=True)
+            print(f"{release}: {added} lines inserted in NVIDIA's files", file=sys.stderr)
+            return 0
+        kernel = source.kernel(args.kernel or None)
+        print(f"nvidia-uvm.ko {release} ({args.type}) for {kernel}, source {src}", file=sys.stderr)
+        print(build(src, release, kernel, args))
+        return 0
+    except (InsertError, source.SourceError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

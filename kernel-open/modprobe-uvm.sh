@@ -1,0 +1,15 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# modprobe-uvm.sh RELEASE [option=value]...: what `modprobe nvidia-uvm` does where `make module-install MODULE_BOOT=1` was
+# said. The patched module if the loaded driver is of its release and it loads, the stock one otherwise.
+release=$1
+shift
+modprobe nvidia || exit
+if [ "$(cat "$VMEM_ROOT/sys/module/nvidia/version")" = "$release" ]; then
+    modprobe nvidia-uvm-vmem "$@" && exit
+    echo "nvidia-uvm-vmem does not load; the stock nvidia-uvm follows" >&2
+fi
+for stock in nvidia-uvm nvidia-current-open-uvm nvidia-current-uvm; do
+    modprobe --ignore-install --quiet "$stock" "$@" && exit
+done
+exit 1

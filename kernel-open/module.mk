@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: MIT
+# The kernel module's targets; docs/kernel-module.md has the long form.
+#   NVIDIA_SRC      NVIDIA's kernel-open tree; default: the installed driver's, or on Debian its package's
+#   NVIDIA_RELEASE  driver release or its beginning (535, 550.163.01)
+#   KERNEL          kernel to build for; default: the running one
+#   UVM_BUILD_TYPE  release, develop (UVM's asserts log) or debug
+#   KBUILD_EXTRA_SYMBOLS  Module.symvers of the nvidia.ko that the module will meet
+#   MODULE          for module-load: the module; default: what `make module` builds
+export NVIDIA_SRC NVIDIA_RELEASE KERNEL UVM_BUILD_TYPE KBUILD_EXTRA_SYMBOLS MODULE_BOOT
+KERNEL_OPEN := $(patsubst %/,%,$(dir $(lastword $(MAKEFILE_LIST))))
+
+.PHONY: module module-check module-diff module-install module-uninstall module-load module-unload module-check-releases
+
+module: ## Build nvidia-uvm.ko with vMem inside
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py $(if $(V),--verbose)
+
+module-check: ## The same under sparse, and any warning in our files is an error
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check $(if $(V),--verbose)
+
+module-diff: ## What is inserted in NVIDIA's files, as a diff
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py diff
+
+module-install: ## Install the DKMS package nvidia-uvm-vmem; MODULE_BOOT=1: modprobe loads it from now on
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/install.py install
+
+module-uninstall: ## Remove the DKMS package
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/install.py remove
+
+module-load: ## Load the patched module in place of the stock one
+	$(Q)module="$(MODULE)"; [ -n "$$module" ] || module=$$($(PYTHON) $(KERNEL_OPEN)/build.py) && \
+	    $(PYTHON) $(KERNEL_OPEN)/load.py load "$$module" $(MODULE_PARAMETERS)
+
+module-unload: ## Load the stock module again
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/load.py unload
+
+module-check-releases: ## Which driver releases the hooks fit: SRC=a git repository or a folder of trees
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/releases.py "$(SRC)"

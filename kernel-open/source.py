@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: MIT
+"""Where NVIDIA's source and the kernel's headers come from: what the system has, else Debian's packages."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from insert import InsertError, release
+
+# Debian's contrib carries one open driver release per suite.
+_SUITES = ("bookworm", "trixie")
+_PACKAGE = "nvidia-open-kernel-source"
+_IN_PACKAGE = "./usr/src/nvidia-open-kernel.tar.xz"
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+
+
+class SourceError(Exception):
+    """No source or no headers; the text says what was looked for and what to install or set."""
+
+
+def order(text):
+    """Sort key of a release such as "550.163.01"."""
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def _matches(have, want):
+    return not want or have == want or have.startswith(want + ".")
+
+
+def _tree(path):
+    """The folder under `path` that holds nvidia-uvm/, with its release; None where there is none."""
+    for tree in (Path(path), Path(path) / "kernel-open"):
+        if (tree / "nvidia-uvm" / "uvm.c").is_file():
+            try:
+                return tree, release(tree)
+            except InsertError:
+                return None
+    return None
+
+
+def _installed(root):
+    trees = []
+    for path in sorted((root / "usr/src").glob("nvidia-*")):
+        # Our own DKMS packages carry hooks; they are made from these trees, not the other way round.
+        if path.is_dir() and not path.name.startswith("nvidia-uvm-vmem-"):
+            trees += filter(None, [_tree(path)])
+    return sorted(trees, key=lambda found: order(found[1]))
+
+
+def nvidia(src=None, want=None, cache="build/nvidia", root="/"):
+    """Find the driver's kernel-open tree.
+
+    Parameters
+    ----------
+    src : path, optional
+        A tree or a checkout that holds one; nothing else is looked at.
+    want : str, optional
+        A release or its beginning ("550"). Default: the release of the loaded driver where its tree is installed, else
+        the newest tree under /usr/src.
+    cache : path
+        Where Debian's package is unpacked to when the system has no tree.
+    root : path
+        What to take for "/".
+
+    Returns
+    -------
+    (path, str)
+        The tree and its release.
+    """
+    if src:
+        found = _tree(src)
+        if not found:
+            raise SourceError(f"NVIDIA_SRC={src}: no nvidia-uvm/ with a release there")
+        if not _matches(found[1], want):
+            raise SourceError(f"NVIDIA_SRC={src} is release {found[1]}, NVIDIA_RELEASE asks for {want}")
+        return found
+    root = Path(root)
+    installed = [found for found in _installed(root) if _matches(found[1], want)]
+    loaded = root / "sys/module/nvidia/version"
+    if installed and loaded.is_file():
+        installed = [found for found in installed if found[1] == loaded.read_text().strip()] or installed
+    if installed:
+        return installed[-1]
+    unpacked = sorted(filter(None, map(_tree, Path(cache).glob("*/"))), key=lambda found: order(found[1]))
+    unpacked = [found for found in unpacked if _matches(found[1], want)]
+    if unpacked and want:
+        return unpacked[-1]
+    return _fetch_debian(want, Path(cache))
+
+
+def _apt(folder, *args, tool="apt-get", **kwargs):
+    # Sources, lists and archives of our own: the system's are never touched.
+    options = {
+        "Dir::Etc::sourcelist": folder / "sources.list",
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::State::lists": folder / "lists",
+        "Dir::Cache": folder / "cache",
+        "APT::Sandbox::User": "root",
+    }
+    flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return subprocess.run([tool, "-q", *flags, *args], check=True, text=True, **kwargs)
+
+
+def _fetch_debian(want, cache):
+    if not shutil.which("apt-get"):
+        raise SourceError(
+            f"no driver source{f' of release {want}' if want else ''} under /usr/src/nvidia-*, and this is no Debian: "
+            "set NVIDIA_SRC to NVIDIA's open-gpu-kernel-modules tree of the driver release that is installed"
+        )
+    apt = (cache / "apt").resolve()
+    for folder in ("lists/partial", "cache/archives/partial"):
+        (apt / folder).mkdir(parents=True, exist_ok=True)
+    lines = []
+    shown = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)", "Created-By: Packages"],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    mirrors = [line.split() for line in shown.splitlines()]
+    # The archive's own mirror, not its security or updates sections.
+    uris = [words[2] for words in mirrors if len(words) == 3 and words[0] in _SUITES and words[1] == "main"]
+    if not uris:
+        raise SourceError("apt knows no Debian mirror: set NVIDIA_SRC")
+    own = next(words[0] for words in mirrors if words[0] in _SUITES)
+    signed = f"[signed-by={_KEYRING}] " if os.path.exists(_KEYRING) else ""
+    lines = [f"deb {signed}{uris[0]} {suite} contrib\n" for suite in _SUITES]
+    (apt / "sources.list").write_text("".join(lines))
+    try:
+        _apt(apt, "update", stdout=subprocess.DEVNULL)
+        listed = _apt(apt, "madison", _PACKAGE, tool="apt-cache", capture_output=True).stdout
+        # "package | version | mirror suite/contrib arch Packages"
+        offers = [[word.strip() for word in line.split("|")] for line in listed.splitlines()]
+        offers = [(version, where.split()[1].split("/")[0]) for _, version, where in offers]
+        offers = [(version, suite) for version, suite in offers if _matches(version.split("-")[0], want)]
+        if not want:
+            offers = [offer for offer in offers if offer[1] == own] or offers
+        if not offers:
+            raise SourceError(f"Debian's {_PACKAGE} has no release {want}: set NVIDIA_SRC to that release's tree")
+        version = max((version for version, _ in offers), key=order)
+        tree = cache / version.split("-")[0]
+        if not _tree(tree):
+            _apt(apt, "download", f"{_PACKAGE}={version}", cwd=apt, stdout=subprocess.DEVNULL)
+            _unpack(next(apt.glob(f"{_PACKAGE}_{version}_*.deb")), tree)
+    except subprocess.CalledProcessError as e:
+        raise SourceError(f"fetching {_PACKAGE} failed: {' '.join(map(str, e.cmd[:1] + e.cmd[-2:]))} "
+                          f"exited {e.returncode}") from None  # fmt: skip
+    return _tree(tree)
+
+
+def _unpack(package, tree):
+    part = tree.with_name(tree.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    # The RM's binary is nine tenths of the tree and no part of nvidia-uvm.ko.
+    script = (
+        'dpkg-deb --fsys-tarfile "$1" | tar -xO "$2" | '
+        "tar -xJ -C \"$3\" --strip-components=2 --exclude='*_binary' modules/nvidia-open-kernel"
+    )
+    subprocess.run(["bash", "-o", "pipefail", "-ec", script, "unpack", package, _IN_PACKAGE, part], check=True)
+    part.rename(tree)
+    package.unlink()
+
+
+def kernel(want=None, root="/", install=True):
+    """Name of the kernel to build for: `want`, the running one, or the newest one with headers installed.
+
+    On Debian, as root, the headers of the default kernel are installed where there are none at all.
+    """
+    modules = Path(root) / "lib/modules"
+
+    def headers():
+        found = [path.name for path in modules.glob("*") if (path / "build" / "Makefile").is_file()]
+        return sorted(found, key=order)
+
+    found = headers()
+    if want:
+        if want not in found:
+            raise SourceError(f"KERNEL={want}: no headers at {modules / want / 'build'}: install linux-headers-{want}")
+        return want
+    running = os.uname().release
+    if running in found:
+        return running
+    if not found and install and os.geteuid() == 0 and shutil.which("apt-get"):
+        arch = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True)
+        subprocess.run(["apt-get", "-q", "update"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["apt-get", "-qy", "install", "--no-install-recommends", f"linux-headers-{arch.stdout.strip()}"], check=True
+        )
+        found = headers()
+    if not found:
+        raise SourceError(f"no kernel headers: install linux-headers-{running}")
+    return found[-1]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""A build tree: the parts of NVIDIA's kernel-open that nvidia-uvm.ko needs, with vMem's hooks and sources in place."""
+
+import shutil
+from pathlib import Path
+
+import features
+from insert import insert
+
+HERE = Path(__file__).resolve().parent
+UVM_EXT = HERE.parent / "uvm_ext"
+
+# nvidia/ only for its share of the conftest list; what a build leaves behind is not copied.
+_FOLDERS = ("common", "nvidia", "nvidia-uvm")
+_LEFT_OUT = shutil.ignore_patterns(
+    ".*", "*.o", "*.ko", "*.mod", "*.mod.c", "*_binary", "conftest", "modules.order", "Module.symvers", "uvm_ext"
+)
+_OURS = ("vmem.mk", "stock-symvers.sh")
+
+
+def _write(path, text):
+    # Untouched when nothing changed, so that make rebuilds only what did.
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def prepare(src, tree):
+    """Make `tree` the build tree of the driver tree `src`; what is there of a former run is kept and brought up to date."""
+    src, tree = Path(src), Path(tree)
+    if not (tree / "Kbuild").is_file():
+        part = tree.with_name(tree.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for folder in _FOLDERS:
+            shutil.copytree(src / folder, part / folder, ignore=_LEFT_OUT)
+        for path in src.iterdir():
+            if path.is_file() and not _LEFT_OUT(str(src), [path.name]):
+                shutil.copy2(path, part / path.name)
+        insert(part)
+        shutil.rmtree(tree, ignore_errors=True)
+        part.rename(tree)
+    insert(tree)  # refuses a tree with other hooks than today's
+
+    ours = tree / "nvidia-uvm" / "uvm_ext"
+    sources = [path for path in sorted(UVM_EXT.iterdir()) if path.suffix in (".c", ".h", ".Kbuild")]
+    for path in sources:
+        _write(ours / path.name, path.read_text())
+    _write(ours / features.HEADER, features.header(tree / "nvidia-uvm", UVM_EXT / "features.list"))
+    for path in ours.glob("*.[ch]"):
+        if path.name not in {source.name for source in sources} | {features.HEADER} and not path.name.endswith(".mod.c"):
+            path.unlink()
+    for name in _OURS:
+        _write(tree / name, (HERE / name).read_text())
