@@ -4,12 +4,16 @@
 #include "backend.h"
 
 const struct vmem__ops *const vmem__backends[] = {
+    &vmem__stock_ops,
+    &vmem__cuda_ops,
     &vmem__host_ops,
     NULL,
 };
 
 // In the order of the table above.
 static const char *const names[] = {
+    "stock",
+    "cuda",
     "host",
     NULL,
 };

@@ -8,7 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
-int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what) {
+int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what)
+{
     const char *text = NULL;
     int err = -EIO;
 
@@ -32,7 +33,8 @@ int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *wha
     return vmem__error(err, "%s: CUDA error %d, %s", what, result, text);
 }
 
-int vmem__libcuda_load(struct vmem__libcuda *fn) {
+int vmem__libcuda_load(struct vmem__libcuda *fn)
+{
     // NODELETE: CUDA's threads and exit handlers outlive every context of ours.
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     int count = 0, err;
@@ -56,7 +58,8 @@ int vmem__libcuda_load(struct vmem__libcuda *fn) {
     return count > 0 ? 0 : vmem__error(-ENODEV, "CUDA sees no device");
 }
 
-static int find_device(struct vmem__libcuda *fn, int ordinal, int *device) {
+static int find_device(struct vmem__libcuda *fn, int ordinal, int *device)
+{
     int count = 0, vmm = 0, err = vmem__libcuda_load(fn);
 
     if (err)
@@ -71,14 +74,16 @@ static int find_device(struct vmem__libcuda *fn, int ordinal, int *device) {
     return vmm ? 0 : vmem__error(-EOPNOTSUPP, "device %d has no CUDA virtual memory management", ordinal);
 }
 
-int vmem__cuda_probe(int ordinal) {
+int vmem__cuda_probe(int ordinal)
+{
     struct vmem__libcuda fn;
     int device;
 
     return find_device(&fn, ordinal, &device);
 }
 
-int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info) {
+int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info)
+{
     uint64_t free;
     int err = find_device(&cu->fn, ordinal, &cu->device);
 
@@ -109,7 +114,8 @@ int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info) 
     return 0;
 }
 
-void vmem__cuda_close(struct vmem__cuda *cu, bool forked) {
+void vmem__cuda_close(struct vmem__cuda *cu, bool forked)
+{
     if (!cu->context)
         return;
     // At process exit CUDA may be gone before us; then there is nothing left to give back.
@@ -123,17 +129,20 @@ void vmem__cuda_close(struct vmem__cuda *cu, bool forked) {
     cu->context = NULL;
 }
 
-int vmem__cuda_enter(struct vmem__cuda *cu) {
+int vmem__cuda_enter(struct vmem__cuda *cu)
+{
     return vmem__cuda_error(&cu->fn, cu->fn.ctx_push(cu->context), "cuCtxPushCurrent");
 }
 
-void vmem__cuda_leave(struct vmem__cuda *cu) {
+void vmem__cuda_leave(struct vmem__cuda *cu)
+{
     void *context;
 
     cu->fn.ctx_pop(&context);
 }
 
-int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free) {
+int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free)
+{
     size_t t = 0, f = 0;
     int err = vmem__cuda_enter(cu);
 
@@ -146,7 +155,8 @@ int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free) {
     return err;
 }
 
-int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n) {
+int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n)
+{
     int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(cu);
 
     if (err)
@@ -158,7 +168,8 @@ int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_
     return vmem__cuda_error(&cu->fn, result ? result : sync, "copy");
 }
 
-int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length) {
+int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length)
+{
     int result, sync, err = vmem__cuda_enter(cu);
 
     if (err)
@@ -169,40 +180,48 @@ int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_
     return vmem__cuda_error(&cu->fn, result ? result : sync, "fill");
 }
 
-static int counted(struct vmem__cuda *cu, int result, const char *what) {
+static int counted(struct vmem__cuda *cu, int result, const char *what)
+{
     atomic_fetch_add_explicit(cu->syscalls, 1, memory_order_relaxed);
     return vmem__cuda_error(&cu->fn, result, what);
 }
 
-int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle) {
+int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle)
+{
     const struct vmem__cu_prop prop = {.type = 1, .location = {.type = 1, .id = cu->device}};
 
     return counted(cu, cu->fn.mem_create(handle, length, &prop, 0), "cuMemCreate");
 }
 
-int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle) {
+int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle)
+{
     return counted(cu, cu->fn.mem_release(handle), "cuMemRelease");
 }
 
-int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle) {
+int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle)
+{
     return counted(cu, cu->fn.mem_map(addr, length, 0, handle, 0), "cuMemMap");
 }
 
-int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length) {
+int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
+{
     return counted(cu, cu->fn.mem_unmap(addr, length), "cuMemUnmap");
 }
 
-int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length) {
+int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
+{
     const struct vmem__cu_access access = {.location = {.type = 1, .id = cu->device}, .flags = 3};
 
     return counted(cu, cu->fn.mem_set_access(addr, length, &access, 1), "cuMemSetAccess");
 }
 
-static int ascending(const void *a, const void *b) {
+static int ascending(const void *a, const void *b)
+{
     return *(const int *)a - *(const int *)b;
 }
 
-int vmem__cuda_uvm_fds(int *fds, int max) {
+int vmem__cuda_uvm_fds(int *fds, int max)
+{
     DIR *dir = opendir("/proc/self/fd");
     char target[64];
     int n = 0;

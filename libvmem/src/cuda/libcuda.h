@@ -1,5 +1,6 @@
-// libcuda, opened at run time: the driver-API functions that the GPU backends (cuda, stock, uvm) use, and the device they
-// run on. Building needs no CUDA toolkit; the few types of the API are spelled as the integers and pointers they are.
+// libcuda, opened at run time: the driver-API functions that the GPU backends (cuda, stock, uvm) use, and the device
+// they run on. Building needs no CUDA toolkit; the few types of the API are spelled as the integers and pointers they
+// are.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_CUDA_LIBCUDA_H
@@ -117,8 +118,8 @@ int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64
 int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // of one or more whole mappings
 int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // read and write, for this device
 
-// The descriptors of /dev/nvidia-uvm open in this process, lowest first: at most max of them; returns how many. One of them
-// is the VA space of this process' CUDA contexts; which, only an ioctl that needs it can tell.
+// The descriptors of /dev/nvidia-uvm open in this process, lowest first: at most max of them; returns how many. One
+// of them is the VA space of this process' CUDA contexts; which, only an ioctl that needs it can tell.
 int vmem__cuda_uvm_fds(int *fds, int max);
 
 #endif

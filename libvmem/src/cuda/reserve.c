@@ -4,7 +4,8 @@
 #include <errno.h>
 #include <stdlib.h>
 
-int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t slot) {
+int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t slot)
+{
     struct vmem__reservation r;
     int err = vmem__cuda_enter(cu);
 
@@ -27,7 +28,8 @@ int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, u
     return err;
 }
 
-void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop) {
+void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop)
+{
     if (backdrop->slot && vmem__cuda_enter(cu) == 0) {
         vmem__cuda_release(cu, backdrop->handle);
         vmem__cuda_leave(cu);
@@ -36,7 +38,8 @@ void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop)
 }
 
 int vmem__reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length,
-                  struct vmem__reservation *out) {
+                  struct vmem__reservation *out)
+{
     uint64_t slots = (length + backdrop->slot - 1) / backdrop->slot;
     int err = vmem__cuda_enter(cu);
 
@@ -56,7 +59,8 @@ int vmem__reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, 
 }
 
 // The first run of slots with the given bit in [first, end); returns its first slot, *n its length, 0 if there is none.
-static uint64_t next_run(const struct vmem__reservation *r, bool active, uint64_t first, uint64_t end, uint64_t *n) {
+static uint64_t next_run(const struct vmem__reservation *r, bool active, uint64_t first, uint64_t end, uint64_t *n)
+{
     const uint64_t skip = active ? 0 : UINT64_MAX;
 
     *n = 0;
@@ -67,7 +71,8 @@ static uint64_t next_run(const struct vmem__reservation *r, bool active, uint64_
     return first;
 }
 
-void vmem__unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r) {
+void vmem__unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r)
+{
     uint64_t slot = backdrop->slot, end = r->length / slot, n;
 
     if (vmem__cuda_enter(cu) == 0) {
@@ -80,7 +85,8 @@ void vmem__unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdro
 }
 
 static int activate_run(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r,
-                        uint64_t first, uint64_t n) {
+                        uint64_t first, uint64_t n)
+{
     uint64_t slot = backdrop->slot, addr = r->addr + first * slot, done = 0;
     int err = 0;
 
@@ -97,7 +103,8 @@ static int activate_run(struct vmem__cuda *cu, const struct vmem__backdrop *back
 }
 
 int vmem__activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r,
-                   uint64_t addr, uint64_t length) {
+                   uint64_t addr, uint64_t length)
+{
     uint64_t slot = backdrop->slot, slots = r->length / slot, n, i;
     uint64_t end = (addr - r->addr + length + slot - 1) / slot;
     int err;

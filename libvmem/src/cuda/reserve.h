@@ -1,6 +1,7 @@
-// Addresses that CUDA knows. A reservation is cut into slots of one size; a slot is either unmapped or active: the backdrop,
-// one handle shared by all slots, is mapped there as far as CUDA knows, whatever another driver put over it since. CUDA accepts
-// pointers into active slots, and reads there give zero until somebody writes through the backdrop.
+// Addresses that CUDA knows. A reservation is cut into slots of one size; a slot is either unmapped or active: the
+// backdrop, one handle shared by all slots, is mapped there as far as CUDA knows, whatever another driver put over it
+// since. CUDA accepts pointers into active slots, and reads there give zero until somebody writes through the
+// backdrop.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_CUDA_RESERVE_H
@@ -32,10 +33,12 @@ void vmem__unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdro
 int vmem__activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r,
                    uint64_t addr, uint64_t length);
 
-static inline bool vmem__bit(const uint64_t *bits, uint64_t i) {
+static inline bool vmem__bit(const uint64_t *bits, uint64_t i)
+{
     return bits[i / 64] >> i % 64 & 1;
 }
-static inline void vmem__bit_set(uint64_t *bits, uint64_t i, bool value) {
+static inline void vmem__bit_set(uint64_t *bits, uint64_t i, bool value)
+{
     bits[i / 64] = (bits[i / 64] & ~(UINT64_C(1) << i % 64)) | (uint64_t)value << i % 64;
 }
 

@@ -1,7 +1,7 @@
-// The binary interface of the stock NVIDIA driver that the stock backend relies on: ioctls of the resource manager (RM,
-// /dev/nvidiactl) and of UVM (/dev/nvidia-uvm), and what changed in them between releases 515 and 595. Facts read from the
-// open kernel modules, restated; tests/c/test_abi_stock.c pins every size and offset, tests/abi/compare_releases.py
-// compares them with a checkout of the driver's source.
+// The binary interface of the stock NVIDIA driver that the stock backend relies on: ioctls of the resource manager
+// (RM, /dev/nvidiactl) and of UVM (/dev/nvidia-uvm), and what changed in them between releases 515 and 595. Facts
+// read from the open kernel modules, restated; tests/c/test_abi_stock.c pins every size and offset,
+// tests/abi/compare_releases.py compares them with a checkout of the driver's source.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_STOCK_ABI_H

@@ -11,7 +11,8 @@
 #define MEMORY_HANDLE 0x76000001u
 #define MEMORY_HANDLES 0xffffffu
 
-int vmem__rm_error(uint32_t status, const char *what) {
+int vmem__rm_error(uint32_t status, const char *what)
+{
     static const struct {
         uint32_t status;
         int err;
@@ -48,7 +49,8 @@ int vmem__rm_error(uint32_t status, const char *what) {
 }
 
 static int rm_alloc(struct vmem__rm *rm, uint32_t parent, uint32_t *object, uint32_t class_id, void *params,
-                    uint32_t params_size, const char *what) {
+                    uint32_t params_size, const char *what)
+{
     struct rm_alloc alloc = {
         .client = rm->client,
         .parent = parent,
@@ -65,7 +67,8 @@ static int rm_alloc(struct vmem__rm *rm, uint32_t parent, uint32_t *object, uint
     return vmem__rm_error(vmem__abi_alloc_status(rm->abi, &alloc), what);
 }
 
-static int device_instance(struct vmem__rm *rm, const uint8_t uuid[16], uint32_t *device) {
+static int device_instance(struct vmem__rm *rm, const uint8_t uuid[16], uint32_t *device)
+{
     struct rm_uuid_info info = {.flags = RM_UUID_BINARY};
     struct rm_control control = {
         .client = rm->client,
@@ -82,7 +85,8 @@ static int device_instance(struct vmem__rm *rm, const uint8_t uuid[16], uint32_t
     return vmem__rm_error(control.status, "find the GPU by UUID");
 }
 
-int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_t uuid[16]) {
+int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_t uuid[16])
+{
     uint32_t handle = DEVICE_HANDLE;
     struct rm_device device = {0};
     int err;
@@ -104,13 +108,15 @@ int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_
     return err;
 }
 
-void vmem__rm_close(struct vmem__rm *rm) {
+void vmem__rm_close(struct vmem__rm *rm)
+{
     if (rm->fd >= 0)
         close(rm->fd);
     rm->fd = -1;
 }
 
-int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle) {
+int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle)
+{
     struct rm_memory memory = {
         .owner = rm->client,
         .flags = RM_MEMORY_IGNORE_BANK_PLACEMENT | RM_MEMORY_ALIGNMENT_FORCE | RM_MEMORY_HANDLE_PROVIDED |
@@ -122,10 +128,12 @@ int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle) {
     };
 
     *handle = MEMORY_HANDLE + atomic_fetch_add(&rm->handles, 1) % MEMORY_HANDLES;
-    return rm_alloc(rm, DEVICE_HANDLE, handle, RM_CLASS_MEMORY, &memory, rm->abi->memory_size, "allocate device memory");
+    return rm_alloc(rm, DEVICE_HANDLE, handle, RM_CLASS_MEMORY, &memory, rm->abi->memory_size,
+                    "allocate device memory");
 }
 
-void vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle) {
+void vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle)
+{
     struct rm_free params = {.client = rm->client, .parent = DEVICE_HANDLE, .object = handle};
 
     (void)ioctl(rm->fd, RM_IOCTL(RM_ESC_FREE, struct rm_free), &params); // nothing to be done about a failure

@@ -5,7 +5,8 @@
 #include <string.h>
 
 int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint64_t addr, uint64_t length,
-                  uint32_t memory, uint64_t offset) {
+                  uint32_t memory, uint64_t offset)
+{
     struct uvm_map params;
     struct uvm_map_tail *tail = vmem__abi_map_tail(rm->abi, &params);
 
@@ -20,7 +21,8 @@ int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint
     return vmem__rm_error(tail->status, "map");
 }
 
-int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length) {
+int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
+{
     struct uvm_sparse params = {.base = addr, .length = length};
 
     memcpy(params.uuid, space->uuid, sizeof(space->uuid));

@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: MIT
+#include "stock.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define ARENA_MIN STOCK_SLOT
+#define ARENA_MAX (UINT64_C(4) << 30)
+#define UVM_FDS 64
+
+// ---- address space ------------------------------------------------------------------------------------------
+
+int stock_range_new(struct stock *s, uint64_t length, struct stock_range *range)
+{
+    int err = vmem__reserve(&s->cuda, &s->backdrop, length, &range->cuda);
+
+    if (err)
+        return err;
+    range->fine = calloc((range->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
+    if (!range->fine)
+        err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
+    // CUDA must know the first address; the slot after it is what the first map would ask for.
+    if (!err)
+        err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, range->cuda.addr, 2 * STOCK_SLOT);
+    if (err) {
+        free(range->fine);
+        vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
+        return err;
+    }
+    pthread_mutex_init(&range->lock, NULL);
+    return 0;
+}
+
+void stock_range_free(struct stock *s, struct stock_range *range)
+{
+    vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
+    pthread_mutex_destroy(&range->lock);
+    free(range->fine);
+}
+
+static int stock_reserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    struct stock_range *range = malloc(sizeof(*range));
+    int err = range ? stock_range_new(b->priv, r->length, range) : vmem__error(-ENOMEM, "reserve: no memory");
+
+    if (err) {
+        free(range);
+        return err;
+    }
+    r->addr = range->cuda.addr;
+    r->priv = range;
+    return 0;
+}
+
+static void stock_unreserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    stock_range_free(b->priv, r->priv);
+    free(r->priv);
+}
+
+static int stock_backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+{
+    struct stock *s = b->priv;
+    struct stock_range *range = r->priv;
+    int err;
+
+    pthread_mutex_lock(&range->lock);
+    err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, addr, length);
+    pthread_mutex_unlock(&range->lock);
+    return err;
+}
+
+// ---- physical memory ----------------------------------------------------------------------------------------
+
+static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
+{
+    const struct stock_slice nothing = {0};
+    struct stock *s = b->priv;
+    struct stock_arena *arena = malloc(sizeof(*arena));
+    int err;
+
+    if (!arena)
+        return vmem__error(-ENOMEM, "arena: no memory");
+    atomic_fetch_add(&b->syscalls, 1);
+    err = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
+    if (err)
+        goto no_memory;
+    err = stock_range_new(s, a->size, &arena->alias);
+    if (err)
+        goto no_alias;
+    err = stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0}, nothing,
+                    false);
+    if (!err)
+        err = vmem__cuda_fill(&s->cuda, arena->alias.cuda.addr, 0, a->size);
+    if (err)
+        goto no_zero;
+    a->priv = arena;
+    return 0;
+
+no_zero:
+    stock_range_free(s, &arena->alias);
+no_alias:
+    vmem__rm_memory_free(&s->rm, arena->memory);
+no_memory:
+    free(arena);
+    return err;
+}
+
+static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
+{
+    struct stock *s = b->priv;
+    struct stock_arena *arena = a->priv;
+
+    stock_range_free(s, &arena->alias);
+    atomic_fetch_add(&b->syscalls, 1);
+    vmem__rm_memory_free(&s->rm, arena->memory);
+    free(arena);
+}
+
+static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+{
+    struct stock *s = b->priv;
+    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(&s->cuda);
+
+    if (err)
+        return err;
+    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++) {
+        const struct stock_arena *arena = runs[i].arena->priv;
+
+        result = s->cuda.fn.memset_async(arena->alias.cuda.addr + runs[i].offset, 0, runs[i].length, s->cuda.stream);
+    }
+    sync = s->cuda.fn.stream_sync(s->cuda.stream);
+    vmem__cuda_leave(&s->cuda);
+    return vmem__cuda_error(&s->cuda.fn, result ? result : sync, "zero");
+}
+
+static int stock_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
+    struct stock *s = b->priv;
+
+    return vmem__cuda_memory(&s->cuda, total, free);
+}
+
+// ---- mapping ------------------------------------------------------------------------------------------------
+
+static struct stock_slice slice(const struct vmem__arena *arena, uint64_t offset)
+{
+    return arena ? (struct stock_slice){((const struct stock_arena *)arena->priv)->memory, offset}
+                 : (struct stock_slice){0};
+}
+
+static int map_run(struct stock *s, const struct vmem__run *run, bool undo)
+{
+    struct stock_slice now = slice(run->arena, run->offset), before = slice(run->old_arena, run->old_offset);
+    bool keep_fine = (run->flags & VMEM_MAP_FINE) && run->page_size < STOCK_BLOCK;
+
+    return undo ? stock_put(s, run->range->priv, run->addr, run->length, before, now, true)
+                : stock_put(s, run->range->priv, run->addr, run->length, now, before, keep_fine);
+}
+
+static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
+{
+    struct stock_slice nothing = {0}, page = slice(run->arena, run->offset);
+
+    return undo ? stock_put(s, run->range->priv, run->addr, run->length, page, nothing, true)
+                : stock_put(s, run->range->priv, run->addr, run->length, nothing, page, true);
+}
+
+// All runs or none.
+static int for_runs(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad,
+                    int (*run)(struct stock *, const struct vmem__run *, bool undo))
+{
+    for (size_t i = 0; i < n; i++) {
+        int err = run(b->priv, &runs[i], false);
+
+        if (err) {
+            *bad = i;
+            while (i-- > 0)
+                run(b->priv, &runs[i], true);
+            return err;
+        }
+    }
+    return 0;
+}
+
+static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return for_runs(b, runs, n, bad, map_run);
+}
+
+static int stock_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return for_runs(b, runs, n, bad, unmap_run);
+}
+
+// ---- data ---------------------------------------------------------------------------------------------------
+
+static int stock_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
+    struct stock *s = b->priv;
+
+    return vmem__cuda_copy(&s->cuda, ops, n);
+}
+
+static int stock_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
+    struct stock *s = b->priv;
+
+    return vmem__cuda_fill(&s->cuda, addr, value, length);
+}
+
+// ---- opening ------------------------------------------------------------------------------------------------
+
+static int release_abi(const struct vmem_options *opts, char *release, size_t size, const struct vmem__abi **abi)
+{
+    int err = vmem__abi_release(release, size);
+
+    return err ? err : vmem__abi_find(release, (opts->flags & VMEM_OPT_UNKNOWN_DRIVER) != 0, abi);
+}
+
+static int stock_probe(const struct vmem_options *opts)
+{
+    const struct vmem__abi *abi;
+    char release[32];
+    int err = release_abi(opts, release, sizeof(release), &abi);
+
+    if (err)
+        return err;
+    if (access("/dev/nvidiactl", R_OK | W_OK))
+        return vmem__error(-errno, "/dev/nvidiactl: %s", strerror(errno));
+    if (access("/dev/nvidia-uvm", R_OK | W_OK))
+        return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
+    return vmem__cuda_probe(opts->device);
+}
+
+static int word(struct stock *s, uint64_t addr, uint32_t *value)
+{
+    const struct vmem_copy_op op = {.dst = (uintptr_t)value, .src = addr, .length = sizeof(*value)};
+
+    return vmem__cuda_copy(&s->cuda, &op, 1);
+}
+
+// Whether maps through s->uvm reach what CUDA reads at addr, the start of an active slot: a 2 MiB map, its removal,
+// and a 64 KiB map over that. memory: 2 MiB.
+static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
+{
+    uint32_t mapped = 1, removed = 1, mapped_fine = 1;
+    uint64_t page = addr + 3 * VMEM_PAGE_64K;
+    int err = vmem__uvm_map(&s->uvm, &s->rm, addr, STOCK_BLOCK, memory, 0);
+
+    if (err)
+        return err;
+    err = vmem__cuda_fill(&s->cuda, addr, 0x5a, STOCK_BLOCK);
+    if (!err)
+        err = word(s, addr, &mapped);
+    if (!err)
+        err = vmem__uvm_sparse(&s->uvm, addr, STOCK_BLOCK);
+    if (!err)
+        err = word(s, page, &removed);
+    if (!err)
+        err = vmem__uvm_map(&s->uvm, &s->rm, page, VMEM_PAGE_64K, memory, VMEM_PAGE_64K);
+    if (!err)
+        err = word(s, page, &mapped_fine);
+    if (!err && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
+        vmem__cuda_fill(&s->cuda, addr, 0, STOCK_BLOCK); // the backdrop took the pattern
+        err = vmem__error(-EIO, "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
+                                "64 KiB page", mapped, removed, mapped_fine);
+    }
+    return err;
+}
+
+// Among the process' UVM descriptors, the one that is the VA space of its CUDA contexts.
+static int find_space(struct stock *s)
+{
+    struct vmem__reservation r;
+    int fds[UVM_FDS], n = vmem__cuda_uvm_fds(fds, UVM_FDS), err;
+    uint32_t memory;
+
+    err = vmem__rm_memory_new(&s->rm, STOCK_BLOCK, &memory);
+    if (err)
+        return err;
+    err = vmem__reserve(&s->cuda, &s->backdrop, STOCK_SLOT, &r);
+    if (err)
+        goto no_range;
+    err = vmem__activate(&s->cuda, &s->backdrop, &r, r.addr, STOCK_SLOT);
+    if (!err)
+        err = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
+    for (int i = 0; err && i < n; i++) {
+        // Above RM's descriptor: a dying process closes in order, and UVM, which keeps the GPU up, must go after RM's
+        // client.
+        s->uvm.fd = fcntl(fds[i], F_DUPFD_CLOEXEC, s->rm.fd + 1);
+        if (s->uvm.fd < 0)
+            continue; // closed meanwhile
+        err = check_space(s, r.addr, memory);
+        if (err) {
+            close(s->uvm.fd);
+            s->uvm.fd = -1;
+        }
+    }
+    vmem__unreserve(&s->cuda, &s->backdrop, &r);
+no_range:
+    vmem__rm_memory_free(&s->rm, memory);
+    return err;
+}
+
+static void stock_close(struct vmem__backend *b, bool forked)
+{
+    struct stock *s = b->priv;
+
+    if (!forked)
+        vmem__backdrop_free(&s->cuda, &s->backdrop);
+    vmem__rm_close(&s->rm);
+    if (s->uvm.fd >= 0)
+        close(s->uvm.fd);
+    vmem__cuda_close(&s->cuda, forked);
+    free(s);
+}
+
+static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
+{
+    struct stock *s = calloc(1, sizeof(*s));
+    const struct vmem__abi *abi;
+    int err;
+
+    if (!s)
+        return vmem__error(-ENOMEM, "no memory for the stock backend");
+    b->priv = s;
+    s->backend = b;
+    s->cuda.syscalls = &b->syscalls;
+    s->rm.fd = s->uvm.fd = -1;
+    err = release_abi(opts, b->info.driver, sizeof(b->info.driver), &abi);
+    if (!err)
+        err = vmem__cuda_open(&s->cuda, opts->device, &b->info);
+    if (!err) {
+        memcpy(s->uvm.uuid, b->info.device_uuid, sizeof(s->uvm.uuid));
+        err = vmem__rm_open(&s->rm, abi, b->info.device_uuid);
+    }
+    if (!err)
+        err = vmem__backdrop_new(&s->cuda, &s->backdrop, STOCK_SLOT);
+    if (!err)
+        err = find_space(s);
+    if (err) {
+        stock_close(b, false);
+        return err;
+    }
+    strcpy(b->info.backend, "stock");
+    b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP;
+    b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
+    b->info.reserve_align = STOCK_BLOCK;
+    b->overhead = s->backdrop.slot;
+    b->arena_min = ARENA_MIN;
+    b->arena_max = ARENA_MAX;
+    return 0;
+}
+
+// Every reservation has the backdrop, asked for or not: CUDA knows no pointer without one. So VMEM_CAP_FAULT is not
+// claimed.
+const struct vmem__ops vmem__stock_ops = {
+    .name = "stock",
+    .probe = stock_probe,
+    .open = stock_open,
+    .close = stock_close,
+    .memory = stock_memory,
+    .reserve = stock_reserve,
+    .unreserve = stock_unreserve,
+    .backdrop = stock_backdrop,
+    .arena_new = stock_arena_new,
+    .arena_free = stock_arena_free,
+    .zero = stock_zero,
+    .map = stock_map,
+    .unmap = stock_unmap,
+    .copy = stock_copy,
+    .fill = stock_fill,
+};
