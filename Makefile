@@ -6,7 +6,7 @@ CC     ?= cc
 CFLAGS ?= -O2 -g
 WARN   := -Wall -Wextra -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla \
           -Werror=implicit-function-declaration -Werror=incompatible-pointer-types -Werror=int-conversion -Werror=return-type
-CPPFLAGS += -Ilibvmem/include -Ilibvmem/src
+CPPFLAGS += -D_GNU_SOURCE -Ilibvmem/include -Ilibvmem/src
 VENV   := .venv
 PY     := $(VENV)/bin/python
 Q      := $(if $(V),,@)

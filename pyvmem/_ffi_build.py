@@ -44,7 +44,7 @@ builder.set_source(
     sources=relative((TOP / "libvmem" / "src").rglob("*.c")) + relative(NATIVE.glob("*.c")),
     depends=relative(TOP.glob("libvmem/**/*.h")) + relative(NATIVE.glob("*.h")),
     include_dirs=["libvmem/include", "libvmem/src", "pyvmem/native"],
-    extra_compile_args=["-std=gnu11", "-O2", "-g", "-fvisibility=hidden"],
+    extra_compile_args=["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g", "-fvisibility=hidden"],
     libraries=["dl", "pthread"],
 )
 
