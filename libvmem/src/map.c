@@ -30,24 +30,15 @@ static void batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags)
 
 static void batch_end(struct batch *b)
 {
+    for (size_t i = 0; i < b->n; i++)
+        ((struct vmem__space *)b->runs[i].range)->inflight--;
     vmem__unlock(b->ctx);
     if (b->runs != b->few)
         free(b->runs);
 }
 
-// Appends a piece to the batch, to its last run where it continues that.
-static int batch_add(struct batch *b, const struct vmem__run *piece, bool same_size)
+static __attribute__((noinline)) int batch_push(struct batch *b, const struct vmem__run *run)
 {
-    struct vmem__run *r = b->n ? &b->runs[b->n - 1] : NULL;
-    if (r && r->addr + r->length == piece->addr && r->range == piece->range && r->arena == piece->arena &&
-        r->offset + r->length == piece->offset && r->old_arena == piece->old_arena &&
-        (!r->old_arena || r->old_offset + r->length == piece->old_offset) &&
-        (!same_size || r->page_size == piece->page_size)) {
-        r->length += piece->length;
-        if (r->page_size > piece->page_size)
-            r->page_size = piece->page_size;
-        return 0;
-    }
     if (b->n == b->cap) {
         size_t cap = b->cap * 8;
         struct vmem__run *runs = b->runs == b->few ? malloc(cap * sizeof *runs) : realloc(b->runs, cap * sizeof *runs);
@@ -58,9 +49,39 @@ static int batch_add(struct batch *b, const struct vmem__run *piece, bool same_s
         b->runs = runs;
         b->cap = cap;
     }
-    b->runs[b->n++] = *piece;
-    ((struct vmem__space *)piece->range)->inflight++;
+    b->runs[b->n++] = *run;
+    ((struct vmem__space *)run->range)->inflight++;
     return 0;
+}
+
+// Adds a piece to the batch: to its last run where it continues that, or else as a run of its own. Pieces of different
+// page sizes join only where `mixed` allows it.
+static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t addr, uint64_t length,
+                            struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
+                            uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
+{
+    struct vmem__run *r = &b->runs[b->n - 1];
+    if (b->n && r->addr + r->length == addr && r->range == &s->b && r->arena == &a->b &&
+        r->offset + r->length == offset && (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset
+                                                : !r->old_arena)) {
+        if (r->page_size == page_size || mixed) {
+            r->length += length;
+            r->page_size = r->page_size < page_size ? r->page_size : page_size;
+            return 0;
+        }
+    }
+    return batch_push(b, &(struct vmem__run){
+                             .range = &s->b,
+                             .addr = addr,
+                             .length = length,
+                             .arena = &a->b,
+                             .offset = offset,
+                             .old_arena = old ? &old->b : NULL,
+                             .old_offset = old_offset,
+                             .page_size = page_size,
+                             .flags = b->flags,
+                             .op = op,
+                         });
 }
 
 // Calls the backend without the lock. *op is then the element at fault.
@@ -76,13 +97,6 @@ static int batch_run(struct batch *b, int (*call)(struct vmem__backend *, const 
     if (rc)
         *op = b->runs[bad < b->n ? bad : 0].op;
     return rc;
-}
-
-// The backend is done with the runs' ranges.
-static void batch_settle(struct batch *b)
-{
-    for (size_t i = 0; i < b->n; i++)
-        ((struct vmem__space *)b->runs[i].range)->inflight--;
 }
 
 // The end of a batch of n that failed at element i.
@@ -101,12 +115,10 @@ static struct vmem__slot *slot_at(vmem_context *ctx, uint64_t addr)
     return vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
 }
 
-// Writes a page into its slots. They were pending.
-static void link_page(vmem_context *ctx, struct vmem__space *s, uint64_t addr, struct vmem__page *p, uint64_t frame)
+// Enters a page that is mapped at a slot now; the frames of its slots are the caller's to write.
+static inline void link_page(vmem_context *ctx, struct vmem__space *s, uint64_t addr, struct vmem__slot *slot,
+                             struct vmem__page *p)
 {
-    struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
-    for (uint32_t u = 0; u < p->units; u++)
-        slot[u].frame = frame + u + 1;
     slot->prev = 0;
     slot->next = p->mapping;
     if (p->mapping)
@@ -117,8 +129,7 @@ static void link_page(vmem_context *ctx, struct vmem__space *s, uint64_t addr, s
     ctx->mapped += p->units * UNIT;
 }
 
-// Empties the slots of a page. They stay counted as used in their leaf.
-static void unlink_page(vmem_context *ctx, struct vmem__space *s, struct vmem__slot *slot, struct vmem__page *p)
+static inline void unlink_page(vmem_context *ctx, struct vmem__space *s, struct vmem__slot *slot, struct vmem__page *p)
 {
     if (slot->next)
         slot_at(ctx, slot->next)->prev = slot->prev;
@@ -126,8 +137,6 @@ static void unlink_page(vmem_context *ctx, struct vmem__space *s, struct vmem__s
         slot_at(ctx, slot->prev)->next = slot->next;
     else
         p->mapping = slot->next;
-    for (uint32_t u = 0; u < p->units; u++)
-        slot[u].frame = 0;
     p->mappings--;
     s->mapped -= p->units * UNIT;
     ctx->mapped -= p->units * UNIT;
@@ -175,7 +184,8 @@ static uint64_t page_size_of(uint64_t x)
 }
 
 // Adds the runs of one page that replaces others: one for each stretch of old memory that is itself consecutive.
-static int add_replacing(struct batch *b, const struct vmem__run *page, const struct vmem__slot *slot, uint32_t units)
+static int add_replacing(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__arena_rec *a,
+                         uint64_t offset, const struct vmem__slot *slot, uint32_t units, size_t i)
 {
     int rc = 0;
     for (uint32_t u = 0, end; u < units && !rc; u = end) {
@@ -186,17 +196,10 @@ static int add_replacing(struct batch *b, const struct vmem__run *page, const st
             if ((slot[end].frame & ~SLOT_PENDING) != (frame ? frame + (end - u) : 0))
                 break;
         }
-        struct vmem__run piece = *page;
-        piece.addr += u * UNIT;
-        piece.offset += u * UNIT;
-        piece.length = (end - u) * UNIT;
-        if (old) {
-            piece.old_arena = &old->b;
-            piece.old_offset = (frame - 1 - old->base) * UNIT;
-        }
-        uint64_t fits = page_size_of(piece.addr | piece.length | piece.offset);
-        piece.page_size = page->page_size < fits ? page->page_size : fits;
-        rc = batch_add(b, &piece, true);
+        const uint64_t shift = u * UNIT, length = (end - u) * UNIT;
+        const uint64_t page_size = page_size_of((units * UNIT) | (addr + shift) | length | (offset + shift));
+        rc = batch_add(b, s, addr + shift, length, a, offset + shift, old,
+                       old ? (frame - 1 - old->base) * UNIT : 0, page_size, false, i);
     }
     return rc;
 }
@@ -204,50 +207,41 @@ static int add_replacing(struct batch *b, const struct vmem__run *page, const st
 static int prepare_map(struct batch *b, const struct vmem_map_op *op, size_t i)
 {
     vmem_context *ctx = b->ctx;
+    const uint64_t addr = op->addr;
     struct vmem__arena_rec *a;
     struct vmem__page *p = vmem__page_get(ctx, op->page, &a);
     if (VMEM__UNLIKELY(!p))
         return vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", op->page);
     const uint32_t units = p->units;
-    const uint64_t size = units * UNIT;
-    struct vmem__space *s = vmem__space_find(ctx, op->addr);
-    if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - op->addr))
+    const uint64_t size = units * UNIT, offset = (uint64_t)(p - a->pages) * UNIT;
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))
         return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one reservation",
-                           op->addr, size);
-    if (VMEM__UNLIKELY(op->addr & (size - 1)))
-        return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, op->addr, size);
+                           addr, size);
+    if (VMEM__UNLIKELY(addr & (size - 1)))
+        return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, addr, size);
     if (VMEM__UNLIKELY(p->token && p->token != b->token))
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", op->page);
 
-    struct vmem__leaf *leaf = vmem__leaf_make(s, op->addr);
-    if (!leaf)
+    struct vmem__leaf *leaf = vmem__leaf_make(s, addr);
+    if (VMEM__UNLIKELY(!leaf))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    struct vmem__slot *slot = vmem__slot_in(s, leaf, op->addr);
+    struct vmem__slot *slot = vmem__slot_in(s, leaf, addr);
     uint64_t any = 0;
     for (uint32_t u = 0; u < units; u++)
         any |= slot[u].frame;
-    int rc = any ? check_slots(b, slot, units, op->addr) : 0;
-    if (!rc) {
-        struct vmem__run run = {
-            .range = &s->b,
-            .addr = op->addr,
-            .length = size,
-            .arena = &a->b,
-            .offset = (uint64_t)(p - a->pages) * UNIT,
-            .page_size = size,
-            .flags = b->flags,
-            .op = i,
-        };
-        rc = any ? add_replacing(b, &run, slot, units) : batch_add(b, &run, true);
-    }
-    if (rc) {
-        vmem__leaf_put(s, op->addr, 0); // it may be new and empty
+    int rc = any ? check_slots(b, slot, units, addr) : 0;
+    if (!rc)
+        rc = any ? add_replacing(b, s, addr, a, offset, slot, units, i)
+                 : batch_add(b, s, addr, size, a, offset, NULL, 0, size, false, i);
+    if (VMEM__UNLIKELY(rc)) {
+        vmem__leaf_put(s, addr, 0); // it may be new and empty
         return rc;
     }
 
     p->token = b->token;
     for (uint32_t u = 0; u < units; u++) {
-        if (slot[u].frame) {
+        if (VMEM__UNLIKELY(slot[u].frame)) {
             struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot[u].frame - 1);
             vmem__frame_page(old, slot[u].frame - 1)->token = b->token;
         } else {
@@ -259,39 +253,53 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *op, size_t i)
     return 0;
 }
 
-// Takes back the marks of one element, or writes its result.
-static void finish_map(struct batch *b, const struct vmem_map_op *op, bool commit)
+// Writes the result of a run: the old pages leave, the new ones enter. A page may lie in several runs, its first unit
+// in the first of them.
+static void commit_map(vmem_context *ctx, const struct vmem__run *run)
 {
-    vmem_context *ctx = b->ctx;
-    struct vmem__arena_rec *a;
-    struct vmem__page *p = vmem__page_get(ctx, op->page, &a);
-    struct vmem__space *s = vmem__space_find(ctx, op->addr);
-    struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, op->addr), op->addr);
-    uint32_t unused = 0;
+    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
+    struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
+    uint64_t frame = vmem__page_frame(a, p), addr = run->addr;
 
-    p->token = 0;
-    for (uint32_t u = 0, n = 1; u < p->units; u += n, n = 1) {
-        uint64_t frame = slot[u].frame & ~SLOT_PENDING;
-        if (frame) {
-            struct vmem__arena_rec *old_arena = vmem__frame_arena(ctx, frame - 1);
-            struct vmem__page *old = vmem__frame_page(old_arena, frame - 1);
-            n = old->units;
-            old->token = 0;
-            if (commit) {
-                unlink_page(ctx, s, &slot[u], old);
-            } else {
-                for (uint32_t v = u; v < u + n; v++)
-                    slot[v].frame &= ~SLOT_PENDING;
+    for (const uint64_t end = addr + run->length; addr < end; addr += UNIT, p++) {
+        struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
+        if (run->old_arena) {
+            struct vmem__arena_rec *old_arena = (struct vmem__arena_rec *)run->old_arena;
+            struct vmem__page *old = &old_arena->pages[(run->old_offset + (addr - run->addr)) >> UNIT_SHIFT];
+            if (old->state == UNIT_PAGE) {
+                old->token = 0;
+                unlink_page(ctx, s, slot, old);
             }
-        } else if (!commit) {
-            slot[u].frame = 0;
-            unused++;
+        }
+        slot->frame = ++frame;
+        if (p->state == UNIT_PAGE) {
+            p->token = 0;
+            link_page(ctx, s, addr, slot, p);
         }
     }
-    if (commit)
-        link_page(ctx, s, op->addr, p, vmem__page_frame(a, p));
-    else if (unused)
-        vmem__leaf_put(s, op->addr, unused);
+}
+
+// Takes the marks of a run back, as far as they were set.
+static void undo_map(vmem_context *ctx, const struct vmem__run *run)
+{
+    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> UNIT_SHIFT];
+    for (uint64_t addr = run->addr; addr < run->addr + run->length; addr += UNIT, p++) {
+        if (p->state == UNIT_PAGE)
+            p->token = 0;
+        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+        struct vmem__slot *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
+        if (!slot || !(slot->frame & SLOT_PENDING))
+            continue;
+        slot->frame &= ~SLOT_PENDING;
+        if (slot->frame) {
+            struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot->frame - 1);
+            vmem__frame_page(old, slot->frame - 1)->token = 0;
+        } else {
+            vmem__leaf_put(s, addr, 1);
+        }
+    }
 }
 
 int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad)
@@ -305,17 +313,16 @@ int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uin
         return vmem__error(-EINVAL, "ops is NULL");
 
     struct batch b;
-    size_t marked = 0, at = 0;
+    size_t at = 0;
     batch_begin(&b, ctx, flags);
-    for (; marked < n && !rc; marked += !rc) {
-        rc = prepare_map(&b, &ops[marked], marked);
-        at = marked;
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = prepare_map(&b, &ops[i], i);
+        at = i;
     }
     if (!rc)
         rc = batch_run(&b, ctx->b.ops->map, &at);
-    batch_settle(&b);
-    for (size_t i = 0; i < marked; i++)
-        finish_map(&b, &ops[i], !rc);
+    for (size_t r = 0; r < b.n; r++)
+        rc ? undo_map(ctx, &b.runs[r]) : commit_map(ctx, &b.runs[r]);
     if (!rc) {
         ctx->map_ops += n;
         ctx->map_runs += b.n;
@@ -332,19 +339,11 @@ int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page)
 // ---- unmap --------------------------------------------------------------------------------------------------
 
 // Marks a mapped page's first slot and adds its run.
-static int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__slot *slot,
+static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__slot *slot,
                       struct vmem__arena_rec *a, struct vmem__page *p, size_t i)
 {
-    struct vmem__run run = {
-        .range = &s->b,
-        .addr = addr,
-        .length = p->units * UNIT,
-        .arena = &a->b,
-        .offset = (uint64_t)(p - a->pages) * UNIT,
-        .page_size = p->units * UNIT,
-        .op = i,
-    };
-    int rc = batch_add(b, &run, false);
+    const uint64_t size = p->units * UNIT;
+    int rc = batch_add(b, s, addr, size, a, (uint64_t)(p - a->pages) * UNIT, NULL, 0, size, true, i);
     if (rc)
         return rc;
     slot->frame |= SLOT_PENDING;
@@ -419,18 +418,18 @@ static void finish_unmap(struct batch *b, bool commit)
     for (size_t r = 0; r < b->n; r++) {
         const struct vmem__run *run = &b->runs[r];
         struct vmem__space *s = (struct vmem__space *)run->range;
-        for (uint64_t addr = run->addr, step; addr < run->addr + run->length; addr += step) {
+        struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> UNIT_SHIFT];
+        for (uint64_t addr = run->addr, end = addr + run->length; addr < end; addr += p->units * UNIT, p += p->units) {
             struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
-            struct vmem__arena_rec *a;
-            struct vmem__page *p = slot_page(ctx, slot, &a);
-            step = p->units * UNIT;
             p->token = 0;
             slot->frame &= ~SLOT_PENDING;
-            if (commit) {
-                unlink_page(ctx, s, slot, p);
-                vmem__leaf_put(s, addr, p->units);
-                ctx->unmap_ops++;
-            }
+            if (!commit)
+                continue;
+            unlink_page(ctx, s, slot, p);
+            for (uint32_t u = 0; u < p->units; u++)
+                slot[u].frame = 0;
+            vmem__leaf_put(s, addr, p->units);
+            ctx->unmap_ops++;
         }
     }
     if (commit)
@@ -454,7 +453,6 @@ int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n,
     }
     if (!rc)
         rc = batch_run(&b, ctx->b.ops->unmap, &at);
-    batch_settle(&b);
     finish_unmap(&b, !rc);
     batch_end(&b);
     return rc ? fail(rc, "ops", n, at, bad) : 0;
@@ -536,7 +534,6 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
     }
     if (!rc)
         rc = batch_run(&b, ctx->b.ops->unmap, &at);
-    batch_settle(&b);
     finish_unmap(&b, !rc);
     if (!rc) {
         vmem__give(ctx, pieces, end_pages(ctx, pages, n, pieces));
