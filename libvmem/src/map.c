@@ -223,8 +223,8 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *op, size_t i)
     if (VMEM__UNLIKELY(p->token && p->token != b->token))
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", op->page);
 
-    struct vmem__leaf *leaf = vmem__leaf_make(s, addr);
-    if (VMEM__UNLIKELY(!leaf))
+    struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+    if (VMEM__UNLIKELY(!leaf) && !(leaf = vmem__leaf_new(ctx, s, addr)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
     struct vmem__slot *slot = vmem__slot_in(s, leaf, addr);
     uint64_t any = 0;
@@ -235,7 +235,7 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *op, size_t i)
         rc = any ? add_replacing(b, s, addr, a, offset, slot, units, i)
                  : batch_add(b, s, addr, size, a, offset, NULL, 0, size, false, i);
     if (VMEM__UNLIKELY(rc)) {
-        vmem__leaf_put(s, addr, 0); // it may be new and empty
+        vmem__leaf_put(ctx, s, leaf, addr, 0); // it may be new and empty
         return rc;
     }
 
@@ -297,7 +297,7 @@ static void undo_map(vmem_context *ctx, const struct vmem__run *run)
             struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot->frame - 1);
             vmem__frame_page(old, slot->frame - 1)->token = 0;
         } else {
-            vmem__leaf_put(s, addr, 1);
+            vmem__leaf_put(ctx, s, leaf, addr, 1);
         }
     }
 }
@@ -420,7 +420,8 @@ static void finish_unmap(struct batch *b, bool commit)
         struct vmem__space *s = (struct vmem__space *)run->range;
         struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> UNIT_SHIFT];
         for (uint64_t addr = run->addr, end = addr + run->length; addr < end; addr += p->units * UNIT, p += p->units) {
-            struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
+            struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+            struct vmem__slot *slot = vmem__slot_in(s, leaf, addr);
             p->token = 0;
             slot->frame &= ~SLOT_PENDING;
             if (!commit)
@@ -428,7 +429,7 @@ static void finish_unmap(struct batch *b, bool commit)
             unlink_page(ctx, s, slot, p);
             for (uint32_t u = 0; u < p->units; u++)
                 slot[u].frame = 0;
-            vmem__leaf_put(s, addr, p->units);
+            vmem__leaf_put(ctx, s, leaf, addr, p->units);
             ctx->unmap_ops++;
         }
     }

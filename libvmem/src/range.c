@@ -6,6 +6,9 @@
 // SPDX-License-Identifier: MIT
 #include "vmem_internal.h"
 
+// Empty leaves kept for the next mapping: 1.5 MiB.
+#define SPARE_LEAVES 256
+
 size_t vmem__space_after(const vmem_context *ctx, uint64_t addr)
 {
     size_t lo = 0, hi = ctx->n_spaces;
@@ -31,21 +34,35 @@ struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr)
     return ctx->last_space = ctx->spaces[i];
 }
 
-struct vmem__leaf *vmem__leaf_make(struct vmem__space *s, uint64_t addr)
+static inline struct vmem__leaf **leaf_place(struct vmem__space *s, uint64_t addr)
 {
-    struct vmem__leaf **leaf = &s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
-    if (!*leaf)
-        *leaf = calloc(1, sizeof **leaf);
-    return *leaf;
+    return &s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
 }
 
-void vmem__leaf_put(struct vmem__space *s, uint64_t addr, uint32_t units)
+struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
 {
-    struct vmem__leaf **leaf = &s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
-    if (((*leaf)->used -= units) == 0) {
-        free(*leaf);
-        *leaf = NULL;
+    struct vmem__leaf *leaf = ctx->spare;
+    if (leaf) {
+        ctx->spare = leaf->spare;
+        ctx->n_spare--;
+    } else if (!(leaf = calloc(1, sizeof *leaf))) {
+        return NULL;
     }
+    return *leaf_place(s, addr) = leaf;
+}
+
+void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
+{
+    struct vmem__leaf **place = leaf_place(s, addr), *leaf = *place;
+    *place = NULL;
+    // An empty leaf's frames are 0, and nothing reads the rest of a slot then: it can serve again as it is.
+    if (ctx->n_spare == SPARE_LEAVES) {
+        free(leaf);
+        return;
+    }
+    leaf->spare = ctx->spare;
+    ctx->spare = leaf;
+    ctx->n_spare++;
 }
 
 static size_t leaf_count(const struct vmem__space *s)
@@ -204,4 +221,6 @@ void vmem__spaces_destroy(vmem_context *ctx)
         space_free(s);
     }
     free(ctx->spaces);
+    for (struct vmem__leaf *leaf; (leaf = ctx->spare); free(leaf))
+        ctx->spare = leaf->spare;
 }

@@ -111,6 +111,7 @@ struct vmem__slot {
 #define LEAF_SLOTS (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are 2 MiB at most and never cross leaves
 struct vmem__leaf {
     uint32_t used; // slots mapped or pending; the leaf goes when it falls to 0
+    struct vmem__leaf *spare; // the next one, in vmem_context.spare
     struct vmem__slot slots[LEAF_SLOTS];
 };
 
@@ -131,6 +132,8 @@ struct vmem_context {
     struct vmem__space **spaces; // by address
     size_t n_spaces, cap_spaces;
     struct vmem__space *last_space;
+    struct vmem__leaf *spare;
+    size_t n_spare;
 
     struct vmem__block *blocks;
     size_t n_blocks, cap_blocks;
@@ -221,8 +224,8 @@ static inline uint64_t vmem__page_frame(const struct vmem__arena_rec *a, const s
 struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr);
 // The index of the first reservation that ends after addr.
 size_t vmem__space_after(const vmem_context *ctx, uint64_t addr);
-struct vmem__leaf *vmem__leaf_make(struct vmem__space *s, uint64_t addr); // NULL: no memory
-void vmem__leaf_put(struct vmem__space *s, uint64_t addr, uint32_t units); // that many slots are unused again
+struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr); // NULL: no memory
+void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr);
 static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uint64_t addr)
 {
     return s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
@@ -230,6 +233,14 @@ static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uin
 static inline struct vmem__slot *vmem__slot_in(const struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr)
 {
     return &leaf->slots[((addr - s->b.addr) >> UNIT_SHIFT) & (LEAF_SLOTS - 1)];
+}
+// That many slots of the leaf are unused again.
+static inline void vmem__leaf_put(vmem_context *ctx, struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr,
+                                  uint32_t units)
+{
+    leaf->used -= units;
+    if (VMEM__UNLIKELY(!leaf->used))
+        vmem__leaf_drop(ctx, s, addr);
 }
 void vmem__spaces_destroy(vmem_context *ctx);
 
