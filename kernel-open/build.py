@@ -71,10 +71,10 @@ def main():
     parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
     parser.add_argument("--kernel", default=env("KERNEL"), help="kernel to build for; default: the running one")
     parser.add_argument("--type", default=env("UVM_BUILD_TYPE") or "release", choices=("release", "develop", "debug"))
-    parser.add_argument("--symvers", default=env("KBUILD_EXTRA_SYMBOLS"), help="Module.symvers of the nvidia.ko to meet")
+    parser.add_argument("--symvers", default=env("KBUILD_EXTRA_SYMBOLS"), help="nvidia.ko's Module.symvers")
     parser.add_argument("--out", default="build/module", help="build folder")
     parser.add_argument("--cache", default="build/nvidia", help="where Debian's package is unpacked to")
-    parser.add_argument("--check", action="store_true", help="run sparse over vMem's files and fail on any warning there")
+    parser.add_argument("--check", action="store_true", help="run sparse; fail on any warning in vMem's files")
     parser.add_argument("--verbose", action="store_true", help="show the build as it runs")
     args = parser.parse_args()
     try:

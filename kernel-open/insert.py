@@ -41,7 +41,7 @@ def _hooked(text, hook):
         return None
     for part in (hook.before, hook.after):
         if part and _count(text, part):
-            raise InsertError("the insertion is there already, but not as it would be made now: start from a fresh copy")
+            raise InsertError("it carries another version of the hook: start from a fresh copy")
     matches = _count(text, hook.anchor)
     if matches != 1:
         raise InsertError(f"the anchor matches {matches} times, not once")
@@ -74,7 +74,9 @@ def patched(read, name, hooks=HOOKS):
         try:
             text = _hooked(new, hook)
         except InsertError as e:
-            raise InsertError(f"release {name}: hook '{hook.name}' in {hook.file}: {e}\n  anchor: {hook.anchor!r}") from None
+            raise InsertError(
+                f"release {name}: hook '{hook.name}' in {hook.file}: {e}\n  anchor: {hook.anchor!r}"
+            ) from None
         done += text is None
         files[hook.file] = (old, new if text is None else text)
     if done not in (0, len(hooks)):

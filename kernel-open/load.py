@@ -113,7 +113,10 @@ def _must_accept_modules(system, module):
     lockdown = re.search(r"\[(\w+)\]", system.text("/sys/kernel/security/lockdown") or "")
     enforced = system.text("/sys/module/module/parameters/sig_enforce") == "Y"
     if (enforced or (lockdown and lockdown[1] != "none")) and not system.modinfo(module, "signer"):
-        raise LoadError(f"this kernel takes signed modules only (Secure Boot), and {module} is not signed.\n{_signing(system, module)}")
+        raise LoadError(
+            f"this kernel takes signed modules only (Secure Boot), and {module} is not signed.\n"
+            f"{_signing(system, module)}"
+        )
 
 
 def _signing(system, module):
@@ -140,7 +143,9 @@ def _fits(system, module):
         )
     kernel = (system.modinfo(module, "vermagic").split() or ["?"])[0]
     if kernel != system.kernel:
-        raise LoadError(f"{module} was built for kernel {kernel}, this is {system.kernel}: build with KERNEL={system.kernel}")
+        raise LoadError(
+            f"{module} was built for kernel {kernel}, this is {system.kernel}: build with KERNEL={system.kernel}"
+        )
     if not _is_patched(system, module):
         raise LoadError(f"{module} is a stock module: there is no vMem in it")
     return release
@@ -186,7 +191,8 @@ def load(system, module, parameters=()):
     stock = stock_module(system)
     was_loaded = system.loaded("nvidia_uvm")
     if was_loaded:
-        if system.patched() and system.text("/sys/module/nvidia_uvm/srcversion") == system.modinfo(module, "srcversion"):
+        srcversion = system.modinfo(module, "srcversion")
+        if system.patched() and system.text("/sys/module/nvidia_uvm/srcversion") == srcversion:
             return f"the patched nvidia-uvm {release} is loaded already"
         _must_be_free(system)
         system.run("rmmod", "nvidia_uvm")

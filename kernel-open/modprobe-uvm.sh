@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# modprobe-uvm.sh RELEASE [option=value]...: what `modprobe nvidia-uvm` does where `make module-install MODULE_BOOT=1` was
-# said. The patched module if the loaded driver is of its release and it loads, the stock one otherwise.
+# modprobe-uvm.sh RELEASE [option=value]...: what `modprobe nvidia-uvm` does after `make module-install MODULE_BOOT=1`.
+# The patched module if the loaded driver is of its release and it loads, the stock one otherwise.
 release=$1
 shift
 modprobe nvidia || exit

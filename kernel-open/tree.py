@@ -26,7 +26,7 @@ def _write(path, text):
 
 
 def prepare(src, tree):
-    """Make `tree` the build tree of the driver tree `src`; what is there of a former run is kept and brought up to date."""
+    """Make `tree` the build tree of the driver tree `src`; one of a former run is brought up to date."""
     src, tree = Path(src), Path(tree)
     if not (tree / "Kbuild").is_file():
         part = tree.with_name(tree.name + ".part")
@@ -48,7 +48,7 @@ def prepare(src, tree):
         _write(ours / path.name, path.read_text())
     _write(ours / features.HEADER, features.header(tree / "nvidia-uvm", UVM_EXT / "features.list"))
     for path in ours.glob("*.[ch]"):
-        if path.name not in {source.name for source in sources} | {features.HEADER} and not path.name.endswith(".mod.c"):
+        if path.name not in {source.name for source in sources} | {features.HEADER}:
             path.unlink()
     for name in _OURS:
         _write(tree / name, (HERE / name).read_text())

@@ -15,7 +15,8 @@ ARCH ?= $(patsubst aarch64,arm64,$(patsubst ppc64le,powerpc,$(shell uname -m)))
 
 # The compiler that built the kernel, where it is installed.
 ifeq ($(origin CC),default)
-CC := $(shell cc=$$(sed -n 's/^CONFIG_CC_VERSION_TEXT="\([^ "]*\).*/\1/p' $(OUTPUT)/.config); command -v $$cc || echo cc)
+BUILT_BY := $(shell sed -n 's/^CONFIG_CC_VERSION_TEXT="\([^ "]*\).*/\1/p' $(OUTPUT)/.config)
+CC := $(or $(shell command -v $(BUILT_BY) 2>/dev/null),cc)
 endif
 
 # Without the exporter's Module.symvers the module would carry no symbol versions and no dependency on nvidia.ko. The

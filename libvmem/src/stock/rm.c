@@ -30,7 +30,11 @@ int vmem__rm_error(uint32_t status, const char *what)
         {0x1f, -EIO, "invalid argument"},
         {0x22, -EOPNOTSUPP, "class not valid"},
         {0x26, -ENODEV, "device not valid"},
+        {0x2e, -EIO, "limit exceeded"},
+        {0x33, -EIO, "invalid handle"},
         {0x37, -EIO, "invalid offset"},
+        {0x3a, -EIO, "invalid parameters"},
+        {0x3d, -EFAULT, "invalid pointer"},
         {0x51, -ENOMEM, "out of memory"},
         {0x56, -EOPNOTSUPP, "not supported"},
         {0x57, -ENODEV, "object not found"},
@@ -38,6 +42,7 @@ int vmem__rm_error(uint32_t status, const char *what)
         {0x63, -EBUSY, "state in use"},
         {0x65, -ETIMEDOUT, "timed out"},
         {0x66, -ETIMEDOUT, "timed out, retry"},
+        {0x68, -EEXIST, "address in use"},
     };
 
     if (status == 0)
