@@ -4,6 +4,7 @@
 #include "backend.h"
 
 const struct vmem__ops *const vmem__backends[] = {
+    &vmem__uvm_ops,
     &vmem__stock_ops,
     &vmem__cuda_ops,
     &vmem__host_ops,
@@ -12,6 +13,7 @@ const struct vmem__ops *const vmem__backends[] = {
 
 // In the order of the table above.
 static const char *const names[] = {
+    "uvm",
     "stock",
     "cuda",
     "host",

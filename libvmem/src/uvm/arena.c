@@ -6,20 +6,30 @@
 
 #include "uvm.h"
 
-int uvm_range_new(struct uvm *u, uint64_t length, struct uvm_range *range) {
+int uvm_range_new(struct uvm *u, uint64_t length, struct uvm_range *range)
+{
     int err = vmem__reserve(&u->cuda, &u->backdrop, length, &range->cuda);
 
-    if (!err)
-        pthread_mutex_init(&range->lock, NULL);
-    return err;
+    if (err)
+        return err;
+    // CUDA must know the first address; the slot after it is what the first map would ask for.
+    err = vmem__activate(&u->cuda, &u->backdrop, &range->cuda, range->cuda.addr, 2 * UVM_SLOT);
+    if (err) {
+        vmem__unreserve(&u->cuda, &u->backdrop, &range->cuda);
+        return err;
+    }
+    pthread_mutex_init(&range->lock, NULL);
+    return 0;
 }
 
-void uvm_range_free(struct uvm *u, struct uvm_range *range) {
+void uvm_range_free(struct uvm *u, struct uvm_range *range)
+{
     vmem__unreserve(&u->cuda, &u->backdrop, &range->cuda);
     pthread_mutex_destroy(&range->lock);
 }
 
-int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t length) {
+int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t length)
+{
     int err;
 
     pthread_mutex_lock(&range->lock);
@@ -28,7 +38,8 @@ int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t
     return err;
 }
 
-static void release(struct uvm *u, const struct uvm_arena *arena, uint64_t pages) {
+static void release(struct uvm *u, const struct uvm_arena *arena, uint64_t pages)
+{
     for (uint64_t i = 0; i < pages; i += arena->chunk) {
         uint64_t left = pages - i;
 
@@ -37,7 +48,8 @@ static void release(struct uvm *u, const struct uvm_arena *arena, uint64_t pages
     }
 }
 
-int uvm_arena_new(struct uvm *u, struct vmem__arena *a) {
+int uvm_arena_new(struct uvm *u, struct vmem__arena *a)
+{
     uint64_t pages = a->size / VMEM_PAGE_2M, most = u->kmod.max_bytes / VMEM_PAGE_2M;
     uint32_t chunk = most < u->kmod.max_ops ? (uint32_t)most : u->kmod.max_ops;
     struct uvm_arena *arena = calloc(1, sizeof(*arena) + (pages + chunk - 1) / chunk * sizeof(arena->first[0]));
@@ -60,7 +72,8 @@ int uvm_arena_new(struct uvm *u, struct vmem__arena *a) {
     return 0;
 }
 
-void uvm_arena_free(struct uvm *u, struct vmem__arena *a) {
+void uvm_arena_free(struct uvm *u, struct vmem__arena *a)
+{
     struct uvm_arena *arena = a->priv;
 
     release(u, arena, a->size / VMEM_PAGE_2M); // also unmaps the alias
@@ -71,7 +84,8 @@ void uvm_arena_free(struct uvm *u, struct vmem__arena *a) {
 }
 
 // Made at the first need: most arenas are never asked for zeroed pages that were used before.
-static int make_alias(struct uvm *u, struct vmem__arena *a) {
+static int make_alias(struct uvm *u, struct vmem__arena *a)
+{
     struct uvm_arena *arena = a->priv;
     struct vmem__run all = {.range = &arena->alias, .length = a->size, .arena = a};
     size_t bad;
@@ -94,7 +108,8 @@ static int make_alias(struct uvm *u, struct vmem__arena *a) {
     return err;
 }
 
-int uvm_zero(struct uvm *u, const struct vmem__run *runs, size_t n) {
+int uvm_zero(struct uvm *u, const struct vmem__run *runs, size_t n)
+{
     int result = CUDA_SUCCESS, sync, err;
 
     for (size_t i = 0; i < n; i++) {

@@ -9,27 +9,28 @@
 #define ARENA_MIN (UINT64_C(32) << 20)
 #define ARENA_MAX (UINT64_C(64) << 30)
 
-static int probe(const struct vmem_options *opts) {
+static int probe(const struct vmem_options *opts)
+{
     int err = vmem__kmod_probe();
 
     return err ? err : vmem__cuda_probe(opts->device);
 }
 
 // The module's descriptor is the one that knows what CUDA maps.
-static int open_kmod(struct uvm *u, const uint8_t uuid[16]) {
+static int open_kmod(struct uvm *u, const uint8_t uuid[16])
+{
     struct uvm_range range;
     int err = uvm_range_new(u, UVM_SLOT, &range);
 
     if (err)
         return err;
-    err = uvm_activate(u, &range, range.cuda.addr, UVM_SLOT);
-    if (!err)
-        err = vmem__kmod_open(&u->kmod, uuid, range.cuda.addr);
+    err = vmem__kmod_open(&u->kmod, uuid, range.cuda.addr);
     uvm_range_free(u, &range);
     return err;
 }
 
-static void close_all(struct vmem__backend *b, bool forked) {
+static void close_all(struct vmem__backend *b, bool forked)
+{
     struct uvm *u = b->priv;
 
     if (!forked)
@@ -40,7 +41,8 @@ static void close_all(struct vmem__backend *b, bool forked) {
     b->priv = NULL;
 }
 
-static int open_all(struct vmem__backend *b, const struct vmem_options *opts) {
+static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
+{
     const uint64_t needed = UVM_VMEM_CAP_SPARSE | UVM_VMEM_CAP_TAKEOVER;
     struct uvm *u = calloc(1, sizeof(*u));
     int err;
@@ -80,11 +82,13 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts) {
     return 0;
 }
 
-static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *free) {
+static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
     return vmem__cuda_memory(&((struct uvm *)b->priv)->cuda, total, free);
 }
 
-static int reserve(struct vmem__backend *b, struct vmem__range *r) {
+static int reserve(struct vmem__backend *b, struct vmem__range *r)
+{
     struct uvm_range *range = malloc(sizeof(*range));
     int err;
 
@@ -100,40 +104,49 @@ static int reserve(struct vmem__backend *b, struct vmem__range *r) {
     return 0;
 }
 
-static void unreserve(struct vmem__backend *b, struct vmem__range *r) {
+static void unreserve(struct vmem__backend *b, struct vmem__range *r)
+{
     uvm_range_free(b->priv, r->priv);
     free(r->priv);
 }
 
-static int backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length) {
+static int backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+{
     return uvm_activate(b->priv, r->priv, addr, length);
 }
 
-static int arena_new(struct vmem__backend *b, struct vmem__arena *a) {
+static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
+{
     return uvm_arena_new(b->priv, a);
 }
 
-static void arena_free(struct vmem__backend *b, struct vmem__arena *a) {
+static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
+{
     uvm_arena_free(b->priv, a);
 }
 
-static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n) {
+static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+{
     return uvm_zero(b->priv, runs, n);
 }
 
-static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad) {
+static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
     return uvm_map(b->priv, runs, n, bad);
 }
 
-static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad) {
+static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
     return uvm_unmap(b->priv, runs, n, bad);
 }
 
-static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n) {
+static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
     return vmem__cuda_copy(&((struct uvm *)b->priv)->cuda, ops, n);
 }
 
-static int fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length) {
+static int fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
     return vmem__cuda_fill(&((struct uvm *)b->priv)->cuda, addr, value, length);
 }
 

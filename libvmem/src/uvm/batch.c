@@ -15,17 +15,20 @@ struct place {
     uint64_t done;
 };
 
-static bool before(const struct place *a, const struct place *b) {
+static bool before(const struct place *a, const struct place *b)
+{
     return a->run < b->run || (a->run == b->run && a->done < b->done);
 }
 
-static uint64_t min(uint64_t a, uint64_t b) {
+static uint64_t min(uint64_t a, uint64_t b)
+{
     return a < b ? a : b;
 }
 
 // The longest op that starts at a place; moves the place behind it.
 static void next_op(const struct vmem__run *runs, enum action action, const struct place *end, struct place *at,
-                    struct uvm_vmem_op *op) {
+                    struct uvm_vmem_op *op)
+{
     const struct vmem__run *run = &runs[at->run];
     const struct uvm_range *range = run->range->priv;
     uint64_t whole = at->run == end->run ? end->done : run->length;
@@ -48,7 +51,8 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
 }
 
 // At least as many ops as lie between two places.
-static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, const struct place *end) {
+static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, const struct place *end)
+{
     uint64_t n = 0;
 
     for (size_t i = at->run; i < end->run + (end->done > 0); i++)
@@ -58,7 +62,8 @@ static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, c
 
 // Does what lies between two places. On failure *at is behind what was done before, and *bad the run at fault.
 static int submit(struct uvm *u, enum action action, const struct vmem__run *runs, struct place *at,
-                  const struct place *end, size_t *bad) {
+                  const struct place *end, size_t *bad)
+{
     struct uvm_vmem_op few[64], *ops = few, op;
     uint64_t room = min(op_bound(runs, at, end), u->kmod.max_ops);
     uint32_t failed;
@@ -100,7 +105,8 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
 
 // Takes back what an action did between the start of the batch and a place. The windows are there, so only a broken GPU
 // can refuse this; then nothing can be done about it.
-static void undo(struct uvm *u, enum action action, const struct vmem__run *runs, const struct place *done) {
+static void undo(struct uvm *u, enum action action, const struct vmem__run *runs, const struct place *done)
+{
     size_t bad;
 
     for (size_t i = 0; i <= done->run; i++) {
@@ -112,7 +118,8 @@ static void undo(struct uvm *u, enum action action, const struct vmem__run *runs
     }
 }
 
-static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__run *runs, size_t n, size_t *bad) {
+static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__run *runs, size_t n, size_t *bad)
+{
     struct place at = {0};
     int err = submit(u, action, runs, &at, &(struct place){.run = n}, bad);
 
@@ -126,7 +133,8 @@ static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__
     return err;
 }
 
-int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad) {
+int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
+{
     // The slot behind is activated too, ahead of the kernels that read whole tiles.
     for (size_t i = 0; i < n; i++) {
         int err = uvm_activate(u, runs[i].range->priv, runs[i].addr, runs[i].length + UVM_SLOT);
@@ -139,6 +147,7 @@ int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad) 
     return all_or_nothing(u, PUT, runs, n, bad);
 }
 
-int uvm_unmap(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad) {
+int uvm_unmap(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
+{
     return all_or_nothing(u, TAKE, runs, n, bad);
 }

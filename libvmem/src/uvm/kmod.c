@@ -17,7 +17,8 @@
 #define MAX_DESCRIPTORS 64
 
 // A call that reached the module and left a status; -errno when it did not.
-static int call(struct vmem__kmod *k, unsigned long request, void *params, const char *what) {
+static int call(struct vmem__kmod *k, unsigned long request, void *params, const char *what)
+{
     if (k->syscalls)
         atomic_fetch_add_explicit(k->syscalls, 1, memory_order_relaxed);
     if (ioctl(k->fd, request, params))
@@ -25,7 +26,8 @@ static int call(struct vmem__kmod *k, unsigned long request, void *params, const
     return 0;
 }
 
-int vmem__kmod_probe(void) {
+int vmem__kmod_probe(void)
+{
     struct uvm_vmem_query query = {0};
     int err = 0, fd = open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC);
 
@@ -39,7 +41,8 @@ int vmem__kmod_probe(void) {
 }
 
 // The kernel's word on one descriptor: 0 it is the one, -EOPNOTSUPP stock module, -ENODEV another one of the process.
-static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr) {
+static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
+{
     struct uvm_vmem_op look = {.va = addr, .length = UVM_VMEM_GRANULE};
     struct uvm_vmem_batch batch = {.ops = (uintptr_t)&look, .count = 1, .opSize = sizeof(look)};
     struct uvm_vmem_query query = {0};
@@ -63,7 +66,8 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr) {
     return 0;
 }
 
-int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr) {
+int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
+{
     int fds[MAX_DESCRIPTORS], n = vmem__cuda_uvm_fds(fds, MAX_DESCRIPTORS), err = -ENODEV;
 
     k->fd = -1;
@@ -82,13 +86,15 @@ int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
     return err;
 }
 
-void vmem__kmod_close(struct vmem__kmod *k) {
+void vmem__kmod_close(struct vmem__kmod *k)
+{
     if (k->fd >= 0)
         close(k->fd);
     k->fd = -1;
 }
 
-int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first) {
+int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first)
+{
     struct uvm_vmem_create create = {.page_size = VMEM_PAGE_2M, .count = count};
     int err;
 
@@ -100,7 +106,8 @@ int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first) {
     return err;
 }
 
-void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count) {
+void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count)
+{
     uint64_t handles[256];
 
     while (count) {
@@ -116,7 +123,8 @@ void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count) {
 }
 
 int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,
-                     uint32_t *failed) {
+                     uint32_t *failed)
+{
     struct uvm_vmem_batch batch = {.ops = (uintptr_t)ops, .count = count, .opSize = sizeof(*ops)};
     const char *what = request == UVM_VMEM_MAP ? "map" : "unmap";
     char where[64];
