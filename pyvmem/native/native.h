@@ -33,4 +33,17 @@ int pv_own_pages(pv_owner *context, vmem_context *ctx, const vmem_page *pages, s
 void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id);
 void pv_dlpack_capsule_free(void *capsule);
 
+// ---- benchmark loops: samples are nanoseconds of single calls, n of each ------------------------------------
+
+// One page at a time over [addr, addr+length), which is reserved: create, map, unmap, and release of a mapped page.
+int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t n, uint64_t *create,
+                   uint64_t *map, uint64_t *unmap, uint64_t *release);
+int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
+// CUDA's own calls at 2 MiB, without libvmem. map includes cuMemSetAccess; access is that part of it.
+int pv_bench_cuda(int device, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create, uint64_t *map,
+                  uint64_t *access, uint64_t *unmap, uint64_t *release, uint64_t *free);
+// The bare system calls behind a batch of pages on the host, n times: at each addrs[i], slot i of a memfd is mapped
+// (neighbours in both in one call), and unmapped again.
+int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap);
+
 #endif

@@ -1,0 +1,138 @@
+"""How fast memory is backed, by page size: Table 7 of the vAttention paper (Prabhu et al., ASPLOS 2025); and how fast
+it is read then.
+
+SPDX-License-Identifier: MIT
+"""
+
+from time import perf_counter_ns
+
+import numpy as np
+
+from pyvmem._ffi import ffi, lib
+from pyvmem.bench import benchmark
+from pyvmem.bench.session import parse_size, size_text
+from pyvmem.bench.vmm import SIZES, backdrop_flag, scattered
+from pyvmem.core import MIB, Context, probe
+from pyvmem.errors import _check
+
+# GB/s on one A100: 64, 128 and 256 KiB through the paper's driver, 2 MiB through CUDA. One call for each page.
+PAPER = dict(zip(SIZES, (7.59, 14.56, 27.04, 35.17)))
+
+
+def arguments(parser):
+    """Arguments of this benchmark alone."""
+    group = parser.add_argument_group("bandwidth")
+    group.add_argument("--tensors", type=int, default=64, metavar="N", help="tensors that are backed (64)")
+    group.add_argument("--size", type=parse_size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
+
+
+def backing(context, page_size, tensors, size, repeats):
+    """(GB/s of backing, GB/s of giving back): each tensor whole, all tensors in one call."""
+    flag = bool(backdrop_flag(context))
+    size = -(-size // page_size) * page_size
+    ranges = [context.reserve(size, backdrop=flag) for _ in range(tensors)]
+    addrs = np.array([r.addr for r in ranges], np.uint64)
+    context.prealloc(tensors * size)
+    times = np.zeros((2, repeats))
+    for i in range(repeats):
+        start = perf_counter_ns()
+        context.commit(addrs, size, page_size)
+        backed = perf_counter_ns()
+        context.decommit(addrs, size)
+        times[:, i] = backed - start, perf_counter_ns() - backed
+    for r in ranges:
+        r.close()
+    context.trim()
+    return tensors * size / times
+
+
+def page_by_page(context, page_size, size):
+    """GB/s of mapping one page a call, as the paper's figures do."""
+    n = max(size // page_size, 1)
+    samples = [np.zeros(n, np.uint64) for _ in range(4)]
+    raw = [ffi.from_buffer("uint64_t[]", s) for s in samples]
+    with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
+        _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, n * page_size, n, *raw))
+    return page_size / np.maximum(samples[1], 1)
+
+
+def streaming_reads(context, page_size, size, repeats):
+    """{name: GB/s[repeats]} of a streaming kernel over scattered pages and over cudaMalloc's memory, in turns."""
+    import torch
+
+    from pyvmem.tensor import tensor_at
+
+    device = torch.device("cuda", context.info().device)
+    n = size // page_size
+    with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
+        with context.create(page_size, n) as pages:
+            range_.map(pages, scattered(n) * page_size)
+            virtual = tensor_at(range_._owner, range_.addr, [size // 4], torch.float32, device)
+            plain = torch.empty(size // 4, device=device)
+            memory = {"scattered pages": virtual, "cudaMalloc": plain}
+            seen = {name: np.zeros(repeats) for name in memory}
+            for tensor in memory.values():
+                tensor.fill_(1.0)
+                tensor.sum()
+            for i in range(repeats):
+                for name, tensor in memory.items():
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    tensor.sum()
+                    end.record()
+                    end.synchronize()
+                    seen[name][i] = tensor.nbytes / start.elapsed_time(end) / 1e6
+            torch.cuda.synchronize(device)
+            del virtual, tensor, memory
+    return seen
+
+
+def _torch_sees(context):
+    """Whether torch can use the context's addresses: CUDA pointers, and a torch with CUDA."""
+    if "cuda_pointer" not in context.info().capabilities:
+        return False
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+@benchmark("bandwidth", "memory backed per second, and read, by page size", arguments=arguments, order=20)
+def run(session):
+    """Back many tensors; on a GPU beside CUDA's own calls, and read them."""
+    args = session.args
+    repeats = 10 if session.quick else 50
+    records = []
+
+    def measure(context, page_sizes):
+        what = f"{args.tensors} tensors of {size_text(args.size)}"
+        for page_size in session.track(page_sizes, f"{context.backend} page sizes"):
+            figure = PAPER.get(page_size)
+            back, take = backing(context, page_size, args.tensors, args.size, repeats)
+            single = page_by_page(context, page_size, args.size)
+            for metric, samples, known in (
+                (f"back {what}", back, figure),
+                (f"take back {what}", take, None),
+                ("map, one page a call", single, figure),
+            ):
+                records.append(
+                    session.record(samples, context, metric, "GB/s", page_size=page_size, paper=known)
+                )
+
+    with session.context() as context:
+        measure(context, session.page_sizes(context))
+        if _torch_sees(context):
+            for page_size in session.page_sizes(context):
+                size = (1 << 30) if session.quick else (4 << 30)
+                for name, samples in streaming_reads(context, page_size, size, repeats).items():
+                    backend = None if name == "scattered pages" else name
+                    metric = f"streaming read of {size_text(size)}"
+                    records.append(
+                        session.record(samples, context, metric, "GB/s", page_size=page_size, backend=backend)
+                    )
+        beside = context.backend not in ("host", "cuda") and probe("cuda", args.device) is None
+    if beside:
+        with Context("cuda", args.device) as context:
+            measure(context, context.page_sizes)
+    return records

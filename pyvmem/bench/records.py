@@ -1,0 +1,75 @@
+"""What a benchmark says: a list of `Record`, the same for every benchmark. docs/benchmarks.md is its documentation.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured metric.
+
+    Attributes
+    ----------
+    bench : str
+        Name of the benchmark, as on the command line.
+    backend : str
+        "uvm", "stock", "cuda" or "host"; for what stands beside them, what was measured: "cuda-bare", "host-bare",
+        "cudaMalloc", or the name of another system.
+    device : str
+        Name of the device, as the driver or the machine gives it.
+    page_size : int or None
+        Bytes; None where pages play no part.
+    metric : str
+        What was measured, with everything that tells it apart from the benchmark's other metrics.
+    unit : str
+        Of median, p10, p90, p99 and paper.
+    median, p10, p90, p99 : float
+        Over the samples. A single sample has four times the same value.
+    n : int
+        Samples.
+    paper : float or None
+        The figure of the vAttention paper (A100) for the same thing, where there is one.
+    """
+
+    bench: str
+    backend: str
+    device: str
+    page_size: int | None
+    metric: str
+    unit: str
+    median: float
+    p10: float
+    p90: float
+    p99: float
+    n: int
+    paper: float | None = None
+
+    @classmethod
+    def of(cls, samples, *, bench, backend, device, page_size, metric, unit, paper=None):
+        """A record of the samples' distribution. samples: a number or an array of numbers, in `unit`."""
+        samples = np.atleast_1d(np.asarray(samples, dtype=float))
+        p10, median, p90, p99 = (float(p) for p in np.percentile(samples, (10, 50, 90, 99)))
+        return cls(bench, backend, device, page_size, metric, unit, median, p10, p90, p99, samples.size, paper)
+
+
+FIELDS = tuple(f.name for f in fields(Record))
+
+
+def dump(records, path):
+    """Write records as a JSON list, one record a line."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("[\n" + ",\n".join(json.dumps(asdict(r)) for r in records) + "\n]\n")
+
+
+def load(path):
+    """The records that `dump` wrote. Raises ValueError where the file is something else."""
+    with open(path, encoding="utf-8") as file:
+        rows = json.load(file)
+    if not isinstance(rows, list) or any(not isinstance(r, dict) or set(r) != set(FIELDS) for r in rows):
+        raise ValueError(f"{path} is not a list of records with the fields {', '.join(FIELDS)}")
+    return [Record(**row) for row in rows]

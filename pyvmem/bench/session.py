@@ -1,0 +1,170 @@
+"""What a running benchmark is given, and how its records are shown.
+
+SPDX-License-Identifier: MIT
+"""
+
+import contextlib
+import sys
+
+from pyvmem.bench.records import Record
+from pyvmem.core import KIB, MIB, Context
+
+try:
+    import rich
+    import rich.console
+    import rich.progress
+    import rich.table
+except ImportError:  # an extra: plain text without it
+    rich = None
+
+
+class Session:
+    """One benchmark's run.
+
+    Attributes
+    ----------
+    name : str
+        Of the benchmark.
+    args : argparse.Namespace
+        The common arguments (backend, page_size, quick, device) and the benchmark's own.
+    quick : bool
+        A smaller run that shows the same.
+    """
+
+    def __init__(self, name, args, out=sys.stderr):
+        self.name = name
+        self.args = args
+        self.quick = args.quick
+        self._out = out
+
+    def context(self, backend=None, **options):
+        """A new `Context` of the backend asked for on the command line, or of another."""
+        return Context(backend or self.args.backend, self.args.device, **options)
+
+    def page_sizes(self, context):
+        """The page sizes to measure: the ones asked for, or all that the context supports."""
+        asked = self.args.page_size or context.page_sizes
+        return [size for size in context.page_sizes if size in asked]
+
+    def record(self, samples, context, metric, unit, *, page_size=None, backend=None, device=None, paper=None):
+        """A `Record` of samples measured on a context; backend names what stands beside it instead."""
+        return Record.of(
+            samples,
+            bench=self.name,
+            backend=backend or context.backend,
+            device=device or context.info().device_name,
+            page_size=page_size,
+            metric=metric,
+            unit=unit,
+            paper=paper,
+        )
+
+    def track(self, items, text, total=None):
+        """Iterate over items behind a progress bar, where somebody watches."""
+        if total is None:
+            total = len(items)
+        with self.progress(text, total) as advance:
+            for item in items:
+                yield item
+                advance(1)
+
+    @contextlib.contextmanager
+    def progress(self, text, total):
+        """A progress bar: yields advance(n)."""
+        if rich is None or not self._out.isatty():
+            yield lambda n: None
+            return
+        console = rich.console.Console(file=self._out)
+        with rich.progress.Progress(console=console, transient=True) as bar:
+            task = bar.add_task(f"{self.name}: {text}", total=total)
+            yield lambda n: bar.advance(task, n)
+
+
+def size_text(bytes):
+    """64K, 2M, 12T: a size in bytes as people say it."""
+    if bytes is None:
+        return ""
+    for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
+        if bytes >= 1 << shift and bytes % (1 << shift) == 0:
+            return f"{bytes >> shift}{unit}"
+    return str(bytes)
+
+
+def parse_size(text):
+    """Bytes of a text such as 64K, 2M, 12TiB or 4096. Raises ValueError."""
+    shift = {"K": 10, "M": 20, "G": 30, "T": 40}
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    if number and number[-1] in shift:
+        return int(float(number[:-1]) * (1 << shift[number[-1]]))
+    return int(number)
+
+
+def number_text(value):
+    """Four significant digits, at most."""
+    if value is None:
+        return ""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.2e}"
+
+
+COLUMNS = ("metric", "backend", "page", "median", "p10", "p90", "p99", "unit", "n", "paper")
+
+
+def table(records):
+    """Rows of text for `COLUMNS`."""
+    return [
+        (
+            r.metric,
+            r.backend,
+            size_text(r.page_size),
+            number_text(r.median),
+            number_text(r.p10),
+            number_text(r.p90),
+            number_text(r.p99),
+            r.unit,
+            str(r.n),
+            number_text(r.paper),
+        )
+        for r in records
+    ]
+
+
+def show(title, records, out=sys.stdout):
+    """Print records as a table."""
+    rows = table(records)
+    right = {"median", "p10", "p90", "p99", "n", "paper", "page"}
+    if rich is not None and out.isatty():
+        shown = rich.table.Table(title=title, title_justify="left")
+        for column in COLUMNS:
+            shown.add_column(column, justify="right" if column in right else "left", no_wrap=column != "metric")
+        for row in rows:
+            shown.add_row(*row)
+        rich.console.Console(file=out).print(shown)
+        return
+    widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
+    print(title, file=out)
+    for row in [COLUMNS, *rows]:
+        cells = [c.rjust(w) if n in right else c.ljust(w) for c, w, n in zip(row, widths, COLUMNS)]
+        print("  " + "  ".join(cells).rstrip(), file=out)
+
+
+def plot(records, figure):
+    """Draw records: one panel for each metric and unit, bars by page size, whiskers from p10 to p90, the paper as dots."""
+    metrics = list(dict.fromkeys((r.metric, r.unit) for r in records))
+    columns = min(3, len(metrics))
+    figure.set_size_inches(5 * columns, 3.2 * -(-len(metrics) // columns))
+    for i, (metric, unit) in enumerate(metrics):
+        axes = figure.add_subplot(-(-len(metrics) // columns), columns, i + 1)
+        rows = [r for r in records if (r.metric, r.unit) == (metric, unit)]
+        names = [f"{r.backend} {size_text(r.page_size)}".strip() for r in rows]
+        spread = [[r.median - r.p10 for r in rows], [r.p90 - r.median for r in rows]]
+        axes.bar(names, [r.median for r in rows], yerr=spread, capsize=3, color="#4477aa")
+        paper = [(i, r.paper) for i, r in enumerate(rows) if r.paper is not None]
+        if paper:
+            axes.plot(*zip(*paper), "o", color="#cc6677", label="paper (A100)")
+            axes.legend(fontsize="small")
+        axes.set_title(metric, fontsize="medium")
+        axes.set_ylabel(unit)
+        axes.tick_params(axis="x", labelrotation=30, labelsize="small")
+    figure.tight_layout()

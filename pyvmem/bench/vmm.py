@@ -1,0 +1,156 @@
+"""Latency of each call, by page size: Table 2 of the vAttention paper (Prabhu et al., ASPLOS 2025).
+
+SPDX-License-Identifier: MIT
+"""
+
+from time import perf_counter_ns
+
+import numpy as np
+
+from pyvmem._ffi import ffi, lib
+from pyvmem.bench import benchmark
+from pyvmem.core import KIB, MAP_OP, MIB
+from pyvmem.errors import OutOfMemory, _check
+
+SIZES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
+
+# Microseconds on an A100: 64, 128 and 256 KiB through the paper's driver, 2 MiB through CUDA. At 2 MiB, mapping is
+# cuMemMap and cuMemSetAccess, releasing is cuMemUnmap and cuMemRelease.
+PAPER = {
+    "reserve 1 GiB": (18, 17, 16, 2),
+    "create": (1.7, 2, 2.1, 29),
+    "map": (8, 8.5, 9, 2 + 38),
+    "unmap": (None, None, None, 34),
+    "release, unmap included": (2, 3, 4, 34 + 23),
+    "free 1 GiB": (35, 35, 35, 1),
+}
+
+RANGE = 1 << 30
+BATCH = 1024
+TIB = 1 << 40
+
+
+def paper(metric, page_size):
+    """The paper's microseconds, or None."""
+    return PAPER[metric][SIZES.index(page_size)] if metric in PAPER and page_size in SIZES else None
+
+
+def _arrays(count, n):
+    arrays = [np.zeros(n, np.uint64) for _ in range(count)]
+    return arrays, [ffi.from_buffer("uint64_t[]", a) for a in arrays]
+
+
+def backdrop_flag(context):
+    """VMEM_RESERVE_BACKDROP where the backend can: what tensors use."""
+    return lib.VMEM_RESERVE_BACKDROP if "backdrop" in context.info().capabilities else 0
+
+
+def single_calls(context, page_size, n):
+    """{metric: nanoseconds[n]} of single calls."""
+    flags = backdrop_flag(context)
+    (reserve, free), raw = _arrays(2, min(n, 200))
+    _check(lib.pv_bench_reserve(context._use(), RANGE, flags, len(reserve), *raw))
+    (create, map_, unmap, release), raw = _arrays(4, n)
+    context.prealloc(page_size)  # a driver call for memory once in many pages is no part of any page's latency
+    with context.reserve(RANGE, backdrop=bool(flags)) as range_:
+        _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, RANGE, n, *raw))
+    return {
+        "reserve 1 GiB": reserve,
+        "create": create,
+        "map": map_,
+        "unmap": unmap,
+        "release, unmap included": release,
+        "free 1 GiB": free,
+    }
+
+
+def bare_cuda(device, n):
+    """{metric: nanoseconds[n]} of CUDA's own calls at 2 MiB."""
+    (reserve, create, map_, access, unmap, release, free), raw = _arrays(7, n)
+    _check(lib.pv_bench_cuda(device, RANGE, n, *raw))
+    return {
+        "reserve 1 GiB": reserve,
+        "create": create,
+        "map": map_,
+        "cuMemSetAccess, of map": access,
+        "unmap": unmap,
+        "release, unmap included": unmap + release,
+        "free 1 GiB": free,
+    }
+
+
+def scattered(n, seed=0):
+    """Page numbers 0 to n-1 in an order without neighbours to speak of."""
+    return np.random.default_rng(seed).permutation(n).astype(np.uint64)
+
+
+def batches(context, page_size, n):
+    """{metric: nanoseconds[n]} of whole batches of `BATCH` pages, addresses consecutive or scattered."""
+    seen = {}
+    with context.reserve(BATCH * page_size, backdrop=bool(backdrop_flag(context))) as range_:
+        with context.create(page_size, BATCH) as pages:
+            ops = np.empty(BATCH, MAP_OP)
+            ops["page"] = pages.handles
+            for order, slots in (("consecutive", np.arange(BATCH, dtype=np.uint64)), ("scattered", scattered(BATCH))):
+                ops["addr"] = range_.addr + slots * page_size
+                times = np.zeros((2, n))
+                for i in range(n):
+                    start = perf_counter_ns()
+                    context.map_ops(ops)
+                    mapped = perf_counter_ns()
+                    range_.unmap()
+                    times[:, i] = mapped - start, perf_counter_ns() - mapped
+                seen[f"map, batch of {BATCH} {order} pages"], seen[f"unmap, batch of {BATCH} {order} pages"] = times
+    return seen
+
+
+def bare_host(page_size, n):
+    """As `batches`, of the system calls alone."""
+    seen = {}
+    for order, slots in (("consecutive", np.arange(BATCH, dtype=np.uint64)), ("scattered", scattered(BATCH))):
+        times, raw = _arrays(2, n)
+        _check(lib.pv_bench_host(page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, n, *raw))
+        seen[f"map, batch of {BATCH} {order} pages"], seen[f"unmap, batch of {BATCH} {order} pages"] = times
+    return seen
+
+
+def largest_reservation(context):
+    """(milliseconds, overhead in MiB) of reserving the paper's example: 12 TiB."""
+    before = context.stats().overhead
+    start = perf_counter_ns()
+    with context.reserve(12 * TIB, backdrop=bool(backdrop_flag(context))):
+        took = perf_counter_ns() - start
+        return took / 1e6, (context.stats().overhead - before) / MIB
+
+
+@benchmark("vmm", "latency of each call, by page size", order=10)
+def run(session):
+    """Time single calls and batches for each page size; on a GPU, CUDA's own calls beside them."""
+    n = 200 if session.quick else 2000
+    repeats = 20 if session.quick else 100
+    records = []
+    with session.context() as context:
+
+        def add(seen, page_size, backend=None, compare=True):
+            for metric, samples in seen.items():
+                figure = paper(metric, page_size) if compare else None
+                us = np.asarray(samples, float) / 1e3
+                records.append(
+                    session.record(us, context, metric, "us", page_size=page_size, backend=backend, paper=figure)
+                )
+
+        for page_size in session.track(session.page_sizes(context), "page sizes"):
+            add(single_calls(context, page_size, n), page_size)
+            add(batches(context, page_size, repeats), page_size)
+            if context.backend == "host":
+                add(bare_host(page_size, repeats), page_size, backend="host-bare", compare=False)
+        if "gpu" in context.info().capabilities:
+            add(bare_cuda(session.args.device, n), 2 * MIB, backend="cuda-bare")
+        try:
+            took, overhead = largest_reservation(context)
+        except OutOfMemory:  # an address space limit, or hardware with fewer address bits
+            pass
+        else:
+            records.append(session.record(took, context, "reserve 12 TiB", "ms"))
+            records.append(session.record(overhead, context, "memory held by 12 TiB reserved", "MiB"))
+    return records

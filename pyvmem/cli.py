@@ -1,0 +1,124 @@
+"""The command ``pyvmem``: doctor and bench.
+
+SPDX-License-Identifier: MIT
+"""
+
+import argparse
+import sys
+
+from pyvmem.errors import VmemError
+
+
+def _size(text):
+    from pyvmem.bench.session import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 64K, 2M or 1G") from None
+
+
+def _common():
+    common = argparse.ArgumentParser(add_help=False)
+    group = common.add_argument_group("common to all benchmarks")
+    group.add_argument("--backend", help="uvm, stock, cuda or host; the best that works by default")
+    group.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device ordinal (0)")
+    group.add_argument(
+        "--page-size",
+        type=_size,
+        action="append",
+        metavar="SIZE",
+        help="64K, 128K, 256K or 2M, and again for more; all that the backend supports by default",
+    )
+    group.add_argument("--quick", action="store_true", help="a smaller run that shows the same")
+    group.add_argument("--json", metavar="FILE", help="write the records there (docs/benchmarks.md)")
+    group.add_argument("--plot", metavar="FILE.png", help="draw the records there")
+    return common
+
+
+def _parser(benchmarks):
+    parser = argparse.ArgumentParser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="say for each backend whether it works here, or what stops it")
+    doctor.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device ordinal (0)")
+    doctor.add_argument("--json", action="store_true", help="as JSON, on standard output")
+    bench = commands.add_parser("bench", help="measure")
+    names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
+    common = _common()
+    everything = names.add_parser("all", parents=[common], help="every benchmark in turn")
+    for b in benchmarks:
+        own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)
+        if b.arguments:
+            b.arguments(own)
+            # "all" takes the same arguments, so that for instance a trace can be named there.
+            b.arguments(_Once(everything))
+    return parser
+
+
+class _Once:
+    """Adds to a parser what it does not have yet: benchmarks may share the name of an argument."""
+
+    def __init__(self, parser):
+        self._parser = parser
+
+    def add_argument_group(self, *args, **options):
+        return self
+
+    def add_argument(self, *names, **options):
+        if not any(name in self._parser._option_string_actions for name in names):
+            self._parser.add_argument(*names, **options)
+
+
+def _bench(args, benchmarks):
+    from pyvmem.bench import records as form
+    from pyvmem.bench import session as view
+
+    chosen = [b for b in benchmarks if args.bench in ("all", b.name)]
+    records = []
+    for b in chosen:
+        found = b.run(view.Session(b.name, args))
+        view.show(f"{b.name}: {b.help}", found)
+        records += found
+    if args.json:
+        form.dump(records, args.json)
+    if args.plot:
+        _plot(chosen, records, args.plot)
+    return 0
+
+
+def _plot(benchmarks, records, path):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SystemExit("pyvmem: --plot needs matplotlib (pip install matplotlib)") from None
+    from pyvmem.bench.session import plot
+
+    drawn = [(b, [r for r in records if r.bench == b.name]) for b in benchmarks]
+    drawn = [(b, rows) for b, rows in drawn if rows]
+    for b, rows in drawn:
+        figure = Figure()
+        (b.plot or plot)(rows, figure)
+        # One benchmark: the file named. Several: one file each, with the benchmark's name before the ending.
+        stem, dot, ending = path.rpartition(".")
+        figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{dot}{ending}", dpi=120)
+
+
+def main(argv=None):
+    """Run the command line; returns the exit status."""
+    from pyvmem.bench import all_benchmarks
+
+    benchmarks = all_benchmarks()
+    args = _parser(benchmarks).parse_args(argv)
+    try:
+        if args.command == "doctor":
+            from pyvmem.doctor import doctor
+
+            return doctor(args.device, args.json)
+        return _bench(args, benchmarks)
+    except (VmemError, OSError, ValueError) as error:
+        print(f"pyvmem: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

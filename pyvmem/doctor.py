@@ -1,0 +1,140 @@
+"""``pyvmem doctor``: what works here, and the one fact that stops what does not.
+
+SPDX-License-Identifier: MIT
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import sys
+
+from pyvmem.bench.session import size_text
+from pyvmem.core import Context, backends, probe
+from pyvmem.errors import VmemError
+
+
+def examine(device=0):
+    """Everything the doctor knows, as plain data for JSON."""
+    return {
+        "machine": _machine(),
+        "driver": _driver(),
+        "backends": [_backend(name, device) for name in backends()],
+    }
+
+
+def _read(path):
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine():
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    maps = _read("/proc/sys/vm/max_map_count")
+    return {
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "pyvmem": _version("pyvmem"),
+        "torch": _version("torch"),
+        "address_space_limit": None if soft == resource.RLIM_INFINITY else soft,
+        "max_map_count": int(maps) if maps else None,
+        "descriptor_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "vmem_backend": os.environ.get("VMEM_BACKEND"),
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+
+
+def _driver():
+    """The loaded NVIDIA driver: release, whether its kernel modules are the open ones, and the vMem extension's state."""
+    text = _read("/proc/driver/nvidia/version")
+    if not text:
+        return None
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return {
+        "release": found.group(1) if found else text.splitlines()[0],
+        "open": "Open Kernel Module" in text,
+        "uvm_loaded": os.path.isdir("/sys/module/nvidia_uvm"),
+    }
+
+
+def _backend(name, device):
+    said = {"name": name, "works": False, "reason": None}
+    error = probe(name, device)
+    if error is None:
+        try:
+            with Context(name, device) as context:
+                info = context.info()
+        except VmemError as failed:
+            error = failed
+    if error is not None:
+        said["reason"] = str(error)
+        return said
+    said["works"] = True
+    said["device"] = info.device_name
+    said["device_uuid"] = info.device_uuid.hex() if any(info.device_uuid) else None
+    said["driver"] = info.driver or None
+    said["page_sizes"] = list(info.page_sizes)
+    said["reserve_align"] = info.reserve_align
+    said["capabilities"] = sorted(info.capabilities)
+    said["memory_total"] = info.memory_total
+    said["memory_free"] = info.memory_free
+    return said
+
+
+def _memory(bytes):
+    return f"{bytes / (1 << 30):.1f} GiB"
+
+
+def _print(found, out):
+    machine, driver = found["machine"], found["driver"]
+    print(f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch'] or 'not installed'}", file=out)
+    if driver:
+        kind = "open" if driver["open"] else "proprietary"
+        uvm = "loaded" if driver["uvm_loaded"] else "not loaded"
+        print(f"NVIDIA driver {driver['release']} ({kind} kernel modules), nvidia-uvm {uvm}", file=out)
+    else:
+        print("no NVIDIA driver is loaded", file=out)
+    limit = machine["address_space_limit"]
+    print(
+        f"limits: {machine['max_map_count']} mappings (vm.max_map_count), {machine['descriptor_limit']} descriptors,"
+        f" address space {'unlimited' if limit is None else size_text(limit)}",
+        file=out,
+    )
+    for name in ("vmem_backend", "cuda_visible_devices"):
+        if machine[name] is not None:
+            print(f"{name.upper()}={machine[name]}", file=out)
+    print(file=out)
+    best = next((b["name"] for b in found["backends"] if b["works"]), None)
+    for b in found["backends"]:
+        if not b["works"]:
+            print(f"{b['name']:6} no     {b['reason']}", file=out)
+            continue
+        pages = ", ".join(size_text(size) for size in b["page_sizes"])
+        memory = f"{_memory(b['memory_free'])} free of {_memory(b['memory_total'])}"
+        mark = "best" if b["name"] == best else "works"
+        print(f"{b['name']:6} {mark:6} {b['device']}: pages of {pages}; {memory}", file=out)
+        print(f"{'':13} {', '.join(b['capabilities'])}", file=out)
+
+
+def doctor(device=0, as_json=False, out=None):
+    """Print what `examine` finds; returns the command's exit status: 1 if no backend works."""
+    out = out or sys.stdout
+    found = examine(device)
+    if as_json:
+        json.dump(found, out, indent=2)
+        print(file=out)
+    else:
+        _print(found, out)
+    return 0 if any(b["works"] for b in found["backends"]) else 1

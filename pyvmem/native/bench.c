@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cuda/libcuda.h"
+#include "native.h"
+
+static uint64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+// Runs a call, and keeps how long it took.
+#define TIME(sample, call)                                                                                             \
+    ({                                                                                                                 \
+        uint64_t start_ = now();                                                                                       \
+        int rc_ = (call);                                                                                              \
+        (sample) = now() - start_;                                                                                     \
+        rc_;                                                                                                           \
+    })
+
+int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t n, uint64_t *create,
+                   uint64_t *map, uint64_t *unmap, uint64_t *release)
+{
+    int rc = 0;
+    for (size_t i = 0; i < n && !rc; i++) {
+        // Strides of a prime number of pages: no two samples in a row touch neighbouring addresses.
+        uint64_t at = addr + i * 1009 % (length / page_size) * page_size;
+        vmem_page page = 0;
+        rc = TIME(create[i], vMemCreate(ctx, page_size, 1, 0, &page));
+        if (rc)
+            break;
+        rc = TIME(map[i], vMemMap(ctx, at, page));
+        if (!rc)
+            rc = TIME(unmap[i], vMemUnmap(ctx, at, page_size));
+        if (!rc)
+            rc = vMemMap(ctx, at, page);
+        int released = TIME(release[i], vMemRelease(ctx, page));
+        rc = rc ? rc : released;
+    }
+    return rc;
+}
+
+int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free)
+{
+    int rc = 0;
+    for (size_t i = 0; i < n && !rc; i++) {
+        uint64_t addr;
+        rc = TIME(reserve[i], vMemReserve(ctx, length, flags, &addr));
+        if (!rc)
+            rc = TIME(free[i], vMemFree(ctx, addr));
+    }
+    return rc;
+}
+
+static int cuda_pages(struct vmem__cuda *cu, uint64_t addr, uint64_t length, size_t n, uint64_t *create, uint64_t *map,
+                      uint64_t *access, uint64_t *unmap, uint64_t *release)
+{
+    const struct vmem__cu_access allow = {.location = {.type = 1, .id = cu->device}, .flags = 3};
+    const struct vmem__cu_prop prop = {.type = 1, .location = allow.location};
+    const uint64_t page = VMEM_PAGE_2M;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t at = addr + i * 1009 % (length / page) * page, handle;
+        int rc = TIME(create[i], cu->fn.mem_create(&handle, page, &prop, 0));
+        if (rc)
+            return vmem__cuda_error(&cu->fn, rc, "cuMemCreate");
+        rc = TIME(map[i], cu->fn.mem_map(at, page, 0, handle, 0));
+        if (!rc) {
+            rc = TIME(access[i], cu->fn.mem_set_access(at, page, &allow, 1));
+            map[i] += access[i];
+            int unmapped = TIME(unmap[i], cu->fn.mem_unmap(at, page));
+            rc = rc ? rc : unmapped;
+        }
+        int released = TIME(release[i], cu->fn.mem_release(handle));
+        rc = rc ? rc : released;
+        if (rc)
+            return vmem__cuda_error(&cu->fn, rc, "cuMemMap, cuMemSetAccess, cuMemUnmap or cuMemRelease");
+    }
+    return 0;
+}
+
+static int cuda_calls(struct vmem__cuda *cu, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create,
+                      uint64_t *map, uint64_t *access, uint64_t *unmap, uint64_t *release, uint64_t *free)
+{
+    uint64_t addr;
+    int rc = 0;
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = TIME(reserve[i], cu->fn.address_reserve(&addr, length, VMEM_PAGE_2M, 0, 0));
+        if (!rc)
+            rc = TIME(free[i], cu->fn.address_free(addr, length));
+    }
+    if (!rc)
+        rc = cu->fn.address_reserve(&addr, length, VMEM_PAGE_2M, 0, 0);
+    if (rc)
+        return vmem__cuda_error(&cu->fn, rc, "cuMemAddressReserve or cuMemAddressFree");
+    rc = cuda_pages(cu, addr, length, n, create, map, access, unmap, release);
+    cu->fn.address_free(addr, length);
+    return rc;
+}
+
+int pv_bench_cuda(int device, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create, uint64_t *map,
+                  uint64_t *access, uint64_t *unmap, uint64_t *release, uint64_t *free)
+{
+    struct vmem__cuda cu = {0};
+    struct vmem_info info = {0};
+    int rc = vmem__cuda_open(&cu, device, &info);
+    if (rc)
+        return rc;
+    rc = vmem__cuda_enter(&cu);
+    if (!rc) {
+        rc = cuda_calls(&cu, length, n, reserve, create, map, access, unmap, release, free);
+        vmem__cuda_leave(&cu);
+    }
+    vmem__cuda_close(&cu, false);
+    return rc;
+}
+
+static int host_batch(int fd, char *base, uint64_t page_size, const uint64_t *slots, size_t pages, bool map)
+{
+    for (size_t i = 0, run; i < pages; i += run) {
+        for (run = 1; i + run < pages && slots[i + run] == slots[i] + run;)
+            run++;
+        char *at = base + slots[i] * page_size;
+        size_t length = run * page_size;
+        void *got = map ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)(i * page_size))
+                        : mmap(at, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        if (got == MAP_FAILED)
+            return vmem__error(-errno, "mmap failed");
+    }
+    return 0;
+}
+
+int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap)
+{
+    uint64_t last = 0;
+    for (size_t i = 0; i < pages; i++)
+        last = slots[i] > last ? slots[i] : last;
+    size_t length = (last + 1) * page_size;
+    int fd = memfd_create("bare", MFD_CLOEXEC);
+    if (fd < 0)
+        return vmem__error(-errno, "memfd_create failed");
+    char *base = mmap(NULL, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int rc = 0;
+    if (base == MAP_FAILED || ftruncate(fd, (off_t)(pages * page_size)))
+        rc = vmem__error(-errno, "mmap or ftruncate failed");
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = TIME(map[i], host_batch(fd, base, page_size, slots, pages, true));
+        if (!rc)
+            rc = TIME(unmap[i], host_batch(fd, base, page_size, slots, pages, false));
+    }
+    if (base != MAP_FAILED)
+        munmap(base, length);
+    close(fd);
+    return rc;
+}

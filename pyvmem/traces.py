@@ -1,0 +1,100 @@
+"""Request-length traces of LLM serving: readers for the public formats, and a generator.
+
+SPDX-License-Identifier: MIT
+"""
+
+import csv
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of the trace.
+
+    Attributes
+    ----------
+    name : str
+    prompt, output : int64[n]
+        Tokens of the prompt and tokens generated; both at least 1.
+    """
+
+    name: str
+    prompt: np.ndarray
+    output: np.ndarray
+
+    def __len__(self):
+        return len(self.prompt)
+
+    def head(self, n):
+        """The first `n` requests."""
+        return Trace(self.name, self.prompt[:n], self.output[:n])
+
+
+# (name of the format, prompt column, output column)
+_FORMATS = (
+    ("Azure LLM inference trace", "ContextTokens", "GeneratedTokens"),
+    ("Sarathi-Serve and vAttention", "num_prefill_tokens", "num_decode_tokens"),
+    ("Mooncake", "input_length", "output_length"),
+)
+
+
+def read_trace(path):
+    """Read a trace; the format is told by its column names.
+
+    Azure's CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``), Mooncake's JSON lines (``input_length``,
+    ``output_length``) and the CSV of Sarathi-Serve and vAttention (``num_prefill_tokens,num_decode_tokens``).
+    Lengths below 1 count as 1: every request has a prompt and yields a token.
+
+    Raises
+    ------
+    ValueError
+        Names the line that is not of the format.
+    """
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        json_lines = file.read(1) == "{"
+        file.seek(0)
+        rows = _json_rows(file, path) if json_lines else csv.DictReader(file)
+        prompt, output, columns = [], [], None
+        for number, row in enumerate(rows, start=1 if json_lines else 2):
+            columns = columns or _columns(row, path)
+            try:
+                prompt.append(float(row[columns[0]]))
+                output.append(float(row[columns[1]]))
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(f"{path}, line {number}: no number in {' or '.join(columns)}") from None
+    if not prompt:
+        raise ValueError(f"{path} holds no request")
+    return Trace(str(path), *(np.maximum(np.rint(c), 1).astype(np.int64) for c in (prompt, output)))
+
+
+def _json_rows(file, path):
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _columns(row, path):
+    for _, prompt, output in _FORMATS:
+        if prompt in row and output in row:
+            return prompt, output
+    known = "; ".join(f"{name}: {prompt}, {output}" for name, prompt, output in _FORMATS)
+    raise ValueError(f"{path} has none of the known pairs of columns ({known})")
+
+
+def synthetic_trace(n=1000, *, mean_prompt=1100, mean_output=210, longest=8192, seed=0):
+    """`n` requests of a conversation's shape: prompt and output lengths log-normal, clipped to [1, longest].
+
+    The means default to those of Azure's conversation trace of 2023.
+    """
+    rng = np.random.default_rng(seed)
+
+    def lengths(mean, sigma):
+        return np.clip(np.rint(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n)), 1, longest).astype(np.int64)
+
+    return Trace(f"synthetic, {n} requests, seed {seed}", lengths(mean_prompt, 1.0), lengths(mean_output, 0.8))
