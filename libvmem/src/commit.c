@@ -1,10 +1,8 @@
-// Committing: pages that belong to the addresses they back. Built on the public calls alone.
+// Committing: pages that belong to the addresses they back. Finds what to do in the shadow, and does it by the public
+// calls, which check again: a call that got in between makes them fail, and nothing is lost.
 //
 // SPDX-License-Identifier: MIT
-#include <errno.h>
-#include <stdlib.h>
-
-#include "backend.h"
+#include "vmem_internal.h"
 
 // A vector that grows. Of map ops in a commit, of pages in a decommit.
 struct list {
@@ -25,37 +23,35 @@ static void *append(struct list *list, size_t item_size)
     return (char *)list->items + item_size * list->n++;
 }
 
-static int check_range(const struct vmem_range *range, size_t i, uint64_t unit)
+// With the lock held.
+static int check_range(vmem_context *ctx, const struct vmem_range *range, size_t i, uint64_t unit)
 {
-    if (range->addr % unit || range->length % unit || range->addr + range->length < range->addr)
-        return vmem__error(-EINVAL, "ranges[%zu]: addr %#llx and length %#llx must be multiples of %llu", i,
-                           (unsigned long long)range->addr, (unsigned long long)range->length,
-                           (unsigned long long)unit);
+    const struct vmem__space *s = vmem__space_find(ctx, range->addr);
+    if (!s || range->length > s->b.addr + s->b.length - range->addr)
+        return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", i,
+                           range->addr, range->length);
+    if (range->addr % unit || range->length % unit)
+        return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %"
+                           PRIu64, i, range->addr, range->length, unit);
     return 0;
 }
 
-// Appends what is unbacked in the range.
+// Appends what is unbacked in the range. With the lock held.
 static int find_holes(vmem_context *ctx, const struct vmem_range *range, uint64_t page_size, struct list *ops)
 {
+    const struct vmem__space *s = vmem__space_find(ctx, range->addr);
     for (uint64_t addr = range->addr; addr < range->addr + range->length; addr += page_size) {
-        vmem_page page;
-        int rc = vmem_query(ctx, addr, &page, NULL);
-        if (rc)
-            return rc;
-        if (!page) {
+        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+        uint64_t frame = leaf ? vmem__slot_in(s, leaf, addr)->frame & ~SLOT_PENDING : 0;
+        if (!frame) {
             struct vmem_map_op *op = append(ops, sizeof(*op));
             if (!op)
-                return vmem__error(-ENOMEM, "no memory for a list of %zu pages", ops->n + 1);
+                return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", ops->n + 1);
             op->addr = addr;
-            continue;
+        } else if (vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->units * UNIT < page_size) {
+            return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64, addr,
+                               page_size);
         }
-        struct vmem_page_info info;
-        rc = vmem_page_query(ctx, page, &info);
-        if (rc)
-            return rc;
-        if (info.page_size < page_size)
-            return vmem__error(-EEXIST, "address %#llx is backed by pages smaller than page_size %llu",
-                               (unsigned long long)addr, (unsigned long long)page_size);
     }
     return 0;
 }
@@ -65,7 +61,7 @@ static int commit(vmem_context *ctx, struct list *list, uint64_t page_size, uint
     struct vmem_map_op *ops = list->items;
     vmem_page *pages = malloc(list->n * sizeof(*pages));
     if (!pages)
-        return vmem__error(-ENOMEM, "no memory for a list of %zu pages", list->n);
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", list->n);
     int rc = vMemCreate(ctx, page_size, list->n, create_flags, pages);
     if (!rc) {
         for (size_t i = 0; i < list->n; i++)
@@ -81,15 +77,22 @@ static int commit(vmem_context *ctx, struct list *list, uint64_t page_size, uint
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
                 uint64_t *bytes)
 {
-    if (!page_size)
-        return vmem__error(-EINVAL, "page_size must not be 0");
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!page_size || (page_size & (page_size - 1)) || !(page_size & ctx->b.info.page_sizes))
+        return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of 0x%" PRIx64 " bytes (ORed)",
+                           page_size, ctx->b.ops->name, ctx->b.info.page_sizes);
+    if (n && !ranges)
+        return vmem__error(-EINVAL, "ranges is NULL");
     struct list ops = {0};
-    int rc = 0;
+    vmem__lock(ctx);
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = check_range(&ranges[i], i, page_size);
+        rc = check_range(ctx, &ranges[i], i, page_size);
         if (!rc)
             rc = find_holes(ctx, &ranges[i], page_size, &ops);
     }
+    vmem__unlock(ctx);
     if (!rc && ops.n)
         rc = commit(ctx, &ops, page_size, create_flags);
     if (!rc && bytes)
@@ -98,31 +101,27 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     return rc;
 }
 
-// Appends the pages mapped in the range.
+// Appends the pages mapped in the range. With the lock held.
 static int find_pages(vmem_context *ctx, const struct vmem_range *range, struct list *pages, uint64_t *bytes)
 {
+    const struct vmem__space *s = vmem__space_find(ctx, range->addr);
     uint64_t step;
     for (uint64_t addr = range->addr, end = addr + range->length; addr < end; addr += step) {
-        vmem_page page;
-        uint64_t offset;
-        int rc = vmem_query(ctx, addr, &page, &offset);
-        if (rc)
-            return rc;
-        step = VMEM_PAGE_64K;
-        if (!page)
+        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+        uint64_t frame = leaf ? vmem__slot_in(s, leaf, addr)->frame & ~SLOT_PENDING : 0;
+        step = leaf ? UNIT : UNIT * LEAF_SLOTS - (addr - s->b.addr) % (UNIT * LEAF_SLOTS);
+        if (!frame)
             continue;
-        struct vmem_page_info info;
-        rc = vmem_page_query(ctx, page, &info);
-        if (rc)
-            return rc;
-        step = info.page_size;
-        if (offset || step > end - addr)
-            return vmem__error(-EINVAL, "the range cuts the page of %llu bytes at address %#llx",
-                               (unsigned long long)step, (unsigned long long)(addr - offset));
+        const struct vmem__arena_rec *arena = vmem__frame_arena(ctx, frame - 1);
+        const struct vmem__page *page = vmem__frame_page(arena, frame - 1);
+        step = page->units * UNIT;
+        if (vmem__page_frame(arena, page) != frame - 1 || step > end - addr)
+            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page of %" PRIu64 " bytes at 0x%" PRIx64,
+                               range->addr, range->length, step, addr);
         vmem_page *item = append(pages, sizeof(*item));
         if (!item)
-            return vmem__error(-ENOMEM, "no memory for a list of %zu pages", pages->n + 1);
-        *item = page;
+            return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", pages->n + 1);
+        *item = (uint64_t)page->generation << FRAME_BITS | (frame - 1);
         *bytes += step;
     }
     return 0;
@@ -130,14 +129,20 @@ static int find_pages(vmem_context *ctx, const struct vmem_range *range, struct 
 
 int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes)
 {
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (n && !ranges)
+        return vmem__error(-EINVAL, "ranges is NULL");
     struct list pages = {0};
     uint64_t found = 0;
-    int rc = 0;
+    vmem__lock(ctx);
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = check_range(&ranges[i], i, VMEM_PAGE_64K);
+        rc = check_range(ctx, &ranges[i], i, UNIT);
         if (!rc)
             rc = find_pages(ctx, &ranges[i], &pages, &found);
     }
+    vmem__unlock(ctx);
     if (!rc && pages.n)
         rc = vMemReleaseBatch(ctx, pages.items, pages.n, NULL);
     if (!rc && bytes)
