@@ -31,7 +31,8 @@ def relative(paths):
 
 def headers():
     """vmem.h first: the others include it."""
-    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name))
+    names = [p for p in INCLUDE.glob("*.h") if p.name != "vmem_kv.h" or list(TOP.glob("libvmem/src/kv/*.c"))]
+    public = sorted(names, key=lambda p: (p.name != "vmem.h", p.name))
     return public + sorted(NATIVE.glob("*.h"))
 
 
@@ -42,7 +43,7 @@ builder.set_source(
     "pyvmem._ffi",
     "".join(f'#include "{path.name}"\n' for path in headers()),
     sources=relative((TOP / "libvmem" / "src").rglob("*.c")) + relative(NATIVE.glob("*.c")),
-    depends=relative(TOP.glob("libvmem/**/*.h")) + relative(NATIVE.glob("*.h")),
+    depends=relative([*TOP.glob("libvmem/**/*.h"), *TOP.glob("uvm_ext/*.h"), *NATIVE.glob("*.h")]),
     include_dirs=["libvmem/include", "libvmem/src", "pyvmem/native"],
     extra_compile_args=["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g", "-fvisibility=hidden"],
     libraries=["dl", "pthread"],

@@ -27,8 +27,7 @@ class VmemError(Exception):
 
     def __str__(self):
         name = errno.errorcode.get(self.errno, str(self.errno))
-        at = "" if self.index is None else f" (element {self.index})"
-        return f"{self.args[0] or os.strerror(self.errno)}{at} [{name}]"
+        return f"{self.args[0] or os.strerror(self.errno)} [{name}]"
 
     def __reduce__(self):
         return type(self), (self.errno, self.args[0], self.index)
