@@ -103,7 +103,10 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
         const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
         bool got = q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->units, left, units, p);
         near = 0;
-        got = got || vmem__take(ctx, true, left, units, p) || vmem__take(ctx, false, left, units, p);
+        // Long stretches start at whole blocks, so that page-table entries of 2 MiB can map them.
+        const uint32_t align = left < BLOCK_UNITS ? units : BLOCK_UNITS;
+        got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, units, p) ||
+              vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, units, p);
         if (!got) {
             rc = vmem__grow(ctx, left, units);
             if (rc)

@@ -166,7 +166,7 @@ static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
     struct stock_slice nothing = {0}, page = slice(run->arena, run->offset);
 
     return undo ? stock_put(s, run->range->priv, run->addr, run->length, page, nothing, true)
-                : stock_put(s, run->range->priv, run->addr, run->length, nothing, page, true);
+                : stock_put(s, run->range->priv, run->addr, run->length, nothing, page, false);
 }
 
 // All runs or none.
@@ -306,13 +306,29 @@ no_range:
     return err;
 }
 
+static int scratch_new(struct stock *s)
+{
+    struct stock_range alias;
+    int err = vmem__rm_memory_new(&s->rm, STOCK_SCRATCH, &s->scratch);
+
+    if (!err)
+        err = stock_range_new(s, STOCK_SCRATCH, &alias);
+    if (err)
+        return err;
+    err = vmem__uvm_map(&s->uvm, &s->rm, alias.cuda.addr, STOCK_SCRATCH, s->scratch, 0);
+    if (!err)
+        err = vmem__cuda_fill(&s->cuda, alias.cuda.addr, 0, STOCK_SCRATCH);
+    stock_range_free(s, &alias);
+    return err;
+}
+
 static void stock_close(struct vmem__backend *b, bool forked)
 {
     struct stock *s = b->priv;
 
     if (!forked)
         vmem__backdrop_free(&s->cuda, &s->backdrop);
-    vmem__rm_close(&s->rm);
+    vmem__rm_close(&s->rm); // the scratch memory goes with the client
     if (s->uvm.fd >= 0)
         close(s->uvm.fd);
     vmem__cuda_close(&s->cuda, forked);
@@ -342,6 +358,8 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
         err = vmem__backdrop_new(&s->cuda, &s->backdrop, STOCK_SLOT);
     if (!err)
         err = find_space(s);
+    if (!err)
+        err = scratch_new(s);
     if (err) {
         stock_close(b, false);
         return err;
@@ -350,7 +368,7 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP;
     b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
     b->info.reserve_align = STOCK_BLOCK;
-    b->overhead = s->backdrop.slot;
+    b->overhead = s->backdrop.slot + STOCK_SCRATCH;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
     return 0;

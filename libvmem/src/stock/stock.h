@@ -15,6 +15,9 @@
 #define STOCK_SLOT (UINT64_C(64) << 20)
 // What one page-table entry of the larger size covers; entries change size in whole blocks.
 #define STOCK_BLOCK VMEM_PAGE_2M
+// Zeroed memory of ours for taking whole blocks away by 2 MiB entries, this much in a call. The handle of the backdrop is
+// CUDA's and cannot be mapped again.
+#define STOCK_SCRATCH (UINT64_C(16) << 20)
 
 struct stock {
     struct vmem__backend *backend;
@@ -22,6 +25,7 @@ struct stock {
     struct vmem__rm rm;
     struct vmem__uvm_space uvm;
     struct vmem__backdrop backdrop;
+    uint32_t scratch; // RM's handle; 0: none yet
 };
 
 struct stock_range {
