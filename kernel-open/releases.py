@@ -39,24 +39,34 @@ def _git_reader(repo, tag):
 def check(src):
     """Yield (release, None or the error's text), oldest release first."""
     src = Path(src)
-    trees = [p if (p / "nvidia-uvm").is_dir() else p / "kernel-open" for p in sorted(src.iterdir()) if p.is_dir()]
-    trees = [p for p in trees if (p / "nvidia-uvm").is_dir()]
-    if trees:
-        runs = [(tree.name if tree.name != "kernel-open" else tree.parent.name, tree) for tree in trees]
-        for name, tree in runs:
-            try:
-                tree_patched(tree)
-                yield name, None
-            except InsertError as e:
-                yield name, str(e)
-        return
-    tags = sorted(filter(_TAG.match, _git(src, "tag").split()), key=_order)
-    for tag in tags:
+    if (src / ".git").exists() or (src / "HEAD").is_file():
+        tags = sorted(filter(_TAG.match, _git(src, "tag").split()), key=_order)
+        runs = [(tag, lambda tag=tag: patched(_git_reader(src, tag), tag)) for tag in tags]
+    else:
+        trees = [path for path in sorted(src.iterdir()) if path.is_dir()]
+        trees = [(p.name, p if (p / "nvidia-uvm").is_dir() else p / "kernel-open") for p in trees]
+        runs = [(name, lambda tree=tree: tree_patched(tree)) for name, tree in trees if (tree / "nvidia-uvm").is_dir()]
+    for name, run in runs:
         try:
-            patched(_git_reader(src, tag), tag)
-            yield tag, None
+            run()
+            yield name, None
         except InsertError as e:
-            yield tag, str(e)
+            yield name, str(e)
+
+
+def _report(results):
+    branches = {}
+    for name, error in results:
+        branches.setdefault(name.split(".")[0], []).append((name, error))
+    for branch, found in branches.items():
+        fit = [name for name, error in found if error is None]
+        print(f"{branch}: {len(fit)} of {len(found)} match" + (f": {' '.join(fit)}" if fit else ""))
+        reasons = {}
+        for name, error in found:
+            if error is not None:
+                reasons.setdefault(error.replace(name, "*"), []).append(name)
+        for reason, names in reasons.items():
+            print(f"  {' '.join(names)}:\n    {reason}")
 
 
 def main():
@@ -68,15 +78,7 @@ def main():
     except (OSError, subprocess.CalledProcessError) as e:
         print(f"error: {args.src}: neither a git repository nor a folder of trees ({e})", file=sys.stderr)
         return 2
-    branches = {}
-    for name, error in results:
-        branches.setdefault(name.split(".")[0], []).append((name, error))
-    for branch, found in branches.items():
-        fit = [name for name, error in found if error is None]
-        print(f"{branch}: {len(fit)} of {len(found)} match" + (f": {' '.join(fit)}" if fit else ""))
-        for name, error in found:
-            if error is not None:
-                print(f"  {error}")
+    _report(results)
     fit = sum(error is None for _, error in results)
     print(f"{fit} of {len(results)} releases match all {len(HOOKS)} hooks")
     return 0 if results and fit else 1
