@@ -88,6 +88,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     uint64_t left = (uint64_t)n * units;
     size_t n_pieces = 0;
     bool ready = true; // all is committed and clean enough
+    bool grown = false;
 
     vmem__lock(ctx);
     if (ctx->budget && (ctx->created >= ctx->budget || bytes > ctx->budget - ctx->created)) {
@@ -108,6 +109,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
         got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, units, p) ||
               vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, units, p);
         if (!got) {
+            grown = true;
             rc = vmem__grow(ctx, left, units);
             if (rc)
                 break;
@@ -136,6 +138,8 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
                 ctx->committed -= pieces[i].units * UNIT;
         }
         vmem__give(ctx, pieces, n_pieces);
+        if (grown)
+            vmem__shrink(ctx);
     }
 out:
     vmem__unlock(ctx);

@@ -33,6 +33,7 @@
 struct host {
     int fd;
     _Atomic uint64_t end;    // of the part of the file that was given to arenas
+    _Atomic uint64_t arenas; // bytes of those that exist
     pthread_rwlock_t lock;   // read: changing mappings. write: undoing changes, with the ballast dropped
     char *ballast;           // BALLAST_PAGES mappings of one page, or NULL
 };
@@ -80,9 +81,31 @@ static void ballast_drop(struct host *h)
     h->ballast = NULL;
 }
 
+static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *available)
+{
+    (void)b;
+    FILE *f = fopen("/proc/meminfo", "re");
+    if (!f)
+        return vmem__error(-errno, "/proc/meminfo: %s", strerror(errno));
+    char line[128];
+    uint64_t kib;
+    *total = *available = 0;
+    while (fgets(line, sizeof line, f)) {
+        if (sscanf(line, "MemTotal: %" SCNu64, &kib) == 1)
+            *total = kib << 10;
+        else if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
+            *available = kib << 10;
+    }
+    fclose(f);
+    return 0;
+}
+
 static int open_(struct vmem__backend *b, const struct vmem_options *opts)
 {
+    uint64_t available;
     int rc = probe(opts);
+    if (!rc)
+        rc = memory(b, &b->info.memory_total, &available);
     if (rc)
         return rc;
     struct host *h = calloc(1, sizeof *h);
@@ -119,25 +142,6 @@ static void close_(struct vmem__backend *b, bool forked)
     free(h);
 }
 
-static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *available)
-{
-    (void)b;
-    FILE *f = fopen("/proc/meminfo", "re");
-    if (!f)
-        return vmem__error(-errno, "/proc/meminfo: %s", strerror(errno));
-    char line[128];
-    uint64_t kib;
-    *total = *available = 0;
-    while (fgets(line, sizeof line, f)) {
-        if (sscanf(line, "MemTotal: %" SCNu64, &kib) == 1)
-            *total = kib << 10;
-        else if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
-            *available = kib << 10;
-    }
-    fclose(f);
-    return 0;
-}
-
 // ---- address space ------------------------------------------------------------------------------------------
 
 static int reserve(struct vmem__backend *b, struct vmem__range *r)
@@ -168,9 +172,18 @@ static void unreserve(struct vmem__backend *b, struct vmem__range *r)
 static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     struct host *h = b->priv;
+    // An arena costs only the core's bookkeeping until it is populated: some room for fragmentation, but not for pages that
+    // can never be.
+    if (atomic_fetch_add(&h->arenas, a->size) + a->size > 2 * b->info.memory_total + ARENA_MIN) {
+        h->arenas -= a->size;
+        return vmem__error(-ENOMEM, "%" PRIu64 " bytes more of pages: the machine has %" PRIu64 " bytes of memory", a->size,
+                           b->info.memory_total);
+    }
     uint64_t at = atomic_fetch_add(&h->end, a->size);
-    if (at + a->size > (uint64_t)FILE_SIZE)
+    if (at + a->size > (uint64_t)FILE_SIZE) {
+        h->arenas -= a->size;
         return vmem__error(-ENOMEM, "all 2^62 bytes of the memfd have been used");
+    }
     a->priv = (void *)(uintptr_t)at;
     return 0;
 }
@@ -186,7 +199,9 @@ static int discard(struct vmem__backend *b, struct vmem__arena *a, uint64_t offs
 
 static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
 {
+    struct host *h = b->priv;
     discard(b, a, 0, a->size);
+    h->arenas -= a->size;
 }
 
 static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)

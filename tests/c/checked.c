@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: MIT
+#include <stdio.h>
+
+#include "checked.h"
+
+#define BROKEN(...)                                                                                                   \
+    do {                                                                                                              \
+        fprintf(stderr, "backend contract: %s: ", __func__);                                                          \
+        fprintf(stderr, __VA_ARGS__);                                                                                 \
+        fputc('\n', stderr);                                                                                          \
+        abort();                                                                                                      \
+    } while (0)
+#define MUST(cond)                                                                                                    \
+    do {                                                                                                              \
+        if (!(cond))                                                                                                  \
+            BROKEN("%s (line %d)", #cond, __LINE__);                                                                  \
+    } while (0)
+
+static const struct vmem__ops *inner;
+static struct vmem__ops wrapper;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+// ---- fault points -------------------------------------------------------------------------------------------
+
+static _Thread_local bool armed;
+static _Thread_local unsigned long countdown;
+static _Thread_local bool hit;
+
+void checked_fail(unsigned long n)
+{
+    countdown = n;
+    hit = false;
+    armed = n != 0;
+}
+bool checked_failed(void) { return hit; }
+void checked_arm(bool on) { armed = on; }
+
+static bool fault(void)
+{
+    if (!armed || !countdown || --countdown)
+        return false;
+    return hit = true;
+}
+
+void *__real_malloc(size_t n);
+void *__real_calloc(size_t n, size_t size);
+void *__real_realloc(void *p, size_t n);
+void *__wrap_malloc(size_t n);
+void *__wrap_calloc(size_t n, size_t size);
+void *__wrap_realloc(void *p, size_t n);
+void *__wrap_malloc(size_t n) { return fault() ? NULL : __real_malloc(n); }
+void *__wrap_calloc(size_t n, size_t size) { return fault() ? NULL : __real_calloc(n, size); }
+void *__wrap_realloc(void *p, size_t n) { return fault() ? NULL : __real_realloc(p, n); }
+
+static int injected(void) { return vmem__error(-ENOMEM, "injected failure"); }
+
+// ---- what is known: ranges, arenas, and what lies at every 64 KiB ---------------------------------------------
+
+#define MAX_OBJECTS 4096
+static const struct vmem__range *ranges[MAX_OBJECTS];
+static const struct vmem__arena *arenas[MAX_OBJECTS];
+
+static size_t find(const void **table, const void *p)
+{
+    size_t i = 0;
+    while (i < MAX_OBJECTS && table[i] != p)
+        i++;
+    return i;
+}
+static void add(const void **table, const void *p)
+{
+    MUST(find(table, p) == MAX_OBJECTS);
+    size_t i = find(table, NULL);
+    MUST(i < MAX_OBJECTS);
+    table[i] = p;
+}
+static void drop(const void **table, const void *p)
+{
+    size_t i = find(table, p);
+    MUST(i < MAX_OBJECTS);
+    table[i] = NULL;
+}
+
+// Units in use: key is an address in units, or an arena and an offset (for slices in flight).
+struct unit {
+    uint64_t key;
+    const struct vmem__arena *arena; // what is mapped at the address
+    uint64_t offset;
+    bool busy;
+};
+#define UNITS (1u << 18)
+static struct unit units[UNITS];
+
+static struct unit *unit_of(uint64_t key)
+{
+    uint64_t h = key * UINT64_C(0x9e3779b97f4a7c15) >> 40;
+    for (uint64_t i = 0; i < UNITS; i++) {
+        struct unit *u = &units[(h + i) % UNITS];
+        if (u->key == key || !u->key) {
+            u->key = key;
+            return u;
+        }
+    }
+    BROKEN("table of units is full");
+}
+static struct unit *unit_at(uint64_t addr) { return unit_of(addr >> 16); }
+// Arena structures are 16-byte aligned heap memory, so their keys do not meet those of addresses.
+static struct unit *slice_at(const struct vmem__arena *a, uint64_t offset)
+{
+    return unit_of(UINT64_C(1) << 63 | (((uint64_t)(uintptr_t)a << 16) + (offset >> 16)));
+}
+
+static void slice_busy(const struct vmem__arena *a, uint64_t offset, uint64_t length, bool busy)
+{
+    MUST(find((const void **)arenas, a) < MAX_OBJECTS);
+    MUST(offset % UNIT == 0 && length % UNIT == 0 && length && offset + length <= a->size);
+    for (uint64_t at = offset; at < offset + length; at += UNIT) {
+        struct unit *u = slice_at(a, at);
+        MUST(u->busy != busy);
+        u->busy = busy;
+    }
+}
+
+static void check_run(const struct vmem__run *r)
+{
+    MUST(find((const void **)ranges, r->range) < MAX_OBJECTS);
+    MUST(find((const void **)arenas, r->arena) < MAX_OBJECTS);
+    MUST(r->page_size == VMEM_PAGE_64K || r->page_size == VMEM_PAGE_128K || r->page_size == VMEM_PAGE_256K ||
+         r->page_size == VMEM_PAGE_2M);
+    MUST(r->length && r->length % r->page_size == 0);
+    MUST(r->addr % r->page_size == 0 && r->offset % r->page_size == 0);
+    MUST(r->addr >= r->range->addr && r->addr + r->length <= r->range->addr + r->range->length);
+    MUST(r->offset + r->length <= r->arena->size);
+}
+
+static void check_runs(const struct vmem__run *runs, size_t n, bool unmap)
+{
+    for (size_t i = 0; i < n; i++) {
+        check_run(&runs[i]);
+        MUST(!i || runs[i].op >= runs[i - 1].op);
+        for (uint64_t d = 0; d < runs[i].length; d += UNIT) {
+            struct unit *u = unit_at(runs[i].addr + d);
+            MUST(!u->busy);
+            u->busy = true;
+            if (unmap) {
+                MUST(u->arena == runs[i].arena && u->offset == runs[i].offset + d);
+            } else {
+                MUST(u->arena == runs[i].old_arena);
+                MUST(!u->arena || u->offset == runs[i].old_offset + d);
+                MUST(!u->arena || runs[i].flags & VMEM_MAP_REPLACE);
+            }
+        }
+    }
+}
+
+static void finish_runs(const struct vmem__run *runs, size_t n, bool unmap, bool done)
+{
+    for (size_t i = 0; i < n; i++) {
+        for (uint64_t d = 0; d < runs[i].length; d += UNIT) {
+            struct unit *u = unit_at(runs[i].addr + d);
+            u->busy = false;
+            if (done) {
+                u->arena = unmap ? NULL : runs[i].arena;
+                u->offset = unmap ? 0 : runs[i].offset + d;
+            }
+        }
+    }
+}
+
+// ---- the wrapped operations ---------------------------------------------------------------------------------
+
+static void locked(bool on) { on ? pthread_mutex_lock(&lock) : pthread_mutex_unlock(&lock); }
+
+static int reserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    MUST(r->length && r->length % UNIT == 0);
+    int rc = fault() ? injected() : inner->reserve(b, r);
+    if (!rc) {
+        MUST(r->addr && r->addr % BLOCK == 0);
+        locked(true);
+        add((const void **)ranges, r);
+        locked(false);
+    }
+    return rc;
+}
+static void unreserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    locked(true);
+    drop((const void **)ranges, r);
+    for (size_t i = 0; i < UNITS; i++) {
+        uint64_t addr = units[i].key << 16;
+        if (units[i].key >> 63 || addr < r->addr || addr >= r->addr + r->length)
+            continue;
+        MUST(!units[i].busy && !units[i].arena);
+    }
+    locked(false);
+    inner->unreserve(b, r);
+}
+static int backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+{
+    MUST(addr >= r->addr && length <= r->addr + r->length - addr && length);
+    return fault() ? injected() : inner->backdrop(b, r, addr, length);
+}
+static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
+{
+    MUST(a->size && a->size % BLOCK == 0 && a->size <= b->arena_max && ((uintptr_t)a & 7) == 0);
+    int rc = fault() ? injected() : inner->arena_new(b, a);
+    if (!rc) {
+        locked(true);
+        add((const void **)arenas, a);
+        locked(false);
+    }
+    return rc;
+}
+static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
+{
+    locked(true);
+    drop((const void **)arenas, a);
+    for (size_t i = 0; i < UNITS; i++)
+        MUST(units[i].key >> 63 || units[i].arena != a);
+    locked(false);
+    inner->arena_free(b, a);
+}
+static int slice_call(int (*call)(struct vmem__backend *, struct vmem__arena *, uint64_t, uint64_t),
+                      struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    locked(true);
+    slice_busy(a, offset, length, true);
+    locked(false);
+    int rc = fault() ? injected() : call(b, a, offset, length);
+    locked(true);
+    slice_busy(a, offset, length, false);
+    locked(false);
+    return rc;
+}
+static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    return slice_call(inner->populate, b, a, offset, length);
+}
+static int discard(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    return slice_call(inner->discard, b, a, offset, length);
+}
+static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+{
+    locked(true);
+    for (size_t i = 0; i < n; i++)
+        slice_busy(runs[i].arena, runs[i].offset, runs[i].length, true);
+    locked(false);
+    int rc = fault() ? injected() : inner->zero(b, runs, n);
+    locked(true);
+    for (size_t i = 0; i < n; i++)
+        slice_busy(runs[i].arena, runs[i].offset, runs[i].length, false);
+    locked(false);
+    return rc;
+}
+static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *bad)
+{
+    MUST(n);
+    locked(true);
+    check_runs(runs, n, unmap);
+    locked(false);
+    int rc;
+    if (fault()) {
+        *bad = n - 1;
+        rc = injected();
+    } else {
+        rc = (unmap ? inner->unmap : inner->map)(b, runs, n, bad);
+    }
+    locked(true);
+    finish_runs(runs, n, unmap, !rc);
+    locked(false);
+    return rc;
+}
+static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return change(b, runs, n, false, bad);
+}
+static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return change(b, runs, n, true, bad);
+}
+static void close_(struct vmem__backend *b, bool forked)
+{
+    for (size_t i = 0; i < MAX_OBJECTS && !forked; i++)
+        MUST(!ranges[i] && !arenas[i]);
+    memset(units, 0, sizeof units);
+    inner->close(b, forked);
+}
+
+int checked_context(const char *name, uint64_t budget, vmem_context **out)
+{
+    for (const struct vmem__ops *const *b = vmem__backends; *b; b++) {
+        if (!strcmp((*b)->name, name))
+            inner = *b;
+    }
+    wrapper = *inner;
+    wrapper.close = close_;
+    wrapper.reserve = reserve;
+    wrapper.unreserve = unreserve;
+    wrapper.backdrop = inner->backdrop ? backdrop : NULL;
+    wrapper.arena_new = arena_new;
+    wrapper.arena_free = arena_free;
+    wrapper.populate = inner->populate ? populate : NULL;
+    wrapper.discard = inner->discard ? discard : NULL;
+    wrapper.zero = zero;
+    wrapper.map = map;
+    wrapper.unmap = unmap;
+    struct vmem_options opts = {.size = sizeof opts, .backend = name, .budget = budget};
+    return vmem__context_create_ops(&wrapper, &opts, out);
+}

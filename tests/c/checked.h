@@ -1,0 +1,20 @@
+// A wrapper around a real backend that holds the core to the contract in backend.h, and makes calls fail on demand.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_TEST_CHECKED_H
+#define VMEM_TEST_CHECKED_H
+
+#include "vmem_internal.h"
+
+// A context whose backend is `name`, wrapped. One inner backend per process.
+int checked_context(const char *name, uint64_t budget, vmem_context **out);
+
+// Makes the n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program linked with
+// malloc, calloc and realloc wrapped, an allocation by the library.
+void checked_fail(unsigned long n);
+// Whether that fault point was reached.
+bool checked_failed(void);
+// Only fault points in this thread count while `on`; elsewhere nothing fails.
+void checked_arm(bool on);
+
+#endif

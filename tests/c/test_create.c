@@ -1,0 +1,217 @@
+// Creating pages: sizes, errors, handles, physical order, zeroing.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_internal.h"
+
+static struct vmem_page_info query(vmem_context *ctx, vmem_page page)
+{
+    struct vmem_page_info info;
+    OK(vmem_page_query(ctx, page, &info));
+    return info;
+}
+
+static void errors(vmem_context *ctx)
+{
+    vmem_page page = 42;
+    struct vmem_page_info info;
+    ERR(vMemCreate(ctx, 0, 1, 0, &page), EINVAL, "page_size 0");
+    ERR(vMemCreate(ctx, 4096, 1, 0, &page), EINVAL, "page_size 4096");
+    ERR(vMemCreate(ctx, VMEM_PAGE_64K | VMEM_PAGE_2M, 1, 0, &page), EINVAL, "page_size 2162688");
+    ERR(vMemCreate(ctx, 512 * KIB, 1, 0, &page), EINVAL, "page_size 524288");
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 1, 2, &page), EINVAL, "flags 0x2");
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, NULL), EINVAL, "pages is NULL");
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, SIZE_MAX, 0, &page), ENOMEM, "2^46");
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, (size_t)1 << 26, 0, &page), ENOMEM, "2^46");
+    // More than the machine or the device has is refused, and quickly.
+    const size_t n = 4 * test_info.memory_total / VMEM_PAGE_2M;
+    vmem_page *pages = malloc(n * sizeof *pages);
+    int rc = vMemCreate(ctx, VMEM_PAGE_2M, n, 0, pages);
+    CHECK_EQ(rc, -ENOMEM);
+    free(pages);
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 0, 0, NULL));
+    CHECK_EQ(page, 42);
+    ERR(vmem_page_query(ctx, 42, &info), EINVAL, "0x2a is not a page");
+    ERR(vmem_page_query(ctx, 0, &info), EINVAL, "not a page");
+    ERR(vmem_page_query(ctx, ~UINT64_C(0), &info), EINVAL, "not a page");
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
+    ERR(vmem_page_query(ctx, page, NULL), EINVAL, "out is NULL");
+    ERR(vmem_page_query(ctx, page + 1, &info), EINVAL, "not a page"); // inside the page
+    OK(vMemRelease(ctx, page));
+    ERR(vmem_page_query(ctx, page, &info), EINVAL, "not a page");
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+// Pages of a call are one stretch of memory in a fresh context, and no two pages share any.
+static void physical_order(void)
+{
+    for (uint64_t size = VMEM_PAGE_64K; size <= VMEM_PAGE_2M; size *= 2) {
+        if (!(test_info.page_sizes & size))
+            continue;
+        vmem_context *ctx = test_context(0);
+        enum { N = 64 };
+        vmem_page pages[N];
+        OK(vMemCreate(ctx, size, N, 0, pages));
+        CHECK_EQ(test_stats(ctx).created, N * size);
+        uint64_t consecutive = 0;
+        for (int i = 0; i < N; i++) {
+            struct vmem_page_info info = query(ctx, pages[i]);
+            CHECK_EQ(info.page_size, size);
+            CHECK_EQ(info.mappings, 0);
+            CHECK_EQ(info.frame % (size / VMEM_PAGE_64K), 0);
+            consecutive += i && info.frame == query(ctx, pages[i - 1]).frame + size / VMEM_PAGE_64K;
+            for (int k = 0; k < i; k++)
+                CHECK(info.frame != query(ctx, pages[k]).frame);
+        }
+        // A backend of one memory object per page has no consecutive pages.
+        CHECK(consecutive == N - 1 || (consecutive == 0 && size == test_page));
+        OK(vMemReleaseBatch(ctx, pages, N, NULL));
+        CHECK_EQ(test_stats(ctx).created, 0);
+        vmem_context_destroy(ctx);
+    }
+}
+
+static void handles_never_return(vmem_context *ctx)
+{
+    enum { N = 1000 };
+    static vmem_page old[N];
+    for (int i = 0; i < N; i++) {
+        OK(vMemCreate(ctx, test_page, 1, 0, &old[i]));
+        CHECK(old[i] != 0);
+        OK(vMemRelease(ctx, old[i]));
+        if (i % 100 == 99)
+            OK(vmem_trim(ctx, NULL)); // memory goes and comes back; handles do not
+    }
+    for (int i = 0; i < N; i++) {
+        ERR(vMemRelease(ctx, old[i]), EINVAL, "not a page");
+        for (int k = 0; k < i; k++)
+            CHECK(old[k] != old[i]);
+    }
+}
+
+// When the generations of a frame are used up, its memory is not handed out again until it has a new number.
+static void handles_wear_out(void)
+{
+    vmem_context *ctx = test_context(0);
+    vmem_page first, page;
+    OK(vMemCreate(ctx, test_page, 1, 0, &first));
+    struct vmem__arena_rec *a;
+    vmem__lock(ctx);
+    struct vmem__page *p = vmem__page_get(ctx, first, &a);
+    p->generation = GENERATION_MAX - 1;
+    vmem__unlock(ctx);
+    page = (vmem_page)(GENERATION_MAX - 1) << FRAME_BITS | (first & FRAME_MASK);
+    uint64_t frame = query(ctx, page).frame;
+    OK(vMemRelease(ctx, page));
+    for (int i = 0; i < 3; i++) {
+        vmem_page next[40];
+        OK(vMemCreate(ctx, test_page, COUNT(next), 0, next));
+        for (size_t k = 0; k < COUNT(next); k++)
+            CHECK(query(ctx, next[k]).frame != frame);
+        OK(vMemReleaseBatch(ctx, next, COUNT(next), NULL));
+        OK(vmem_trim(ctx, NULL));
+    }
+    struct vmem_stats s = test_stats(ctx);
+    CHECK_EQ(s.created, 0);
+    vmem_context_destroy(ctx);
+}
+
+static void near_hint(void)
+{
+    vmem_context *ctx = test_context(0);
+    vmem_page a, b[8], c[4];
+    OK(vMemCreate(ctx, test_page, 1, 0, &a));
+    OK(vmem__create_near(ctx, test_page, 8, a, 0, b));
+    if (query(ctx, b[0]).frame != query(ctx, a).frame + test_page / UNIT)
+        CHECK_EQ(test_page, VMEM_PAGE_2M); // one memory object per page
+    else {
+        // Room after a again: near takes what fits there, and the rest elsewhere.
+        OK(vMemReleaseBatch(ctx, b, 2, NULL));
+        OK(vmem__create_near(ctx, test_page, 4, a, 0, c));
+        CHECK_EQ(query(ctx, c[0]).frame, query(ctx, a).frame + test_page / UNIT);
+        CHECK_EQ(query(ctx, c[1]).frame, query(ctx, a).frame + 2 * test_page / UNIT);
+        CHECK(query(ctx, c[2]).frame > query(ctx, b[7]).frame);
+    }
+    // A page that is gone is no hint, and no error.
+    vMemRelease(ctx, a);
+    vmem_page d;
+    OK(vmem__create_near(ctx, test_page, 1, a, 0, &d));
+    vmem_context_destroy(ctx);
+}
+
+// Mixed sizes: everything created can be released in any order and becomes one stretch again.
+static void mixed(void)
+{
+    vmem_context *ctx = test_context(0);
+    enum { N = 400 };
+    static vmem_page pages[N];
+    uint64_t seed = 7, bytes = 0;
+    for (int i = 0; i < N; i++) {
+        uint64_t size;
+        do
+            size = VMEM_PAGE_64K << rnd(&seed) % 6;
+        while (!(size & test_info.page_sizes) || (size == VMEM_PAGE_2M && i % 8 && size != test_page));
+        OK(vMemCreate(ctx, size, 1, 0, &pages[i]));
+        CHECK_EQ(query(ctx, pages[i]).page_size, size);
+        bytes += size;
+        if (i % 3 == 2) {
+            int k = (int)(rnd(&seed) % (uint64_t)i);
+            if (pages[k]) {
+                bytes -= query(ctx, pages[k]).page_size;
+                OK(vMemRelease(ctx, pages[k]));
+                pages[k] = 0;
+            }
+        }
+        CHECK_EQ(test_stats(ctx).created, bytes);
+    }
+    for (int i = 0; i < N; i++) {
+        if (pages[(i * 7) % N])
+            OK(vMemRelease(ctx, pages[(i * 7) % N]));
+    }
+    OK(vmem_trim(ctx, NULL));
+    CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+}
+
+static void zeroed(void)
+{
+    vmem_context *ctx = test_context(0);
+    enum { N = 40 };
+    uint64_t addr;
+    vmem_page pages[N];
+    struct vmem_map_op ops[N];
+    OK(vMemReserve(ctx, N * VMEM_PAGE_2M, 0, &addr));
+    OK(vmem_prealloc(ctx, N * test_page)); // so that memory is reused, and not fresh from the system
+    for (int round = 0; round < 3; round++) {
+        OK(vMemCreate(ctx, test_page, N, round ? VMEM_CREATE_ZERO : 0, pages));
+        for (int i = 0; i < N; i++)
+            ops[i] = (struct vmem_map_op){addr + (uint64_t)i * test_page, pages[i]};
+        OK(vMemMapBatch(ctx, ops, N, 0, NULL));
+        CHECK(all_words(ctx, addr, N * test_page, 0));
+        OK(vmem_fill(ctx, addr, 0xee, N * test_page));
+        OK(vMemReleaseBatch(ctx, pages, round == 1 ? N / 2 : N, NULL));
+        if (round == 1)
+            OK(vMemReleaseBatch(ctx, pages + N / 2, N / 2, NULL));
+    }
+    // Without the flag reused memory keeps what was there.
+    vmem_page page;
+    OK(vMemCreate(ctx, test_page, 1, 0, &page));
+    OK(vMemMap(ctx, addr, page));
+    CHECK(all_words(ctx, addr, test_page, UINT64_C(0xeeeeeeeeeeeeeeee)));
+    vmem_context_destroy(ctx);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    vmem_context *ctx = test_context(0);
+    errors(ctx);
+    handles_never_return(ctx);
+    vmem_context_destroy(ctx);
+    physical_order();
+    handles_wear_out();
+    near_hint();
+    mixed();
+    zeroed();
+    return 0;
+}

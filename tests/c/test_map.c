@@ -1,0 +1,202 @@
+// Mapping: errors with the element at fault, all-or-nothing, aliases, queries, runs.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+
+static uint64_t addr;
+static vmem_page page[8];
+
+static void errors(vmem_context *ctx)
+{
+    const uint64_t P = test_page;
+    size_t bad;
+    struct vmem_map_op ops[4];
+    const struct vmem_map_op good = {addr, page[0]};
+
+    OK(vMemMapBatch(ctx, NULL, 0, 0, &bad));
+    ERR(vMemMapBatch(ctx, NULL, 1, 0, &bad), EINVAL, "ops is NULL");
+    ERR(vMemMapBatch(ctx, &good, 1, 0x8, &bad), EINVAL, "flags 0x8");
+    ERR(vMemMap(ctx, addr, 0), EINVAL, "page 0x0 is not a page");
+    ERR(vMemMap(ctx, addr, ~UINT64_C(0)), EINVAL, "is not a page");
+    ERR(vMemMap(ctx, 0, page[0]), EINVAL, "not inside one reservation");
+    ERR(vMemMap(ctx, addr + 1, page[0]), EINVAL, "not a multiple of the page's size");
+    ERR(vMemMap(ctx, addr + 4096, page[0]), EINVAL, "not a multiple of the page's size");
+    ERR(vMemMap(ctx, addr - P, page[0]), EINVAL, "not inside one reservation");
+    ERR(vMemMap(ctx, addr + 64 * MIB, page[0]), EINVAL, "not inside one reservation");
+    ERR(vMemMap(ctx, UINT64_MAX - P + 1, page[0]), EINVAL, "not inside one reservation");
+
+    // Whatever is wrong with element 2 of 4, it is named, and the others are not mapped.
+    const struct {
+        struct vmem_map_op op;
+        int err;
+        const char *text;
+    } wrong[] = {
+        {{addr + 2 * P, 0}, EINVAL, "ops[2]: page 0x0 is not a page"},
+        {{addr + 2 * P + 1, page[2]}, EINVAL, "ops[2]: addr"},
+        {{addr + 64 * MIB, page[2]}, EINVAL, "not inside one reservation"},
+        {{addr + P, page[2]}, EINVAL, "overlaps an earlier element"},
+        {{addr + 7 * P, page[2]}, EEXIST, "VMEM_MAP_REPLACE is not set"},
+    };
+    OK(vMemMap(ctx, addr + 7 * P, page[7]));
+    for (size_t w = 0; w < COUNT(wrong); w++) {
+        for (int i = 0; i < 4; i++)
+            ops[i] = (struct vmem_map_op){addr + i * P, page[i]};
+        ops[2] = wrong[w].op;
+        ERR_AT(vMemMapBatch(ctx, ops, 4, 0, &bad), bad, 2, wrong[w].err, wrong[w].text);
+        CHECK_EQ(test_stats(ctx).mapped, P);
+        for (int i = 0; i < 4; i++)
+            CHECK_EQ(page_at(ctx, addr + i * P), 0);
+        ERR(vMemMapBatch(ctx, ops, 4, 0, NULL), wrong[w].err, wrong[w].text);
+    }
+    // Nothing is left marked: the corrected batch goes through.
+    ops[2] = (struct vmem_map_op){addr + 2 * P, page[2]};
+    OK(vMemMapBatch(ctx, ops, 4, 0, &bad));
+    OK(vMemUnmap(ctx, addr, 64 * MIB));
+    ERR(vmem_query(ctx, addr, NULL, NULL), EINVAL, "page is NULL");
+}
+
+static void aliases(vmem_context *ctx)
+{
+    enum { N = 50 };
+    const uint64_t P = test_page;
+    struct vmem_map_op ops[N];
+    struct vmem_page_info info;
+    uint64_t offset;
+    vmem_page got;
+    for (int i = 0; i < N; i++)
+        ops[i] = (struct vmem_map_op){addr + (uint64_t)i * 2 * P % (64 * MIB), page[i % 2]};
+    const int n = 64 * MIB / (2 * P) < N ? (int)(64 * MIB / (2 * P)) : N;
+    OK(vMemMapBatch(ctx, ops, n, 0, NULL));
+    OK(vmem_page_query(ctx, page[0], &info));
+    CHECK_EQ(info.mappings, (n + 1) / 2);
+    CHECK_EQ(test_stats(ctx).mapped, n * P);
+    // What is written at one address is read at all others.
+    for (int i = 0; i < n; i++) {
+        put_word(ctx, ops[i].addr + 8 * i, 100 + i);
+        for (int k = i % 2; k < n; k += 2)
+            CHECK_EQ(get_word(ctx, ops[k].addr + 8 * i), 100 + i);
+        OK(vmem_query(ctx, ops[i].addr + P - 1, &got, &offset));
+        CHECK_EQ(got, page[i % 2]);
+        CHECK_EQ(offset, P - 1);
+        if (i + 1 < n)
+            CHECK_EQ(page_at(ctx, ops[i].addr + P), 0);
+    }
+    // One address less at a time, from the middle outwards; the contents stay.
+    for (int i = n / 2; i < n; i++) {
+        OK(vMemUnmap(ctx, ops[i].addr, P));
+        CHECK_EQ(page_at(ctx, ops[i].addr), 0);
+        CHECK_EQ(get_word(ctx, ops[i % 2].addr + 8 * i), 100 + i);
+    }
+    OK(vmem_page_query(ctx, page[0], &info));
+    CHECK_EQ(info.mappings, (n / 2 + 1) / 2);
+    OK(vMemUnmap(ctx, addr, 64 * MIB));
+    OK(vmem_page_query(ctx, page[0], &info));
+    CHECK_EQ(info.mappings, 0);
+    // Unmapped pages keep their contents.
+    OK(vMemMap(ctx, addr + 64 * MIB - P, page[1]));
+    CHECK_EQ(get_word(ctx, addr + 64 * MIB - P + 8), 101);
+    OK(vMemUnmap(ctx, addr + 64 * MIB - P, P));
+}
+
+// Consecutive in both spaces is one run; a gap in either ends it.
+static void runs(vmem_context *ctx)
+{
+    enum { N = 16 };
+    const uint64_t P = test_page;
+    vmem_page many[N];
+    struct vmem_map_op ops[N];
+    struct vmem_page_info info[2];
+    OK(vMemCreate(ctx, P, N, 0, many));
+    OK(vmem_page_query(ctx, many[0], &info[0]));
+    OK(vmem_page_query(ctx, many[1], &info[1]));
+    const bool consecutive = info[1].frame == info[0].frame + P / VMEM_PAGE_64K;
+    const struct {
+        int stride, first, step; // of addresses; of pages
+        uint64_t runs;
+    } shape[] = {{1, 0, 1, 1}, {2, 0, 1, 8}, {1, 7, -1, 8}};
+    for (size_t s = 0; s < COUNT(shape); s++) {
+        for (int i = 0; i < 8; i++)
+            ops[i] = (struct vmem_map_op){addr + i * shape[s].stride * P, many[shape[s].first + i * shape[s].step]};
+        struct vmem_stats before = test_stats(ctx);
+        OK(vMemMapBatch(ctx, ops, 8, VMEM_MAP_FINE, NULL));
+        struct vmem_stats after = test_stats(ctx);
+        CHECK_EQ(after.map_ops - before.map_ops, 8);
+        CHECK_EQ(after.map_runs - before.map_runs, consecutive ? shape[s].runs : 8);
+        OK(vMemUnmap(ctx, addr, 64 * MIB));
+        before = after;
+        after = test_stats(ctx);
+        CHECK_EQ(after.unmap_ops - before.unmap_ops, 8);
+        CHECK_EQ(after.unmap_runs - before.unmap_runs, consecutive ? shape[s].runs : 8);
+    }
+    OK(vMemReleaseBatch(ctx, many, N, NULL));
+}
+
+// Every page size beside every other, to the last byte.
+static void sizes(vmem_context *ctx)
+{
+    const uint64_t all[] = {VMEM_PAGE_64K, VMEM_PAGE_128K, VMEM_PAGE_256K, VMEM_PAGE_2M};
+    vmem_page p[8];
+    uint64_t at[8], offset;
+    int n = 0;
+    for (int i = 0; i < 8; i++) {
+        uint64_t size = all[3 - i % 4];
+        if (!(size & test_info.page_sizes))
+            continue;
+        OK(vMemCreate(ctx, size, 1, 0, &p[n]));
+        at[n] = addr + i * VMEM_PAGE_2M;
+        OK(vMemMap(ctx, at[n], p[n]));
+        OK(vmem_fill(ctx, at[n], (uint8_t)(i + 1), size));
+        n++;
+    }
+    for (int i = 0; i < n; i++) {
+        struct vmem_page_info info;
+        vmem_page got;
+        OK(vmem_page_query(ctx, p[i], &info));
+        CHECK(all_words(ctx, at[i], info.page_size, (at[i] - addr) / VMEM_PAGE_2M * UINT64_C(0x0101010101010101) +
+                                                        UINT64_C(0x0101010101010101)));
+        OK(vmem_query(ctx, at[i] + info.page_size - 1, &got, &offset));
+        CHECK_EQ(got, p[i]);
+        CHECK_EQ(offset, info.page_size - 1);
+        // Misaligned to its size is refused at every smaller step.
+        if (info.page_size > VMEM_PAGE_64K)
+            ERR(vMemMap(ctx, addr + 32 * MIB + info.page_size / 2, p[i]), EINVAL, "not a multiple of the page's size");
+    }
+    OK(vMemReleaseBatch(ctx, p, n, NULL));
+    CHECK_EQ(test_stats(ctx).mapped, 0);
+}
+
+// The end of a reservation that is no multiple of 2 MiB.
+static void odd_end(vmem_context *ctx)
+{
+    uint64_t odd;
+    vmem_page p;
+    if (!(test_info.page_sizes & VMEM_PAGE_64K))
+        return;
+    OK(vMemReserve(ctx, 2 * MIB + 192 * KIB, 0, &odd));
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &p));
+    OK(vMemMap(ctx, odd + 2 * MIB + 128 * KIB, p));
+    ERR(vMemMap(ctx, odd + 2 * MIB + 192 * KIB, p), EINVAL, "not inside one reservation");
+    put_word(ctx, odd + 2 * MIB + 192 * KIB - 8, 5);
+    CHECK_EQ(get_word(ctx, odd + 2 * MIB + 192 * KIB - 8), 5);
+    OK(vMemRelease(ctx, p));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &p));
+    ERR(vMemMap(ctx, odd + 2 * MIB, p), EINVAL, "not inside one reservation");
+    OK(vMemMap(ctx, odd, p));
+    OK(vMemRelease(ctx, p));
+    OK(vMemFree(ctx, odd));
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    vmem_context *ctx = test_context(0);
+    OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
+    OK(vMemCreate(ctx, test_page, 8, 0, page));
+    errors(ctx);
+    aliases(ctx);
+    runs(ctx);
+    sizes(ctx);
+    odd_end(ctx);
+    vmem_context_destroy(ctx);
+    return 0;
+}
