@@ -50,6 +50,7 @@ struct vmem_kv_tensor {
 #define VMEM_KV_SAME_SLOTS 0x20u // choose slots by what was asked of the cache alone, never by which pages happen to be
                                 // mapped: managers given the same calls hand out the same slots
 #define VMEM_KV_CHECK 0x40u     // verify the rule about kernels and the books at every operation (slow)
+#define VMEM_KV_LAZY 0x80u      // take device memory when pages are needed, not the whole budget at creation
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 struct vmem_kv_config {
@@ -61,7 +62,7 @@ struct vmem_kv_config {
     uint32_t max_tokens; // L
     uint32_t tile_rows;  // rows that kernels load together, past the length too; 1 (or 0) for kernels that mask loads
     uint64_t page_size;
-    uint64_t budget;     // most bytes of pages; taken from the device at once (vmem_prealloc)
+    uint64_t budget;     // most bytes of pages; taken from the device at creation (vmem_prealloc), unless LAZY
     // 0 in any of these: a default that suits.
     uint32_t ahead_tokens;     // plentiful memory: stay backed this far past the length (128)
     uint32_t ahead_min;        // scarce memory: the same (4)
@@ -89,7 +90,8 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
 // A slot for a request whose first step will have about `tokens` tokens (0: not known): the free slot whose kept pages
 // fit best. -ENOSPC when all are taken. Maps nothing.
 int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot);
-// Quiet. The slot's pages are kept for the next request (VMEM_KV_DEFER) or released; shared ones are let go.
+// Quiet. The slot's pages are kept for the next request (VMEM_KV_DEFER) or released; shared ones are let go. Should it
+// fail, the rows are lost all the same; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot);
 
 // Before an iteration: lengths[s] is the number of tokens of slot s once the iteration has run, 0 for a slot that takes
@@ -101,6 +103,7 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
 // How many tokens the slot could have at most in the next step, if no other slot grew; slot -1: a new request.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Forgets the rows from `tokens` on (rejected speculation); a shared page that is to be written again is copied.
+// -ENOMEM, -ENODATA: nothing changed. After another error, rows from `tokens` on may be lost.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // Returns when the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);

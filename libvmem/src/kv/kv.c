@@ -1,0 +1,347 @@
+// Creation and layout of a KV cache, and what a length asks for.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "kv.h"
+
+static uint64_t gcd(uint64_t a, uint64_t b)
+{
+    while (b) {
+        uint64_t t = a % b;
+        a = b;
+        b = t;
+    }
+    return a;
+}
+
+static uint64_t round_up(uint64_t x, uint64_t to)
+{
+    return (x + to - 1) / to * to;
+}
+
+uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before)
+{
+    uint64_t rows = KV_MIN(before, g->max_tokens);
+    if (!g->window || rows <= g->window)
+        return 0;
+    rows -= g->window;
+    return (uint32_t)(((rows - rows % kv->tile_rows) * g->row_bytes) >> kv->page_shift);
+}
+
+uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens)
+{
+    uint64_t rows = KV_MIN(tokens, g->max_tokens);
+    if (kv->tile_rows > 1)
+        rows = KV_MIN(round_up(rows, kv->tile_rows), g->slot_rows);
+    return (uint32_t)((rows * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
+}
+
+void kv_set_backed(vmem_kv *kv, uint32_t slot)
+{
+    uint64_t backed = kv->max_tokens;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        uint64_t rows = s->lo < s->hi || !s->hi ? ((uint64_t)s->hi << kv->page_shift) / g->row_bytes : 0;
+        rows -= rows % kv->tile_rows;
+        if (rows < g->max_tokens)
+            backed = KV_MIN(backed, rows);
+    }
+    kv->slots[slot].backed = (uint32_t)backed;
+}
+
+int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size)
+{
+    if (n <= *cap)
+        return 0;
+    uint64_t want = KV_MAX(n, *cap * 2);
+    void *p = realloc(*(void **)array, want * size);
+    if (!p)
+        return vmem__error(-ENOMEM, "no memory for a list of %" PRIu64 " elements", want);
+    *(void **)array = p;
+    *cap = want;
+    return 0;
+}
+
+static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
+{
+    struct vmem_info info;
+    int rc = vmem_context_info(ctx, &info);
+    if (rc)
+        return rc;
+    if (c->size != sizeof(*c))
+        return vmem__error(-EINVAL, "size %u is not sizeof(struct vmem_kv_config), %zu", c->size, sizeof(*c));
+    if (c->flags & ~(VMEM_KV_LAZY * 2 - 1))
+        return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
+    if (!c->n_tensors || !c->tensors)
+        return vmem__error(-EINVAL, "tensors: at least one is needed");
+    if (!c->slots || c->slots > 65536)
+        return vmem__error(-EINVAL, "slots %u is not between 1 and 65536", c->slots);
+    if (!c->max_tokens || c->max_tokens > INT32_MAX)
+        return vmem__error(-EINVAL, "max_tokens %u is not between 1 and %d", c->max_tokens, INT32_MAX);
+    if (c->tile_rows > 65536)
+        return vmem__error(-EINVAL, "tile_rows %u is over 65536", c->tile_rows);
+    if (c->page_size & (c->page_size - 1) || !(c->page_size & info.page_sizes))
+        return vmem__error(-EINVAL, "page_size %" PRIu64 " is none of the backend's, %#" PRIx64, c->page_size,
+                           info.page_sizes);
+    if (c->budget < c->page_size)
+        return vmem__error(-EINVAL, "budget %" PRIu64 " is less than a page", c->budget);
+    if (c->reclaim_percent > 50)
+        return vmem__error(-EINVAL, "reclaim_percent %u is over 50", c->reclaim_percent);
+    for (uint32_t i = 0; i < c->n_tensors; i++) {
+        const struct vmem_kv_tensor *t = &c->tensors[i];
+        if (!t->row_bytes || t->row_bytes > (UINT64_C(1) << 30))
+            return vmem__error(-EINVAL, "tensors[%u].row_bytes %" PRIu64 " is not between 1 and 2^30", i, t->row_bytes);
+        if (t->max_tokens > c->max_tokens)
+            return vmem__error(-EINVAL, "tensors[%u].max_tokens %u is over the cache's, %u", i, t->max_tokens,
+                               c->max_tokens);
+        if (t->reserved)
+            return vmem__error(-EINVAL, "tensors[%u].reserved is not 0", i);
+    }
+    return 0;
+}
+
+// Slots start at multiples of 2 MiB, so that runs of small pages can be mapped by 2 MiB entries and no two slots share
+// one, unless slots are small or the row size is so odd that this would multiply the address space.
+static int lay_out(const vmem_kv *kv, struct kv_group *g)
+{
+    uint64_t rows = round_up(g->max_tokens, kv->tile_rows), bytes = rows * g->row_bytes;
+    for (uint64_t align = KV_MAX(KV_BLOCK, kv->page_size);; align = kv->page_size) {
+        g->slot_rows = round_up(rows, align / gcd(align, g->row_bytes));
+        g->slot_stride = g->slot_rows * g->row_bytes;
+        bool fits = g->slot_stride / kv->page_size <= UINT32_MAX && g->slot_stride <= (UINT64_C(1) << 46) / kv->n_slots;
+        if (fits && (align == kv->page_size || (bytes >= align && g->slot_stride <= 4 * bytes)))
+            break;
+        if (align == kv->page_size)
+            return vmem__error(-EINVAL, "%u slots of %" PRIu64 " bytes need more than 2^46 bytes of addresses",
+                               kv->n_slots, g->slot_stride);
+    }
+    g->slot_pages = (uint32_t)(g->slot_stride >> kv->page_shift);
+    return 0;
+}
+
+static bool same_group(const struct kv_group *g, const struct vmem_kv_tensor *t, uint32_t max_tokens)
+{
+    return g->row_bytes == t->row_bytes && g->window == t->window && g->max_tokens == max_tokens;
+}
+
+static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
+{
+    kv->order = calloc(c->n_tensors, sizeof(*kv->order));
+    kv->addrs = calloc(c->n_tensors, sizeof(*kv->addrs));
+    kv->groups = calloc(c->n_tensors, sizeof(*kv->groups));
+    if (!kv->order || !kv->addrs || !kv->groups)
+        return vmem__error(-ENOMEM, "no memory for %u tensors", c->n_tensors);
+    for (uint32_t i = 0; i < c->n_tensors; i++) {
+        const struct vmem_kv_tensor *t = &c->tensors[i];
+        uint32_t max = t->max_tokens ? t->max_tokens : c->max_tokens, j = 0;
+        while (j < kv->n_groups && !same_group(&kv->groups[j], t, max))
+            j++;
+        struct kv_group *g = &kv->groups[j];
+        if (j == kv->n_groups) {
+            kv->n_groups++;
+            g->row_bytes = t->row_bytes;
+            g->window = t->window;
+            g->max_tokens = max;
+            kv->windows |= t->window != 0;
+        }
+        kv->order[i] = g->n++; // its place in the group; made absolute below
+    }
+    uint64_t table = 0;
+    uint32_t first = 0;
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
+        struct kv_group *g = &kv->groups[j];
+        int rc = lay_out(kv, g);
+        if (rc)
+            return rc;
+        g->first = first;
+        g->table = table;
+        first += g->n;
+        table += (uint64_t)g->n * kv->n_slots * g->slot_pages;
+    }
+    for (uint32_t i = 0; i < c->n_tensors; i++) {
+        const struct vmem_kv_tensor *t = &c->tensors[i];
+        uint32_t max = t->max_tokens ? t->max_tokens : c->max_tokens, j = 0;
+        while (!same_group(&kv->groups[j], t, max))
+            j++;
+        kv->order[i] += kv->groups[j].first;
+    }
+    kv->pages_bytes = table * sizeof(vmem_page);
+    kv->pages = mmap(NULL, kv->pages_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (kv->pages == MAP_FAILED) {
+        kv->pages = NULL;
+        return vmem__error(-ENOMEM, "no address space for a table of %" PRIu64 " pages", table);
+    }
+    return 0;
+}
+
+static int reserve(vmem_kv *kv)
+{
+    struct vmem_info info;
+    int rc = vmem_context_info(kv->ctx, &info);
+    if (rc)
+        return rc;
+    bool backdrop = info.caps & VMEM_CAP_BACKDROP;
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
+        const struct kv_group *g = &kv->groups[j];
+        for (uint32_t i = g->first; i < g->first + g->n; i++) {
+            rc = vMemReserve(kv->ctx, g->slot_stride * kv->n_slots, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->addrs[i]);
+            // Kernels are handed the tensor's first address, which must be one that CUDA knows.
+            if (!rc && backdrop)
+                rc = vmem_backdrop(kv->ctx, kv->addrs[i], kv->page_size);
+            if (rc)
+                return rc;
+        }
+    }
+    return vMemReserve(kv->ctx, kv->n_tensors * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->scratch);
+}
+
+static void release(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++)
+        kv_cut_slot(kv, s);
+    for (uint32_t i = 0; i < kv->cap_prefixes; i++)
+        if (kv->prefixes[i])
+            kv_prefix_drop(kv, kv->prefixes[i]);
+    for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
+        if (kv->addrs[i])
+            vMemFree(kv->ctx, kv->addrs[i]);
+    if (kv->scratch)
+        vMemFree(kv->ctx, kv->scratch);
+    if (kv->budget_pages)
+        vmem_trim(kv->ctx, NULL);
+}
+
+static void free_grow(struct kv_grow *l)
+{
+    free(l->parts);
+    free(l->pages);
+    free(l->fine);
+    free(l->coarse);
+}
+
+static void free_cut(struct kv_cut *c)
+{
+    free(c->ops);
+    free(c->pages);
+}
+
+void vmem_kv_destroy(vmem_kv *kv)
+{
+    if (!kv)
+        return;
+    if (kv->pid == getpid()) { // else: a forked child, which has neither the worker nor the pages
+        kv_worker_stop(kv);
+        release(kv);
+        kv_unpublish(kv);
+    }
+    if (kv->pages)
+        munmap(kv->pages, kv->pages_bytes);
+    if (kv->view)
+        munmap(kv->view, sizeof(*kv->view));
+    free(kv->view_path);
+    free_grow(&kv->grow);
+    free_grow(&kv->worker_grow);
+    free_cut(&kv->cut);
+    free_cut(&kv->worker_cut);
+    free(kv->prefixes);
+    free(kv->refs.entries);
+    free(kv->todo);
+    free(kv->slots);
+    free(kv->spans);
+    free(kv->groups);
+    free(kv->order);
+    free(kv->addrs);
+    free(kv);
+}
+
+static int init(vmem_kv *kv, const struct vmem_kv_config *c)
+{
+    pthread_mutex_init(&kv->api, NULL);
+    pthread_mutex_init(&kv->state, NULL);
+    pthread_mutex_init(&kv->stats_lock, NULL);
+    pthread_cond_init(&kv->work, NULL);
+    pthread_cond_init(&kv->done, NULL);
+    kv->pid = getpid();
+    kv->flags = c->flags;
+#ifdef VMEM_DEBUG
+    kv->flags |= VMEM_KV_CHECK;
+#endif
+    kv->n_tensors = c->n_tensors;
+    kv->n_slots = c->slots;
+    kv->max_tokens = c->max_tokens;
+    kv->tile_rows = c->tile_rows ? c->tile_rows : 1;
+    kv->ahead_tokens = c->ahead_tokens ? c->ahead_tokens : 128;
+    kv->ahead_min = c->ahead_min ? c->ahead_min : 4;
+    kv->eager_tokens = KV_MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
+    kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
+    kv->page_size = c->page_size;
+    kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
+    kv->block = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
+    for (uint32_t i = 0; i < c->n_tensors; i++)
+        if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)
+            kv->create_flags = VMEM_CREATE_ZERO;
+    int rc = make_groups(kv, c);
+    if (rc)
+        return rc;
+    kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
+    kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
+    kv->todo = calloc(kv->n_slots, sizeof(*kv->todo));
+    if (!kv->slots || !kv->spans || !kv->todo)
+        return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
+    rc = reserve(kv);
+    if (rc)
+        return rc;
+    if (!(c->flags & VMEM_KV_LAZY))
+        rc = vmem_prealloc(kv->ctx, c->budget);
+    if (rc)
+        return rc;
+    kv->budget_pages = c->budget >> kv->page_shift;
+    kv_summarise(kv);
+    return c->flags & VMEM_KV_OVERLAP ? kv_worker_start(kv) : 0;
+}
+
+int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out)
+{
+    if (!ctx || !cfg || !out)
+        return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
+    int rc = check_config(ctx, cfg);
+    if (rc)
+        return rc;
+    vmem_kv *kv = calloc(1, sizeof(*kv));
+    if (!kv)
+        return vmem__error(-ENOMEM, "no memory for a KV cache");
+    kv->ctx = ctx;
+    rc = init(kv, cfg);
+    if (rc) {
+        vmem_kv_destroy(kv);
+        return rc;
+    }
+    *out = kv;
+    return 0;
+}
+
+int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
+{
+    if (!kv || !out)
+        return vmem__error(-EINVAL, "kv and out must not be NULL");
+    if (tensor >= kv->n_tensors)
+        return vmem__error(-EINVAL, "tensor %u: there are %u", tensor, kv->n_tensors);
+    uint32_t i = kv->order[tensor], j = 0;
+    while (i >= kv->groups[j].first + kv->groups[j].n)
+        j++;
+    const struct kv_group *g = &kv->groups[j];
+    *out = (struct vmem_kv_layout){
+        .addr = kv->addrs[i],
+        .length = g->slot_stride * kv->n_slots,
+        .slot_stride = g->slot_stride,
+        .slot_rows = g->slot_rows,
+        .row_bytes = g->row_bytes,
+    };
+    return 0;
+}

@@ -1,0 +1,269 @@
+// The KV-cache manager's inside.
+//
+// Tensors of equal row size, length and window form a group: their mapped pages always cover the same part of a slot,
+// so that all decisions are made once per (slot, group), not per tensor. The unit of bookkeeping is the span: the mapped
+// part [lo, hi) of a slot in the tensors of a group, in pages.
+//
+// Locks, in this order: api serialises the public calls; state guards every field below against the background worker.
+// The worker drops state while it is in the library below and marks the slot busy instead: whoever needs a busy slot
+// waits for it (kv_wait_slot). A public call keeps state while it is in the library below. stats has a lock of its own.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_INTERNAL_H
+#define VMEM_KV_INTERNAL_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <sys/types.h>
+
+#include "../backend.h"
+#include "vmem_kv.h"
+
+#define KV_BLOCK VMEM_PAGE_2M // what a 2 MiB page-table entry maps
+#define KV_MIN(a, b) ((a) < (b) ? (a) : (b))
+#define KV_MAX(a, b) ((a) > (b) ? (a) : (b))
+
+struct kv_group {
+    uint64_t row_bytes;
+    uint32_t max_tokens, window;
+    uint32_t n;     // tensors
+    uint32_t first; // of them, in vmem_kv.addrs
+    uint64_t slot_rows, slot_stride;
+    uint32_t slot_pages;
+    uint64_t table; // index in vmem_kv.pages of (slot 0, first tensor, page 0)
+};
+
+// Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
+struct kv_span {
+    uint32_t lo, hi;
+    uint32_t need_lo, need_hi; // what the slot's last step asked for; equal: nothing
+    uint32_t keep_lo, keep_hi; // what kernels of the last two steps touch
+    uint32_t shared_hi;        // pages from here on are nobody else's
+    uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page
+};
+
+struct kv_slot {
+    uint32_t state; // enum vmem_kv_slot_state
+    uint32_t tokens;
+    uint32_t shared_tokens;
+    uint32_t fit;    // tokens of the request that had this free slot last
+    uint32_t backed; // tokens up to which a step has nothing to map
+    bool fresh;      // no step since it was allocated or swapped in: no kernel can be touching it
+    bool busy;       // the worker is at it
+    bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
+    bool skip;       // the worker failed here: not again before the next step
+    uint64_t parked; // when it was freed
+};
+
+struct kv_prefix {
+    uint64_t id;
+    uint32_t tokens, min_tokens;
+    uint64_t n_pages;
+    uint32_t *lo, *hi; // per group: the pages it holds
+    vmem_page *pages;  // group after group, tensor after tensor
+};
+
+// Who holds a page, for pages that a prefix holds or that several slots have mapped.
+struct kv_ref {
+    vmem_page page; // 0: empty
+    uint32_t slots, prefixes;
+};
+struct kv_refs {
+    struct kv_ref *entries;
+    uint64_t size, used; // size: a power of two
+};
+
+// Parts of spans to be backed, and what that takes.
+struct kv_part {
+    uint32_t slot, group, from, to;
+    bool joins;         // the page before is the slot's too
+    uint32_t coarse_hi; // the blocks ending up to here may be mapped by 2 MiB entries
+};
+struct kv_grow {
+    struct kv_part *parts;
+    uint64_t n_parts, cap_parts, total; // total: pages
+    vmem_page *pages;
+    uint64_t n_pages, cap_pages;
+    struct vmem_map_op *fine, *coarse;
+    uint64_t n_fine, cap_fine, n_coarse, cap_coarse;
+};
+// A part of a span to be given up: the front, the tail, or both.
+struct kv_cut {
+    uint32_t slot, group;
+    struct kv_span before;
+    struct vmem_unmap_op *ops;
+    uint64_t n_ops, cap_ops;
+    vmem_page *pages; // those nobody else holds
+    uint64_t n_pages, cap_pages;
+};
+
+struct vmem_kv {
+    vmem_context *ctx;
+    pid_t pid;
+    uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
+    uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent;
+    uint32_t create_flags; // for vMemCreate
+    uint64_t page_size;
+    uint32_t page_shift, block; // block: pages in 2 MiB
+    bool windows;               // some group has one
+
+    uint64_t *addrs; // tensors, group after group
+    uint32_t *order; // tensor as the caller counts -> index in addrs
+    struct kv_group *groups;
+    struct kv_span *spans; // [slot][group]
+    struct kv_slot *slots;
+    vmem_page *pages; // see kv_table(); address space, used where there are pages
+    uint64_t pages_bytes;
+    uint64_t scratch; // a reservation with a page for every tensor, to see pages that are mapped in no slot
+
+    pthread_mutex_t api, state, stats_lock;
+    pthread_cond_t work, done;
+    pthread_t worker;
+    bool has_worker, stop, work_due, working;
+    uint32_t hold; // calls that want the worker to pause
+
+    uint64_t budget_pages; // most pages there may be
+    uint64_t held;         // pages there are, pending ones included
+    uint64_t pending;      // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
+    uint64_t clock;
+    struct kv_refs refs;
+    uint64_t prefix_only; // pages that only prefixes hold
+    struct kv_prefix **prefixes;
+    uint64_t cap_prefixes;
+    uint32_t n_prefixes, prefix_generation;
+    struct kv_grow grow, worker_grow;
+    struct kv_cut cut, worker_cut;
+    uint32_t *todo; // slots that a step has to extend
+    struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
+    struct vmem_kv_stats shown; // under stats_lock
+    struct vmem_kv_view *view;
+    char *view_path;
+};
+
+static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return &kv->spans[(uint64_t)slot * kv->n_groups + group];
+}
+
+// The pages of one tensor of the group (index within it) in one slot.
+static inline vmem_page *kv_table(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor)
+{
+    return kv->pages + g->table + ((uint64_t)slot * g->n + tensor) * g->slot_pages;
+}
+
+static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor, uint64_t page)
+{
+    return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
+}
+
+// Pages there could be more, taking nothing back.
+static inline uint64_t kv_unused(const vmem_kv *kv)
+{
+    return kv->budget_pages > kv->held ? kv->budget_pages - kv->held : 0;
+}
+
+// Memory is scarce when fewer pages than this are unused, plentiful from twice as many on.
+static inline uint64_t kv_low(const vmem_kv *kv)
+{
+    return kv->budget_pages * kv->reclaim_percent / 100;
+}
+
+// ---- kv.c
+
+// The pages that an iteration touches which takes a slot from `before` tokens to `tokens`.
+uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
+uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
+// Sets slot->backed from its spans.
+void kv_set_backed(vmem_kv *kv, uint32_t slot);
+// Grows an array so that it has room for n elements of `size` bytes.
+int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
+
+// ---- slots.c
+
+// Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics.
+int kv_enter(vmem_kv *kv);
+int kv_leave(vmem_kv *kv, int rc);
+// Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
+int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
+// The free slot for a request of that many tokens, or UINT32_MAX.
+uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens);
+// Zeroes a slot's pages; needs no lock.
+int kv_clear_slot(vmem_kv *kv, uint32_t slot);
+
+// ---- pages.c
+
+// Plans to back pages [from, to) of a span, next to what it has. coarse_hi as in struct kv_part.
+int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                uint32_t coarse_hi);
+// Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->held.
+int kv_grow_run(vmem_kv *kv, struct kv_grow *l);
+// Makes it part of the spans.
+void kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
+// Unmaps and releases what a run made.
+void kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
+void kv_grow_reset(struct kv_grow *l);
+
+// Cuts a span down to [lo, hi): begin changes the span, run (no lock needed) the mapping, end the rest, or restores the
+// span if run failed.
+int kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+int kv_cut_run(vmem_kv *kv, struct kv_cut *c);
+void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
+int kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
+int kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
+
+// ---- reclaim.c
+
+// Pages that could be taken back from a slot: kept, ahead of need, or passed by a window.
+uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
+uint64_t kv_reclaimable(const vmem_kv *kv);
+// What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
+// need. want: pages asked for. False: nothing.
+struct kv_victim {
+    uint32_t slot, group, lo, hi; // what the span is to be cut down to
+};
+bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
+// Takes back want pages if there are so many.
+int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
+// Makes room for `pages` more: 0, or -ENOMEM with what is missing.
+int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// kv_make_room, then kv_grow_run and kv_grow_commit, trying harder when the device has less than the budget says.
+int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+
+// ---- worker.c
+
+int kv_worker_start(vmem_kv *kv);
+void kv_worker_stop(vmem_kv *kv);
+void kv_worker_wake(vmem_kv *kv);
+void kv_wait_slot(vmem_kv *kv, uint32_t slot);
+// Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
+void kv_worker_hold(vmem_kv *kv);
+void kv_worker_release(vmem_kv *kv);
+
+// ---- refs.c
+
+struct kv_ref *kv_ref_find(const struct kv_refs *r, vmem_page page);
+// The entry, made with slots = 1 if there was none; NULL: out of memory.
+struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page);
+int kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` kv_ref_get do not fail
+void kv_ref_remove(struct kv_refs *r, struct kv_ref *ref);
+
+// ---- prefix.c
+
+int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
+// Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
+// before them.
+int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+
+// ---- stats.c
+
+void kv_summarise(vmem_kv *kv); // stats -> shown, and the published view
+void kv_unpublish(vmem_kv *kv);
+// The budget that another process wrote into the view, once; 0: none.
+uint64_t kv_wanted_budget(vmem_kv *kv);
+int kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
+// VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now.
+int kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+
+int kv_set_budget(vmem_kv *kv, uint64_t bytes); // with the locks held
+
+#endif

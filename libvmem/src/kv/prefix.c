@@ -1,0 +1,408 @@
+// Prefixes: pages that several requests have in common.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kv.h"
+
+static int find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out)
+{
+    uint64_t i = (id & UINT32_MAX) - 1;
+    if (i >= kv->cap_prefixes || !kv->prefixes[i] || kv->prefixes[i]->id != id)
+        return vmem__error(-EINVAL, "prefix %#" PRIx64 " is none of this cache (any more)", id);
+    *out = kv->prefixes[i];
+    return 0;
+}
+
+// The prefix's pages of the group's first tensor; the others follow, hi - lo pages each.
+static vmem_page *pages_of(const vmem_kv *kv, const struct kv_prefix *p, uint32_t group)
+{
+    vmem_page *pages = p->pages;
+    for (uint32_t i = 0; i < group; i++)
+        pages += (uint64_t)(p->hi[i] - p->lo[i]) * kv->groups[i].n;
+    return pages;
+}
+
+// The smallest number of tokens for which the rows that the next token reads are there.
+static uint32_t least_tokens(const vmem_kv *kv, const struct kv_prefix *p)
+{
+    uint32_t least = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        uint32_t lo = least, hi = p->tokens + 1;
+        while (lo < hi) {
+            uint32_t middle = lo + (hi - lo) / 2;
+            if (kv_need_lo(kv, &kv->groups[i], middle) >= p->lo[i])
+                hi = middle;
+            else
+                lo = middle + 1;
+        }
+        least = lo;
+    }
+    return least;
+}
+
+static int new_entry(vmem_kv *kv, uint64_t *index)
+{
+    for (*index = 0; *index < kv->cap_prefixes; ++*index)
+        if (!kv->prefixes[*index])
+            return 0;
+    uint64_t cap = kv->cap_prefixes;
+    int rc = kv_room_for(&kv->prefixes, &kv->cap_prefixes, cap + 16, sizeof(*kv->prefixes));
+    if (!rc)
+        memset(kv->prefixes + cap, 0, (kv->cap_prefixes - cap) * sizeof(*kv->prefixes));
+    return rc;
+}
+
+static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
+{
+    uint64_t n_pages = 0, index;
+    int rc = new_entry(kv, &index);
+    if (rc)
+        return rc;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint64_t hi = (KV_MIN(tokens, g->max_tokens) * g->row_bytes + kv->page_size - 1) >> kv->page_shift;
+        uint32_t lo = kv_span(kv, slot, i)->lo;
+        n_pages += (KV_MAX(hi, lo) - lo) * g->n;
+    }
+    struct kv_prefix *p = calloc(1, sizeof(*p) + n_pages * sizeof(*p->pages) + 2 * kv->n_groups * sizeof(*p->lo));
+    if (!p)
+        return vmem__error(-ENOMEM, "no memory for a prefix of %" PRIu64 " pages", n_pages);
+    rc = kv_ref_reserve(&kv->refs, n_pages);
+    p->pages = (vmem_page *)(p + 1);
+    p->lo = (uint32_t *)(p->pages + n_pages);
+    p->hi = p->lo + kv->n_groups;
+    p->n_pages = n_pages;
+    p->tokens = tokens;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint64_t hi = (KV_MIN(tokens, g->max_tokens) * g->row_bytes + kv->page_size - 1) >> kv->page_shift;
+        p->lo[i] = kv_span(kv, slot, i)->lo;
+        p->hi[i] = (uint32_t)KV_MAX(hi, p->lo[i]);
+    }
+    p->min_tokens = least_tokens(kv, p);
+    if (!rc && p->min_tokens > tokens)
+        rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
+    if (rc) {
+        free(p);
+        return rc;
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t n = p->hi[i] - p->lo[i];
+        for (uint32_t t = 0; t < kv->groups[i].n; t++) {
+            vmem_page *pages = pages_of(kv, p, i) + (uint64_t)t * n;
+            memcpy(pages, kv_table(kv, &kv->groups[i], slot, t) + p->lo[i], n * sizeof(*pages));
+            for (uint32_t k = 0; k < n; k++)
+                kv_ref_get(&kv->refs, pages[k])->prefixes++;
+        }
+        if (n)
+            sp->shared_hi = KV_MAX(sp->shared_hi, p->hi[i]);
+    }
+    kv->slots[slot].shared_tokens = KV_MAX(kv->slots[slot].shared_tokens, tokens);
+    p->id = (uint64_t)++kv->prefix_generation << 32 | (index + 1);
+    kv->prefixes[index] = p;
+    kv->n_prefixes++;
+    *id = p->id;
+    return 0;
+}
+
+int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = prefix ? kv_get(kv, slot, 1u << VMEM_KV_ACTIVE) : vmem__error(-EINVAL, "prefix must not be NULL");
+    if (!rc && (!tokens || tokens > kv->slots[slot].tokens))
+        rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the slot's %u", tokens, kv->slots[slot].tokens);
+    return kv_leave(kv, rc ? rc : save(kv, slot, tokens, prefix));
+}
+
+int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
+{
+    struct kv_grow *l = &kv->grow; // for its list
+    int rc = kv_room_for(&l->pages, &l->cap_pages, p->n_pages, sizeof(*l->pages));
+    if (rc)
+        return rc;
+    uint64_t n = 0;
+    for (uint64_t i = 0; i < p->n_pages; i++) {
+        const struct kv_ref *ref = kv_ref_find(&kv->refs, p->pages[i]);
+        if (!ref->slots && ref->prefixes == 1)
+            l->pages[n++] = p->pages[i];
+    }
+    rc = n ? vMemReleaseBatch(kv->ctx, l->pages, n, NULL) : 0;
+    if (rc)
+        return rc;
+    kv->held -= n;
+    kv->prefix_only -= n;
+    for (uint64_t i = 0; i < p->n_pages; i++) {
+        struct kv_ref *ref = kv_ref_find(&kv->refs, p->pages[i]);
+        if (--ref->prefixes == 0 && ref->slots <= 1)
+            kv_ref_remove(&kv->refs, ref);
+    }
+    kv->prefixes[(p->id & UINT32_MAX) - 1] = NULL;
+    kv->n_prefixes--;
+    free(p);
+    return 0;
+}
+
+int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    struct kv_prefix *p = NULL;
+    rc = find(kv, prefix, &p);
+    return kv_leave(kv, rc ? rc : kv_prefix_drop(kv, p));
+}
+
+int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    struct kv_prefix *p = NULL;
+    rc = out ? find(kv, prefix, &p) : vmem__error(-EINVAL, "out must not be NULL");
+    if (rc)
+        return kv_leave(kv, rc);
+    *out = (struct vmem_kv_prefix_info){.tokens = p->tokens, .min_tokens = p->min_tokens, .pages = p->n_pages};
+    for (uint64_t i = 0; i < p->n_pages; i++) {
+        const struct kv_ref *ref = kv_ref_find(&kv->refs, p->pages[i]);
+        out->own_pages += !ref->slots && ref->prefixes == 1;
+    }
+    return kv_leave(kv, 0);
+}
+
+// ---- attaching ----------------------------------------------------------------------------------------------
+
+// How the rows of a group divide: pages [lo, full) are shared, [full, hi) are the slot's own, of which the first begins
+// with `part` bytes of the prefix.
+struct split {
+    uint32_t lo, full, hi;
+    uint64_t part;
+};
+
+static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
+{
+    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
+    struct split s = {.lo = kv_need_lo(kv, g, tokens), .full = (uint32_t)(bytes >> kv->page_shift),
+                      .hi = kv_need_hi(kv, g, tokens), .part = bytes & (kv->page_size - 1)};
+    s.full = KV_MAX(s.full, s.lo);
+    return s;
+}
+
+// Copies the first bytes of pages that need not be mapped anywhere, one for each tensor of the group, to addresses.
+static int copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
+                      uint32_t slot, uint32_t page, uint64_t bytes)
+{
+    struct vmem_map_op *maps = calloc(g->n, sizeof(*maps) + sizeof(struct vmem_copy_op));
+    if (!maps)
+        return vmem__error(-ENOMEM, "no memory to copy %u pages", g->n);
+    struct vmem_copy_op *copies = (struct vmem_copy_op *)(maps + g->n);
+    for (uint32_t t = 0; t < g->n; t++) {
+        uint64_t window = kv->scratch + t * kv->page_size, addr = kv_addr(kv, g, slot, t, page);
+        maps[t] = (struct vmem_map_op){.addr = window, .page = pages[t * stride]};
+        copies[t] = (struct vmem_copy_op){.dst = to_scratch ? window : addr, .src = to_scratch ? addr : window,
+                                          .length = bytes};
+    }
+    int rc = vMemMapBatch(kv->ctx, maps, g->n, VMEM_MAP_FINE, NULL);
+    if (!rc) {
+        rc = vmem_copy_batch(kv->ctx, copies, g->n);
+        int rc2 = vMemUnmap(kv->ctx, kv->scratch, g->n * kv->page_size);
+        rc = rc ? rc : rc2;
+        kv->stats.copied_pages += rc ? 0 : g->n;
+    }
+    free(maps);
+    return rc;
+}
+
+static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *n_ops)
+{
+    struct kv_grow *l = &kv->grow;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct split s = split(kv, g, tokens);
+        int rc = kv_room_for(&l->fine, &l->cap_fine, *n_ops + (uint64_t)(s.full - s.lo) * g->n, sizeof(*l->fine));
+        if (rc)
+            return rc;
+        for (uint32_t t = 0; t < g->n; t++) {
+            const vmem_page *from = pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
+            for (uint32_t k = s.lo; k < s.full; k++)
+                l->fine[(*n_ops)++] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
+        }
+    }
+    return *n_ops ? vMemMapBatch(kv->ctx, l->fine, *n_ops, VMEM_MAP_FINE, NULL) : 0;
+}
+
+static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct split s = split(kv, g, tokens);
+        for (uint32_t t = 0; t < g->n && s.full > s.lo; t++)
+            vMemUnmap(kv->ctx, kv_addr(kv, g, slot, t, s.lo), (uint64_t)(s.full - s.lo) << kv->page_shift);
+    }
+}
+
+static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *sl = &kv->slots[slot];
+    kv_grow_commit(kv, &kv->grow);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct split s = split(kv, g, tokens);
+        if (s.lo == s.hi)
+            continue;
+        *kv_span(kv, slot, i) = (struct kv_span){.lo = s.lo, .hi = s.hi, .need_lo = s.lo, .need_hi = s.hi,
+                                                 .keep_lo = s.lo, .keep_hi = s.hi,
+                                                 .shared_hi = s.full > s.lo ? s.full : 0};
+        for (uint32_t t = 0; t < g->n; t++) {
+            vmem_page *to = kv_table(kv, g, slot, t);
+            const vmem_page *from = pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
+            for (uint32_t k = s.lo; k < s.full; k++) {
+                to[k] = from[k - p->lo[i]];
+                struct kv_ref *ref = kv_ref_find(&kv->refs, to[k]);
+                kv->prefix_only -= !ref->slots++;
+            }
+        }
+        kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
+        if (s.full > s.lo)
+            sl->shared_tokens = tokens;
+    }
+    sl->tokens = tokens;
+    kv_set_backed(kv, slot);
+}
+
+static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    struct kv_grow *l = &kv->grow;
+    int rc = kv_cut_slot(kv, slot);
+    if (rc)
+        return rc;
+    kv->slots[slot].dirty = false;
+    kv_grow_reset(l);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        rc = kv_grow_add(kv, l, slot, i, s.full, s.hi, 0);
+    }
+    uint64_t total = l->total, n_shared = 0;
+    if (!rc)
+        rc = kv_make_room(kv, total, missing);
+    if (!rc && total) {
+        rc = kv_grow_run(kv, l);
+        if (rc == -ENOMEM && missing)
+            *missing = total;
+    }
+    if (rc) {
+        kv_grow_reset(l);
+        return rc;
+    }
+    rc = map_shared(kv, p, slot, tokens, &n_shared);
+    bool mapped = !rc;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        uint32_t n = p->hi[i] - p->lo[i];
+        if (s.part && s.full < s.hi)
+            rc = copy_pages(kv, &kv->groups[i], pages_of(kv, p, i) + (s.full - p->lo[i]), n, false, slot, s.full, s.part);
+    }
+    if (rc) {
+        if (mapped)
+            unmap_shared(kv, slot, tokens);
+        kv_grow_undo(kv, l);
+        kv_grow_reset(l);
+        return rc;
+    }
+    kv->held += total;
+    commit_attach(kv, p, slot, tokens);
+    return 0;
+}
+
+int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    struct kv_prefix *p = NULL;
+    rc = find(kv, prefix, &p);
+    if (!rc)
+        rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
+        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+    if (!rc && (!tokens || tokens > p->tokens))
+        rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the prefix's %u", tokens, p->tokens);
+    if (!rc && tokens < p->min_tokens)
+        rc = vmem__error(-ENODATA, "tokens %u: the prefix's window tensors begin too late; %u or more", tokens,
+                         p->min_tokens);
+    return kv_leave(kv, rc ? rc : attach(kv, p, slot, tokens, missing));
+}
+
+// ---- writing again ------------------------------------------------------------------------------------------
+
+// Puts copies in the place of page `page` of every tensor.
+static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    const struct kv_group *g = &kv->groups[group];
+    struct kv_grow *l = &kv->grow;
+    int rc = kv_make_room(kv, g->n, NULL);
+    if (!rc)
+        rc = kv_room_for(&l->pages, &l->cap_pages, 2 * (uint64_t)g->n, sizeof(*l->pages));
+    if (!rc)
+        rc = kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
+    if (!rc)
+        rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
+    if (rc)
+        return rc;
+    rc = copy_pages(kv, g, l->pages, 1, true, slot, page, kv->page_size);
+    for (uint32_t t = 0; t < g->n; t++)
+        l->fine[t] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, page), .page = l->pages[t]};
+    if (!rc)
+        rc = vMemMapBatch(kv->ctx, l->fine, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
+    if (rc) {
+        vMemReleaseBatch(kv->ctx, l->pages, g->n, NULL);
+        return rc;
+    }
+    kv->held += g->n;
+    uint64_t n = 0;
+    for (uint32_t t = 0; t < g->n; t++) {
+        vmem_page *p = &kv_table(kv, g, slot, t)[page];
+        struct kv_ref *ref = kv_ref_find(&kv->refs, *p);
+        if (!ref) {
+            l->pages[g->n + n++] = *p;
+        } else if (--ref->slots == 0) {
+            kv->prefix_only++;
+        } else if (ref->slots == 1 && !ref->prefixes) {
+            kv_ref_remove(&kv->refs, ref);
+        }
+        *p = l->pages[t];
+    }
+    if (n && !vMemReleaseBatch(kv->ctx, l->pages + g->n, n, NULL))
+        kv->held -= n;
+    return 0;
+}
+
+int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    // First what can fail for want of memory; the copies are of whole pages, so that nothing is lost if it does.
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        int rc = s.part && s.full < sp->shared_hi ? replace(kv, slot, i, s.full) : 0;
+        if (rc)
+            return rc;
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        struct kv_span *sp = kv_span(kv, slot, i);
+        if (s.full >= sp->shared_hi)
+            continue;
+        int rc = kv_cut_now(kv, slot, i, sp->lo, s.full + (s.part != 0));
+        if (rc)
+            return rc;
+        sp->shared_hi = KV_MIN(sp->shared_hi, s.full);
+    }
+    return 0;
+}

@@ -1,0 +1,171 @@
+// Memory that is kept for later, and taking it back.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv.h"
+
+// Where the part of a span starts that can be cut off its end. Blocks mapped by 2 MiB entries go whole or not at all
+// beside running kernels.
+static uint32_t tail(const vmem_kv *kv, uint32_t slot, const struct kv_span *s)
+{
+    uint32_t from = kv->slots[slot].fresh ? s->keep_hi : KV_MAX(s->keep_hi, s->coarse_hi);
+    return KV_MIN(from, s->hi);
+}
+
+uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *s = kv_span(kv, slot, i);
+        uint64_t n = 0;
+        if (kv->slots[slot].state == VMEM_KV_FREE) {
+            n = s->hi - s->lo;
+        } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
+            n = s->hi - tail(kv, slot, s);
+            if (s->keep_lo > KV_MAX(s->lo, s->shared_hi))
+                n += s->keep_lo - KV_MAX(s->lo, s->shared_hi);
+        }
+        pages += n * kv->groups[i].n;
+    }
+    return pages;
+}
+
+uint64_t kv_reclaimable(const vmem_kv *kv)
+{
+    uint64_t pages = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        pages += kv_reclaimable_in(kv, s);
+    return pages;
+}
+
+static bool front_victim(const vmem_kv *kv, struct kv_victim *v)
+{
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
+        if (kv->slots[s].state != VMEM_KV_ACTIVE || kv->slots[s].busy || kv->slots[s].fresh)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (sp->lo < sp->keep_lo) {
+                *v = (struct kv_victim){s, i, sp->keep_lo, sp->hi};
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
+{
+    uint64_t oldest = UINT64_MAX;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *slot = &kv->slots[s];
+        if (slot->state != VMEM_KV_FREE || slot->busy || slot->parked >= oldest)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (sp->lo == sp->hi)
+                continue;
+            uint64_t n = (want + kv->groups[i].n - 1) / kv->groups[i].n;
+            uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block * kv->block : sp->lo;
+            *v = (struct kv_victim){s, i, sp->lo, KV_MAX(hi, sp->lo)};
+            oldest = slot->parked;
+            break;
+        }
+    }
+    return oldest != UINT64_MAX;
+}
+
+static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *v)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *slot = &kv->slots[s];
+        if (slot->state != VMEM_KV_ACTIVE || slot->busy)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            uint32_t from = tail(kv, s, sp);
+            if (spare_ahead)
+                from = KV_MAX(from, kv_need_hi(kv, &kv->groups[i], (uint64_t)slot->tokens + kv->ahead_min));
+            if (from < sp->hi) {
+                *v = (struct kv_victim){s, i, sp->lo, from};
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v)
+{
+    return front_victim(kv, v) || kept_victim(kv, want, v) || ahead_victim(kv, spare_ahead, v);
+}
+
+int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
+{
+    uint64_t start = kv->held;
+    struct kv_victim v;
+    int rc = 0;
+    kv->stats.reclaims += want != 0;
+    while (!rc && start - kv->held < want) {
+        uint64_t left = want - (start - kv->held);
+        if (!kv_victim(kv, left, true, &v) && !kv_victim(kv, left, false, &v))
+            break;
+        rc = kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
+    }
+    kv->stats.reclaimed_pages += start - kv->held;
+    if (got)
+        *got = start - kv->held;
+    return rc;
+}
+
+int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    if (missing)
+        *missing = 0;
+    if (pages <= kv_unused(kv) || !pages)
+        return 0;
+    kv_worker_hold(kv);
+    uint64_t fixed = kv->held - kv_reclaimable(kv), want = fixed + pages;
+    int rc = 0;
+    if (want > kv->budget_pages) {
+        uint64_t short_of = want - kv->budget_pages;
+        if (missing)
+            *missing = short_of;
+        rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing: %" PRIu64 " of the budget's %" PRIu64
+                         " cannot be taken back", short_of, fixed, kv->budget_pages);
+    } else if (kv->held + pages > kv->budget_pages) {
+        rc = kv_reclaim(kv, kv->held + pages - kv->budget_pages, NULL);
+    }
+    kv_worker_release(kv);
+    return rc;
+}
+
+int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+{
+    uint64_t total = l->total;
+    int rc = kv_make_room(kv, total, missing);
+    if (!rc) {
+        kv->held += total;
+        rc = kv_grow_run(kv, l);
+        if (rc == -ENOMEM) { // the budget allows more than the device has
+            kv->held -= total;
+            kv_worker_hold(kv);
+            uint64_t got = 0;
+            kv_reclaim(kv, total, &got);
+            kv_worker_release(kv);
+            kv->held += total;
+            if (got)
+                rc = kv_grow_run(kv, l);
+            if (rc == -ENOMEM && missing)
+                *missing = total;
+        }
+        if (rc)
+            kv->held -= total;
+    }
+    if (rc)
+        kv_grow_reset(l);
+    else
+        kv_grow_commit(kv, l);
+    return rc;
+}

@@ -1,0 +1,195 @@
+// Handing out slots and taking them back.
+//
+// SPDX-License-Identifier: MIT
+#include <unistd.h>
+
+#include "kv.h"
+
+int kv_enter(vmem_kv *kv)
+{
+    if (!kv)
+        return vmem__error(-EINVAL, "kv is NULL");
+    if (kv->pid != getpid())
+        return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
+    pthread_mutex_lock(&kv->api);
+    pthread_mutex_lock(&kv->state);
+    return 0;
+}
+
+int kv_leave(vmem_kv *kv, int rc)
+{
+    if (kv->flags & VMEM_KV_CHECK && !rc)
+        rc = kv_check_books(kv);
+    kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->api);
+    return rc;
+}
+
+int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
+{
+    static const char *const names[] = {"free", "active", "swapped out"};
+    if (slot >= kv->n_slots)
+        return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+    if (!(states >> kv->slots[slot].state & 1))
+        return vmem__error(-EINVAL, "slot %u is %s", slot, names[kv->slots[slot].state]);
+    kv_wait_slot(kv, slot);
+    return 0;
+}
+
+uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens)
+{
+    uint32_t best = UINT32_MAX, best_fit = 0;
+    if (!tokens)
+        tokens = kv->eager_tokens;
+    for (uint32_t i = 0; i < kv->n_slots; i++) {
+        const struct kv_slot *s = &kv->slots[i];
+        if (s->state != VMEM_KV_FREE)
+            continue;
+        uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : s->backed;
+        // The smallest that is large enough, else the largest.
+        bool better = fit >= tokens ? best_fit < tokens || fit < best_fit : best_fit < tokens && fit > best_fit;
+        if (best == UINT32_MAX || better) {
+            best = i;
+            best_fit = fit;
+        }
+    }
+    return best;
+}
+
+int kv_clear_slot(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        for (uint32_t t = 0; t < g->n && s->lo < s->hi; t++) {
+            uint64_t length = (uint64_t)(s->hi - s->lo) << kv->page_shift;
+            int rc = vmem_fill(kv->ctx, kv_addr(kv, g, slot, t, s->lo), 0, length);
+            if (rc)
+                return rc;
+            __atomic_fetch_add(&kv->stats.zeroed_bytes, length, __ATOMIC_RELAXED);
+        }
+    }
+    return 0;
+}
+
+int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (!slot)
+        return kv_leave(kv, vmem__error(-EINVAL, "slot must not be NULL"));
+    uint32_t chosen = kv_choose(kv, tokens);
+    if (chosen == UINT32_MAX)
+        return kv_leave(kv, vmem__error(-ENOSPC, "all %u slots are taken", kv->n_slots));
+    kv_wait_slot(kv, chosen);
+    struct kv_slot *s = &kv->slots[chosen];
+    s->state = VMEM_KV_ACTIVE;
+    s->tokens = s->shared_tokens = 0;
+    s->fresh = true;
+    s->skip = false;
+    kv->stats.allocs++;
+    kv->stats.adopted_slots += s->backed > 0;
+    *slot = chosen;
+    kv_worker_wake(kv); // it prepares the next slot
+    return kv_leave(kv, 0);
+}
+
+int vmem_kv_free(vmem_kv *kv, uint32_t slot)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    if (rc)
+        return kv_leave(kv, rc);
+    struct kv_slot *s = &kv->slots[slot];
+    bool fresh = s->fresh;
+    s->fresh = true;
+    // Kept pages begin at the slot's first row and are nobody else's.
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        if (!(kv->flags & VMEM_KV_DEFER) || sp->lo || sp->shared_hi)
+            rc = kv_cut_now(kv, slot, i, 0, 0);
+    }
+    if (rc) {
+        s->fresh = fresh;
+        return kv_leave(kv, rc);
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->need_lo = sp->need_hi = sp->keep_lo = sp->keep_hi = sp->lo;
+    }
+    s->dirty = kv->flags & VMEM_KV_ZERO && s->backed;
+    s->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
+    s->state = VMEM_KV_FREE;
+    s->tokens = s->shared_tokens = 0;
+    s->skip = false;
+    s->parked = ++kv->clock;
+    kv_worker_wake(kv);
+    return kv_leave(kv, 0);
+}
+
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && tokens > kv->slots[slot].tokens)
+        rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        if (kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->lo)
+            rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
+    if (rc)
+        return kv_leave(kv, rc);
+    struct kv_slot *s = &kv->slots[slot];
+    s->fresh = true; // no kernel is touching it, says the caller
+    rc = kv_unshare(kv, slot, tokens);
+    if (rc)
+        return kv_leave(kv, rc);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = KV_MIN(kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
+        sp->need_lo = sp->keep_lo = KV_MIN(kv_need_lo(kv, &kv->groups[i], tokens), hi);
+        sp->need_hi = sp->keep_hi = hi;
+    }
+    s->tokens = tokens;
+    s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
+    return kv_leave(kv, 0);
+}
+
+int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = out ? kv_get(kv, slot, ~0u) : vmem__error(-EINVAL, "out must not be NULL");
+    if (rc)
+        return kv_leave(kv, rc);
+    const struct kv_slot *s = &kv->slots[slot];
+    *out = (struct vmem_kv_slot_info){.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        out->pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        out->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        for (uint32_t t = 0; t < g->n; t++)
+            for (uint32_t p = sp->lo; p < KV_MIN(sp->shared_hi, sp->hi); p++) {
+                const struct kv_ref *ref = kv_ref_find(&kv->refs, kv_table(kv, g, slot, t)[p]);
+                out->shared_pages += ref && ref->slots + ref->prefixes > 1;
+            }
+    }
+    return kv_leave(kv, 0);
+}
+
+int vmem_kv_wait(vmem_kv *kv)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    while (kv->has_worker && (kv->work_due || kv->working))
+        pthread_cond_wait(&kv->done, &kv->state);
+    return kv_leave(kv, 0);
+}

@@ -1,0 +1,344 @@
+// Before an iteration: every row up to the lengths gets a page.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv.h"
+
+static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    if (!lengths)
+        return vmem__error(-EINVAL, "lengths must not be NULL");
+    if (n != kv->n_slots)
+        return vmem__error(-EINVAL, "n %u: there are %u slots", n, kv->n_slots);
+    for (uint32_t i = 0; i < n; i++) {
+        const struct kv_slot *s = &kv->slots[i];
+        if (!lengths[i])
+            continue;
+        if (lengths[i] < 0 || (uint32_t)lengths[i] > kv->max_tokens)
+            return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", i, lengths[i],
+                               kv->max_tokens);
+        if (s->state != VMEM_KV_ACTIVE)
+            return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", i, lengths[i],
+                               s->state == VMEM_KV_FREE ? "free" : "swapped out");
+        if ((uint32_t)lengths[i] < s->shared_tokens)
+            return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", i,
+                               lengths[i], s->shared_tokens);
+    }
+    return 0;
+}
+
+// The pages that kernels of a step to `tokens` touch.
+static void new_need(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t tokens, uint32_t *lo, uint32_t *hi)
+{
+    const struct kv_group *g = &kv->groups[group];
+    *lo = g->window ? kv_need_lo(kv, g, KV_MIN(kv->slots[slot].tokens, tokens - 1)) : 0;
+    *hi = kv_need_hi(kv, g, tokens);
+}
+
+static int check_windows(const vmem_kv *kv, const int32_t *lengths)
+{
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups && lengths[s]; i++) {
+            uint32_t lo, hi;
+            new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
+            if (lo < kv_span(kv, s, i)->lo)
+                return vmem__error(-EINVAL, "lengths[%u] %d: the window has given up rows that it reads", s, lengths[s]);
+        }
+    return 0;
+}
+
+// Finds the slots that have to be extended, and waits until the worker is at none of them.
+static uint32_t find_todo(vmem_kv *kv, const int32_t *lengths, bool *waited)
+{
+    uint32_t n = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        if (!lengths[s] || ((uint32_t)lengths[s] <= sl->backed && !sl->fresh))
+            continue;
+        if (sl->busy) {
+            *waited = true;
+            kv_wait_slot(kv, s);
+            s = UINT32_MAX; // the lock was dropped meanwhile
+            n = 0;
+            continue;
+        }
+        kv->todo[n++] = s;
+    }
+    return n;
+}
+
+static uint64_t missing_in(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t lo, hi;
+        new_need(kv, slot, i, tokens, &lo, &hi);
+        lo = sp->lo == sp->hi ? lo : sp->hi;
+        pages += hi > lo ? (uint64_t)(hi - lo) * kv->groups[i].n : 0;
+    }
+    return pages;
+}
+
+// What nobody may take back while the step runs: what kernels of the last step touch, and what this one asks for.
+// Kernels of earlier steps have ended.
+static void protect(vmem_kv *kv, const int32_t *lengths)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups && lengths[s]; i++) {
+            struct kv_span *sp = kv_span(kv, s, i);
+            uint32_t lo, hi;
+            new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
+            hi = KV_MIN(hi, sp->hi);
+            lo = KV_MIN(lo, hi);
+            bool none = sp->need_lo == sp->need_hi;
+            sp->keep_lo = none ? lo : KV_MIN(sp->need_lo, lo);
+            sp->keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
+        }
+}
+
+static void unprotect(vmem_kv *kv, const int32_t *lengths)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups && lengths[s]; i++) {
+            struct kv_span *sp = kv_span(kv, s, i);
+            sp->keep_lo = sp->need_lo;
+            sp->keep_hi = sp->need_hi;
+        }
+}
+
+// A request's first step: the slot's kept pages stay as far as they can be given up again in small pieces later.
+static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *s = &kv->slots[slot];
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = kv_need_hi(kv, &kv->groups[i], tokens);
+        if (sp->coarse_hi > hi) {
+            int rc = kv_cut_now(kv, slot, i, sp->lo, hi);
+            if (rc)
+                return rc;
+        }
+        if (!s->tokens)
+            kv->stats.adopted_pages += (uint64_t)KV_MIN(hi, sp->hi) * kv->groups[i].n;
+    }
+    if (s->dirty) {
+        int rc = kv_clear_slot(kv, slot);
+        if (rc)
+            return rc;
+        s->dirty = false;
+    }
+    return 0;
+}
+
+static int plan(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t missing)
+{
+    // While memory is plentiful, whole 2 MiB blocks: a call that maps many pages costs what a call for one costs.
+    uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
+    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
+    kv_grow_reset(&kv->grow);
+    for (uint32_t k = 0; k < n_todo; k++)
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            uint32_t s = kv->todo[k], lo, hi;
+            const struct kv_group *g = &kv->groups[i];
+            const struct kv_span *sp = kv_span(kv, s, i);
+            new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
+            lo = sp->lo == sp->hi ? lo : sp->hi;
+            if (lo >= hi)
+                continue;
+            uint32_t to = KV_MIN((hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+            uint64_t extra = (uint64_t)(to - hi) * g->n;
+            if (extra > spare)
+                to = hi;
+            else
+                spare -= extra;
+            int rc = kv_grow_add(kv, &kv->grow, s, i, lo, to, hi);
+            if (rc)
+                return rc;
+        }
+    return 0;
+}
+
+static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t *missing)
+{
+    uint64_t pages = 0;
+    int rc = 0;
+    protect(kv, lengths);
+    for (uint32_t k = 0; k < n_todo; k++)
+        pages += missing_in(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
+    rc = kv_make_room(kv, pages, missing);
+    for (uint32_t k = 0; k < n_todo && !rc; k++)
+        if (kv->slots[kv->todo[k]].fresh)
+            rc = adopt(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
+    if (!rc)
+        rc = plan(kv, lengths, n_todo, pages);
+    uint64_t total = kv->grow.total;
+    if (!rc && total) {
+        rc = kv_grow_all(kv, &kv->grow, missing);
+        kv->stats.step_maps += !rc;
+        kv->stats.step_mapped_pages += rc ? 0 : total;
+    }
+    if (rc) {
+        kv_grow_reset(&kv->grow);
+        unprotect(kv, lengths);
+    }
+    return rc;
+}
+
+// Gives up shared pages that a window has passed, so that how many pages are to be had never depends on the worker.
+static int pass_windows(vmem_kv *kv, uint32_t slot)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        if (sp->lo >= sp->keep_lo || (kv->has_worker && sp->lo >= sp->shared_hi))
+            continue;
+        uint64_t held = kv->held;
+        rc = kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
+        kv->stats.window_pages += held - kv->held;
+    }
+    return rc;
+}
+
+static void commit(vmem_kv *kv, const int32_t *lengths)
+{
+    bool due = false;
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_unused(kv) >= 2 * kv_low(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        struct kv_slot *sl = &kv->slots[s];
+        uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            struct kv_span *sp = kv_span(kv, s, i);
+            uint32_t lo, hi;
+            new_need(kv, s, i, tokens, &lo, &hi);
+            bool none = sp->need_lo == sp->need_hi;
+            sp->keep_lo = none ? lo : KV_MIN(sp->need_lo, lo);
+            sp->keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
+            sp->need_lo = lo;
+            sp->need_hi = hi;
+        }
+        sl->tokens = tokens;
+        sl->fresh = sl->skip = false;
+        due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
+        if (kv->windows) {
+            pass_windows(kv, s); // if it fails now, it is done at the next step
+            for (uint32_t i = 0; i < kv->n_groups; i++)
+                due |= kv_span(kv, s, i)->lo < kv_span(kv, s, i)->keep_lo;
+        }
+    }
+    if (due)
+        kv_worker_wake(kv);
+}
+
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    uint64_t wanted = kv_wanted_budget(kv);
+    if (wanted)
+        kv_set_budget(kv, wanted); // what could not be had stays visible in the view
+    rc = check_lengths(kv, lengths, n);
+    bool waited = false;
+    uint32_t n_todo = rc ? 0 : find_todo(kv, lengths, &waited);
+    if (!rc)
+        rc = check_windows(kv, lengths);
+    if (!rc && n_todo)
+        rc = extend(kv, lengths, n_todo, missing);
+    kv->stats.steps++;
+    kv->stats.step_waits += waited;
+    if (rc)
+        kv->stats.step_failures++;
+    else
+        commit(kv, lengths);
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    rc = check_lengths(kv, lengths, n);
+    if (rc)
+        return kv_leave(kv, rc);
+    kv_worker_hold(kv);
+    rc = check_windows(kv, lengths);
+    uint64_t pages = 0;
+    for (uint32_t s = 0; s < n; s++)
+        if (lengths[s] && ((uint32_t)lengths[s] > kv->slots[s].backed || kv->slots[s].fresh))
+            pages += missing_in(kv, s, (uint32_t)lengths[s]);
+    if (!rc && pages > kv_unused(kv)) {
+        protect(kv, lengths);
+        uint64_t want = kv->held - kv_reclaimable(kv) + pages;
+        unprotect(kv, lengths);
+        if (want > kv->budget_pages) {
+            if (missing)
+                *missing = want - kv->budget_pages;
+            rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing", want - kv->budget_pages);
+        }
+    }
+    kv_worker_release(kv);
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (!tokens)
+        rc = vmem__error(-EINVAL, "tokens must not be NULL");
+    else if (slot >= 0)
+        rc = kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+    if (rc)
+        return kv_leave(kv, rc);
+    *tokens = 0;
+    if (slot < 0 && kv_choose(kv, 0) == UINT32_MAX)
+        return kv_leave(kv, 0);
+    // Pages that a length asks for grow with it: the largest that fits, by bisection.
+    uint64_t fixed = kv->held - kv->pending - kv_reclaimable(kv);
+    if (slot >= 0) // less what this slot has and cannot give back; what its new length keeps is counted below
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+            fixed += kv_reclaimable_in(kv, (uint32_t)slot) * (i == 0);
+            fixed -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+        }
+    uint32_t least = slot < 0 ? 0 : KV_MAX(kv->slots[slot].tokens, kv->slots[slot].backed), most = kv->max_tokens;
+    while (least < most) {
+        uint32_t middle = least + (most - least + 1) / 2;
+        uint64_t pages = fixed;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_group *g = &kv->groups[i];
+            uint32_t lo = 0, hi = kv_need_hi(kv, g, middle);
+            if (slot >= 0) {
+                const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+                uint32_t from;
+                new_need(kv, (uint32_t)slot, i, middle, &from, &hi);
+                if (sp->need_lo != sp->need_hi) {
+                    from = KV_MIN(from, sp->need_lo);
+                    hi = KV_MAX(hi, sp->need_hi);
+                }
+                lo = from;
+                hi = KV_MAX(hi, kv->slots[slot].fresh ? 0 : sp->coarse_hi);
+                if (sp->shared_hi > sp->lo && from > sp->lo) // shared pages that a window has passed
+                    pages += (uint64_t)(KV_MIN(sp->shared_hi, from) - sp->lo) * g->n;
+            }
+            pages += (uint64_t)(hi - KV_MIN(lo, hi)) * g->n;
+        }
+        if (pages <= kv->budget_pages)
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    *tokens = least;
+    return kv_leave(kv, 0);
+}

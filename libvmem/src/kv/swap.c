@@ -1,0 +1,182 @@
+// Swapping requests out to CPU memory and back, and the budget.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "kv.h"
+
+// The rows of a slot that the next token can read, tensor after tensor; host NULL: only their size.
+static uint64_t copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, struct vmem_copy_op *ops, uint64_t *n)
+{
+    uint64_t size = 0;
+    *n = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t tokens = kv->slots[slot].tokens, lo = kv_need_lo(kv, g, tokens);
+        uint64_t length = KV_MIN(tokens, g->max_tokens) * g->row_bytes - ((uint64_t)lo << kv->page_shift);
+        for (uint32_t t = 0; t < g->n && length; t++) {
+            uint64_t addr = kv_addr(kv, g, slot, t, lo);
+            if (ops)
+                ops[*n] = (struct vmem_copy_op){
+                    .dst = out ? host + size : addr, .src = out ? addr : host + size, .length = length};
+            ++*n;
+            size += length;
+        }
+    }
+    return size;
+}
+
+static int copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out)
+{
+    uint64_t n;
+    struct vmem_copy_op *ops = calloc(kv->n_tensors, sizeof(*ops));
+    if (!ops)
+        return vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
+    uint64_t size = copies(kv, slot, host, out, ops, &n);
+    int rc = vmem_copy_batch(kv->ctx, ops, n);
+    if (!rc)
+        *(out ? &kv->stats.swap_out_bytes : &kv->stats.swap_in_bytes) += size;
+    free(ops);
+    return rc;
+}
+
+static int check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+{
+    uint64_t n, size = copies(kv, slot, 0, true, NULL, &n);
+    if (!host)
+        return vmem__error(-EINVAL, "host must not be NULL");
+    if (bytes < size)
+        return vmem__error(-EINVAL, "bytes %" PRIu64 ": slot %u needs %" PRIu64, bytes, slot, size);
+    return 0;
+}
+
+int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    uint64_t n;
+    rc = bytes ? kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED) : vmem__error(-EINVAL, "bytes is NULL");
+    if (!rc)
+        *bytes = copies(kv, slot, 0, true, NULL, &n);
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && !kv->slots[slot].tokens)
+        rc = vmem__error(-EINVAL, "slot %u has no tokens", slot);
+    if (!rc)
+        rc = check(kv, slot, host, bytes);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, rows may be asked for again that are gone
+        if (kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < kv_span(kv, slot, i)->lo)
+            rc = vmem__error(-ENODATA, "slot %u: the window has given up rows that the next token reads", slot);
+    if (!rc)
+        rc = copy(kv, slot, (uintptr_t)host, true);
+    if (rc)
+        return kv_leave(kv, rc);
+    struct kv_slot *s = &kv->slots[slot];
+    s->fresh = true; // no kernel is touching it, says the caller
+    bool gone = false;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        bool some = kv_span(kv, slot, i)->hi;
+        rc = kv_cut_now(kv, slot, i, 0, 0);
+        gone |= some && !rc;
+    }
+    if (rc && !gone)
+        return kv_leave(kv, rc);
+    // From the first page on that is gone, the copy is what counts. Pages that would not go do so when it comes back.
+    s->state = VMEM_KV_SWAPPED;
+    s->shared_tokens = 0;
+    kv_worker_wake(kv);
+    return kv_leave(kv, 0);
+}
+
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+    if (!rc)
+        rc = check(kv, slot, host, bytes);
+    if (!rc)
+        rc = kv_cut_slot(kv, slot); // what swap_out may have left
+    struct kv_slot *s = &kv->slots[rc ? 0 : slot];
+    kv_grow_reset(&kv->grow);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        rc = kv_grow_add(kv, &kv->grow, slot, i, kv_need_lo(kv, g, s->tokens), kv_need_hi(kv, g, s->tokens),
+                         kv_need_hi(kv, g, s->tokens));
+    }
+    if (!rc)
+        rc = kv_grow_all(kv, &kv->grow, missing);
+    if (rc)
+        return kv_leave(kv, rc);
+    rc = copy(kv, slot, (uintptr_t)host, false);
+    if (rc) {
+        kv_cut_slot(kv, slot);
+        return kv_leave(kv, rc);
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->need_lo = sp->keep_lo = sp->lo;
+        sp->need_hi = sp->keep_hi = sp->hi;
+    }
+    s->state = VMEM_KV_ACTIVE;
+    s->fresh = true;
+    return kv_leave(kv, 0);
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------
+
+int kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    uint64_t pages = bytes >> kv->page_shift, held = kv->held;
+    bool lazy = kv->flags & VMEM_KV_LAZY;
+    if (!pages)
+        return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
+    if (pages > kv->budget_pages) {
+        int rc = lazy ? 0 : vmem_prealloc(kv->ctx, (pages - KV_MIN(held, pages)) << kv->page_shift);
+        if (!rc)
+            kv->budget_pages = pages;
+        return rc;
+    }
+    kv->budget_pages = pages;
+    kv_worker_hold(kv);
+    int rc = kv->held > pages ? kv_reclaim(kv, kv->held - pages, NULL) : 0;
+    kv_worker_release(kv);
+    vmem_trim(kv->ctx, NULL);
+    // What the budget still allows stays at hand. Should another process have been faster, pages are made when needed.
+    if (!lazy && kv->held < pages)
+        vmem_prealloc(kv->ctx, (pages - kv->held) << kv->page_shift);
+    return rc;
+}
+
+int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = kv_enter(kv);
+    return rc ? rc : kv_leave(kv, kv_set_budget(kv, bytes));
+}
+
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    uint64_t got = 0;
+    kv_worker_hold(kv);
+    rc = kv_reclaim(kv, (bytes + kv->page_size - 1) >> kv->page_shift, &got);
+    kv_worker_release(kv);
+    vmem_trim(kv->ctx, NULL);
+    if (freed)
+        *freed = got << kv->page_shift;
+    return kv_leave(kv, rc);
+}

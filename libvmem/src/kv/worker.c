@@ -1,0 +1,247 @@
+// The background thread: it backs the rows that the next iterations need while this one runs, gives up what windows have
+// passed, keeps some memory unused, clears kept pages and backs the slot of the next request.
+//
+// SPDX-License-Identifier: MIT
+#include <signal.h>
+#include <string.h>
+
+#include "kv.h"
+
+void kv_wait_slot(vmem_kv *kv, uint32_t slot)
+{
+    while (kv->slots[slot].busy)
+        pthread_cond_wait(&kv->done, &kv->state);
+}
+
+void kv_worker_hold(vmem_kv *kv)
+{
+    kv->hold++;
+    while (kv->working)
+        pthread_cond_wait(&kv->done, &kv->state);
+}
+
+void kv_worker_release(vmem_kv *kv)
+{
+    if (--kv->hold == 0 && kv->work_due)
+        pthread_cond_signal(&kv->work);
+}
+
+void kv_worker_wake(vmem_kv *kv)
+{
+    if (!kv->has_worker || kv->work_due)
+        return;
+    kv->work_due = true;
+    if (!kv->hold)
+        pthread_cond_signal(&kv->work);
+}
+
+static bool plentiful(const vmem_kv *kv)
+{
+    return kv_unused(kv) >= 2 * kv_low(kv);
+}
+
+static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
+{
+    kv->slots[slot].busy = true;
+    kv->pending = pages;
+    kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+}
+
+static void end(vmem_kv *kv, uint32_t slot, int rc)
+{
+    pthread_mutex_lock(&kv->state);
+    kv->slots[slot].busy = false;
+    kv->pending = 0;
+    if (rc) {
+        kv->slots[slot].skip = true;
+        kv->stats.worker_errors++;
+    }
+}
+
+// Backs the planned parts of one slot, if that leaves so many pages unused. False: nothing was done.
+static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
+{
+    struct kv_grow *l = &kv->worker_grow;
+    uint64_t total = l->total;
+    if (!total || total + leave > kv_unused(kv)) {
+        kv_grow_reset(l);
+        return false;
+    }
+    kv->held += total;
+    begin(kv, slot, total);
+    int rc = kv_grow_run(kv, l);
+    end(kv, slot, rc);
+    if (rc) {
+        kv->held -= total;
+        kv_grow_reset(l);
+    } else {
+        kv_grow_commit(kv, l);
+    }
+    return true;
+}
+
+static bool cut(vmem_kv *kv, const struct kv_victim *v)
+{
+    struct kv_cut *c = &kv->worker_cut;
+    int rc = kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
+    if (rc) {
+        kv->slots[v->slot].skip = true;
+        return false;
+    }
+    begin(kv, v->slot, c->n_pages);
+    rc = kv_cut_run(kv, c);
+    end(kv, v->slot, rc);
+    kv_cut_end(kv, c, rc);
+    return true;
+}
+
+static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
+{
+    uint64_t want = KV_MIN((uint64_t)kv->slots[slot].tokens + ahead, kv->max_tokens);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t to = kv_need_hi(kv, g, want);
+        if (plenty)
+            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        if (kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
+            kv->slots[slot].skip = true;
+    }
+    uint64_t total = kv->worker_grow.total;
+    // Not so much that it would have to be given up again.
+    if (!grow(kv, slot, plenty ? kv_low(kv) : 0))
+        return false;
+    if (!kv->slots[slot].skip) {
+        kv->stats.ahead_jobs++;
+        kv->stats.ahead_mapped_pages += total;
+    }
+    return true;
+}
+
+// Backs the active slot that has the fewest tokens left until a step would have to wait.
+static bool extend_one(vmem_kv *kv)
+{
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && plentiful(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        if (sl->state != VMEM_KV_ACTIVE || sl->fresh || sl->skip || sl->busy)
+            continue;
+        uint32_t left = sl->backed > sl->tokens ? sl->backed - sl->tokens : 0;
+        if (sl->backed < kv->max_tokens && left < ahead && left < least) {
+            least = left;
+            slot = s;
+        }
+    }
+    if (least == UINT32_MAX)
+        return false;
+    if (!(plenty && extend(kv, slot, ahead, true)) && !(least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false)))
+        kv->slots[slot].skip = true; // no memory: the step will take some back or say what is missing
+    return true;
+}
+
+static bool release_one(vmem_kv *kv)
+{
+    struct kv_victim v;
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->fresh && !sl->skip; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (sp->lo >= sp->keep_lo)
+                continue;
+            uint64_t before = kv->held;
+            v = (struct kv_victim){s, i, sp->keep_lo, sp->hi};
+            bool did = cut(kv, &v);
+            kv->stats.window_pages += before - kv->held;
+            return did;
+        }
+    }
+    uint64_t unused = kv_unused(kv), low = kv_low(kv);
+    if (unused >= low || !kv_victim(kv, low - unused, true, &v) || kv->slots[v.slot].skip)
+        return false;
+    uint64_t before = kv->held;
+    bool did = cut(kv, &v);
+    kv->stats.reclaimed_pages += before - kv->held;
+    kv->stats.reclaims++;
+    return did;
+}
+
+static bool clear_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        struct kv_slot *sl = &kv->slots[s];
+        if (!sl->dirty || sl->state != VMEM_KV_FREE || sl->skip)
+            continue;
+        begin(kv, s, 0);
+        int rc = kv_clear_slot(kv, s);
+        end(kv, s, rc);
+        sl->dirty = rc != 0;
+        return true;
+    }
+    return false;
+}
+
+static bool eager_one(vmem_kv *kv)
+{
+    uint32_t slot = kv->flags & VMEM_KV_EAGER && plentiful(kv) ? kv_choose(kv, 0) : UINT32_MAX;
+    if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy)
+        return false;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        uint32_t to = kv_need_hi(kv, &kv->groups[i], kv->eager_tokens);
+        if (kv->flags & VMEM_KV_GENEROUS)
+            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
+        if (kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
+            kv->slots[slot].skip = true;
+    }
+    uint64_t total = kv->worker_grow.total;
+    if (!grow(kv, slot, kv_low(kv)))
+        return false;
+    kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
+    return true;
+}
+
+static void *work(void *arg)
+{
+    vmem_kv *kv = arg;
+    pthread_mutex_lock(&kv->state);
+    while (!kv->stop) {
+        if (!kv->work_due || kv->hold) {
+            pthread_cond_wait(&kv->work, &kv->state);
+            continue;
+        }
+        kv->working = true;
+        bool did = extend_one(kv) || release_one(kv) || clear_one(kv) || eager_one(kv);
+        kv->working = false;
+        if (!did)
+            kv->work_due = false;
+        kv_summarise(kv);
+        pthread_cond_broadcast(&kv->done);
+    }
+    pthread_mutex_unlock(&kv->state);
+    return NULL;
+}
+
+int kv_worker_start(vmem_kv *kv)
+{
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for the program's own threads
+    int rc = pthread_create(&kv->worker, NULL, work, kv);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (rc)
+        return vmem__error(-rc, "no background thread: %s", strerror(rc));
+    kv->has_worker = true;
+    return 0;
+}
+
+void kv_worker_stop(vmem_kv *kv)
+{
+    if (!kv->has_worker)
+        return;
+    pthread_mutex_lock(&kv->state);
+    kv->stop = true;
+    pthread_cond_signal(&kv->work);
+    pthread_mutex_unlock(&kv->state);
+    pthread_join(kv->worker, NULL);
+    kv->has_worker = false;
+}

@@ -1,0 +1,345 @@
+// Random requests against a shadow that knows every row: growth, sharing, truncation, swapping, windows, budgets, in
+// caches of several shapes, with and without each optimisation. The manager checks itself (VMEM_KV_CHECK) throughout.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 6
+#define TOKENS 400
+#define PREFIXES 4
+
+struct request {
+    uint32_t tokens, first; // rows [first, tokens) must be there, window or not
+    bool taken, swapped;
+    uint64_t rows[TOKENS]; // what the rows were written from
+    char *host;
+    uint64_t host_bytes;
+};
+struct prefix {
+    uint64_t id, rows[TOKENS];
+    uint32_t tokens;
+};
+struct shape {
+    const char *name;
+    struct vmem_kv_tensor tensors[4];
+    uint32_t n, tile_rows, pages;
+};
+static const struct shape shapes[] = {
+    {"two alike", {{.row_bytes = 2048}, {.row_bytes = 2048}}, 2, 1, 40},
+    {"tiles", {{.row_bytes = 4096}, {.row_bytes = 4096}}, 2, 24, 80},
+    {"window beside full", {{.row_bytes = 8192}, {.row_bytes = 8192, .window = 40}, {.row_bytes = 1024}}, 3, 1, 90},
+    {"odd rows", {{.row_bytes = 1152}, {.row_bytes = 656, .kind = 1}}, 2, 1, 20},
+    {"wide row", {{.row_bytes = 96 * 1024}}, 1, 1, 200},
+    {"window, tiles", {{.row_bytes = 32768, .window = 64}, {.row_bytes = 16384, .max_tokens = 200}}, 2, 16, 120},
+};
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+static const struct shape *shape;
+static struct vmem_kv_layout layouts[4];
+static struct request requests[SLOTS];
+static struct prefix prefixes[PREFIXES];
+static uint64_t seed, page_size, budget;
+
+static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
+
+static uint64_t row_addr(uint32_t t, uint32_t slot, uint32_t row)
+{
+    return layouts[t].addr + slot * layouts[t].slot_stride + row * layouts[t].row_bytes;
+}
+
+static uint32_t rows_of(uint32_t t, uint32_t tokens)
+{
+    uint32_t max = shape->tensors[t].max_tokens ? shape->tensors[t].max_tokens : TOKENS;
+    return tokens < max ? tokens : max;
+}
+
+// A row is checked by its first and last word: they find a row that moved, and a page that was changed.
+static void write_rows(uint32_t slot, uint32_t from, uint32_t to)
+{
+    struct vmem_copy_op ops[8];
+    for (uint32_t r = from; r < to; r++) {
+        requests[slot].rows[r] = rnd(&seed);
+        for (uint32_t t = 0; t < shape->n && r < rows_of(t, to); t++) {
+            uint64_t word = requests[slot].rows[r] + t, end = layouts[t].row_bytes - 8;
+            ops[0] = (struct vmem_copy_op){row_addr(t, slot, r), (uintptr_t)&word, 8};
+            ops[1] = (struct vmem_copy_op){row_addr(t, slot, r) + end, (uintptr_t)&word, 8};
+            OK(vmem_copy_batch(ctx, ops, 2));
+        }
+    }
+}
+
+static void verify_row(uint32_t slot, uint32_t t, uint32_t r)
+{
+    uint64_t words[2], end = layouts[t].row_bytes - 8, want = requests[slot].rows[r] + t;
+    struct vmem_copy_op ops[2] = {{(uintptr_t)&words[0], row_addr(t, slot, r), 8},
+                                  {(uintptr_t)&words[1], row_addr(t, slot, r) + end, 8}};
+    OK(vmem_copy_batch(ctx, ops, 2));
+    if (words[0] != want || words[1] != want)
+        FAIL("%s: slot %u tensor %u row %u of %u: %" PRIx64 " %" PRIx64 ", not %" PRIx64, shape->name, slot, t, r,
+             requests[slot].tokens, words[0], words[1], want);
+}
+
+static uint32_t first_row(uint32_t slot, uint32_t t)
+{
+    uint32_t window = shape->tensors[t].window, tokens = rows_of(t, requests[slot].tokens);
+    return window && tokens > window ? tokens - window : 0;
+}
+
+static void verify(bool all)
+{
+    for (uint32_t s = 0; s < SLOTS; s++)
+        for (uint32_t t = 0; t < shape->n && requests[s].taken && !requests[s].swapped; t++) {
+            uint32_t first = first_row(s, t), n = rows_of(t, requests[s].tokens);
+            if (first >= n)
+                continue;
+            for (uint32_t r = first; all && r < n; r++)
+                verify_row(s, t, r);
+            verify_row(s, t, first);
+            verify_row(s, t, first + (uint32_t)below(n - first));
+            verify_row(s, t, n - 1);
+        }
+}
+
+static void do_alloc(void)
+{
+    uint32_t slot;
+    int rc = vmem_kv_alloc(kv, (uint32_t)below(TOKENS), &slot);
+    bool full = true;
+    for (uint32_t s = 0; s < SLOTS; s++)
+        full &= requests[s].taken;
+    CHECK(full == (rc == -ENOSPC));
+    if (rc)
+        return;
+    CHECK(!requests[slot].taken);
+    requests[slot].taken = true;
+    requests[slot].tokens = 0;
+}
+
+static void do_free(uint32_t s)
+{
+    OK(vmem_kv_free(kv, s));
+    free(requests[s].host);
+    requests[s] = (struct request){0};
+}
+
+static void do_step(bool grow_much)
+{
+    int32_t lengths[SLOTS] = {0};
+    uint64_t missing, predicted;
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        const struct request *r = &requests[s];
+        if (!r->taken || r->swapped || below(8) == 0 || r->tokens == TOKENS)
+            continue;
+        uint64_t more = grow_much && below(4) == 0 ? 1 + below(TOKENS / 2) : 1;
+        lengths[s] = (int32_t)(r->tokens + more > TOKENS ? TOKENS : r->tokens + more);
+    }
+    int expect = vmem_kv_check(kv, lengths, SLOTS, &predicted);
+    int rc = vmem_kv_step(kv, lengths, SLOTS, &missing);
+    if (rc != expect || missing != predicted || (rc && rc != -ENOMEM) || (rc && !missing))
+        FAIL("%s: step %d, check %d, missing %" PRIu64 " and %" PRIu64 ": %s", shape->name, rc, expect, missing,
+             predicted, vmem_last_error());
+    if (rc)
+        return;
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        if (!lengths[s])
+            continue;
+        uint32_t from = requests[s].tokens;
+        requests[s].tokens = (uint32_t)lengths[s];
+        write_rows(s, from, requests[s].tokens);
+    }
+}
+
+// The longest step that the manager promises works, and a longer one does not.
+static void do_room(void)
+{
+    int32_t lengths[SLOTS] = {0};
+    uint32_t room, s = (uint32_t)below(SLOTS);
+    const struct request *r = &requests[s];
+    if (r->taken && r->swapped)
+        return;
+    if (r->taken) {
+        OK(vmem_kv_room(kv, (int32_t)s, &room));
+        CHECK(room >= r->tokens);
+    } else {
+        OK(vmem_kv_room(kv, -1, &room));
+        OK(vmem_kv_alloc(kv, room, &s));
+    }
+    lengths[s] = (int32_t)room;
+    if (room > requests[s].tokens && vmem_kv_check(kv, lengths, SLOTS, NULL))
+        FAIL("%s: room %u, but %s", shape->name, room, vmem_last_error());
+    lengths[s] = (int32_t)room + 1;
+    if (room < TOKENS && vmem_kv_check(kv, lengths, SLOTS, NULL) != -ENOMEM)
+        FAIL("%s: room %u, and one more is possible", shape->name, room);
+    if (!requests[s].taken)
+        OK(vmem_kv_free(kv, s));
+}
+
+static void do_swap(uint32_t s)
+{
+    struct request *r = &requests[s];
+    uint64_t missing;
+    if (!r->taken || !r->tokens)
+        return;
+    if (r->swapped) {
+        int rc = vmem_kv_swap_in(kv, s, r->host, r->host_bytes, &missing);
+        CHECK(!rc || (rc == -ENOMEM && missing));
+        if (rc)
+            return;
+        free(r->host);
+        r->host = NULL;
+        r->swapped = false;
+    } else {
+        OK(vmem_kv_swap_size(kv, s, &r->host_bytes));
+        r->host = malloc(r->host_bytes + 1);
+        int rc = vmem_kv_swap_out(kv, s, r->host, r->host_bytes);
+        if (rc == -ENODATA) {
+            free(r->host);
+            r->host = NULL;
+            return;
+        }
+        OK(rc);
+        r->swapped = true;
+    }
+}
+
+static void do_truncate(uint32_t s)
+{
+    struct request *r = &requests[s];
+    if (!r->taken || r->swapped || !r->tokens)
+        return;
+    uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
+    int rc = vmem_kv_truncate(kv, s, tokens);
+    if (rc == -ENODATA || rc == -ENOMEM)
+        return;
+    OK(rc);
+    r->tokens = tokens;
+}
+
+static void do_prefix(void)
+{
+    struct prefix *p = &prefixes[below(PREFIXES)];
+    uint32_t s = (uint32_t)below(SLOTS);
+    struct request *r = &requests[s];
+    if (p->id && below(3) == 0) {
+        OK(vmem_kv_prefix_drop(kv, p->id));
+        p->id = 0;
+    } else if (p->id) {
+        struct vmem_kv_prefix_info info;
+        uint64_t missing;
+        uint32_t slot;
+        OK(vmem_kv_prefix_query(kv, p->id, &info));
+        CHECK_EQ(info.tokens, p->tokens);
+        if (vmem_kv_alloc(kv, 0, &slot))
+            return;
+        uint32_t tokens = info.min_tokens + (uint32_t)below(info.tokens - info.min_tokens + 1);
+        tokens = tokens ? tokens : 1;
+        int rc = vmem_kv_prefix_attach(kv, p->id, slot, tokens, &missing);
+        if (rc) {
+            CHECK(rc == -ENOMEM && missing);
+            OK(vmem_kv_free(kv, slot));
+            return;
+        }
+        requests[slot].taken = true;
+        requests[slot].tokens = tokens;
+        memcpy(requests[slot].rows, p->rows, sizeof p->rows);
+    } else if (r->taken && !r->swapped && r->tokens) {
+        uint32_t tokens = 1 + (uint32_t)below(r->tokens);
+        int rc = vmem_kv_prefix_save(kv, s, tokens, &p->id);
+        if (rc) {
+            CHECK(rc == -ENODATA);
+            p->id = 0;
+            return;
+        }
+        p->tokens = tokens;
+        memcpy(p->rows, r->rows, sizeof p->rows);
+    }
+}
+
+static void do_budget(void)
+{
+    uint64_t freed;
+    struct vmem_kv_stats st;
+    switch (below(4)) {
+    case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
+    case 1: OK(vmem_kv_reclaim(kv, below(budget), &freed)); break;
+    default: OK(vmem_kv_set_budget(kv, budget));
+    }
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK(st.free_pages <= st.budget_pages);
+}
+
+static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t start, int operations)
+{
+    shape = sh;
+    seed = start;
+    page_size = page;
+    uint64_t scale = page / (64 * KIB);
+    budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
+    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK, .tensors = sh->tensors,
+                                 .n_tensors = sh->n, .slots = SLOTS, .max_tokens = TOKENS, .tile_rows = sh->tile_rows,
+                                 .page_size = page, .budget = budget, .eager_tokens = 50};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    for (uint32_t t = 0; t < sh->n; t++)
+        OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    for (int i = 0; i < operations; i++) {
+        uint32_t s = (uint32_t)below(SLOTS);
+        switch (below(20)) {
+        case 0: case 1: do_alloc(); break;
+        case 2:
+            if (requests[s].taken)
+                do_free(s);
+            break;
+        case 3: do_swap(s); break;
+        case 4: do_truncate(s); break;
+        case 5: case 6: do_prefix(); break;
+        case 7:
+            if (below(4) == 0)
+                do_budget();
+            break;
+        case 8: do_room(); break;
+        case 9:
+            if (below(4) == 0)
+                OK(vmem_kv_wait(kv));
+            break;
+        default: do_step(below(2)); break;
+        }
+        verify(i % 256 == 0);
+    }
+    verify(true);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        if (requests[s].taken)
+            do_free(s);
+    for (int i = 0; i < PREFIXES; i++)
+        if (prefixes[i].id)
+            OK(vmem_kv_prefix_drop(kv, prefixes[i].id));
+    memset(prefixes, 0, sizeof prefixes);
+    OK(vmem_kv_wait(kv)); // or it would back the next slot again
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
+    struct vmem_kv_stats st;
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK_EQ(st.held_pages, 0);
+    CHECK_EQ(st.shared_pages, 0);
+    CHECK_EQ(st.worker_errors, 0);
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(test_stats(ctx).reserved, 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    static const uint32_t flags[] = {
+        0, VMEM_KV_DEFER, VMEM_KV_DEFAULT, VMEM_KV_DEFAULT | VMEM_KV_ZERO, VMEM_KV_OVERLAP | VMEM_KV_DEFER,
+        VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS | VMEM_KV_LAZY, VMEM_KV_DEFER | VMEM_KV_GENEROUS};
+    int operations = getenv("VMEM_TEST_OPERATIONS") ? atoi(getenv("VMEM_TEST_OPERATIONS")) : 250;
+    uint64_t start = getenv("VMEM_TEST_SEED") ? strtoull(getenv("VMEM_TEST_SEED"), NULL, 0) : 1;
+    for (size_t i = 0; i < COUNT(shapes); i++)
+        for (size_t j = 0; j < COUNT(flags); j++)
+            run(&shapes[i], flags[j], test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB), start + i * 100 + j,
+                operations);
+    vmem_context_destroy(ctx);
+    return 0;
+}
