@@ -1,0 +1,122 @@
+// The budget, memory taken ahead, and giving it back.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+
+static void budget(void)
+{
+    vmem_context *ctx = test_context(8 * VMEM_PAGE_2M);
+    vmem_page page[9];
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 9, 0, page), ENOMEM, "of a budget of 16777216");
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 8, 0, page));
+    ERR(vMemCreate(ctx, test_page, 1, 0, &page[8]), ENOMEM, "16777216 bytes exist of a budget of 16777216");
+    CHECK_EQ(test_stats(ctx).created, 8 * VMEM_PAGE_2M);
+    OK(vMemRelease(ctx, page[3]));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page[3]));
+    // Lowered under what exists: nothing is lost, nothing more comes.
+    OK(vmem_set_budget(ctx, 2 * VMEM_PAGE_2M));
+    CHECK_EQ(test_stats(ctx).budget, 2 * VMEM_PAGE_2M);
+    ERR(vMemCreate(ctx, test_page, 1, 0, &page[8]), ENOMEM, "budget");
+    OK(vMemReleaseBatch(ctx, page, 6, NULL));
+    ERR(vMemCreate(ctx, test_page, 1, 0, &page[8]), ENOMEM, "budget");
+    OK(vMemRelease(ctx, page[6]));
+    OK(vMemCreate(ctx, test_page, 1, 0, &page[8]));
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page[0]), ENOMEM, "budget");
+    OK(vmem_set_budget(ctx, 0));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 7, 0, page));
+    vmem_context_destroy(ctx);
+}
+
+// Device memory never exceeds the budget, rounded up to 2 MiB, however arenas like to grow.
+static void budget_caps_arenas(void)
+{
+    const uint64_t limit = 5 * VMEM_PAGE_2M;
+    vmem_context *ctx = test_context(limit - 64 * KIB);
+    vmem_page page[160];
+    size_t n = 0;
+    while (n < COUNT(page) && !vMemCreate(ctx, test_page, 1, 0, &page[n]))
+        n++;
+    CHECK_EQ(n, (limit - 64 * KIB) / test_page);
+    struct vmem_stats s = test_stats(ctx);
+    CHECK(s.created + s.overhead <= limit + 128 * MIB); // overhead: the backend's scratch too
+    if (!strcmp(test_backend, "host") || !strcmp(test_backend, "cuda"))
+        CHECK(s.created + s.overhead <= limit);
+    OK(vMemReleaseBatch(ctx, page, n, NULL));
+    vmem_context_destroy(ctx);
+}
+
+static void prealloc(void)
+{
+    vmem_context *ctx = test_context(0);
+    const uint64_t bytes = 16 * VMEM_PAGE_2M, base = test_stats(ctx).overhead;
+    ERR(vmem_prealloc(ctx, (UINT64_C(1) << 46) + 1), ENOMEM, "2^46");
+    OK(vmem_prealloc(ctx, bytes));
+    struct vmem_stats s = test_stats(ctx);
+    CHECK(s.overhead - base >= bytes);
+    CHECK_EQ(s.created, 0);
+    OK(vmem_prealloc(ctx, bytes)); // it is there already
+    CHECK_EQ(test_stats(ctx).overhead, s.overhead);
+
+    // Creation and release take it and give it back, without a call into the driver.
+    const uint64_t calls = test_stats(ctx).syscalls;
+    vmem_page page[16];
+    for (int round = 0; round < 3; round++) {
+        OK(vMemCreate(ctx, VMEM_PAGE_2M, 16, 0, page));
+        CHECK_EQ(test_stats(ctx).created, bytes);
+        CHECK_EQ(test_stats(ctx).created + test_stats(ctx).overhead, s.overhead);
+        OK(vMemReleaseBatch(ctx, page, 16, NULL));
+        CHECK_EQ(test_stats(ctx).overhead, s.overhead);
+    }
+    CHECK_EQ(test_stats(ctx).syscalls, calls);
+
+    uint64_t freed;
+    OK(vmem_trim(ctx, &freed));
+    CHECK(freed >= bytes);
+    CHECK_EQ(test_stats(ctx).overhead, s.overhead - freed);
+    OK(vmem_trim(ctx, &freed));
+    CHECK_EQ(freed, 0);
+    OK(vmem_trim(ctx, NULL));
+    // Ahead of what exists, not including it.
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 4, 0, page));
+    OK(vmem_prealloc(ctx, bytes));
+    CHECK(test_stats(ctx).overhead - base >= bytes);
+    // A budget limits it as it limits pages.
+    OK(vmem_set_budget(ctx, 10 * VMEM_PAGE_2M));
+    ERR(vmem_prealloc(ctx, 7 * VMEM_PAGE_2M), ENOMEM, "exceed the budget");
+    OK(vmem_trim(ctx, NULL));
+    OK(vmem_prealloc(ctx, 6 * VMEM_PAGE_2M));
+    vmem_context_destroy(ctx);
+}
+
+// Memory that is used no more goes back: all of it on trim, most of it by itself.
+static void shrinks(void)
+{
+    enum { N = 128 };
+    vmem_context *ctx = test_context(0);
+    const uint64_t base = test_stats(ctx).overhead;
+    vmem_page page[N];
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, N, 0, page));
+    OK(vMemReleaseBatch(ctx, page, N, NULL));
+    if (!strcmp(test_backend, "host"))
+        CHECK_EQ(test_stats(ctx).overhead, 0);
+    CHECK(test_stats(ctx).overhead - base <= N * VMEM_PAGE_2M);
+    OK(vmem_trim(ctx, NULL));
+    CHECK_EQ(test_stats(ctx).overhead, base);
+    // With one page alive its arena stays, and only that.
+    OK(vMemCreate(ctx, test_page, 1, 0, page));
+    OK(vmem_trim(ctx, NULL));
+    OK(vMemRelease(ctx, page[0]));
+    OK(vmem_trim(ctx, NULL));
+    CHECK_EQ(test_stats(ctx).overhead, base);
+    vmem_context_destroy(ctx);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    budget();
+    budget_caps_arenas();
+    prealloc();
+    shrinks();
+    return 0;
+}

@@ -1,0 +1,168 @@
+// Every fault point of every call, one after the other: a call that fails has changed nothing and can be repeated.
+//
+// The backend is wrapped (checked.c): its n-th fallible call, or the library's n-th allocation, fails.
+//
+// SPDX-License-Identifier: MIT
+#include "checked.h"
+#include "harness.h"
+
+static vmem_context *ctx;
+static uint64_t addr, extra;
+static vmem_page page[64], more[64];
+static struct vmem_map_op ops[64];
+
+// A batch of pages, half of them next to each other and half not.
+static void spread(const vmem_page *p, int n, uint64_t at)
+{
+    for (int i = 0; i < n; i++)
+        ops[i] = (struct vmem_map_op){at + (uint64_t)(i < n / 2 ? i : 2 * i) * test_page, p[i]};
+}
+
+static void nothing(void) {}
+static void created(void) { OK(vMemCreate(ctx, test_page, 24, 0, page)); }
+static void mapped(void)
+{
+    created();
+    spread(page, 24, addr);
+    OK(vMemMapBatch(ctx, ops, 24, 0, NULL));
+    OK(vMemMap(ctx, addr + 60 * test_page, page[3])); // an alias
+}
+static void mapped_and_more(void)
+{
+    mapped();
+    OK(vMemCreate(ctx, test_page, 24, 0, more));
+    for (int i = 0; i < 24; i++)
+        ops[i].page = more[(i * 5) % 24];
+}
+static void holes(void) // free memory in pieces
+{
+    OK(vmem_prealloc(ctx, 48 * test_page));
+    OK(vMemCreate(ctx, test_page, 48, 0, more));
+    for (int i = 0; i < 48; i += 2)
+        OK(vMemRelease(ctx, more[i]));
+}
+
+static int do_reserve(void) { return vMemReserve(ctx, 64 * MIB, 0, &extra); }
+static int do_create(void) { return vMemCreate(ctx, test_page, 24, 0, page); }
+static int do_create_2m(void) { return vMemCreate(ctx, VMEM_PAGE_2M, 40, 0, page); }
+static int do_create_zero(void) { return vMemCreate(ctx, test_page, 40, VMEM_CREATE_ZERO, page); }
+static int do_prealloc(void) { return vmem_prealloc(ctx, 200 * MIB); }
+static int do_map(void)
+{
+    spread(page, 24, addr);
+    return vMemMapBatch(ctx, ops, 24, 0, NULL);
+}
+static int do_replace(void) { return vMemMapBatch(ctx, ops, 24, VMEM_MAP_REPLACE, NULL); }
+static int do_unmap(void) { return vMemUnmap(ctx, addr, 64 * test_page); }
+static int do_release(void) { return vMemReleaseBatch(ctx, page, 24, NULL); }
+
+static const struct {
+    const char *name;
+    void (*before)(void);
+    int (*call)(void);
+    int least; // fault points it must have
+} calls[] = {
+    {"reserve", nothing, do_reserve, 3},
+    {"create", nothing, do_create, 2},
+    {"create 2 MiB", nothing, do_create_2m, 3},
+    {"create in holes", holes, do_create, 1},
+    {"create zeroed", holes, do_create_zero, 1},
+    {"prealloc", nothing, do_prealloc, 2},
+    {"map", created, do_map, 2},
+    {"replace", mapped_and_more, do_replace, 2},
+    {"unmap", mapped, do_unmap, 1},
+    {"release", mapped, do_release, 2},
+};
+
+// All that can be seen from outside.
+struct view {
+    struct vmem_stats stats;
+    vmem_page at[64];
+    uint64_t mappings[64];
+};
+static struct view look(void)
+{
+    struct view v = {.stats = test_stats(ctx)};
+    v.stats.syscalls = v.stats.overhead = 0;
+    for (int i = 0; i < 64; i++) {
+        v.at[i] = page_at(ctx, addr + (uint64_t)i * test_page);
+        struct vmem_page_info info;
+        if (page[i] && !vmem_page_query(ctx, page[i], &info))
+            v.mappings[i] = info.mappings;
+    }
+    return v;
+}
+
+static void start(void)
+{
+    memset(page, 0, sizeof page);
+    OK(checked_context(test_backend, 0, &ctx));
+    OK(vMemReserve(ctx, 64 * test_page, 0, &addr));
+}
+
+static void sweep(size_t c)
+{
+    unsigned long n = 0;
+    for (bool reached = true; reached;) {
+        start();
+        calls[c].before();
+        vmem_page old[64];
+        memcpy(old, page, sizeof old);
+        const struct view before = look();
+        const uint64_t overhead = test_stats(ctx).overhead;
+        checked_fail(++n);
+        int rc = calls[c].call();
+        reached = checked_failed();
+        checked_fail(0);
+        if (reached && rc) {
+            if (rc != -ENOMEM)
+                FAIL("%s, fault %lu: returned %d", calls[c].name, n, rc);
+            memcpy(page, old, sizeof old);
+            const struct view after = look();
+            if (memcmp(&before, &after, sizeof before))
+                FAIL("%s, fault %lu: something changed", calls[c].name, n);
+            if (calls[c].call != do_create_zero) // which returns its memory when the zeroing fails, holes with it
+                CHECK(test_stats(ctx).overhead <= overhead + 64 * MIB);
+            rc = calls[c].call(); // as if nothing had happened
+        }
+        if (rc)
+            FAIL("%s, fault %lu: %s", calls[c].name, n, vmem_last_error());
+        vmem_context_destroy(ctx); // the wrapper sees what is left behind
+    }
+    if (n <= (unsigned long)calls[c].least)
+        FAIL("%s has %lu fault points", calls[c].name, n - 1);
+}
+
+// The element that the backend names is the caller's.
+static void element_at_fault(void)
+{
+    size_t bad;
+    start();
+    created();
+    OK(vmem_prealloc(ctx, test_page)); // whatever the map needs besides is there
+    for (int i = 0; i < 24; i++)
+        ops[i] = (struct vmem_map_op){addr + 2 * (uint64_t)i * test_page, page[i]};
+    OK(vMemMapBatch(ctx, ops, 5, 0, NULL));
+    OK(vMemUnmap(ctx, addr, 64 * test_page));
+    checked_fail(1);
+    ERR_AT(vMemMapBatch(ctx, ops, 5, 0, &bad), bad, 4, ENOMEM, "ops[4]: injected failure");
+    checked_fail(0);
+    OK(vMemMapBatch(ctx, ops, 24, 0, NULL));
+    checked_fail(1);
+    ERR_AT(vMemUnmapBatch(ctx, (struct vmem_unmap_op[]){{addr, 4 * test_page}, {addr + 4 * test_page, 8 * test_page},
+                                                        {addr + 30 * test_page, test_page}}, 3, &bad),
+           bad, 2, ENOMEM, "ops[2]: injected failure");
+    checked_fail(1);
+    ERR_AT(vMemReleaseBatch(ctx, page, 4, &bad), bad, 3, ENOMEM, "pages[3]: injected failure");
+    checked_fail(0);
+    vmem_context_destroy(ctx);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    for (size_t c = 0; c < COUNT(calls); c++)
+        sweep(c);
+    element_at_fault();
+    return 0;
+}

@@ -1,0 +1,128 @@
+// After fork() the child's calls fail and the parent's memory is its own; a killed process leaves nothing behind.
+//
+// SPDX-License-Identifier: MIT
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "harness.h"
+
+static uint64_t addr;
+static vmem_page page[2];
+
+static void child(vmem_context *ctx)
+{
+    uint64_t u;
+    vmem_page p;
+    struct vmem_info info;
+    struct vmem_stats stats;
+    struct vmem_page_info page_info;
+    const char *text = "the process that forked this one";
+    ERR(vmem_context_info(ctx, &info), EPERM, text);
+    ERR(vmem_context_stats(ctx, &stats), EPERM, text);
+    ERR(vmem_set_budget(ctx, 0), EPERM, text);
+    ERR(vmem_prealloc(ctx, 0), EPERM, text);
+    ERR(vmem_trim(ctx, NULL), EPERM, text);
+    ERR(vMemReserve(ctx, MIB, 0, &u), EPERM, text);
+    ERR(vMemFree(ctx, addr), EPERM, text);
+    ERR(vmem_backdrop(ctx, addr, 0), EPERM, text);
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &p), EPERM, text);
+    ERR(vMemRelease(ctx, page[0]), EPERM, text);
+    ERR(vMemReleaseBatch(ctx, page, 2, NULL), EPERM, text);
+    ERR(vmem_page_query(ctx, page[0], &page_info), EPERM, text);
+    ERR(vMemMap(ctx, addr + 4 * MIB, page[0]), EPERM, text);
+    ERR(vMemMapBatch(ctx, NULL, 0, 0, NULL), EPERM, text);
+    ERR(vMemUnmap(ctx, addr, 2 * MIB), EPERM, text);
+    ERR(vMemUnmapBatch(ctx, NULL, 0, NULL), EPERM, text);
+    ERR(vmem_query(ctx, addr, &p, NULL), EPERM, text);
+    ERR(vmem_copy_batch(ctx, NULL, 0), EPERM, text);
+    ERR(vmem_fill(ctx, addr, 9, 8), EPERM, text);
+    vmem_context_destroy(ctx);
+    if (test_cpu()) { // a context of its own, while the parent's is still there
+        ctx = test_context(0);
+        OK(vMemReserve(ctx, 8 * MIB, 0, &u));
+        OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &p));
+        OK(vMemMap(ctx, u, p));
+        OK(vmem_fill(ctx, u, 0x99, 2 * MIB));
+        vmem_context_destroy(ctx);
+    }
+    _exit(0);
+}
+
+static int run(void (*body)(vmem_context *), vmem_context *ctx)
+{
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (!pid)
+        body(ctx);
+    int status;
+    CHECK(waitpid(pid, &status, 0) == pid);
+    return status;
+}
+
+// Dies holding pages, mapped and not, in the middle of its work.
+static void suicide(vmem_context *unused)
+{
+    (void)unused;
+    vmem_context *ctx = test_context(0);
+    uint64_t at;
+    vmem_page p[32];
+    OK(vMemReserve(ctx, 256 * MIB, 0, &at));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 32, 0, p));
+    for (uint64_t i = 0; i < 16; i++) {
+        OK(vMemMap(ctx, at + 2 * i * VMEM_PAGE_2M, p[i]));
+        OK(vmem_fill(ctx, at + 2 * i * VMEM_PAGE_2M, 1, VMEM_PAGE_2M));
+    }
+    raise(SIGKILL);
+}
+
+static uint64_t shared_memory(void)
+{
+    char line[128];
+    uint64_t kib = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    CHECK(f);
+    while (fgets(line, sizeof line, f) && sscanf(line, "Shmem: %" SCNu64, &kib) != 1)
+        ;
+    fclose(f);
+    return kib * KIB;
+}
+
+static void killed(void)
+{
+    if (!test_cpu())
+        return;
+    const uint64_t before = shared_memory();
+    for (int i = 0; i < 8; i++) {
+        int status = run(suicide, NULL);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    }
+    // 512 MiB were held in all; other processes may hold some more or less than before.
+    CHECK(shared_memory() < before + 256 * MIB);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    killed(); // first: where there is a CUDA context, its process cannot be forked usefully
+    vmem_context *ctx = test_context(0);
+    OK(vMemReserve(ctx, 8 * MIB, 0, &addr));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 2, 0, page));
+    OK(vMemMap(ctx, addr, page[0]));
+    OK(vmem_fill(ctx, addr, 0x41, 2 * MIB));
+    int status = run(child, ctx);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+
+    // The parent noticed nothing.
+    CHECK(all_words(ctx, addr, 2 * MIB, UINT64_C(0x4141414141414141)));
+    CHECK_EQ(page_at(ctx, addr), page[0]);
+    OK(vMemMap(ctx, addr + 2 * MIB, page[1]));
+    OK(vmem_fill(ctx, addr + 2 * MIB, 0x42, 2 * MIB));
+    OK(vMemReleaseBatch(ctx, page, 2, NULL));
+    OK(vMemFree(ctx, addr));
+    struct vmem_stats s = test_stats(ctx);
+    CHECK_EQ(s.created + s.mapped + s.reserved, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}

@@ -1,0 +1,361 @@
+// Random calls against a model that knows every byte.
+//
+// test_model [BACKEND [SEED [STEPS]]]. The model holds what is reserved, which pages exist with which contents, and
+// what is mapped where; after every step some of it is compared with the real memory, at the end all of it. The
+// backend is wrapped (checked.c), so that the core's calls are checked too.
+//
+// SPDX-License-Identifier: MIT
+#include "checked.h"
+#include "harness.h"
+
+enum { MAX_RANGES = 6, MAX_PAGES = 96, RANGE_UNITS = 160 };
+
+// Every 64 KiB of memory holds one byte value, but for its first word, which has a value of its own.
+struct page {
+    vmem_page handle; // 0: free entry
+    uint32_t units;
+    uint8_t fill[32];
+    uint64_t word[32];
+};
+struct range {
+    uint64_t addr; // 0: free entry
+    uint32_t units, flags;
+    struct {
+        struct page *page;
+        uint32_t unit;
+    } slot[RANGE_UNITS];
+};
+
+static vmem_context *ctx;
+static uint64_t seed;
+static struct page pages[MAX_PAGES];
+static struct range ranges[MAX_RANGES];
+static uint64_t created, mapped, reserved;
+
+static uint32_t below(uint64_t n) { return (uint32_t)(rnd(&seed) % n); }
+
+static struct range *any_range(void)
+{
+    for (int i = 0; i < 8; i++) {
+        struct range *r = &ranges[below(MAX_RANGES)];
+        if (r->addr)
+            return r;
+    }
+    return NULL;
+}
+static struct page *any_page(void)
+{
+    for (int i = 0; i < 8; i++) {
+        struct page *p = &pages[below(MAX_PAGES)];
+        if (p->handle)
+            return p;
+    }
+    return NULL;
+}
+static uint64_t at(const struct range *r, uint32_t unit) { return r->addr + unit * UNIT; }
+
+static uint64_t expected(const struct page *p, uint32_t unit, uint32_t word)
+{
+    return word ? p->fill[unit] * UINT64_C(0x0101010101010101) : p->word[unit];
+}
+
+static void check_unit(const struct range *r, uint32_t u)
+{
+    static uint64_t buf[UNIT / 8];
+    const struct page *p = r->slot[u].page;
+    vmem_page handle;
+    uint64_t offset;
+    OK(vmem_query(ctx, at(r, u) + 5, &handle, &offset));
+    CHECK_EQ(handle, p ? p->handle : 0);
+    CHECK_EQ(offset, p ? r->slot[u].unit * UNIT + 5 : 0);
+    if (!p && !(r->flags & VMEM_RESERVE_BACKDROP)) {
+        ERR(vmem_fill(ctx, at(r, u), 1, 8), EFAULT, "nothing is mapped");
+        return;
+    }
+    if (!p)
+        OK(vmem_backdrop(ctx, at(r, u), UNIT));
+    OK(vmem_copy_batch(ctx, &(struct vmem_copy_op){(uintptr_t)buf, at(r, u), UNIT}, 1));
+    for (uint32_t w = 0; w < UNIT / 8; w++) {
+        uint64_t want = p ? expected(p, r->slot[u].unit, w) : 0;
+        if (buf[w] != want)
+            FAIL("0x%" PRIx64 " + %u words: 0x%" PRIx64 ", not 0x%" PRIx64, at(r, u), w, buf[w], want);
+    }
+}
+
+static void write_unit(const struct range *r, uint32_t u)
+{
+    struct page *p = r->slot[u].page;
+    const uint32_t unit = r->slot[u].unit;
+    if (below(2)) {
+        p->fill[unit] = (uint8_t)rnd(&seed);
+        OK(vmem_fill(ctx, at(r, u), p->fill[unit], UNIT));
+        p->word[unit] = expected(p, unit, 1);
+    } else {
+        p->word[unit] = rnd(&seed);
+        put_word(ctx, at(r, u), p->word[unit]);
+    }
+}
+
+static uint64_t mappings_of(const struct page *p)
+{
+    uint64_t n = 0;
+    for (int i = 0; i < MAX_RANGES; i++) {
+        for (uint32_t u = 0; ranges[i].addr && u < ranges[i].units; u++)
+            n += ranges[i].slot[u].page == p && ranges[i].slot[u].unit == 0;
+    }
+    return n;
+}
+
+static void forget(struct range *r, uint32_t u, uint32_t n)
+{
+    for (uint32_t i = u; i < u + n; i++) {
+        mapped -= r->slot[i].page ? UNIT : 0;
+        r->slot[i].page = NULL;
+    }
+}
+
+// ---- steps --------------------------------------------------------------------------------------------------
+
+static void step_reserve(void)
+{
+    struct range *r = &ranges[below(MAX_RANGES)];
+    if (r->addr)
+        return;
+    r->units = 1 + below(RANGE_UNITS);
+    r->flags = test_info.caps & VMEM_CAP_BACKDROP ? below(2) : 0;
+    OK(vMemReserve(ctx, r->units * UNIT, r->flags, &r->addr));
+    reserved += r->units * UNIT;
+    memset(r->slot, 0, sizeof r->slot);
+}
+
+static void step_free(void)
+{
+    struct range *r = any_range();
+    if (!r)
+        return;
+    bool used = false;
+    for (uint32_t u = 0; u < r->units; u++)
+        used = used || r->slot[u].page;
+    if (used) {
+        ERR(vMemFree(ctx, r->addr), EBUSY, "still mapped");
+        return;
+    }
+    OK(vMemFree(ctx, r->addr));
+    reserved -= r->units * UNIT;
+    r->addr = 0;
+}
+
+static void step_create(void)
+{
+    vmem_page handles[8];
+    const uint32_t n = 1 + below(8), zero = below(2);
+    uint64_t size;
+    do
+        size = UNIT << below(6);
+    while (!(size & test_info.page_sizes));
+    struct page *free_page[8];
+    uint32_t found = 0;
+    for (int i = 0; i < MAX_PAGES && found < n; i++) {
+        if (!pages[i].handle)
+            free_page[found++] = &pages[i];
+    }
+    if (found < n)
+        return;
+    const struct page *near = below(2) ? any_page() : NULL;
+    OK(vmem__create_near(ctx, size, n, near ? near->handle : 0, zero ? VMEM_CREATE_ZERO : 0, handles));
+    // Contents of a page that was not zeroed are unknown until it is mapped somewhere: read them then.
+    uint64_t window;
+    OK(vMemReserve(ctx, VMEM_PAGE_2M, 0, &window));
+    for (uint32_t i = 0; i < n; i++) {
+        struct page *p = free_page[i];
+        p->handle = handles[i];
+        p->units = (uint32_t)(size / UNIT);
+        OK(vMemMap(ctx, window, p->handle));
+        if (zero)
+            CHECK(all_words(ctx, window, size, 0));
+        else
+            OK(vmem_fill(ctx, window, 0, size));
+        OK(vMemUnmap(ctx, window, VMEM_PAGE_2M));
+        memset(p->fill, 0, sizeof p->fill);
+        memset(p->word, 0, sizeof p->word);
+        created += size;
+    }
+    OK(vMemFree(ctx, window));
+}
+
+static void step_release(void)
+{
+    vmem_page handles[6], dead[6];
+    uint32_t n = 1 + below(6), got = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct page *p = any_page();
+        if (!p)
+            break;
+        for (int k = 0; k < MAX_RANGES; k++) {
+            for (uint32_t u = 0; ranges[k].addr && u < ranges[k].units; u++) {
+                if (ranges[k].slot[u].page == p)
+                    forget(&ranges[k], u, 1);
+            }
+        }
+        created -= p->units * UNIT;
+        handles[got++] = p->handle;
+        p->handle = 0;
+    }
+    OK(vMemReleaseBatch(ctx, handles, got, NULL));
+    memcpy(dead, handles, sizeof dead);
+    for (uint32_t i = 0; i < got; i++)
+        ERR(vMemRelease(ctx, dead[i]), EINVAL, "not a page");
+}
+
+static void step_map(void)
+{
+    enum { MAX = 12 };
+    struct vmem_map_op ops[MAX];
+    struct {
+        struct range *r;
+        struct page *p;
+        uint32_t u;
+    } plan[MAX];
+    struct range *r = any_range();
+    uint32_t n = 1 + below(MAX), flags = below(4); // REPLACE and FINE in all combinations
+    uint32_t next = r ? below(r->units) : 0, at_fault = n;
+    int err = 0;
+    static bool taken[MAX_RANGES][RANGE_UNITS];
+    memset(taken, 0, sizeof taken);
+    for (uint32_t i = 0; i < n; i++) {
+        struct page *p = any_page();
+        if (below(6) == 0) {
+            r = any_range();
+            next = r ? below(r->units) : 0;
+        }
+        if (!r || !p)
+            return;
+        uint32_t u = (next + p->units - 1) / p->units * p->units;
+        if (u >= r->units)
+            u = 0; // beyond the end another reservation may begin
+        ops[i] = (struct vmem_map_op){at(r, u), p->handle};
+        plan[i].r = r, plan[i].p = p, plan[i].u = u;
+        next = u + p->units;
+        // What must come of this element, if none before it fails.
+        for (uint32_t k = u; k < u + p->units && !err; k++) {
+            if (u + p->units > r->units) {
+                err = EINVAL;
+            } else if (taken[r - ranges][k]) {
+                err = EINVAL;
+            } else if (r->slot[k].page) {
+                uint32_t first = k - r->slot[k].unit, end = first + r->slot[k].page->units;
+                if (!(flags & VMEM_MAP_REPLACE))
+                    err = EEXIST;
+                else if (k - u < r->slot[k].unit || end > u + p->units)
+                    err = EINVAL;
+            }
+            if (err && at_fault == n)
+                at_fault = i;
+        }
+        for (uint32_t k = u; !err && k < u + p->units; k++)
+            taken[r - ranges][k] = true;
+    }
+    size_t bad = ~(size_t)0;
+    int rc = vMemMapBatch(ctx, ops, n, flags, &bad);
+    if (err) {
+        CHECK_EQ(rc, -err);
+        CHECK_EQ(bad, at_fault);
+        return;
+    }
+    OK(rc);
+    for (uint32_t i = 0; i < n; i++) {
+        forget(plan[i].r, plan[i].u, plan[i].p->units);
+        for (uint32_t k = 0; k < plan[i].p->units; k++) {
+            plan[i].r->slot[plan[i].u + k].page = plan[i].p;
+            plan[i].r->slot[plan[i].u + k].unit = k;
+        }
+        mapped += plan[i].p->units * UNIT;
+    }
+}
+
+static void step_unmap(void)
+{
+    struct range *r = any_range();
+    if (!r)
+        return;
+    const uint32_t u = below(r->units), n = 1 + below(r->units - u);
+    const bool cut = (r->slot[u].page && r->slot[u].unit) ||
+                     (u + n < r->units && r->slot[u + n].page && r->slot[u + n].unit);
+    if (cut) {
+        ERR(vMemUnmap(ctx, at(r, u), n * UNIT), EINVAL, "cuts the page");
+        return;
+    }
+    OK(vMemUnmap(ctx, at(r, u), n * UNIT));
+    forget(r, u, n);
+}
+
+static void step_write(void)
+{
+    struct range *r = any_range();
+    if (!r)
+        return;
+    const uint32_t u = below(r->units);
+    if (r->slot[u].page)
+        write_unit(r, u);
+}
+
+static void step_memory(void)
+{
+    switch (below(4)) {
+    case 0: OK(vmem_trim(ctx, NULL)); break;
+    case 1: OK(vmem_prealloc(ctx, below(64) * VMEM_PAGE_64K)); break;
+    }
+}
+
+static void check_all(void)
+{
+    struct vmem_stats s = test_stats(ctx);
+    CHECK_EQ(s.created, created);
+    CHECK_EQ(s.mapped, mapped);
+    CHECK_EQ(s.reserved, reserved);
+    for (int i = 0; i < MAX_RANGES; i++) {
+        for (uint32_t u = 0; ranges[i].addr && u < ranges[i].units; u++)
+            check_unit(&ranges[i], u);
+    }
+    for (int i = 0; i < MAX_PAGES; i++) {
+        struct vmem_page_info info;
+        if (!pages[i].handle)
+            continue;
+        OK(vmem_page_query(ctx, pages[i].handle, &info));
+        CHECK_EQ(info.page_size, pages[i].units * UNIT);
+        CHECK_EQ(info.mappings, mappings_of(&pages[i]));
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    seed = argc > 2 ? strtoull(argv[2], NULL, 0) : 20250401;
+    const long steps = argc > 3 ? strtol(argv[3], NULL, 0) : 6000;
+    void (*const kinds[])(void) = {
+        step_reserve, step_reserve, step_free,  step_create, step_create, step_release, step_map,    step_map,
+        step_map,     step_map,     step_unmap, step_unmap,  step_write,  step_write,   step_memory, step_write,
+    };
+    OK(checked_context(test_backend, 0, &ctx));
+    for (long i = 0; i < steps; i++) {
+        kinds[below(COUNT(kinds))]();
+        struct range *r = any_range();
+        if (r)
+            check_unit(r, below(r->units));
+        if (i % 500 == 499)
+            check_all();
+    }
+    check_all();
+    for (int i = 0; i < MAX_PAGES; i++) {
+        if (pages[i].handle)
+            OK(vMemRelease(ctx, pages[i].handle));
+    }
+    for (int i = 0; i < MAX_RANGES; i++) {
+        if (ranges[i].addr)
+            OK(vMemFree(ctx, ranges[i].addr));
+    }
+    struct vmem_stats s = test_stats(ctx);
+    CHECK_EQ(s.created + s.mapped + s.reserved, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}

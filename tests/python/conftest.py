@@ -1,0 +1,71 @@
+"""Every test that takes `backend` or `context` runs on every backend that works here; the report's header names the others
+with the reason that their own probe gives. VMEM_TEST_BACKENDS (names with commas) limits the run to those backends, and
+they must work then.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import hypothesis
+import pytest
+
+import pyvmem
+
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=40)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+DEMANDED = [name for name in os.environ.get("VMEM_TEST_BACKENDS", "").split(",") if name]
+PROBED = {name: pyvmem.probe(name) for name in DEMANDED or pyvmem.backends()}
+# The host backend works everywhere: were its probe to fail, its tests are to fail, not to vanish.
+BACKENDS = [name for name, error in PROBED.items() if error is None or name in DEMANDED or name == "host"]
+
+
+def pytest_report_header():
+    missing = [f"not tested: {name}: {error}" for name, error in PROBED.items() if name not in BACKENDS]
+    return [f"backends: {', '.join(BACKENDS)}", *missing]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def context(backend):
+    with pyvmem.Context(backend) as context:
+        yield context
+
+
+@pytest.fixture
+def device(backend):
+    """The torch device of the backend's addresses."""
+    if backend == "host":
+        return "cpu"
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return "cuda"
+
+
+@pytest.fixture(params=["smallest", "largest"])
+def page_size(request, context):
+    return {"smallest": min, "largest": max}[request.param](context.page_sizes)
+
+
+def python(code, *args, check=True, env=None, timeout=120):
+    """Run code in a fresh interpreter; returns the finished process."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **(env or {})},
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done

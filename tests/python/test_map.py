@@ -1,0 +1,241 @@
+"""Reserve, create, map, unmap, release, free: what each does to addresses, memory and data.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+
+import numpy as np
+import pytest
+
+import pyvmem
+from pyvmem.core import MAP_OP
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def test_a_reservation_costs_no_memory(context):
+    before = context.stats()
+    with context.reserve(64 << 30):
+        after = context.stats()
+        assert after.reserved - before.reserved == 64 << 30
+        assert after.created == before.created
+        assert after.overhead - before.overhead < 128 * MIB
+    assert context.stats().reserved == before.reserved
+
+
+def test_a_reservation_starts_at_2_mib(context):
+    for _ in range(3):
+        assert context.reserve(64 * KIB).addr % (2 * MIB) == 0
+
+
+def test_what_is_written_is_read_back(context, page_size):
+    range_ = context.reserve(8 * page_size)
+    range_.map(context.create(page_size, 8))
+    data = np.random.default_rng(1).bytes(8 * page_size)
+    context.write(range_.addr, data)
+    assert context.read(range_.addr, len(data)) == data
+
+
+def test_pages_are_zero_when_memory_is_fresh(context, page_size):
+    range_ = context.reserve(4 * page_size)
+    range_.map(context.create(page_size, 4))
+    assert not any(context.read(range_.addr, 4 * page_size))
+
+
+def test_zero_clears_memory_used_before(context, page_size):
+    range_ = context.reserve(4 * page_size)
+    for _ in range(5):
+        pages = context.create(page_size, 4, zero=True)
+        range_.map(pages)
+        assert not any(context.read(range_.addr, 4 * page_size))
+        context.fill(range_.addr, 0xA5, 4 * page_size)
+        pages.release()
+
+
+def test_one_page_at_two_addresses_is_one_memory(context, page_size):
+    range_ = context.reserve(4 * page_size)
+    page = context.create(page_size)
+    range_.map(page, 0)
+    range_.map(page, 2 * page_size)
+    context.write(range_.addr + 5, b"seen twice")
+    assert context.read(range_.addr + 2 * page_size + 5, 10) == b"seen twice"
+    assert context.page_info(page.handles[0]).mappings == 2
+    assert context.stats().mapped == 2 * page_size
+    assert context.stats().created == page_size
+
+
+def test_a_page_keeps_its_data_while_unmapped(context, page_size):
+    range_ = context.reserve(2 * page_size)
+    page = context.create(page_size)
+    range_.map(page)
+    context.write(range_.addr, b"kept")
+    range_.unmap()
+    range_.map(page, page_size)
+    assert context.read(range_.addr + page_size, 4) == b"kept"
+
+
+def test_release_unmaps_wherever_mapped(context, page_size):
+    first, second = context.reserve(page_size), context.reserve(page_size)
+    page = context.create(page_size)
+    first.map(page)
+    second.map(page)
+    page.release()
+    assert context.query(first.addr) == context.query(second.addr) == (0, 0)
+    assert context.stats().mapped == context.stats().created == 0
+
+
+def test_query_names_the_page_and_the_offset(context, page_size):
+    range_ = context.reserve(2 * page_size)
+    page = context.create(page_size)
+    range_.map(page, page_size)
+    assert context.query(range_.addr + page_size + 4096) == (page.handles[0], 4096)
+    assert context.query(range_.addr) == (0, 0)
+
+
+def test_unbacked_addresses_read_as_zero_with_a_backdrop(context):
+    if "backdrop" not in context.info().capabilities:
+        with pytest.raises(pyvmem.VmemError) as caught:
+            context.reserve(2 * MIB, backdrop=True)
+        assert caught.value.errno == errno.EOPNOTSUPP
+        return
+    page_size = min(context.page_sizes)
+    range_ = context.reserve(2 * MIB, backdrop=True)
+    page = context.create(page_size)
+    range_.map(page, page_size)
+    context.fill(range_.addr + page_size, 7, page_size)
+    assert context.read(range_.addr, page_size) == bytes(page_size)
+    assert context.read(range_.addr + 2 * page_size, page_size) == bytes(page_size)
+    page.release()
+    assert not any(context.read(range_.addr, 3 * page_size))
+
+
+def test_replace_takes_the_place_of_what_is_mapped(context, page_size):
+    range_ = context.reserve(page_size)
+    old, new = context.create(page_size), context.create(page_size)
+    range_.map(old)
+    context.fill(range_.addr, 1, page_size)
+    range_.map(new, replace=True)
+    context.fill(range_.addr, 2, page_size)
+    assert context.page_info(old.handles[0]).mappings == 0
+    range_.map(old, replace=True)
+    assert context.read(range_.addr, 16) == b"\1" * 16
+
+
+def test_a_larger_page_replaces_smaller_ones(context):
+    if len(context.page_sizes) == 1:
+        return
+    small, large = min(context.page_sizes), max(context.page_sizes)
+    range_ = context.reserve(large)
+    pages = context.create(small, large // small // 2)
+    range_.map(pages)
+    page = context.create(large)
+    context.map(range_.addr, page, replace=True)
+    context.fill(range_.addr, 9, large)
+    assert context.query(range_.addr + large - 1) == (page.handles[0], large - 1)
+    assert all(context.page_info(p).mappings == 0 for p in pages.handles)
+
+
+def test_unmap_skips_holes(context, page_size):
+    range_ = context.reserve(8 * page_size)
+    pages = context.create(page_size, 3)
+    range_.map(pages, np.array([0, 3, 7]) * page_size)
+    range_.unmap()
+    assert context.stats().mapped == 0
+    assert context.stats().created == 3 * page_size
+
+
+def test_consecutive_pages_are_one_run(context, page_size):
+    range_ = context.reserve(16 * page_size)
+    pages = context.create(page_size, 16)
+    frames = [context.page_info(p).frame for p in pages.handles]
+    steps = int((np.diff(frames) != page_size // (64 * KIB)).sum())
+    before = context.stats()
+    range_.map(pages)
+    after = context.stats()
+    assert after.map_ops - before.map_ops == 16
+    assert after.map_runs - before.map_runs == 1 + steps
+
+
+def test_a_failed_batch_changes_nothing_and_names_the_element(context, page_size):
+    range_ = context.reserve(8 * page_size)
+    pages = context.create(page_size, 8)
+    ops = np.empty(8, MAP_OP)
+    ops["addr"] = range_.addr + np.arange(8) * page_size
+    ops["page"] = pages.handles
+    ops["addr"][5] = range_.addr + 8 * page_size
+    before = context.stats()
+    with pytest.raises(pyvmem.InvalidArgument) as caught:
+        context.map_ops(ops)
+    assert caught.value.index == 5
+    assert context.stats() == before
+    assert all(context.query(a) == (0, 0) for a in ops["addr"][:5])
+    ops["addr"][5] = range_.addr + 5 * page_size
+    context.map_ops(ops)
+
+
+def test_a_failed_release_batch_changes_nothing(context, page_size):
+    pages = context.create(page_size, 4)
+    stale = context.create(page_size)
+    handle = int(stale.handles[0])
+    stale.release()
+    with pytest.raises(pyvmem.InvalidArgument) as caught:
+        context.release([*pages.handles[:2], handle, *pages.handles[2:]])
+    assert caught.value.index == 2
+    assert context.stats().created == 4 * page_size
+
+
+def test_a_failed_unmap_batch_changes_nothing(context, page_size):
+    range_ = context.reserve(4 * page_size)
+    range_.map(context.create(page_size, 4))
+    with pytest.raises(pyvmem.InvalidArgument) as caught:
+        context.unmap([range_.addr, range_.addr + 4 * page_size], page_size)
+    assert caught.value.index == 1
+    assert context.stats().mapped == 4 * page_size
+
+
+def test_commit_backs_only_what_is_unbacked(context, page_size):
+    range_ = context.reserve(8 * page_size)
+    assert context.commit(range_.addr + 2 * page_size, 2 * page_size, page_size) == 2 * page_size
+    context.write(range_.addr + 2 * page_size, b"stays")
+    assert context.commit(range_.addr, 8 * page_size, page_size) == 6 * page_size
+    assert context.read(range_.addr + 2 * page_size, 5) == b"stays"
+    assert context.commit(range_.addr, 8 * page_size, page_size) == 0
+    assert context.decommit(range_.addr, 8 * page_size) == 8 * page_size
+    assert context.stats().created == 0
+
+
+def test_commit_is_all_or_nothing_over_many_ranges(context, page_size):
+    ranges = [context.reserve(4 * page_size) for _ in range(3)]
+    context.set_budget(11 * page_size)
+    with pytest.raises(pyvmem.OutOfMemory):
+        context.commit([r.addr for r in ranges], 4 * page_size, page_size)
+    assert context.stats().created == 0
+    context.set_budget(12 * page_size)
+    assert context.commit([r.addr for r in ranges], 4 * page_size, page_size) == 12 * page_size
+
+
+def test_the_papers_calls(context):
+    page_size = min(context.page_sizes)
+    addr = pyvmem.vMemReserve(context, 4 * page_size)
+    pages = pyvmem.vMemCreate(context, page_size, 3)
+    pyvmem.vMemMap(context, addr, pages[0])
+    pyvmem.vMemMapBatch(context, [addr + page_size, addr + 2 * page_size], pages[1:])
+    assert context.stats().mapped == 3 * page_size
+    pyvmem.vMemUnmap(context, addr, page_size)
+    pyvmem.vMemUnmapBatch(context, [addr + page_size], [page_size])
+    assert context.stats().mapped == page_size
+    pyvmem.vMemRelease(context, pages[0])
+    pyvmem.vMemReleaseBatch(context, pages[1:])
+    pyvmem.vMemFree(context, addr)
+    stats = context.stats()
+    assert (stats.reserved, stats.created, stats.mapped) == (0, 0, 0)
+
+
+def test_copy_moves_data_between_reservations_and_host_memory(context, page_size):
+    range_ = context.reserve(4 * page_size)
+    range_.map(context.create(page_size, 4))
+    data = np.arange(page_size, dtype=np.uint64).view(np.uint8)[:page_size].copy()
+    context.copy(range_.addr, data.ctypes.data, page_size)
+    context.copy([range_.addr + page_size, range_.addr + 3 * page_size], range_.addr, page_size)
+    assert context.read(range_.addr + 3 * page_size, page_size) == data.tobytes()

@@ -1,0 +1,383 @@
+"""Threads, fork, kill, exit: what stays whole, and what goes back to the system.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import python
+
+import pyvmem
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def run_threads(*targets):
+    """Run functions at once; re-raise what the first of them raised."""
+    failures = []
+
+    def guard(target):
+        try:
+            target()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guard, args=[t]) for t in targets]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failures:
+        raise failures[0]
+
+
+# ---- threads ------------------------------------------------------------------------------------------------
+
+
+def test_threads_on_their_own_ranges_never_disturb_each_other(context):
+    size = min(context.page_sizes)
+
+    def work(seed):
+        rng = random.Random(seed)
+        range_ = context.reserve(32 * size)
+        for turn in range(60):
+            pages = context.create(size, rng.randint(1, 16))
+            slots = rng.sample(range(32), len(pages))
+            range_.map(pages, np.array(slots) * size)
+            for slot in slots:
+                context.fill(range_.addr + slot * size, seed * 7 + turn % 5 + 1, size)
+            for slot in slots:
+                value = seed * 7 + turn % 5 + 1
+                assert context.read(range_.addr + slot * size, 64) == bytes([value]) * 64
+            if turn % 2:
+                range_.unmap()
+            pages.release()
+        range_.close()
+
+    run_threads(*(lambda seed=seed: work(seed) for seed in range(6)))
+    stats = context.stats()
+    assert (stats.reserved, stats.created, stats.mapped) == (0, 0, 0)
+
+
+def test_threads_on_the_same_pages_get_busy_and_nothing_is_lost(context):
+    size = min(context.page_sizes)
+    range_ = context.reserve(16 * size)
+    pages = context.create(size, 16)
+    allowed = {errno.EBUSY, errno.EEXIST}
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(200):
+            first = rng.randrange(16)
+            count = rng.randint(1, 16 - first)
+            try:
+                if rng.random() < 0.5:
+                    context.map(range_.addr + np.arange(first, first + count) * size, pages.handles[first:][:count])
+                else:
+                    context.unmap(range_.addr + first * size, count * size)
+            except pyvmem.VmemError as error:
+                assert error.errno in allowed, error
+
+    run_threads(*(lambda seed=seed: work(seed) for seed in range(4)))
+    mapped = [i for i in range(16) if context.query(range_.addr + i * size)[0]]
+    assert context.stats().mapped == len(mapped) * size
+    assert all(context.query(range_.addr + i * size)[0] == pages.handles[i] for i in mapped)
+    assert [context.page_info(p).mappings for p in pages.handles] == [int(i in mapped) for i in range(16)]
+
+
+def test_each_thread_has_its_own_error_text(context):
+    size = min(context.page_sizes)
+    seen = {}
+
+    def work(name, call):
+        for _ in range(100):
+            with pytest.raises(pyvmem.VmemError) as caught:
+                call()
+            seen.setdefault(name, set()).add(caught.value.args[0].split()[0])
+
+    run_threads(
+        lambda: work("reserve", lambda: context.reserve(1)),
+        lambda: work("create", lambda: context.create(size + 1)),
+    )
+    assert seen == {"reserve": {"length"}, "create": {"page_size"}}
+
+
+# ---- fork ---------------------------------------------------------------------------------------------------
+
+
+def in_child(work):
+    """Run work() in a forked child; returns its exit status: 0 where it returned."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(context):
+    size = min(context.page_sizes)
+    range_ = context.reserve(4 * size)
+    pages = context.create(size, 4)
+    range_.map(pages)
+    context.fill(range_.addr, 5, 4 * size)
+    before = context.stats()
+
+    def child():
+        calls = (context.stats, lambda: context.create(size), lambda: context.reserve(size), range_.unmap)
+        for call in calls:
+            with pytest.raises(pyvmem.VmemError) as caught:
+                call()
+            assert caught.value.errno == errno.EPERM
+        pages.close()
+        range_.close()
+        context.close()
+
+    assert in_child(child) == 0
+    assert context.stats() == before
+    assert context.read(range_.addr, 4 * size) == b"\5" * (4 * size)
+
+
+def test_a_forked_child_has_its_own_default_context():
+    parent = pyvmem.default_context("host")
+
+    def child():
+        own = pyvmem.default_context("host")
+        assert own is not parent
+        with own.reserve(2 * MIB) as range_:
+            range_.map(own.create(64 * KIB, 2))
+
+    assert in_child(child) == 0
+    assert pyvmem.default_context("host") is parent
+
+
+# ---- memory and descriptors go back -------------------------------------------------------------------------
+
+
+def test_descriptors_and_mappings_go_back(backend):
+    def cycle():
+        with pyvmem.Context(backend) as context:
+            size = min(context.page_sizes)
+            range_ = context.reserve(64 * MIB)
+            range_.map(context.create(size, 8))
+            context.reserve(2 * MIB)
+            context.create(size, 3)
+
+    cycle()  # what is set up once a process
+    cycle()
+    descriptors, maps = len(os.listdir("/proc/self/fd")), count_lines("/proc/self/maps")
+    for _ in range(5):
+        cycle()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # The allocators of Python and C may map more; a context that leaked anything would show five times.
+    assert count_lines("/proc/self/maps") < maps + 5
+
+
+def count_lines(path):
+    with open(path) as file:
+        return sum(1 for _ in file)
+
+
+def memory_held(context):
+    """Bytes of memory that this process's contexts hold, as the system counts them."""
+    if context.backend != "host":
+        info = context.info()
+        return info.memory_total - info.memory_free
+    # The machine's free memory is everybody's; a memfd's blocks are ours.
+    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    files = [d for d in descriptors if os.path.islink(d) and os.readlink(d).startswith("/memfd:")]
+    return sum(os.stat(f).st_blocks * 512 for f in files)
+
+
+def test_memory_goes_back(context):
+    size = max(context.page_sizes)
+    context.reserve(size).map(context.create(size))
+    before = memory_held(context)
+    pages = context.create(size, (1 << 30) // size)
+    range_ = context.reserve(1 << 30)
+    range_.map(pages)
+    context.fill(range_.addr, 1, 1 << 30)
+    assert memory_held(context) >= before + (1 << 30)
+    pages.release()
+    context.trim()
+    assert memory_held(context) < before + (300 << 20)
+
+
+def test_stale_memory_is_never_seen_by_another_process(backend):
+    code = """
+    import sys
+    import pyvmem
+    with pyvmem.Context(sys.argv[1]) as context:
+        size = max(context.page_sizes)
+        range_ = context.reserve(64 * size)
+        range_.map(context.create(size, 64))
+        assert not any(context.read(range_.addr, 64 * size)), "memory of another process"
+        context.fill(range_.addr, 0xEE, 64 * size)
+    """
+    python(code, backend)
+    python(code, backend)
+
+
+def test_a_kill_in_the_middle_leaves_nothing(backend):
+    code = """
+    import sys
+    import pyvmem
+    context = pyvmem.Context(sys.argv[1])
+    size = min(context.page_sizes)
+    range_ = context.reserve(1 << 30)
+    held = context.create(size, (256 << 20) // size)
+    range_.map(held)
+    context.fill(range_.addr, 3, 256 << 20)
+    print("running", flush=True)
+    while True:
+        pages = context.create(size, 64)
+        range_.map(pages, 512 << 20)
+        range_.unmap(512 << 20, 64 * size)
+        pages.release()
+    """
+    with pyvmem.Context(backend) as context:
+        before = memory_held(context)
+        for delay in (0.0, 0.013, 0.05):
+            process = subprocess.Popen(
+                [sys.executable, "-c", "\n".join(line[4:] for line in code.splitlines()), backend],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout.readline() == "running\n"
+            time.sleep(delay)  # somewhere in the loop
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+        for _ in range(50):  # the driver cleans up after the process is gone
+            if memory_held(context) < before + (200 << 20):
+                break
+            time.sleep(0.1)
+        assert memory_held(context) < before + (200 << 20)
+        size = max(context.page_sizes)
+        range_ = context.reserve(size)
+        range_.map(context.create(size))
+        assert not any(context.read(range_.addr, size))
+
+
+# ---- order of garbage collection and exit -------------------------------------------------------------------
+
+
+def test_children_keep_their_context(backend):
+    context = pyvmem.Context(backend)
+    size = min(context.page_sizes)
+    range_, pages = context.reserve(size), context.create(size)
+    range_.map(pages)
+    del context
+    gc.collect()
+    range_.context.write(range_.addr, b"alive")
+    assert pages.context.read(range_.addr, 5) == b"alive"
+
+
+def test_a_reservation_keeps_the_pages_mapped_in_it(context):
+    size = min(context.page_sizes)
+    range_ = context.reserve(4 * size)
+    range_.map(context.create(size, 4))
+    gc.collect()
+    context.fill(range_.addr, 1, 4 * size)
+    range_.close()
+    gc.collect()
+    assert context.stats().created == 0
+
+
+def test_dropped_pages_are_released(context):
+    pages = context.create(min(context.page_sizes), 4)
+    assert context.stats().created
+    del pages
+    gc.collect()
+    assert context.stats().created == 0
+
+
+def test_pages_released_one_by_one_do_not_hold_the_rest(context):
+    size = min(context.page_sizes)
+    pages = context.create(size, 4)
+    context.release(pages.handles[1])
+    pages.close()
+    assert context.stats().created == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_objects_may_go_in_any_order(backend, seed):
+    context = pyvmem.Context(backend)
+    size = min(context.page_sizes)
+    ranges = [context.reserve(8 * size) for _ in range(3)]
+    pages = [context.create(size, 2) for _ in range(3)]
+    for i, r in enumerate(ranges):
+        for j, p in enumerate(pages):
+            r.map(p, 2 * j * size)
+    objects = {str(i): o for i, o in enumerate([context, *ranges, *pages])}
+    del context, ranges, pages, r, p
+    order = list(objects)
+    random.Random(seed).shuffle(order)
+    for name in order:
+        if random.Random(seed + int(name)).random() < 0.5:
+            objects[name].close()
+        del objects[name]
+        gc.collect()
+
+
+EXITS = {
+    "everything is left open": "",
+    "the context is closed first": "context.close()",
+    "the context is dropped first": "del context",
+    "a thread is still running": """
+import threading
+def work():
+    while True:
+        try:
+            range_.unmap(0, size); range_.map(pages, 0)
+        except Exception:
+            return
+threading.Thread(target=work, daemon=True).start()
+""",
+    "a cycle holds everything": "range_.cycle = pages.cycle = context.cycle = [range_, pages, context]; del range_, pages, context",
+    "an exception ends it": "import os; sys.excepthook = lambda *e: os.write(1, b'seen'); raise RuntimeError",
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_the_interpreter_exits_cleanly(backend, how):
+    code = """
+import sys
+import pyvmem
+context = pyvmem.Context(sys.argv[1])
+size = min(context.page_sizes)
+range_, pages = context.reserve(64 * size), context.create(size, 4)
+range_.map(pages)
+pyvmem.default_context(sys.argv[1]).reserve(size)
+"""
+    done = python(code + EXITS[how], backend, check=False)
+    assert done.stderr == ""
+    assert done.returncode == (1 if "exception" in how else 0)
+
+
+def test_an_address_space_limit_is_out_of_memory():
+    code = """
+    import resource
+    import pyvmem
+    context = pyvmem.Context("host")
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    try:
+        context.reserve(16 << 30)
+    except pyvmem.OutOfMemory:
+        print("refused")
+    context.reserve(1 << 30)
+    """
+    assert python(code).stdout == "refused\n"

@@ -1,0 +1,181 @@
+// Module life, the GPUs, and fault injection.
+//
+// SPDX-License-Identifier: GPL-2.0
+#include <linux/dma-mapping.h>
+#include <linux/sched.h>
+
+#include "sim.h"
+#include "sim_features.h"
+
+static unsigned int fb_mb = 256;
+module_param(fb_mb, uint, 0444);
+MODULE_PARM_DESC(fb_mb, "video memory of each simulated GPU, MiB");
+static unsigned int gpus = 1;
+module_param(gpus, uint, 0444);
+MODULE_PARM_DESC(gpus, "simulated GPUs, 1 or 2; each takes the identity of one QEMU edu device");
+bool sim_log_calls;
+module_param_named(log_calls, sim_log_calls, bool, 0644);
+MODULE_PARM_DESC(log_calls, "log every nvUvmInterface call");
+bool sim_trace;
+module_param_named(trace, sim_trace, bool, 0644);
+MODULE_PARM_DESC(trace, "log every method");
+
+DEFINE_MUTEX(sim_lock);
+struct sim_gpu sim_gpus[SIM_MAX_GPUS];
+unsigned int sim_gpu_count;
+LIST_HEAD(sim_vas_list);
+atomic_t sim_n_allocs, sim_n_tsgs, sim_n_chans;
+
+struct sim_gpu *sim_gpu_by_uuid(const void *uuid)
+{
+    unsigned int i;
+
+    for (i = 0; i < sim_gpu_count; i++) {
+        if (!memcmp(sim_gpus[i].uuid, uuid, sizeof(sim_gpus[i].uuid)))
+            return &sim_gpus[i];
+    }
+    return NULL;
+}
+
+static DEFINE_SPINLOCK(inject_lock);
+static struct {
+    u32 sites, nth, again;
+    pid_t tgid; // 0: any
+    u64 seen, fired;
+} inject;
+
+bool sim_inject(struct sim_gpu *g, u32 site)
+{
+    bool fire = false;
+    unsigned long flags;
+
+    if (!(READ_ONCE(inject.sites) & site))
+        return false;
+    spin_lock_irqsave(&inject_lock, flags);
+    // A push is executed by the engine thread, on behalf of nobody
+    if ((inject.sites & site) && (!inject.tgid || site == SIMGPU_SITE_CHANNEL || inject.tgid == current->tgid)) {
+        inject.seen++;
+        fire = inject.nth && (inject.again ? inject.seen >= inject.nth : inject.seen == inject.nth);
+        inject.fired += fire;
+    }
+    spin_unlock_irqrestore(&inject_lock, flags);
+    if (fire)
+        atomic64_inc(&g->injected);
+    return fire;
+}
+
+int sim_inject_ioctl(struct simgpu_inject *io)
+{
+    unsigned long flags;
+
+    spin_lock_irqsave(&inject_lock, flags);
+    swap(io->seen, inject.seen);
+    swap(io->fired, inject.fired);
+    inject.seen = inject.fired = 0;
+    inject.sites = io->sites;
+    inject.nth = io->nth;
+    inject.again = io->again;
+    inject.tgid = io->mine ? current->tgid : 0;
+    spin_unlock_irqrestore(&inject_lock, flags);
+    return 0;
+}
+
+static int gpu_init(struct sim_gpu *g, u32 index, struct pci_dev *pdev)
+{
+    // The last byte tells the GPUs apart
+    static const u8 uuid[16] = { 0x51, 0x4d, 0x47, 0x50, 0x55, 0, 0, 1, 0x80, 0, 0, 0, 0, 0, 0, 1 };
+
+    g->index = index;
+    memcpy(g->uuid, uuid, sizeof(uuid));
+    g->uuid[15] += index;
+    g->pdev = pdev;
+    g->fb_size = (u64)fb_mb << 20;
+    g->mode = SIMGPU_MODE_TLB | SIMGPU_MODE_NEGATIVE | SIMGPU_MODE_REFILL | SIMGPU_MODE_POST | SIMGPU_MODE_POISON;
+    INIT_LIST_HEAD(&g->waiters);
+    INIT_LIST_HEAD(&g->posted);
+    INIT_LIST_HEAD(&g->loops);
+    sim_fault_init(g);
+    g->fault_buf = vzalloc(SIM_FAULT_ENTRIES * SIM_FAULT_SIZE);
+    g->nr_fault_buf = vzalloc(SIM_FAULT_ENTRIES * SIM_FAULT_SIZE);
+    g->ac_buf = vzalloc(SIM_FAULT_ENTRIES * SIM_FAULT_SIZE);
+    if (!g->fault_buf || !g->nr_fault_buf || !g->ac_buf)
+        return -ENOMEM;
+    return sim_pma_init(g);
+}
+
+static void gpu_exit(struct sim_gpu *g)
+{
+    sim_pma_exit(g);
+    vfree(g->fault_buf);
+    vfree(g->nr_fault_buf);
+    vfree(g->ac_buf);
+    pci_dev_put(g->pdev);
+}
+
+static void exit_all(void)
+{
+    while (sim_gpu_count)
+        gpu_exit(&sim_gpus[--sim_gpu_count]);
+}
+
+static int __init sim_init(void)
+{
+    struct pci_dev *pdev = NULL;
+    int ret = 0;
+
+    while (!ret && sim_gpu_count < min_t(unsigned int, gpus, SIM_MAX_GPUS)) {
+        pdev = pci_get_device(0x1234, 0x11e8, pdev);
+        if (!pdev)
+            break;
+        // The next look-up drops the reference of this one
+        pci_dev_get(pdev);
+        ret = dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(64));
+        if (!ret)
+            ret = gpu_init(&sim_gpus[sim_gpu_count], sim_gpu_count, pdev);
+        sim_gpu_count++;
+    }
+    pci_dev_put(pdev);
+    if (!sim_gpu_count) {
+        sim_log("no edu device (1234:11e8) to lend its identity\n");
+        return -ENODEV;
+    }
+    if (!ret)
+        ret = sim_engine_start();
+    if (!ret) {
+        ret = sim_dev_start();
+        if (ret)
+            sim_engine_stop();
+    }
+    if (ret) {
+        exit_all();
+        return ret;
+    }
+    sim_log("%u simulated GPU(s), %u MiB each\n", sim_gpu_count, fb_mb);
+    return 0;
+}
+
+static void __exit sim_exit(void)
+{
+    u64 pma = 0;
+    u32 i, vas = 0;
+    struct sim_vas *v;
+
+    sim_dev_stop();
+    sim_fault_irq_sync();
+    sim_engine_stop();
+    sim_mem_exit();
+    list_for_each_entry(v, &sim_vas_list, node)
+        vas++;
+    for (i = 0; i < sim_gpu_count; i++)
+        pma += sim_gpus[i].c.pma_live;
+    // A test greps for this line: anything but zeros is a leak of the module that used the interface
+    sim_log("live at exit: vaspaces %u allocs %d tsgs %d channels %d pma-units %llu\n", vas,
+            atomic_read(&sim_n_allocs), atomic_read(&sim_n_tsgs), atomic_read(&sim_n_chans), pma);
+    exit_all();
+}
+
+module_init(sim_init);
+module_exit(sim_exit);
+MODULE_LICENSE("GPL");
+MODULE_VERSION(SIM_RELEASE);
+MODULE_DESCRIPTION("Stand-in for nvidia.ko that simulates GPUs for nvidia-uvm.ko");

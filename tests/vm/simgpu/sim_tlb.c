@@ -1,0 +1,241 @@
+// TLBs and page-directory caches.
+//
+// Every address space has, per unit (GPC for the SMs, HUB for copy engines and host), a cache of translations and of
+// directory entries. Nothing is ever evicted: an entry goes only with an invalidate whose scope covers it, so that an
+// invalidate that is missing, aims at the wrong address, leaves out the GPCs or does not reach the right level of the
+// tables leaves a stale entry that the next access uses. What an invalidate drops is fetched again at once, since work
+// in flight may do just that; so tables that were not yet written (or not yet flushed to memory) are caught too.
+//
+// SPDX-License-Identifier: GPL-2.0
+#include "sim.h"
+
+#define MAX_ENTRIES (64 << 10)
+#define MAX_REFILL 64
+
+static u32 key(u64 va, u32 shift, int level)
+{
+    return hash_64((va >> shift) ^ (u64)level << 58 ^ (u64)shift << 48, 32);
+}
+
+struct sim_tlbe *sim_tlb_find(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va)
+{
+    u64 base = va & ~((1ULL << shift) - 1);
+    struct sim_tlbe *t;
+
+    hash_for_each_possible(v->tlb, t, node, key(va, shift, level)) {
+        if (t->va == base && t->unit == unit && t->level == level && t->shift == shift)
+            return t;
+    }
+    return NULL;
+}
+
+static const u8 pte_shifts[] = { 21, 16, 12 };
+
+bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
+{
+    struct sim_tlbe *t;
+    int i;
+
+    for (i = 0; i < ARRAY_SIZE(pte_shifts); i++) {
+        t = sim_tlb_find(v, unit, SIM_LEVEL_PTE, pte_shifts[i], va);
+        if (t) {
+            x->pte = t->e0;
+            x->shift = t->shift;
+            x->state = t->state;
+            x->hit = true;
+            return true;
+        }
+    }
+    return false;
+}
+
+void sim_tlb_add(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va, u64 e0, u64 e1, u8 state)
+{
+    struct sim_tlbe *t;
+
+    if (v->gpu->c.tlb_entries >= MAX_ENTRIES || sim_tlb_find(v, unit, level, shift, va))
+        return;
+    // No reclaim: it could wait for UVM, which waits for the engine
+    t = kmalloc(sizeof(*t), GFP_NOWAIT | __GFP_NOWARN);
+    if (!t)
+        return;
+    t->va = va & ~((1ULL << shift) - 1);
+    t->e0 = e0;
+    t->e1 = e1;
+    t->shift = shift;
+    t->unit = unit;
+    t->state = state;
+    t->level = level;
+    hash_add(v->tlb, &t->node, key(va, shift, level));
+    v->tlb_count++;
+    v->gpu->c.tlb_entries++;
+}
+
+static void drop(struct sim_vas *v, struct sim_tlbe *t)
+{
+    hash_del(&t->node);
+    kfree(t);
+    v->tlb_count--;
+    v->gpu->c.tlb_entries--;
+}
+
+void sim_tlb_drop_all(struct sim_vas *v)
+{
+    struct hlist_node *next;
+    struct sim_tlbe *t;
+    int i;
+
+    hash_for_each_safe(v->tlb, i, next, t, node)
+        drop(v, t);
+}
+
+struct scope {
+    bool targeted, gpc;
+    u64 va;
+    u32 level; // PAGE_TABLE_LEVEL: 0 all, 1 PTEs only, 2 up to PDE0, ... 5 up to PDE3
+};
+
+static bool covered(const struct scope *s, const struct sim_tlbe *t)
+{
+    u64 size = 1ULL << t->shift;
+
+    if (t->unit == SIMGPU_UNIT_GPC && !s->gpc)
+        return false;
+    if (t->level < SIM_LEVEL_PTE) {
+        // level counts from the top, the field from the bottom
+        if (s->level && t->level < 5 - (int)s->level)
+            return false;
+    } else if (t->shift == 21 && s->level == 1) {
+        // A 2M translation lives where a PDE0 does
+        return false;
+    }
+    if (!s->targeted)
+        return true;
+    if (t->level == SIM_LEVEL_PTE && t->state == SIMGPU_PTE_INVALID) {
+        // A unit may remember an absent translation under any page size; the invalidate of one address is given the
+        // 64K around it, and the 2M if it reaches PDE0
+        size = s->level == 1 ? 64 << 10 : 2 << 20;
+        return (s->va & ~(size - 1)) == (t->va & ~(size - 1));
+    }
+    return s->va >= t->va && s->va < t->va + size;
+}
+
+struct refill {
+    u64 va;
+    u32 unit;
+};
+
+static void invalidate_vas(struct sim_vas *v, const struct scope *s)
+{
+    struct refill refill[MAX_REFILL];
+    u32 n = 0, i;
+    struct hlist_node *next;
+    struct sim_tlbe *t;
+    int bucket;
+
+    if (!v->tlb_count)
+        return;
+    hash_for_each_safe(v->tlb, bucket, next, t, node) {
+        if (!covered(s, t))
+            continue;
+        if (t->level == SIM_LEVEL_PTE && t->state != SIMGPU_PTE_INVALID && n < MAX_REFILL) {
+            refill[n].va = t->va;
+            refill[n++].unit = t->unit;
+        }
+        drop(v, t);
+    }
+    if (!(v->gpu->mode & SIMGPU_MODE_REFILL))
+        return;
+    for (i = 0; i < n; i++) {
+        struct sim_xlat x;
+
+        sim_translate(v, refill[i].unit, refill[i].va, &x);
+        v->gpu->c.tlb_refills++;
+    }
+}
+
+// A replay makes the units look again at what they found absent.
+void sim_tlb_replay(struct sim_gpu *g)
+{
+    struct hlist_node *next;
+    struct sim_tlbe *t;
+    struct sim_vas *v;
+    int bucket;
+
+    list_for_each_entry(v, &sim_vas_list, node) {
+        if (v->gpu != g || !v->tlb_count)
+            continue;
+        hash_for_each_safe(v->tlb, bucket, next, t, node) {
+            if (t->level == SIM_LEVEL_PTE && t->state == SIMGPU_PTE_INVALID)
+                drop(v, t);
+        }
+    }
+}
+
+// MEM_OP_A..D of an MMU_TLB_INVALIDATE or MMU_TLB_INVALIDATE_TARGETED
+void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
+{
+    u32 replay = (c >> 2) & 7;
+    struct scope s = {
+        .targeted = d >> 27 == 0xa,
+        .gpc = !(c & BIT(1)),
+        .va = (u64)b << 32 | (a & ~0xfffu),
+        .level = replay == 5 ? 1 : (c >> 7) & 7, // a cancel has the access type there
+    };
+    u64 pdb = ((u64)(d & 0x7ffffff) << 20 | c >> 12) << 12;
+    bool all = c & 1, vid = ((c >> 10) & 3) == 0, ack = ((c >> 5) & 3) != 0;
+    struct sim_vas *v;
+
+    if (s.targeted)
+        g->c.inval_targeted++;
+    else
+        g->c.inval_all++;
+    g->c.inval_ack += ack;
+    list_for_each_entry(v, &sim_vas_list, node) {
+        if (v->gpu != g || !v->has_pdb || (!all && (v->pdb != pdb || v->pdb_vid != vid)))
+            continue;
+        invalidate_vas(v, &s);
+        // An invalidate that is acknowledged globally has pushed what is in flight to where a membar catches it. One
+        // that leaves the GPCs out says nothing about the SMs' writes
+        if (ack && s.gpc)
+            sim_post_ack(g, v);
+    }
+}
+
+void sim_tlb_check_free(struct sim_gpu *g, u64 phys, u64 len)
+{
+    struct sim_tlbe *t;
+    struct sim_vas *v;
+    int bucket;
+
+    list_for_each_entry(v, &sim_vas_list, node) {
+        if (!v->tlb_count)
+            continue;
+        hash_for_each(v->tlb, bucket, t, node) {
+            if (t->level == SIM_LEVEL_PTE) {
+                struct sim_xlat x = { .pte = t->e0, .shift = t->shift, .state = t->state };
+                struct simgpu_pte pte;
+
+                sim_pte_decode(&x, &pte);
+                if (pte.state != SIMGPU_PTE_VALID || pte.aperture > 1 ||
+                    (pte.aperture == 1 ? sim_peer(v->gpu, pte.peer) : v->gpu) != g)
+                    continue;
+                if (pte.phys < phys + len && phys < pte.phys + pte.page_size) {
+                    g->c.bad_tlb_at_free++;
+                    sim_log("free of 0x%llx while a TLB maps 0x%llx to 0x%llx\n", phys, t->va, pte.phys);
+                }
+            } else if (v->gpu == g) {
+                // Directory entry, video memory: the address of the table it points to, in whichever half
+                u64 big = t->level == 3 && ((t->e0 >> 1) & 3) == 1 ? ((t->e0 >> 4) & 0x1fffffff) << 8 : ~0ULL;
+                u64 e = t->level == 3 ? t->e1 : t->e0;
+                u64 small = ((e >> 1) & 3) == 1 ? ((e >> 8) & 0x1ffffff) << 12 : ~0ULL;
+
+                if ((big >= phys && big < phys + len) || (small >= phys && small < phys + len)) {
+                    g->c.bad_pde_at_free++;
+                    sim_log("free of 0x%llx while a directory cache of level %d holds it for 0x%llx\n", phys, t->level,
+                            t->va);
+                }
+            }
+        }
+    }
+}
