@@ -6,8 +6,8 @@
 // UVM address space rmStatus is NV_ERR_ILLEGAL_ACTION. So QUERY finds the right descriptor of a process that has many.
 //
 // Physical memory, handles and windows belong to the open file: they survive fork() and travel with the descriptor, and
-// end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table: never
-// an address, never used twice in the life of the file, and without meaning to another file.
+// end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table:
+// never an address, never used twice in the life of the file, and without meaning to another file.
 //
 // A *window* is what the module keeps for each 2 MiB slot of address space (or the part of it that a range covers) that
 // it maps something in. Every 64 KiB of a window is a page, sparse (reads return zero, writes are dropped), or invalid
@@ -160,14 +160,15 @@ struct uvm_vmem_create {
 };
 
 // Unmap pages wherever this file maps them (to sparse), then free them, all or none. When it returns, no GPU access can
-// reach the memory through vMem's mappings any more.
+// reach the memory through vMem's mappings any more. The pages are all of one GPU.
 //
 // handles             address of __u64[count]; no handle twice
 // count               1 to out_max_ops
 // flags, reserved     zero
 // out_failed          index of the element at fault, or UVM_VMEM_NO_OP
 // out_pushes, out_invalidates, out_waits  of this call
-// Errors: the common ones; NV_ERR_INVALID_OBJECT_HANDLE no such handle (or twice). NV_ERR_INVALID_LIMIT can also mean
+// Errors: the common ones; NV_ERR_INVALID_OBJECT_HANDLE no such handle, the same one twice, or another GPU's than the
+// first; NV_ERR_INVALID_LIMIT can also mean
 // that the handles are mapped at more than out_max_bytes of addresses: release fewer at a time (one always works).
 struct uvm_vmem_release {
     __u64 handles;
@@ -191,7 +192,7 @@ struct uvm_vmem_release {
 // flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_TAKEOVER
 // UNMAP:
 // handle, offset      0, 0: whatever is there. Else what must be mapped there; anything else is an error
-// flags               UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID, UVM_VMEM_TAKEOVER
+// flags               UVM_VMEM_UNMAP_OPEN (with or without UVM_VMEM_TAKEOVER) or UVM_VMEM_UNMAP_INVALID
 struct uvm_vmem_op {
     __u64 va;
     __u64 length;
@@ -204,16 +205,19 @@ struct uvm_vmem_op {
 // Pages may be mapped there already: each entry is overwritten in place by the new one, so a kernel that accesses the
 // page meanwhile sees the old page or the new, never a fault. Without it: NV_ERR_UVM_ADDRESS_IN_USE.
 #define UVM_VMEM_MAP_REPLACE 0x1
-// 64 KiB entries even where a 2 MiB one would do. A 2 MiB entry is used where all of a slot that has no window (or has
-// a 2 MiB entry) is mapped to all of a 2 MiB handle; it is cut in place, without a gap, when a part of it changes.
+// 64 KiB entries even where a 2 MiB one would do. Without it a 2 MiB entry is used where all of a slot that has no
+// window (or has a 2 MiB entry) is mapped to all of a 2 MiB handle. Cutting a 2 MiB entry later, when a part of it
+// changes, makes the slot invalid for a moment: the GPU must not hold one address in entries of two sizes. So no kernel
+// may access such a slot while a part of it is mapped, replaced or unmapped.
 #define UVM_VMEM_MAP_64K 0x2
-// MAP, UNMAP: slots mapped by somebody else (a CUDA backdrop, a sparse mapping) may be taken: the whole slot becomes a
-// window and loses that mapping, without a moment in which an address is invalid. Without it:
-// NV_ERR_UVM_ADDRESS_IN_USE.
+// MAP, UNMAP with UVM_VMEM_UNMAP_OPEN: slots that another mapping on this GPU's own memory (a CUDA backdrop) or a
+// sparse mapping covers may be taken: the whole slot becomes a window and loses that mapping, without a moment in which
+// an address is invalid. While it happens, an access sees the old memory or the new, and writes there have no order.
+// Without it: NV_ERR_UVM_ADDRESS_IN_USE.
 #define UVM_VMEM_TAKEOVER 0x100
 // Open windows where there are none: the backdrop, ahead of use. Without it such addresses are skipped.
 #define UVM_VMEM_UNMAP_OPEN 0x10
-// Leave the addresses invalid instead of sparse. Not together with UVM_VMEM_UNMAP_OPEN or UVM_VMEM_TAKEOVER.
+// Leave the addresses invalid instead of sparse. Not together with UVM_VMEM_UNMAP_OPEN.
 #define UVM_VMEM_UNMAP_INVALID 0x20
 
 // MAP: put pages behind addresses. UNMAP: take them away. The elements take effect in order, as one: they are checked
@@ -227,14 +231,15 @@ struct uvm_vmem_op {
 // flags, reserved     zero
 // out_failed          index of the element at fault, or UVM_VMEM_NO_OP
 // out_pushes, out_invalidates, out_waits
-//                     of this call. One each, unless the batch is too large for one push, cuts 2 MiB entries or takes
-//                     slots over (one more of each for all of these together)
+//                     of this call. One push and one wait, whatever the batch; more pushes, chained, only when one has
+//                     no room. One invalidate for up to four runs of addresses each, for everything at once beyond
+//                     that; one set more when a 2 MiB entry is cut that keeps a page. No change: none of them
 // Errors: the common ones; NV_ERR_INVALID_ADDRESS va, length misaligned, overflowing, or not inside one external range;
 // NV_ERR_OUT_OF_RANGE the GPU cannot address it; NV_ERR_INVALID_OBJECT_HANDLE no such handle, or another GPU's;
 // NV_ERR_INVALID_OFFSET offset misaligned or offset + length past the page's end; NV_ERR_UVM_ADDRESS_IN_USE see above,
-// or a foreign mapping that cannot be cut at the slot's borders (4 KiB or 512 MiB entries); NV_ERR_OBJECT_NOT_FOUND
-// (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES (MAP) a page would be mapped at
-// more than out_max_bytes of addresses.
+// or a foreign mapping that cannot be taken (system memory, another GPU's, 4 KiB or 512 MiB entries);
+// NV_ERR_OBJECT_NOT_FOUND (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES (MAP) a
+// page would be mapped at more than out_max_bytes of addresses.
 struct uvm_vmem_batch {
     __u8 gpu_uuid[16];
     __u64 ops;

@@ -1,0 +1,324 @@
+// MAP and UNMAP: every element checked, every window and table at hand, before the first entry changes.
+//
+// SPDX-License-Identifier: MIT
+#include "uvm_vmem_memory.h"
+#include "uvm_vmem_window.h"
+
+#include "uvm_kvmalloc.h"
+#include "uvm_range_tree.h"
+
+#include <linux/uaccess.h>
+
+// Most units of 64 KiB that one handle is mapped at: what one RELEASE has to clear.
+#define MAX_MAPPED (UVM_VMEM_MAX_BYTES / UVM_VMEM_GRANULE)
+
+// Copy one element of another version than ours.
+static NV_STATUS op_copy(struct uvm_vmem_op *op, const void __user *from, NvU32 size)
+{
+    NvU8 rest[UVM_VMEM_MAX_OP_SIZE - sizeof(*op)];
+
+    if (copy_from_user(op, from, sizeof(*op)))
+        return NV_ERR_INVALID_POINTER;
+    if (copy_from_user(rest, from + sizeof(*op), size - sizeof(*op)))
+        return NV_ERR_INVALID_POINTER;
+    return memchr_inv(rest, 0, size - sizeof(*op)) ? NV_ERR_INVALID_PARAM_STRUCT : NV_OK;
+}
+
+// Copy the elements and check each as far as it needs no lock.
+static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op **out_ops)
+{
+    const void __user *from = u64_to_user_ptr(p->ops);
+    struct uvm_vmem_op *ops = uvm_kvmalloc(p->count * sizeof(*ops));
+    NV_STATUS status = NV_OK;
+    NvU64 total = 0;
+    NvU32 i;
+
+    if (!ops)
+        return NV_ERR_NO_MEMORY;
+
+    if (p->opSize == sizeof(*ops)) {
+        if (copy_from_user(ops, from, p->count * sizeof(*ops)))
+            status = NV_ERR_INVALID_POINTER;
+    }
+    for (i = 0; i < p->count && status == NV_OK; i++) {
+        if (p->opSize != sizeof(*ops))
+            status = op_copy(&ops[i], from + i * p->opSize, p->opSize);
+        if (status == NV_OK)
+            status = uvm_vmem_check_op(&ops[i], map, &total);
+        if (status != NV_OK)
+            p->out_failed = i;
+    }
+
+    if (status != NV_OK) {
+        uvm_kvfree(ops);
+        return status;
+    }
+    *out_ops = ops;
+    return NV_OK;
+}
+
+static uvm_vmem_open_t op_open(const struct uvm_vmem_op *op, bool map)
+{
+    if (op->flags & UVM_VMEM_TAKEOVER)
+        return UVM_VMEM_TAKE;
+    return map || (op->flags & UVM_VMEM_UNMAP_OPEN) ? UVM_VMEM_OPEN : UVM_VMEM_LOOK;
+}
+
+// The range and the handle of an element.
+static NV_STATUS op_find(struct uvm_vmem_call *call,
+                         const struct uvm_vmem_op *op,
+                         uvm_vmem_range_t **range,
+                         struct uvm_vmem_handle **handle)
+{
+    *handle = NULL;
+
+    *range = uvm_vmem_range_find(call->va_space, op->va);
+    if (!*range || op->va + op->length - 1 > uvm_vmem_va_range(*range)->node.end)
+        return NV_ERR_INVALID_ADDRESS;
+    if (!uvm_gpu_can_address(call->gpu, op->va, op->length))
+        return NV_ERR_OUT_OF_RANGE;
+
+    if (!op->handle)
+        return NV_OK;
+    *handle = uvm_vmem_handle_find(call->space, op->handle);
+    if (!*handle || (*handle)->slab->owner != call->vgpu)
+        return NV_ERR_INVALID_OBJECT_HANDLE;
+    if (op->offset + op->length > (*handle)->units * UVM_VMEM_GRANULE)
+        return NV_ERR_INVALID_OFFSET;
+    return NV_OK;
+}
+
+static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
+{
+    NvU64 va = op->va;
+    NvU64 end = op->va + op->length - 1;
+    struct uvm_vmem_handle *handle;
+    uvm_vmem_range_t *range;
+    NV_STATUS status;
+    bool huge;
+
+    status = op_find(call, op, &range, &handle);
+    if (status != NV_OK)
+        return status;
+    if (!handle)
+        return NV_ERR_INVALID_OBJECT_HANDLE;
+
+    if (handle->mapped + handle->pending + op->length / UVM_VMEM_GRANULE > MAX_MAPPED)
+        return NV_ERR_INSUFFICIENT_RESOURCES;
+    handle->pending += op->length / UVM_VMEM_GRANULE;
+
+    huge = !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_SLOT && va == uvm_vmem_slot(va) &&
+           uvm_vmem_gpu_has_huge(call->gpu);
+
+    while (va <= end) {
+        struct uvm_vmem_window *window;
+        struct uvm_vmem_piece piece;
+        NvU32 mask;
+
+        status = uvm_vmem_window_touch(call, range, va, op_open(op, true), huge, &window);
+        if (status != NV_OK)
+            return status;
+
+        piece.window = window;
+        piece.handle = handle;
+        piece.first = uvm_vmem_index(va);
+        piece.count = (min(end, window->end) - va + 1) / UVM_VMEM_GRANULE;
+        piece.unit = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
+        piece.invalid = false;
+        mask = uvm_vmem_mask(piece.first, piece.count);
+
+        if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (window->occupied & mask))
+            return NV_ERR_UVM_ADDRESS_IN_USE;
+        window->occupied |= mask;
+        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M && !huge)
+            window->cut_wanted = true;
+
+        status = uvm_vmem_piece_add(call, &piece);
+        if (status != NV_OK)
+            return status;
+        va += piece.count * UVM_VMEM_GRANULE;
+    }
+    return NV_OK;
+}
+
+// Whether the units in mask are all mapped to the handle, from `unit` on.
+static bool window_holds(struct uvm_vmem_window *window, NvU32 mask, struct uvm_vmem_handle *handle, NvU32 unit)
+{
+    NvU32 first = __ffs(mask);
+    NvU32 i;
+
+    if ((window->occupied & mask) != mask)
+        return false;
+    for (i = first; i < UVM_VMEM_UNITS && (mask & (1U << i)); i++) {
+        if (window->entries[i].handle != handle || window->entries[i].unit != unit + i - first)
+            return false;
+    }
+    return true;
+}
+
+// Skip what is not a window. *va is the next address to look at.
+static NV_STATUS unmap_skip(struct uvm_vmem_call *call,
+                            uvm_vmem_range_t *range,
+                            const struct uvm_vmem_op *op,
+                            NvU64 *va)
+{
+    uvm_range_tree_t *tree = &uvm_ext_gpu_range_tree(range, call->gpu)->tree;
+    NvU64 end = op->va + op->length - 1;
+    uvm_range_tree_node_t *node = uvm_range_tree_iter_first(tree, *va, end);
+
+    if (op->handle)
+        return NV_ERR_OBJECT_NOT_FOUND;
+
+    if (!node)
+        *va = end + 1;
+    else if (node->start > *va)
+        *va = min(end + 1, UVM_ALIGN_UP(node->start, UVM_VMEM_GRANULE));
+    else
+        *va = node->end >= end ? end + 1 : min(end + 1, UVM_ALIGN_UP(node->end + 1, UVM_VMEM_GRANULE));
+    return NV_OK;
+}
+
+static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
+{
+    NvU64 va = op->va;
+    NvU64 end = op->va + op->length - 1;
+    struct uvm_vmem_handle *handle;
+    uvm_vmem_range_t *range;
+    NV_STATUS status;
+
+    status = op_find(call, op, &range, &handle);
+    if (status != NV_OK)
+        return status;
+
+    while (va <= end) {
+        struct uvm_vmem_window *window;
+        struct uvm_vmem_piece piece;
+        NvU32 mask;
+
+        status = uvm_vmem_window_touch(call, range, va, op_open(op, false), false, &window);
+        if (status == NV_OK && !window) {
+            status = unmap_skip(call, range, op, &va);
+            if (status == NV_OK)
+                continue;
+        }
+        if (status != NV_OK)
+            return status;
+
+        piece.window = window;
+        piece.handle = NULL;
+        piece.first = uvm_vmem_index(va);
+        piece.count = (min(end, window->end) - va + 1) / UVM_VMEM_GRANULE;
+        piece.unit = 0;
+        piece.invalid = op->flags & UVM_VMEM_UNMAP_INVALID;
+        mask = uvm_vmem_mask(piece.first, piece.count);
+
+        if (handle && !window_holds(window, mask, handle, (op->offset + (va - op->va)) / UVM_VMEM_GRANULE))
+            return NV_ERR_OBJECT_NOT_FOUND;
+        window->occupied &= ~mask;
+
+        // A 2 MiB entry is a page or nothing; there is no sparse one.
+        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M && !(piece.invalid && mask == ~0U))
+            window->cut_wanted = true;
+
+        status = uvm_vmem_piece_add(call, &piece);
+        if (status != NV_OK)
+            return status;
+        va += piece.count * UVM_VMEM_GRANULE;
+    }
+    return NV_OK;
+}
+
+// LOCKING: the VA space lock in write mode.
+static NV_STATUS batch_locked(struct uvm_vmem_call *call, struct uvm_vmem_batch *p, struct uvm_vmem_op *ops, bool map)
+{
+    NV_STATUS status;
+    NvU32 i;
+
+    status = call->space->dead;
+    if (status == NV_OK)
+        status = uvm_vmem_gpu_lookup(call->va_space, p->gpu_uuid, &call->gpu, &call->tree);
+    if (status != NV_OK)
+        return status;
+
+    mutex_lock(&call->space->lock);
+    call->vgpu = uvm_vmem_gpu_find(call->space, call->gpu, true);
+    mutex_unlock(&call->space->lock);
+    if (!call->vgpu)
+        return NV_ERR_NO_MEMORY;
+
+    for (i = 0; i < p->count; i++) {
+        status = map ? map_op(call, &ops[i]) : unmap_op(call, &ops[i]);
+        if (status != NV_OK) {
+            p->out_failed = i;
+            break;
+        }
+    }
+
+    // Of this call only; elements that failed left theirs.
+    for (i = 0; map && i < p->count; i++) {
+        struct uvm_vmem_handle *handle = uvm_vmem_handle_find(call->space, ops[i].handle);
+
+        if (handle)
+            handle->pending = 0;
+    }
+
+    if (status == NV_OK)
+        status = uvm_vmem_call_cut(call);
+    if (status != NV_OK) {
+        uvm_vmem_call_undo(call);
+        return status;
+    }
+    return uvm_vmem_call_commit(call);
+}
+
+static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
+{
+    uvm_va_space_t *va_space = uvm_va_space_get(filp);
+    struct uvm_vmem_op *ops;
+    struct uvm_vmem_call *call;
+    NV_STATUS status, wait;
+
+    p->out_failed = UVM_VMEM_NO_OP;
+    p->out_pushes = 0;
+    p->out_invalidates = 0;
+    p->out_waits = 0;
+
+    status = uvm_vmem_check_batch(p);
+    if (status != NV_OK)
+        return status;
+    status = ops_copy(p, map, &ops);
+    if (status != NV_OK)
+        return status;
+    status = uvm_vmem_call_begin(&call, va_space);
+    if (status != NV_OK) {
+        uvm_kvfree(ops);
+        return status;
+    }
+
+    uvm_va_space_down_write(va_space);
+    status = batch_locked(call, p, ops, map);
+    uvm_va_space_downgrade_write(va_space);
+
+    // Also after a failure: windows may have been cut.
+    wait = uvm_vmem_call_wait(call);
+    if (status == NV_OK)
+        status = wait;
+    uvm_va_space_up_read(va_space);
+
+    p->out_pushes = call->pushes;
+    p->out_invalidates = call->invalidates;
+    p->out_waits = call->waits;
+    uvm_vmem_call_end(call);
+    uvm_kvfree(ops);
+    return status;
+}
+
+NV_STATUS uvm_vmem_api_map(void *params, struct file *filp)
+{
+    return batch(params, filp, true);
+}
+
+NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp)
+{
+    return batch(params, filp, false);
+}

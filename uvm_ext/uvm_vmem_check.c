@@ -1,0 +1,103 @@
+// Checks of what user space passed, as far as no state is needed.
+//
+// SPDX-License-Identifier: MIT
+#include "uvm_vmem_pure.h"
+
+#define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_TAKEOVER)
+#define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER)
+
+static bool misaligned(__u64 value, __u64 to)
+{
+    return (value & (to - 1)) != 0;
+}
+
+NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
+{
+    if (p->flags || p->reserved[0] || p->reserved[1] || p->reserved[2] || p->reserved[3] || p->pad)
+        return NV_ERR_INVALID_ARGUMENT;
+    return NV_OK;
+}
+
+static NV_STATUS check_range(__u64 base, __u64 length)
+{
+    if (!base || !length || misaligned(base, UVM_VMEM_SLOT) || misaligned(length, UVM_VMEM_SLOT))
+        return NV_ERR_INVALID_ADDRESS;
+    if (base + length < base)
+        return NV_ERR_INVALID_ADDRESS;
+    return NV_OK;
+}
+
+NV_STATUS uvm_vmem_check_reserve(const struct uvm_vmem_reserve *p)
+{
+    if (p->flags || p->reserved || p->pad)
+        return NV_ERR_INVALID_ARGUMENT;
+    return check_range(p->base, p->length);
+}
+
+NV_STATUS uvm_vmem_check_free(const struct uvm_vmem_free *p)
+{
+    if (p->flags || p->reserved || p->pad)
+        return NV_ERR_INVALID_ARGUMENT;
+    return check_range(p->base, p->length);
+}
+
+NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p)
+{
+    if (p->flags || p->reserved || p->pad || !p->count || !uvm_vmem_page_units(p->page_size))
+        return NV_ERR_INVALID_ARGUMENT;
+    if (p->count > UVM_VMEM_MAX_OPS || p->count * p->page_size > UVM_VMEM_MAX_BYTES)
+        return NV_ERR_INVALID_LIMIT;
+    return NV_OK;
+}
+
+NV_STATUS uvm_vmem_check_release(const struct uvm_vmem_release *p)
+{
+    if (p->flags || p->reserved || p->pad || !p->count)
+        return NV_ERR_INVALID_ARGUMENT;
+    if (p->count > UVM_VMEM_MAX_OPS)
+        return NV_ERR_INVALID_LIMIT;
+    return NV_OK;
+}
+
+NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p)
+{
+    if (p->flags || p->reserved32 || p->reserved || p->pad || !p->count)
+        return NV_ERR_INVALID_ARGUMENT;
+    if (p->opSize < sizeof(struct uvm_vmem_op) || p->opSize > UVM_VMEM_MAX_OP_SIZE || p->opSize % 8)
+        return NV_ERR_INVALID_PARAM_STRUCT;
+    if (p->count > UVM_VMEM_MAX_OPS)
+        return NV_ERR_INVALID_LIMIT;
+    return NV_OK;
+}
+
+NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total)
+{
+    if (op->reserved || (op->flags & ~(__u32)(map ? MAP_FLAGS : UNMAP_FLAGS)))
+        return NV_ERR_INVALID_ARGUMENT;
+
+    if (!map) {
+        if ((op->flags & UVM_VMEM_UNMAP_INVALID) && (op->flags & ~(__u32)UVM_VMEM_UNMAP_INVALID))
+            return NV_ERR_INVALID_ARGUMENT;
+        // Taking a slot over opens a window in it.
+        if ((op->flags & UVM_VMEM_TAKEOVER) && !(op->flags & UVM_VMEM_UNMAP_OPEN))
+            return NV_ERR_INVALID_ARGUMENT;
+        if (!op->handle && op->offset)
+            return NV_ERR_INVALID_OFFSET;
+    }
+
+    if (!op->va || !op->length || misaligned(op->va, UVM_VMEM_GRANULE) || misaligned(op->length, UVM_VMEM_GRANULE))
+        return NV_ERR_INVALID_ADDRESS;
+    if (op->va + op->length < op->va)
+        return NV_ERR_INVALID_ADDRESS;
+
+    if (map || op->handle) {
+        if (misaligned(op->offset, UVM_VMEM_GRANULE) || op->offset >= UVM_VMEM_SLOT ||
+            op->length > UVM_VMEM_SLOT - op->offset)
+            return NV_ERR_INVALID_OFFSET;
+    }
+
+    if (op->length > UVM_VMEM_MAX_BYTES - *total)
+        return NV_ERR_INVALID_LIMIT;
+    *total += op->length;
+    return NV_OK;
+}

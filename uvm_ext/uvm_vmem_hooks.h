@@ -1,0 +1,33 @@
+// What the insertions in NVIDIA's files call; kernel-open/hooks.py holds their texts.
+//
+// SPDX-License-Identifier: MIT
+#ifndef UVM_VMEM_HOOKS_H
+#define UVM_VMEM_HOOKS_H
+
+#include "uvm_forward_decl.h"
+#include "uvm_ext/uvm_vmem_ioctl.h"
+
+#include <linux/fs.h>
+
+struct uvm_vmem_space;
+
+// Whether cmd lies in vMem's block of numbers. UVM's own have a type byte below 0x10.
+static inline bool uvm_vmem_is_ioctl(unsigned int cmd)
+{
+    return _IOC_TYPE(cmd) == UVM_VMEM_IOCTL_TYPE;
+}
+
+// Serve a vMem call. Called like UVM's own ioctls, with the power management lock held in read mode; copies the
+// parameters in and out itself.
+long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
+
+// Forget the GPU's windows and free its pages. UVM has cleared and invalidated every external mapping on the GPU before
+// (or its address space was never registered).
+//
+// LOCKING: the VA space lock must be held in write mode.
+void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
+
+// Free the file's state. All GPUs were unregistered before, and nobody else can reach the VA space.
+void uvm_vmem_destroy(uvm_va_space_t *va_space);
+
+#endif

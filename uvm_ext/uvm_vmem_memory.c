@@ -1,0 +1,423 @@
+// Physical memory: 2 MiB slabs cut into pages, and the table of handles.
+//
+// Slabs are kernel chunks: pinned, never evicted, and cut by us, since the PMM has no chunks of 128 or 256 KiB.
+//
+// SPDX-License-Identifier: MIT
+#include "uvm_vmem_memory.h"
+
+#include "uvm_channel.h"
+#include "uvm_hal.h"
+#include "uvm_kvmalloc.h"
+#include "uvm_pmm_gpu.h"
+#include "uvm_push.h"
+#include "uvm_tracker.h"
+
+// Chunks taken from the PMM by one call of it
+#define CHUNKS_AT_ONCE 64
+
+// Room that one memset needs in a push, with a margin
+#define MEMSET_SPACE 1024
+
+// One CREATE.
+struct create {
+    struct uvm_vmem_space *space;
+    struct uvm_vmem_gpu *vgpu;
+    NvU32 units;
+    NvU32 class;
+    NvU32 count;
+    struct uvm_vmem_handle **handles;
+    NvU32 taken;    // handles that have a page
+    NvU32 from_old; // of these, the first that have it from slabs there were before
+    NvU32 stored;   // handles in the table
+
+    struct list_head slabs; // new ones
+    uvm_tracker_t tracker;
+    uvm_push_t push;
+    bool pushing;
+};
+
+struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64 id)
+{
+    return xa_load(&space->handles, id);
+}
+
+static NvU32 page_class(NvU32 units)
+{
+    return units == UVM_VMEM_UNITS ? UVM_VMEM_CLASSES - 1 : ilog2(units);
+}
+
+static NvU64 units_size(NvU32 units)
+{
+    return units * UVM_VMEM_GRANULE;
+}
+
+static NvU32 handle_mask(const struct uvm_vmem_handle *handle)
+{
+    return uvm_vmem_mask(handle->first, handle->units);
+}
+
+static void slab_free(struct uvm_vmem_slab *slab)
+{
+    struct uvm_vmem_gpu *vgpu = slab->owner;
+
+    list_del(&slab->node);
+    vgpu->bytes_held -= UVM_VMEM_SLOT;
+    vgpu->space->bytes_held -= UVM_VMEM_SLOT;
+    uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);
+    uvm_kvfree(slab);
+}
+
+// Give pages of the slab to handles that have none, until it is full or all have one.
+static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
+{
+    while (c->taken < c->count) {
+        struct uvm_vmem_handle *handle = c->handles[c->taken];
+        int first = uvm_vmem_slab_find(slab->used, c->units);
+
+        if (first < 0)
+            return;
+        handle->slab = slab;
+        handle->first = first;
+        handle->units = c->units;
+        slab->used |= handle_mask(handle);
+        c->vgpu->bytes_created += units_size(c->units);
+        c->taken++;
+    }
+}
+
+// Put the slab into the list of its class, where those with a free page come first.
+static void slab_list(struct uvm_vmem_slab *slab)
+{
+    struct list_head *slabs = &slab->owner->slabs[page_class(slab->units)];
+
+    if (uvm_vmem_slab_find(slab->used, slab->units) < 0)
+        list_move_tail(&slab->node, slabs);
+    else
+        list_move(&slab->node, slabs);
+}
+
+void uvm_vmem_handle_free(struct uvm_vmem_handle *handle)
+{
+    struct uvm_vmem_slab *slab = handle->slab;
+
+    lockdep_assert_held(&slab->owner->space->lock);
+    UVM_ASSERT(list_empty(&handle->entries));
+
+    slab->used &= ~handle_mask(handle);
+    slab->owner->bytes_created -= units_size(handle->units);
+    slab->owner->space->num_handles--;
+    if (slab->used)
+        slab_list(slab);
+    else
+        slab_free(slab);
+    uvm_kvfree(handle);
+}
+
+void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu)
+{
+    struct uvm_vmem_handle *handle;
+    unsigned long id;
+
+    lockdep_assert_held(&vgpu->space->lock);
+
+    xa_for_each(&vgpu->space->handles, id, handle) {
+        if (handle->slab->owner != vgpu)
+            continue;
+        xa_erase(&vgpu->space->handles, id);
+        uvm_vmem_handle_free(handle);
+    }
+    UVM_ASSERT(!vgpu->bytes_held);
+}
+
+// Take chunks for the pages that the slabs at hand have no room for. The new slabs go to c->slabs, in the list of their
+// class only once nothing can fail.
+static NV_STATUS slabs_alloc(struct create *c)
+{
+    uvm_gpu_chunk_t *chunks[CHUNKS_AT_ONCE];
+    struct uvm_vmem_slab *slab;
+    NvU32 per_slab = UVM_VMEM_UNITS / c->units;
+    NvU32 free = 0;
+    NvU32 left;
+    NvU64 cap;
+    NV_STATUS status;
+
+    list_for_each_entry(slab, &c->vgpu->slabs[c->class], node) {
+        NvU32 n = uvm_vmem_slab_free(slab->used, c->units);
+
+        if (!n || free >= c->count)
+            break;
+        free += n;
+    }
+    left = free >= c->count ? 0 : DIV_ROUND_UP(c->count - free, per_slab);
+
+    cap = uvm_vmem_bytes_cap();
+    if (left && (c->space->bytes_held > cap || left * UVM_VMEM_SLOT > cap - c->space->bytes_held))
+        return NV_ERR_INSUFFICIENT_RESOURCES;
+
+    while (left) {
+        NvU32 n = min_t(NvU32, left, CHUNKS_AT_ONCE);
+        NvU32 i;
+
+        status = uvm_pmm_gpu_alloc_kernel(&c->vgpu->gpu->pmm,
+                                          n,
+                                          UVM_CHUNK_SIZE_2M,
+                                          UVM_PMM_ALLOC_FLAGS_EVICT,
+                                          chunks,
+                                          &c->tracker);
+        if (status != NV_OK)
+            return status;
+
+        for (i = 0; i < n; i++) {
+            slab = uvm_kvmalloc_zero(sizeof(*slab));
+            if (!slab) {
+                while (i < n)
+                    uvm_pmm_gpu_free(&c->vgpu->gpu->pmm, chunks[i++], NULL);
+                return NV_ERR_NO_MEMORY;
+            }
+            slab->owner = c->vgpu;
+            slab->chunk = chunks[i];
+            slab->units = c->units;
+            slab->dirty = chunks[i]->is_zero ? 0 : ~0U;
+            list_add_tail(&slab->node, &c->slabs);
+            c->vgpu->bytes_held += UVM_VMEM_SLOT;
+            c->space->bytes_held += UVM_VMEM_SLOT;
+        }
+        left -= n;
+        cond_resched();
+    }
+    return NV_OK;
+}
+
+static void push_end(struct create *c)
+{
+    if (!c->pushing)
+        return;
+    uvm_push_end(&c->push);
+    uvm_tracker_overwrite_with_push(&c->tracker, &c->push);
+    c->pushing = false;
+}
+
+// Zero units of a slab. The memsets of one CREATE share a push, as far as there is room.
+static NV_STATUS units_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 first, NvU32 count)
+{
+    uvm_gpu_t *gpu = c->vgpu->gpu;
+    NvU64 address = slab->chunk->address + first * UVM_VMEM_GRANULE;
+    NV_STATUS status;
+
+    if (c->pushing && !uvm_push_has_space(&c->push, MEMSET_SPACE))
+        push_end(c);
+
+    if (!c->pushing) {
+        status = uvm_push_begin_acquire(gpu->channel_manager,
+                                        UVM_CHANNEL_TYPE_GPU_INTERNAL,
+                                        &c->tracker,
+                                        &c->push,
+                                        "vMem zero from 0x%llx",
+                                        address);
+        if (status != NV_OK)
+            return status;
+        c->pushing = true;
+    }
+
+    // The memory is nobody's yet: nothing to order the memsets with but the end of the push, which is waited for.
+    uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
+    uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
+    gpu->parent->ce_hal->memset_8(&c->push,
+                                  uvm_gpu_address_copy(gpu, uvm_gpu_phys_address(UVM_APERTURE_VID, address)),
+                                  0,
+                                  units_size(count));
+    return NV_OK;
+}
+
+// Zero new slabs whole, and the pages taken that somebody had before. What is handed out counts as dirty from now on.
+static NV_STATUS pages_zero(struct create *c)
+{
+    struct uvm_vmem_slab *slab;
+    NV_STATUS status = NV_OK;
+    NvU32 i;
+
+    list_for_each_entry(slab, &c->slabs, node) {
+        if (!slab->dirty)
+            continue;
+        status = units_zero(c, slab, 0, UVM_VMEM_UNITS);
+        if (status != NV_OK)
+            break;
+        slab->dirty = 0;
+    }
+
+    for (i = 0; i < c->count && status == NV_OK; i++) {
+        NvU32 mask = handle_mask(c->handles[i]) & c->handles[i]->slab->dirty;
+        unsigned int first, count;
+
+        while (status == NV_OK && uvm_vmem_next_run(&mask, &first, &count))
+            status = units_zero(c, c->handles[i]->slab, first, count);
+        c->handles[i]->slab->dirty |= handle_mask(c->handles[i]);
+    }
+
+    push_end(c);
+    return status;
+}
+
+static void pages_take(struct create *c)
+{
+    struct list_head *slabs = &c->vgpu->slabs[c->class];
+    struct uvm_vmem_slab *slab;
+
+    while (c->taken < c->count && !list_empty(slabs)) {
+        slab = list_first_entry(slabs, struct uvm_vmem_slab, node);
+        if (uvm_vmem_slab_find(slab->used, c->units) < 0)
+            break;
+        pages_take_from(c, slab);
+        slab_list(slab);
+    }
+    c->from_old = c->taken;
+
+    list_for_each_entry(slab, &c->slabs, node)
+        pages_take_from(c, slab);
+}
+
+static NV_STATUS handles_store(struct create *c, NvU64 base)
+{
+    int err;
+
+    for (; c->stored < c->count; c->stored++) {
+        c->handles[c->stored]->id = base + c->stored;
+        err = xa_err(xa_store(&c->space->handles, base + c->stored, c->handles[c->stored], NV_UVM_GFP_FLAGS));
+        if (err)
+            return NV_ERR_NO_MEMORY;
+    }
+    return NV_OK;
+}
+
+// Undo everything. The GPU may still be zeroing.
+static void create_unwind(struct create *c)
+{
+    struct uvm_vmem_slab *slab, *next;
+
+    (void)uvm_tracker_wait(&c->tracker);
+
+    while (c->stored)
+        xa_erase(&c->space->handles, c->handles[--c->stored]->id);
+
+    while (c->taken) {
+        struct uvm_vmem_handle *handle = c->handles[--c->taken];
+
+        handle->slab->used &= ~handle_mask(handle);
+        c->vgpu->bytes_created -= units_size(handle->units);
+        if (c->taken < c->from_old)
+            slab_list(handle->slab);
+        handle->slab = NULL;
+    }
+
+    list_for_each_entry_safe(slab, next, &c->slabs, node)
+        slab_free(slab);
+}
+
+// LOCKING: the VA space lock in read mode and space->lock. The lock is held while the GPU zeroes, so that what is free
+// in a slab is zero or known to be dirty.
+static NV_STATUS create_locked(struct create *c, NvU64 *first)
+{
+    struct uvm_vmem_slab *slab, *next;
+    NvU64 base = c->space->next_handle;
+    NV_STATUS status;
+
+    status = slabs_alloc(c);
+    if (status == NV_OK) {
+        pages_take(c);
+        status = handles_store(c, base);
+    }
+    if (status == NV_OK)
+        status = pages_zero(c);
+    if (status == NV_OK)
+        status = uvm_tracker_wait(&c->tracker);
+    if (status != NV_OK) {
+        create_unwind(c);
+        return status;
+    }
+
+    list_for_each_entry_safe(slab, next, &c->slabs, node)
+        slab_list(slab);
+    c->space->next_handle += c->count;
+    c->space->num_handles += c->count;
+    *first = base;
+    return NV_OK;
+}
+
+static void handles_array_free(struct uvm_vmem_handle **handles, NvU32 count)
+{
+    NvU32 i;
+
+    for (i = 0; handles && i < count; i++)
+        uvm_kvfree(handles[i]);
+    uvm_kvfree(handles);
+}
+
+static struct uvm_vmem_handle **handles_array_alloc(NvU32 count)
+{
+    struct uvm_vmem_handle **handles = uvm_kvmalloc_zero(count * sizeof(*handles));
+    NvU32 i;
+
+    for (i = 0; handles && i < count; i++) {
+        handles[i] = uvm_kvmalloc_zero(sizeof(*handles[i]));
+        if (!handles[i]) {
+            handles_array_free(handles, i);
+            return NULL;
+        }
+        INIT_LIST_HEAD(&handles[i]->entries);
+    }
+    return handles;
+}
+
+NV_STATUS uvm_vmem_api_create(void *params, struct file *filp)
+{
+    struct uvm_vmem_create *p = params;
+    uvm_va_space_t *va_space = uvm_va_space_get(filp);
+    struct create *c = NULL;
+    uvm_gpu_t *gpu;
+    NV_STATUS status;
+
+    p->out_handle = 0;
+
+    status = uvm_vmem_check_create(p);
+    if (status != NV_OK)
+        return status;
+
+    c = uvm_kvmalloc_zero(sizeof(*c));
+    if (!c)
+        return NV_ERR_NO_MEMORY;
+
+    c->units = uvm_vmem_page_units(p->page_size);
+    c->class = page_class(c->units);
+    c->count = p->count;
+    INIT_LIST_HEAD(&c->slabs);
+    uvm_tracker_init(&c->tracker);
+
+    c->space = uvm_vmem_space_get(va_space);
+    c->handles = handles_array_alloc(p->count);
+    if (!c->space || !c->handles) {
+        status = NV_ERR_NO_MEMORY;
+        goto out;
+    }
+
+    uvm_va_space_down_read(va_space);
+    status = uvm_vmem_gpu_lookup(va_space, p->gpu_uuid, &gpu, NULL);
+    if (status == NV_OK)
+        status = c->space->dead;
+    if (status == NV_OK) {
+        mutex_lock(&c->space->lock);
+        c->vgpu = uvm_vmem_gpu_find(c->space, gpu, true);
+        status = c->vgpu ? create_locked(c, &p->out_handle) : NV_ERR_NO_MEMORY;
+        mutex_unlock(&c->space->lock);
+    }
+    uvm_va_space_up_read(va_space);
+
+out:
+    // On success the table owns the handles.
+    if (status == NV_OK)
+        uvm_kvfree(c->handles);
+    else
+        handles_array_free(c->handles, p->count);
+    uvm_tracker_deinit(&c->tracker);
+    uvm_kvfree(c);
+    return status;
+}

@@ -1,0 +1,24 @@
+// Physical memory: 2 MiB slabs cut into pages, and the table of handles.
+//
+// SPDX-License-Identifier: MIT
+#ifndef UVM_VMEM_MEMORY_H
+#define UVM_VMEM_MEMORY_H
+
+#include "uvm_vmem_space.h"
+
+// The handle with this id, or NULL.
+//
+// LOCKING: the VA space lock in write mode.
+struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64 id);
+
+// Free a page that no PTE and no TLB entry reaches any more and that is out of the table.
+//
+// LOCKING: space->lock and the VA space lock.
+void uvm_vmem_handle_free(struct uvm_vmem_handle *handle);
+
+// Free all pages of a GPU; its windows are forgotten.
+//
+// LOCKING: space->lock and the VA space lock in write mode.
+void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu);
+
+#endif

@@ -1,0 +1,121 @@
+// What needs neither a kernel nor a GPU: arithmetic of slabs and slots, and the checks of what user space passed. The
+// same source is compiled into the module and, for the tests, into a program.
+//
+// SPDX-License-Identifier: MIT
+#ifndef UVM_VMEM_PURE_H
+#define UVM_VMEM_PURE_H
+
+#include "uvm_vmem_ioctl.h"
+#include "uvm_vmem_status.h"
+
+#ifndef __KERNEL__
+#include <stdbool.h>
+#endif
+
+#define UVM_VMEM_PAGE_SIZES ((1ULL << 16) | (1ULL << 17) | (1ULL << 18) | (1ULL << 21))
+
+// Units of 64 KiB in a 2 MiB slab, and in a slot of address space: a bit each.
+#define UVM_VMEM_UNITS 32u
+
+// Bits [first, first + count), count from 1 to 32.
+static inline __u32 uvm_vmem_mask(unsigned int first, unsigned int count)
+{
+    return (0xFFFFFFFFu >> (UVM_VMEM_UNITS - count)) << first;
+}
+
+// Take the lowest run of set bits out of *mask. False when there is none.
+static inline bool uvm_vmem_next_run(__u32 *mask, unsigned int *first, unsigned int *count)
+{
+    __u32 rest;
+
+    if (!*mask)
+        return false;
+
+    *first = (unsigned int)__builtin_ctz(*mask);
+    rest = ~(*mask >> *first);
+    *count = rest ? (unsigned int)__builtin_ctz(rest) : UVM_VMEM_UNITS;
+    *mask &= ~uvm_vmem_mask(*first, *count);
+    return true;
+}
+
+// 64 KiB units of a page, 0 for a size that there is not.
+static inline unsigned int uvm_vmem_page_units(__u64 page_size)
+{
+    if (!page_size || (page_size & (page_size - 1)) || !(page_size & UVM_VMEM_PAGE_SIZES))
+        return 0;
+    return (unsigned int)(page_size / UVM_VMEM_GRANULE);
+}
+
+// First unit of a free, naturally aligned page of `units` in a slab whose taken units are `used`; -1 when it is full.
+static inline int uvm_vmem_slab_find(__u32 used, unsigned int units)
+{
+    unsigned int first;
+
+    for (first = 0; first < UVM_VMEM_UNITS; first += units) {
+        if (!(used & uvm_vmem_mask(first, units)))
+            return (int)first;
+    }
+    return -1;
+}
+
+// How many pages of `units` are free in a slab.
+static inline unsigned int uvm_vmem_slab_free(__u32 used, unsigned int units)
+{
+    unsigned int first, n = 0;
+
+    for (first = 0; first < UVM_VMEM_UNITS; first += units)
+        n += !(used & uvm_vmem_mask(first, units));
+    return n;
+}
+
+static inline __u64 uvm_vmem_slot(__u64 va)
+{
+    return va & ~(UVM_VMEM_SLOT - 1);
+}
+
+static inline __u64 uvm_vmem_slot_end(__u64 va)
+{
+    return va | (UVM_VMEM_SLOT - 1);
+}
+
+static inline unsigned int uvm_vmem_index(__u64 va)
+{
+    return (unsigned int)((va & (UVM_VMEM_SLOT - 1)) / UVM_VMEM_GRANULE);
+}
+
+// Units of the slot that [start, end] covers; both lie in one slot, start is aligned and end is inclusive.
+static inline __u32 uvm_vmem_cover(__u64 start, __u64 end)
+{
+    unsigned int first = uvm_vmem_index(start);
+
+    return uvm_vmem_mask(first, uvm_vmem_index(end) - first + 1);
+}
+
+// Cut [*start, *end] down to whole units; both are inclusive bounds. False when none is left.
+static inline bool uvm_vmem_whole_units(__u64 *start, __u64 *end)
+{
+    if (*start > ~0ULL - (UVM_VMEM_GRANULE - 1))
+        return false;
+
+    *start = (*start + UVM_VMEM_GRANULE - 1) & ~(UVM_VMEM_GRANULE - 1);
+    if (*end == ~0ULL)
+        return true;
+    if (*end + 1 < UVM_VMEM_GRANULE)
+        return false;
+
+    *end = ((*end + 1) & ~(UVM_VMEM_GRANULE - 1)) - 1;
+    return *start < *end;
+}
+
+// Check everything in a call's structure that can be checked without looking at the file's state.
+NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p);
+NV_STATUS uvm_vmem_check_reserve(const struct uvm_vmem_reserve *p);
+NV_STATUS uvm_vmem_check_free(const struct uvm_vmem_free *p);
+NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p);
+NV_STATUS uvm_vmem_check_release(const struct uvm_vmem_release *p);
+NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p);
+
+// Check one element. *total is the sum of the lengths so far.
+NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total);
+
+#endif

@@ -1,0 +1,465 @@
+// Windows: found, opened, taken over, cut, and given up again.
+//
+// SPDX-License-Identifier: MIT
+#include "uvm_vmem_window.h"
+
+#include "uvm_kvmalloc.h"
+#include "uvm_range_tree.h"
+
+// Dead windows looked for each time that a new one is made: their number stays in proportion to that of the live ones.
+#define REAP_AT_ONCE 2
+
+static void window_release(nv_kref_t *ref)
+{
+    uvm_kvfree(container_of(container_of(ref, uvm_ext_gpu_mem_handle, ref_count), struct uvm_vmem_window, mem));
+}
+
+void uvm_vmem_entry_clear(struct uvm_vmem_window *window, NvU32 index)
+{
+    struct uvm_vmem_entry *entry = &window->entries[index];
+
+    list_del(&entry->node);
+    entry->handle->mapped--;
+    entry->handle = NULL;
+    window->pages &= ~(1U << index);
+    atomic64_sub(UVM_VMEM_GRANULE, &window->vgpu->bytes_mapped);
+}
+
+void uvm_vmem_window_drop(struct uvm_vmem_window *window)
+{
+    NvU32 i;
+
+    for (i = 0; i < UVM_VMEM_UNITS; i++) {
+        if (window->pages & (1U << i))
+            uvm_vmem_entry_clear(window, i);
+    }
+    list_del(&window->node);
+    atomic64_dec(&window->vgpu->windows);
+    window->vgpu = NULL;
+
+    // UVM may still hold it on a deferred free list.
+    nv_kref_put(&window->mem.ref_count, window_release);
+}
+
+void uvm_vmem_windows_forget(struct uvm_vmem_gpu *vgpu)
+{
+    struct uvm_vmem_window *window, *next;
+
+    list_for_each_entry_safe(window, next, &vgpu->space->windows, node) {
+        if (window->vgpu == vgpu)
+            uvm_vmem_window_drop(window);
+    }
+}
+
+static void windows_reap(struct uvm_vmem_space *space)
+{
+    int i;
+
+    for (i = 0; i < REAP_AT_ONCE && !list_empty(&space->windows); i++) {
+        struct uvm_vmem_window *window = list_first_entry(&space->windows, struct uvm_vmem_window, node);
+
+        if (uvm_vmem_window_is_dead(window))
+            uvm_vmem_window_drop(window);
+        else
+            list_move_tail(&window->node, &space->windows);
+    }
+}
+
+// Make a window with nothing but sparse entries and two references, ours and that of the mapping it is made for.
+static struct uvm_vmem_window *window_alloc(struct uvm_vmem_call *call, NvU64 start, NvU64 end)
+{
+    struct uvm_vmem_window *window;
+    NvU32 i;
+
+    BUILD_BUG_ON(offsetof(struct uvm_vmem_window, mem) != 0);
+
+    windows_reap(call->space);
+
+    window = uvm_kvmalloc_zero(sizeof(*window));
+    if (!window)
+        return NULL;
+
+    window->mem.gpu = call->gpu;
+    nv_kref_init(&window->mem.ref_count);
+    nv_kref_get(&window->mem.ref_count);
+    window->vgpu = call->vgpu;
+    window->start = start;
+    window->end = end;
+    window->sparse = uvm_vmem_cover(start, end);
+    INIT_LIST_HEAD(&window->touched);
+    for (i = 0; i < UVM_VMEM_UNITS; i++)
+        window->entries[i].index = i;
+    list_add_tail(&window->node, &call->space->windows);
+    atomic64_inc(&call->vgpu->windows);
+    return window;
+}
+
+static void touch(struct uvm_vmem_call *call,
+                  struct uvm_vmem_window *window,
+                  uvm_vmem_range_t *range,
+                  uvm_ext_gpu_map_t *map)
+{
+    window->range = range;
+    window->map = map;
+    window->occupied = window->pages;
+    window->changed = 0;
+    window->fresh = false;
+    window->taken = false;
+    window->cut_wanted = false;
+    window->cut = false;
+    window->former = NULL;
+    list_add_tail(&window->touched, &call->touched);
+}
+
+// UVM has unmapped a part of the window and left this piece of it: give the piece a window of its own. What stays
+// behind in the old one is forgotten when UVM's last reference to it goes.
+static struct uvm_vmem_window *window_adopt(struct uvm_vmem_call *call,
+                                            struct uvm_vmem_window *old,
+                                            uvm_ext_gpu_map_t *map)
+{
+    struct uvm_vmem_window *window = window_alloc(call, map->node.start, map->node.end);
+    NvU32 cover, i;
+
+    if (!window)
+        return NULL;
+
+    cover = uvm_vmem_cover(window->start, window->end);
+    window->pages = old->pages & cover;
+    window->sparse = old->sparse & cover;
+    old->pages &= ~cover;
+    old->sparse &= ~cover;
+
+    for (i = 0; i < UVM_VMEM_UNITS; i++) {
+        if (!(window->pages & (1U << i)))
+            continue;
+        window->entries[i].handle = old->entries[i].handle;
+        window->entries[i].unit = old->entries[i].unit;
+        list_replace(&old->entries[i].node, &window->entries[i].node);
+    }
+
+    map->mem_handle = &window->mem;
+    nv_kref_put(&old->mem.ref_count, window_release);
+    return window;
+}
+
+uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU64 va)
+{
+    uvm_range_tree_node_t *node = uvm_range_tree_find(&uvm_ext_gpu_range_tree(range, gpu)->tree, va);
+
+    return node ? container_of(node, uvm_ext_gpu_map_t, node) : NULL;
+}
+
+static void map_destroy(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map)
+{
+    uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(range, map->gpu);
+
+    uvm_mutex_lock(&tree->lock);
+    uvm_ext_gpu_map_destroy(range, map, NULL);
+    uvm_mutex_unlock(&tree->lock);
+}
+
+// Put a mapping without page tables over [start, end] for the window, which receives it.
+static NV_STATUS map_create(struct uvm_vmem_call *call,
+                            uvm_vmem_range_t *range,
+                            struct uvm_vmem_window *window,
+                            uvm_ext_gpu_map_t **out_map)
+{
+    uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(range, call->gpu);
+    uvm_ext_gpu_map_t *map = uvm_kvmalloc_zero(sizeof(*map));
+    NV_STATUS status;
+
+    if (!map)
+        return NV_ERR_NO_MEMORY;
+
+    map->node.start = window->start;
+    map->node.end = window->end;
+    RB_CLEAR_NODE(&map->node.rb_node);
+    uvm_tracker_init(&map->tracker);
+    map->gpu = call->gpu;
+    map->owning_gpu = call->gpu;
+
+    uvm_mutex_lock(&tree->lock);
+    status = uvm_range_tree_add(&tree->tree, &map->node);
+    if (status == NV_OK)
+        uvm_processor_mask_set_atomic(uvm_vmem_mapped_gpus(range), call->gpu->id);
+    uvm_mutex_unlock(&tree->lock);
+
+    if (status != NV_OK) {
+        uvm_kvfree(map);
+        return status;
+    }
+    map->mem_handle = &window->mem;
+    *out_map = map;
+    return NV_OK;
+}
+
+// Open a window in the hole around va, as far as slot and range go.
+static NV_STATUS window_open(struct uvm_vmem_call *call,
+                             uvm_vmem_range_t *range,
+                             NvU64 va,
+                             bool huge,
+                             struct uvm_vmem_window **out_window)
+{
+    uvm_va_range_t *va_range = uvm_vmem_va_range(range);
+    uvm_page_table_range_vec_t *vec;
+    struct uvm_vmem_window *window;
+    uvm_ext_gpu_map_t *map;
+    NvU64 start = max(uvm_vmem_slot(va), va_range->node.start);
+    NvU64 end = min(uvm_vmem_slot_end(va), va_range->node.end);
+    NV_STATUS status;
+
+    status = uvm_range_tree_find_hole_in(&uvm_ext_gpu_range_tree(range, call->gpu)->tree, va, &start, &end);
+    if (status != NV_OK)
+        return status;
+
+    // A neighbour with 4 KiB entries may end inside the 64 KiB at va.
+    if (!uvm_vmem_whole_units(&start, &end) || va < start || va + UVM_VMEM_GRANULE - 1 > end)
+        return NV_ERR_UVM_ADDRESS_IN_USE;
+
+    huge = huge && start == uvm_vmem_slot(va) && end == uvm_vmem_slot_end(va);
+
+    window = window_alloc(call, start, end);
+    if (!window)
+        return NV_ERR_NO_MEMORY;
+
+    status = map_create(call, range, window, &map);
+    if (status != NV_OK) {
+        nv_kref_put(&window->mem.ref_count, window_release);
+        uvm_vmem_window_drop(window);
+        return status;
+    }
+
+    vec = &map->pt_range_vec;
+    vec->tree = call->tree;
+    vec->page_size = huge ? UVM_PAGE_SIZE_2M : UVM_PAGE_SIZE_64K;
+    vec->start = start;
+    vec->size = end - start + 1;
+    vec->range_count = 1;
+    vec->ranges = uvm_kvmalloc_zero(sizeof(*vec->ranges));
+    status = NV_ERR_NO_MEMORY;
+    if (vec->ranges) {
+        status = uvm_page_tree_get_ptes_async(call->tree,
+                                              vec->page_size,
+                                              vec->start,
+                                              vec->size,
+                                              UVM_PMM_ALLOC_FLAGS_EVICT,
+                                              &vec->ranges[0]);
+    }
+    if (status != NV_OK) {
+        // Without an array UVM's destroy has no PTEs to clear.
+        uvm_kvfree(vec->ranges);
+        memset(vec, 0, sizeof(*vec));
+        map_destroy(range, map);
+        uvm_vmem_window_drop(window);
+        return status;
+    }
+
+    touch(call, window, range, map);
+    window->fresh = true;
+    *out_window = window;
+    return NV_OK;
+}
+
+// Cut a mapping in two. Both keep their PTEs and share the memory handle, as after a partial UVM_UNMAP_EXTERNAL.
+static NV_STATUS map_split(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map, NvU64 start, uvm_ext_gpu_map_t **out_upper)
+{
+    uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(range, map->gpu);
+    uvm_ext_gpu_map_t *upper = uvm_kvmalloc(sizeof(*upper));
+    NV_STATUS status;
+
+    if (!upper)
+        return NV_ERR_NO_MEMORY;
+
+    // All of it, since what it says about the memory varies with the release; then anew what each has for itself.
+    *upper = *map;
+    memset(&upper->node, 0, sizeof(upper->node));
+    memset(&upper->pt_range_vec, 0, sizeof(upper->pt_range_vec));
+    memset(&upper->deferred_free, 0, sizeof(upper->deferred_free));
+    RB_CLEAR_NODE(&upper->node.rb_node);
+    uvm_tracker_init(&upper->tracker);
+
+    status = uvm_page_table_range_vec_split_upper(&map->pt_range_vec, start - 1, &upper->pt_range_vec);
+    if (status != NV_OK) {
+        uvm_kvfree(upper);
+        return status;
+    }
+
+    upper->node.start = start;
+    if (upper->mem_handle)
+        nv_kref_get(&upper->mem_handle->ref_count);
+
+    uvm_mutex_lock(&tree->lock);
+    uvm_range_tree_split(&tree->tree, &map->node, &upper->node);
+    uvm_mutex_unlock(&tree->lock);
+
+    *out_upper = upper;
+    return NV_OK;
+}
+
+// Whether a mapping that is not ours can become a window: its entries can be cut at the slot's borders, and losing it
+// needs no more than what losing local vidmem needs.
+static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
+{
+    if (map->pt_range_vec.page_size != UVM_PAGE_SIZE_64K && map->pt_range_vec.page_size != UVM_PAGE_SIZE_2M)
+        return false;
+    return !map->mem_handle || (map->owning_gpu == map->gpu && !map->is_sysmem);
+}
+
+// Make the part of a foreign mapping that lies in va's slot a window. Only the books change here.
+static NV_STATUS window_take(struct uvm_vmem_call *call,
+                             uvm_vmem_range_t *range,
+                             NvU64 va,
+                             uvm_ext_gpu_map_t *map,
+                             bool huge,
+                             struct uvm_vmem_window **out_window)
+{
+    NvU64 start = max(uvm_vmem_slot(va), map->node.start);
+    NvU64 end = min(uvm_vmem_slot_end(va), map->node.end);
+    uvm_ext_gpu_map_t *former = NULL;
+    uvm_ext_gpu_map_t *upper;
+    struct uvm_vmem_window *window;
+    NV_STATUS status;
+
+    if (!map_can_be_taken(map))
+        return NV_ERR_UVM_ADDRESS_IN_USE;
+
+    // Its PTE writes are complete, or they were given up with a fatal error.
+    status = uvm_tracker_wait(&map->tracker);
+    if (status != NV_OK)
+        return status;
+
+    if (map->node.start < start) {
+        status = map_split(range, map, start, &upper);
+        if (status != NV_OK)
+            return status;
+        map = upper;
+    }
+    if (map->node.end > end) {
+        status = map_split(range, map, end + 1, &upper);
+        if (status != NV_OK)
+            return status;
+    }
+
+    if (map->mem_handle) {
+        former = uvm_kvmalloc_zero(sizeof(*former));
+        if (!former)
+            return NV_ERR_NO_MEMORY;
+        uvm_tracker_init(&former->tracker);
+    }
+
+    window = window_alloc(call, start, end);
+    if (!window) {
+        uvm_kvfree(former);
+        return NV_ERR_NO_MEMORY;
+    }
+
+    if (former) {
+        former->mem_handle = map->mem_handle;
+        former->gpu = map->gpu;
+        former->owning_gpu = map->owning_gpu;
+    }
+    map->mem_handle = &window->mem;
+    map->owning_gpu = call->gpu;
+
+    touch(call, window, range, map);
+    window->taken = true;
+    window->former = former;
+    window->cut_wanted = map->pt_range_vec.page_size == UVM_PAGE_SIZE_2M && !huge;
+    *out_window = window;
+    return NV_OK;
+}
+
+NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
+                                uvm_vmem_range_t *range,
+                                NvU64 va,
+                                uvm_vmem_open_t open,
+                                bool huge,
+                                struct uvm_vmem_window **out_window)
+{
+    uvm_ext_gpu_map_t *map = uvm_vmem_map_at(range, call->gpu, va);
+    struct uvm_vmem_window *window;
+
+    uvm_assert_rwsem_locked_write(&call->va_space->lock);
+
+    *out_window = NULL;
+
+    if (!map)
+        return open == UVM_VMEM_LOOK ? NV_OK : window_open(call, range, va, huge, out_window);
+
+    window = uvm_vmem_window_of(map);
+    if (!window) {
+        if (open == UVM_VMEM_LOOK)
+            return NV_OK;
+        if (open == UVM_VMEM_OPEN)
+            return NV_ERR_UVM_ADDRESS_IN_USE;
+        return window_take(call, range, va, map, huge, out_window);
+    }
+
+    if (list_empty(&window->touched)) {
+        if (map->node.start != window->start || map->node.end != window->end) {
+            window = window_adopt(call, window, map);
+            if (!window)
+                return NV_ERR_NO_MEMORY;
+        }
+        touch(call, window, range, map);
+    }
+    *out_window = window;
+    return NV_OK;
+}
+
+NV_STATUS uvm_vmem_call_cut(struct uvm_vmem_call *call)
+{
+    struct uvm_vmem_window *window;
+    NV_STATUS status;
+
+    list_for_each_entry(window, &call->touched, touched) {
+        if (!window->cut_wanted)
+            continue;
+        status = uvm_page_tree_alloc_table(call->tree,
+                                           UVM_PAGE_SIZE_64K,
+                                           UVM_PMM_ALLOC_FLAGS_EVICT,
+                                           &window->map->pt_range_vec.ranges[0],
+                                           &window->table);
+        if (status != NV_OK)
+            return status;
+        window->cut = true;
+    }
+    return NV_OK;
+}
+
+static void window_undo(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+{
+    uvm_ext_gpu_map_t *map = window->map;
+    uvm_ext_gpu_map_t *former = window->former;
+
+    list_del_init(&window->touched);
+
+    if (window->fresh) {
+        // No PTE was written, so there is none to clear.
+        uvm_page_table_range_vec_deinit(&map->pt_range_vec);
+        map_destroy(window->range, map);
+        uvm_vmem_window_drop(window);
+    }
+    else if (window->taken) {
+        map->mem_handle = former ? former->mem_handle : NULL;
+        map->owning_gpu = former ? former->owning_gpu : NULL;
+        uvm_kvfree(former);
+        nv_kref_put(&window->mem.ref_count, window_release);
+        uvm_vmem_window_drop(window);
+    }
+}
+
+void uvm_vmem_call_undo(struct uvm_vmem_call *call)
+{
+    struct uvm_vmem_window *window, *next;
+    bool any_cut = false;
+
+    list_for_each_entry_safe(window, next, &call->touched, touched) {
+        if (window->cut)
+            any_cut = true;
+        else
+            window_undo(call, window);
+    }
+    if (any_cut)
+        uvm_vmem_call_commit_cuts(call);
+}
