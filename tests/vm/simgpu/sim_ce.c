@@ -72,12 +72,19 @@ static u32 fill_element(struct sim_chan *c, u8 *elem)
     return size * n;
 }
 
+// n bytes of the pattern that has elem at its start, from its byte pos on.
 static void fill(u8 *dst, u64 n, u64 pos, const u8 *elem, u32 size)
 {
-    u64 i;
+    u64 i, wide;
 
     if (!memchr_inv(elem, elem[0], size)) {
         memset(dst, elem[0], n);
+        return;
+    }
+    if (8 % size == 0 && IS_ALIGNED((u64)dst | n, 8)) {
+        for (i = 0; i < 8; i++)
+            ((u8 *)&wide)[i] = elem[(pos + i) % size];
+        memset64((u64 *)dst, wide, n / 8);
         return;
     }
     for (i = 0; i < n; i++)

@@ -52,6 +52,8 @@ void sim_post_membar(struct sim_gpu *g, struct sim_chan *c, bool sys)
 {
     struct sim_post *p, *next;
 
+    if (g->mode & SIMGPU_MODE_BREAK_MEMBAR)
+        return;
     list_for_each_entry_safe(p, next, &c->posted, node) {
         if (p->ready && (sys || p->target == g)) {
             land(g, p);

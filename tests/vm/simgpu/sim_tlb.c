@@ -191,6 +191,8 @@ void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
     else
         g->c.inval_all++;
     g->c.inval_ack += ack;
+    if (g->mode & SIMGPU_MODE_BREAK_INVALIDATE)
+        return;
     list_for_each_entry(v, &sim_vas_list, node) {
         if (v->gpu != g || !v->has_pdb || (!all && (v->pdb != pdb || v->pdb_vid != vid)))
             continue;

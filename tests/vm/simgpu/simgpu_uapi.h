@@ -201,6 +201,9 @@ struct simgpu_mem {
 #define SIMGPU_MODE_POST     (1 << 3) // small writes of a copy engine land with the next membar, not before
 #define SIMGPU_MODE_POISON   (1 << 4) // free memory is filled with SIMGPU_POISON
 #define SIMGPU_MODE_ZERO     (1 << 5) // off when loaded: physical memory arrives zeroed, and RM says so
+// Faults of the hardware, off when loaded: with these on a correct driver looks broken, which shows that tests notice.
+#define SIMGPU_MODE_BREAK_INVALIDATE (1 << 8) // TLB invalidates do nothing
+#define SIMGPU_MODE_BREAK_MEMBAR     (1 << 9) // neither do membars
 struct simgpu_mode {
     __u32 gpu;
     __u32 set, clear;
