@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend.h"
+#include <dlfcn.h>
+
+#include "cuda/libcuda.h"
 #include "native.h"
 
 struct pv_owner {
@@ -67,12 +69,30 @@ struct range {
     int with_pages;
 };
 
+// A tensor may be dropped while kernels that use it are still queued, on streams that nobody here knows.
+static void wait_for_kernels(vmem_context *ctx)
+{
+    struct vmem_info info;
+    struct vmem__cuda cu = {0};
+    if (vmem_context_info(ctx, &info) || !(info.caps & VMEM_CAP_GPU) || vmem__cuda_open(&cu, info.device, &info))
+        return;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    int (*synchronize)(void) = library ? (int (*)(void))dlsym(library, "cuCtxSynchronize") : NULL;
+    if (synchronize && !vmem__cuda_enter(&cu)) {
+        synchronize();
+        vmem__cuda_leave(&cu);
+    }
+    vmem__cuda_close(&cu, false);
+}
+
 static void destroy_range(void *thing)
 {
     struct range *r = thing;
     // In a forked child every call refuses, which is right: the parent still uses it all.
-    if (r->with_pages)
+    if (r->with_pages) {
+        wait_for_kernels(r->ctx);
         vmem_decommit(r->ctx, &r->range, 1, NULL);
+    }
     vMemUnmap(r->ctx, r->range.addr, r->range.length);
     vMemFree(r->ctx, r->range.addr);
     free(r);

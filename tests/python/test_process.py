@@ -222,10 +222,10 @@ def test_stale_memory_is_never_seen_by_another_process(backend):
     import pyvmem
     with pyvmem.Context(sys.argv[1]) as context:
         size = max(context.page_sizes)
-        range_ = context.reserve(64 * size)
-        range_.map(context.create(size, 64))
-        assert not any(context.read(range_.addr, 64 * size)), "memory of another process"
-        context.fill(range_.addr, 0xEE, 64 * size)
+        range_ = context.reserve(32 * size)
+        range_.map(context.create(size, 32))
+        assert not any(context.read(range_.addr, 32 * size)), "memory of another process"
+        context.fill(range_.addr, 0xEE, 32 * size)
     """
     python(code, backend)
     python(code, backend)
