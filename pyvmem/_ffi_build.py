@@ -31,8 +31,7 @@ def relative(paths):
 
 def headers():
     """vmem.h first: the others include it."""
-    names = [p for p in INCLUDE.glob("*.h") if p.name != "vmem_kv.h" or list(TOP.glob("libvmem/src/kv/*.c"))]
-    public = sorted(names, key=lambda p: (p.name != "vmem.h", p.name))
+    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name))
     return public + sorted(NATIVE.glob("*.h"))
 
 
