@@ -9,18 +9,30 @@
 export NVIDIA_SRC NVIDIA_RELEASE KERNEL UVM_BUILD_TYPE KBUILD_EXTRA_SYMBOLS MODULE_BOOT
 KERNEL_OPEN := $(patsubst %/,%,$(dir $(lastword $(MAKEFILE_LIST))))
 
-.PHONY: module module-check module-diff module-install module-uninstall module-load module-unload module-check-releases
+# What the tests build: the releases that Debian has.
+MODULE_RELEASES ?= 535 550
 
-module: ## Build nvidia-uvm.ko with vMem inside
+.PHONY: module module-check module-diff module-install module-uninstall module-load module-unload
+.PHONY: module-check-releases test-module
+
+module: module-tools ## Build nvidia-uvm.ko with vMem inside
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py $(if $(V),--verbose)
 
-module-check: ## The same under sparse, and any warning in our files is an error
+module-check: module-tools ## The same under sparse, and any warning in our files is an error
+	$(Q).ci/need sparse=sparse
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check $(if $(V),--verbose)
+
+test-module: $(MODULE_RELEASES:%=module-check-%) ## Build the module under sparse for the releases that Debian has
+
+module-check-%: module-tools
+	$(Q).ci/need sparse=sparse
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check --release $* $(if $(V),--verbose)
 
 module-diff: ## What is inserted in NVIDIA's files, as a diff
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py diff
 
-module-install: ## Install the DKMS package nvidia-uvm-vmem; MODULE_BOOT=1: modprobe loads it from now on
+module-install: module-tools ## Install the DKMS package nvidia-uvm-vmem; MODULE_BOOT=1: modprobe loads it from now on
+	$(Q).ci/need dkms=dkms modinfo=kmod
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/install.py install
 
 module-uninstall: ## Remove the DKMS package
@@ -35,3 +47,7 @@ module-unload: ## Load the stock module again
 
 module-check-releases: ## Which driver releases the hooks fit: SRC=a git repository or a folder of trees
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/releases.py "$(SRC)"
+
+.PHONY: module-tools
+module-tools:
+	$(Q).ci/need $(PYTHON)=python3 gcc=gcc make=make xz=xz-utils
