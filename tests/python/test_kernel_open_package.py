@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: MIT
+"""What is built and installed: where the source is found, the prepared tree, and the DKMS package made of it."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from test_kernel_open_insert import KERNEL_OPEN, snapshot, vendor_tree
+
+import features  # noqa: E402
+import install  # noqa: E402
+import load  # noqa: E402
+import source  # noqa: E402
+import tree as build_tree  # noqa: E402
+from hooks import HOOKS  # noqa: E402
+
+UVM_EXT = KERNEL_OPEN.parent / "uvm_ext"
+
+
+def driver(root, release, extra=()):
+    """A vendor tree with all folders that a build needs, and some things that it does not."""
+    vendor_tree(root, release)
+    for name in ("common/inc/nv.h", "nvidia/nvidia.Kbuild", "conftest.sh", "Makefile", *extra):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return root
+
+
+# ---- features -----------------------------------------------------------------------------------------------
+
+
+def test_features_are_looked_for_in_the_tree(tmp_path):
+    (tmp_path / "uvm_gpu.h").write_text("int max_vidmem_page_size;\n")
+    listed = tmp_path / "list"
+    wanted = ("# a comment", "", "HAS_SIZE uvm_gpu.h max_vidmem_page_size;", "HAS_CALL uvm_gpu.h uvm_call\\(",
+              "HAS_FILE gone.h anything")  # fmt: skip
+    listed.write_text("\n".join(wanted))
+    lines = features.header(tmp_path, listed).splitlines()
+    assert lines[-3:] == ["#define HAS_SIZE 1", "#define HAS_CALL 0", "#define HAS_FILE 0"]
+
+
+def test_every_feature_is_used_and_every_used_one_is_listed():
+    listed = {line.split()[0] for line in (UVM_EXT / "features.list").read_text().splitlines() if line[:1].isalpha()}
+    code = "".join(path.read_text() for path in UVM_EXT.glob("*.[ch]"))
+    assert listed == set(re.findall(r"\bUVM_VMEM_HAS_\w+", code))
+
+
+# ---- what kernel-open and uvm_ext know of each other --------------------------------------------------------
+
+
+def test_the_hooks_call_what_the_extension_declares():
+    header = (UVM_EXT / "uvm_vmem_hooks.h").read_text()
+    called = set(re.findall(r"\b(uvm_vmem_\w+)\(", "".join(hook.before + hook.after for hook in HOOKS)))
+    assert len(called) == 4
+    for name in called:
+        assert re.search(rf"\b{name}\(", header), name
+
+
+def test_the_parameter_that_tells_a_patched_module_is_one_of_its():
+    code = "".join(path.read_text() for path in UVM_EXT.glob("*.c"))
+    assert f"module_param({load._PARAMETER}," in code
+
+
+# ---- where the driver's source comes from -------------------------------------------------------------------
+
+
+def test_the_newest_installed_tree_is_taken(tmp_path):
+    for release in ("535.261.03", "550.163.01", "550.90.07"):
+        driver(tmp_path / f"usr/src/nvidia-{release}", release)
+    assert source.nvidia(root=tmp_path)[1] == "550.163.01"
+    assert source.nvidia(root=tmp_path, want="535")[1] == "535.261.03"
+    assert source.nvidia(root=tmp_path, want="550.90.07")[1] == "550.90.07"
+
+
+def test_the_loaded_drivers_tree_comes_before_a_newer_one(tmp_path):
+    for release in ("535.261.03", "550.163.01"):
+        driver(tmp_path / f"usr/src/nvidia-current-{release}", release)
+    loaded = tmp_path / "sys/module/nvidia/version"
+    loaded.parent.mkdir(parents=True)
+    loaded.write_text("535.261.03\n")
+    assert source.nvidia(root=tmp_path)[1] == "535.261.03"
+
+
+def test_our_own_package_is_no_source(tmp_path):
+    driver(tmp_path / "usr/src/nvidia-535.261.03", "535.261.03")
+    driver(tmp_path / "usr/src/nvidia-uvm-vmem-550.163.01", "550.163.01")
+    assert source.nvidia(root=tmp_path)[1] == "535.261.03"
+
+
+def test_a_named_tree_may_be_a_checkout(tmp_path):
+    driver(tmp_path / "checkout/kernel-open", "580.142")
+    assert source.nvidia(src=tmp_path / "checkout") == (tmp_path / "checkout/kernel-open", "580.142")
+
+
+@pytest.mark.parametrize("want", ["5", "550.16", "535"])
+def test_a_named_tree_of_another_release_is_refused(tmp_path, want):
+    driver(tmp_path, "550.163.01")
+    with pytest.raises(source.SourceError, match=f"550.163.01.*{want}"):
+        source.nvidia(src=tmp_path, want=want)
+
+
+def test_a_folder_without_source_is_refused(tmp_path):
+    with pytest.raises(source.SourceError, match="no nvidia-uvm/"):
+        source.nvidia(src=tmp_path)
+
+
+def test_without_a_tree_or_debian_it_says_what_to_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(source.SourceError, match="NVIDIA_SRC"):
+        source.nvidia(root=tmp_path, cache=tmp_path)
+
+
+def test_an_unpacked_package_is_taken_without_fetching_it_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    driver(tmp_path / "cache/550.163.01", "550.163.01")
+    assert source.nvidia(root=tmp_path, cache=tmp_path / "cache", want="550")[1] == "550.163.01"
+
+
+def headers(root, kernel):
+    path = root / "lib/modules" / kernel / "build/Makefile"
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+
+
+def test_the_running_kernel_comes_first_then_the_newest(tmp_path):
+    headers(tmp_path, "6.1.0-9-amd64")
+    headers(tmp_path, "6.1.0-56-amd64")
+    assert source.kernel(root=tmp_path) == "6.1.0-56-amd64"
+    assert source.kernel("6.1.0-9-amd64", root=tmp_path) == "6.1.0-9-amd64"
+    headers(tmp_path, os.uname().release)
+    assert source.kernel(root=tmp_path) == os.uname().release
+
+
+def test_a_kernel_without_headers_is_refused(tmp_path):
+    headers(tmp_path, "6.1.0-9-amd64")
+    with pytest.raises(source.SourceError, match="linux-headers-6.2.0"):
+        source.kernel("6.2.0", root=tmp_path)
+    with pytest.raises(source.SourceError, match="no kernel headers"):
+        source.kernel(root=tmp_path / "empty", install=False)
+
+
+# ---- the prepared tree --------------------------------------------------------------------------------------
+
+
+def test_the_tree_holds_what_the_build_needs_and_leaves_the_source_alone(tmp_path):
+    litter = ("nvidia-uvm/uvm.o", "nvidia-uvm/.uvm.o.cmd", "nvidia/nv-kernel.o_binary", "conftest/x.h",
+              "nvidia-drm/drm.c", "Module.symvers")  # fmt: skip
+    src = driver(tmp_path / "src", "550.163.01", litter)
+    before = snapshot(src)
+    tree = tmp_path / "tree"
+    build_tree.prepare(src, tree)
+    assert snapshot(src) == before
+    assert "vMem" in (tree / "nvidia-uvm/uvm.c").read_text()
+    for name in ("Kbuild", "Makefile", "conftest.sh", "common/inc/nv.h", "nvidia/nvidia.Kbuild", "vmem.mk",
+                 "stock-symvers.sh", f"nvidia-uvm/uvm_ext/{features.HEADER}"):  # fmt: skip
+        assert (tree / name).is_file(), name
+    for name in litter:
+        assert not (tree / name).exists(), name
+    ours = tree / "nvidia-uvm/uvm_ext"
+    for path in UVM_EXT.glob("*.[ch]"):
+        assert (ours / path.name).read_text() == path.read_text()
+
+
+def test_every_source_that_our_kbuild_names_is_there(tmp_path):
+    build_tree.prepare(driver(tmp_path / "src", "550.163.01"), tmp_path / "tree")
+    script = "include nvidia-uvm/uvm_ext/uvm_ext.Kbuild\nall: ; @echo $(NVIDIA_UVM_SOURCES)\n"
+    done = subprocess.run(["make", "-sf", "-"], cwd=tmp_path / "tree", input=script, capture_output=True, text=True)
+    names = done.stdout.split()
+    assert names
+    for name in names:
+        assert (tmp_path / "tree" / name).is_file(), name
+
+
+def test_preparing_again_touches_only_what_changed(tmp_path):
+    src, tree = driver(tmp_path / "src", "550.163.01"), tmp_path / "tree"
+    build_tree.prepare(src, tree)
+    times = {path: path.stat().st_mtime_ns for path in tree.rglob("*") if path.is_file()}
+    old = tree / "nvidia-uvm/uvm_ext/uvm_vmem_ioctl.h"
+    old.write_text("// an older one\n")
+    (old.parent / "uvm_vmem_gone.c").write_text("// no longer in the repository\n")
+    build_tree.prepare(src, tree)
+    assert old.read_text() == (UVM_EXT / old.name).read_text()
+    after = {path: path.stat().st_mtime_ns for path in tree.rglob("*") if path.is_file()}
+    assert after.keys() == times.keys()
+    assert [path for path in times if after[path] != times[path]] == [old]
+
+
+# ---- the DKMS package ---------------------------------------------------------------------------------------
+
+DKMS = r"""#!/bin/sh
+echo "$*" >>"$DKMS_LOG"
+[ "$1" = status ] && cat "$DKMS_STATUS"
+exit 0
+"""
+
+
+@pytest.fixture
+def dkms(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "dkms").write_text(DKMS)
+    (folder / "dkms").chmod(0o755)
+    (tmp_path / "status").write_text("")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("DKMS_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("DKMS_STATUS", str(tmp_path / "status"))
+    return lambda: [line.split(" --dkmstree")[0] for line in (tmp_path / "log").read_text().splitlines()]
+
+
+def test_the_package_is_whole_and_needs_nothing_else(tmp_path):
+    root = tmp_path / "root"
+    folder = install.package(driver(tmp_path / "src", "550.163.01"), "550.163.01", root)
+    assert folder == root / "usr/src/nvidia-uvm-vmem-550.163.01"
+    conf = (folder / "dkms.conf").read_text()
+    assert 'PACKAGE_NAME="nvidia-uvm-vmem"' in conf and 'PACKAGE_VERSION="550.163.01"' in conf
+    assert 'AUTOINSTALL="yes"' in conf and "@" not in conf
+    assert 'DEST_MODULE_NAME[0]="nvidia-uvm-vmem"' in conf, "the stock module must keep its name"
+    assert (folder / "nvidia-uvm/uvm_ext/uvm_ext.Kbuild").is_file()
+    for script in ("vmem.mk", "stock-symvers.sh", "modprobe-uvm.sh"):
+        assert "python" not in (folder / script).read_text()
+    # Each of the scripts that the build calls is there, and nothing points back to this repository.
+    for name in re.findall(r"\./([\w-]+\.sh)", (folder / "vmem.mk").read_text()):
+        assert (folder / name).is_file()
+    for path in folder.rglob("*"):
+        assert not path.is_symlink()
+        assert not path.is_file() or str(KERNEL_OPEN.parent) not in path.read_text()
+
+
+def test_install_adds_builds_and_installs_for_the_kernel(tmp_path, dkms):
+    src = driver(tmp_path / "src", "550.163.01")
+    install.install(src, "550.163.01", "6.1.0-test", root=tmp_path / "root")
+    name = "-m nvidia-uvm-vmem -v 550.163.01"
+    assert dkms() == ["status -m nvidia-uvm-vmem", f"add {name}", f"build {name} -k 6.1.0-test",
+                      f"install {name} -k 6.1.0-test"]  # fmt: skip
+    assert not (tmp_path / "root/etc").exists(), "what modprobe loads is not changed unasked"
+
+
+def test_install_takes_an_older_release_away_first(tmp_path, dkms):
+    (tmp_path / "status").write_text("nvidia-uvm-vmem/535.261.03, 6.1.0-test, x86_64: installed\n")
+    old = tmp_path / "root/usr/src/nvidia-uvm-vmem-535.261.03"
+    old.mkdir(parents=True)
+    install.install(driver(tmp_path / "src", "550.163.01"), "550.163.01", "6.1.0-test", root=tmp_path / "root")
+    assert dkms()[1] == "remove -m nvidia-uvm-vmem -v 535.261.03 --all"
+    assert not old.exists()
+
+
+def test_boot_writes_one_modprobe_file_and_remove_takes_it_away(tmp_path, dkms):
+    root = tmp_path / "root"
+    install.install(driver(tmp_path / "src", "550.163.01"), "550.163.01", "6.1.0-test", boot=True, root=root)
+    conf = list((root / "etc/modprobe.d").iterdir())
+    assert len(conf) == 1
+    line = next(line for line in conf[0].read_text().splitlines() if line.startswith("install nvidia-uvm "))
+    script = line.split()[3]
+    assert (root / script.lstrip("/")).is_file() and line.split()[4] == "550.163.01"
+    install.remove(root)
+    assert not conf[0].exists()
+
+
+MODPROBE = r"""#!/bin/sh
+for word; do case $word in -*) ;; *) name=$word; break ;; esac; done
+echo "$*" >>"$VMEM_ROOT/log"
+case " $FAILS " in *" $name "*) exit 1 ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    "loaded, fails, calls, status",
+    [
+        ("550.163.01", "", ["nvidia", "nvidia-uvm-vmem a=1"], 0),
+        ("535.261.03", "", ["nvidia", "--ignore-install --quiet nvidia-uvm a=1"], 0),
+        ("550.163.01", "nvidia-uvm-vmem", ["nvidia", "nvidia-uvm-vmem a=1",
+                                           "--ignore-install --quiet nvidia-uvm a=1"], 0),
+        ("535.261.03", "nvidia-uvm", ["nvidia", "--ignore-install --quiet nvidia-uvm a=1",
+                                      "--ignore-install --quiet nvidia-current-open-uvm a=1"], 0),
+        ("550.163.01", "nvidia", ["nvidia"], 1),
+    ],
+    ids=["ours", "other release", "ours fails", "Debian's name", "no driver"],
+)  # fmt: skip
+def test_modprobe_falls_back_to_the_stock_module(tmp_path, loaded, fails, calls, status):
+    (tmp_path / "modprobe").write_text(MODPROBE)
+    (tmp_path / "modprobe").chmod(0o755)
+    version = tmp_path / "sys/module/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text(loaded + "\n")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VMEM_ROOT": str(tmp_path), "FAILS": fails}
+    command = ["sh", KERNEL_OPEN / "modprobe-uvm.sh", "550.163.01", "a=1"]
+    assert subprocess.run(command, env=env, stderr=subprocess.DEVNULL).returncode == status
+    assert (tmp_path / "log").read_text().splitlines() == calls
+
+
+STOCK_MODINFO = r"""#!/bin/sh
+case "$*" in *"-n nvidia-uvm"*) echo /stock.ko ;; *"-F version /stock.ko"*) echo 550.163.01 ;; esac
+"""
+STOCK_MODPROBE = r"""#!/bin/sh
+printf '0x11111111\tmodule_layout\n0x2222abcd\tnvUvmInterfaceFoo\n0x3333abcd\tnvUvmInterfaceBar\n'
+"""
+
+
+@pytest.mark.parametrize("release, there", [("550.163.01", True), ("550.90.07", False)])
+def test_symbol_versions_come_from_the_stock_module_of_the_same_release(tmp_path, release, there):
+    for name, text in (("modinfo", STOCK_MODINFO), ("modprobe", STOCK_MODPROBE)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    vendor_tree(tmp_path, release)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["sh", KERNEL_OPEN / "stock-symvers.sh", "6.1.0-test", "out"]
+    done = subprocess.run(command, cwd=tmp_path, env=env)
+    assert (done.returncode == 0) == there
+    assert (tmp_path / "out").exists() == there
+    if there:
+        expected = [f"0x{crc}\tnvUvmInterface{name}\tnvidia\tEXPORT_SYMBOL\t"
+                    for crc, name in (("2222abcd", "Foo"), ("3333abcd", "Bar"))]  # fmt: skip
+        assert (tmp_path / "out").read_text().splitlines() == expected
