@@ -177,10 +177,7 @@ static void tlb_end(struct uvm_vmem_call *call, uvm_membar_t membar)
         return;
 
     // Beyond its limit the batch becomes a single invalidate of the whole address space.
-    if (call->tlb.count > UVM_TLB_BATCH_MAX_ENTRIES || !call->gpu->parent->tlb_batch.va_invalidate_supported)
-        call->invalidates++;
-    else
-        call->invalidates += call->tlb.count;
+    call->invalidates += call->tlb.count > UVM_TLB_BATCH_MAX_ENTRIES ? 1 : call->tlb.count;
     uvm_tlb_batch_end(&call->tlb, &call->push, membar);
 }
 
