@@ -18,7 +18,7 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib venv test test-c test-asan test-tsan test-python test-gpu bench lint clean
+.PHONY: all help lib venv test test-uvm-ext test-c test-asan test-tsan test-python test-gpu bench lint clean
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
 
@@ -29,7 +29,10 @@ lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvme
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
-test: test-c test-asan test-python ## Run every test that needs no GPU
+test: test-uvm-ext test-c test-asan test-python ## Run every test that needs no GPU
+
+test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
+	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
 
 test-c: lib ## C tests of libvmem
 	$(Q)$(MAKE) --no-print-directory -C tests/c check
