@@ -127,6 +127,11 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
     s->tokens = s->shared_tokens = 0;
     s->skip = false;
     s->parked = ++kv->clock;
+    if (kv->held > kv->budget_pages) { // the budget shrank while the request ran
+        kv_worker_hold(kv);
+        kv_reclaim(kv, kv->held - kv->budget_pages, NULL);
+        kv_worker_release(kv);
+    }
     kv_worker_wake(kv);
     return kv_leave(kv, 0);
 }
