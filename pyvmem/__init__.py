@@ -23,15 +23,18 @@ __all__ = [
     "Context",
     "Info",
     "InvalidArgument",
+    "KVCache",
     "OutOfMemory",
     "PageInfo",
     "Pages",
     "Reservation",
     "Stats",
+    "TensorSpec",
     "VirtualTensor",
     "VmemError",
     "backends",
     "default_context",
+    "model_specs",
     "probe",
     "vMemCreate",
     "vMemFree",
@@ -52,4 +55,8 @@ def __getattr__(name):
         from pyvmem import tensor
 
         return getattr(tensor, name)
+    if name in ("KVCache", "TensorSpec", "model_specs"):
+        from pyvmem import kv
+
+        return getattr(kv, name)
     raise AttributeError(f"module 'pyvmem' has no attribute {name!r}")

@@ -1,0 +1,448 @@
+"""The KV cache of a serving engine: request slots in virtual tensors, backed by pages as the requests grow.
+
+The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3); the manager itself is native
+(vmem_kv.h), one call a step, without the GIL. Prefix caching by token hashes is in `pyvmem.kv_prefix`, tensor parallelism
+in `pyvmem.distributed`.
+
+SPDX-License-Identifier: MIT
+"""
+
+import array
+import errno
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, make_dataclass
+
+import numpy as np
+import torch
+
+from pyvmem._ffi import ffi, lib
+from pyvmem.core import Context, _Owned
+from pyvmem.errors import _check
+from pyvmem.kv_view import new_view_path
+from pyvmem.tensor import tensor_at
+
+LAYOUTS = ("separate", "fused", "token-major")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a cache: what it keeps of every token.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+        Of one token's row: ``(heads, head_dim)``, MLA's ``(latent,)``, or anything else.
+    dtype : torch.dtype
+    window : int
+        Sliding window, tokens: rows further back are given up. 0 keeps all.
+    max_tokens : int
+        Rows of a slot; 0 for the cache's.
+    """
+
+    name: str
+    shape: tuple
+    dtype: torch.dtype
+    window: int = 0
+    max_tokens: int = 0
+
+    @property
+    def row_bytes(self):
+        """Bytes of one token's row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
+KVStats = make_dataclass(
+    "KVStats", [(name, int) for name in _STATS], frozen=True, namespace={"__doc__": "struct vmem_kv_stats of vmem_kv.h."}
+)
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """One slot: its state ("free", "active", "swapped"), length, and pages over all tensors together."""
+
+    state: str
+    tokens: int
+    shared_tokens: int
+    pages: int
+    shared_pages: int
+    needed_pages: int
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Rows that a request wrote, held for others. `min_tokens` to `tokens` of them can be attached."""
+
+    id: int
+    tokens: int
+    min_tokens: int
+
+
+def model_specs(layers, kv_heads, head_dim, dtype, layout="separate", window=0):
+    """The `TensorSpec` list of a model whose layers are alike.
+
+    layout: "separate" (K and V of each layer: 2 x layers tensors), "fused" (both in one: layers tensors of rows
+    ``(2, kv_heads, head_dim)``) or "token-major" (one tensor of rows ``(layers, 2, kv_heads, head_dim)``).
+    """
+    if layout == "separate":
+        return [TensorSpec(f"{n}{i}", (kv_heads, head_dim), dtype, window) for i in range(layers) for n in "kv"]
+    if layout == "fused":
+        return [TensorSpec(f"kv{i}", (2, kv_heads, head_dim), dtype, window) for i in range(layers)]
+    if layout == "token-major":
+        return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
+    raise ValueError(f"layout {layout!r} must be one of {', '.join(LAYOUTS)}")
+
+
+class KVCache(_Owned):
+    """A KV cache of `slots` requests of at most `max_tokens` tokens.
+
+    Parameters
+    ----------
+    specs : list of TensorSpec
+        From `model_specs`, or one's own: layers may differ in shape, dtype and window.
+    slots, max_tokens : int
+    budget : int
+        Most bytes of pages, taken from the device at once unless `lazy`.
+    context : Context, optional
+        Where the memory is; by default a context of its own, of the best backend that works (`backend`, `device`).
+        Backed rows hold finite values only if nothing else creates pages in it.
+    page_size : int, optional
+        Bytes; the smallest of the backend by default.
+    tile_rows : int
+        Rows that the attention kernel loads together, past the length too (FlashAttention-3: up to 224, FlexAttention:
+        128). 1 for kernels that mask their loads (FlashAttention-2, most Triton kernels).
+    overlap, defer, eager, generous, zero, same_slots, check, lazy : bool
+        The ``VMEM_KV_*`` switches of vmem_kv.h.
+    ahead_tokens, ahead_min, eager_tokens, reclaim_percent : int
+        Its tunables; 0 for the defaults.
+    name : str, optional
+        What ``pyvmem top`` shows; None publishes nothing.
+
+    Attributes
+    ----------
+    tensors : list of torch.Tensor
+        One for each spec, ``[slots, max_tokens, *shape]``. ``cache.tensors[i][slot, :length]`` is an ordinary tensor.
+    missing_pages : int
+        What the last step that returned -1 was short of.
+
+    Notes
+    -----
+    Between a step and the next, kernels may touch the rows that the step backed. Calls documented as *quiet* must be made
+    when no kernel in flight touches the slot.
+    """
+
+    def __init__(
+        self,
+        specs,
+        slots,
+        max_tokens,
+        budget,
+        *,
+        context=None,
+        backend=None,
+        device=0,
+        page_size=None,
+        tile_rows=1,
+        overlap=True,
+        defer=True,
+        eager=True,
+        generous=True,
+        zero=False,
+        same_slots=False,
+        check=False,
+        lazy=False,
+        ahead_tokens=0,
+        ahead_min=0,
+        eager_tokens=0,
+        reclaim_percent=0,
+        name="kv",
+    ):
+        self.specs = list(specs)
+        self.slots = slots
+        self.max_tokens = max_tokens
+        self._own_context = context is None
+        self.context = Context(backend, device) if context is None else context
+        self.page_size = page_size or min(self.context.page_sizes)
+        self.missing_pages = 0
+        switches = {
+            lib.VMEM_KV_OVERLAP: overlap,
+            lib.VMEM_KV_DEFER: defer,
+            lib.VMEM_KV_EAGER: eager,
+            lib.VMEM_KV_GENEROUS: generous,
+            lib.VMEM_KV_ZERO: zero,
+            lib.VMEM_KV_SAME_SLOTS: same_slots,
+            lib.VMEM_KV_CHECK: check,
+            lib.VMEM_KV_LAZY: lazy,
+        }
+        kinds = {}
+        raw = ffi.new("struct vmem_kv_tensor[]", len(self.specs))
+        for spec, tensor in zip(self.specs, raw):
+            tensor.row_bytes = spec.row_bytes
+            tensor.max_tokens = spec.max_tokens
+            tensor.window = spec.window
+            tensor.kind = kinds.setdefault(spec.dtype, len(kinds))
+        config = ffi.new("struct vmem_kv_config *")
+        config.size = ffi.sizeof("struct vmem_kv_config")
+        config.flags = sum(bit for bit, on in switches.items() if on)
+        config.tensors, config.n_tensors = raw, len(self.specs)
+        config.slots, config.max_tokens, config.tile_rows = slots, max_tokens, tile_rows
+        config.page_size, config.budget = self.page_size, budget
+        config.ahead_tokens, config.ahead_min = ahead_tokens, ahead_min
+        config.eager_tokens, config.reclaim_percent = eager_tokens, reclaim_percent
+        owner, kv = ffi.new("pv_owner **"), ffi.new("vmem_kv **")
+        try:
+            _check(lib.pv_own_kv(self.context._owner, self.context._use(), config, owner, kv))
+        except Exception:
+            self._close_context()
+            raise
+        self._own(owner[0])
+        self._kv = kv[0]
+        self._missing = ffi.new("uint64_t *")
+        self._swapped = {}
+        self.tensors = [self._tensor(i) for i in range(len(self.specs))]
+        if name is not None:
+            path = new_view_path()
+            if path:
+                _check(lib.vmem_kv_publish(self._kv, os.fsencode(path), name.encode()[:63]))
+
+    @classmethod
+    def for_model(cls, layers, kv_heads, head_dim, slots, max_tokens, budget, *, dtype=torch.bfloat16,
+                  layout="separate", window=0, **options):
+        """The cache of a model whose layers are alike; `keys` and `values` have its layers' views.
+
+        Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. Other options as in `KVCache`.
+        """
+        cache = cls(model_specs(layers, kv_heads, head_dim, dtype, layout, window), slots, max_tokens, budget, **options)
+        if layout == "separate":
+            cache.keys, cache.values = cache.tensors[::2], cache.tensors[1::2]
+        elif layout == "fused":
+            cache.keys, cache.values = ([t[:, :, i] for t in cache.tensors] for i in (0, 1))
+        else:
+            cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
+        return cache
+
+    def _use(self):
+        if self._owner is None:
+            raise ValueError("the KV cache is closed")
+        return self._kv
+
+    def layout(self, tensor):
+        """(address, bytes, slot stride in bytes, rows of a slot) of tensor number `tensor`.
+
+        Slots may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous
+        ``[slots * rows, *shape]``, as kernels with cumulative offsets want it (`flat`).
+        """
+        raw = ffi.new("struct vmem_kv_layout *")
+        _check(lib.vmem_kv_get_layout(self._use(), tensor, raw))
+        return raw.addr, raw.length, raw.slot_stride, raw.slot_rows
+
+    def _tensor(self, i, flat=False):
+        spec = self.specs[i]
+        addr, _, stride, rows = self.layout(i)
+        info = self.context._info
+        device = torch.device("cuda", info.device) if "gpu" in info.capabilities else torch.device("cpu")
+        row = [math.prod(spec.shape[k:]) for k in range(1, len(spec.shape) + 1)]
+        if flat:
+            shape, strides = (self.slots * rows, *spec.shape), (math.prod(spec.shape), *row)
+        else:
+            tokens = spec.max_tokens or self.max_tokens
+            shape = (self.slots, tokens, *spec.shape)
+            strides = (stride // spec.dtype.itemsize, math.prod(spec.shape), *row)
+        return tensor_at(self._owner, addr, shape, spec.dtype, device, strides)
+
+    def flat(self, tensor):
+        """Tensor number `tensor` as contiguous rows, ``[slots * rows, *shape]``; see `layout`."""
+        self._use()
+        return self._tensor(tensor, flat=True)
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def alloc_reqid(self, tokens=0):
+        """A slot for a new request whose first step will have about `tokens` tokens; -1 when all are taken.
+
+        The free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
+        """
+        slot = ffi.new("uint32_t *")
+        rc = lib.vmem_kv_alloc(self._use(), tokens, slot)
+        if rc == -errno.ENOSPC:
+            return -1
+        _check(rc)
+        return slot[0]
+
+    def free_reqid(self, slot):
+        """Quiet. The request is over; its pages are kept for the next one as long as memory allows."""
+        _check(lib.vmem_kv_free(self._use(), slot))
+        self._swapped.pop(slot, None)
+
+    def step(self, lengths):
+        """Back the rows of the coming iteration.
+
+        Parameters
+        ----------
+        lengths : sequence, numpy array or torch CPU tensor of `slots` ints
+            Tokens of each slot once the iteration has run; 0 for slots that take no part.
+
+        Returns
+        -------
+        int
+            0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or swap
+            out a request) before it can work.
+        """
+        rc = lib.vmem_kv_step(self._kv, self._raw(lengths), self.slots, self._missing)
+        if rc:
+            return self._short(rc)
+        return 0
+
+    def check(self, lengths):
+        """What `step` would return now, without doing anything."""
+        rc = lib.vmem_kv_check(self._use(), self._raw(lengths), self.slots, self._missing)
+        return self._short(rc) if rc else 0
+
+    def _raw(self, lengths):
+        if self._owner is None:
+            raise ValueError("the KV cache is closed")
+        if type(lengths) is list:
+            if len(lengths) != self.slots:
+                raise ValueError(f"lengths has {len(lengths)} elements, not {self.slots}")
+            return ffi.from_buffer("int32_t[]", array.array("i", lengths))
+        if isinstance(lengths, torch.Tensor):
+            lengths = lengths.numpy()
+        elif not isinstance(lengths, np.ndarray):
+            lengths = np.asarray(lengths)
+        if lengths.shape != (self.slots,):
+            raise ValueError(f"lengths has shape {lengths.shape}, not ({self.slots},)")
+        if lengths.dtype == np.int32 and lengths.flags.c_contiguous:
+            return ffi.from_buffer("int32_t[]", lengths)
+        if lengths.dtype.kind not in "iu":
+            raise TypeError(f"lengths must be integers, not {lengths.dtype}")
+        return ffi.from_buffer("int32_t[]", lengths.astype(np.int32))
+
+    def _short(self, rc):
+        if rc == -errno.ENOMEM and self._missing[0]:
+            self.missing_pages = int(self._missing[0])
+            return -1
+        _check(rc)
+        return 0
+
+    def room(self, slot=None):
+        """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
+        tokens = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_room(self._use(), -1 if slot is None else slot, tokens))
+        return tokens[0]
+
+    def truncate(self, slot, tokens):
+        """Quiet. Forget the rows from `tokens` on (rejected speculation)."""
+        _check(lib.vmem_kv_truncate(self._use(), slot, tokens))
+
+    def wait(self):
+        """Return when the background thread has nothing left to do."""
+        _check(lib.vmem_kv_wait(self._use()))
+
+    def slot(self, slot):
+        """The `SlotInfo` of a slot."""
+        raw = ffi.new("struct vmem_kv_slot_info *")
+        _check(lib.vmem_kv_get_slot(self._use(), slot, raw))
+        state = ("free", "active", "swapped")[raw.state]
+        return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
+
+    # ---- sharing ---------------------------------------------------------------------------------------------
+
+    def save_prefix(self, slot, tokens):
+        """Hold the slot's first `tokens` rows, which must be written already, for other requests. Returns a `Prefix`."""
+        prefix = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
+        info = self._prefix_info(prefix[0])
+        return Prefix(prefix[0], info.tokens, info.min_tokens)
+
+    def _prefix_info(self, id):
+        info = ffi.new("struct vmem_kv_prefix_info *")
+        _check(lib.vmem_kv_prefix_query(self._use(), id, info))
+        return info
+
+    def prefix_pages(self, prefix):
+        """(pages held, pages that nobody else holds: what dropping it frees)."""
+        info = self._prefix_info(prefix.id)
+        return info.pages, info.own_pages
+
+    def attach_prefix(self, prefix, slot, tokens=None):
+        """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows: full pages are mapped, not copied.
+
+        Returns 0, or -1 as `step` does.
+        """
+        tokens = prefix.tokens if tokens is None else tokens
+        rc = lib.vmem_kv_prefix_attach(self._use(), prefix.id, slot, tokens, self._missing)
+        return self._short(rc) if rc else 0
+
+    def drop_prefix(self, prefix):
+        """Let go of a prefix; pages that nobody else holds are released."""
+        _check(lib.vmem_kv_prefix_drop(self._use(), prefix.id))
+
+    # ---- swapping and memory ---------------------------------------------------------------------------------
+
+    def swap_out(self, slot):
+        """Quiet. Copy the slot's rows to CPU memory (pinned, beside a GPU) and release its pages; the slot stays taken."""
+        size = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_swap_size(self._use(), slot, size))
+        host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
+        _check(lib.vmem_kv_swap_out(self._kv, slot, ffi.cast("void *", host.data_ptr()), size[0]))
+        self._swapped[slot] = host
+
+    def swap_in(self, slot):
+        """Bring a swapped slot back, to the same addresses. Returns 0, or -1 as `step` does."""
+        host = self._swapped.get(slot)
+        if host is None:
+            raise ValueError(f"slot {slot} is not swapped out")
+        data = ffi.cast("void *", host.data_ptr())
+        rc = lib.vmem_kv_swap_in(self._use(), slot, data, host.numel(), self._missing)
+        if rc:
+            return self._short(rc)
+        del self._swapped[slot]
+        return 0
+
+    def set_budget(self, bytes):
+        """Grow or shrink the budget. Shrinking gives device memory back; active requests keep what they need."""
+        _check(lib.vmem_kv_set_budget(self._use(), bytes))
+
+    def reclaim(self, bytes=None):
+        """Give up kept pages (all, or at least `bytes`) and unused device memory; returns the bytes of pages given up."""
+        freed = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_reclaim(self._use(), 2**63 if bytes is None else bytes, freed))
+        return freed[0]
+
+    # ---- metrics ---------------------------------------------------------------------------------------------
+
+    def stats(self):
+        """The `KVStats` of this moment."""
+        raw = ffi.new("struct vmem_kv_stats *")
+        _check(lib.vmem_kv_get_stats(self._use(), raw))
+        return KVStats(*(int(getattr(raw, name)) for name in _STATS))
+
+    def metrics_json(self):
+        """The statistics as a JSON object."""
+        return json.dumps(asdict(self.stats()))
+
+    def metrics_prometheus(self, prefix="pyvmem_kv_", labels=None):
+        """The statistics in Prometheus's text exposition format; labels: a dict added to every sample."""
+        from pyvmem.kv_view import prometheus
+
+        return prometheus(asdict(self.stats()), prefix, labels)
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def _close_context(self):
+        if self._own_context:
+            self.context.close()
+
+    def close(self):
+        """Quiet. Let go of the memory: it is freed at once, unless a view of a tensor still stands somewhere."""
+        if self._owner is None:
+            return
+        self.tensors = []
+        self.__dict__.pop("keys", None)
+        self.__dict__.pop("values", None)
+        self._swapped.clear()
+        self._drop()
+        self._close_context()

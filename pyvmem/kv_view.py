@@ -1,0 +1,146 @@
+"""What KV caches publish of themselves: one small file for each cache, read by ``pyvmem top``.
+
+A file holds a ``struct vmem_kv_view`` (vmem_kv.h), which the cache's native code keeps up to date in place. The folder is
+``$XDG_RUNTIME_DIR/pyvmem``, or ``pyvmem-UID`` in the folder for temporary files.
+
+SPDX-License-Identifier: MIT
+"""
+
+import itertools
+import mmap
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyvmem._ffi import ffi, lib
+
+_number = itertools.count()
+_GAUGES = {
+    "page_size", "budget_pages", "held_pages", "needed_pages", "kept_pages", "ahead_pages", "shared_pages",
+    "prefix_pages", "free_pages", "live_bytes", "active_slots", "swapped_slots", "slots", "prefixes",
+}  # fmt: skip
+
+
+def view_folder():
+    """The folder of this user's views; made if need be. None where there is none that only this user can write to."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime, "pyvmem") if runtime else Path(tempfile.gettempdir(), f"pyvmem-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    except OSError:
+        return None
+    safe = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return folder if safe else None
+
+
+def _dead(path):
+    try:
+        os.kill(int(path.name.split("-")[0]), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, ValueError):
+        pass
+    return False
+
+
+def _sweep(folder):
+    """Remove the views of processes that are gone."""
+    for path in folder.glob("*.kv"):
+        if _dead(path):
+            path.unlink(missing_ok=True)
+
+
+def new_view_path():
+    """A path for one more view of this process, or None where nothing can be published."""
+    folder = view_folder()
+    if folder is None:
+        return None
+    _sweep(folder)
+    return str(folder / f"{os.getpid()}-{next(_number)}.kv")
+
+
+@dataclass(frozen=True)
+class View:
+    """A cache of some process: who it is, and its statistics (a dict, names as in ``struct vmem_kv_stats``)."""
+
+    path: Path
+    pid: int
+    name: str
+    backend: str
+    device: int
+    stats: dict
+
+
+def _open(path):
+    size = ffi.sizeof("struct vmem_kv_view")
+    with open(path, "r+b") as file:
+        if os.fstat(file.fileno()).st_size < size:
+            return None, None
+        data = mmap.mmap(file.fileno(), size)
+    view = ffi.cast("struct vmem_kv_view *", ffi.from_buffer(data))
+    return (data, view) if view.magic == lib.VMEM_KV_VIEW_MAGIC and view.size == size else (None, None)
+
+
+def read_view(path):
+    """The `View` in a file, or None where the file holds none (yet)."""
+    data, view = _open(path)
+    if data is None:
+        return None
+    for _ in range(1000):  # the writer is quick: again until nothing changed meanwhile
+        before = view.sequence
+        copy = ffi.new("struct vmem_kv_view *", view[0])
+        if before % 2 == 0 and view.sequence == before:
+            break
+    names = [name for name, _ in ffi.typeof("struct vmem_kv_stats").fields]
+    return View(
+        Path(path),
+        copy.pid,
+        ffi.string(copy.name).decode(errors="replace"),
+        ffi.string(copy.backend).decode(errors="replace"),
+        copy.device,
+        {name: int(getattr(copy.stats, name)) for name in names},
+    )
+
+
+def read_views():
+    """Every `View` of this user's running processes; files of dead processes are removed."""
+    folder = view_folder()
+    if folder is None:
+        return []
+    _sweep(folder)
+    found = []
+    for path in sorted(folder.glob("*.kv")):
+        try:
+            view = read_view(path)
+        except OSError:  # gone meanwhile
+            continue
+        if view:
+            found.append(view)
+    return found
+
+
+def want_budget(view, bytes):
+    """Ask a process to change its cache's budget: it does so at its next step."""
+    data, raw = _open(view.path)
+    if data is None:
+        raise ValueError(f"{view.path} holds no view")
+    raw.wanted_budget = bytes
+
+
+def prometheus(stats, prefix="pyvmem_kv_", labels=None):
+    """Statistics (a dict) in Prometheus's text exposition format."""
+    text = ",".join(f'{k}="{_escape(v)}"' for k, v in (labels or {}).items())
+    text = f"{{{text}}}" if text else ""
+    lines = []
+    for name, value in stats.items():
+        gauge = name in _GAUGES
+        full = prefix + name + ("" if gauge else "_total")
+        lines += [f"# TYPE {full} {'gauge' if gauge else 'counter'}", f"{full}{text} {value}"]
+    return "\n".join(lines) + "\n"
+
+
+def _escape(value):
+    return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,54 @@
+// The owner of a KV-cache manager, and the loop of its benchmark.
+//
+// SPDX-License-Identifier: MIT
+#include <errno.h>
+#include <time.h>
+
+#include "native_kv.h"
+
+static void destroy(void *kv)
+{
+    vmem_kv_destroy(kv);
+}
+
+int pv_own_kv(pv_owner *context, vmem_context *ctx, const struct vmem_kv_config *cfg, pv_owner **owner, vmem_kv **kv)
+{
+    int rc = vmem_kv_create(ctx, cfg, kv);
+    if (rc)
+        return rc;
+    *owner = pv_owner_new(context, destroy, *kv);
+    if (!*owner) {
+        vmem_kv_destroy(*kv);
+        return -ENOMEM;
+    }
+    return 0;
+}
+
+static uint64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t pause_us, uint64_t *samples)
+{
+    for (uint64_t i = 0; i < n; i++) {
+        for (uint32_t s = 0; s < slots; s++)
+            lengths[s] += lengths[s] > 0;
+        uint64_t start = now();
+        int rc = vmem_kv_step(kv, lengths, slots, NULL);
+        uint64_t end = now();
+        if (rc)
+            return rc;
+        samples[i] = end - start;
+        while (pause_us) { // sleeping is what a server does that waits for the GPU
+            uint64_t gone = (now() - end) / 1000;
+            if (gone >= pause_us)
+                break;
+            struct timespec t = {.tv_nsec = (long)((pause_us - gone) % 1000000 * 1000), .tv_sec = (time_t)((pause_us - gone) / 1000000)};
+            nanosleep(&t, NULL);
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,17 @@
+// What pyvmem adds to libvmem's KV-cache manager in C: its owner, and the loop of its benchmark.
+//
+// SPDX-License-Identifier: MIT
+#ifndef PYVMEM_NATIVE_KV_H
+#define PYVMEM_NATIVE_KV_H
+
+#include "native.h"
+#include "vmem_kv.h"
+
+// On failure: a negative errno, and nothing is owned.
+int pv_own_kv(pv_owner *context, vmem_context *ctx, const struct vmem_kv_config *cfg, pv_owner **owner, vmem_kv **kv);
+
+// n decode iterations: every length above 0 grows by one, vmem_kv_step is called, and pause_us pass. samples:
+// nanoseconds of each call. Ends early, with its error, at a step that fails.
+int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t pause_us, uint64_t *samples);
+
+#endif
