@@ -95,6 +95,7 @@ struct sim_alloc {
     struct list_head node;
     u64 va, size;
     void *cpu;
+    atomic_t *users; // of cpu: duplicates in other address spaces share it
 };
 
 struct sim_tsg {

@@ -138,6 +138,26 @@ void *sim_vas_rm_ptr(struct sim_vas *v, u64 va, u64 *contig)
     return NULL;
 }
 
+static void mem_put(struct sim_alloc *a)
+{
+    if (atomic_dec_and_test(a->users)) {
+        vfree(a->cpu);
+        kfree(a->users);
+    }
+    kfree(a);
+}
+
+static u64 mem_insert(struct sim_vas *v, struct sim_alloc *a, u64 align)
+{
+    mutex_lock(&sim_lock);
+    a->va = ALIGN(v->next_va, max_t(u64, align, 64 << 10));
+    v->next_va = a->va + a->size;
+    list_add(&a->node, &v->allocs);
+    mutex_unlock(&sim_lock);
+    atomic_inc(&sim_n_allocs);
+    return a->va;
+}
+
 static NV_STATUS mem_alloc(struct sim_vas *v, NvLength length, UvmGpuPointer *va, UvmGpuAllocInfo *info)
 {
     struct sim_alloc *a = kzalloc(sizeof(*a), GFP_KERNEL);
@@ -146,17 +166,15 @@ static NV_STATUS mem_alloc(struct sim_vas *v, NvLength length, UvmGpuPointer *va
         return NV_ERR_NO_MEMORY;
     a->size = PAGE_ALIGN(max_t(u64, length, 1));
     a->cpu = vzalloc(a->size);
-    if (!a->cpu) {
+    a->users = kzalloc(sizeof(*a->users), GFP_KERNEL);
+    if (!a->cpu || !a->users) {
+        vfree(a->cpu);
+        kfree(a->users);
         kfree(a);
         return NV_ERR_NO_MEMORY;
     }
-    mutex_lock(&sim_lock);
-    a->va = ALIGN(v->next_va, max_t(u64, info->alignment, 64 << 10));
-    v->next_va = a->va + a->size;
-    list_add(&a->node, &v->allocs);
-    mutex_unlock(&sim_lock);
-    atomic_inc(&sim_n_allocs);
-    *va = a->va;
+    atomic_set(a->users, 1);
+    *va = mem_insert(v, a, info->alignment);
     return NV_OK;
 }
 
@@ -192,8 +210,7 @@ void nvUvmInterfaceMemoryFree(uvmGpuAddressSpaceHandle h, UvmGpuPointer va)
     mutex_unlock(&sim_lock);
     if (WARN(!found, "simgpu: MemoryFree of unknown address 0x%llx\n", (u64)va))
         return;
-    vfree(found->cpu);
-    kfree(found);
+    mem_put(found);
     atomic_dec(&sim_n_allocs);
 }
 EXPORT_SYMBOL(nvUvmInterfaceMemoryFree);
@@ -217,6 +234,37 @@ void nvUvmInterfaceMemoryCpuUnMap(uvmGpuAddressSpaceHandle h, void *cpu)
     SIM_CALL(to_vas(h)->gpu);
 }
 EXPORT_SYMBOL(nvUvmInterfaceMemoryCpuUnMap);
+
+// The same memory at an address of another GPU
+NV_STATUS nvUvmInterfaceDupAllocation(uvmGpuAddressSpaceHandle src, NvU64 src_va, uvmGpuAddressSpaceHandle dst,
+                                      NvU64 dst_align, NvU64 *dst_va)
+{
+    struct sim_vas *v = to_vas(src);
+    struct sim_alloc *a, *copy;
+    bool found = false;
+
+    SIM_CALL_MAY_FAIL(v->gpu);
+    copy = kzalloc(sizeof(*copy), GFP_KERNEL);
+    if (!copy)
+        return NV_ERR_NO_MEMORY;
+    mutex_lock(&sim_lock);
+    list_for_each_entry(a, &v->allocs, node) {
+        if (a->va == src_va) {
+            atomic_inc(a->users);
+            *copy = *a;
+            found = true;
+            break;
+        }
+    }
+    mutex_unlock(&sim_lock);
+    if (!found) {
+        kfree(copy);
+        return NV_ERR_INVALID_ADDRESS;
+    }
+    *dst_va = mem_insert(to_vas(dst), copy, dst_align);
+    return NV_OK;
+}
+EXPORT_SYMBOL(nvUvmInterfaceDupAllocation);
 
 // User channels: an instance pointer for the fault packets, and no resources.
 
