@@ -33,7 +33,6 @@ void checked_fail(unsigned long n)
     armed = n != 0;
 }
 bool checked_failed(void) { return hit; }
-void checked_arm(bool on) { armed = on; }
 
 static bool fault(void)
 {
@@ -51,6 +50,38 @@ void *__wrap_realloc(void *p, size_t n);
 void *__wrap_malloc(size_t n) { return fault() ? NULL : __real_malloc(n); }
 void *__wrap_calloc(size_t n, size_t size) { return fault() ? NULL : __real_calloc(n, size); }
 void *__wrap_realloc(void *p, size_t n) { return fault() ? NULL : __real_realloc(p, n); }
+
+// ---- holding a call -----------------------------------------------------------------------------------------
+
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static enum { FREE, ASKED, HELD } hold;
+
+static void set_hold(int to)
+{
+    pthread_mutex_lock(&lock);
+    hold = to;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+void checked_hold(void) { set_hold(ASKED); }
+void checked_resume(void) { set_hold(FREE); }
+void checked_held(void)
+{
+    pthread_mutex_lock(&lock);
+    while (hold != HELD)
+        pthread_cond_wait(&changed, &lock);
+    pthread_mutex_unlock(&lock);
+}
+// With the wrapper's lock held, in every call that can be held.
+static void hold_here(void)
+{
+    if (hold != ASKED)
+        return;
+    hold = HELD;
+    pthread_cond_broadcast(&changed);
+    while (hold == HELD)
+        pthread_cond_wait(&changed, &lock);
+}
 
 static int injected(void) { return vmem__error(-ENOMEM, "injected failure"); }
 
@@ -226,6 +257,7 @@ static int slice_call(int (*call)(struct vmem__backend *, struct vmem__arena *, 
 {
     locked(true);
     slice_busy(a, offset, length, true);
+    hold_here();
     locked(false);
     int rc = fault() ? injected() : call(b, a, offset, length);
     locked(true);
@@ -246,6 +278,7 @@ static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
     locked(true);
     for (size_t i = 0; i < n; i++)
         slice_busy(runs[i].arena, runs[i].offset, runs[i].length, true);
+    hold_here();
     locked(false);
     int rc = fault() ? injected() : inner->zero(b, runs, n);
     locked(true);
@@ -259,6 +292,7 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     MUST(n);
     locked(true);
     check_runs(runs, n, unmap);
+    hold_here();
     locked(false);
     int rc;
     if (fault()) {

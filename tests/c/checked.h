@@ -9,12 +9,16 @@
 // A context whose backend is `name`, wrapped. One inner backend per process.
 int checked_context(const char *name, uint64_t budget, vmem_context **out);
 
-// Makes the n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program linked with
+// Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program linked with
 // malloc, calloc and realloc wrapped, an allocation by the library.
 void checked_fail(unsigned long n);
 // Whether that fault point was reached.
 bool checked_failed(void);
-// Only fault points in this thread count while `on`; elsewhere nothing fails.
-void checked_arm(bool on);
+
+// The next backend call that maps, unmaps, populates, discards or zeroes stops before it does so, in whatever thread;
+// checked_held() waits until it has, and checked_resume() lets it go on.
+void checked_hold(void);
+void checked_held(void);
+void checked_resume(void);
 
 #endif

@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
+#include "vmem_internal.h"
 
 static uint64_t addr;
 static vmem_page page[8];
@@ -129,6 +130,20 @@ static void runs(vmem_context *ctx)
         CHECK_EQ(after.unmap_runs - before.unmap_runs, consecutive ? shape[s].runs : 8);
     }
     OK(vMemReleaseBatch(ctx, many, N, NULL));
+    if (!(test_info.page_sizes & VMEM_PAGE_128K) || test_page != VMEM_PAGE_64K || !consecutive)
+        return;
+    // Pages of two sizes are two runs, even next to each other: each keeps its own page table entries.
+    const uint64_t ops_before = test_stats(ctx).map_runs;
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, 2, 0, many));
+    OK(vmem__create_near(ctx, VMEM_PAGE_128K, 1, many[1], 0, &many[2]));
+    OK(vmem_page_query(ctx, many[1], &info[0]));
+    OK(vmem_page_query(ctx, many[2], &info[1]));
+    CHECK_EQ(info[1].frame, info[0].frame + 1);
+    for (int i = 0; i < 3; i++)
+        ops[i] = (struct vmem_map_op){addr + i * P, many[i]};
+    OK(vMemMapBatch(ctx, ops, 3, 0, NULL));
+    CHECK_EQ(test_stats(ctx).map_runs - ops_before, 2);
+    OK(vMemReleaseBatch(ctx, many, 3, NULL));
 }
 
 // Every page size beside every other, to the last byte.
