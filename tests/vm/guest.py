@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: MIT
+"""Boot a QEMU guest, run a list of steps in it, and judge what its console and its kernel log say.
+
+The guest has two serial ports. The kernel logs to the first; test programs write to the second, where the guest's
+init brackets every step with ``@@`` lines. A step's verdict is its exit status, the ``not ok`` lines it printed and
+the kernel's complaints while it ran.
+"""
+
+import dataclasses
+import os
+import re
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+# What the kernel, the driver and the simulator say when something is wrong.
+COMPLAINT = re.compile(
+    r"BUG:|WARNING:|INFO: possible|INFO: task .* blocked|INFO: rcu|possible (circular|recursive)|suspicious RCU"
+    r"|Assert failed|Oops|general protection|KASAN|UBSAN|kmemleak: \d+ new|unreferenced object|Kernel panic"
+    r"|soft lockup|hung task|sleeping function called|[Mm]emory leak of|Object remaining|list_(add|del) corruption"
+    r"|refcount_t:|stack guard page|simgpu: (error|leak|violation)|page allocation failure"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """An assertion that UVM's own tests provoke on purpose. `step` matches the name of the step that may."""
+
+    file: str
+    function: str
+    step: str
+    why: str
+
+    def covers(self, step, line):
+        return self.file in line and self.function in line and re.search(self.step, step)
+
+
+@dataclasses.dataclass
+class Step:
+    """One shell command in the guest. `quiet` steps (module loading) are reported only when they fail."""
+
+    name: str
+    command: str
+    timeout: int = 60
+    quiet: bool = False
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of one step."""
+
+    step: Step
+    rc: int | None = None  # None: it never ended
+    seconds: float = 0.0
+    output: list = dataclasses.field(default_factory=list)
+    complaints: list = dataclasses.field(default_factory=list)
+
+    def lines(self, prefix):
+        return [l[len(prefix):].strip() for l in self.output if l.startswith(prefix)]
+
+    @property
+    def passed(self):
+        return self.lines("ok ")
+
+    @property
+    def failed(self):
+        return self.lines("not ok ")
+
+    @property
+    def skipped(self):
+        return self.lines("skip ")
+
+    @property
+    def figures(self):
+        """{name: (value, unit)} from the `fig NAME VALUE UNIT` lines."""
+        out = {}
+        for line in self.lines("fig "):
+            name, value, unit = (line.split(None, 2) + [""])[:3]
+            out[name] = (float(value), unit)
+        return out
+
+    @property
+    def ok(self):
+        return self.rc == 0 and not self.failed and not self.complaints
+
+
+def job_script(steps):
+    """The steps as the shell lines that the guest's init sources."""
+    return "".join(f"step {shlex.quote(s.name)} {s.timeout} {shlex.quote(s.command)}\n" for s in steps)
+
+
+def accelerator(name):
+    """QEMU arguments for `name`; TCG unless another was asked for and a guest was seen to start under it."""
+    if name == "tcg":
+        return ["-accel", "tcg,thread=multi", "-cpu", "max,la57=off"]
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        raise SystemExit("run.py: --accel kvm needs read and write access to /dev/kvm")
+    return ["-accel", name, "-cpu", "host"]
+
+
+def command_line(kernel, initrd, *, image=None, memory=1536, cpus=2, accel="tcg", append=""):
+    args = ["qemu-system-x86_64", *accelerator(accel), "-m", str(memory), "-smp", str(cpus), "-no-reboot",
+            "-nodefaults", "-display", "none", "-device", "edu", "-device", "edu",
+            "-kernel", str(kernel), "-initrd", str(initrd),
+            "-append", f"console=ttyS0 panic=-1 oops=panic printk.time=1 {append}".strip()]
+    if image:
+        args += ["-drive", f"file={image},if=none,id=root,format=raw,readonly=on",
+                 "-device", "nvme,serial=root,drive=root"]
+    return args
+
+
+class Guest:
+    """One run: boots, follows both consoles, fills in a Result per step."""
+
+    def __init__(self, qemu_args, steps, *, allowed=(), boot_timeout=60, on_result=None, log=None):
+        self.args, self.allowed, self.boot_timeout = qemu_args, tuple(allowed), boot_timeout
+        self.results = [Result(s) for s in steps]
+        self.on_result, self.log = on_result, log
+        self.klog, self.done, self.why = [], False, ""
+        self._at = -1  # index of the step that runs; -1: none yet
+        self._deadline = time.monotonic() + boot_timeout
+        self._between = []  # complaints outside any step
+
+    def run(self):
+        """Returns True when every step passed and the guest shut down by itself."""
+        with tempfile.TemporaryDirectory(prefix="vmem-vm-") as tmp:
+            paths = [Path(tmp) / n for n in ("kernel", "tests")]
+            listeners = []
+            for path in paths:
+                s = socket.socket(socket.AF_UNIX)
+                s.bind(str(path))
+                s.listen(1)
+                s.settimeout(20)
+                listeners.append(s)
+            args = list(self.args)
+            for i, path in enumerate(paths):
+                args += ["-chardev", f"socket,id=c{i},path={path}", "-serial", f"chardev:c{i}"]
+            qemu = subprocess.Popen(args, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+            try:
+                self._follow(qemu, [s.accept()[0] for s in listeners])
+            except TimeoutError:
+                self.why = "QEMU did not start: " + (qemu.stderr.read1(4000).decode() if qemu.poll() else "no connection")
+            finally:
+                for s in listeners:
+                    s.close()
+                if qemu.poll() is None:
+                    os.killpg(qemu.pid, signal.SIGKILL)
+                qemu.wait()
+                qemu.stderr.close()
+        if not self.done and not self.why:
+            self.why = "the guest ended before its last step" + self._panic()
+        if self._between:
+            self.why = (self.why + "; " if self.why else "") + "outside any step: " + self._between[0]
+        return self.done and not self.why and all(r.ok for r in self.results)
+
+    def _panic(self):
+        for line in reversed(self.klog):
+            if "Kernel panic" in line or "BUG:" in line or "RIP:" in line:
+                return ": " + line.strip()
+        return ""
+
+    def _follow(self, qemu, socks):
+        sel = selectors.DefaultSelector()
+        buffers = {}
+        for sock, handler in zip(socks, (self._kernel_line, self._test_line)):
+            sock.setblocking(False)
+            sel.register(sock, selectors.EVENT_READ, handler)
+            buffers[sock] = b""
+        while buffers:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                name = self.results[self._at].step.name if self._at >= 0 else "boot"
+                self.why = f"{name}: no answer within its time"
+                break
+            for key, _ in sel.select(min(left, 1.0)):
+                data = key.fileobj.recv(65536)
+                if not data:
+                    sel.unregister(key.fileobj)
+                    del buffers[key.fileobj]
+                    continue
+                *lines, buffers[key.fileobj] = (buffers[key.fileobj] + data).split(b"\n")
+                for line in lines:
+                    key.data(line.decode(errors="replace").rstrip("\r"))
+        for sock in socks:
+            sock.close()
+
+    def _kernel_line(self, line):
+        self.klog.append(line)
+        if self.log:
+            self.log.write(line + "\n")
+        if not COMPLAINT.search(line):
+            return
+        if self._at < 0:
+            self._between.append(line)
+            return
+        result = self.results[self._at]
+        if not any(a.covers(result.step.name, line) for a in self.allowed):
+            result.complaints.append(line)
+
+    def _test_line(self, line):
+        if self.log:
+            self.log.write("| " + line + "\n")
+        if not line.startswith("@@ "):
+            if self._at >= 0:
+                self.results[self._at].output.append(line)
+            return
+        word, *rest = line[3:].split()
+        if word == "begin":
+            self._at = int(rest[0])
+            # the guest kills the step itself when its time is over: this deadline is for a guest that hangs
+            self._deadline = time.monotonic() + self.results[self._at].step.timeout * 1.5 + 30
+        elif word == "end":
+            result = self.results[int(rest[0])]
+            result.rc, result.seconds = int(rest[1]), float(rest[2])
+            self._deadline = time.monotonic() + self.boot_timeout
+            if self.on_result:
+                self.on_result(result)
+        elif word == "done":
+            self.done = True

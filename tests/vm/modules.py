@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""Builds what the guest loads: the simulated GPU's nvidia.ko, and nvidia-uvm.ko, stock and patched, against it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from kernel import CACHE, HERE, TOP, Missing, digest, say
+
+sys.path.insert(0, str(TOP / "kernel-open"))
+import source as nvidia_source  # noqa: E402
+import tree as nvidia_tree  # noqa: E402
+from insert import InsertError  # noqa: E402
+
+RELEASES = ("550.163.01", "535.261.03")
+VARIANTS = ("stock", "patched")
+
+
+def driver_source(release):
+    """NVIDIA's tree of that release, and the release in full."""
+    try:
+        return nvidia_source.nvidia(os.environ.get("NVIDIA_SRC"), release, TOP / "build" / "nvidia")
+    except nvidia_source.SourceError as e:
+        raise Missing(str(e)) from None
+
+
+def _make(args, cwd, log, what):
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "KERNELRELEASE")}
+    jobs = f"-j{len(os.sched_getaffinity(0))}"
+    with log.open("w") as out:
+        if subprocess.run(["make", jobs, *map(str, args)], cwd=cwd, stdout=out, stderr=out, env=env).returncode:
+            raise Missing(f"{what} failed; log: {log}\n" + "\n".join(log.read_text().splitlines()[-15:]))
+
+
+def _stamped(folder, key, build):
+    """Run `build` unless the folder's stamp carries this key."""
+    stamp = folder / ".vmem-stamp"
+    if not stamp.is_file() or stamp.read_text() != key:
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp.unlink(missing_ok=True)
+        build()
+        stamp.write_text(key)
+    return folder
+
+
+def simgpu(src, release, kernel):
+    """The stand-in nvidia.ko for one release of the interface; returns its folder (nvidia.ko, Module.symvers)."""
+    ours = HERE / "simgpu"
+    folder = CACHE / "modules" / f"simgpu-{release}-{kernel.release}"
+
+    def build():
+        say(f"building the simulated GPU for {release}, {kernel.release}")
+        _make(["-C", ours, f"NVIDIA_SRC={src}", f"KDIR={kernel.output}", f"OUT={folder}"], folder, folder / "build.log",
+              f"building the simulated GPU for {release}")  # fmt: skip
+
+    return _stamped(folder, digest(ours, release, kernel.release), build)
+
+
+def _strip(module):
+    """The module without debug information: the guest's memory and boot time are short."""
+    to = module.with_name("stripped-" + module.name)
+    subprocess.run(["strip", "-g", "-o", to, module], check=True)
+    return to
+
+
+def _compile(tree, kernel, uvm_type, symvers):
+    _make(["-f", "vmem.mk", f"KERNEL_UNAME={kernel.release}", f"OUTPUT={kernel.output}", f"SOURCES={kernel.source}",
+           f"UVM_BUILD_TYPE={uvm_type}", f"KBUILD_EXTRA_SYMBOLS={symvers}"], tree, tree / "build.log",
+          f"building nvidia-uvm.ko in {tree}")  # fmt: skip
+    return tree / "nvidia-uvm.ko"
+
+
+def uvm_tree(src, release, variant, kernel, uvm_type="release", name=None):
+    """Prepare (or bring up to date) the build tree of one nvidia-uvm.ko; returns its folder."""
+    tree = CACHE / "modules" / f"uvm-{name or variant}-{release}-{uvm_type}-{kernel.release}"
+    if variant == "patched":
+        for attempt in (0, 1):
+            try:
+                nvidia_tree.prepare(src, tree)
+                return tree
+            except InsertError as e:
+                if attempt:
+                    raise Missing(str(e)) from None
+                shutil.rmtree(tree)  # made by other hooks than today's
+    if not (tree / "Kbuild").is_file():
+        tree.mkdir(parents=True, exist_ok=True)
+        for folder in ("common", "nvidia", "nvidia-uvm"):
+            shutil.copytree(src / folder, tree / folder, ignore=shutil.ignore_patterns("*_binary"), dirs_exist_ok=True)
+        for path in src.iterdir():
+            if path.is_file():
+                shutil.copy2(path, tree / path.name)
+    for name in ("vmem.mk", "stock-symvers.sh"):
+        shutil.copyfile(TOP / "kernel-open" / name, tree / name)
+    return tree
+
+
+def uvm(src, release, variant, kernel, sim, uvm_type="release", name=None):
+    """nvidia-uvm.ko, linked against the simulated GPU in folder `sim`; returns the path of the stripped module."""
+    tree = uvm_tree(src, release, variant, kernel, uvm_type, name)
+    ours = [TOP / "uvm_ext", TOP / "kernel-open" / "hooks.py"] if variant == "patched" else []
+    key = digest(release, variant, uvm_type, kernel.release, sim / "Module.symvers", *ours)
+
+    def build():
+        say(f"building nvidia-uvm.ko {release} ({variant}, {uvm_type}) for {kernel.release}")
+        _strip(_compile(tree, kernel, uvm_type, sim / "Module.symvers"))
+
+    _stamped(tree, key, build)
+    return tree / "stripped-nvidia-uvm.ko"
+
+
+def rebuild(tree, kernel, sim, uvm_type="release"):
+    """Compile what changed in a tree and relink, past all stamps; for mutants. Returns the stripped module."""
+    (tree / ".vmem-stamp").unlink(missing_ok=True)
+    return _strip(_compile(tree, kernel, uvm_type, sim / "Module.symvers"))
+
+
+def all_modules(release, kernel, variants=VARIANTS, uvm_type="release"):
+    """Everything the guest loads for one release: {path in the guest: path here}, and the driver's source tree."""
+    src, release = driver_source(release)
+    sim = simgpu(src, release, kernel)
+    files = {"mod/nvidia.ko": _strip(sim / "nvidia.ko")}
+    for variant in variants:
+        files[f"mod/{variant}/nvidia-uvm.ko"] = uvm(src, release, variant, kernel, sim, uvm_type)
+    return files, src, release
+
+
+def failmem(kernel):
+    """The module that fails allocations of nvidia-uvm.ko."""
+    ours = HERE / "failmem"
+    folder = CACHE / "modules" / f"failmem-{kernel.release}"
+
+    def build():
+        for file in ours.iterdir():
+            shutil.copyfile(file, folder / file.name)
+        _make(["-C", kernel.output, f"M={folder}", "modules"], folder, folder / "build.log", "building failmem.ko")
+        _strip(folder / "failmem.ko")
+
+    _stamped(folder, digest(ours, kernel.release), build)
+    return folder / "stripped-failmem.ko"

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""What runs in the guest: the steps of each tier, and the assertions that UVM's own tests provoke on purpose."""
+
+import dataclasses
+
+from guest import Allowed, Step
+
+PROGRAMS = ("test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz", "test_process",
+            "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth", "test_fatal")
+
+# UVM's asserts only log, so any is a failure, but for those that its own tests provoke.
+ALLOWED = (
+    Allowed("uvm_gpu_semaphore.c", "semaphore", "test_uvm|load", "the semaphore test sets a payload that goes back"),
+    Allowed("uvm_channel.c", "channel", "test_uvm", "the channel test provokes a channel error"),
+    Allowed("uvm_lock.c", "", "test_uvm", "the lock test breaks the lock order"),
+    Allowed("uvm_lock_test.c", "", "test_uvm", "the lock test breaks the lock order"),
+    Allowed("uvm_mmu.c", "uvm_page_tree_init", "test_uvm", "the page-tree test's own fake GPU"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How long the parts that can be any length are."""
+
+    ops: int
+    fuzz: int
+    kills: int
+    race: int
+    remaps: int
+    stress: int
+    slow: float = 1.0  # times every time limit
+
+
+SIZES = {
+    "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
+    "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
+    "debug": Size(ops=1500, fuzz=6_000, kills=5, race=3, remaps=1000, stress=40, slow=6.0),
+}
+
+
+def _load(variant, params="", gpu=""):
+    return Step(f"load {variant} {params} {gpu}".strip(),
+                f"load_gpu {gpu} && load_uvm {variant} {params}", 60, quiet=True)  # fmt: skip
+
+
+def _unload(variant):
+    return Step(f"unload {variant}", "unload_all", 60, quiet=True)
+
+
+def _stock(size):
+    builtin = "uvm_enable_builtin_tests=1"
+    return [
+        _load("stock", builtin),
+        Step("test_uvm stock", f"STRESS={size.stress} /tests/test_uvm", 240),
+        Step("test_live stock", f"REMAPS={size.remaps} /tests/test_live stock_remap", 120),
+        _unload("stock"),
+    ]
+
+
+def _patched(size):
+    builtin = "uvm_enable_builtin_tests=1"
+    return [
+        _load("patched", builtin),
+        Step("test_uvm patched", f"STRESS={size.stress} /tests/test_uvm", 240),
+        _unload("patched"),
+        _load("patched", gpu="gpus=2"),
+        Step("test_calls", "/tests/test_calls", 180),
+        Step("test_errors", "/tests/test_errors", 120),
+        Step("test_atomic", "/tests/test_atomic", 120),
+        Step("test_lifetime", "/tests/test_lifetime", 180),
+        Step("test_live patched", f"REMAPS={size.remaps} /tests/test_live", 240),
+        Step("test_cost", "/tests/test_cost", 120),
+        _unload("patched"),
+        _load("patched"),
+        Step("test_process", f"KILLS={size.kills} /tests/test_process", 240),
+        Step("test_race", f"SECONDS_EACH={size.race} /tests/test_race", 120 + 10 * size.race),
+        Step("test_random", f"OPS={size.ops} CASE_TIMEOUT=3600 /tests/test_random", 120 + size.ops // 40),
+        Step("test_fuzz", f"CALLS={size.fuzz} CASE_TIMEOUT=3600 /tests/test_fuzz", 120 + size.fuzz // 500),
+        _unload("patched"),
+    ]
+
+
+def unload_with_state():
+    """The module refuses to go while a file holds pages, and goes without a leak once the holder was killed."""
+    hold = "HOLD=1 /tests/test_lifetime hold_everything > /tmp/hold & pid=$!; "
+    wait = "for i in $(seq 100); do grep -q holding /tmp/hold && break; sleep 0.1; done; grep -q holding /tmp/hold || exit 1; "
+    refuse = "if rmmod nvidia_uvm; then echo 'not ok unload - rmmod succeeded while pages are held'; exit 1; fi; "
+    kill = "for p in $(pidof test_lifetime); do kill -9 $p; done; wait $pid; sleep 0.5; echo ok module_unload_with_state"
+    return [_load("patched"), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
+
+
+def fail_nth():
+    return [
+        _load("patched"),
+        Step("load failmem", "insmod /mod/failmem.ko", 20, quiet=True),
+        Step("test_failnth", "/tests/test_failnth", 600),
+        Step("unload failmem", "rmmod failmem", 20, quiet=True),
+        _unload("patched"),
+    ]
+
+
+def fatal():
+    """A channel of the driver's faults in the middle of each call: fatal to UVM, so the module is loaded anew."""
+    steps = []
+    for case in ("map", "map_no_window", "unmap", "release", "create", "huge_split"):
+        steps += [_load("patched"), Step(f"test_fatal {case}", f"/tests/test_fatal in_{case}_", 60), _unload("patched")]
+    return steps
+
+
+def steps(tier, only=None):
+    size = SIZES[tier]
+    out = _stock(size) + _patched(size) + unload_with_state() + fail_nth() + fatal()
+    if tier == "debug":
+        out += [Step("kmemleak", "echo scan > /sys/kernel/debug/kmemleak; sleep 6; echo scan > /sys/kernel/debug/kmemleak; "
+                     "sleep 1; if grep -q . /sys/kernel/debug/kmemleak; then head -60 /sys/kernel/debug/kmemleak; "
+                     "echo 'not ok kmemleak - unreferenced objects'; exit 1; fi; echo ok kmemleak", 240)]  # fmt: skip
+    for step in out:
+        step.timeout = int(step.timeout * size.slow)
+    return select(out, only) if only else out
+
+
+def select(all_steps, only):
+    """The steps whose names contain one of `only`, each with the loading before and the unloading after it."""
+    out, group = [], []
+    for step in all_steps:
+        group.append(step)
+        if step.name.startswith("unload ") and step.quiet and "failmem" not in step.name:
+            if any(o in s.name for o in only for s in group if not s.quiet):
+                out += [s for s in group if s.quiet or any(o in s.name for o in only)]
+            group = []
+    return out + [s for s in group if any(o in s.name for o in only)]

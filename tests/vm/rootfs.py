@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: MIT
+"""What the guest runs from: an initramfs with our build, and an image of this machine's Python for the Python suites."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from kernel import CACHE, HERE, Missing, digest, need, say
+
+# Distributions the Python image carries, with all they require.
+PACKAGES = ("numpy", "cffi", "pytest", "hypothesis", "rich")
+
+
+def busybox():
+    found = shutil.which("busybox")
+    if not found:
+        need("busybox=busybox-static")
+        found = shutil.which("busybox")
+    if subprocess.run(["ldd", found], capture_output=True, text=True).stdout.count("=>"):
+        raise Missing("busybox is linked dynamically: install busybox-static")
+    return Path(found)
+
+
+class Cpio:
+    """Writes a newc archive; QEMU loads it uncompressed, since unpacking under TCG costs more than reading."""
+
+    def __init__(self):
+        self.parts, self.seen, self.inode = [], set(), 1
+
+    def _entry(self, name, mode, data=b"", rdev=(0, 0)):
+        head = [self.inode, mode, 0, 0, 1, 0, len(data), 0, 0, *rdev, len(name) + 1, 0]
+        self.inode += 1
+        block = b"070701" + b"".join(b"%08X" % v for v in head) + name.encode() + b"\0"
+        block += b"\0" * (-len(block) % 4) + data
+        self.parts.append(block + b"\0" * (-len(block) % 4))
+
+    def folder(self, name):
+        if name and name != "." and name not in self.seen:
+            self.folder(os.path.dirname(name))
+            self.seen.add(name)
+            self._entry(name, stat.S_IFDIR | 0o755)
+
+    def file(self, name, data, mode=0o755):
+        if name not in self.seen:
+            self.folder(os.path.dirname(name))
+            self.seen.add(name)
+            self._entry(name, stat.S_IFREG | mode, data)
+
+    def tree(self, name, path):
+        for p in sorted(Path(path).rglob("*")):
+            if p.is_file() and "__pycache__" not in p.parts:
+                self.file(f"{name}/{p.relative_to(path)}", p.read_bytes(), p.stat().st_mode & 0o777)
+
+    def write(self, path):
+        self._entry("dev/console", stat.S_IFCHR | 0o600, rdev=(5, 1))
+        self._entry("TRAILER!!!", 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".part{os.getpid()}")
+        with part.open("wb") as f:
+            f.writelines(self.parts)
+        part.rename(path)
+        return path
+
+
+def initramfs(path, files, job, shell=""):
+    """Write the initramfs. `files`: {path in the guest: file or folder here}; `job`: the steps as shell lines."""
+    cpio = Cpio()
+    cpio.folder("dev")
+    cpio.file("bb/busybox", busybox().read_bytes())
+    cpio.file("init", (HERE / "init").read_bytes())
+    cpio.file("functions", (HERE / "functions").read_bytes())
+    cpio.file("job", job.encode())
+    cpio.file("shell", shell.encode())
+    for name, here in files.items():
+        if isinstance(here, (str, bytes)):
+            cpio.file(name, here if isinstance(here, bytes) else here.encode())
+        elif here.is_dir():
+            cpio.tree(name, here)
+        else:
+            cpio.file(name, here.read_bytes())
+    return cpio.write(path)
+
+
+def _requirements(names):
+    """The distributions named and all that they require here, without extras."""
+    todo, found = list(names), {}
+    while todo:
+        name = todo.pop()
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if key in found:
+            continue
+        try:
+            found[key] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the suites skip by name what is absent
+        for line in found[key].requires or ():
+            if "extra ==" not in line:
+                todo.append(re.match(r"[A-Za-z0-9._-]+", line).group())
+    return found
+
+
+def _libraries(files):
+    """Shared objects that the files need, by ldd, with their loader."""
+    out = set()
+    todo = [f for f in files if f.suffix == ".so" or ".so." in f.name or os.access(f, os.X_OK)]
+    for i in range(0, len(todo), 200):
+        text = subprocess.run(["ldd", *todo[i : i + 200]], capture_output=True, text=True).stdout
+        out |= {Path(p) for p in re.findall(r"(?:=> |^\s+)(/\S+) \(0x", text, re.M)}
+    return out
+
+
+def python_image(extra=()):
+    """An ext4 image of this interpreter, its standard library and PACKAGES, at the paths they have here.
+
+    Returns the image and the interpreter's path in it.
+    """
+    base = Path(sys.base_prefix)
+    found = _requirements((*PACKAGES, *extra))
+    versions = sorted(f"{k} {d.version}" for k, d in found.items())
+    image = CACHE / f"python-{digest(sys.version, str(base), *versions, Path(__file__))}.img"
+    real = Path(os.path.realpath(sys._base_executable))
+    if image.is_file():
+        return image, real
+    need("mke2fs=e2fsprogs")
+    say("making the Python image: " + ", ".join(versions))
+    stdlib = Path(sysconfig.get_paths(vars={"base": str(base)})["stdlib"])
+    left_out = {"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages",
+                "dist-packages", "__pycache__"}
+    files = {real}
+    for folder, folders, names in os.walk(stdlib):
+        folders[:] = [d for d in folders if d not in left_out and not d.startswith("config-")]
+        files |= {Path(folder) / n for n in names if not n.endswith(".a")}
+    for dist in found.values():
+        for file in dist.files or ():
+            path = Path(os.path.normpath(dist.locate_file(file)))
+            if path.is_file() and "__pycache__" not in path.parts and not ("tests" in path.parts and path.suffix == ".py"):
+                files.add(path)
+    files |= _libraries(files)
+    staging = CACHE / f"python-staging-{os.getpid()}"
+    size = 0
+    for file in files:
+        to = staging / str(file).lstrip("/")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, to)  # follows links: a library's soname becomes a file of its own
+        size += to.stat().st_size + 4096
+    part = image.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    blocks = int(size * 1.15) // 1024 + 16384
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-N", str(len(files) * 2 + 2000),
+                    "-d", staging, part, f"{blocks}k"], check=True)  # fmt: skip
+    shutil.rmtree(staging)
+    part.rename(image)
+    return image, real

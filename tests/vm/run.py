@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Runs vMem's kernel module on a simulated GPU in a QEMU guest: the tests, a shell, or the seeded mutants.
+
+Needs no GPU and touches nothing of the running kernel. What is fetched and built is kept in build/vm (or $VMEM_VM_CACHE).
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kernel as kernels
+import modules
+import plan
+import rootfs
+from guest import Guest, command_line, job_script
+from kernel import CACHE, HERE, TOP, Missing, digest, need, say
+
+TESTS = HERE / "tests"
+
+
+def test_programs(src, release):
+    """Static test binaries for one release's ioctl headers: {path in the guest: path here}."""
+    common = [TESTS / "vmtest.c", TESTS / "gpu.c", TESTS / "calls.c"]
+    headers = [*TESTS.glob("*.h"), TOP / "uvm_ext" / "uvm_vmem_ioctl.h", HERE / "simgpu" / "simgpu_uapi.h",
+               HERE / "failmem" / "failmem_uapi.h"]
+    files = {}
+    for name in plan.PROGRAMS:
+        source = TESTS / f"{name}.c"
+        if not source.is_file():
+            continue
+        out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
+        if not out.is_file():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            for old in out.parent.glob(f"{name}-{release}-*"):
+                old.unlink()
+            include = [f"-I{d}" for d in (src / "nvidia-uvm", src / "common/inc", TOP / "uvm_ext", HERE / "simgpu", HERE / "failmem")]
+            command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *include, "-o", out, source, *common]
+            if subprocess.run(command).returncode:
+                raise Missing(f"compiling {source.name} failed")
+        files[f"tests/{name}"] = out
+    return files
+
+
+def gather(release, kernel, variants=modules.VARIANTS, uvm_type="release"):
+    """Everything the guest needs for one release."""
+    files, src, release = modules.all_modules(release, kernel, variants, uvm_type)
+    files["mod/failmem.ko"] = modules.failmem(kernel)
+    files |= test_programs(src, release)
+    return files, release
+
+
+def show(result, verbose=False):
+    step = result.step
+    if step.quiet and result.ok:
+        return
+    counts = f"{len(result.passed)} passed" + (f", {len(result.skipped)} skipped" if result.skipped else "")
+    verdict = "ok  " if result.ok else "FAIL"
+    print(f"  {verdict} {step.name:<28} {counts:<24} {result.seconds:6.1f} s", flush=True)
+    if not result.ok:
+        for line in result.failed:
+            print(f"       {line}")
+        for line in result.complaints[:8]:
+            print(f"       kernel: {line}")
+        if not result.failed and not result.complaints:
+            print(f"       exit status {result.rc}; its last lines:")
+            for line in result.output[-8:]:
+                print(f"         {line}")
+    if verbose:
+        for line in result.skipped:
+            print(f"       skipped: {line}")
+    for name, (value, unit) in result.figures.items():
+        print(f"       {name} = {value:g} {unit}")
+
+
+def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False):
+    """Boot one guest and run the steps; returns (verdict, Guest)."""
+    initrd = rootfs.initramfs(CACHE / f"initramfs-{label}.cpio", files, job_script(steps))
+    log_path = CACHE / "logs" / f"{label}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    qemu = command_line(kernel, initrd, image=image, memory=memory, cpus=args.cpus, accel=args.accel)
+    with log_path.open("w") as log:
+        guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
+                      on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
+        ok = guest.run()
+    initrd.unlink()
+    if not quiet:
+        for result in guest.results:
+            if result.rc is None:
+                print(f"  FAIL {result.step.name}: not run or not ended")
+                break
+        if guest.why:
+            print(f"  {guest.why}")
+        if not ok:
+            print(f"  log: {log_path}")
+    return ok, guest
+
+
+def same_set(guest):
+    """UVM's own tests must give the same answers on both modules; returns what differs."""
+    sets = {}
+    for result in guest.results:
+        if result.step.name in ("test_uvm stock", "test_uvm patched"):
+            names = [frozenset(line.split()[0] for line in lines) for lines in (result.passed, result.failed, result.skipped)]
+            sets[result.step.name.split()[1]] = names
+    if len(sets) < 2 or sets["stock"] == sets["patched"]:
+        return []
+    kinds = ("passed", "failed", "skipped")
+    return [f"UVM's own tests differ: {sorted(a ^ b)} {kind} on one module only"
+            for kind, a, b in zip(kinds, sets["stock"], sets["patched"]) if a != b]  # fmt: skip
+
+
+def record(path, tier, release, kernel, guest, seconds, ok):
+    """Results as JSON: one object per step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    steps = [{"step": r.step.name, "ok": r.ok, "seconds": round(r.seconds, 1), "passed": len(r.passed),
+              "failed": r.failed, "skipped": r.skipped,
+              "figures": {k: {"value": v, "unit": u} for k, (v, u) in r.figures.items()}}
+             for r in guest.results if not r.step.quiet or not r.ok]  # fmt: skip
+    path.write_text(json.dumps({"tier": tier, "release": release, "kernel": kernel.release, "simulated": True,
+                                "date": datetime.date.today().isoformat(), "seconds": round(seconds), "ok": ok,
+                                "steps": steps}, indent=1) + "\n")  # fmt: skip
+
+
+def test(args):
+    debug = args.tier == "debug"
+    kernel = kernels.debug() if debug else kernels.debian()
+    bad = []
+    for release in args.release or modules.RELEASES:
+        files, release = gather(release, kernel, uvm_type=args.uvm_type or ("debug" if debug else "release"))
+        print(f"simulated GPU, driver {release}, kernel {kernel.release}, {args.tier} tier", flush=True)
+        t0 = time.monotonic()
+        steps = plan.steps(args.tier, args.only)
+        ok, guest = boot(args, kernel, files, steps, label=f"{args.tier}-{release}", memory=3072 if debug else 1536)
+        for line in same_set(guest):
+            print(f"  {line}")
+            ok = False
+        if not args.only:
+            record(CACHE / "results" / f"{args.tier}-{release}.json", args.tier, release, kernel, guest,
+                   time.monotonic() - t0, ok)  # fmt: skip
+        print(f"  {'passed' if ok else 'FAILED'} in {time.monotonic() - t0:.0f} s", flush=True)
+        bad += [] if ok else [release]
+    return 1 if bad else 0
+
+
+def script(args):
+    """One boot that runs the given shell lines, each as a step."""
+    kernel = kernels.debug() if args.tier == "debug" else kernels.debian()
+    files, release = gather((args.release or modules.RELEASES)[0], kernel, uvm_type=args.uvm_type or "release")
+    steps = [plan.Step(line, line, 600) for line in args.lines]
+    ok, guest = boot(args, kernel, files, steps, label="script")
+    for result in guest.results:
+        print("\n".join(f"    {line}" for line in result.output))
+    return 0 if ok else 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("action", choices=("test", "shell", "python", "mutants", "script"))
+    parser.add_argument("lines", nargs="*", help="script: shell lines to run; mutants: their names")
+    parser.add_argument("--tier", choices=sorted(plan.SIZES), default="short")
+    parser.add_argument("--release", action="append", help="driver release, as 550; default: all")
+    parser.add_argument("--only", action="append", help="only the steps whose names contain this")
+    parser.add_argument("--uvm-type", choices=("release", "develop", "debug"), help="build type of nvidia-uvm.ko")
+    parser.add_argument("--accel", choices=("tcg", "kvm"), default=os.environ.get("VM_ACCEL", "tcg"))
+    parser.add_argument("--cpus", type=int, default=2)
+    parser.add_argument("--boot-timeout", type=int, default=90)
+    parser.add_argument("--verbose", action="store_true", help="name the skipped cases")
+    args = parser.parse_args()
+    try:
+        need("qemu-system-x86_64=qemu-system-x86", "busybox=busybox-static", "cc=gcc", "make=make", "strip=binutils")
+        if args.action == "test":
+            return test(args)
+        if args.action == "script":
+            return script(args)
+        if args.action == "mutants":
+            import mutants
+
+            return mutants.main(args, boot, gather)
+        import python_tier
+
+        return python_tier.main(args, boot, gather)
+    except Missing as e:
+        say(f"error: {e}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+// A batch is all or nothing, whatever stops it; and what it costs is what it says.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+enum { N = 120 };
+
+// One bad element at every position of a batch over windows that exist: no page changes, no push is made.
+TEST(test_one_bad_element_anywhere)
+{
+    struct uvm u;
+    struct uvm_vmem_op ops[N];
+    struct uvm_vmem_batch b;
+    struct vm_state s;
+    uint64_t h;
+
+    vm_start(&u, MB(2) * N);
+    CHECK_EQ(vm_create(&u, KB(64), N + 1, &h), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * N, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + KB(640), KB(64), h + N, 0, 0), NV_OK);
+    vm_state_take(&u, BASE, MB(2) * N, &s);
+    for (unsigned bad = 0; bad < N; bad += 7) {
+        struct simgpu_counters c;
+        for (unsigned i = 0; i < N; i++)
+            ops[i] = vm_op(BASE + i * MB(2), KB(64), h + i, 0, 0);
+        ops[bad].va = BASE + KB(640); // taken
+        sim_counters(0, true);
+        CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_ERR_UVM_ADDRESS_IN_USE);
+        CHECK_EQ(b.out_failed, bad);
+        c = sim_counters(0, false);
+        CHECK_EQ(c.pushes, 0);
+        CHECK_EQ(c.pte_writes, 0);
+    }
+    vm_state_same(&u, BASE, &s, false);
+}
+
+// The same address twice in one batch without REPLACE: the second element is at fault.
+TEST(test_overlap_inside_a_batch)
+{
+    struct uvm u;
+    struct uvm_vmem_op ops[2];
+    struct uvm_vmem_batch b;
+    struct vm_state s;
+    uint64_t h;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(128), 2, &h), NV_OK);
+    vm_state_take(&u, BASE, MB(4), &s);
+    ops[0] = vm_op(BASE, KB(128), h, 0, 0);
+    ops[1] = vm_op(BASE + KB(64), KB(128), h + 1, 0, 0);
+    CHECK_EQ(vm_map_ops(&u, 0, ops, 2, &b), NV_ERR_UVM_ADDRESS_IN_USE);
+    CHECK_EQ(b.out_failed, 1);
+    vm_state_same(&u, BASE, &s, true);
+    // in an UNMAP, a page can be taken away twice: it is simply gone
+    CHECK_EQ(vm_map_ops(&u, 0, ops, 1, &b), NV_OK);
+    ops[0] = vm_op(BASE, KB(128), 0, 0, 0);
+    ops[1] = vm_op(BASE + KB(64), KB(128), 0, 0, 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 2, &b), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+}
+
+// Unmap with an expected page that is not there: the elements before it are not done either.
+TEST(test_unmap_all_or_nothing)
+{
+    struct uvm u;
+    struct uvm_vmem_op ops[8];
+    struct uvm_vmem_batch b;
+    struct vm_state s;
+    uint64_t h;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
+    for (unsigned i = 0; i < 8; i++) {
+        CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
+        ops[i] = vm_op(BASE + i * GRANULE, KB(64), h + i, 0, 0);
+    }
+    ops[6].handle = h + 1;
+    vm_state_take(&u, BASE, MB(4), &s);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 8, &b), NV_ERR_OBJECT_NOT_FOUND);
+    CHECK_EQ(b.out_failed, 6);
+    vm_state_same(&u, BASE, &s, false);
+}
+
+// As many elements as a call takes: more than one push holds, still one answer.
+TEST(test_largest_batch)
+{
+    struct uvm u;
+    struct uvm_vmem_query q;
+    struct uvm_vmem_op *ops;
+    struct uvm_vmem_batch b;
+    struct vm_state s;
+    uint64_t h, at;
+
+    vm_start(&u, MB(2) * 128);
+    q = vm_query(&u, 0);
+    ops = calloc(q.out_max_ops, sizeof(*ops));
+    CHECK_EQ(vm_create(&u, KB(64), 64, &h), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * 128, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    vm_state_take(&u, BASE, MB(2) * 128, &s);
+    for (uint32_t i = 0; i < q.out_max_ops; i++) // a stride that leaves no two neighbours
+        ops[i] = vm_op(BASE + (uint64_t)(i * 37 % 4096) * GRANULE, KB(64), h + i % 64, 0, 0);
+    ops[q.out_max_ops - 1].handle = 1ull << 50;
+    CHECK_EQ(vm_map_ops(&u, 0, ops, q.out_max_ops, &b), NV_ERR_INVALID_OBJECT_HANDLE);
+    CHECK_EQ(b.out_failed, q.out_max_ops - 1);
+    vm_state_same(&u, BASE, &s, false);
+    ops[q.out_max_ops - 1].handle = h;
+    CHECK_EQ(vm_map_ops(&u, 0, ops, q.out_max_ops, &b), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, (uint64_t)q.out_max_ops * KB(64));
+    CHECK(b.out_pushes <= 3);
+    CHECK_EQ(b.out_waits, 1);
+    for (unsigned i = 0; i < 64; i++) // each page through its first address, seen through its second
+        CHECK_EQ(gpu_mark(&u, ops[i].va, KB(64), i + 1), 0);
+    for (unsigned i = 64; i < 128; i++)
+        CHECK(gpu_marked(&u, ops[i].va, KB(64), i - 63, &at));
+    for (uint32_t i = 0; i < q.out_max_ops; i++)
+        ops[i] = vm_op(ops[i].va, KB(64), 0, 0, 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, q.out_max_ops, &b), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    vm_state_same(&u, BASE, &s, false);
+    sim_check(0);
+}
+
+// 120 pages at 120 distant addresses, windows there: one push, one invalidate, one wait, no call into RM.
+TEST(test_batch_of_120_pages_costs_one_push)
+{
+    struct uvm u;
+    struct uvm_vmem_op ops[N];
+    struct uvm_vmem_batch b;
+    struct uvm_vmem_release r;
+    struct simgpu_counters c;
+    uint64_t h, handles[N];
+
+    vm_start(&u, MB(2) * N);
+    CHECK_EQ(vm_create(&u, KB(64), N, &h), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * N, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    for (unsigned i = 0; i < N; i++) {
+        ops[i] = vm_op(BASE + i * MB(2) + i % 32 * GRANULE, KB(64), h + i, 0, 0);
+        handles[i] = h + i;
+    }
+
+    sim_counters(0, true);
+    CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_OK);
+    c = sim_counters(0, false);
+    CHECK_EQ(b.out_pushes, 1);
+    CHECK_EQ(b.out_invalidates, 1);
+    CHECK_EQ(b.out_waits, 1);
+    CHECK_EQ(c.pushes, 1);
+    CHECK_EQ(c.inval_all + c.inval_targeted, 1);
+    CHECK_EQ(c.rm_calls, 0);
+    vmtest_figure("map_120_pushes", c.pushes, "pushes");
+    vmtest_figure("map_120_invalidates", c.inval_all + c.inval_targeted, "invalidates");
+    vmtest_figure("map_120_waits", b.out_waits, "waits");
+    vmtest_figure("map_120_rm_calls", c.rm_calls, "calls");
+
+    for (unsigned i = 0; i < N; i++)
+        ops[i] = vm_op(ops[i].va, KB(64), 0, 0, 0);
+    sim_counters(0, true);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, N, &b), NV_OK);
+    c = sim_counters(0, false);
+    CHECK_EQ(b.out_pushes, 1);
+    CHECK_EQ(b.out_waits, 1);
+    CHECK_EQ(c.pushes, 1);
+    CHECK_EQ(c.inval_all + c.inval_targeted, 1);
+    CHECK_EQ(c.rm_calls, 0);
+
+    for (unsigned i = 0; i < N; i++)
+        ops[i] = vm_op(ops[i].va, KB(64), h + i, 0, 0);
+    CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_OK);
+    sim_counters(0, true);
+    CHECK_EQ(vm_release(&u, handles, N, &r), NV_OK);
+    c = sim_counters(0, false);
+    CHECK_EQ(r.out_pushes, 1);
+    CHECK_EQ(r.out_waits, 1);
+    CHECK_EQ(r.out_invalidates, 1);
+    sim_check(0);
+}

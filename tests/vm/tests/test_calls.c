@@ -1,0 +1,491 @@
+// What every call does when it succeeds.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+static const uint64_t sizes[] = { KB(64), KB(128), KB(256), MB(2) };
+
+TEST(test_query_without_gpu)
+{
+    struct uvm u;
+    struct uvm_vmem_query q = { 0 };
+
+    uvm_open(&u);
+    CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);
+    CHECK_EQ(q.rmStatus, NV_OK);
+    CHECK_EQ(q.out_abi, UVM_VMEM_ABI);
+    CHECK(q.out_max_ops >= 1024 && q.out_max_ops <= UVM_VMEM_MAX_OPS);
+    CHECK(q.out_max_bytes >= GB(1) && q.out_max_bytes <= UVM_VMEM_MAX_BYTES);
+    CHECK_EQ(q.out_bytes_held, 0);
+    CHECK_EQ(q.out_bytes_total, 0);
+}
+
+TEST(test_query_gpu)
+{
+    struct uvm u;
+    struct uvm_vmem_query q;
+
+    uvm_start(&u);
+    q = vm_query(&u, 0);
+    CHECK_EQ(q.out_page_sizes, KB(64) | KB(128) | KB(256) | MB(2));
+    CHECK(q.out_caps & UVM_VMEM_CAP_LIVE_REPLACE);
+    CHECK(q.out_caps & UVM_VMEM_CAP_SPARSE);
+    CHECK(q.out_bytes_total > 0 && q.out_bytes_free <= q.out_bytes_total);
+    CHECK_EQ(q.out_bytes_held, 0);
+}
+
+TEST(test_reserve_and_free)
+{
+    struct uvm u;
+
+    vm_start(&u, MB(8));
+    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(vm_reserve(&u, BASE + MB(8), GB(1) * 1024 * 4), NV_OK); // 4 TiB cost nothing
+    CHECK_EQ(vm_free(&u, BASE + MB(8), GB(1) * 1024 * 4), NV_OK);
+    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
+    CHECK_EQ(vm_reserve(&u, BASE, MB(4)), NV_OK); // the addresses can be used again
+}
+
+TEST(test_create_every_size)
+{
+    struct uvm u;
+    uint64_t first[4], created = 0;
+
+    vm_start(&u, MB(16));
+    for (unsigned i = 0; i < COUNT(sizes); i++) {
+        CHECK_EQ(vm_create(&u, sizes[i], 5, &first[i]), NV_OK);
+        CHECK(first[i] != 0);
+        created += 5 * sizes[i];
+        for (unsigned j = 0; j < i; j++)
+            CHECK(first[i] >= first[j] + 5 || first[j] >= first[i] + 5);
+    }
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, created);
+    CHECK(vm_query(&u, 0).out_bytes_held >= created);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    // a page is physically contiguous and aligned to its size
+    for (unsigned i = 0; i < COUNT(sizes); i++)
+        for (unsigned n = 0; n < 5; n++) {
+            uint64_t phys;
+            CHECK_EQ(vm_map(&u, BASE, sizes[i], first[i] + n, 0, UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K), NV_OK);
+            phys = sim_pte(&u, BASE).phys;
+            CHECK_EQ(phys % sizes[i], 0);
+            for (uint64_t off = 0; off < sizes[i]; off += GRANULE)
+                CHECK_EQ(sim_pte(&u, BASE + off).phys, phys + off);
+        }
+    for (unsigned i = 0; i < COUNT(sizes); i++)
+        for (unsigned n = 0; n < 5; n++)
+            CHECK_EQ(vm_release_one(&u, first[i] + n), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+    sim_check(0);
+}
+
+TEST(test_pages_of_a_create_do_not_overlap)
+{
+    struct uvm u;
+    uint64_t first;
+    enum { N = 64 };
+
+    vm_start(&u, MB(64));
+    for (unsigned s = 0; s < COUNT(sizes); s++) {
+        unsigned n = s == 3 ? 8 : N;
+        CHECK_EQ(vm_create(&u, sizes[s], n, &first), NV_OK);
+        for (unsigned i = 0; i < n; i++) {
+            CHECK_EQ(vm_map(&u, BASE + i * sizes[s], sizes[s], first + i, 0, 0), NV_OK);
+            CHECK_EQ(gpu_mark(&u, BASE + i * sizes[s], sizes[s], 0x1000 * s + i + 1), 0);
+        }
+        for (unsigned i = 0; i < n; i++) {
+            uint64_t at;
+            CHECK_MSG(gpu_marked(&u, BASE + i * sizes[s], sizes[s], 0x1000 * s + i + 1, &at), "page %u lost its data", i);
+        }
+        for (unsigned i = 0; i < n; i++)
+            CHECK_EQ(vm_release_one(&u, first + i), NV_OK);
+    }
+    sim_check(0);
+}
+
+TEST(test_fresh_pages_read_as_zero)
+{
+    struct uvm u;
+    uint64_t first;
+    unsigned char *data = malloc(MB(2));
+
+    vm_start(&u, MB(16));
+    for (unsigned s = 0; s < COUNT(sizes); s++) {
+        CHECK_EQ(vm_create(&u, sizes[s], 2, &first), NV_OK);
+        for (unsigned i = 0; i < 2; i++) {
+            CHECK_EQ(vm_map(&u, BASE, sizes[s], first + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+            memset(data, 0xff, MB(2));
+            CHECK_EQ(gpu_access(&u, 0, false, BASE, data, sizes[s]), 0);
+            for (uint64_t b = 0; b < sizes[s]; b++)
+                CHECK_MSG(data[b] == 0, "byte 0x%llx of a fresh page of 0x%llx is 0x%02x", (unsigned long long)b,
+                          (unsigned long long)sizes[s], data[b]);
+        }
+    }
+}
+
+TEST(test_map_window_rest_is_sparse)
+{
+    struct uvm u;
+    uint64_t h, value = 0x1122334455667788ull;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + KB(64) * 5, KB(64), h, 0, 0), NV_OK);
+    for (unsigned i = 0; i < 32; i++)
+        CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, i == 5 ? SIMGPU_PTE_VALID : SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, BASE + SLOT).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(sim_pte(&u, BASE + KB(64) * 5).page_size, KB(64));
+    CHECK_EQ(sim_pte(&u, BASE + KB(64) * 5).aperture, 0);
+    CHECK_EQ(sim_pte(&u, BASE + KB(64) * 5).read_only, 0);
+    CHECK_EQ(gpu_access(&u, 0, true, BASE + KB(64) * 5 + 24, &value, 8), 0);
+    CHECK_EQ(gpu_word(&u, BASE + KB(64) * 5 + 24), value);
+    // sparse: writes are dropped, reads return zero
+    CHECK_EQ(gpu_access(&u, 0, true, BASE + KB(64) * 6, &value, 8), 0);
+    CHECK_EQ(gpu_word(&u, BASE + KB(64) * 6), 0);
+    CHECK(gpu_access(&u, 0, false, BASE + SLOT, &value, 8) < 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(64));
+}
+
+TEST(test_alias_one_page_at_many_addresses)
+{
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, MB(64));
+    CHECK_EQ(vm_create(&u, KB(128), 1, &h), NV_OK);
+    for (unsigned i = 0; i < 16; i++)
+        CHECK_EQ(vm_map(&u, BASE + i * MB(4), KB(128), h, 0, 0), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 16 * KB(128));
+    CHECK_EQ(gpu_mark(&u, BASE + 3 * MB(4), KB(128), 77), 0);
+    for (unsigned i = 0; i < 16; i++)
+        CHECK(gpu_marked(&u, BASE + i * MB(4), KB(128), 77, NULL));
+    // release unmaps all of them before the memory is free
+    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    for (unsigned i = 0; i < 16; i++) {
+        CHECK_EQ(sim_pte(&u, BASE + i * MB(4)).state, SIMGPU_PTE_SPARSE);
+        CHECK_EQ(gpu_word(&u, BASE + i * MB(4)), 0);
+    }
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    sim_check(0);
+}
+
+TEST(test_map_parts_of_a_page_by_offset)
+{
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, MB(8));
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
+    for (unsigned i = 0; i < 32; i++) // reversed, one granule each
+        CHECK_EQ(vm_map(&u, BASE + (31 - i) * GRANULE, GRANULE, h, i * GRANULE, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + MB(2), MB(2), h, 0, 0), NV_OK);
+    for (unsigned i = 0; i < 32; i++)
+        CHECK_EQ(gpu_mark(&u, BASE + MB(2) + i * GRANULE, GRANULE, 100 + i), 0);
+    for (unsigned i = 0; i < 32; i++)
+        CHECK(gpu_marked(&u, BASE + (31 - i) * GRANULE, GRANULE, 100 + i, NULL));
+}
+
+TEST(test_page_across_two_windows)
+{
+    struct uvm u;
+    uint64_t h, va = BASE + MB(2) - KB(128);
+
+    vm_start(&u, MB(8));
+    CHECK_EQ(vm_create(&u, KB(256), 1, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, va, KB(256), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, va, KB(256), 5), 0);
+    CHECK(gpu_marked(&u, va, KB(256), 5, NULL));
+    CHECK_EQ(sim_pte(&u, va - GRANULE).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, va + KB(256)).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    for (uint64_t off = 0; off < KB(256); off += GRANULE)
+        CHECK_EQ(sim_pte(&u, va + off).state, SIMGPU_PTE_SPARSE);
+    sim_check(0);
+}
+
+TEST(test_huge_page_gets_one_entry)
+{
+    struct uvm u;
+    uint64_t h[2], at;
+
+    vm_start(&u, MB(8));
+    if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_HUGE))
+        vmtest_skip("the module announces no UVM_VMEM_CAP_HUGE");
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h[0]), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h[1]), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, MB(2), h[0], 0, 0), NV_OK);
+    CHECK_EQ(sim_pte(&u, BASE + KB(64)).page_size, MB(2));
+    CHECK_EQ(vm_map(&u, BASE + MB(2), MB(2), h[1], 0, UVM_VMEM_MAP_64K), NV_OK);
+    CHECK_EQ(sim_pte(&u, BASE + MB(2)).page_size, KB(64));
+    CHECK_EQ(gpu_mark(&u, BASE, MB(2), 9), 0);
+    // cut in place when a part of it changes: the rest keeps its data
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64) * 7, KB(64), 0), NV_OK);
+    CHECK_EQ(sim_pte(&u, BASE).page_size, KB(64));
+    CHECK(gpu_marked(&u, BASE, KB(64) * 7, 9, &at));
+    CHECK(gpu_marked(&u, BASE + KB(64) * 8, MB(2) - KB(64) * 8, 9, &at));
+    CHECK_EQ(gpu_word(&u, BASE + KB(64) * 7), 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, MB(4) - KB(64));
+    CHECK_EQ(vm_release(&u, h, 2, NULL), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    sim_check(0);
+}
+
+TEST(test_huge_page_replaced_by_huge_page)
+{
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, MB(8));
+    CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE, MB(2), 1), 0);
+    CHECK_EQ(vm_map(&u, BASE, MB(2), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE), 0);
+    CHECK_EQ(gpu_mark(&u, BASE, MB(2), 2), 0);
+    CHECK_EQ(vm_release_one(&u, h), NV_OK); // no longer mapped anywhere
+    CHECK(gpu_marked(&u, BASE, MB(2), 2, NULL));
+    CHECK_EQ(vm_unmap(&u, BASE, MB(2), 0), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE + KB(64)), 0);
+    CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
+    sim_check(0);
+}
+
+TEST(test_replace)
+{
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE, KB(64), 1), 0);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE), 0);
+    CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
+    CHECK(gpu_marked(&u, BASE + KB(64), KB(64), 1, NULL));
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(128));
+}
+
+// The copy engines' TLB is another one: an invalidate that reaches only the SMs' is seen here.
+TEST(test_replace_seen_by_copy_engines)
+{
+    struct uvm u;
+    uint64_t h, value = 1;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_access_ce(&u, 0, true, BASE, &value, 8), 0);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+    CHECK_EQ(gpu_access_ce(&u, 0, false, BASE, &value, 8), 0);
+    CHECK_EQ(value, 0);
+    CHECK_EQ(vm_unmap(&u, BASE, KB(64), UVM_VMEM_UNMAP_INVALID), NV_OK);
+    CHECK(gpu_access_ce(&u, 0, false, BASE, &value, 8) < 0);
+}
+
+TEST(test_unmap_to_sparse_and_to_invalid)
+{
+    struct uvm u;
+    uint64_t h, value = 3;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h + 1, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE, KB(128), 3), 0);
+    CHECK_EQ(vm_unmap(&u, BASE, KB(64), 0), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE), 0);
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), UVM_VMEM_UNMAP_INVALID), NV_OK);
+    CHECK(gpu_access(&u, 0, false, BASE + KB(64), &value, 8) < 0);
+    CHECK_EQ(sim_pte(&u, BASE + KB(64)).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    // the pages live on
+    CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
+    CHECK(gpu_marked(&u, BASE + KB(64), KB(64), 3, NULL));
+}
+
+TEST(test_unmap_open_makes_a_backdrop)
+{
+    struct uvm u;
+
+    vm_start(&u, MB(8));
+    CHECK_EQ(vm_unmap(&u, BASE, MB(8), 0), NV_OK); // nothing there: skipped
+    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(vm_unmap(&u, BASE + MB(2), MB(4), UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(sim_pte(&u, BASE + MB(2)).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, BASE + MB(6) - GRANULE).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, BASE + MB(6)).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(gpu_word(&u, BASE + MB(3)), 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+}
+
+TEST(test_unmap_with_handle)
+{
+    struct uvm u;
+    uint64_t h;
+    struct uvm_vmem_op op;
+    struct uvm_vmem_batch b;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(128), 2, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(128), h, 0, 0), NV_OK);
+    op = vm_op(BASE, KB(128), h + 1, 0, 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, &b), NV_ERR_OBJECT_NOT_FOUND);
+    CHECK_EQ(b.out_failed, 0);
+    op = vm_op(BASE + KB(64), KB(64), h, KB(64), 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, &b), NV_OK);
+    op = vm_op(BASE, KB(64), h, 0, 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, &b), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+}
+
+TEST(test_elements_take_effect_in_order)
+{
+    struct uvm u;
+    uint64_t h;
+    struct uvm_vmem_op ops[3];
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 3, &h), NV_OK);
+    for (unsigned i = 0; i < 3; i++) {
+        CHECK_EQ(vm_map(&u, BASE + MB(2) + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
+        CHECK_EQ(gpu_mark(&u, BASE + MB(2) + i * GRANULE, KB(64), 40 + i), 0);
+        ops[i] = vm_op(BASE, KB(64), h + i, 0, i ? UVM_VMEM_MAP_REPLACE : 0);
+    }
+    CHECK_EQ(vm_map_ops(&u, 0, ops, 3, NULL), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE), 42);
+    // the pages that lost their place are mapped once each, the last one twice
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 4 * KB(64));
+}
+
+TEST(test_larger_op_size)
+{
+    struct uvm u;
+    uint64_t h;
+    struct {
+        struct uvm_vmem_op op;
+        uint64_t later[2];
+    } ops[2] = { 0 };
+    struct uvm_vmem_batch b = { .ops = (uintptr_t)ops, .count = 2, .opSize = sizeof(ops[0]) };
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    for (unsigned i = 0; i < 2; i++)
+        ops[i].op = vm_op(BASE + i * GRANULE, KB(64), h + i, 0, 0);
+    memcpy(b.gpu_uuid, &u.uuid[0], 16);
+    CHECK(ioctl(u.fd, UVM_VMEM_MAP, &b) == 0);
+    CHECK_EQ(b.rmStatus, NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(128));
+}
+
+// Ranges that another made (libcuda's, by the driver's own call) take pages the same way.
+TEST(test_map_in_a_range_of_the_drivers_own)
+{
+    struct uvm u;
+    uint64_t h, base = BASE + GB(4);
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, base + MB(3), KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, base + MB(3), KB(64), 8), 0);
+    CHECK(gpu_marked(&u, base + MB(3), KB(64), 8, NULL));
+    CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
+    CHECK(gpu_access(&u, 0, false, base + MB(3), &h, 8) < 0);
+    sim_check(0);
+}
+
+// A mapping of somebody else's is left alone, unless the caller says so; then the slot becomes ours without a gap.
+TEST(test_takeover_of_a_foreign_mapping)
+{
+    struct uvm u;
+    uint64_t h, base = BASE + GB(4), value = 0xabcd;
+    struct uvm_vmem_op op;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
+    sim_mem(&u, 0, 91, MB(2), MB(8));
+    CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
+    CHECK_EQ(gpu_access(&u, 0, true, base + MB(4), &value, 8), 0);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, base + MB(2), KB(64), h, 0, 0), NV_ERR_UVM_ADDRESS_IN_USE);
+    CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64), 0), NV_ERR_UVM_ADDRESS_IN_USE);
+    CHECK_EQ(gpu_word(&u, base + MB(4)), value);
+    op = vm_op(base + MB(2), KB(64), h, 0, UVM_VMEM_TAKEOVER);
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    CHECK_EQ(gpu_mark(&u, base + MB(2), KB(64), 6), 0);
+    CHECK(gpu_marked(&u, base + MB(2), KB(64), 6, NULL));
+    CHECK_EQ(sim_pte(&u, base + MB(2) + KB(64)).state, SIMGPU_PTE_SPARSE);
+    // the neighbours keep theirs
+    CHECK_EQ(gpu_word(&u, base + MB(4)), value);
+    CHECK_EQ(sim_pte(&u, base).state, SIMGPU_PTE_VALID);
+    CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
+    sim_check(0);
+}
+
+TEST(test_handles_are_never_used_twice)
+{
+    struct uvm u;
+    uint64_t last = 0, h;
+
+    vm_start(&u, MB(4));
+    for (unsigned i = 0; i < 200; i++) {
+        CHECK_EQ(vm_create(&u, KB(64), 1 + i % 3, &h), NV_OK);
+        CHECK(h > last);
+        last = h + i % 3;
+        for (unsigned n = 0; n < 1 + i % 3; n++)
+            CHECK_EQ(vm_release_one(&u, h + n), NV_OK);
+    }
+}
+
+TEST(test_slabs_are_shared_and_given_back)
+{
+    struct uvm u;
+    uint64_t h, more;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 32, &h), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, MB(2));
+    CHECK_EQ(vm_release_one(&u, h + 7), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &more), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, MB(2)); // the free 64 KiB were used
+    CHECK_EQ(vm_release_one(&u, more), NV_OK);
+    for (unsigned i = 0; i < 32; i++)
+        if (i != 7)
+            CHECK_EQ(vm_release_one(&u, h + i), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+}
+
+TEST(test_two_gpus)
+{
+    struct uvm u;
+    uint64_t h0, h1, value = 5, got = 0;
+    struct uvm_vmem_op op;
+
+    vm_start(&u, MB(8));
+    if (u.gpus < 2)
+        vmtest_skip("the simulator was loaded with one GPU");
+    CHECK_EQ(uvm_register(&u, 1), NV_OK);
+    CHECK_EQ(uvm_register_vaspace(&u, 1), NV_OK);
+    CHECK_EQ(vm_create_on(&u, 0, KB(64), 1, &h0), NV_OK);
+    CHECK_EQ(vm_create_on(&u, 1, KB(64), 1, &h1), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, KB(64));
+    CHECK_EQ(vm_query(&u, 1).out_bytes_created, KB(64));
+    // one address, one page per GPU
+    op = vm_op(BASE, KB(64), h0, 0, 0);
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    CHECK_EQ(vm_map_ops(&u, 1, &op, 1, NULL), NV_ERR_INVALID_OBJECT_HANDLE);
+    op.handle = h1;
+    CHECK_EQ(vm_map_ops(&u, 1, &op, 1, NULL), NV_OK);
+    CHECK_EQ(gpu_access(&u, 0, true, BASE, &value, 8), 0);
+    CHECK_EQ(gpu_access(&u, 1, false, BASE, &got, 8), 0);
+    CHECK_EQ(got, 0);
+    CHECK_EQ(uvm_unregister_vaspace(&u, 1), NV_OK);
+    CHECK_EQ(uvm_unregister(&u, 1), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE), 5); // the other GPU's page stays
+    CHECK_EQ(vm_release_one(&u, h1), NV_ERR_INVALID_OBJECT_HANDLE);
+    sim_check(0);
+    sim_check(1);
+}

@@ -1,0 +1,468 @@
+// Every error the ABI documents, each provoked alone; nothing may have changed afterwards.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+static struct uvm u;
+static uint64_t pages[4]; // 64, 128, 256 KiB, 2 MiB; the first is mapped at BASE + 64 KiB
+
+static void start(struct vm_state *s)
+{
+    static const uint64_t sizes[] = { KB(64), KB(128), KB(256), MB(2) };
+
+    vm_start(&u, MB(8));
+    for (unsigned i = 0; i < COUNT(sizes); i++)
+        CHECK_EQ(vm_create(&u, sizes[i], 1, &pages[i]), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), pages[0], 0, 0), NV_OK);
+    vm_state_take(&u, BASE, MB(8), s);
+}
+
+#define UNCHANGED(s) vm_state_same(&u, BASE, s, true)
+
+static struct uvm_vmem_batch batch_of(const struct uvm_vmem_op *ops, uint32_t n)
+{
+    struct uvm_vmem_batch b = { .ops = (uintptr_t)ops, .count = n, .opSize = sizeof(*ops) };
+
+    memcpy(b.gpu_uuid, &u.uuid[0], 16);
+    return b;
+}
+
+static NV_STATUS run(unsigned long cmd, struct uvm_vmem_batch *b)
+{
+    b->rmStatus = 0xdead;
+    CHECK(ioctl(u.fd, cmd, b) == 0);
+    return b->rmStatus;
+}
+
+TEST(test_err_wrong_descriptor)
+{
+    struct uvm_vmem_query q = { 0 };
+    struct uvm_vmem_create c = { .page_size = KB(64), .count = 1 };
+    struct uvm_vmem_batch b = { 0 };
+    int fd = open("/dev/nvidia-uvm", O_RDWR);
+
+    uvm_open(&u);
+    // never initialised
+    CHECK(ioctl(fd, UVM_VMEM_QUERY, &q) == 0);
+    CHECK_EQ(q.rmStatus, NV_ERR_ILLEGAL_ACTION);
+    CHECK(ioctl(fd, UVM_VMEM_CREATE, &c) == 0);
+    CHECK_EQ(c.rmStatus, NV_ERR_ILLEGAL_ACTION);
+    CHECK(ioctl(fd, UVM_VMEM_MAP, &b) == 0);
+    CHECK_EQ(b.rmStatus, NV_ERR_ILLEGAL_ACTION);
+    // the one of UVM_MM_INITIALIZE is no address space either
+    CHECK(ioctl(u.mm_fd, UVM_VMEM_QUERY, &q) == 0);
+    CHECK_EQ(q.rmStatus, NV_ERR_ILLEGAL_ACTION);
+}
+
+TEST(test_err_unknown_call)
+{
+    struct uvm_vmem_query q = { 0 };
+
+    uvm_start(&u);
+    errno = 0;
+    CHECK(ioctl(u.fd, _IOWR(UVM_VMEM_IOCTL_TYPE, 99, struct uvm_vmem_query), &q) == -1 && errno == EINVAL);
+    CHECK(ioctl(u.fd, _IOWR(UVM_VMEM_IOCTL_TYPE, 1, struct uvm_vmem_free), &q) == -1 && errno == EINVAL);
+}
+
+TEST(test_err_structure_unreadable)
+{
+    static const unsigned long cmds[] = { UVM_VMEM_QUERY, UVM_VMEM_RESERVE, UVM_VMEM_FREE, UVM_VMEM_CREATE,
+                                          UVM_VMEM_RELEASE, UVM_VMEM_MAP, UVM_VMEM_UNMAP };
+    struct vm_state s;
+    void *ro;
+
+    start(&s);
+    for (unsigned i = 0; i < COUNT(cmds); i++) {
+        errno = 0;
+        CHECK(ioctl(u.fd, cmds[i], NULL) == -1 && errno == EFAULT);
+        errno = 0;
+        CHECK(ioctl(u.fd, cmds[i], (void *)0xffff800000000000ull) == -1 && errno == EFAULT);
+    }
+    UNCHANGED(&s);
+    // the answer cannot be written: the call says so
+    ro = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    errno = 0;
+    CHECK(ioctl(u.fd, UVM_VMEM_QUERY, ro) == -1 && errno == EFAULT);
+}
+
+TEST(test_err_flags_and_reserved)
+{
+    struct vm_state s;
+    struct uvm_vmem_op op;
+    struct uvm_vmem_batch b;
+    struct uvm_vmem_query q;
+    struct uvm_vmem_create c;
+    struct uvm_vmem_reserve r;
+    struct uvm_vmem_free f;
+    struct uvm_vmem_release l;
+
+    start(&s);
+#define BAD_FIELD(type, var, cmd, field, val, ...)               \
+    do {                                                         \
+        var = (type){ __VA_ARGS__ };                             \
+        var.field = val;                                         \
+        CHECK(ioctl(u.fd, cmd, &var) == 0);                      \
+        CHECK_MSG(var.rmStatus == NV_ERR_INVALID_ARGUMENT, "%s with %s = %s: 0x%x", #cmd, #field, #val, var.rmStatus); \
+    } while (0)
+    BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, flags, 1, 0);
+    BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, reserved[3], 1, 0);
+#define R .base = BASE + GB(1), .length = MB(2), .gpu_uuid = { 0 }
+    BAD_FIELD(struct uvm_vmem_reserve, r, UVM_VMEM_RESERVE, flags, 1, R);
+    BAD_FIELD(struct uvm_vmem_reserve, r, UVM_VMEM_RESERVE, reserved, 1, R);
+    BAD_FIELD(struct uvm_vmem_free, f, UVM_VMEM_FREE, flags, 0x80000000u, .base = BASE, .length = MB(8));
+    BAD_FIELD(struct uvm_vmem_free, f, UVM_VMEM_FREE, reserved, 1, .base = BASE, .length = MB(8));
+    BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, flags, 2, .page_size = KB(64), .count = 1);
+    BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, reserved, 2, .page_size = KB(64), .count = 1);
+    BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, flags, 1, .handles = (uintptr_t)&pages[1], .count = 1);
+    BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, reserved, 1, .handles = (uintptr_t)&pages[1], .count = 1);
+    BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, count, 0, .handles = (uintptr_t)&pages[1]);
+    op = vm_op(BASE, KB(128), pages[1], 0, UVM_VMEM_MAP_REPLACE);
+    b = batch_of(&op, 1);
+    b.flags = 1;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    b = batch_of(&op, 1);
+    b.reserved = 1;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    b = batch_of(&op, 1);
+    b.reserved32 = 1;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    b = batch_of(&op, 0);
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
+    // in an element
+    op.flags = 0x8000;
+    b = batch_of(&op, 1);
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    CHECK_EQ(b.out_failed, 0);
+    op.flags = UVM_VMEM_UNMAP_OPEN;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    op.flags = 0;
+    op.reserved = 7;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
+    op = vm_op(BASE + KB(64), KB(64), 0, 0, UVM_VMEM_MAP_REPLACE);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
+    op = vm_op(BASE + KB(64), KB(64), 0, 0, UVM_VMEM_UNMAP_INVALID | UVM_VMEM_UNMAP_OPEN);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
+    op = vm_op(BASE + KB(64), KB(64), 0, 0, UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
+    UNCHANGED(&s);
+}
+
+TEST(test_err_op_size)
+{
+    struct vm_state s;
+    struct {
+        struct uvm_vmem_op op;
+        uint64_t later[20];
+    } wide[2] = { 0 };
+    struct uvm_vmem_batch b;
+
+    start(&s);
+    for (unsigned i = 0; i < 2; i++)
+        wide[i].op = vm_op(BASE + MB(2) + i * GRANULE, KB(64), pages[3], 0, 0);
+    b = batch_of(&wide[0].op, 1);
+    b.opSize = sizeof(struct uvm_vmem_op) - 8;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_PARAM_STRUCT);
+    b.opSize = sizeof(struct uvm_vmem_op) + 4;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_PARAM_STRUCT);
+    b.opSize = UVM_VMEM_MAX_OP_SIZE + 8;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_PARAM_STRUCT);
+    b.opSize = 0;
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_PARAM_STRUCT);
+    // a field this module does not know is set in the second element
+    b.opSize = sizeof(struct uvm_vmem_op) + 16;
+    b.count = 2;
+    memcpy((char *)wide + b.opSize, &wide[1].op, sizeof(struct uvm_vmem_op));
+    ((uint64_t *)wide)[2 * b.opSize / 8 - 1] = 1;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_PARAM_STRUCT);
+    UNCHANGED(&s);
+}
+
+TEST(test_err_array_unreadable)
+{
+    struct vm_state s;
+    struct uvm_vmem_batch b;
+    struct uvm_vmem_op *ops = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    struct uvm_vmem_release r = { .handles = 8, .count = 1 };
+
+    start(&s);
+    CHECK(munmap((char *)ops + 4096, 4096) == 0);
+    // the last element lies half in the hole
+    ops = (struct uvm_vmem_op *)((char *)ops + 4096 - sizeof(*ops) - sizeof(*ops) / 2);
+    ops[0] = vm_op(BASE + MB(2), KB(64), pages[3], 0, 0);
+    b = batch_of(ops, 2);
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_POINTER);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_POINTER);
+    b = batch_of((void *)0xffff888000000000ull, 1);
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_POINTER);
+    CHECK(ioctl(u.fd, UVM_VMEM_RELEASE, &r) == 0);
+    CHECK_EQ(r.rmStatus, NV_ERR_INVALID_POINTER);
+    r = (struct uvm_vmem_release){ .handles = ~0ull - 7, .count = 3 };
+    CHECK(ioctl(u.fd, UVM_VMEM_RELEASE, &r) == 0);
+    CHECK_EQ(r.rmStatus, NV_ERR_INVALID_POINTER);
+    UNCHANGED(&s);
+}
+
+TEST(test_err_limits)
+{
+    struct vm_state s;
+    struct uvm_vmem_query q;
+    struct uvm_vmem_op *ops;
+    struct uvm_vmem_batch b;
+    uint64_t *handles;
+
+    start(&s);
+    q = vm_query(&u, 0);
+    ops = calloc(q.out_max_ops + 1, sizeof(*ops));
+    handles = calloc(q.out_max_ops + 1, sizeof(*handles));
+    for (uint32_t i = 0; i <= q.out_max_ops; i++)
+        ops[i] = vm_op(BASE + MB(2) + i % 32 * GRANULE, KB(64), pages[3], 0, UVM_VMEM_MAP_REPLACE);
+    b = batch_of(ops, q.out_max_ops + 1);
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_LIMIT);
+    b = batch_of(ops, ~0u);
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_LIMIT);
+    CHECK_EQ(vm_create(&u, KB(64), q.out_max_ops + 1, NULL), NV_ERR_INVALID_LIMIT);
+    CHECK_EQ(vm_create(&u, KB(64), ~0u, NULL), NV_ERR_INVALID_LIMIT);
+    CHECK_EQ(vm_release(&u, handles, q.out_max_ops + 1, NULL), NV_ERR_INVALID_LIMIT);
+    ops[0] = vm_op(BASE + MB(2), q.out_max_bytes + KB(64), 0, 0, 0);
+    b = batch_of(ops, 1);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_LIMIT);
+    if (q.out_max_bytes / MB(2) < q.out_max_ops)
+        CHECK_EQ(vm_create(&u, MB(2), q.out_max_bytes / MB(2) + 1, NULL), NV_ERR_INVALID_LIMIT);
+    UNCHANGED(&s);
+}
+
+TEST(test_err_device)
+{
+    struct vm_state s;
+    struct uvm_vmem_op op;
+    struct uvm_vmem_batch b;
+    struct uvm_vmem_query q = { .gpu_uuid = { 1, 2, 3 } };
+    struct uvm_vmem_create c = { .gpu_uuid = { 1, 2, 3 }, .page_size = KB(64), .count = 1 };
+    struct uvm_vmem_reserve r = { .base = BASE + GB(1), .length = MB(2), .gpu_uuid = { 1, 2, 3 } };
+    struct uvm bare;
+    uint64_t h;
+
+    start(&s);
+    CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);
+    CHECK_EQ(q.rmStatus, NV_ERR_INVALID_DEVICE);
+    CHECK(ioctl(u.fd, UVM_VMEM_CREATE, &c) == 0);
+    CHECK_EQ(c.rmStatus, NV_ERR_INVALID_DEVICE);
+    CHECK(ioctl(u.fd, UVM_VMEM_RESERVE, &r) == 0);
+    CHECK_EQ(r.rmStatus, NV_ERR_INVALID_DEVICE);
+    op = vm_op(BASE + MB(2), KB(64), pages[3], 0, 0);
+    b = batch_of(&op, 1);
+    b.gpu_uuid[3] ^= 0xff;
+    CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_DEVICE);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_DEVICE);
+    UNCHANGED(&s);
+    // registered, but without an address space: memory yes, mappings no
+    uvm_open(&bare);
+    CHECK_EQ(uvm_register(&bare, 0), NV_OK);
+    CHECK_EQ(vm_reserve(&bare, BASE, MB(2)), NV_ERR_INVALID_DEVICE);
+    CHECK_EQ(vm_create(&bare, KB(64), 1, &h), NV_OK);
+    op.handle = h;
+    CHECK_EQ(vm_map_ops(&bare, 0, &op, 1, NULL), NV_ERR_INVALID_DEVICE);
+    CHECK_EQ(vm_unmap_ops(&bare, 0, &op, 1, NULL), NV_ERR_INVALID_DEVICE);
+    CHECK_EQ(vm_release_one(&bare, h), NV_OK);
+}
+
+TEST(test_err_reserve)
+{
+    struct vm_state s;
+
+    start(&s);
+    CHECK_EQ(vm_reserve(&u, BASE + GB(1) + KB(64), MB(2)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_reserve(&u, BASE + GB(1), MB(2) + KB(64)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_reserve(&u, BASE + GB(1), 0), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_reserve(&u, ~0ull - MB(2) + 1, MB(4)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_reserve(&u, ~0ull & ~(MB(2) - 1), MB(2)), NV_ERR_OUT_OF_RANGE);
+    CHECK_EQ(vm_reserve(&u, BASE, MB(8)), NV_ERR_UVM_ADDRESS_IN_USE);
+    CHECK_EQ(vm_reserve(&u, BASE + MB(6), MB(4)), NV_ERR_UVM_ADDRESS_IN_USE);
+    CHECK_EQ(vm_reserve(&u, BASE - MB(2), MB(4)), NV_ERR_UVM_ADDRESS_IN_USE);
+    UNCHANGED(&s);
+}
+
+TEST(test_err_free)
+{
+    struct vm_state s;
+
+    start(&s);
+    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_ERR_IN_USE); // a page is mapped there
+    CHECK_EQ(vm_free(&u, BASE, MB(6)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_free(&u, BASE + MB(2), MB(6)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_free(&u, BASE + GB(1), MB(8)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(vm_free(&u, 0, ~0ull), NV_ERR_INVALID_ADDRESS);
+    UNCHANGED(&s);
+    // not of RESERVE
+    CHECK_EQ(uvm_create_external(&u, BASE + GB(2), MB(4)), NV_OK);
+    CHECK_EQ(vm_free(&u, BASE + GB(2), MB(4)), NV_ERR_INVALID_ADDRESS);
+    CHECK_EQ(uvm_free_range(&u, BASE + GB(2), MB(4)), NV_OK);
+    // after the page has gone it may be freed, and only once
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
+    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
+    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_ERR_INVALID_ADDRESS);
+}
+
+// A mapping of the driver's own inside a reserved range.
+TEST(test_err_free_with_a_foreign_mapping)
+{
+    struct vm_state s;
+
+    start(&s);
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
+    sim_mem(&u, 0, 17, MB(2), MB(2));
+    CHECK_EQ(uvm_map_external(&u, 0, BASE + MB(4), MB(2), 0, 17), NV_OK);
+    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_ERR_IN_USE);
+    CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(4), MB(2)), NV_OK);
+    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
+}
+
+TEST(test_err_create)
+{
+    static const uint64_t bad[] = { 0, 1, 4096, KB(32), KB(64) + 1, KB(192), KB(512), MB(1), MB(4), MB(512), ~0ull };
+    struct vm_state s;
+
+    start(&s);
+    for (unsigned i = 0; i < COUNT(bad); i++)
+        CHECK_EQ(vm_create(&u, bad[i], 1, NULL), NV_ERR_INVALID_ARGUMENT);
+    CHECK_EQ(vm_create(&u, KB(64), 0, NULL), NV_ERR_INVALID_ARGUMENT);
+    UNCHANGED(&s);
+}
+
+TEST(test_err_out_of_memory)
+{
+    struct vm_state s;
+    uint64_t h, n = 0, handles[4096];
+
+    start(&s);
+    // all that there is, then one more: all or none
+    while (n < COUNT(handles) && vm_create(&u, MB(2), 1, &h) == NV_OK)
+        handles[n++] = h;
+    CHECK(n < COUNT(handles) && n > 2);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_NO_MEMORY);
+    CHECK_EQ(vm_release(&u, handles, 2, NULL), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 3, NULL), NV_ERR_NO_MEMORY);
+    CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK); // the failed call kept nothing
+    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
+    for (uint64_t i = 2; i < n; i++)
+        CHECK_EQ(vm_release_one(&u, handles[i]), NV_OK);
+    UNCHANGED(&s);
+    sim_check(0);
+}
+
+TEST(test_err_release)
+{
+    struct vm_state s;
+    struct uvm_vmem_release r;
+    uint64_t h[4];
+
+    start(&s);
+    CHECK_EQ(vm_release_one(&u, 0), NV_ERR_INVALID_OBJECT_HANDLE);
+    CHECK_EQ(vm_release_one(&u, ~0ull), NV_ERR_INVALID_OBJECT_HANDLE);
+    CHECK_EQ(vm_release_one(&u, pages[3] + 1), NV_ERR_INVALID_OBJECT_HANDLE);
+    memcpy(h, (uint64_t[]){ pages[0], pages[1], pages[1], pages[2] }, sizeof(h));
+    CHECK_EQ(vm_release(&u, h, 4, &r), NV_ERR_INVALID_OBJECT_HANDLE);
+    CHECK_EQ(r.out_failed, 2);
+    h[2] = 12345678;
+    CHECK_EQ(vm_release(&u, h, 4, &r), NV_ERR_INVALID_OBJECT_HANDLE);
+    CHECK_EQ(r.out_failed, 2);
+    UNCHANGED(&s);
+    CHECK_EQ(vm_release_one(&u, pages[1]), NV_OK);
+    CHECK_EQ(vm_release_one(&u, pages[1]), NV_ERR_INVALID_OBJECT_HANDLE); // stale
+    CHECK_EQ(vm_map(&u, BASE + MB(2), KB(128), pages[1], 0, 0), NV_ERR_INVALID_OBJECT_HANDLE);
+}
+
+TEST(test_err_map_elements)
+{
+    struct vm_state s;
+    struct uvm_vmem_op ops[3];
+    struct uvm_vmem_batch b;
+    static const struct {
+        uint64_t va, length;
+        int page;
+        uint64_t offset;
+        uint32_t flags;
+        NV_STATUS status;
+    } bad[] = {
+        { BASE + MB(2) + 4096, KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE + MB(2), KB(64) + 4096, 3, 0, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE + MB(2), 0, 3, 0, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE + MB(8), KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS },         // past the range
+        { BASE + MB(8) - KB(64), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS }, // leaves the range
+        { BASE - KB(64), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS },
+        { 0, KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS },
+        { ~0ull & ~(KB(64) - 1), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS }, // wraps
+        { BASE + MB(2), KB(64), -1, 0, 0, NV_ERR_INVALID_OBJECT_HANDLE },
+        { BASE + MB(2), KB(64), 3, 4096, 0, NV_ERR_INVALID_OFFSET },
+        { BASE + MB(2), KB(128), 0, 0, 0, NV_ERR_INVALID_OFFSET },          // longer than the page
+        { BASE + MB(2), KB(128), 1, KB(64), 0, NV_ERR_INVALID_OFFSET },
+        { BASE + MB(2), KB(64), 3, MB(2), 0, NV_ERR_INVALID_OFFSET },
+        { BASE + MB(2), KB(64), 3, ~0ull & ~(KB(64) - 1), 0, NV_ERR_INVALID_OFFSET }, // offset + length wraps
+        { BASE + KB(64), KB(64), 3, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE },
+        { BASE, KB(128), 1, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE },              // its second half is taken
+    };
+
+    start(&s);
+    for (unsigned i = 0; i < COUNT(bad); i++)
+        for (unsigned at = 0; at < 3; at++) {
+            for (unsigned n = 0; n < 3; n++)
+                ops[n] = vm_op(BASE + MB(4) + n * KB(256), KB(64), pages[3], n * KB(64), 0);
+            ops[at] = vm_op(bad[i].va, bad[i].length, bad[i].page < 0 ? 999999 : pages[bad[i].page], bad[i].offset,
+                            bad[i].flags);
+            b = batch_of(ops, 3);
+            run(UVM_VMEM_MAP, &b);
+            CHECK_MSG(b.rmStatus == bad[i].status && b.out_failed == at, "case %u as element %u: status 0x%x, not 0x%x; out_failed %u",
+                      i, at, b.rmStatus, bad[i].status, b.out_failed);
+            CHECK_EQ(b.out_pushes, 0);
+        }
+    UNCHANGED(&s);
+}
+
+TEST(test_err_unmap_elements)
+{
+    struct vm_state s;
+    struct uvm_vmem_op ops[2];
+    struct uvm_vmem_batch b;
+    static const struct {
+        uint64_t va, length;
+        int page;
+        uint64_t offset;
+        NV_STATUS status;
+    } bad[] = {
+        { BASE + 4096, KB(64), -1, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE, 0, -1, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE, KB(64) - 1, -1, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE + MB(6), MB(4), -1, 0, NV_ERR_INVALID_ADDRESS },
+        { BASE + KB(64), KB(64), 1, 0, NV_ERR_OBJECT_NOT_FOUND },      // another page is there
+        { BASE + KB(128), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND },     // nothing is there
+        { BASE + MB(2), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND },       // no window is there
+        { BASE + KB(64), KB(64), 99, 0, NV_ERR_INVALID_OBJECT_HANDLE },
+    };
+
+    start(&s);
+    for (unsigned i = 0; i < COUNT(bad); i++) {
+        ops[0] = vm_op(BASE + KB(64), KB(64), 0, 0, 0);
+        ops[1] = vm_op(bad[i].va, bad[i].length, bad[i].page < 0 ? 0 : bad[i].page == 99 ? 777777 : pages[bad[i].page],
+                       bad[i].offset, 0);
+        // the good element first would already have taken the page away for the case that names it
+        b = batch_of(ops + 1, 1);
+        run(UVM_VMEM_UNMAP, &b);
+        CHECK_MSG(b.rmStatus == bad[i].status && b.out_failed == 0, "case %u: status 0x%x, not 0x%x; out_failed %u", i,
+                  b.rmStatus, bad[i].status, b.out_failed);
+        b = batch_of(ops, 2);
+        CHECK(run(UVM_VMEM_UNMAP, &b) != NV_OK);
+        CHECK_EQ(b.out_failed, 1);
+    }
+    UNCHANGED(&s);
+}
+
+// UVM's own test calls must not reach ours, nor ours theirs.
+TEST(test_err_numbers_are_apart)
+{
+    uvm_start(&u);
+    for (unsigned nr = 1; nr <= 7; nr++)
+        CHECK(nr == 1 || ioctl(u.fd, _IO(UVM_VMEM_IOCTL_TYPE, nr), NULL) == -1);
+    CHECK(_IOC_TYPE(UVM_VMEM_QUERY) > _IOC_TYPE(UVM_INITIALIZE));
+}

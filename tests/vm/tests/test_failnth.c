@@ -1,0 +1,217 @@
+// Every allocation on the way of every call fails once, and every call into RM and for physical memory: the call says so
+// and has changed nothing, then works when tried again.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+#include "failmem_uapi.h"
+
+enum { WINDOWS = 4 };
+
+static struct uvm u;
+static int failmem = -1;
+static uint64_t small, big; // pages: 64 KiB, 2 MiB
+static uint64_t made;       // what the call under test created
+
+struct scenario {
+    const char *name;
+    void (*prepare)(void); // state before the call
+    NV_STATUS (*call)(void);
+    void (*undo)(void);    // takes a successful call back
+};
+
+static void nothing(void) { }
+
+static NV_STATUS create_small(void) { return vm_create(&u, KB(64), 40, &made); }
+static void undo_create_small(void)
+{
+    for (unsigned i = 0; i < 40; i++)
+        CHECK_EQ(vm_release_one(&u, made + i), NV_OK);
+}
+static NV_STATUS create_huge(void) { return vm_create(&u, MB(2), 3, &made); }
+static void undo_create_huge(void)
+{
+    for (unsigned i = 0; i < 3; i++)
+        CHECK_EQ(vm_release_one(&u, made + i), NV_OK);
+}
+static NV_STATUS reserve(void) { return vm_reserve(&u, BASE + GB(1), MB(4)); }
+static void undo_reserve(void) { CHECK_EQ(vm_free(&u, BASE + GB(1), MB(4)), NV_OK); }
+
+static void close_windows(void)
+{
+    for (unsigned i = 0; i < WINDOWS; i++)
+        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * SLOT, SLOT), NV_OK);
+}
+static void open_windows(void) { CHECK_EQ(vm_unmap(&u, BASE, WINDOWS * SLOT, UVM_VMEM_UNMAP_OPEN), NV_OK); }
+static NV_STATUS map_some(void)
+{
+    struct uvm_vmem_op ops[6];
+
+    for (unsigned i = 0; i < 6; i++)
+        ops[i] = vm_op(BASE + i % WINDOWS * SLOT + i * KB(128), KB(64), small + i, 0, 0);
+    return vm_map_ops(&u, 0, ops, 6, NULL);
+}
+static void undo_map(void) { CHECK_EQ(vm_unmap(&u, BASE, WINDOWS * SLOT, 0), NV_OK); }
+static NV_STATUS map_huge(void) { return vm_map(&u, BASE, MB(2), big, 0, 0); }
+static void undo_map_huge(void) { CHECK_EQ(vm_unmap(&u, BASE, MB(2), 0), NV_OK); }
+static void huge_mapped(void)
+{
+    close_windows();
+    CHECK_EQ(vm_map(&u, BASE, MB(2), big, 0, 0), NV_OK);
+}
+static NV_STATUS split(void) { return vm_map(&u, BASE + KB(64), KB(64), small, 0, UVM_VMEM_MAP_REPLACE); }
+static void some_mapped(void)
+{
+    open_windows();
+    CHECK_EQ(map_some(), NV_OK);
+}
+static NV_STATUS unmap(void) { return vm_unmap(&u, BASE, WINDOWS * SLOT, 0); }
+static NV_STATUS unmap_open(void) { return vm_unmap(&u, BASE, WINDOWS * SLOT, UVM_VMEM_UNMAP_OPEN); }
+static uint64_t victims[6];
+static void release_mapped(void)
+{
+    uint64_t h;
+
+    open_windows();
+    CHECK_EQ(vm_create(&u, KB(64), 6, &h), NV_OK);
+    for (unsigned i = 0; i < 6; i++) {
+        victims[i] = h + i;
+        CHECK_EQ(vm_map(&u, BASE + i * KB(192), KB(64), h + i, 0, 0), NV_OK);
+    }
+}
+static NV_STATUS release(void) { return vm_release(&u, victims, 6, NULL); }
+static void foreign(void)
+{
+    CHECK_EQ(uvm_create_external(&u, BASE + GB(2), MB(6)), NV_OK);
+    CHECK_EQ(uvm_map_external(&u, 0, BASE + GB(2), MB(6), 0, 33), NV_OK);
+}
+static NV_STATUS takeover(void) { return vm_map(&u, BASE + GB(2) + MB(2), KB(64), small, 0, UVM_VMEM_TAKEOVER); }
+static void undo_foreign(void) { CHECK_EQ(uvm_free_range(&u, BASE + GB(2), MB(6)), NV_OK); }
+static NV_STATUS query(void)
+{
+    struct uvm_vmem_query q = { 0 };
+
+    memcpy(q.gpu_uuid, &u.uuid[0], 16);
+    CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);
+    return q.rmStatus;
+}
+
+static const struct scenario scenarios[] = {
+    { "query", nothing, query, nothing },
+    { "create_small", nothing, create_small, undo_create_small },
+    { "create_huge", nothing, create_huge, undo_create_huge },
+    { "reserve", nothing, reserve, undo_reserve },
+    { "map_no_window", close_windows, map_some, undo_map },
+    { "map", open_windows, map_some, undo_map },
+    { "map_huge", close_windows, map_huge, undo_map_huge },
+    { "split_huge", huge_mapped, split, undo_map },
+    { "unmap", some_mapped, unmap, nothing },
+    { "unmap_open", close_windows, unmap_open, nothing },
+    { "release", release_mapped, release, nothing },
+    { "takeover", foreign, takeover, undo_foreign },
+};
+
+static void arm_memory(uint32_t nth, struct failmem *was)
+{
+    struct failmem f = { .nth = nth };
+
+    CHECK(ioctl(failmem, FAILMEM_ARM, &f) == 0);
+    if (was)
+        *was = f;
+}
+
+// Fails the nth of a kind until there is no nth; returns how many there were.
+static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
+{
+    unsigned nth, refused = 0;
+
+    for (nth = 1; nth < 2000; nth++) {
+        struct failmem f = { 0 };
+        struct simgpu_inject inject = { 0 };
+        struct vm_state before;
+        bool fired;
+        NV_STATUS status;
+
+        s->prepare();
+        vm_state_take(&u, BASE, WINDOWS * SLOT, &before);
+        if (memory)
+            arm_memory(nth, NULL);
+        else
+            sim_inject(sites, nth, true, NULL);
+        status = s->call();
+        if (memory) {
+            arm_memory(0, &f);
+            fired = f.fired;
+        } else {
+            sim_inject(0, 0, true, &inject);
+            fired = inject.fired;
+        }
+        if (!fired) {
+            CHECK_EQ(status, NV_OK);
+            s->undo();
+            vm_state_free(&before);
+            return nth - 1;
+        }
+        if (status == NV_OK) { // it could do without
+            s->undo();
+            vm_state_free(&before);
+            continue;
+        }
+        refused++;
+        CHECK_MSG(status == NV_ERR_NO_MEMORY, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file, f.line, status);
+        vm_state_same(&u, BASE, &before, true);
+        vm_state_free(&before);
+        sim_check(0);
+        status = s->call();
+        CHECK_MSG(status == NV_OK, "%s: after failure %u (%s:%u) the same call answers 0x%x", s->name, nth, f.file, f.line, status);
+        s->undo();
+    }
+    FAIL("%s: no end of failures", s->name);
+}
+
+static void start(void)
+{
+    vm_start(&u, WINDOWS * SLOT);
+    CHECK_EQ(vm_create(&u, KB(64), 6, &small), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &big), NV_OK);
+    sim_mem(&u, 0, 33, MB(2), MB(6));
+}
+
+static void finish(void)
+{
+    uvm_close(&u);
+    sim_check(0);
+}
+
+TEST(test_every_allocation_fails_once)
+{
+    unsigned total = 0;
+
+    failmem = open("/dev/failmem", O_RDWR);
+    if (failmem < 0)
+        vmtest_skip("/dev/failmem: %s", strerror(errno));
+    start();
+    for (unsigned i = 0; i < COUNT(scenarios); i++) {
+        unsigned n = sweep(&scenarios[i], true, 0);
+        printf("%s: %u allocations\n", scenarios[i].name, n);
+        total += n;
+    }
+    CHECK(total > 10);
+    vmtest_figure("allocations_failed", total, "allocations");
+    finish();
+}
+
+TEST(test_every_physical_allocation_fails_once)
+{
+    unsigned total = 0;
+
+    start();
+    for (unsigned i = 0; i < COUNT(scenarios); i++) {
+        unsigned n = sweep(&scenarios[i], false, SIMGPU_SITE_PMA);
+        printf("%s: %u physical allocations\n", scenarios[i].name, n);
+        total += n;
+    }
+    CHECK(total > 0);
+    vmtest_figure("physical_allocations_failed", total, "allocations");
+    finish();
+}

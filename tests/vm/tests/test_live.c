@@ -1,0 +1,154 @@
+// Live remap: an engine reads a page in a loop while the page is replaced. On the patched module it never meets an
+// invalid entry; the driver's own way unmaps first, and it does.
+//
+// REMAPS sets how often.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+static struct uvm u;
+
+static struct simgpu_loop loop_start(uint64_t va)
+{
+    struct simgpu_loop l = { .vas = sim_vas(&u, 0), .va = va };
+
+    CHECK(ioctl(sim_fd(), SIMGPU_LOOP_START, &l) == 0);
+    return l;
+}
+
+static struct simgpu_loop loop_end(struct simgpu_loop l)
+{
+    CHECK(ioctl(sim_fd(), SIMGPU_LOOP_READ, &l) == 0);
+    CHECK(ioctl(sim_fd(), SIMGPU_LOOP_STOP, &l) == 0);
+    return l;
+}
+
+static void check_no_gap(struct simgpu_loop l)
+{
+    CHECK_EQ(l.ended, 0);
+    CHECK(l.reads > 0);
+    CHECK_EQ(l.invalid, 0);
+    CHECK_EQ(l.faulted, 0);
+    CHECK_EQ(l.freed, 0);
+}
+
+TEST(test_live_replace_never_invalid)
+{
+    uint64_t n = env_long("REMAPS", 10000), h;
+    struct simgpu_loop l;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    for (unsigned i = 0; i < 2; i++) {
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+        CHECK_EQ(gpu_mark(&u, BASE, KB(64), 100 + i), 0);
+    }
+    l = loop_start(BASE);
+    for (uint64_t i = 0; i < n; i++)
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h + i % 2, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+    l = loop_end(l);
+    check_no_gap(l);
+    CHECK_MSG(l.changes >= n / 2, "the engine saw %llu changes in %llu remaps", (unsigned long long)l.changes, (unsigned long long)n);
+    vmtest_figure("live_remaps", n, "remaps");
+    vmtest_figure("live_reads", l.reads, "reads");
+    vmtest_figure("live_invalid_patched", l.invalid, "reads");
+    sim_check(0);
+}
+
+// A page and a copy of it in another place: each remap releases the page that lost its place.
+TEST(test_live_replace_and_release)
+{
+    uint64_t n = env_long("REMAPS", 10000) / 10, h, next;
+    struct simgpu_loop l;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+    l = loop_start(BASE);
+    for (uint64_t i = 0; i < n; i++) {
+        CHECK_EQ(vm_create(&u, KB(64), 1, &next), NV_OK);
+        CHECK_EQ(vm_map(&u, BASE, KB(64), next, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+        CHECK_EQ(vm_release_one(&u, h), NV_OK);
+        h = next;
+    }
+    check_no_gap(loop_end(l));
+    sim_check(0);
+}
+
+// A 2 MiB entry is cut while an engine reads in it, and its neighbours change.
+TEST(test_live_split_never_invalid)
+{
+    uint64_t h, small;
+    struct simgpu_loop l;
+
+    vm_start(&u, MB(4));
+    if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_HUGE))
+        vmtest_skip("the module announces no UVM_VMEM_CAP_HUGE");
+    CHECK_EQ(vm_create(&u, KB(64), 1, &small), NV_OK);
+    for (int round = 0; round < 40; round++) {
+        CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
+        CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
+        CHECK_EQ(sim_pte(&u, BASE).page_size, MB(2));
+        CHECK_EQ(gpu_mark(&u, BASE, MB(2), 7), 0);
+        l = loop_start(BASE + KB(64) * 9);
+        if (round % 2)
+            CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
+        else
+            CHECK_EQ(vm_map(&u, BASE + KB(64) * 3, KB(64), small, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+        CHECK_EQ(sim_pte(&u, BASE).page_size, KB(64));
+        l = loop_end(l);
+        check_no_gap(l);
+        CHECK_EQ(l.changes, 0);
+        CHECK_EQ(vm_unmap(&u, BASE, MB(2), 0), NV_OK);
+        CHECK_EQ(vm_release_one(&u, h), NV_OK);
+        CHECK_EQ(uvm_unmap_external(&u, 0, BASE, MB(2)), NV_OK); // so that the next one is whole again
+    }
+    sim_check(0);
+}
+
+// A backdrop that somebody else mapped becomes ours under a reader.
+TEST(test_live_takeover_never_invalid)
+{
+    uint64_t h, base = BASE + GB(4);
+    struct uvm_vmem_op op;
+    struct simgpu_loop l;
+
+    vm_start(&u, MB(4));
+    if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_TAKEOVER))
+        vmtest_skip("the module announces no UVM_VMEM_CAP_TAKEOVER");
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    sim_mem(&u, 0, 91, MB(2), MB(8));
+    for (int round = 0; round < 20; round++) {
+        CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
+        CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
+        l = loop_start(base + MB(2) * (round % 4) + KB(128));
+        op = vm_op(base + MB(2), KB(64), h, 0, UVM_VMEM_TAKEOVER);
+        CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+        check_no_gap(loop_end(l));
+        CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
+    }
+    sim_check(0);
+}
+
+// The net itself: the driver's own remap does have a gap, and the loop sees it. Runs on both modules.
+TEST(test_stock_remap_is_seen_invalid)
+{
+    uint64_t n = env_long("REMAPS", 10000) / 20, value[2] = { 1, 2 };
+    struct simgpu_loop l;
+
+    uvm_start(&u);
+    CHECK_EQ(uvm_create_external(&u, BASE, MB(4)), NV_OK);
+    for (unsigned i = 0; i < 2; i++) {
+        sim_mem(&u, 0, 50 + i, KB(64), KB(64));
+        CHECK_EQ(uvm_map_external(&u, 0, BASE + MB(2), KB(64), 0, 50 + i), NV_OK);
+        CHECK_EQ(gpu_access(&u, 0, true, BASE + MB(2), &value[i], 8), 0);
+    }
+    l = loop_start(BASE + MB(2));
+    for (uint64_t i = 0; i < n; i++)
+        CHECK_EQ(uvm_map_external(&u, 0, BASE + MB(2), KB(64), 0, 50 + i % 2), NV_OK);
+    l = loop_end(l);
+    CHECK_MSG(l.invalid > 0, "%llu remaps and %llu reads, none of an invalid entry", (unsigned long long)n, (unsigned long long)l.reads);
+    vmtest_figure("stock_remaps", n, "remaps");
+    vmtest_figure("stock_reads", l.reads, "reads");
+    vmtest_figure("live_invalid_stock", l.invalid, "reads");
+}

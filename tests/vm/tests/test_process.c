@@ -1,0 +1,214 @@
+// Processes: killed in the middle, forked, given the descriptor, or after another's handles.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+#include <signal.h>
+#include <sys/socket.h>
+
+static uint64_t live(void)
+{
+    return sim_counters(0, false).pma_live;
+}
+
+// What UVM keeps for itself between processes is cached: the second run is the baseline.
+static uint64_t baseline(void)
+{
+    for (int i = 0; i < 2; i++) {
+        pid_t pid = fork();
+        if (pid == 0) {
+            struct uvm u;
+            uint64_t h;
+            vm_start(&u, MB(4));
+            CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+            CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+            _exit(0);
+        }
+        CHECK_EQ(wait_child(pid), 0);
+    }
+    return live();
+}
+
+static void busy(uint64_t seed)
+{
+    struct uvm u;
+    uint64_t h, handles[24];
+    struct uvm_vmem_op ops[24];
+
+    vm_start(&u, MB(64));
+    for (;;) {
+        uint64_t size = KB(64) << rng_below(&seed, 3);
+        CHECK_EQ(vm_create(&u, size, 24, &h), NV_OK);
+        for (unsigned i = 0; i < 24; i++) {
+            ops[i] = vm_op(BASE + i * MB(2) + rng_below(&seed, 8) * KB(256), size, h + i, 0, UVM_VMEM_MAP_REPLACE);
+            handles[i] = h + i;
+        }
+        CHECK_EQ(vm_map_ops(&u, 0, ops, 24, NULL), NV_OK);
+        CHECK_EQ(vm_unmap(&u, BASE, MB(32), 0), NV_OK);
+        CHECK_EQ(vm_release(&u, handles, 12, NULL), NV_OK);
+        CHECK_EQ(vm_release(&u, handles + 12, 12, NULL), NV_OK);
+    }
+}
+
+TEST(test_killed_in_mid_batch)
+{
+    uint64_t before = baseline(), seed = env_long("SEED", 1);
+    int rounds = env_long("KILLS", 12);
+
+    for (int i = 0; i < rounds; i++) {
+        pid_t pid = fork();
+        if (pid == 0)
+            busy(rng_next(&seed) + i);
+        usleep(30000 + rng_below(&seed, 150000));
+        CHECK(kill(pid, SIGKILL) == 0);
+        CHECK_EQ(wait_child(pid), 128 + SIGKILL);
+        sim_check(0);
+        CHECK_MSG(live() <= before, "kill %d: %llu units are still allocated, %llu before", i, (unsigned long long)live(),
+                  (unsigned long long)before);
+    }
+}
+
+TEST(test_state_survives_fork)
+{
+    struct uvm u;
+    uint64_t h;
+    pid_t pid;
+
+    vm_start(&u, MB(8));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE, KB(64), 5), 0);
+    pid = fork();
+    if (pid == 0) {
+        // the child sees the same pages, and what it does is seen by the parent
+        CHECK_EQ(vm_query(&u, 0).out_bytes_created, KB(128));
+        CHECK_EQ(vm_map(&u, BASE + MB(2), KB(64), h + 1, 0, 0), NV_OK);
+        CHECK_EQ(gpu_mark(&u, BASE + MB(2), KB(64), 6), 0);
+        _exit(0);
+    }
+    CHECK_EQ(wait_child(pid), 0);
+    CHECK(gpu_marked(&u, BASE, KB(64), 5, NULL));
+    CHECK(gpu_marked(&u, BASE + MB(2), KB(64), 6, NULL));
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(128));
+    CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
+    CHECK_EQ(gpu_word(&u, BASE + MB(2)), 0);
+}
+
+// The last descriptor ends it, not the process that opened it.
+TEST(test_state_ends_with_the_last_descriptor)
+{
+    uint64_t before = baseline();
+    int ready[2], go[2];
+    pid_t pid, holder = 0;
+    char c;
+
+    CHECK(pipe(ready) == 0 && pipe(go) == 0);
+    pid = fork();
+    if (pid == 0) {
+        struct uvm u;
+        uint64_t h;
+        vm_start(&u, MB(8));
+        CHECK_EQ(vm_create(&u, MB(2), 3, &h), NV_OK);
+        CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
+        holder = fork();
+        if (holder == 0) {
+            close(u.mm_fd);
+            CHECK(read(go[0], &c, 1) == 1);
+            CHECK_EQ(vm_query(&u, 0).out_bytes_created, MB(6));
+            CHECK_EQ(vm_release_one(&u, h + 2), NV_OK);
+            CHECK_EQ(write(ready[1], "x", 1), 1);
+            CHECK(read(go[0], &c, 1) == 1);
+            _exit(0);
+        }
+        _exit(0);
+    }
+    CHECK_EQ(wait_child(pid), 0);
+    CHECK(live() >= before + 3 * 32);
+    CHECK_EQ(write(go[1], "x", 1), 1);
+    CHECK(read(ready[0], &c, 1) == 1);
+    CHECK(live() >= before + 2 * 32);
+    CHECK_EQ(write(go[1], "x", 1), 1);
+    for (int i = 0; i < 100 && live() > before; i++)
+        usleep(20000);
+    CHECK(live() <= before);
+    sim_check(0);
+}
+
+TEST(test_descriptor_passed_to_another_process)
+{
+    int pair[2];
+    pid_t pid;
+    struct uvm u;
+    uint64_t h;
+    char room[CMSG_SPACE(sizeof(int))] = { 0 };
+    struct iovec iov = { .iov_base = &h, .iov_len = sizeof(h) };
+    struct msghdr msg = { .msg_iov = &iov, .msg_iovlen = 1, .msg_control = room, .msg_controllen = sizeof(room) };
+
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
+    pid = fork();
+    if (pid == 0) {
+        struct uvm got;
+        CHECK(recvmsg(pair[1], &msg, 0) == sizeof(h));
+        uvm_open(&got); // for its UUIDs; the descriptor is the other's
+        close(got.fd);
+        memcpy(&got.fd, CMSG_DATA(CMSG_FIRSTHDR(&msg)), sizeof(int));
+        CHECK_EQ(vm_query(&got, 0).out_bytes_created, KB(64));
+        CHECK_EQ(vm_map(&got, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
+        CHECK_EQ(vm_unmap(&got, BASE, KB(64), 0), NV_OK);
+        _exit(0);
+    }
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE, KB(64), 9), 0);
+    CMSG_FIRSTHDR(&msg)->cmsg_level = SOL_SOCKET;
+    CMSG_FIRSTHDR(&msg)->cmsg_type = SCM_RIGHTS;
+    CMSG_FIRSTHDR(&msg)->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(CMSG_FIRSTHDR(&msg)), &u.fd, sizeof(int));
+    CHECK(sendmsg(pair[0], &msg, 0) == sizeof(h));
+    CHECK_EQ(wait_child(pid), 0);
+    CHECK(gpu_marked(&u, BASE + KB(64), KB(64), 9, NULL));
+    CHECK_EQ(gpu_word(&u, BASE), 0);
+}
+
+// Handles mean nothing to another file: not the same number's page, not any page.
+TEST(test_handles_of_another_process)
+{
+    int to[2], from[2];
+    uint64_t first, mine;
+    struct uvm u;
+    pid_t pid;
+    char c;
+
+    CHECK(pipe(to) == 0 && pipe(from) == 0);
+    pid = fork();
+    if (pid == 0) {
+        vm_start(&u, MB(4));
+        CHECK_EQ(vm_create(&u, KB(64), 40, &first), NV_OK);
+        CHECK_EQ(vm_map(&u, BASE, KB(64), first, 0, 0), NV_OK);
+        CHECK_EQ(gpu_mark(&u, BASE, KB(64), 0x5ec4e7), 0);
+        CHECK_EQ(write(from[1], &first, 8), 8);
+        CHECK(read(to[0], &c, 1) == 1);
+        // untouched by what the other tried
+        CHECK(gpu_marked(&u, BASE, KB(64), 0x5ec4e7, NULL));
+        CHECK_EQ(vm_query(&u, 0).out_bytes_created, 40 * KB(64));
+        CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(64));
+        _exit(0);
+    }
+    CHECK(read(from[0], &first, 8) == 8);
+    vm_start(&u, MB(64));
+    for (uint64_t h = 0; h < first + 64; h++) {
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, UVM_VMEM_MAP_REPLACE), NV_ERR_INVALID_OBJECT_HANDLE);
+        CHECK_EQ(vm_release_one(&u, h), NV_ERR_INVALID_OBJECT_HANDLE);
+    }
+    // the same numbers as pages of its own: other memory, and never the other's data
+    for (int i = 0; i < 40; i++) {
+        CHECK_EQ(vm_create(&u, KB(64), 1, &mine), NV_OK);
+        CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), mine, 0, 0), NV_OK);
+        CHECK_EQ(gpu_word(&u, BASE + i * GRANULE), 0);
+        CHECK_EQ(gpu_mark(&u, BASE + i * GRANULE, KB(64), 1), 0);
+    }
+    CHECK_EQ(write(to[1], "x", 1), 1);
+    CHECK_EQ(wait_child(pid), 0);
+    sim_check(0);
+}
