@@ -62,6 +62,7 @@ clean: ## Remove everything that was built
 	$(Q)find pyvmem tests -name __pycache__ -prune -exec rm -rf {} +
 
 include kernel-open/module.mk
+include tests/vm/vm.mk
 
 # ---- how ----------------------------------------------------------------------------------------------------
 

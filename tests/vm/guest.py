@@ -106,7 +106,7 @@ def accelerator(name):
 def command_line(kernel, initrd, *, image=None, memory=1536, cpus=2, accel="tcg", append=""):
     args = ["qemu-system-x86_64", *accelerator(accel), "-m", str(memory), "-smp", str(cpus), "-no-reboot",
             "-nodefaults", "-display", "none", "-device", "edu", "-device", "edu",
-            "-kernel", str(kernel), "-initrd", str(initrd),
+            "-kernel", str(kernel.image), "-initrd", str(initrd),
             "-append", f"console=ttyS0 panic=-1 oops=panic printk.time=1 {append}".strip()]
     if image:
         args += ["-drive", f"file={image},if=none,id=root,format=raw,readonly=on",
@@ -144,14 +144,17 @@ class Guest:
             try:
                 self._follow(qemu, [s.accept()[0] for s in listeners])
             except TimeoutError:
-                self.why = "QEMU did not start: " + (qemu.stderr.read1(4000).decode() if qemu.poll() else "no connection")
+                self.why = "QEMU opened no console"
             finally:
                 for s in listeners:
                     s.close()
                 if qemu.poll() is None:
                     os.killpg(qemu.pid, signal.SIGKILL)
                 qemu.wait()
+                said = qemu.stderr.read().decode(errors="replace").strip()
                 qemu.stderr.close()
+                if said and not self.klog:
+                    self.why = f"QEMU: {said}"
         if not self.done and not self.why:
             self.why = "the guest ended before its last step" + self._panic()
         if self._between:

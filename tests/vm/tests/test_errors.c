@@ -145,6 +145,8 @@ TEST(test_err_flags_and_reserved)
     CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
     op = vm_op(BASE + KB(64), KB(64), 0, 0, UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER);
     CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
+    op = vm_op(BASE + KB(64), KB(64), 0, 0, UVM_VMEM_TAKEOVER); // only together with OPEN
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_ARGUMENT);
     UNCHANGED(&s);
 }
 

@@ -197,11 +197,11 @@ TEST(test_handles_of_another_process)
     }
     CHECK(read(from[0], &first, 8) == 8);
     vm_start(&u, MB(64));
-    for (uint64_t h = 0; h < first + 64; h++) {
+    for (uint64_t h = first - 4; h < first + 64; h++) {
         CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, UVM_VMEM_MAP_REPLACE), NV_ERR_INVALID_OBJECT_HANDLE);
         CHECK_EQ(vm_release_one(&u, h), NV_ERR_INVALID_OBJECT_HANDLE);
     }
-    // the same numbers as pages of its own: other memory, and never the other's data
+    // pages of its own are other memory, and never hold the other's data
     for (int i = 0; i < 40; i++) {
         CHECK_EQ(vm_create(&u, KB(64), 1, &mine), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), mine, 0, 0), NV_OK);

@@ -98,11 +98,19 @@ static void check_words(unsigned from, unsigned to)
     }
 }
 
+// A window opens in the hole around the address, as far as the slot goes.
 static void open_window(struct model *m, unsigned g)
 {
-    for (unsigned i = g & ~31u; i < (g & ~31u) + 32; i++)
-        if (m->spots[i].state == CLOSED)
-            m->spots[i].state = SPARSE;
+    unsigned first = g, last = g;
+
+    if (m->spots[g].state != CLOSED)
+        return;
+    while (first % 32 && m->spots[first - 1].state == CLOSED)
+        first--;
+    while (last % 32 != 31 && m->spots[last + 1].state == CLOSED)
+        last++;
+    for (unsigned i = first; i <= last; i++)
+        m->spots[i].state = SPARSE;
 }
 
 static int pick_page(void)
@@ -249,7 +257,7 @@ static void do_map(void)
     } else {
         // windows opened for it may stay
         struct simgpu_pte p;
-        for (unsigned g = 0; g < GRANULES; g += 32) {
+        for (unsigned g = 0; g < GRANULES; g++) {
             if (now.spots[g].state != CLOSED)
                 continue;
             p = sim_pte(&u, va_of(g));
@@ -305,17 +313,26 @@ static void do_unmap(void)
     check_words(lo, lo + 8 < hi ? lo + 8 : hi);
 }
 
-// UVM's own calls work on windows as on any external mapping.
+// UVM's own calls work on windows as on any external mapping, whole or in part.
 static void do_unmap_external(void)
 {
-    unsigned slot = rng_below(&rng, SLOTS);
+    unsigned g = rng_below(&rng, SLOTS) * 32, parts = 32;
+    NV_STATUS status;
 
-    // it refuses a span that cuts a mapping; a slot is one window
-    CHECK_EQ(uvm_unmap_external(&u, 0, va_of(slot * 32), SLOT), NV_OK);
-    for (unsigned g = slot * 32; g < slot * 32 + 32; g++)
-        now.spots[g] = (struct spot){ .state = CLOSED };
-    check_tables(slot * 32, slot * 32 + 32);
-    check_words(slot * 32 + rng_below(&rng, 32), slot * 32 + 32);
+    if (rng_below(&rng, 2)) {
+        g += rng_below(&rng, 32);
+        parts = 1 + rng_below(&rng, 32 - g % 32);
+    }
+    status = uvm_unmap_external(&u, 0, va_of(g), parts * GRANULE);
+    if (status == NV_OK) {
+        for (unsigned i = g; i < g + parts; i++)
+            now.spots[i] = (struct spot){ .state = CLOSED };
+    } else { // only a 2 MiB entry cannot be cut by it
+        CHECK_EQ(status, NV_ERR_INVALID_ADDRESS);
+        CHECK(parts != 32);
+    }
+    check_tables(g & ~31u, (g & ~31u) + 32);
+    check_words(g, g + parts < (g & ~31u) + 32 ? g + parts : (g & ~31u) + 32);
 }
 
 static void do_write(void)

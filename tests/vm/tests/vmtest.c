@@ -3,6 +3,7 @@
 
 #include <signal.h>
 #include <stdarg.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 static struct vmtest *first;
@@ -114,6 +115,7 @@ int main(int argc, char **argv)
         fflush(NULL);
         pid = fork();
         if (pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
             alarm(env_long("CASE_TIMEOUT", 300));
             t->run();
             fflush(NULL);

@@ -1,0 +1,24 @@
+# vMem's kernel module on a simulated GPU, in a QEMU guest. What is fetched and built is kept in build/vm.
+# SPDX-License-Identifier: MIT
+
+VM := $(PYTHON) tests/vm/run.py
+
+.PHONY: test-vm test-vm-long test-vm-debug test-vm-python vm-shell mutants
+
+test-vm: ## The kernel module on a simulated GPU, both driver releases: the short tier
+	$(Q)$(VM) test
+
+test-vm-long: ## The same with 100,000 random operations and a million bad calls
+	$(Q)$(VM) test --tier long
+
+test-vm-debug: ## The same in a kernel with KASAN, lockdep and kmemleak, with the driver's asserts live
+	$(Q)$(VM) test --tier debug
+
+test-vm-python: ## libvmem's and pyvmem's suites and benchmarks on the simulated GPU
+	$(Q)$(VM) python
+
+vm-shell: ## A shell in the guest, with the module loaded and pyvmem ready
+	$(Q)$(VM) shell
+
+mutants: ## Break the module in known ways, one at a time: each must be killed by a named test
+	$(Q)$(VM) mutants
