@@ -1,4 +1,4 @@
-"""The command ``pyvmem``: doctor and bench.
+"""The command ``pyvmem``: doctor, bench and top.
 
 SPDX-License-Identifier: MIT
 """
@@ -42,6 +42,9 @@ def _parser(benchmarks):
     doctor = commands.add_parser("doctor", help="say for each backend whether it works here, or what stops it")
     doctor.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device ordinal (0)")
     doctor.add_argument("--json", action="store_true", help="as JSON, on standard output")
+    from pyvmem import top
+
+    top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
     bench = commands.add_parser("bench", help="measure")
     names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
@@ -114,6 +117,10 @@ def main(argv=None):
             from pyvmem.doctor import doctor
 
             return doctor(args.device, args.json)
+        if args.command == "top":
+            from pyvmem.top import top
+
+            return top(args)
         return _bench(args, benchmarks)
     except (VmemError, OSError, ValueError) as error:
         print(f"pyvmem: {error}", file=sys.stderr)

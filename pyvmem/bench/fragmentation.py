@@ -1,0 +1,205 @@
+"""Memory that pages waste, and the requests that fit because they do not.
+
+Three parts: tokens to a page and the worst waste of a request, computed and measured (Table 8 of the vAttention paper);
+the waste of a running batch; the largest batch under a budget (its Figure 12). All through the real manager with real
+pages, without a model.
+
+SPDX-License-Identifier: MIT
+"""
+
+import numpy as np
+
+from pyvmem.bench import benchmark
+from pyvmem.bench.kv_load import MODELS, Server, memory_for
+from pyvmem.core import KIB, MIB
+from pyvmem.errors import VmemError
+from pyvmem.traces import read_trace, synthetic_trace
+
+# (model, workers, page size in KiB): tokens in a page, worst waste of a request in MB, as the paper gives them.
+TABLE_8 = {
+    ("Yi-6B", 1): ((64, 128, 256, 2048), (4, 8, 16, 128)),
+    ("Yi-6B", 2): ((128, 256, 512, 4096), (8, 16, 32, 256)),
+    ("Llama-3-8B", 1): ((32, 64, 128, 1024), (4, 8, 16, 128)),
+    ("Llama-3-8B", 2): ((64, 128, 256, 2048), (8, 16, 32, 256)),
+    ("Yi-34B", 1): ((32, 64, 128, 1024), (7.5, 15, 30, 240)),
+    ("Yi-34B", 2): ((64, 128, 256, 2048), (15, 30, 60, 480)),
+}
+TABLE_8_PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
+
+
+def arguments(parser):
+    """Arguments of this benchmark alone."""
+    group = parser.add_argument_group("fragmentation")
+    group.add_argument("--trace", metavar="FILE", help="Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV")
+    group.add_argument("--requests", type=int, metavar="N", help="only the first N requests")
+    group.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
+    group.add_argument("--kv-layers", type=int, metavar="N", help="layers; all of the model's on a GPU, else 1")
+    group.add_argument("--kv-slots", type=int, default=256, metavar="B", help="requests at once, for the waste (256)")
+    group.add_argument("--kv-budget", type=int, metavar="MIB", help="for the largest batch")
+
+
+def table_8(model, workers, page_size):
+    """(tokens in a page, worst waste of a request in bytes, over all workers): the paper's section 7.1."""
+    return page_size // model.row_bytes(workers), 2 * model.layers * page_size * workers
+
+
+def measure_table_8(context, model, workers, page_size):
+    """The same, seen in a real cache of one worker: when a second page is mapped, and how much is mapped then."""
+    from pyvmem.kv import KVCache
+
+    tokens = page_size // model.row_bytes(workers)
+    budget = 2 * model.layers * 2 * page_size
+    with KVCache.for_model(
+        model.layers, model.kv_heads // workers, model.head_dim, 1, 2 * tokens, budget, context=context,
+        page_size=page_size, overlap=False, generous=False, lazy=True, name=None,
+    ) as cache:  # fmt: skip
+        slot = cache.alloc_reqid()
+        low, high = 1, 2 * tokens  # the longest request that needs one page of every tensor
+        while low < high:
+            middle = (low + high + 1) // 2
+            cache.step([middle])
+            one_page = cache.slot(slot).needed_pages == 2 * model.layers
+            cache.truncate(slot, 0)
+            cache.reclaim()
+            low, high = (middle, high) if one_page else (low, middle - 1)
+        cache.step([low])
+        before = cache.stats().held_pages
+        cache.step([low + 1])
+        return low, (cache.stats().held_pages - before) * page_size * workers
+
+
+def run_table_8(session, context, page_sizes):
+    """Records of Table 8."""
+    records = []
+    for (name, workers), (paper_tokens, paper_waste) in TABLE_8.items():
+        model = MODELS[name]
+        for page_size, tokens, waste in zip(TABLE_8_PAGES, paper_tokens, paper_waste):
+            ways = {"computed": table_8(model, workers, page_size)}
+            if page_size in page_sizes and not (session.quick and page_size == 2 * MIB):
+                ways["measured"] = measure_table_8(context, model, workers, page_size)
+            for how, (found_tokens, found_waste) in ways.items():
+                metric = f"{name} TP-{workers}, {how}"
+                records.append(session.record(found_tokens, context, f"tokens in a page, {metric}", "tokens",
+                                              page_size=page_size, paper=tokens))
+                records.append(session.record(found_waste / MIB, context, f"worst waste of a request, {metric}", "MiB",
+                                              page_size=page_size, paper=waste))
+    return records
+
+
+def _cache(context, model, layers, slots, longest, budget, page_size, **options):
+    from pyvmem.kv import KVCache
+
+    return KVCache.for_model(
+        layers, model.kv_heads, model.head_dim, slots, longest, budget, context=context, page_size=page_size, name=None,
+        **options,
+    )  # fmt: skip
+
+
+def run_waste(context, model, layers, slots, trace, page_size, advance, **options):
+    """Run a trace through a cache with memory to spare; returns samples of (waste, unavoidable waste, bytes).
+
+    waste: part of the backed bytes that hold no token's rows. unavoidable: the same without pages that can be taken back
+    at any time (kept for the next request, or mapped ahead of need).
+    """
+    longest = int((trace.prompt + trace.output).max())
+    per_request = 2 * layers * (-(-longest * model.row_bytes() // page_size) + 1) * page_size
+    budget = min(memory_for(context, 0.9), slots * per_request)
+    samples = []
+    with _cache(context, model, layers, slots, longest, budget, page_size, lazy=True, **options) as cache:
+        server = Server(cache, trace)
+        while server.queue or server.active:
+            server.admit()
+            server.decode()
+            if server.active == slots:  # the batch is full
+                cache.wait()
+                stats = cache.stats()
+                backed, needed = stats.held_pages * page_size, stats.needed_pages * page_size
+                samples.append((1 - stats.live_bytes / backed, 1 - stats.live_bytes / needed, backed))
+            advance(server.retire())
+    return np.array(samples)
+
+
+def run_batch(context, model, layers, trace, budget, page_size, advance):
+    """The batch sizes of a server that admits whatever fits into the budget, iteration by iteration."""
+    longest = int((trace.prompt + trace.output).max())
+    mean = float((trace.prompt + trace.output / 2).mean())
+    slots = min(2048, int(4 * budget / (mean * model.row_bytes() * 2 * layers)) + 8)
+    sizes = []
+    with _cache(context, model, layers, slots, longest, budget, page_size, lazy=True) as cache:
+        server = Server(cache, trace)
+        while server.queue:  # the batch shrinks once all requests have been admitted
+            server.admit()
+            server.decode()
+            sizes.append(server.active)
+            advance(server.retire())
+            if not server.active and not server.admit():
+                raise ValueError(f"the budget of {budget} bytes is too small for request {server.queue[-1]}")
+        return np.array(sizes), server.preempted
+
+
+@benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments, order=50)
+def run(session):
+    """Table 8, the waste of a running batch, and the largest batch, by page size."""
+    args = session.args
+    model = MODELS[args.model]
+    trace = read_trace(args.trace) if args.trace else synthetic_trace(2000)
+    limit = args.requests or (600 if session.quick else 4000)
+    trace = trace.head(min(limit, len(trace)))
+    records = []
+    with session.context() as context:
+        gpu = "gpu" in context.info().capabilities
+        layers = args.kv_layers or (model.layers if gpu else 1)
+        budget = (args.kv_budget or (1024 if layers == 1 else 32 * 1024)) * MIB
+        records += run_table_8(session, context, session.page_sizes(context))
+        places = [(context, size) for size in session.page_sizes(context)]
+        beside = None
+        if gpu and context.backend != "cuda" and not args.page_size:
+            try:
+                beside = session.context("cuda")  # CUDA's own calls, at 2 MiB
+            except VmemError:
+                beside = None
+        places += [(beside, 2 * MIB)] if beside else []
+        shape = f"{args.model}, {layers} layers" if layers != model.layers else args.model
+        batches = {}
+        for where, page_size in places:
+            text = f"pages of {page_size >> 10} KiB"
+            for how, options in (
+                ("nothing kept", {"defer": False, "eager": False, "generous": False}),
+                ("default", {}),
+            ):
+                with session.progress(f"waste, {how}, {text}", len(trace)) as advance:
+                    seen = run_waste(where, model, layers, args.kv_slots, trace, page_size, advance, **options)
+                if not len(seen):
+                    continue
+                name = f"B={args.kv_slots}, {shape}, {how}"
+                for column, metric, unit, scale in ((0, "waste", "% of backed", 100), (2, "backed", "MiB", 1 / MIB)):
+                    records.append(session.record(seen[:, column] * scale, where, f"{metric}, {name}", unit,
+                                                  page_size=page_size))
+                records.append(session.record(seen[:, 1] * 100, where, f"waste that cannot be taken back, {name}",
+                                              "% of needed", page_size=page_size))
+            with session.progress(f"largest batch, {text}", len(trace)) as advance:
+                sizes, preempted = run_batch(where, model, layers, trace, budget, page_size, advance)
+            name = f"{shape}, {budget // MIB} MiB"
+            batches[where.backend, page_size] = sizes
+            records.append(session.record(int(sizes.max()), where, f"largest batch, {name}", "requests",
+                                          page_size=page_size, paper=_paper_batch(args.model, page_size)))
+            records.append(session.record(sizes, where, f"batch, {name}", "requests", page_size=page_size))
+            records.append(session.record(preempted, where, f"preemptions, {name}", "count", page_size=page_size))
+        large = batches.get((context.backend, 2 * MIB))
+        if large is not None:
+            for (backend, page_size), sizes in batches.items():
+                ratio = sizes.max() / large.max()
+                records.append(session.record(ratio, context, "largest batch / that of 2 MiB pages", "x",
+                                              page_size=page_size, backend=backend))
+        if beside:
+            beside.close()
+    return records
+
+
+# Section 6.4.4 of the paper; its dynamic trace (OpenChat, 7 requests a second) on other GPUs.
+PAPER_BATCH = {"Yi-6B": (240, 187), "Llama-3-8B": (258, 203), "Yi-34B": (68, 56)}
+
+
+def _paper_batch(model, page_size):
+    small, large = PAPER_BATCH[model]
+    return {64 * KIB: small, 2 * MIB: large}.get(page_size)

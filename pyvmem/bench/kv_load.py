@@ -1,0 +1,171 @@
+"""What the KV-cache benchmarks have in common: model shapes, a server without a model, and attention to run meanwhile.
+
+SPDX-License-Identifier: MIT
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyvmem.core import MIB
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a model's KV cache: layers, KV heads (of all workers together), elements of a head, query heads."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int = 128
+    query_heads: int = 32
+    element_bytes: int = 2
+
+    def row_bytes(self, workers=1):
+        """One token's K (or V) of one layer on a worker."""
+        return self.kv_heads // workers * self.head_dim * self.element_bytes
+
+
+# Table 4 of the vAttention paper.
+MODELS = {
+    m.name: m
+    for m in (
+        Model("Yi-6B", 32, 4),
+        Model("Llama-3-8B", 32, 8),
+        Model("Yi-34B", 60, 8, query_heads=56),
+    )
+}
+
+
+class Server:
+    """Continuous batching without a model: requests in the order of a trace, admitted while slots and memory last.
+
+    When a step finds no memory, the request admitted last is preempted and queued again in front, as vLLM does. Its
+    tokens are computed again.
+    """
+
+    def __init__(self, cache, trace, reserve=1):
+        self.cache = cache
+        self.trace = trace
+        self.reserve = reserve  # tokens that must be left for an admitted request beyond its prompt
+        self.lengths = np.zeros(cache.slots, np.int32)
+        self.goal = np.zeros(cache.slots, np.int64)
+        self.request = np.full(cache.slots, -1)
+        self.admitted = np.zeros(cache.slots, np.int64)
+        self.queue = list(range(len(trace) - 1, -1, -1))  # the next request last
+        self.finished = self.preempted = self._clock = 0
+
+    @property
+    def active(self):
+        """How many requests are running."""
+        return int(np.count_nonzero(self.goal))
+
+    def _end(self, slot):
+        self.cache.free_reqid(int(slot))
+        self.lengths[slot] = self.goal[slot] = 0
+        self.request[slot] = -1
+
+    def retire(self):
+        """End the requests that have all their tokens; returns how many."""
+        done = np.flatnonzero((self.goal > 0) & (self.lengths >= self.goal))
+        for slot in done:
+            self._end(slot)
+        self.finished += len(done)
+        return len(done)
+
+    def admit(self, limit=None):
+        """Give slots to waiting requests while there is room for their prompts; returns the slots."""
+        new = []
+        while self.queue and (limit is None or len(new) < limit):
+            request = self.queue[-1]
+            prompt = int(self.trace.prompt[request])
+            if self.active == self.cache.slots or self.cache.room() < prompt + self.reserve:
+                break
+            slot = self.cache.alloc_reqid(prompt)
+            if slot < 0:
+                break
+            prefill = np.zeros_like(self.lengths)
+            prefill[slot] = prompt
+            if self.cache.step(prefill):
+                self.cache.free_reqid(slot)
+                break
+            self.queue.pop()
+            self._clock += 1
+            self.lengths[slot], self.goal[slot] = prompt, prompt + int(self.trace.output[request])
+            self.request[slot], self.admitted[slot] = request, self._clock
+            new.append(slot)
+        return new
+
+    def decode(self):
+        """One iteration: every request grows by a token. Preempts until there is memory for it."""
+        while True:
+            lengths = np.where(self.goal > 0, self.lengths + 1, 0).astype(np.int32)
+            if self.cache.step(lengths) == 0:
+                self.lengths = lengths
+                return
+            victim = int(np.argmax(np.where(self.goal > 0, self.admitted, -1)))
+            self.queue.append(int(self.request[victim]))
+            self._end(victim)
+            self.preempted += 1
+
+
+class Attention:
+    """Decode attention of every layer over a cache, with FlashAttention-2 as torch has it, and the new tokens' rows.
+
+    Reads K and V through the slots where they are: ``cum_seq_k[b] = slot * rows``, lengths in ``seqused_k``.
+    """
+
+    def __init__(self, cache, model, layers=None):
+        import torch
+
+        self.torch = torch
+        self.cache = cache
+        self.rows = cache.layout(0)[3]
+        count = layers or len(cache.tensors) // 2
+        self.keys = [cache.flat(2 * i) for i in range(count)]
+        self.values = [cache.flat(2 * i + 1) for i in range(count)]
+        device = cache.tensors[0].device
+        heads = cache.tensors[0].shape[-2]
+        self.query = torch.randn(
+            cache.slots, model.query_heads * heads // model.kv_heads, model.head_dim, dtype=torch.bfloat16, device=device
+        )
+        self.row = torch.randn(cache.slots, heads, model.head_dim, dtype=torch.bfloat16, device=device)
+        self.events = [None, None]
+
+    def prefill(self, slot, length):
+        """Write a prompt's rows, as its prefill would."""
+        start = slot * self.rows
+        for rows in (*self.keys, *self.values):
+            rows[start : start + length].fill_(0.01)
+
+    def run(self, lengths):
+        """Launch one iteration for the slots whose length is not 0; waits only for the iteration before the last."""
+        torch = self.torch
+        slots = np.flatnonzero(lengths)
+        n = len(slots)
+        starts = torch.from_numpy(slots.astype(np.int64) * self.rows).pin_memory().cuda(non_blocking=True)
+        used = torch.from_numpy(np.ascontiguousarray(lengths[slots])).pin_memory().cuda(non_blocking=True)
+        cum_k = torch.cat([starts, starts[-1:]]).to(torch.int32)
+        cum_q = torch.arange(n + 1, dtype=torch.int32, device="cuda")
+        last = starts + used - 1
+        longest = int(lengths.max())
+        for k, v in zip(self.keys, self.values):
+            k[last] = self.row[:n]
+            v[last] = self.row[:n]
+            torch.ops.aten._flash_attention_forward(
+                self.query[:n], k, v, cum_q, cum_k, 1, longest, 0.0, False, False, seqused_k=used
+            )
+        event = torch.cuda.Event()
+        event.record()
+        self.events = [self.events[1], event]
+
+    def wait(self, everything=False):
+        """Wait until the iteration before the last has ended, or all."""
+        event = self.events[1 if everything else 0]
+        if event is not None:
+            event.synchronize()
+
+
+def memory_for(context, fraction=0.5):
+    """A budget, bytes: a part of what the device has free."""
+    return int(context.info().memory_free * fraction) // (2 * MIB) * 2 * MIB

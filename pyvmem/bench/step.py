@@ -1,0 +1,233 @@
+"""What a step costs the server: decode with and without a background thread, prefill by allocation strategy.
+
+On a GPU, the attention of every layer runs meanwhile (FlashAttention-2, reading the cache where it is), and the step for
+an iteration is called while the iteration before is still running. On the host nothing runs, and a pause takes its place.
+Figures 9 and 10 of the vAttention paper are the same two experiments.
+
+SPDX-License-Identifier: MIT
+"""
+
+import gc
+import time
+from time import perf_counter_ns
+
+import numpy as np
+
+from pyvmem._ffi import ffi, lib
+from pyvmem.bench import benchmark
+from pyvmem.bench.kv_load import MODELS, Attention, memory_for
+from pyvmem.core import MIB
+from pyvmem.errors import VmemError, _check
+
+
+def arguments(parser):
+    """Arguments of this benchmark alone."""
+    group = parser.add_argument_group("step")
+    group.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
+    group.add_argument("--kv-layers", type=int, metavar="N", help="layers; all of the model's on a GPU, else 1")
+    group.add_argument("--kv-slots", type=int, default=256, metavar="B", help="requests that decode together (256)")
+    group.add_argument("--iterations", type=int, metavar="N", help="decode iterations (5000)")
+    group.add_argument("--pause-us", type=int, default=2000, metavar="US", help="an iteration where no GPU runs (2000)")
+
+
+class Decode:
+    """A full batch in decode. Requests that reach their length are replaced, outside the measured steps."""
+
+    def __init__(self, cache, attention, lengths, output, pause_us, seed=1):
+        self.cache = cache
+        self.attention = attention
+        self.pause = pause_us / 1e6
+        self.rng = np.random.default_rng(seed)
+        self.prompts, self.output = lengths, output
+        self.lengths = np.zeros(cache.slots, np.int32)
+        self.goal = np.zeros(cache.slots, np.int64)
+        self.prefill_pages = 0  # mapped by steps outside the measured ones
+        for _ in range(cache.slots):
+            self._admit()
+        # Everybody is somewhere on the way.
+        self.goal -= self.rng.integers(0, np.maximum(self.goal - self.lengths, 1))
+        cache.wait()
+
+    def _admit(self):
+        prompt = int(self.rng.integers(*self.prompts))
+        slot = self.cache.alloc_reqid(prompt)
+        only = np.zeros_like(self.lengths)
+        only[slot] = prompt
+        mapped = self.cache.stats().step_mapped_pages
+        if self.cache.step(only):
+            raise MemoryError(f"{self.cache.missing_pages} pages are missing for a batch of {self.cache.slots}")
+        self.prefill_pages += self.cache.stats().step_mapped_pages - mapped
+        if self.attention:
+            self.attention.prefill(slot, prompt)
+        self.lengths[slot], self.goal[slot] = prompt, prompt + int(self.rng.integers(*self.output))
+
+    def run(self, iterations, advance=lambda n: None):
+        """(nanoseconds of each decode step, nanoseconds from step to step)."""
+        steps, whole = np.zeros(iterations, np.int64), np.zeros(iterations, np.int64)
+        gc.collect()
+        gc.disable()  # the interpreter's pauses are not the cache's
+        try:
+            for i in range(iterations):
+                begin = perf_counter_ns()
+                done = np.flatnonzero(self.lengths >= self.goal)
+                if len(done):
+                    if self.attention:
+                        self.attention.wait(everything=True)
+                    for slot in done:
+                        self.cache.free_reqid(int(slot))
+                        self.lengths[slot] = 0
+                    for _ in done:
+                        self._admit()
+                    begin = perf_counter_ns()
+                self.lengths += 1
+                if self.attention:
+                    self.attention.wait()
+                start = perf_counter_ns()
+                rc = self.cache.step(self.lengths)
+                steps[i] = perf_counter_ns() - start
+                if rc:
+                    raise MemoryError(f"{self.cache.missing_pages} pages are missing in iteration {i}")
+                if self.attention:
+                    self.attention.run(self.lengths)
+                else:
+                    time.sleep(self.pause)
+                whole[i] = perf_counter_ns() - begin
+                advance(1)
+            if self.attention:
+                self.attention.wait(everything=True)
+        finally:
+            gc.enable()
+        return steps, whole
+
+
+def decode(session, context, model, layers, page_size, slots, prompts, output, iterations, name, **options):
+    """Records of one decode run."""
+    from pyvmem.kv import KVCache
+
+    gpu = "gpu" in context.info().capabilities
+    longest = -(-(prompts[1] + output[1]) // 1024) * 1024
+    need = slots * (longest * model.row_bytes() + 4 * MIB) * 2 * layers
+    budget = min(memory_for(context, 0.85), need)
+    records = []
+    with KVCache.for_model(
+        layers, model.kv_heads, model.head_dim, slots, longest, budget, context=context, page_size=page_size,
+        lazy=not gpu, name=None, **options,
+    ) as cache:  # fmt: skip
+        attention = Attention(cache, model) if gpu else None
+        run = Decode(cache, attention, prompts, output, session.args.pause_us)
+        before, prefill_before = cache.stats(), run.prefill_pages
+        with session.progress(name, iterations) as advance:
+            steps, whole = run.run(iterations, advance)
+        after = cache.stats()
+        inside = after.step_mapped_pages - before.step_mapped_pages - (run.prefill_pages - prefill_before)
+        native = native_step(cache, run.lengths)
+        python = python_step(cache, run.lengths)
+        del attention, run.attention
+
+    def add(metric, unit, samples):
+        records.append(session.record(samples, context, f"{metric}, {name}", unit, page_size=page_size))
+
+    add("decode step", "us", steps / 1e3)
+    add("longest decode step", "us", steps.max() / 1e3)
+    add("decode steps over 1 ms", "count", int((steps > 1_000_000).sum()))
+    add("iteration", "ms", whole / 1e6)
+    add("pages mapped inside steps", "count", inside)
+    add("pages mapped in the background", "count", after.ahead_mapped_pages - before.ahead_mapped_pages)
+    add("step without work, native", "us", native)
+    for kind, samples in python.items():
+        add(f"step without work, Python, {kind}", "us", samples)
+    return records
+
+
+def native_step(cache, lengths, n=2000):
+    """Microseconds of vmem_kv_step from C, where all is backed already."""
+    cache.wait()
+    again = np.maximum(lengths - n, 1).astype(np.int32)  # grows back to where it is
+    samples = np.zeros(n, np.uint64)
+    raw = ffi.from_buffer("int32_t[]", again)
+    _check(lib.pv_bench_kv_steps(cache._kv, raw, cache.slots, n, 0, ffi.from_buffer("uint64_t[]", samples)))
+    return samples / 1e3
+
+
+def python_step(cache, lengths, n=2000):
+    """Microseconds of `KVCache.step` where all is backed already, by the type of the lengths."""
+    import torch
+
+    kinds = {
+        "list": lengths.tolist(),
+        "numpy": lengths,
+        "torch": torch.from_numpy(lengths.copy()),
+    }
+    found = {}
+    for kind, value in kinds.items():
+        samples = np.zeros(n)
+        for i in range(n):
+            start = perf_counter_ns()
+            cache.step(value)
+            samples[i] = perf_counter_ns() - start
+        found[kind] = samples / 1e3
+    return found
+
+
+def prefill(session, context, model, layers, page_size, tokens, repeats):
+    """Records of the time to back one prompt, by allocation strategy (Figure 10)."""
+    from pyvmem.kv import KVCache
+
+    strategies = {
+        "synchronous": {"overlap": False, "defer": False, "eager": False},
+        "deferred reclamation": {"overlap": False, "defer": True, "eager": False},
+        "eager": {"overlap": True, "defer": False, "eager": True, "eager_tokens": tokens},
+    }
+    records = []
+    budget = 4 * (tokens * model.row_bytes() // (2 * MIB) + 2) * 2 * MIB * 2 * layers
+    budget = min(budget, memory_for(context, 0.85))
+    for name, options in strategies.items():
+        with KVCache.for_model(
+            layers, model.kv_heads, model.head_dim, 4, tokens, budget, context=context, page_size=page_size, name=None,
+            **options,
+        ) as cache:  # fmt: skip
+            samples = []
+            for i in range(repeats + 1):
+                cache.wait()
+                slot = cache.alloc_reqid(tokens)
+                lengths = np.zeros(4, np.int32)
+                lengths[slot] = tokens
+                start = perf_counter_ns()
+                if cache.step(lengths):
+                    raise MemoryError(f"{cache.missing_pages} pages are missing for a prompt of {tokens} tokens")
+                samples.append(perf_counter_ns() - start)
+                cache.free_reqid(slot)
+        metric = f"prompt of {tokens} tokens backed, {layers} layers, {name}"
+        records.append(session.record(np.array(samples[1:]) / 1e6, context, metric, "ms", page_size=page_size))
+    return records
+
+
+@benchmark("step", "what a step of the KV cache costs the server", arguments=arguments, order=40)
+def run(session):
+    """Decode with and without overlap, and prefill, by page size."""
+    args = session.args
+    model = MODELS[args.model]
+    records = []
+    with session.context() as context:
+        gpu = "gpu" in context.info().capabilities
+        layers = args.kv_layers or (model.layers if gpu else 1)
+        iterations = args.iterations or (300 if session.quick else 5000)
+        for page_size in session.page_sizes(context):
+            try:
+                records += prefill(session, context, model, layers, page_size, 16384, 5 if session.quick else 20)
+            except VmemError as error:
+                print(f"step: no prefill of 16384 tokens with pages of {page_size} bytes: {error}")
+        sizes = session.page_sizes(context)
+        for page_size in sizes if args.page_size else sorted({sizes[0], sizes[-1]}):
+            for overlap in (True, False):
+                how = "overlap" if overlap else "no overlap"
+                # B requests of a conversation's length; without overlap a fifth of the iterations shows it.
+                n = iterations if overlap else max(iterations // 5, 100)
+                name = f"B={args.kv_slots}, {layers} layers, {how}"
+                records += decode(session, context, model, layers, page_size, args.kv_slots, (64, 1500), (256, 1024), n,
+                                  name, overlap=overlap)
+                # Nothing mapped ahead but what the next iteration needs, as in the paper.
+                name = f"B=32, 4K-8K, {layers} layers, one page at a time, {how}"
+                records += decode(session, context, model, layers, page_size, 32, (4096, 8192), (2500, 2501),
+                                  min(n, 2500), name, overlap=overlap, generous=False)
+    return records

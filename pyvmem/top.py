@@ -1,0 +1,87 @@
+"""``pyvmem top``: the KV caches of this user's processes, what they hold, and their budgets.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from pyvmem.bench.session import parse_size
+from pyvmem.core import MIB
+from pyvmem.kv_view import read_views, want_budget
+
+COLUMNS = ("pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped", "steps/s")
+
+
+def rows(views, rates):
+    """Rows of text for `COLUMNS`; memory in MiB. rates: steps a second by path."""
+    found = []
+    for v in views:
+        s = v.stats
+        pages = [s[n + "_pages"] * s["page_size"] for n in ("budget", "held", "needed", "kept", "ahead", "free")]
+        where = v.backend if v.backend == "host" else f"{v.backend}:{v.device}"
+        memory = [f"{b / MIB:.0f}" for b in (*pages, s["live_bytes"])]
+        requests = f"{s['active_slots']}/{s['slots']}"
+        rate = f"{rates[v.path]:.0f}" if v.path in rates else ""
+        found.append((str(v.pid), v.name, where, *memory, requests, str(s["swapped_slots"]), rate))
+    return found
+
+
+def _table(text, title):
+    widths = [max(len(row[i]) for row in [COLUMNS, *text]) for i in range(len(COLUMNS))]
+    lines = [title]
+    for row in [COLUMNS, *text]:
+        cells = [c.ljust(w) if i in (1, 2) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def arguments(parser):
+    """The command's arguments."""
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    parser.add_argument("--json", action="store_true", help="print once, as JSON")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between refreshes (1)")
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="PID=SIZE",
+        help="give the KV caches of a process another budget, such as 1234=16G; they take it over at their next step",
+    )  # fmt: skip
+
+
+def _limit(text):
+    pid, equals, size = text.partition("=")
+    try:
+        pid, size = int(pid), parse_size(size)
+    except ValueError:
+        equals = ""
+    if not equals or size <= 0:
+        raise ValueError(f"--limit {text}: PID=SIZE is wanted, such as 1234=16G")
+    chosen = [v for v in read_views() if v.pid == pid]
+    if not chosen:
+        raise ValueError(f"--limit {text}: process {pid} has no KV cache")
+    for view in chosen:
+        want_budget(view, size // len(chosen))
+
+
+def top(args, out=sys.stdout):
+    """Run the command; returns the exit status."""
+    for text in args.limit:
+        _limit(text)
+    if args.json:
+        print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
+        return 0
+    before, then = {}, time.monotonic()
+    while True:
+        views, now = read_views(), time.monotonic()
+        rates = {v.path: (v.stats["steps"] - before[v.path]) / (now - then) for v in views if v.path in before}
+        text = _table(rows(views, rates), f"{len(views)} KV caches; memory in MiB")
+        if args.once or args.limit:
+            print(text, file=out)
+            return 0
+        print("\x1b[2J\x1b[H" + text, file=out, flush=True)
+        before, then = {v.path: v.stats["steps"] for v in views}, now
+        try:
+            time.sleep(args.interval)
+        except KeyboardInterrupt:
+            return 0
