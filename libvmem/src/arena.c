@@ -310,9 +310,10 @@ static bool arena_surplus(const vmem_context *ctx, const struct vmem__arena_rec 
         return true;
     if (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep)
         return false;
-    // Hysteresis: as much stays free as the next growth would take.
-    uint64_t stay = ctx->space / 8 > ctx->b.arena_min ? ctx->space / 8 : ctx->b.arena_min;
-    return ctx->space_free - a->b.size >= stay;
+    // Hysteresis: what is free stays while it is little beside the rest.
+    uint64_t stay = (ctx->space - a->b.size) / 8;
+    stay = stay < ctx->b.arena_min ? ctx->b.arena_min : stay;
+    return a->b.size > stay || ctx->space_free - a->b.size >= stay;
 }
 
 static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)

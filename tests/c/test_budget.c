@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
+#include "vmem_internal.h"
 
 static void budget(void)
 {
@@ -105,9 +106,23 @@ static void shrinks(void)
     // With one page alive its arena stays, and only that.
     OK(vMemCreate(ctx, test_page, 1, 0, page));
     OK(vmem_trim(ctx, NULL));
+    CHECK(ctx->arenas && !ctx->arenas->next);
     OK(vMemRelease(ctx, page[0]));
     OK(vmem_trim(ctx, NULL));
     CHECK_EQ(test_stats(ctx).overhead, base);
+    CHECK(!ctx->arenas);
+    // Many arenas do not outlive their pages for long, even without it.
+    for (int round = 0; round < 3; round++) {
+        OK(vMemCreate(ctx, VMEM_PAGE_2M, 100, 0, page));
+        OK(vMemCreate(ctx, VMEM_PAGE_2M, N - 100, 0, page + 100));
+        // Frames of two arenas are never consecutive: no run may go from one into the other.
+        for (struct vmem__arena_rec *a = ctx->arenas; a; a = a->next) {
+            for (struct vmem__arena_rec *b = ctx->arenas; b; b = b->next)
+                CHECK(a->base + a->units != b->base);
+        }
+        OK(vMemReleaseBatch(ctx, page, N, NULL));
+        CHECK(ctx->space <= (ctx->b.arena_min > 32 * MIB ? ctx->b.arena_min : 32 * MIB));
+    }
     vmem_context_destroy(ctx);
 }
 

@@ -139,28 +139,26 @@ static void near_hint(void)
     vmem_context_destroy(ctx);
 }
 
-// Mixed sizes: everything created can be released in any order and becomes one stretch again.
+// Mixed sizes, released in any order: the memory becomes one stretch again.
 static void mixed(void)
 {
     vmem_context *ctx = test_context(0);
-    enum { N = 400 };
+    enum { N = 200, BIG = 16 };
     static vmem_page pages[N];
+    vmem_page big[BIG];
     uint64_t seed = 7, bytes = 0;
-    for (int i = 0; i < N; i++) {
-        uint64_t size;
-        do
-            size = VMEM_PAGE_64K << rnd(&seed) % 6;
-        while (!(size & test_info.page_sizes) || (size == VMEM_PAGE_2M && i % 8 && size != test_page));
-        OK(vMemCreate(ctx, size, 1, 0, &pages[i]));
-        CHECK_EQ(query(ctx, pages[i]).page_size, size);
-        bytes += size;
-        if (i % 3 == 2) {
-            int k = (int)(rnd(&seed) % (uint64_t)i);
-            if (pages[k]) {
-                bytes -= query(ctx, pages[k]).page_size;
-                OK(vMemRelease(ctx, pages[k]));
-                pages[k] = 0;
-            }
+    OK(vmem_prealloc(ctx, BIG * VMEM_PAGE_2M));
+    for (int i = 0; i < 10 * N; i++) {
+        const int k = (int)(rnd(&seed) % N);
+        const uint64_t size = VMEM_PAGE_64K << rnd(&seed) % 6;
+        if (pages[k]) {
+            bytes -= query(ctx, pages[k]).page_size;
+            OK(vMemRelease(ctx, pages[k]));
+            pages[k] = 0;
+        } else if ((size & test_info.page_sizes) && bytes + size <= BIG * VMEM_PAGE_2M / 2) {
+            OK(vMemCreate(ctx, size, 1, 0, &pages[k]));
+            CHECK_EQ(query(ctx, pages[k]).page_size, size);
+            bytes += size;
         }
         CHECK_EQ(test_stats(ctx).created, bytes);
     }
@@ -168,8 +166,13 @@ static void mixed(void)
         if (pages[(i * 7) % N])
             OK(vMemRelease(ctx, pages[(i * 7) % N]));
     }
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, BIG, 0, big));
+    for (int i = 1; i < BIG && test_page != VMEM_PAGE_2M; i++)
+        CHECK_EQ(query(ctx, big[i]).frame, query(ctx, big[i - 1]).frame + VMEM_PAGE_2M / UNIT);
+    OK(vMemReleaseBatch(ctx, big, BIG, NULL));
     OK(vmem_trim(ctx, NULL));
     CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK(!ctx->arenas);
     vmem_context_destroy(ctx);
 }
 

@@ -356,6 +356,8 @@ int main(int argc, char **argv)
     }
     struct vmem_stats s = test_stats(ctx);
     CHECK_EQ(s.created + s.mapped + s.reserved, 0);
+    OK(vmem_trim(ctx, NULL));
+    CHECK(!ctx->arenas);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -172,6 +172,7 @@ int main(int argc, char **argv)
     CHECK_EQ(released, N);
     settled();
     OK(vmem_trim(ctx, NULL));
+    CHECK(!ctx->arenas);
     vmem_context_destroy(ctx);
     printf("%lu done, %lu busy\n", done, busy);
     return 0;
