@@ -240,6 +240,8 @@ static NV_STATUS batch_locked(struct uvm_vmem_call *call, struct uvm_vmem_batch 
     if (status != NV_OK)
         return status;
 
+    uvm_vmem_windows_reap(call->space, UVM_VMEM_REAP_PER_CALL);
+
     mutex_lock(&call->space->lock);
     call->vgpu = uvm_vmem_gpu_find(call->space, call->gpu, true);
     mutex_unlock(&call->space->lock);

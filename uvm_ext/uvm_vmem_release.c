@@ -123,6 +123,8 @@ static NV_STATUS release_locked(struct uvm_vmem_call *call,
     NV_STATUS status;
     NvU32 i;
 
+    uvm_vmem_windows_reap(call->space, UVM_VMEM_REAP_PER_CALL);
+
     status = call->space->dead;
     if (status == NV_OK)
         status = handles_find(call, handles, ids, p);

@@ -6,8 +6,9 @@
 #include "uvm_kvmalloc.h"
 #include "uvm_range_tree.h"
 
-// Dead windows looked for each time that a new one is made: their number stays in proportion to that of the live ones.
-#define REAP_AT_ONCE 2
+// Windows looked at each time that a new one is made, to find the dead ones: there are never more of these than in
+// proportion to the live ones.
+#define REAP_PER_WINDOW 2
 
 static void window_release(nv_kref_t *ref)
 {
@@ -51,11 +52,9 @@ void uvm_vmem_windows_forget(struct uvm_vmem_gpu *vgpu)
     }
 }
 
-static void windows_reap(struct uvm_vmem_space *space)
+void uvm_vmem_windows_reap(struct uvm_vmem_space *space, NvU32 count)
 {
-    int i;
-
-    for (i = 0; i < REAP_AT_ONCE && !list_empty(&space->windows); i++) {
+    while (count-- && !list_empty(&space->windows)) {
         struct uvm_vmem_window *window = list_first_entry(&space->windows, struct uvm_vmem_window, node);
 
         if (uvm_vmem_window_is_dead(window))
@@ -73,7 +72,7 @@ static struct uvm_vmem_window *window_alloc(struct uvm_vmem_call *call, NvU64 st
 
     BUILD_BUG_ON(offsetof(struct uvm_vmem_window, mem) != 0);
 
-    windows_reap(call->space);
+    uvm_vmem_windows_reap(call->space, REAP_PER_WINDOW);
 
     window = uvm_kvmalloc_zero(sizeof(*window));
     if (!window)

@@ -180,6 +180,12 @@ static inline bool uvm_vmem_window_is_dead(const struct uvm_vmem_window *window)
     return nv_kref_read(&window->mem.ref_count) == 1;
 }
 
+// Look at `count` windows, those longest not looked at, and drop the dead ones.
+void uvm_vmem_windows_reap(struct uvm_vmem_space *space, NvU32 count);
+
+// Windows to look at in each call that changes some
+#define UVM_VMEM_REAP_PER_CALL 8
+
 // Drop all windows of a GPU whose mappings are gone.
 void uvm_vmem_windows_forget(struct uvm_vmem_gpu *vgpu);
 
