@@ -24,34 +24,47 @@ static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_pag
     }
 }
 
-// Commits the memory of the pieces that have none, and zeroes what is dirty. Without the lock: the units are ours.
-static int pages_ready(vmem_context *ctx, struct vmem__piece *pieces, size_t n, uint32_t flags)
+// Zeroes the dirty units of the pieces, in as few calls as a small array allows: each may wait for the device.
+static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n)
 {
-    struct vmem__backend *b = &ctx->b;
+    struct vmem__run runs[64];
+    size_t n_runs = 0;
     int rc = 0;
-    size_t done = 0;
-
-    for (; done < n && !rc; done++) {
-        struct vmem__piece *p = &pieces[done];
-        if (!p->committed)
-            rc = b->ops->populate(b, &p->arena->b, p->first * UNIT, p->units * UNIT);
-    }
-    for (size_t i = 0; i < n && !rc && (flags & VMEM_CREATE_ZERO); i++) {
-        struct vmem__piece *p = &pieces[i];
+    for (size_t i = 0; i < n; i++) {
+        const struct vmem__piece *p = &pieces[i];
         const struct vmem__page *unit = &p->arena->pages[p->first];
         for (uint32_t u = 0, end; u < p->units && !rc; u = end + 1) {
             for (end = u; end < p->units && unit[end].dirty;)
                 end++;
-            struct vmem__run run = {.arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
-            if (end > u)
-                rc = b->ops->zero(b, &run, 1);
+            if (end == u)
+                continue;
+            runs[n_runs++] = (struct vmem__run){
+                .arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
+            if (n_runs == sizeof runs / sizeof runs[0]) {
+                rc = b->ops->zero(b, runs, n_runs);
+                n_runs = 0;
+            }
         }
     }
-    if (!rc)
-        return 0;
-    // Give back what was committed here; the caller puts the units back.
-    for (size_t i = 0; i < done; i++) {
-        struct vmem__piece *p = &pieces[i];
+    return rc || !n_runs ? rc : b->ops->zero(b, runs, n_runs);
+}
+
+// Commits the memory of the pieces that have none, and zeroes it where asked. Without the lock: the units are ours.
+static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size_t n, uint32_t flags)
+{
+    struct vmem__backend *b = &ctx->b;
+    size_t done = 0;
+    int rc = 0;
+    for (; done < n; done++) {
+        const struct vmem__piece *p = &pieces[done];
+        if (!p->committed && (rc = b->ops->populate(b, &p->arena->b, p->first * UNIT, p->units * UNIT)))
+            break;
+    }
+    if (!rc && (flags & VMEM_CREATE_ZERO))
+        rc = zero_dirty(b, pieces, n);
+    // On failure give back what was committed here; the caller puts the units back.
+    for (size_t i = 0; rc && i < done; i++) {
+        const struct vmem__piece *p = &pieces[i];
         if (!p->committed)
             b->ops->discard(b, &p->arena->b, p->first * UNIT, p->units * UNIT);
     }
@@ -151,14 +164,6 @@ out:
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
 {
     return vmem__create_near(ctx, page_size, n, 0, flags, pages);
-}
-
-void vmem__creatable(vmem_context *ctx, uint64_t *ready, uint64_t *allowed)
-{
-    vmem__lock(ctx);
-    *ready = ctx->committed > ctx->created ? ctx->committed - ctx->created : 0;
-    *allowed = !ctx->budget ? UINT64_MAX : ctx->budget > ctx->created ? ctx->budget - ctx->created : 0;
-    vmem__unlock(ctx);
 }
 
 int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *out)

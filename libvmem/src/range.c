@@ -181,42 +181,12 @@ int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
     return rc;
 }
 
-// For vmem_context_destroy. Unmaps leaf by leaf, which needs no memory that may be missing; what cannot be unmapped goes
-// with the reservation.
-static void unmap_all(vmem_context *ctx, struct vmem__space *s)
-{
-    struct vmem__run runs[LEAF_SLOTS];
-    for (size_t l = 0; s->mapped && l < leaf_count(s); l++) {
-        struct vmem__leaf *leaf = s->leaves[l];
-        size_t n = 0, bad;
-        for (uint32_t i = 0; leaf && i < LEAF_SLOTS; i++) {
-            if (!leaf->slots[i].frame)
-                continue;
-            uint64_t frame = leaf->slots[i].frame - 1;
-            struct vmem__arena_rec *a = vmem__frame_arena(ctx, frame);
-            uint32_t units = vmem__frame_page(a, frame)->units;
-            runs[n++] = (struct vmem__run){
-                .range = &s->b,
-                .addr = s->b.addr + (l * LEAF_SLOTS + i) * UNIT,
-                .length = units * UNIT,
-                .arena = &a->b,
-                .offset = (frame - a->base) * UNIT,
-                .page_size = units * UNIT,
-            };
-            s->mapped -= units * UNIT;
-            i += units - 1;
-        }
-        if (n)
-            ctx->b.ops->unmap(&ctx->b, runs, n, &bad);
-        free(leaf);
-    }
-}
-
 void vmem__spaces_destroy(vmem_context *ctx)
 {
-    for (size_t i = 0; i < ctx->n_spaces; i++) {
-        struct vmem__space *s = ctx->spaces[i];
-        unmap_all(ctx, s);
+    while (ctx->n_spaces) {
+        struct vmem__space *s = ctx->spaces[--ctx->n_spaces];
+        for (size_t i = 0; s->mapped && i < leaf_count(s); i++)
+            free(s->leaves[i]); // what could not be unmapped goes with the reservation
         ctx->b.ops->unreserve(&ctx->b, &s->b);
         space_free(s);
     }

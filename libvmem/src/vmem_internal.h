@@ -184,9 +184,6 @@ void vmem__arenas_destroy(vmem_context *ctx);
 //
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
-// How many bytes of pages can be created without a backend call, and how many the budget allows (UINT64_MAX: no budget).
-void vmem__creatable(vmem_context *ctx, uint64_t *ready, uint64_t *allowed);
-
 // The page a handle names, with its arena; NULL if there is none (any more).
 static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_page page, struct vmem__arena_rec **arena)
 {
