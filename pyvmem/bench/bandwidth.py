@@ -106,10 +106,12 @@ def run(session):
     records = []
 
     def measure(context, page_sizes):
-        what = f"{args.tensors} tensors of {size_text(args.size)}"
+        # Half of what is free at most: the defaults are 2 GiB, which a small machine may not have.
+        tensors = max(1, min(args.tensors, context.info().memory_free // 2 // args.size))
+        what = f"{tensors} tensors of {size_text(args.size)}"
         for page_size in session.track(page_sizes, f"{context.backend} page sizes"):
             figure = PAPER.get(page_size)
-            back, take = backing(context, page_size, args.tensors, args.size, repeats)
+            back, take = backing(context, page_size, tensors, args.size, repeats)
             single = page_by_page(context, page_size, args.size)
             for metric, samples, known in (
                 (f"back {what}", back, figure),

@@ -100,33 +100,35 @@ def parse_size(text):
 
 
 def number_text(value):
-    """Four significant digits, at most."""
+    """Four significant digits, and every digit before the point."""
     if value is None:
         return ""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.2e}"
+    return f"{value:.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
 COLUMNS = ("metric", "backend", "page", "median", "p10", "p90", "p99", "unit", "n", "paper")
 
 
+def by_metric(records):
+    """The records with those of one metric together, in the order in which the metrics first come."""
+    order = {metric: i for i, metric in enumerate(dict.fromkeys(r.metric for r in records))}
+    return sorted(records, key=lambda r: order[r.metric])
+
+
 def table(records):
-    """Rows of text for `COLUMNS`."""
+    """Rows of text for `COLUMNS`. A single sample has no spread to show."""
     return [
         (
             r.metric,
             r.backend,
             size_text(r.page_size),
             number_text(r.median),
-            number_text(r.p10),
-            number_text(r.p90),
-            number_text(r.p99),
+            *(number_text(p) if r.n > 1 else "" for p in (r.p10, r.p90, r.p99)),
             r.unit,
             str(r.n),
             number_text(r.paper),
         )
-        for r in records
+        for r in by_metric(records)
     ]
 
 

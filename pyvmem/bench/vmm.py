@@ -51,7 +51,7 @@ def single_calls(context, page_size, n):
     (reserve, free), raw = _arrays(2, min(n, 200))
     _check(lib.pv_bench_reserve(context._use(), RANGE, flags, len(reserve), *raw))
     (create, map_, unmap, release), raw = _arrays(4, n)
-    context.prealloc(page_size)  # a driver call for memory once in many pages is no part of any page's latency
+    context.prealloc(64 * MIB)  # a driver call for memory once in many pages is no part of any page's latency
     with context.reserve(RANGE, backdrop=bool(flags)) as range_:
         _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, RANGE, n, *raw))
     return {
@@ -84,34 +84,48 @@ def scattered(n, seed=0):
     return np.random.default_rng(seed).permutation(n).astype(np.uint64)
 
 
-def batches(context, page_size, n):
-    """{metric: nanoseconds[n]} of whole batches of `BATCH` pages, addresses consecutive or scattered."""
+ORDERS = {"consecutive": lambda: np.arange(BATCH, dtype=np.uint64), "scattered": lambda: scattered(BATCH)}
+
+
+def batches(context, page_size, n, bare=None):
+    """{(who, metric): nanoseconds[n]} of whole batches of `BATCH` pages, addresses consecutive or scattered.
+
+    bare(slots) does the same without libvmem, in turns with it, and returns nanoseconds of mapping and unmapping.
+    """
     seen = {}
     with context.reserve(BATCH * page_size, backdrop=bool(backdrop_flag(context))) as range_:
         with context.create(page_size, BATCH) as pages:
             ops = np.empty(BATCH, MAP_OP)
             ops["page"] = pages.handles
-            for order, slots in (("consecutive", np.arange(BATCH, dtype=np.uint64)), ("scattered", scattered(BATCH))):
+            for order, make in ORDERS.items():
+                slots = make()
                 ops["addr"] = range_.addr + slots * page_size
-                times = np.zeros((2, n))
+                ours, theirs = np.zeros((2, n)), np.zeros((2, n))
                 for i in range(n):
                     start = perf_counter_ns()
                     context.map_ops(ops)
                     mapped = perf_counter_ns()
                     range_.unmap()
-                    times[:, i] = mapped - start, perf_counter_ns() - mapped
-                seen[f"map, batch of {BATCH} {order} pages"], seen[f"unmap, batch of {BATCH} {order} pages"] = times
+                    ours[:, i] = mapped - start, perf_counter_ns() - mapped
+                    if bare:
+                        theirs[:, i] = bare(slots)
+                for row, what in enumerate(("map", "unmap")):
+                    metric = f"{what}, batch of {BATCH} {order} pages"
+                    seen["ours", metric] = ours[row]
+                    if bare:
+                        seen["bare", metric] = theirs[row]
     return seen
 
 
-def bare_host(page_size, n):
-    """As `batches`, of the system calls alone."""
-    seen = {}
-    for order, slots in (("consecutive", np.arange(BATCH, dtype=np.uint64)), ("scattered", scattered(BATCH))):
-        times, raw = _arrays(2, n)
-        _check(lib.pv_bench_host(page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, n, *raw))
-        seen[f"map, batch of {BATCH} {order} pages"], seen[f"unmap, batch of {BATCH} {order} pages"] = times
-    return seen
+def bare_host(page_size):
+    """For `batches`: the system calls alone."""
+
+    def once(slots):
+        times, raw = _arrays(2, 1)
+        _check(lib.pv_bench_host(page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, 1, *raw))
+        return times[0][0], times[1][0]
+
+    return once
 
 
 def largest_reservation(context):
@@ -131,9 +145,9 @@ def run(session):
     records = []
     with session.context() as context:
 
-        def add(seen, page_size, backend=None, compare=True):
+        def add(seen, page_size, backend=None):
             for metric, samples in seen.items():
-                figure = paper(metric, page_size) if compare else None
+                figure = paper(metric, page_size)
                 us = np.asarray(samples, float) / 1e3
                 records.append(
                     session.record(us, context, metric, "us", page_size=page_size, backend=backend, paper=figure)
@@ -141,9 +155,9 @@ def run(session):
 
         for page_size in session.track(session.page_sizes(context), "page sizes"):
             add(single_calls(context, page_size, n), page_size)
-            add(batches(context, page_size, repeats), page_size)
-            if context.backend == "host":
-                add(bare_host(page_size, repeats), page_size, backend="host-bare", compare=False)
+            bare = bare_host(page_size) if context.backend == "host" else None
+            for (who, metric), samples in batches(context, page_size, repeats, bare).items():
+                add({metric: samples}, page_size, backend=f"{context.backend}-bare" if who == "bare" else None)
         if "gpu" in context.info().capabilities:
             add(bare_cuda(session.args.device, n), 2 * MIB, backend="cuda-bare")
         try:
