@@ -1,0 +1,246 @@
+"""The command line as a user runs it, the records it writes, and the traces it reads.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import pyvmem
+from pyvmem.bench import all_benchmarks
+from pyvmem.bench import records as form
+from pyvmem.bench.replay import Cache, replay
+from pyvmem.bench.session import parse_size, size_text
+from pyvmem.traces import Trace, read_trace, synthetic_trace
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def command(*args, check=True, **env):
+    """Run pyvmem; returns the finished process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pyvmem.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=300,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == ""
+    return done
+
+
+# ---- doctor -------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_works_and_what_stops_the_rest():
+    said = command("doctor").stdout
+    for name in pyvmem.backends():
+        error = pyvmem.probe(name)
+        line = next(line for line in said.splitlines() if line.startswith(name))
+        if error is None:
+            assert "works" in line or "best" in line
+        else:
+            assert str(error) in line
+
+
+def test_doctor_as_json():
+    found = json.loads(command("doctor", "--json").stdout)
+    assert [b["name"] for b in found["backends"]] == pyvmem.backends()
+    host = found["backends"][-1]
+    assert host["works"] and host["page_sizes"] == [64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB]
+    assert host["memory_total"] > 0 and "backdrop" in host["capabilities"]
+    for b in found["backends"]:
+        assert b["works"] == (b["reason"] is None)
+
+
+# ---- benchmarks ---------------------------------------------------------------------------------------------
+
+
+def check_records(path, benches):
+    rows = json.loads(path.read_text())
+    assert rows == [vars(r) for r in form.load(path)]
+    assert {r["bench"] for r in rows} == set(benches)
+    for r in rows:
+        assert list(r) == list(form.FIELDS)
+        assert r["p10"] <= r["median"] <= r["p90"] <= r["p99"]
+        assert r["n"] >= 1 and r["unit"] and r["metric"] and r["device"]
+        assert r["page_size"] is None or r["page_size"] in (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
+        assert r["paper"] is None or r["paper"] > 0
+    keys = [(r["bench"], r["backend"], r["page_size"], r["metric"]) for r in rows]
+    assert len(set(keys)) == len(keys)
+    return rows
+
+
+def test_vmm(backend, tmp_path):
+    out, plot = tmp_path / "r.json", tmp_path / "p.png"
+    said = command("bench", "vmm", "--quick", "--backend", backend, "--json", out, "--plot", plot).stdout
+    rows = check_records(out, ["vmm"])
+    with pyvmem.Context(backend) as context:
+        sizes = context.page_sizes
+    for metric in ("reserve 1 GiB", "create", "map", "unmap", "release, unmap included", "free 1 GiB"):
+        assert metric in said
+        assert {r["page_size"] for r in rows if r["metric"] == metric and r["backend"] == backend} == set(sizes)
+    assert {r["paper"] for r in rows if r["metric"] == "map" and r["page_size"] == 2 * MIB} == {40}
+    if backend == "host":
+        ours, bare = (
+            {r["metric"] for r in rows if "batch" in r["metric"] and r["backend"] == who} for who in ("host", "host-bare")
+        )
+        assert ours == bare
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bandwidth(backend, tmp_path):
+    out = tmp_path / "r.json"
+    command(
+        *("bench", "bandwidth", "--quick", "--backend", backend, "--json", out),
+        *("--page-size", "2M", "--tensors", 4, "--size", "3M"),
+    )
+    rows = check_records(out, ["bandwidth"])
+    assert any(r["metric"] == "back 4 tensors of 3M" and r["unit"] == "GB/s" for r in rows)
+
+
+def test_replay_of_a_trace(backend, tmp_path):
+    trace, out = tmp_path / "trace.csv", tmp_path / "r.json"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46.68,374,44\n" * 20)
+    command("bench", "replay", "--trace", trace, "--slots", 4, "--backend", backend, "--json", out)
+    rows = check_records(out, ["replay"])
+    requests = [r for r in rows if r["metric"] == "requests"]
+    assert requests and all(r["median"] == 20 for r in requests)
+
+
+def test_bench_all_runs_every_benchmark(tmp_path):
+    out = tmp_path / "r.json"
+    small = ("--page-size", "2M", "--tensors", 2, "--size", "2M", "--requests", 20)
+    command("bench", "all", "--quick", "--backend", "host", "--json", out, "--plot", tmp_path / "p.png", *small)
+    names = {b.name for b in all_benchmarks()}
+    assert {"vmm", "bandwidth", "replay"} <= names
+    ran = {r.bench for r in form.load(out)}
+    assert ran <= names and {"vmm", "bandwidth", "replay"} <= ran
+    assert {p.name for p in tmp_path.glob("*.png")} == {f"p-{name}.png" for name in ran}
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["bench", "vmm", "--backend", "nonsense"], "nonsense"),
+        (["bench", "vmm", "--page-size", "many"], "many"),
+        (["bench", "replay", "--trace", "/does/not/exist"], "/does/not/exist"),
+        (["bench", "nonsense"], "nonsense"),
+        (["bench"], "usage"),
+        ([], "usage"),
+    ],
+)
+def test_mistakes_are_named(args, said):
+    done = command(*args, check=False)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_module_runs_without_the_optional_extras(tmp_path):
+    for name in ("rich", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not here')\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    small = ("bench", "replay", "--backend", "host", "--page-size", "2M", "--requests", 10)
+    assert "peak memory" in command(*small, PYTHONPATH=path).stdout
+    done = command(*small, "--plot", tmp_path / "p.png", check=False, PYTHONPATH=path)
+    assert done.returncode == 1 and "matplotlib" in done.stderr
+
+
+# ---- records ------------------------------------------------------------------------------------------------
+
+SOME = dict(bench="b", backend="host", device="d", page_size=None, metric="m", unit="us")
+
+
+def test_a_record_holds_the_distribution():
+    r = form.Record.of(np.arange(101), **SOME)
+    assert (r.p10, r.median, r.p90, r.p99, r.n) == (10, 50, 90, 99, 101)
+    assert form.Record.of(3, **SOME).p99 == 3
+
+
+def test_load_refuses_what_is_no_list_of_records(tmp_path):
+    for text in ("{}", '[{"bench": "b"}]', "[1]"):
+        (tmp_path / "r.json").write_text(text)
+        with pytest.raises(ValueError, match="records"):
+            form.load(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("text, bytes", [("64K", 65536), ("2M", 2 << 20), ("12TiB", 12 << 40), ("1.5g", 3 << 29), ("7", 7)])
+def test_sizes(text, bytes):
+    assert parse_size(text) == bytes
+    assert parse_size(size_text(bytes)) == bytes
+
+
+# ---- traces -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, prompt, output",
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\nx,396,109\n", [374, 396], [44, 109]),
+        ('{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0]}\n\n', [6758], [500]),
+        ("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n7564.0,192.0,7756.0,39.4\n", [7564], [192]),
+        ("num_prefill_tokens,num_decode_tokens\n5,0\n", [5], [1]),
+        ("\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\nx,1,2\r\n", [1], [2]),
+    ],
+)
+def test_trace_formats(tmp_path, text, prompt, output):
+    path = tmp_path / "trace"
+    path.write_text(text, encoding="utf-8", newline="")
+    trace = read_trace(path)
+    assert trace.prompt.tolist() == prompt and trace.output.tolist() == output
+    assert len(trace) == len(prompt)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a,b\n1,2\n", "none of the known"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,2\nx,many,2\n", "line 3"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
+        ('{"input_length": 1, "output_length": 2}\n{"input_length"\n', "line 2"),
+        ("", "no request"),
+    ],
+)
+def test_broken_traces_are_refused(tmp_path, text, said):
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_trace(path)
+
+
+def test_the_synthetic_trace_is_reproducible_and_of_the_means_asked_for():
+    one, two = synthetic_trace(20000, seed=3), synthetic_trace(20000, seed=3)
+    assert (one.prompt == two.prompt).all() and (one.output == two.output).all()
+    assert abs(one.prompt.mean() / 1100 - 1) < 0.1 and abs(one.output.mean() / 210 - 1) < 0.1
+    assert one.prompt.min() >= 1 and one.prompt.max() <= 8192
+
+
+def test_replay_counts_every_row(context):
+    """Against a plain count, request by request and iteration by iteration."""
+    size, slots, row = min(context.page_sizes), 3, 3000
+    trace = Trace("t", np.array([1, 100, 5, 700, 30]), np.array([3, 50, 1, 9, 200]))
+    cache = Cache(context, size, slots, 2, row, 1000)
+    seen = replay(cache, trace, slots)
+    assert context.stats().mapped == 0
+
+    waiting = list(zip(trace.prompt, trace.prompt + trace.output))
+    running, resident, used = [], [], []
+    while waiting or running:
+        running = [(length + 1, end) for length, end in running]
+        while waiting and len(running) < slots:
+            running.append(waiting.pop(0))
+        pages = sum(-(-length * row // size) for length, _ in running)
+        resident.append(2 * pages * size)
+        used.append(2 * row * sum(length for length, _ in running))
+        running = [(length, end) for length, end in running if length < end]
+    assert seen["resident"] == resident
+    assert np.allclose(seen["waste"], 1 - np.array(used) / np.array(resident))
+    cache.close()
