@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define ARENA_MIN STOCK_SLOT
+#define ARENA_MIN (STOCK_SLOT / 2)
 #define ARENA_MAX (UINT64_C(4) << 30)
 #define UVM_FDS 64
 
@@ -286,9 +286,10 @@ static int find_space(struct stock *s)
     if (err)
         goto no_range;
     err = vmem__activate(&s->cuda, &s->backdrop, &r, r.addr, STOCK_SLOT);
-    if (!err)
-        err = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
-    for (int i = 0; err && i < n; i++) {
+    if (err)
+        goto no_space;
+    err = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
+    for (int i = 0; err && err != -ENOMEM && i < n; i++) {
         // Above RM's descriptor: a dying process closes in order, and UVM, which keeps the GPU up, must go after RM's
         // client.
         s->uvm.fd = fcntl(fds[i], F_DUPFD_CLOEXEC, s->rm.fd + 1);
@@ -300,6 +301,7 @@ static int find_space(struct stock *s)
             s->uvm.fd = -1;
         }
     }
+no_space:
     vmem__unreserve(&s->cuda, &s->backdrop, &r);
 no_range:
     vmem__rm_memory_free(&s->rm, memory);
