@@ -34,8 +34,9 @@ test: test-uvm-ext test-c test-asan test-python ## Run every test that needs no 
 test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
 	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
 
-test-c: lib ## C tests of libvmem
+test-c: lib ## C tests of libvmem, on host memory and over a fake GPU driver
 	$(Q)$(MAKE) --no-print-directory -C tests/c check
+	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu check
 
 test-asan: ## C tests under the address and undefined-behaviour sanitizers
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-asan

@@ -1,0 +1,718 @@
+// A GPU driver made of CPU memory, for running the stock and cuda backends where there is no GPU.
+//
+// Built as libcuda.so.1 and preloaded, it is both the CUDA driver library that libvmem opens and, by taking the place of
+// open, ioctl and a few more, the devices /dev/nvidiactl and /dev/nvidia-uvm. Device memory is a memfd, a device address is
+// the CPU address where its pages are mapped. It holds its caller to the rules of the real driver: parameters of the size
+// and layout of the release it plays, UVM maps inside one CUDA mapping, mappings split only at the size of their entries,
+// cuMemUnmap of whole mappings, memory that is not zero when fresh. It knows no GPU page tables, TLBs or kernels.
+//
+// $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default.
+//
+// SPDX-License-Identifier: MIT
+#include "fakegpu.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "stock/abi.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define PAGE (UINT64_C(64) << 10)
+#define BLOCK (UINT64_C(2) << 20)
+#define MEMORY (UINT64_C(4) << 30)
+#define BLOCKS (MEMORY / BLOCK)
+
+#define NO_MEMORY 0x51
+#define INVALID_ADDRESS 0x1e
+#define INVALID_ARGUMENT 0x1f
+#define INVALID_OBJECT 0x33
+
+static const uint8_t uuid[16] = "fake-gpu-number-";
+
+// A piece of device memory: a CUDA handle or an RM allocation.
+struct memory {
+    struct memory *next;
+    uint64_t id, offset, size;
+    unsigned refs;   // the handle itself, and its mappings
+    uint32_t client; // RM's, 0 for CUDA
+};
+
+// An open /dev/nvidiactl and the RM client allocated through it.
+struct client {
+    struct client *next;
+    ino_t inode;
+    uint32_t id;
+};
+
+// One cuMemMap(): UVM's external range, and what stands behind each 64 KiB of it.
+struct mapping {
+    struct mapping *next;
+    uint64_t addr, size;
+    struct memory *memory;
+    bool access;
+    uint32_t *entry; // which map() call put it there, times two; plus one for entries of 2 MiB
+};
+
+struct reservation {
+    struct reservation *next;
+    uint64_t addr, size;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int memfd = -1, uvm_fd = -1;
+static ino_t uvm_inode;
+static pid_t owner; // the process whose device this is; a child shares its memory
+static uint8_t used[BLOCKS];
+static struct memory *memories;
+static struct mapping *mappings;
+static struct reservation *reservations;
+static struct client *clients;
+static uint64_t next_id = 1;
+static uint32_t next_entry = 2;
+static _Atomic long fail_at, calls;
+static uint32_t next_client = 0xc1d00000u;
+
+// ---- for tests ----------------------------------------------------------------------------------------------
+
+EXPORT void fakegpu_fail(long n)
+{
+    fail_at = n;
+}
+
+EXPORT long fakegpu_calls(void)
+{
+    return calls;
+}
+
+EXPORT uint64_t fakegpu_used(void)
+{
+    uint64_t bytes = 0;
+
+    for (size_t i = 0; i < BLOCKS; i++)
+        bytes += used[i] ? BLOCK : 0;
+    return bytes;
+}
+
+// Whether this call is the one that shall fail.
+static bool fails(void)
+{
+    calls++;
+    return fail_at > 0 && --fail_at == 0;
+}
+
+// ---- device memory ------------------------------------------------------------------------------------------
+
+static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
+{
+    struct memory *m = calloc(1, sizeof(*m));
+    uint64_t blocks = size / BLOCK, run = 0, at = 0;
+
+    for (; at < BLOCKS && run < blocks; at++)
+        run = used[at] ? 0 : run + 1;
+    if (run < blocks || size % BLOCK || size == 0) {
+        free(m);
+        return NULL;
+    }
+    *m = (struct memory){memories, id ? id : next_id++, (at - run) * BLOCK, size, 1, client};
+    memset(used + m->offset / BLOCK, 1, blocks);
+    memories = m;
+    // Fresh memory holds what others left there: the first word of each page.
+    for (uint64_t i = 0; i < size; i += PAGE)
+        if (pwrite(memfd, "leftover", 8, (off_t)(m->offset + i)) != 8)
+            abort();
+    return m;
+}
+
+static struct memory *memory_find(uint64_t id, uint32_t client)
+{
+    struct memory *m = memories;
+
+    while (m && (m->id != id || m->client != client))
+        m = m->next;
+    return m;
+}
+
+static void memory_put(struct memory *m)
+{
+    struct memory **at = &memories;
+
+    if (--m->refs)
+        return;
+    while (*at != m)
+        at = &(*at)->next;
+    *at = m->next;
+    memset(used + m->offset / BLOCK, 0, m->size / BLOCK);
+    fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)m->offset, (off_t)m->size);
+    free(m);
+}
+
+// ---- addresses ----------------------------------------------------------------------------------------------
+
+static void place(uint64_t addr, uint64_t length, int prot, int fd, uint64_t offset)
+{
+    int flags = MAP_FIXED | MAP_NORESERVE | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+
+    if (mmap((void *)addr, length, prot, flags, fd, (off_t)offset) == MAP_FAILED)
+        abort();
+}
+
+static void nothing_at(uint64_t addr, uint64_t length)
+{
+    place(addr, length, PROT_NONE, -1, 0);
+}
+
+static struct mapping *mapping_at(uint64_t addr, uint64_t length)
+{
+    struct mapping *m = mappings;
+
+    while (m && (addr < m->addr || addr + length > m->addr + m->size))
+        m = m->next;
+    return m;
+}
+
+// Whether CUDA takes an address: CPU memory, or mapped by CUDA and allowed.
+static bool known(uint64_t addr, uint64_t length)
+{
+    for (struct reservation *r = reservations; r; r = r->next) {
+        if (addr + length <= r->addr || addr >= r->addr + r->size)
+            continue;
+        for (uint64_t at = addr, end = addr + length; at < end;) {
+            const struct mapping *m = mapping_at(at, 1);
+
+            if (!m || !m->access)
+                return false;
+            at = m->addr + m->size;
+        }
+    }
+    return true;
+}
+
+// ---- CUDA ---------------------------------------------------------------------------------------------------
+
+#define CUDA(name, ...) EXPORT int name(__VA_ARGS__)
+
+CUDA(cuInit, unsigned flags)
+{
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    if (memfd < 0) {
+        struct stat st;
+
+        memfd = memfd_create("fake-device-memory", MFD_CLOEXEC);
+        uvm_fd = memfd_create("fake-nvidia-uvm", MFD_CLOEXEC);
+        if (memfd < 0 || uvm_fd < 0 || ftruncate(memfd, MEMORY) || fstat(uvm_fd, &st))
+            abort();
+        uvm_inode = st.st_ino;
+        owner = getpid();
+    }
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+CUDA(cuGetErrorString, int result, const char **text)
+{
+    *text = result == 2 ? "out of memory (fake)" : result == 1 ? "invalid argument (fake)" : "error (fake)";
+    return 0;
+}
+CUDA(cuDeviceGetCount, int *count)
+{
+    *count = 1;
+    return 0;
+}
+CUDA(cuDeviceGet, int *device, int ordinal)
+{
+    *device = ordinal;
+    return 0;
+}
+CUDA(cuDeviceGetName, char *name, int length, int device)
+{
+    (void)device;
+    snprintf(name, (size_t)length, "Fake GPU in CPU memory");
+    return 0;
+}
+CUDA(cuDeviceGetUuid, unsigned char *out, int device)
+{
+    (void)device;
+    memcpy(out, uuid, sizeof(uuid));
+    return 0;
+}
+CUDA(cuDeviceGetAttribute, int *value, int attribute, int device)
+{
+    (void)attribute, (void)device;
+    *value = 1;
+    return 0;
+}
+CUDA(cuDevicePrimaryCtxRetain, void **context, int device)
+{
+    (void)device;
+    *context = &memfd;
+    return 0;
+}
+CUDA(cuDevicePrimaryCtxRelease_v2, int device)
+{
+    (void)device;
+    return 0;
+}
+CUDA(cuCtxPushCurrent_v2, void *context)
+{
+    (void)context;
+    return 0;
+}
+CUDA(cuCtxPopCurrent_v2, void **context)
+{
+    *context = &memfd;
+    return 0;
+}
+CUDA(cuMemGetInfo_v2, size_t *free, size_t *total)
+{
+    pthread_mutex_lock(&lock);
+    *total = MEMORY;
+    *free = MEMORY - fakegpu_used();
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+CUDA(cuStreamCreate, void **stream, unsigned flags)
+{
+    (void)flags;
+    *stream = &lock;
+    return 0;
+}
+CUDA(cuStreamDestroy_v2, void *stream)
+{
+    (void)stream;
+    return 0;
+}
+CUDA(cuStreamSynchronize, void *stream)
+{
+    (void)stream;
+    return 0;
+}
+CUDA(cuMemAddressReserve, uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags)
+{
+    struct reservation *r = calloc(1, sizeof(*r));
+    char *base;
+
+    (void)hint, (void)flags;
+    if (fails() || !r || length % BLOCK || align != BLOCK)
+        goto failed;
+    base = mmap(NULL, length + BLOCK, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+        goto failed;
+    r->addr = ((uint64_t)base + BLOCK - 1) / BLOCK * BLOCK;
+    r->size = length;
+    munmap(base, r->addr - (uint64_t)base);
+    munmap((char *)r->addr + length, BLOCK - (r->addr - (uint64_t)base));
+    pthread_mutex_lock(&lock);
+    r->next = reservations;
+    reservations = r;
+    pthread_mutex_unlock(&lock);
+    *addr = r->addr;
+    return 0;
+failed:
+    free(r);
+    return 2;
+}
+CUDA(cuMemAddressFree, uint64_t addr, size_t length)
+{
+    struct reservation **at = &reservations, *r;
+    int result = 1;
+
+    pthread_mutex_lock(&lock);
+    while ((r = *at) && r->addr != addr)
+        at = &r->next;
+    for (const struct mapping *m = mappings; r && m; m = m->next)
+        if (m->addr >= addr && m->addr < addr + length)
+            r = NULL; // still mapped
+    if (r && r->size == length) {
+        *at = r->next;
+        munmap((void *)addr, length);
+        free(r);
+        result = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemCreate, uint64_t *handle, size_t length, const void *prop, unsigned long long flags)
+{
+    struct memory *m;
+
+    (void)prop, (void)flags;
+    pthread_mutex_lock(&lock);
+    m = fails() ? NULL : memory_new(length, 0, 0);
+    if (m)
+        *handle = m->id;
+    pthread_mutex_unlock(&lock);
+    return m ? 0 : 2;
+}
+CUDA(cuMemRelease, uint64_t handle)
+{
+    struct memory *m;
+
+    pthread_mutex_lock(&lock);
+    m = memory_find(handle, 0);
+    if (m)
+        memory_put(m);
+    pthread_mutex_unlock(&lock);
+    return m ? 0 : 1;
+}
+CUDA(cuMemMap, uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags)
+{
+    struct memory *memory;
+    int result = 1;
+
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    memory = memory_find(handle, 0);
+    for (const struct mapping *m = mappings; memory && m; m = m->next)
+        if (addr < m->addr + m->size && m->addr < addr + length)
+            memory = NULL;
+    if (fails()) {
+        result = 2;
+    } else if (memory && offset == 0 && length == memory->size && addr % BLOCK == 0) {
+        struct mapping *m = calloc(1, sizeof(*m));
+
+        *m = (struct mapping){mappings, addr, length, memory, false, calloc(length / PAGE, sizeof(uint32_t))};
+        for (uint64_t i = 0; i < length / PAGE; i++)
+            m->entry[i] = next_entry | 1;
+        next_entry += 2;
+        memory->refs++;
+        mappings = m;
+        place(addr, length, PROT_NONE, memfd, memory->offset);
+        result = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemSetAccess, uint64_t addr, size_t length, const void *access, size_t count)
+{
+    int result = 0;
+
+    (void)access, (void)count;
+    pthread_mutex_lock(&lock);
+    if (fails())
+        result = 2;
+    for (uint64_t at = addr; !result && at < addr + length;) {
+        struct mapping *m = mapping_at(at, 1);
+
+        if (!m || m->addr != at || m->addr + m->size > addr + length) {
+            result = 1;
+            break;
+        }
+        if (!m->access && mprotect((void *)m->addr, m->size, PROT_READ | PROT_WRITE))
+            abort();
+        m->access = true;
+        at += m->size;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemUnmap, uint64_t addr, size_t length)
+{
+    struct mapping *m;
+    int result = 0;
+
+    pthread_mutex_lock(&lock); // needs no memory, so it never fails for lack of it
+    for (uint64_t at = addr; !result && at < addr + length; at = m->addr + m->size)
+        if (!(m = mapping_at(at, 1)) || m->addr != at || m->addr + m->size > addr + length) {
+            result = 1;
+            break;
+        }
+    for (struct mapping **at = &mappings; !result && (m = *at);) {
+        if (m->addr < addr || m->addr >= addr + length) {
+            at = &m->next;
+            continue;
+        }
+        *at = m->next;
+        nothing_at(m->addr, m->size);
+        memory_put(m->memory);
+        free(m->entry);
+        free(m);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemcpyAsync, uint64_t dst, uint64_t src, size_t length, void *stream)
+{
+    bool ok;
+
+    (void)stream;
+    pthread_mutex_lock(&lock);
+    ok = known(dst, length) && known(src, length);
+    pthread_mutex_unlock(&lock);
+    if (ok)
+        memmove((void *)dst, (void *)src, length);
+    return ok ? 0 : 1;
+}
+CUDA(cuMemsetD8Async, uint64_t addr, unsigned char value, size_t length, void *stream)
+{
+    bool ok;
+
+    (void)stream;
+    pthread_mutex_lock(&lock);
+    ok = known(addr, length);
+    pthread_mutex_unlock(&lock);
+    if (ok)
+        memset((void *)addr, value, length);
+    return ok ? 0 : 1;
+}
+
+static struct client *client_at(ino_t inode)
+{
+    struct client *c = clients;
+
+    while (c && c->inode != inode)
+        c = c->next;
+    return c;
+}
+
+// ---- UVM ----------------------------------------------------------------------------------------------------
+
+// Whether the mapping's entries can be split at an address: not in the middle of one of 2 MiB.
+static bool splits(const struct mapping *m, uint64_t addr)
+{
+    uint64_t i = (addr - m->addr) / PAGE;
+
+    return addr == m->addr || addr == m->addr + m->size || m->entry[i] != m->entry[i - 1] || !(m->entry[i] & 1) ||
+           addr % BLOCK == 0;
+}
+
+// Puts a slice of memory, or nothing, over part of one mapping.
+static uint32_t put(uint64_t base, uint64_t length, const struct memory *memory, uint64_t offset)
+{
+    struct mapping *m = mapping_at(base, length);
+    bool coarse = memory && (base | length | offset) % BLOCK == 0;
+
+    if (!m || length == 0 || (base | length | offset) % PAGE || !splits(m, base) || !splits(m, base + length))
+        return INVALID_ADDRESS;
+    if (memory && offset + length > memory->size)
+        return INVALID_ARGUMENT;
+    nothing_at(base, length); // as the driver does: what was there goes first
+    if (fails())
+        return NO_MEMORY;
+    if (memory)
+        place(base, length, PROT_READ | PROT_WRITE, memfd, memory->offset + offset);
+    else
+        place(base, length, PROT_READ | PROT_WRITE, -1, 0);
+    for (uint64_t i = 0; i < length / PAGE; i++)
+        m->entry[(base - m->addr) / PAGE + i] = next_entry | coarse;
+    next_entry += 2;
+    return 0;
+}
+
+static const struct vmem__abi *abi(void)
+{
+    static struct vmem__abi layouts[] = {
+        {{515, 0, 0}, 24, 120, 32}, {{535, 0, 0}, 28, 120, 32}, {{545, 0, 0}, 28, 128, 32}, {{550, 40, 53}, 28, 128, 256}};
+    const char *release = getenv("FAKEGPU_RELEASE");
+    int major = release ? atoi(release) : 580;
+
+    return &layouts[major < 535 ? 0 : major < 545 ? 1 : major < 550 ? 2 : 3];
+}
+
+static int uvm_ioctl(unsigned long request, void *arg)
+{
+    if (request == UVM_MAP_EXTERNAL_SPARSE) {
+        struct uvm_sparse *p = arg;
+
+        p->status = memcmp(p->uuid, uuid, 16) ? INVALID_ARGUMENT : put(p->base, p->length, NULL, 0);
+        return 0;
+    }
+    if (request == UVM_MAP_EXTERNAL_ALLOCATION) {
+        const struct uvm_map_head *head = arg;
+        const struct uvm_attributes *attributes = (const void *)(head + 1);
+        struct uvm_map_tail *tail = (void *)(attributes + abi()->max_gpus);
+        const struct memory *memory = memory_find(tail->memory, tail->client);
+        struct stat st;
+
+        if (!memory || fstat(tail->rm_control_fd, &st) || !client_at(st.st_ino))
+            tail->status = INVALID_OBJECT;
+        else if (tail->attributes_count != 1 || memcmp(attributes->uuid, uuid, 16) || attributes->mapping ||
+                 attributes->caching || attributes->format || attributes->element_bits || attributes->compression)
+            tail->status = INVALID_ARGUMENT;
+        else
+            tail->status = put(head->base, head->length, memory, head->offset);
+        return 0;
+    }
+    errno = EINVAL;
+    return -1;
+}
+
+// ---- RM -----------------------------------------------------------------------------------------------------
+
+static uint32_t rm_new(struct client *c, struct rm_alloc *p, uint32_t size)
+{
+    const struct rm_memory *m = (const void *)p->params;
+    const struct rm_device *d = (const void *)p->params;
+
+    if (fails())
+        return NO_MEMORY;
+    switch (p->class_id) {
+    case RM_CLASS_CLIENT:
+        p->object = c->id = next_client++;
+        return 0;
+    case RM_CLASS_DEVICE:
+        return d->device == 3 && d->client_share == p->client ? 0 : INVALID_ARGUMENT;
+    case RM_CLASS_MEMORY:
+        if ((size && size != abi()->memory_size) || m->owner != p->client || m->alignment != BLOCK || m->offset ||
+            p->client != c->id ||
+            memory_find(p->object, c->id))
+            return INVALID_ARGUMENT;
+        return memory_new(m->size, p->object, c->id) ? 0 : NO_MEMORY;
+    }
+    return INVALID_OBJECT;
+}
+
+static int rm_ioctl(struct client *c, unsigned long request, void *arg)
+{
+    if (request == RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc)) {
+        struct rm_alloc *p = arg;
+        bool sized = abi()->alloc_status != offsetof(struct rm_alloc, params_size);
+        uint32_t status = rm_new(c, p, sized ? p->params_size : 0);
+
+        memcpy((char *)p + abi()->alloc_status, &status, sizeof(status));
+        return 0;
+    }
+    if (request == RM_IOCTL(RM_ESC_FREE, struct rm_free)) {
+        struct rm_free *p = arg;
+        struct memory *m = memory_find(p->object, c->id);
+
+        p->status = m ? 0 : INVALID_OBJECT;
+        if (m)
+            memory_put(m);
+        return 0;
+    }
+    if (request == RM_IOCTL(RM_ESC_CONTROL, struct rm_control)) {
+        struct rm_control *p = arg;
+        struct rm_uuid_info *info = (void *)p->params;
+        bool ok = p->command == RM_CONTROL_UUID_INFO && p->params_size == sizeof(*info) && p->object == p->client &&
+                  info->flags == RM_UUID_BINARY && memcmp(info->uuid, uuid, 16) == 0;
+
+        info->device = 3; // the instance need not be CUDA's ordinal
+        p->status = ok ? 0 : 0x57;
+        return 0;
+    }
+    errno = EINVAL;
+    return -1;
+}
+
+// ---- the system ---------------------------------------------------------------------------------------------
+
+EXPORT int ioctl(int fd, unsigned long request, ...)
+{
+    struct stat st;
+    va_list args;
+    void *arg;
+    int result;
+
+    va_start(args, request);
+    arg = va_arg(args, void *);
+    va_end(args);
+    if (fstat(fd, &st) == 0 && uvm_inode) {
+        struct client *c;
+
+        pthread_mutex_lock(&lock);
+        c = client_at(st.st_ino);
+        result = c ? rm_ioctl(c, request, arg) : st.st_ino == uvm_inode ? uvm_ioctl(request, arg) : 1;
+        pthread_mutex_unlock(&lock);
+        if (result <= 0)
+            return result;
+    }
+    return (int)syscall(SYS_ioctl, fd, request, arg);
+}
+
+EXPORT int open(const char *path, int flags, ...)
+{
+    va_list args;
+    mode_t mode;
+
+    va_start(args, flags);
+    mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(args, mode_t) : 0;
+    va_end(args);
+    if (strcmp(path, "/dev/nvidiactl") == 0) {
+        struct client *c = calloc(1, sizeof(*c));
+        int fd = memfd_create("fake-nvidiactl", flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
+        struct stat st;
+
+        if (!c || fd < 0 || fstat(fd, &st))
+            abort();
+        pthread_mutex_lock(&lock);
+        *c = (struct client){clients, st.st_ino, 0};
+        clients = c;
+        pthread_mutex_unlock(&lock);
+        return fd;
+    }
+    return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
+EXPORT int open64(const char *path, int flags, ...) __attribute__((alias("open")));
+
+// A client dies with its file, but not by a child's closing its copy.
+EXPORT int close(int fd)
+{
+    struct client **at = &clients, *c;
+    struct stat st;
+
+    if (clients && getpid() == owner && fstat(fd, &st) == 0) {
+        pthread_mutex_lock(&lock);
+        while ((c = *at) && c->inode != st.st_ino)
+            at = &c->next;
+        for (struct memory *m = c ? memories : NULL, *next; m; m = next) {
+            next = m->next;
+            if (m->client == c->id)
+                memory_put(m);
+        }
+        if (c)
+            *at = c->next;
+        free(c);
+        pthread_mutex_unlock(&lock);
+    }
+    return (int)syscall(SYS_close, fd);
+}
+
+EXPORT ssize_t readlinkat(int dir, const char *restrict path, char *restrict buffer, size_t size)
+{
+    static const char real[] = "/memfd:fake-nvidia-uvm (deleted)", told[] = "/dev/nvidia-uvm";
+    ssize_t n = syscall(SYS_readlinkat, dir, path, buffer, size);
+
+    if (n == sizeof(real) - 1 && memcmp(buffer, real, sizeof(real) - 1) == 0) {
+        memcpy(buffer, told, sizeof(told) - 1);
+        return sizeof(told) - 1;
+    }
+    return n;
+}
+
+EXPORT int access(const char *path, int mode)
+{
+    if (strcmp(path, "/dev/nvidiactl") == 0 || strcmp(path, "/dev/nvidia-uvm") == 0)
+        return 0;
+    return (int)syscall(SYS_faccessat, AT_FDCWD, path, mode);
+}
+
+EXPORT FILE *fopen(const char *restrict path, const char *restrict mode)
+{
+    if (strcmp(path, "/proc/driver/nvidia/version") == 0) {
+        const char *release = getenv("FAKEGPU_RELEASE");
+        int fd = memfd_create("fake-version", MFD_CLOEXEC);
+
+        dprintf(fd, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\n",
+                release ? release : "580.159.04");
+        lseek(fd, 0, SEEK_SET);
+        return fdopen(fd, "r");
+    }
+    int flags = strchr(mode, '+') ? O_RDWR : *mode == 'r' ? O_RDONLY : O_WRONLY, fd;
+
+    flags |= *mode == 'w' ? O_CREAT | O_TRUNC : *mode == 'a' ? O_CREAT | O_APPEND : 0;
+    flags |= strchr(mode, 'e') ? O_CLOEXEC : 0;
+    fd = (int)syscall(SYS_openat, AT_FDCWD, path, flags, 0666);
+    return fd < 0 ? NULL : fdopen(fd, mode);
+}

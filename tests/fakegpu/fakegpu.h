@@ -1,0 +1,22 @@
+// What tests ask of the fake driver; see fakegpu.c. Weak: NULL where it is not preloaded.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_FAKEGPU_H
+#define VMEM_FAKEGPU_H
+
+#include <stdint.h>
+
+#ifdef FAKEGPU_USER
+#define FAKEGPU_WEAK __attribute__((weak))
+#else
+#define FAKEGPU_WEAK
+#endif
+
+// The n-th driver call from now on fails for lack of memory; a UVM call then has already invalidated the addresses.
+FAKEGPU_WEAK void fakegpu_fail(long n);
+// Driver calls that can fail, so far.
+FAKEGPU_WEAK long fakegpu_calls(void);
+// Bytes of device memory in use.
+FAKEGPU_WEAK uint64_t fakegpu_used(void);
+
+#endif

@@ -1,0 +1,318 @@
+// Random pages, maps, replacements, unmaps and releases on the stock and cuda backends over the fake driver, half of them with
+// a driver call failing somewhere inside. A shadow knows what every 64 KiB must hold: a call that fails changes nothing, and
+// nobody else's pages move when page-table entries change their size.
+//
+// SPDX-License-Identifier: MIT
+#define FAKEGPU_USER
+#include "fakegpu.h"
+
+#include "../c/harness.h"
+
+#define UNIT (64 * KIB)
+#define SPACE (320 * MIB) // five slots of the stock backend
+#define SLOTS (SPACE / UNIT)
+#define MAX_PAGES 3000
+#define STEPS 4000
+
+struct page {
+    vmem_page handle;
+    uint32_t units;
+    uint32_t stamp;
+    uint32_t mapped_at[4]; // slot + 1, 0: unused
+};
+
+static vmem_context *ctx;
+static uint64_t space;
+static struct page pages[MAX_PAGES];
+static struct page *shadow[SLOTS];  // whose page is mapped there
+static uint16_t shadow_unit[SLOTS]; // and which unit of it
+static uint32_t next_stamp = 1;
+static uint64_t seed;
+static unsigned failed, succeeded;
+
+static uint32_t pick(uint32_t n) { return (uint32_t)(rnd(&seed) % n); }
+
+static void stamp(const struct page *p, uint64_t addr)
+{
+    for (uint32_t u = 0; u < p->units; u++)
+        *(volatile uint64_t *)(addr + u * UNIT + UNIT - 8) = (uint64_t)p->stamp << 32 | u | 0x80000000u;
+}
+
+static void check_slot(uint32_t slot)
+{
+    uint64_t want = shadow[slot] ? (uint64_t)shadow[slot]->stamp << 32 | shadow_unit[slot] | 0x80000000u : 0;
+
+    CHECK_EQ(*(volatile uint64_t *)(space + slot * UNIT + UNIT - 8), want);
+    CHECK_EQ(*(volatile uint64_t *)(space + slot * UNIT), 0); // never what was left in device memory
+}
+
+static void check_all(void)
+{
+    for (uint32_t i = 0; i < SLOTS; i++)
+        check_slot(i);
+}
+
+// Lets a driver call fail in the next call, mostly an early one, or none.
+static void maybe_fail(uint32_t among)
+{
+    fakegpu_fail(pick(2) ? 1 + (long)pick(1 + pick(among)) : 0);
+}
+
+// Ends that, and tells whether the call succeeded.
+static bool worked(int rc)
+{
+    fakegpu_fail(0);
+    if (rc && rc != -ENOMEM)
+        FAIL("%d: %s", rc, vmem_last_error());
+    rc ? failed++ : succeeded++;
+    return rc == 0;
+}
+
+static struct page *free_page(void)
+{
+    for (uint32_t i = 0; i < MAX_PAGES; i++)
+        if (!pages[i].handle)
+            return &pages[i];
+    return NULL;
+}
+
+static void forget_mapping(struct page *p, uint32_t slot)
+{
+    for (int k = 0; k < 4; k++)
+        if (p->mapped_at[k] == slot + 1)
+            p->mapped_at[k] = 0;
+    for (uint32_t u = 0; u < p->units; u++)
+        shadow[slot + u] = NULL;
+}
+
+static bool add_mapping(struct page *p, uint32_t slot)
+{
+    for (int k = 0; k < 4; k++)
+        if (!p->mapped_at[k]) {
+            p->mapped_at[k] = slot + 1;
+            for (uint32_t u = 0; u < p->units; u++) {
+                shadow[slot + u] = p;
+                shadow_unit[slot + u] = (uint16_t)u;
+            }
+            return true;
+        }
+    return false;
+}
+
+static uint64_t some_size(void)
+{
+    uint64_t size = UNIT << (pick(3) ? pick(3) : 5);
+
+    return size & test_info.page_sizes ? size : test_page;
+}
+
+// Creates some pages and maps them in a row or apart; what fails leaves nothing behind.
+static void create_and_map(void)
+{
+    const uint64_t size = some_size();
+    const uint32_t units = (uint32_t)(size / UNIT), n = 1 + pick(pick(3) ? 8 : 4 * 32 * 10 / units);
+    struct vmem_map_op ops[2048];
+    vmem_page handles[2048];
+    struct page *made[2048];
+    uint32_t at = pick(SLOTS / units), step = pick(3) ? 1 : 2, count = 0;
+    uint32_t flags = (pick(3) ? 0 : VMEM_MAP_FINE) | (pick(3) ? 0 : VMEM_MAP_REPLACE);
+    uint64_t created = test_stats(ctx).created;
+
+    if (pick(2)) { // whole blocks, which large entries can map
+        at -= at % (32 / units);
+        step = 1;
+    }
+    maybe_fail(6);
+    if (!worked(vMemCreate(ctx, size, n, pick(2) ? VMEM_CREATE_ZERO : 0, handles))) {
+        CHECK_EQ(test_stats(ctx).created, created);
+        return;
+    }
+    for (; count < n && (made[count] = free_page()); count++)
+        *made[count] = (struct page){.handle = handles[count], .units = units, .stamp = next_stamp++};
+    for (uint32_t i = count; i < n; i++)
+        OK(vMemRelease(ctx, handles[i]));
+    // Where they fit: free slots, or with REPLACE slots whose pages do not stick out.
+    uint32_t ready = 0;
+    for (uint32_t i = 0; i < count; i++, at += step) {
+        uint32_t slot = at * units % SLOTS;
+        bool fits = true;
+
+        for (uint32_t u = 0; u < units && fits; u++) {
+            struct page *old = shadow[slot + u];
+            fits = !old || ((flags & VMEM_MAP_REPLACE) && shadow_unit[slot + u] <= u &&
+                            u - shadow_unit[slot + u] + old->units <= units);
+        }
+        if (fits)
+            ops[ready++] = (struct vmem_map_op){space + slot * UNIT, made[i]->handle};
+    }
+    for (uint32_t i = 1; i < ready; i++)
+        if (ops[i].addr <= ops[i - 1].addr)
+            ready = i; // came round
+    maybe_fail(12);
+    if (ready && worked(vMemMapBatch(ctx, ops, ready, flags, NULL)))
+        for (uint32_t i = 0, k = 0; i < ready; i++, k++) {
+            while (made[k]->handle != ops[i].page)
+                k++;
+            uint32_t slot = (uint32_t)((ops[i].addr - space) / UNIT);
+            for (uint32_t u = 0; u < units; u++)
+                if (shadow[slot + u])
+                    forget_mapping(shadow[slot + u], slot + u - shadow_unit[slot + u]);
+            add_mapping(made[k], slot);
+            stamp(made[k], ops[i].addr);
+        }
+}
+
+static struct page *some_page(bool mapped)
+{
+    for (int tries = 0; tries < 200; tries++) {
+        struct page *p = &pages[pick(MAX_PAGES)];
+        bool is = p->mapped_at[0] || p->mapped_at[1] || p->mapped_at[2] || p->mapped_at[3];
+        if (p->handle && is == mapped)
+            return p;
+    }
+    return NULL;
+}
+
+static void alias(void)
+{
+    struct page *p = some_page(true);
+    uint32_t slot = p ? pick(SLOTS / p->units) * p->units : 0;
+
+    if (!p || (p->mapped_at[0] && p->mapped_at[1] && p->mapped_at[2] && p->mapped_at[3]))
+        return;
+    for (uint32_t u = 0; u < p->units; u++)
+        if (shadow[slot + u])
+            return;
+    maybe_fail(5);
+    if (worked(vMemMap(ctx, space + slot * UNIT, p->handle)))
+        add_mapping(p, slot);
+}
+
+// Unmaps from one mapped page to another, whatever lies between.
+static void unmap(void)
+{
+    struct page *p = some_page(true);
+    uint32_t slot = 0, end;
+
+    for (int k = 0; p && k < 4; k++)
+        if (p->mapped_at[k])
+            slot = p->mapped_at[k] - 1;
+    if (!p)
+        return;
+    end = slot + p->units;
+    for (uint32_t more = pick(3) ? pick(40) : pick(SLOTS / 4); more && end < SLOTS; more--)
+        end += shadow[end] ? shadow[end]->units : 1;
+    maybe_fail(12);
+    if (worked(vMemUnmap(ctx, space + slot * UNIT, (end - slot) * UNIT)))
+        for (uint32_t i = slot; i < end; i++)
+            if (shadow[i])
+                forget_mapping(shadow[i], i);
+}
+
+static void release(void)
+{
+    vmem_page handles[64];
+    struct page *gone[64];
+    uint32_t n = 0;
+
+    for (uint32_t want = 1 + pick(64); n < want;) {
+        struct page *p = some_page(pick(4) != 0);
+        if (!p)
+            break;
+        for (uint32_t i = 0; p && i < n; i++)
+            if (gone[i] == p)
+                p = NULL;
+        if (!p)
+            break;
+        gone[n] = p;
+        handles[n++] = p->handle;
+    }
+    maybe_fail(30);
+    if (n && worked(vMemReleaseBatch(ctx, handles, n, NULL)))
+        for (uint32_t i = 0; i < n; i++) {
+            for (int k = 0; k < 4; k++)
+                if (gone[i]->mapped_at[k])
+                    forget_mapping(gone[i], gone[i]->mapped_at[k] - 1);
+            *gone[i] = (struct page){0};
+        }
+}
+
+// Unmapping a page out of a 2 MiB entry takes several driver calls. Whichever fails, the entry's other pages are there.
+static void demotion(void)
+{
+    struct vmem_map_op ops[32];
+    vmem_page handles[32];
+    struct page p = {.units = 32, .stamp = next_stamp++};
+
+    if (test_page == VMEM_PAGE_2M)
+        return;
+    OK(vMemCreate(ctx, UNIT, 32, 0, handles));
+    for (uint32_t i = 0; i < 32; i++)
+        ops[i] = (struct vmem_map_op){space + i * UNIT, handles[i]};
+    for (long n = 1;; n++) {
+        OK(vMemMapBatch(ctx, ops, 32, 0, NULL));
+        stamp(&p, space);
+        add_mapping(&p, 0);
+        fakegpu_fail(n);
+        bool done = worked(vMemUnmap(ctx, space + 5 * UNIT, UNIT));
+        if (done)
+            shadow[5] = NULL;
+        check_all();
+        OK(vMemUnmap(ctx, space, 2 * MIB));
+        forget_mapping(&p, 0);
+        if (done)
+            break;
+    }
+    CHECK(failed == 4); // the block emptied, the pages before and after brought back, the page emptied
+    OK(vMemReleaseBatch(ctx, handles, 32, NULL));
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    if (!fakegpu_fail)
+        SKIP("the fake driver is not preloaded");
+    seed = getenv("SEED") ? strtoull(getenv("SEED"), NULL, 0) : 1;
+    uint64_t used = fakegpu_used();
+    ctx = test_context(2 * GIB);
+    OK(vMemReserve(ctx, SPACE, VMEM_RESERVE_BACKDROP, &space));
+    OK(vmem_backdrop(ctx, space, SPACE));
+    demotion();
+    for (unsigned i = 0; i < STEPS; i++) {
+        uint32_t what = pick(10);
+        if (what < 4)
+            create_and_map();
+        else if (what < 5)
+            alias();
+        else if (what < 8)
+            unmap();
+        else
+            release();
+        if (i % 4 == 0)
+            check_all();
+    }
+    check_all();
+    printf("%u calls failed, %u succeeded\n", failed, succeeded);
+    CHECK(failed > STEPS / 40 && succeeded > STEPS / 4);
+    // Opening, with each driver call in it failing in turn, leaves nothing behind either.
+    vmem_context_destroy(ctx);
+    CHECK_EQ(fakegpu_used(), used);
+    for (long n = 1;; n++) {
+        long calls = fakegpu_calls();
+        struct vmem_options opts = {.size = sizeof opts, .backend = test_backend};
+        fakegpu_fail(n);
+        int rc = vmem_context_create(&opts, &ctx);
+        fakegpu_fail(0);
+        if (!rc) {
+            vmem_context_destroy(ctx);
+            CHECK_EQ(fakegpu_used(), used);
+            CHECK(fakegpu_calls() - calls < n + 20);
+            break;
+        }
+        if (rc != -ENOMEM)
+            FAIL("call %ld failed: %s", n, vmem_last_error());
+        CHECK_EQ(fakegpu_used(), used);
+        CHECK(n < 100);
+    }
+    return 0;
+}
