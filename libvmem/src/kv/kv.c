@@ -254,6 +254,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->todo);
     free(kv->slots);
     free(kv->spans);
+    free(kv->saved);
     free(kv->groups);
     free(kv->order);
     free(kv->addrs);
@@ -291,8 +292,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
         return rc;
     kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
+    kv->saved = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->saved));
     kv->todo = calloc(kv->n_slots, sizeof(*kv->todo));
-    if (!kv->slots || !kv->spans || !kv->todo)
+    if (!kv->slots || !kv->spans || !kv->saved || !kv->todo)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)

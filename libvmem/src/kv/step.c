@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
+#include <string.h>
 
 #include "kv.h"
 
@@ -270,23 +271,24 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
     rc = check_lengths(kv, lengths, n);
     if (rc)
         return kv_leave(kv, rc);
-    kv_worker_hold(kv);
     rc = check_windows(kv, lengths);
     uint64_t pages = 0;
     for (uint32_t s = 0; s < n; s++)
         if (lengths[s] && ((uint32_t)lengths[s] > kv->slots[s].backed || kv->slots[s].fresh))
             pages += missing_in(kv, s, (uint32_t)lengths[s]);
     if (!rc && pages > kv_unused(kv)) {
+        size_t size = (size_t)kv->n_slots * kv->n_groups * sizeof(*kv->spans);
+        memcpy(kv->saved, kv->spans, size);
         protect(kv, lengths);
-        uint64_t want = kv->held - kv_reclaimable(kv) + pages;
-        unprotect(kv, lengths);
+        // What the worker is mapping now either counts as missing here or can be taken back.
+        uint64_t want = kv->held - kv->pending - kv_reclaimable(kv) + pages;
+        memcpy(kv->spans, kv->saved, size);
         if (want > kv->budget_pages) {
             if (missing)
                 *missing = want - kv->budget_pages;
             rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing", want - kv->budget_pages);
         }
     }
-    kv_worker_release(kv);
     return kv_leave(kv, rc);
 }
 

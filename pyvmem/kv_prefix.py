@@ -1,0 +1,167 @@
+"""A prefix cache: prompts that begin alike share the pages of their beginnings.
+
+Prompts are cut into blocks of tokens; a block's key hashes its tokens and everything before them, so that equal keys mean
+equal prefixes (as in vLLM's automatic prefix caching). The pages are held by the manager (vmem_kv.h, "prefixes"); here is
+only which of them are worth holding.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pyvmem.errors import VmemError
+
+
+@dataclass
+class _Entry:
+    prefix: object  # pyvmem.kv.Prefix
+    keys: list = field(default_factory=list)  # of its blocks, the longest last
+
+
+class PrefixCache:
+    """Prefixes of finished or running requests, found by their tokens; the least recently used go first.
+
+    Parameters
+    ----------
+    cache : KVCache
+    block_tokens : int
+        Prefixes are told apart, and shared, in multiples of this. Small blocks match more; only whole pages are shared
+        without a copy.
+    max_entries : int
+        Most prefixes held.
+
+    Attributes
+    ----------
+    hits, misses, hit_tokens, evictions : int
+        Requests that found a prefix or none, the tokens they did not have to compute, and prefixes given up.
+    """
+
+    def __init__(self, cache, block_tokens=32, max_entries=4096):
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens {block_tokens} must be at least 1")
+        self.cache = cache
+        self.block_tokens = block_tokens
+        self.max_entries = max_entries
+        self._entries = OrderedDict()  # prefix id -> _Entry, least recently used first
+        self._blocks = {}  # key -> prefix ids that have the block, the newest last
+        self.hits = self.misses = self.hit_tokens = self.evictions = 0
+
+    def __len__(self):
+        return len(self._entries)
+
+    def keys(self, tokens):
+        """The keys of the whole blocks of a token sequence."""
+        tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+        keys, key = [], b""
+        for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
+            block = tokens[end - self.block_tokens : end].tobytes()
+            key = hashlib.blake2b(key + block, digest_size=16).digest()
+            keys.append(key)
+        return keys
+
+    def match(self, tokens):
+        """(prefix, tokens that can be attached of it), or (None, 0).
+
+        The longest known beginning of the sequence, but never all of it: the last token must be computed anew.
+        """
+        keys = self.keys(tokens[: max(len(tokens) - 1, 0)])
+        for count in range(len(keys), 0, -1):
+            for id in reversed(self._blocks.get(keys[count - 1], ())):
+                prefix = self._entries[id].prefix
+                # The window tensors of a longer prefix may begin too late for a shorter one.
+                if prefix.min_tokens <= count * self.block_tokens:
+                    self._entries.move_to_end(id)
+                    return prefix, count * self.block_tokens
+        return None, 0
+
+    def alloc(self, tokens):
+        """A slot for a request, started with what is known of its prompt.
+
+        Returns
+        -------
+        (slot, cached) : (int, int)
+            cached: how many of the prompt's tokens the slot has already. The slot is -1 when all are taken, or when there
+            is not even memory for the part of a page that has to be copied.
+        """
+        prefix, cached = self.match(tokens)
+        slot = self.cache.alloc_reqid(len(tokens))
+        if slot < 0 or prefix is None:
+            self.misses += slot >= 0
+            return slot, 0
+        while self.cache.attach_prefix(prefix, slot, cached):
+            if not self.evict(self.cache.missing_pages, spare=prefix.id):
+                self.cache.free_reqid(slot)
+                return -1, 0
+        self.hits += 1
+        self.hit_tokens += cached
+        return slot, cached
+
+    def insert(self, slot, tokens):
+        """Hold the whole blocks of a request's written tokens. False where that is known already or cannot be had."""
+        keys = self.keys(tokens)
+        if not keys or any(self._entries[id].keys[-1] == keys[-1] for id in self._blocks.get(keys[-1], ())):
+            return False
+        try:
+            prefix = self.cache.save_prefix(slot, len(keys) * self.block_tokens)
+        except VmemError as error:
+            if error.errno == errno.ENODATA:  # its window tensors have passed the end of it
+                return False
+            raise
+        self._entries[prefix.id] = _Entry(prefix, keys)
+        for key in keys:
+            self._blocks.setdefault(key, []).append(prefix.id)
+        while len(self._entries) > self.max_entries:
+            self._drop(next(iter(self._entries)))
+        return True
+
+    def _drop(self, id):
+        entry = self._entries[id]
+        self.cache.drop_prefix(entry.prefix)
+        del self._entries[id]
+        for key in entry.keys:
+            holders = self._blocks[key]
+            holders.remove(id)
+            if not holders:
+                del self._blocks[key]
+        self.evictions += 1
+
+    def evict(self, pages, spare=None):
+        """Drop prefixes, the least recently used first, until so many pages became free; returns how many did.
+
+        Prefixes whose pages all belong to others too free nothing and are kept, unless nothing else is left.
+        """
+        freed = 0
+        for id in [id for id in self._entries if id != spare]:
+            if freed >= pages:
+                break
+            own = self.cache.prefix_pages(self._entries[id].prefix)[1]
+            if own:
+                self._drop(id)
+                freed += own
+        if freed < pages:
+            # Several prefixes may hold the same pages, none of which are one's own.
+            before = self.cache.stats().prefix_pages
+            for id in [id for id in self._entries if id != spare]:
+                gone = before - self.cache.stats().prefix_pages
+                if freed + gone >= pages or gone == before:
+                    break
+                self._drop(id)
+            freed += before - self.cache.stats().prefix_pages
+        return freed
+
+    def step(self, lengths):
+        """`KVCache.step`, giving up prefixes where memory is short."""
+        while self.cache.step(lengths):
+            if not self.evict(self.cache.missing_pages):
+                return -1
+        return 0
+
+    def clear(self):
+        """Drop every prefix."""
+        for id in list(self._entries):
+            self._drop(id)

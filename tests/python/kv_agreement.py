@@ -1,0 +1,96 @@
+"""What every rank of test_kv_distributed runs (also by hand: torchrun --nproc-per-node 2 tests/python/kv_agreement.py nccl).
+
+Random requests over a tensor-parallel cache of which the last rank is starved, and whose budgets change: after every call
+the ranks compare what they decided.
+
+    kv_agreement.py BACKEND [STEPS [SEED]]
+
+SPDX-License-Identifier: MIT
+"""
+
+import random
+import sys
+
+import torch
+import torch.distributed as dist
+
+import pyvmem
+from pyvmem.distributed import init_cache
+
+SLOTS, TOKENS = 16, 600
+
+
+def same(device, *values):
+    """Fail unless the values are equal on all ranks."""
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    most, least = mine.clone(), mine.clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    assert torch.equal(most, least), f"rank {dist.get_rank()}: {values}, ranks differ: {least.tolist()} {most.tolist()}"
+
+
+def main(backend, steps=10_000, seed=1):
+    if backend == "nccl":
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        torch.cuda.set_device(rank)
+        torch.zeros(1, device="cuda")  # the process's CUDA context, before the cache looks for it
+        context, device = pyvmem.default_context("gpu", rank), torch.device("cuda", rank)
+    else:
+        dist.init_process_group(backend)
+        rank = dist.get_rank()
+        context, device = pyvmem.Context("host"), torch.device("cpu")
+    world = dist.get_world_size()
+    page = min(context.page_sizes)
+    plenty = SLOTS * 8 * 2 * page
+    starved = 5 * 8 * 2 * page
+    tp = init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, context=context, dtype=torch.float16, name=None, lazy=True)
+    cache, rng = tp.cache, random.Random(seed)
+    local = random.Random(seed + 100 + rank)  # what only this rank knows of
+    lengths, failed, done = [0] * SLOTS, 0, 0
+    if rank == world - 1:
+        cache.set_budget(starved)
+    while done < steps:
+        choice = rng.random()
+        running = [s for s in range(SLOTS) if lengths[s]]
+        if rank == world - 1 and local.random() < 0.002:
+            cache.set_budget(local.choice((starved, starved // 2, plenty // 2)))
+        if choice < 0.1:
+            prompt = rng.randint(1, TOKENS // 2)
+            slot = tp.admit(prompt)
+            same(device, slot)
+            if slot >= 0:
+                prefill = [0] * SLOTS
+                prefill[slot] = prompt
+                rc = tp.step(prefill)
+                same(device, rc)
+                assert rc == 0, "admitted, and then there is no room"
+                lengths[slot] = prompt
+                done += 1
+        elif choice < 0.13 and running:
+            slot = rng.choice(running)
+            tp.free_reqid(slot)
+            lengths[slot] = 0
+        elif running:
+            grown = [min(n + 1, TOKENS) if n else 0 for n in lengths]
+            rc = tp.step(grown)
+            same(device, rc, tp.missing_pages)
+            done += 1
+            if rc == 0:
+                lengths = grown
+            else:  # preempt the longest
+                failed += 1
+                slot = max(running, key=lambda s: lengths[s])
+                tp.free_reqid(slot)
+                lengths[slot] = 0
+            same(device, tp.room())
+    same(device, *lengths)
+    assert failed, "the starved rank never held the others back"
+    if rank == 0:
+        print(f"{world} ranks agreed over {done} steps, of which {failed} found no memory")
+    cache.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

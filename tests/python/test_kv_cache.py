@@ -1,0 +1,432 @@
+"""The KV cache's calls, layouts and errors, on every backend.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import pyvmem
+from pyvmem.kv import KVCache, TensorSpec, model_specs
+
+MIB = 1 << 20
+
+
+def make(backend, **options):
+    options = {"slots": 4, "max_tokens": 2000, "budget": 64 * MIB, "dtype": torch.float16, "check": True, "name": None,
+               "backend": backend, **options}  # fmt: skip
+    return KVCache.for_model(2, 4, 64, **options)
+
+
+def lengths(cache, **at):
+    values = [0] * cache.slots
+    for slot, n in at.items():
+        values[int(slot[1:])] = n
+    return values
+
+
+def start(cache, tokens):
+    """A request of `tokens` tokens; returns (slot, lengths)."""
+    slot = cache.alloc_reqid(tokens)
+    values = [0] * cache.slots
+    values[slot] = tokens
+    assert cache.step(values) == 0
+    return slot, values
+
+
+@pytest.fixture(params=["separate", "fused", "token-major"])
+def layout(request):
+    return request.param
+
+
+def test_layouts_give_ordinary_tensors(backend, device, layout):
+    with make(backend, layout=layout) as cache:
+        slot, _ = start(cache, 100)
+        for layer in range(2):
+            assert cache.keys[layer].shape == cache.values[layer].shape == (4, 2000, 4, 64)
+            cache.keys[layer][slot, :100] = layer + 1
+            cache.values[layer][slot, :100] = layer + 11
+        for layer in range(2):
+            view = cache.keys[layer][slot, :100]
+            assert view.device.type == torch.device(device).type
+            assert torch.equal(view.clone(), torch.full_like(view, layer + 1))
+            assert torch.equal(cache.values[layer][slot, :100].cpu(), torch.full((100, 4, 64), layer + 11.0).half())
+
+
+def test_flat_rows_are_the_slots_one_after_another(backend, device):
+    with make(backend) as cache:
+        start(cache, 3)
+        slot, _ = start(cache, 50)
+        rows = cache.layout(0)[3]
+        cache.keys[0][slot, :50] = 3
+        assert cache.flat(0).shape == (4 * rows, 4, 64)
+        assert torch.equal(cache.flat(0)[slot * rows : slot * rows + 50], cache.keys[0][slot, :50])
+
+
+def test_layers_may_differ(backend, device):
+    specs = [
+        TensorSpec("full", (2, 128), torch.bfloat16),
+        TensorSpec("window", (2, 128), torch.bfloat16, window=64),
+        TensorSpec("latent", (576,), torch.bfloat16),
+        TensorSpec("fp8", (656,), torch.uint8),
+        TensorSpec("encoder", (8,), torch.float32, max_tokens=100),
+    ]
+    with KVCache(specs, 3, 1000, 256 * MIB, backend=backend, check=True, name=None) as cache:
+        slot = cache.alloc_reqid()
+        for n in (1, 300, 301, 999, 1000):
+            values = [0] * 3
+            values[slot] = n
+            assert cache.step(values) == 0
+            for spec, tensor in zip(specs, cache.tensors):
+                assert tensor.shape == (3, spec.max_tokens or 1000, *spec.shape)
+                tensor[slot, min(n, tensor.shape[1]) - 1] = 1
+                assert (tensor[slot, min(n, tensor.shape[1]) - 1] == 1).all()
+
+
+def test_a_step_that_fails_says_what_is_missing_and_changes_nothing(backend):
+    with make(backend, budget=20 * 65536 if backend != "cuda" else 20 * 2 * MIB) as cache:
+        page_tokens = cache.page_size // 512
+        slot, values = start(cache, 1)
+        before = cache.slot(slot)
+        values[slot] = 10 * page_tokens if 10 * page_tokens <= 2000 else 2000
+        if backend == "cuda":
+            pytest.skip("a request of this shape fits into one page")
+        assert cache.step(values) == -1
+        assert cache.missing_pages == 4 * 10 - 20
+        assert cache.slot(slot) == before
+        values[slot] = 5 * page_tokens
+        assert cache.check(values) == 0 and cache.step(values) == 0
+        other = cache.alloc_reqid()
+        values[other] = 1
+        assert cache.step(values) == -1 and cache.missing_pages == 4
+        cache.free_reqid(slot)
+        values[slot] = 0
+        assert cache.step(values) == 0
+
+
+def test_slots_run_out(backend):
+    with make(backend) as cache:
+        assert sorted(cache.alloc_reqid() for _ in range(4)) == [0, 1, 2, 3]
+        assert cache.alloc_reqid() == -1
+        cache.free_reqid(2)
+        assert cache.alloc_reqid() == 2
+
+
+def test_a_new_request_takes_the_kept_pages_that_fit_best(backend):
+    with make(backend, overlap=False, generous=False) as cache:
+        page_tokens = cache.page_size // 512
+        if 3 * page_tokens > 2000:
+            pytest.skip("a slot of this shape has one page")
+        slots = {n: start(cache, n * page_tokens)[0] for n in (1, 3, 2)}
+        for slot in slots.values():
+            cache.free_reqid(slot)
+        mapped = cache.stats().step_mapped_pages
+        slot, _ = start(cache, 2 * page_tokens)
+        assert slot == slots[2]
+        assert start(cache, 2 * page_tokens)[0] == slots[3]
+        assert cache.stats().step_mapped_pages == mapped
+        assert cache.stats().adopted_slots == 2
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_freed_pages_are_kept_only_if_asked(backend, defer):
+    with make(backend, defer=defer, overlap=False) as cache:
+        slot, _ = start(cache, 100)
+        held = cache.stats().held_pages
+        cache.free_reqid(slot)
+        assert cache.stats().held_pages == (held if defer else 0)
+        assert cache.stats().kept_pages == (held if defer else 0)
+
+
+def test_zero_hides_what_an_earlier_request_left(backend, device):
+    for overlap in (False, True):
+        with make(backend, zero=True, overlap=overlap) as cache:
+            slot, _ = start(cache, 200)
+            cache.keys[0][slot, :200] = 7
+            cache.free_reqid(slot)
+            again, _ = start(cache, 150)
+            assert again == slot
+            assert not cache.keys[0][slot, :150].any()
+            assert cache.stats().zeroed_bytes > 0
+
+
+def test_the_background_thread_maps_what_the_next_steps_need(backend):
+    with make(backend, max_tokens=20000, budget=1024 * MIB) as cache:
+        slot, values = start(cache, 100)
+        cache.wait()
+        mapped = cache.stats().step_mapped_pages
+        for n in range(101, 6000, 50):
+            values[slot] = n
+            assert cache.step(values) == 0
+            cache.wait()
+        assert cache.stats().step_mapped_pages == mapped
+        assert cache.stats().ahead_mapped_pages > 0
+
+
+def test_kept_pages_give_way_to_a_running_request(backend):
+    with make(backend, budget=40 * 65536 if backend != "cuda" else 40 * 2 * MIB, max_tokens=1280) as cache:
+        tokens = 4 * cache.page_size // 512
+        if tokens > 1280:
+            pytest.skip("a slot of this shape has one page")
+        for _ in range(2):
+            slots = [start(cache, tokens)[0] for _ in range(2)]
+            for slot in slots:
+                cache.free_reqid(slot)
+        slot, values = start(cache, 1280)
+        assert cache.slot(slot).needed_pages == 40
+        assert cache.stats().held_pages == 40
+
+
+def test_room_is_exact(backend):
+    with make(backend, budget=30 * 65536 if backend != "cuda" else 30 * 2 * MIB) as cache:
+        slot, values = start(cache, 10)
+        start(cache, 300)
+        room = cache.room(slot)
+        only = [0] * 4
+        only[slot] = room
+        assert cache.check(only) == 0
+        if room < 2000:
+            only[slot] = room + 1
+            assert cache.check(only) == -1
+        new = cache.room()
+        fresh = cache.alloc_reqid()
+        only = [0] * 4
+        only[fresh] = new
+        assert cache.check(only) == 0
+
+
+def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
+    with make(backend) as cache:
+        slot, values = start(cache, 333)
+        torch.manual_seed(1)
+        data = torch.randn(333, 4, 64).half().to(device)
+        views = [tensor[slot, :333] for tensor in cache.tensors]
+        for i, view in enumerate(views):
+            view.copy_(data + i)
+        address = views[0].data_ptr()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        cache.swap_out(slot)
+        assert cache.slot(slot).state == "swapped" and cache.slot(slot).pages == 0
+        with pytest.raises(ValueError, match="swapped out"):
+            cache.step(values)
+        other, _ = start(cache, 500)
+        cache.tensors[0][other, :500] = 9
+        assert cache.swap_in(slot) == 0
+        assert views[0].data_ptr() == address
+        for i, view in enumerate(views):
+            assert torch.equal(view, data + i)
+
+
+def test_a_prefix_is_shared_and_never_written(backend, device):
+    with make(backend) as cache:
+        page_tokens = cache.page_size // 512
+        tokens = min(2 * page_tokens + 10, 1990)
+        slot, values = start(cache, tokens)
+        for i, tensor in enumerate(cache.tensors):
+            tensor[slot, :tokens] = i + 1
+        if device != "cpu":
+            torch.cuda.synchronize()
+        prefix = cache.save_prefix(slot, tokens)
+        held = cache.stats().held_pages
+        other = cache.alloc_reqid()
+        assert cache.attach_prefix(prefix, other) == 0
+        assert cache.stats().attached_pages == tokens // page_tokens * 4
+        assert cache.stats().held_pages - held <= 4 + 4 * 32
+        values[other] = tokens + 5
+        values[slot] = tokens + 3
+        assert cache.step(values) == 0
+        for tensor in cache.tensors:
+            tensor[other, tokens : tokens + 5] = -1
+            tensor[slot, tokens : tokens + 3] = -2
+        for i, tensor in enumerate(cache.tensors):
+            for s in (slot, other):
+                assert (tensor[s, :tokens] == i + 1).all()
+        with pytest.raises(ValueError, match="shared"):
+            cache.step([tokens - 1 if s == other else 0 for s in range(4)])
+        cache.free_reqid(slot)
+        cache.free_reqid(other)
+        cache.drop_prefix(prefix)
+        assert cache.stats().shared_pages == cache.stats().prefix_pages == 0
+
+
+def test_truncation_copies_a_shared_page_before_it_is_written_again(backend, device):
+    with make(backend) as cache:
+        tokens = min(3 * cache.page_size // 512, 1990)
+        slot, values = start(cache, tokens)
+        for tensor in cache.tensors:
+            tensor[slot, :tokens] = 5
+        if device != "cpu":
+            torch.cuda.synchronize()
+        prefix = cache.save_prefix(slot, tokens)
+        cache.truncate(slot, tokens - 20)
+        values[slot] = tokens
+        assert cache.step(values) == 0
+        for tensor in cache.tensors:
+            assert (tensor[slot, : tokens - 20] == 5).all()
+            tensor[slot, tokens - 20 : tokens] = 6
+        if device != "cpu":
+            torch.cuda.synchronize()
+        other = cache.alloc_reqid()
+        assert cache.attach_prefix(prefix, other) == 0
+        for tensor in cache.tensors:
+            assert (tensor[other, :tokens] == 5).all()
+
+
+def test_a_window_gives_up_the_front(backend):
+    spec = [TensorSpec("w", (4, 64), torch.float16, window=100)]
+    with KVCache(spec, 2, 20000, 256 * MIB, backend=backend, check=True, name=None) as cache:
+        slot = cache.alloc_reqid()
+        for n in range(1, 20000, 90):
+            values = [0, 0]
+            values[slot] = n
+            assert cache.step(values) == 0
+            cache.tensors[0][slot, max(n - 90, 0) : n] = 1
+            assert (cache.tensors[0][slot, max(n - 90, 0) : n] == 1).all()
+        cache.wait()
+        assert cache.slot(slot).pages * cache.page_size < 20000 * 512 / 2
+        assert cache.stats().window_pages > 0
+
+
+def test_a_budget_shrinks_and_grows_while_requests_run(backend):
+    with make(backend, max_tokens=1000) as cache:
+        slot, values = start(cache, 500)
+        cache.free_reqid(start(cache, 900)[0])
+        cache.wait()
+        needed = cache.slot(slot).needed_pages
+        cache.set_budget(needed * cache.page_size)
+        assert cache.stats().held_pages == needed
+        assert cache.step(values) == 0
+        other = cache.alloc_reqid()
+        values[other] = 500
+        assert cache.step(values) == -1
+        cache.set_budget(64 * MIB * (1 if backend != "cuda" else 8))
+        assert cache.step(values) == 0
+
+
+def test_memory_goes_back_to_the_system(backend):
+    with pyvmem.Context(backend) as context:
+        with make(backend, context=context, lazy=True) as cache:
+            slot, _ = start(cache, 1000)
+            cache.free_reqid(slot)
+            cache.wait()
+            assert cache.reclaim() > 0
+            assert context.stats().created == 0
+        assert context.stats().reserved == 0
+
+
+def test_metrics_are_json_and_prometheus(backend):
+    with make(backend) as cache:
+        start(cache, 10)
+        seen = json.loads(cache.metrics_json())
+        assert seen["active_slots"] == 1 and seen["steps"] == 1
+        text = cache.metrics_prometheus(labels={"model": 'a "b"'})
+        assert 'pyvmem_kv_active_slots{model="a \\"b\\""} 1' in text.splitlines()
+        assert "# TYPE pyvmem_kv_steps_total counter" in text.splitlines()
+        for line in text.splitlines():
+            assert line.startswith("#") or float(line.rpartition(" ")[2]) >= 0
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "int32", "int64", "torch32", "torch64"])
+def test_lengths_of_every_kind(backend, kind):
+    with make(backend) as cache:
+        slot = cache.alloc_reqid()
+        values = [0] * 4
+        values[slot] = 50
+        given = {
+            "list": list,
+            "tuple": tuple,
+            "int32": lambda v: np.array(v, np.int32),
+            "int64": lambda v: np.array(v, np.int64),
+            "torch32": lambda v: torch.tensor(v, dtype=torch.int32),
+            "torch64": torch.tensor,
+        }[kind](values)
+        assert cache.step(given) == 0
+        assert cache.slot(slot).tokens == 50
+
+
+def test_wrong_arguments_are_named(backend):
+    with make(backend) as cache:
+        slot, values = start(cache, 10)
+        with pytest.raises(ValueError, match="max_tokens"):
+            cache.step([2001 if s == slot else 0 for s in range(4)])
+        with pytest.raises(ValueError, match="elements|shape"):
+            cache.step([1])
+        with pytest.raises(TypeError, match="integers"):
+            cache.step(np.zeros(4))
+        with pytest.raises(ValueError, match="free"):
+            cache.step([1] * 4)
+        with pytest.raises(ValueError, match="slot 9"):
+            cache.free_reqid(9)
+        with pytest.raises(ValueError, match="free"):
+            cache.free_reqid((slot + 1) % 4)
+        with pytest.raises(ValueError, match="not swapped"):
+            cache.swap_in(slot)
+        with pytest.raises(ValueError, match="newly allocated"):
+            cache.attach_prefix(cache.save_prefix(slot, 5), slot)
+    with pytest.raises(ValueError, match="closed"):
+        cache.step([0] * 4)
+    with pytest.raises(ValueError, match="page_size"):
+        make(backend, page_size=4096)
+    with pytest.raises(ValueError, match="layout"):
+        model_specs(1, 1, 1, torch.float16, "sideways")
+
+
+def test_a_tensor_outlives_the_cache(backend, device):
+    cache = make(backend)
+    slot, _ = start(cache, 10)
+    view = cache.keys[0][slot, :10]
+    view.fill_(4)
+    cache.close()
+    cache.close()
+    assert (view == 4).all()
+
+
+def test_many_threads_at_once(backend):
+    with make(backend, slots=8, max_tokens=500) as cache:
+        errors = []
+
+        def serve(seed):
+            rng = np.random.default_rng(seed)
+            try:
+                for _ in range(30):
+                    slot = cache.alloc_reqid(int(rng.integers(1, 500)))
+                    if slot < 0:
+                        continue
+                    values = [0] * 8
+                    for n in range(1, int(rng.integers(2, 100)), 7):
+                        values[slot] = n
+                        cache.step(values)
+                    cache.stats()
+                    cache.free_reqid(slot)
+            except Exception as error:  # noqa: BLE001 - reported below
+                errors.append(error)
+
+        threads = [threading.Thread(target=serve, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert cache.stats().active_slots == 0
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(backend):
+    with make(backend) as cache:
+        slot, values = start(cache, 10)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                cache.step(values)
+            except pyvmem.VmemError as error:
+                code = 0 if error.errno == 1 else 2
+            os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        values[slot] = 700
+        assert cache.step(values) == 0
