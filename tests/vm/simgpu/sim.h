@@ -51,8 +51,8 @@ struct sim_gpu {
     struct pci_dev *pdev;
     u32 registered;
 
-    // Video memory and its allocator
-    u8 *fb;
+    // Video memory, in chunks that come into being with their first use, and its allocator
+    u8 **fb;
     u64 fb_size;
     unsigned long *pma_used, *pma_pinned;
     u64 pma_units;
@@ -177,7 +177,9 @@ void *sim_vas_rm_ptr(struct sim_vas *v, u64 va, u64 *contig);
 // sim_pma.c
 int sim_pma_init(struct sim_gpu *g);
 void sim_pma_exit(struct sim_gpu *g);
-bool sim_pma_is_free(struct sim_gpu *g, u64 phys);            // sim_lock held
+// With sim_lock held
+bool sim_pma_is_free(struct sim_gpu *g, u64 phys);
+u8 *sim_fb_ptr(struct sim_gpu *g, u64 phys, u64 *contig); // NULL: no such memory, or none left on the host
 void sim_pma_poison_check(struct simgpu_poison *io);
 NV_STATUS sim_pma_evict(struct simgpu_evict *io);
 // For RM's own allocations: evicts from UVM where it must. count pages of page_size, each aligned to it.

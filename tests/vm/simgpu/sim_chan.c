@@ -369,8 +369,10 @@ static int engine_fn(void *arg)
         }
         if (now < busy_until)
             cond_resched();
-        else if (now < idle_since + 100 * NSEC_PER_MSEC)
+        else if (now < idle_since + 5 * NSEC_PER_MSEC)
             usleep_range(20, 60);
+        else if (now < idle_since + 100 * NSEC_PER_MSEC)
+            usleep_range(100, 200);
         else
             usleep_range(500, 1000);
     }

@@ -121,8 +121,8 @@ static void do_counters(struct simgpu_counters_io *io)
 static int do_phys(struct simgpu_phys *io)
 {
     struct sim_gpu *g = &sim_gpus[io->gpu];
-    void *bounce;
-    u64 done, n;
+    u64 done, n, contig;
+    void *bounce, *p;
     int ret = 0;
 
     if (io->phys > g->fb_size || io->len > g->fb_size - io->phys)
@@ -133,16 +133,21 @@ static int do_phys(struct simgpu_phys *io)
     for (done = 0; !ret && done < io->len; done += n) {
         void __user *user = u64_to_user_ptr(io->buf + done);
 
-        n = min_t(u64, io->len - done, PAGE_SIZE);
-        if (io->write && copy_from_user(bounce, user, n))
+        n = min_t(u64, io->len - done, PAGE_SIZE - offset_in_page(io->phys + done));
+        if (io->write && copy_from_user(bounce, user, n)) {
             ret = -EFAULT;
+            break;
+        }
         mutex_lock(&sim_lock);
-        if (!ret && io->write)
-            memcpy(g->fb + io->phys + done, bounce, n);
+        p = sim_fb_ptr(g, io->phys + done, &contig);
+        if (!p)
+            ret = -ENOMEM;
+        else if (io->write)
+            memcpy(p, bounce, n);
         else
-            memcpy(bounce, g->fb + io->phys + done, n);
+            memcpy(bounce, p, n);
         mutex_unlock(&sim_lock);
-        if (!io->write && copy_to_user(user, bounce, n))
+        if (!ret && !io->write && copy_to_user(user, bounce, n))
             ret = -EFAULT;
     }
     free_page((unsigned long)bounce);

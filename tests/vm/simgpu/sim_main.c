@@ -89,7 +89,7 @@ static int gpu_init(struct sim_gpu *g, u32 index, struct pci_dev *pdev)
     memcpy(g->uuid, uuid, sizeof(uuid));
     g->uuid[15] += index;
     g->pdev = pdev;
-    g->fb_size = (u64)fb_mb << 20;
+    g->fb_size = ALIGN((u64)fb_mb << 20, 2 << 20);
     g->mode = SIMGPU_MODE_TLB | SIMGPU_MODE_NEGATIVE | SIMGPU_MODE_REFILL | SIMGPU_MODE_POST | SIMGPU_MODE_POISON;
     INIT_LIST_HEAD(&g->waiters);
     INIT_LIST_HEAD(&g->posted);

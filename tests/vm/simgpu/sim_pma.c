@@ -24,24 +24,58 @@ static void update_stats(struct sim_gpu *g)
     g->pma_stats.numFreePages64k = g->pma_units - bitmap_weight(g->pma_used, g->pma_units);
 }
 
+#define CHUNK (2ULL << 20)
+
 int sim_pma_init(struct sim_gpu *g)
 {
-    g->fb = vmalloc(g->fb_size);
+    g->fb = kvcalloc(g->fb_size / CHUNK, sizeof(*g->fb), GFP_KERNEL);
     g->pma_units = g->fb_size >> SIM_PMA_SHIFT;
     g->pma_used = bitmap_zalloc(g->pma_units, GFP_KERNEL);
     g->pma_pinned = bitmap_zalloc(g->pma_units, GFP_KERNEL);
     if (!g->fb || !g->pma_used || !g->pma_pinned)
         return -ENOMEM;
-    memset(g->fb, SIMGPU_POISON, g->fb_size);
     update_stats(g);
     return 0;
 }
 
 void sim_pma_exit(struct sim_gpu *g)
 {
-    vfree(g->fb);
+    u64 i;
+
+    for (i = 0; g->fb && i < g->fb_size / CHUNK; i++)
+        vfree(g->fb[i]);
+    kvfree(g->fb);
     bitmap_free(g->pma_used);
     bitmap_free(g->pma_pinned);
+}
+
+u8 *sim_fb_ptr(struct sim_gpu *g, u64 phys, u64 *contig)
+{
+    u8 **chunk;
+
+    if (phys >= g->fb_size)
+        return NULL;
+    chunk = &g->fb[phys / CHUNK];
+    if (!*chunk) {
+        *chunk = vmalloc(CHUNK);
+        if (!*chunk)
+            return NULL;
+        memset(*chunk, SIMGPU_POISON, CHUNK);
+    }
+    *contig = CHUNK - phys % CHUNK;
+    return *chunk + phys % CHUNK;
+}
+
+static void fill(struct sim_gpu *g, u64 phys, u64 len, u8 value)
+{
+    u64 contig;
+    u8 *p;
+
+    for (; len; phys += contig, len -= contig) {
+        p = sim_fb_ptr(g, phys, &contig);
+        contig = min(contig, len);
+        memset(p, value, contig);
+    }
 }
 
 bool sim_pma_is_free(struct sim_gpu *g, u64 phys)
@@ -49,16 +83,23 @@ bool sim_pma_is_free(struct sim_gpu *g, u64 phys)
     return phys < g->fb_size && !test_bit(phys >> SIM_PMA_SHIFT, g->pma_used);
 }
 
-static void take(struct sim_gpu *g, u64 unit, u64 n, bool pinned, bool zero)
+static bool take(struct sim_gpu *g, u64 unit, u64 n, bool pinned, bool zero)
 {
+    u64 phys, contig;
+
+    for (phys = unit << SIM_PMA_SHIFT; phys < (unit + n) << SIM_PMA_SHIFT; phys += contig) {
+        if (!sim_fb_ptr(g, phys, &contig))
+            return false;
+    }
     bitmap_set(g->pma_used, unit, n);
     if (pinned)
         bitmap_set(g->pma_pinned, unit, n);
     else
         bitmap_clear(g->pma_pinned, unit, n);
     if (zero)
-        memset(g->fb + (unit << SIM_PMA_SHIFT), 0, n << SIM_PMA_SHIFT);
+        fill(g, unit << SIM_PMA_SHIFT, n << SIM_PMA_SHIFT, 0);
     g->c.pma_live += n;
+    return true;
 }
 
 static void give(struct sim_gpu *g, u64 unit, u64 n)
@@ -75,7 +116,7 @@ static void give(struct sim_gpu *g, u64 unit, u64 n)
     bitmap_clear(g->pma_pinned, unit, n);
     g->c.pma_live -= n;
     if (g->mode & SIMGPU_MODE_POISON)
-        memset(g->fb + phys, SIMGPU_POISON, len);
+        fill(g, phys, len, SIMGPU_POISON);
     // After the poison, so that the damage shows
     sim_post_check_free(g, phys, len);
 }
@@ -87,9 +128,8 @@ static u64 take_runs(struct sim_gpu *g, u64 lo, u64 hi, u64 run, u64 align, u64 
 
     for (i = 0; i < n; i++) {
         unit = bitmap_find_next_zero_area(g->pma_used, hi, unit, run, align - 1);
-        if (unit + run > hi)
+        if (unit + run > hi || !take(g, unit, run, pinned, zero))
             break;
-        take(g, unit, run, pinned, zero);
         pages[i] = unit << SIM_PMA_SHIFT;
     }
     return i;
@@ -309,9 +349,10 @@ void sim_pma_poison_check(struct simgpu_poison *io)
     mutex_lock(&sim_lock);
     for_each_clear_bit(unit, g->pma_used, g->pma_units) {
         u64 phys = unit << SIM_PMA_SHIFT;
+        u8 *chunk = g->fb[phys / CHUNK];
 
         io->free_units++;
-        if (!memchr_inv(g->fb + phys, SIMGPU_POISON, 1 << SIM_PMA_SHIFT))
+        if (!chunk || !memchr_inv(chunk + phys % CHUNK, SIMGPU_POISON, 1 << SIM_PMA_SHIFT))
             continue;
         if (!io->dirty_units++)
             io->first_dirty = phys;

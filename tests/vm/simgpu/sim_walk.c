@@ -27,12 +27,8 @@ static u8 sink_page[PAGE_SIZE] __aligned(PAGE_SIZE);
 
 void *sim_phys_ptr(struct sim_gpu *g, u64 phys, u64 *contig)
 {
-    if (g) {
-        if (phys >= g->fb_size)
-            return NULL;
-        *contig = g->fb_size - phys;
-        return g->fb + phys;
-    }
+    if (g)
+        return sim_fb_ptr(g, phys, contig);
     if (!pfn_valid(phys >> PAGE_SHIFT))
         return NULL;
     *contig = PAGE_SIZE - offset_in_page(phys);
