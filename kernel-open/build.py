@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Build nvidia-uvm.ko with vMem inside, from the source of the driver that is installed.
 
 Prints the module's path last. The build folder keeps one tree per release and build type.
@@ -60,7 +60,22 @@ def build(src, release, kernel, args):
     print("\n".join(ours), file=sys.stderr, end="\n" if ours else "")
     if args.check and ours:
         raise source.SourceError(f"{len(ours)} warnings in vMem's files; log: {log}")
-    return tree / "nvidia-uvm.ko"
+    module = tree / "nvidia-uvm.ko"
+    missing = _unresolved(module, kernel, args.symvers)
+    if missing:
+        raise source.SourceError(f"nvidia-uvm.ko {release} needs what nobody exports: {' '.join(missing)}")
+    return module
+
+
+def _unresolved(module, kernel, symvers):
+    """Symbols that the module needs and neither the kernel nor nvidia.ko has; modpost only warns of the first few."""
+    exported = Path(f"/lib/modules/{kernel}/build/Module.symvers").read_text()
+    if symvers:
+        exported += Path(symvers).read_text()
+    known = {line.split("\t")[1] for line in exported.splitlines()}
+    listed = subprocess.run(["nm", "-u", module], check=True, capture_output=True, text=True).stdout
+    needed = {line.split()[-1] for line in listed.splitlines()}
+    return sorted(name for name in needed - known if symvers or not name.startswith("nvUvmInterface"))
 
 
 def main():

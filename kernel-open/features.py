@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """The feature header: which of the driver's interfaces a tree has, found by looking for them in its source."""
 
 import re

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Everything vMem inserts into NVIDIA's files: five hooks, each at an anchor that must match exactly once.
 
 An anchor is one or more whole lines of the vendor's file, without leading text of their own: they are compared

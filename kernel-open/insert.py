@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Insert vMem's hooks into a copy of NVIDIA's kernel-open tree.
 
 All anchors are checked before the first file is written, and a tree that already carries the hooks is left alone.

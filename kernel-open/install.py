@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Hand the patched nvidia-uvm to DKMS as the package nvidia-uvm-vmem, or take it away again.
 
 The package's source is a prepared tree of the installed driver, so it needs neither Python nor this repository to be

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Put the patched nvidia-uvm.ko in the place of the loaded one, or the stock module back.
 
 Everything that can be known beforehand is checked before the loaded module is touched. The stock module's file is never

@@ -1,5 +1,5 @@
 #!/bin/sh
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 # modprobe-uvm.sh RELEASE [option=value]...: what `modprobe nvidia-uvm` does after `make module-install MODULE_BOOT=1`.
 # The patched module if the loaded driver is of its release and it loads, the stock one otherwise.
 release=$1

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 # The kernel module's targets; docs/kernel-module.md has the long form.
 #   NVIDIA_SRC      NVIDIA's kernel-open tree; default: the installed driver's, or on Debian its package's
 #   NVIDIA_RELEASE  driver release or its beginning (535, 550.163.01)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Try the hooks on every driver release within reach, and print which of them they fit.
 
 SRC is a git repository of NVIDIA's open kernel modules (every release tag is read, nothing is checked out), or a folder

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Where NVIDIA's source and the kernel's headers come from: what the system has, else Debian's packages."""
 
 import os

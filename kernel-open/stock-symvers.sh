@@ -1,5 +1,5 @@
 #!/bin/sh
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 # stock-symvers.sh KERNEL OUT: what the installed stock nvidia-uvm.ko of the tree's release says of nvidia.ko's symbols,
 # as a Module.symvers. Fails, with no file, where there is no such module.
 release=$(sed -n 's/.*NV_VERSION_STRING=\\"\([0-9.]*\)\\".*/\1/p' Kbuild)

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 """A build tree: the parts of NVIDIA's kernel-open that nvidia-uvm.ko needs, with vMem's hooks and sources in place."""
 
 import shutil

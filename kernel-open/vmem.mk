@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT
+# SPDX-License-Identifier: MIT OR GPL-2.0-only
 # Builds nvidia-uvm.ko alone in a prepared tree, in this folder. DKMS runs it too.
 #   KERNEL_UNAME          the kernel to build for
 #   UVM_BUILD_TYPE        release, develop (asserts that log) or debug

@@ -169,8 +169,8 @@ static void end(void)
 
 static struct vmem__run run(uint64_t at, uint64_t length, struct vmem__arena *a, uint64_t offset, uint32_t flags)
 {
-    return (struct vmem__run){
-        .range = &range, .addr = BASE + at, .length = length, .arena = a, .offset = offset, .flags = flags};
+    return (struct vmem__run){.range = &range, .addr = BASE + at, .length = length, .arena = a, .offset = offset,
+                              .page_size = VMEM_PAGE_64K, .flags = flags};
 }
 
 // The arena's and the offset's memory, or nothing, stands behind all of [at, at + length).
@@ -345,14 +345,16 @@ static void test_what_is_mapped_is_not_mapped_over_unasked(void)
     end();
 }
 
-static void test_fine_runs_ask_for_small_entries(void)
+// A page that may be replaced alone beside running kernels must not share an entry with others.
+static void test_only_2m_pages_may_get_2m_entries(void)
 {
     struct vmem__run runs[2];
     size_t bad;
 
     start(64, UVM_VMEM_MAX_BYTES, 32 * MIB);
-    runs[0] = run(0, 2 * MIB, &arena, 0, VMEM_MAP_FINE);
+    runs[0] = run(0, 2 * MIB, &arena, 0, 0);
     runs[1] = run(2 * MIB, 2 * MIB, &arena, 2 * MIB, 0);
+    runs[1].page_size = VMEM_PAGE_2M;
     CHECK_EQ(uvm_map(&uvm, runs, 2, &bad), 0);
     CHECK(module.entry[0].flags & UVM_VMEM_MAP_64K);
     CHECK(!(module.entry[32].flags & UVM_VMEM_MAP_64K));
@@ -388,7 +390,7 @@ int main(void)
     test_a_failed_replacement_brings_the_old_pages_back();
     test_a_failed_unmap_leaves_everything_mapped();
     test_what_is_mapped_is_not_mapped_over_unasked();
-    test_fine_runs_ask_for_small_entries();
+    test_only_2m_pages_may_get_2m_entries();
     test_arenas_are_created_whole_or_not_at_all();
     return 0;
 }

@@ -87,7 +87,7 @@ void uvm_arena_free(struct uvm *u, struct vmem__arena *a)
 static int make_alias(struct uvm *u, struct vmem__arena *a)
 {
     struct uvm_arena *arena = a->priv;
-    struct vmem__run all = {.range = &arena->alias, .length = a->size, .arena = a};
+    struct vmem__run all = {.range = &arena->alias, .length = a->size, .arena = a, .page_size = VMEM_PAGE_2M};
     size_t bad;
     int err = 0;
 
