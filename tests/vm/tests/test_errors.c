@@ -354,6 +354,36 @@ TEST(test_err_out_of_memory)
     sim_check(0);
 }
 
+static void set_cap(unsigned mbytes)
+{
+    FILE *f = fopen("/sys/module/nvidia_uvm/parameters/uvm_vmem_max_mbytes", "w");
+
+    CHECK(f);
+    CHECK(fprintf(f, "%u", mbytes) > 0);
+    CHECK(fclose(f) == 0);
+}
+
+TEST(test_err_cap)
+{
+    struct vm_state s;
+    uint64_t h;
+
+    start(&s); // 4 slabs, one for each size
+    set_cap(12);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_cap, MB(12));
+    CHECK_EQ(vm_create(&u, MB(2), 3, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+    UNCHANGED(&s);
+    CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_EQ(vm_create(&u, KB(64), 31, NULL), NV_OK); // in a slab that is there
+    set_cap(2); // under what is held already: only stops more
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_EQ(vm_map(&u, BASE + MB(4), MB(2), h, 0, 0), NV_OK);
+    set_cap(0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_cap, ~0ull);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
+}
+
 TEST(test_err_release)
 {
     struct vm_state s;

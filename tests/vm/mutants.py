@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: MIT
+"""Seeded faults in uvm_ext, each of which a named test must notice.
+
+All of them are compiled into one module, each switched off until the parameter uvm_vmem_mutant names its number; so one
+build serves all runs, and number 0 shows that the tests pass without a fault. A mutant whose text is no longer in the
+source once is an error: then it has to follow the source.
+"""
+
+import dataclasses
+import datetime
+import re
+import time
+
+import kernel as kernels
+import modules
+from guest import Step
+from kernel import CACHE, TOP, Missing, digest, say
+from mutant_list import MUTANTS
+
+
+def _selected(number, old, new):
+    """C text that is `new` when the mutant is on and `old` otherwise."""
+    if old.rstrip().endswith((";", "}")):  # statements
+        return f"if (uvm_vmem_mutant == {number}) {{ {new} }} else {{ {old} }}"
+    return f"(uvm_vmem_mutant == {number} ? ({new}) : ({old}))"
+
+
+def apply(sources):
+    """{file: text} with every mutant in it."""
+    out = dict(sources)
+    for number, mutant in enumerate(MUTANTS, 1):
+        for file, old, new in mutant.edits:
+            if sources[file].count(old) != 1:
+                raise Missing(f"mutant {mutant.name}: its text is {sources[file].count(old)} times in {file}, not once")
+            if out[file].count(old) != 1:
+                raise Missing(f"mutant {mutant.name}: another mutant has its text in {file}")
+            out[file] = out[file].replace(old, _selected(number, old, new))
+    for file, text in out.items():
+        if text != sources[file]:
+            # behind the last include of the head of the file
+            last = [m.end() for m in re.finditer(r'^#include [<"].*\n', text, re.M)][-1]
+            out[file] = text[:last] + "extern unsigned int uvm_vmem_mutant;\n" + text[last:]
+    head = out["uvm_vmem_dispatch.c"]
+    last = [m.end() for m in re.finditer(r'^#include [<"].*\n', head, re.M)][-1]
+    out["uvm_vmem_dispatch.c"] = (head[:last] + "#include <linux/module.h>\nunsigned int uvm_vmem_mutant;\n"
+                                  "module_param(uvm_vmem_mutant, uint, 0644);\n" + head[last:])  # fmt: skip
+    return out
+
+
+def build(src, release, kernel, sim):
+    """The module with all mutants in it. Only our files differ from the patched module's, so its objects are reused."""
+    tree = modules.uvm_tree(src, release, "patched", kernel)
+    patched = modules.uvm(src, release, "patched", kernel, sim)
+    ours = tree / "nvidia-uvm" / "uvm_ext"
+    sources = {p.name: p.read_text() for p in sorted((TOP / "uvm_ext").glob("*.[ch]"))}
+    changed = apply(sources)
+    out = CACHE / "modules" / f"mutants-{release}-{digest(patched, *changed.values())}.ko"
+    if not out.is_file():
+        say(f"building nvidia-uvm.ko {release} with {len(MUTANTS)} mutants")
+        try:
+            for name, text in changed.items():
+                if text != sources[name]:
+                    (ours / name).write_text(text)
+            out.write_bytes(modules.rebuild(tree, kernel, sim).read_bytes())
+        finally:
+            for name, text in sources.items():
+                if (ours / name).read_text() != text:
+                    (ours / name).write_text(text)
+            (tree / ".vmem-stamp").unlink(missing_ok=True)
+    return out
+
+
+def plan(number, mutant):
+    gpu, program, cases = mutant.gpu, mutant.test.split()[0], mutant.test.split()[1:]
+    steps = [Step("load", f"load_gpu {gpu} && load_uvm mutants uvm_vmem_mutant={number}", 60, quiet=True)]
+    if program == "test_failnth":
+        steps.append(Step("load failmem", "insmod /mod/failmem.ko", 20, quiet=True))
+    steps.append(Step(mutant.test, f"OPS=2500 CALLS=8000 SECONDS_EACH=3 REMAPS=400 KILLS=3 CASE_TIMEOUT=150 /tests/{program} "
+                      + " ".join(cases), 200))  # fmt: skip
+    if program == "test_failnth":
+        steps.append(Step("unload failmem", "rmmod failmem", 20, quiet=True))
+    return [*steps, Step("unload", "unload_all", 60, quiet=True)]
+
+
+def why(guest):
+    """The first thing that was noticed."""
+    for result in guest.results:
+        if result.failed:
+            return result.failed[0]
+        if result.complaints:
+            return re.sub(r"^\[[^]]*\] *", "", result.complaints[0])
+        if result.rc not in (0, None):
+            return f"{result.step.name}: exit status {result.rc}"
+    return guest.why
+
+
+def main(args, boot, gather):
+    release = (args.release or modules.RELEASES)[0]
+    kernel = kernels.debian()
+    files, release = gather(release, kernel, variants=("patched",))
+    src, release = modules.driver_source(release)
+    sim = modules.simgpu(src, release, kernel)
+    files["mod/mutants/nvidia-uvm.ko"] = build(src, release, kernel, sim)
+    chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if not args.lines or any(text in m.name for text in args.lines)]
+    print(f"{len(chosen)} mutants of vMem on the simulated GPU, driver {release}", flush=True)
+
+    # without a fault every test that is to kill one must pass
+    tests = sorted({(m.test, m.gpu) for _, m in chosen})
+    rows, bad = [], []
+    for test, gpu in tests:
+        clean = dataclasses.replace(MUTANTS[0], name="none", test=test, gpu=gpu)
+        ok, guest = boot(args, kernel, files, plan(0, clean), label="mutant-0", quiet=True)
+        if not ok:
+            print(f"  FAIL without any mutant: {test}: {why(guest)}", flush=True)
+            bad.append(test)
+    for number, mutant in chosen:
+        t0 = time.monotonic()
+        ok, guest = boot(args, kernel, files, plan(number, mutant), label=f"mutant-{number}", quiet=True)
+        noticed = "" if ok else why(guest)
+        rows.append((number, mutant, noticed))
+        print(f"  {'killed  ' if noticed else 'SURVIVED'} {number:2} {mutant.name:<28} {mutant.test:<58} "
+              f"{time.monotonic() - t0:4.0f} s  {noticed[:110]}", flush=True)  # fmt: skip
+    survived = [m.name for _, m, noticed in rows if not noticed]
+    print(f"{len(rows) - len(survived)} of {len(rows)} killed" + (f"; survived: {', '.join(survived)}" if survived else ""))
+    if not args.lines:
+        write(CACHE / "results" / "mutants.md", release, kernel, rows)
+    return 1 if survived or bad else 0
+
+
+def write(path, release, kernel, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    killed = sum(bool(noticed) for *_, noticed in rows)
+    lines = [f"{killed} of {len(rows)} mutants killed; driver {release}, kernel {kernel.release}, simulated GPU, "
+             f"{datetime.date.today().isoformat()}. Command: `make mutants`.", "",
+             "| | mutant | what it breaks | test | what the test saw |", "|---|---|---|---|---|"]  # fmt: skip
+    for number, mutant, noticed in rows:
+        seen = (noticed or "**survived**").replace("|", "\\|").replace("_", "\\_")
+        lines.append(f"| {number} | {mutant.name} | {mutant.what} | {mutant.test} | {seen[:140]} |")
+    path.write_text("\n".join(lines) + "\n")
