@@ -91,7 +91,7 @@ void sim_tlb_drop_all(struct sim_vas *v)
 
 struct scope {
     bool targeted, gpc;
-    u64 va;
+    u64 va, size;
     u32 level; // PAGE_TABLE_LEVEL: 0 all, 1 PTEs only, 2 up to PDE0, ... 5 up to PDE3
 };
 
@@ -115,9 +115,9 @@ static bool covered(const struct scope *s, const struct sim_tlbe *t)
         // A unit may remember an absent translation under any page size; the invalidate of one address is given the
         // 64K around it, and the 2M if it reaches PDE0
         size = s->level == 1 ? 64 << 10 : 2 << 20;
-        return (s->va & ~(size - 1)) == (t->va & ~(size - 1));
+        return s->va < (t->va & ~(size - 1)) + size && (t->va & ~(size - 1)) < s->va + s->size;
     }
-    return s->va >= t->va && s->va < t->va + size;
+    return s->va < t->va + size && t->va < s->va + s->size;
 }
 
 struct refill {
@@ -183,6 +183,9 @@ void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
         .level = replay == 5 ? 1 : (c >> 7) & 7, // a cancel has the access type there
     };
     u64 pdb = ((u64)(d & 0x7ffffff) << 20 | c >> 12) << 12;
+    // A power of two of 4K; the hardware aligns the address down to it. A cancel has its target there
+    s.size = replay == 5 ? 4096 : 4096ull << min(a & 0x3f, 51u);
+    s.va &= ~(s.size - 1);
     bool all = c & 1, vid = ((c >> 10) & 3) == 0, ack = ((c >> 5) & 3) != 0;
     struct sim_vas *v;
 

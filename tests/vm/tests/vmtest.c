@@ -117,6 +117,7 @@ int main(int argc, char **argv)
         if (pid == 0) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             alarm(env_long("CASE_TIMEOUT", 300));
+            sim_baseline();
             t->run();
             fflush(NULL);
             _exit(0);

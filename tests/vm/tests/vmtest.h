@@ -121,6 +121,7 @@ struct simgpu_info sim_info(unsigned gpu);
 void sim_phys(unsigned gpu, bool write, uint64_t phys, void *buf, uint64_t length);
 // The simulator's verdicts: no stale TLB entry at a free, no late write, no use after free, free memory untouched.
 void sim_check(unsigned gpu);
+void sim_baseline(void); // called before each case
 uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t page_size, uint64_t size);
 void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *out);
 void sim_mode(unsigned gpu, uint32_t set, uint32_t clear);
