@@ -494,7 +494,7 @@ static size_t end_pages(vmem_context *ctx, const vmem_page *pages, size_t n, str
 {
     size_t n_pieces = 0;
     for (size_t i = 0; i < n; i++) {
-        struct vmem__arena_rec *a;
+        struct vmem__arena_rec *a = NULL;
         struct vmem__page *p = vmem__page_get(ctx, pages[i], &a);
         uint32_t first = (uint32_t)(p - a->pages);
         for (uint32_t u = 0; u < p->units; u++)

@@ -23,6 +23,9 @@
 
 #include "../backend.h"
 
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x8U
+#endif
 #define FILE_SIZE (INT64_C(1) << 62)
 #define ARENA_MIN (UINT64_C(64) << 20)
 #define ARENA_MAX (UINT64_C(1) << 46)
@@ -45,12 +48,21 @@ static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
 
 // ---- life ---------------------------------------------------------------------------------------------------
 
+static int file_new(void)
+{
+    // Linux 6.3 and later ask to be told that the memory is no program, and may be set to insist.
+    int fd = memfd_create("vmem", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+    if (fd < 0 && errno == EINVAL)
+        fd = memfd_create("vmem", MFD_CLOEXEC);
+    return fd < 0 ? vmem__error(-errno, "memfd_create: %s", strerror(errno)) : fd;
+}
+
 static int probe(const struct vmem_options *opts)
 {
     (void)opts;
-    int fd = memfd_create("vmem", MFD_CLOEXEC);
+    int fd = file_new();
     if (fd < 0)
-        return vmem__error(-errno, "memfd_create: %s", strerror(errno));
+        return fd;
     close(fd);
     struct rlimit fsize;
     if (!getrlimit(RLIMIT_FSIZE, &fsize) && fsize.rlim_cur < (rlim_t)FILE_SIZE)
@@ -111,11 +123,12 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     struct host *h = calloc(1, sizeof *h);
     if (!h)
         return vmem__error(-ENOMEM, "no memory for a context");
-    h->fd = memfd_create("vmem", MFD_CLOEXEC);
-    if (h->fd < 0 || ftruncate(h->fd, FILE_SIZE)) {
-        rc = vmem__error(-errno, "%s: %s", h->fd < 0 ? "memfd_create" : "ftruncate of a memfd", strerror(errno));
-        if (h->fd >= 0)
-            close(h->fd);
+    rc = h->fd = file_new();
+    if (rc >= 0 && ftruncate(h->fd, FILE_SIZE)) {
+        rc = vmem__error(-errno, "ftruncate of a memfd: %s", strerror(errno));
+        close(h->fd);
+    }
+    if (rc < 0) {
         free(h);
         return rc;
     }

@@ -136,6 +136,7 @@ struct vmem_kv {
     struct kv_cut cut, worker_cut;
     uint32_t *todo; // slots that a step has to extend
     struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
+    _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
     struct vmem_kv_stats shown; // under stats_lock
     struct vmem_kv_view *view;
     char *view_path;

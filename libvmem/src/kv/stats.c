@@ -54,6 +54,7 @@ void kv_summarise(vmem_kv *kv)
     st->free_pages = kv->budget_pages > fixed ? kv->budget_pages - fixed : 0;
     st->shared_pages = kv->refs.used;
     st->prefix_pages = kv->prefix_only;
+    st->zeroed_bytes = kv->zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->n_prefixes;
     pthread_mutex_lock(&kv->stats_lock);
