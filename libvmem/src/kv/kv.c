@@ -203,8 +203,10 @@ static int reserve(vmem_kv *kv)
 
 static void release(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++)
+    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++) {
+        kv->slots[s].fresh = true; // no kernel is touching it, says the caller
         kv_cut_slot(kv, s);
+    }
     for (uint32_t i = 0; i < kv->cap_prefixes; i++)
         if (kv->prefixes[i])
             kv_prefix_drop(kv, kv->prefixes[i]);
