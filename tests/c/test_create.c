@@ -23,11 +23,14 @@ static void errors(vmem_context *ctx)
     ERR(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, NULL), EINVAL, "pages is NULL");
     ERR(vMemCreate(ctx, VMEM_PAGE_2M, SIZE_MAX, 0, &page), ENOMEM, "2^46");
     ERR(vMemCreate(ctx, VMEM_PAGE_2M, (size_t)1 << 26, 0, &page), ENOMEM, "2^46");
-    // More than the machine or the device has is refused, and quickly.
+    // More than the machine or the device has is refused, and nothing of it is kept.
     const size_t n = 4 * test_info.memory_total / VMEM_PAGE_2M;
     vmem_page *pages = malloc(n * sizeof *pages);
-    int rc = vMemCreate(ctx, VMEM_PAGE_2M, n, 0, pages);
-    CHECK_EQ(rc, -ENOMEM);
+    const uint64_t overhead = test_stats(ctx).overhead;
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, n, 0, pages), ENOMEM, "");
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, n / 4 + 1, 0, pages), ENOMEM, test_cpu() ? "the machine has" : "");
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK(test_stats(ctx).overhead <= overhead);
     free(pages);
     OK(vMemCreate(ctx, VMEM_PAGE_2M, 0, 0, NULL));
     CHECK_EQ(page, 42);

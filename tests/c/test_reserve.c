@@ -64,6 +64,24 @@ static void many(vmem_context *ctx)
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }
 
+// Addresses run out before bookkeeping does.
+static void exhausted(void)
+{
+    vmem_context *ctx = test_context(0);
+    uint64_t addr[16], more;
+    size_t n = 0;
+    int rc = 0;
+    while (n < COUNT(addr) && !(rc = vMemReserve(ctx, UINT64_C(1) << 46, 0, &addr[n])))
+        n++;
+    CHECK_EQ(rc, -ENOMEM);
+    CHECK_EQ(test_stats(ctx).reserved, n << 46);
+    OK(vMemReserve(ctx, GIB, 0, &more)); // smaller ones still fit
+    while (n--)
+        OK(vMemFree(ctx, addr[n]));
+    OK(vMemFree(ctx, more));
+    vmem_context_destroy(ctx);
+}
+
 static uint64_t resident(void)
 {
     unsigned long size, pages;
@@ -105,6 +123,8 @@ int main(int argc, char **argv)
     vmem_context *ctx = test_context(0);
     errors(ctx);
     many(ctx);
+    if (test_cpu())
+        exhausted();
     huge(ctx, 0);
     if (test_info.caps & VMEM_CAP_BACKDROP)
         huge(ctx, VMEM_RESERVE_BACKDROP);
