@@ -5,6 +5,7 @@
 #define UVM_VMEM_COMPAT_H
 
 #include "uvm_common.h"
+#include "uvm_conf_computing.h"
 #include "uvm_forward_decl.h"
 #include "uvm_linux.h"
 #include "uvm_global.h"
@@ -65,6 +66,15 @@ static inline bool uvm_vmem_gpu_is_sriov_heavy(uvm_gpu_t *gpu)
     return uvm_parent_gpu_is_virt_mode_sriov_heavy(gpu->parent);
 #else
     return uvm_gpu_is_virt_mode_sriov_heavy(gpu);
+#endif
+}
+
+static inline bool uvm_vmem_gpu_is_confidential(uvm_gpu_t *gpu)
+{
+#if UVM_VMEM_HAS_GLOBAL_CONF_COMPUTING
+    return g_uvm_global.conf_computing_enabled;
+#else
+    return uvm_conf_computing_mode_enabled(gpu);
 #endif
 }
 

@@ -104,7 +104,7 @@ NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu)
     // SR-IOV heavy: page tables are written through a proxy, and vidmem is reached through mappings made on demand.
     if (uvm_vmem_gpu_is_sriov_heavy(gpu) || !uvm_vmem_gpu_has_sparse(gpu) || !gpu->mem_info.size)
         return NV_ERR_NOT_SUPPORTED;
-    if (g_uvm_global.conf_computing_enabled && !uvm_vmem_confidential)
+    if (uvm_vmem_gpu_is_confidential(gpu) && !uvm_vmem_confidential)
         return NV_ERR_NOT_SUPPORTED;
 
     // Pascal and later: a table of 64 KiB entries covers 2 MiB.
