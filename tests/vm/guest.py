@@ -117,10 +117,11 @@ def command_line(kernel, initrd, *, image=None, memory=1536, cpus=2, accel="tcg"
 class Guest:
     """One run: boots, follows both consoles, fills in a Result per step."""
 
-    def __init__(self, qemu_args, steps, *, allowed=(), boot_timeout=60, on_result=None, log=None):
+    def __init__(self, qemu_args, steps, *, allowed=(), boot_timeout=60, on_result=None, stop_after=None, log=None):
         self.args, self.allowed, self.boot_timeout = qemu_args, tuple(allowed), boot_timeout
         self.results = [Result(s) for s in steps]
-        self.on_result, self.log = on_result, log
+        self.on_result, self.stop_after, self.log = on_result, stop_after, log
+        self.stopped = False
         self.klog, self.done, self.why = [], False, ""
         self._at = -1  # index of the step that runs; -1: none yet
         self._deadline = time.monotonic() + boot_timeout
@@ -155,7 +156,7 @@ class Guest:
                 qemu.stderr.close()
                 if said and not self.klog:
                     self.why = f"QEMU: {said}"
-        if not self.done and not self.why:
+        if not self.done and not self.why and not self.stopped:
             self.why = "the guest ended before its last step" + self._panic()
         if self._between:
             self.why = (self.why + "; " if self.why else "") + "outside any step: " + self._between[0]
@@ -174,7 +175,7 @@ class Guest:
             sock.setblocking(False)
             sel.register(sock, selectors.EVENT_READ, handler)
             buffers[sock] = b""
-        while buffers:
+        while buffers and not self.stopped:
             left = self._deadline - time.monotonic()
             if left <= 0:
                 name = self.results[self._at].step.name if self._at >= 0 else "boot"
@@ -223,5 +224,6 @@ class Guest:
             self._deadline = time.monotonic() + self.boot_timeout
             if self.on_result:
                 self.on_result(result)
+            self.stopped = bool(self.stop_after and self.stop_after(result))
         elif word == "done":
             self.done = True

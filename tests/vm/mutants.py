@@ -9,7 +9,6 @@ source once is an error: then it has to follow the source.
 import dataclasses
 import datetime
 import re
-import time
 
 import kernel as kernels
 import modules
@@ -71,27 +70,48 @@ def build(src, release, kernel, sim):
 
 
 def plan(number, mutant):
-    gpu, program, cases = mutant.gpu, mutant.test.split()[0], mutant.test.split()[1:]
-    steps = [Step("load", f"load_gpu {gpu} && load_uvm mutants uvm_vmem_mutant={number}", 60, quiet=True)]
-    if program == "test_failnth":
-        steps.append(Step("load failmem", "insmod /mod/failmem.ko", 20, quiet=True))
-    steps.append(Step(mutant.test, f"OPS=2500 CALLS=8000 SECONDS_EACH=3 REMAPS=400 KILLS=3 CASE_TIMEOUT=150 /tests/{program} "
-                      + " ".join(cases), 200))  # fmt: skip
-    if program == "test_failnth":
-        steps.append(Step("unload failmem", "rmmod failmem", 20, quiet=True))
-    return [*steps, Step("unload", "unload_all", 60, quiet=True)]
+    program, cases = mutant.test.split()[0], mutant.test.split()[1:]
+    return [
+        Step(f"load {number}", f"load_gpu {mutant.gpu} && load_uvm mutants uvm_vmem_mutant={number}", 60, quiet=True),
+        Step(mutant.test, f"OPS=800 SECONDS_EACH=3 KILLS=3 CASE_TIMEOUT=200 /tests/{program} {' '.join(cases)}", 250),
+        Step(f"unload {number}", "unload_all", 60, quiet=True),
+    ]  # fmt: skip
 
 
-def why(guest):
-    """The first thing that was noticed."""
-    for result in guest.results:
+def why(results, guest):
+    """The first thing that was noticed, without the time stamp."""
+    for result in results:
         if result.failed:
             return result.failed[0]
         if result.complaints:
             return re.sub(r"^\[[^]]*\] *", "", result.complaints[0])
-        if result.rc not in (0, None):
+        if result.rc is None:
+            return guest.why or "the guest died"
+        if result.rc:
             return f"{result.step.name}: exit status {result.rc}"
-    return guest.why
+    return ""
+
+
+def verdicts(args, kernel, files, todo, boot):
+    """Yield (number, mutant, what was noticed). One guest serves many; one that misbehaved is replaced by a fresh one."""
+    todo = list(todo)
+    while todo:
+        steps = [step for number, mutant in todo for step in plan(number, mutant)]
+
+        def spoilt(result):
+            # the kernel complained, or the module cannot be unloaded: what follows would be no clean run
+            return bool(result.complaints) or (result.rc != 0 and "load" in result.step.name)
+
+        _, guest = boot(args, kernel, files, steps, label="mutants", quiet=True, stop_after=spoilt)
+        before = len(todo)
+        for at in range(0, len(guest.results), 3):
+            load, test, unload = guest.results[at : at + 3]
+            if load.rc != 0:
+                break
+            number, mutant = todo.pop(0)
+            yield number, mutant, why([test, unload], guest)
+        if len(todo) == before:
+            raise Missing(f"the guest could not load mutant {todo[0][0]}: {guest.why}; log: {CACHE / 'logs' / 'mutants.log'}")
 
 
 def main(args, boot, gather):
@@ -106,20 +126,16 @@ def main(args, boot, gather):
 
     # without a fault every test that is to kill one must pass
     tests = sorted({(m.test, m.gpu) for _, m in chosen})
-    rows, bad = [], []
-    for test, gpu in tests:
-        clean = dataclasses.replace(MUTANTS[0], name="none", test=test, gpu=gpu)
-        ok, guest = boot(args, kernel, files, plan(0, clean), label="mutant-0", quiet=True)
-        if not ok:
-            print(f"  FAIL without any mutant: {test}: {why(guest)}", flush=True)
-            bad.append(test)
-    for number, mutant in chosen:
-        t0 = time.monotonic()
-        ok, guest = boot(args, kernel, files, plan(number, mutant), label=f"mutant-{number}", quiet=True)
-        noticed = "" if ok else why(guest)
+    clean = [(0, dataclasses.replace(MUTANTS[0], name="none", test=test, gpu=gpu)) for test, gpu in tests]
+    bad = 0
+    for _, mutant, noticed in verdicts(args, kernel, files, clean, boot):
+        if noticed:
+            print(f"  FAIL without any mutant: {mutant.test}: {noticed}", flush=True)
+            bad += 1
+    rows = []
+    for number, mutant, noticed in verdicts(args, kernel, files, chosen, boot):
         rows.append((number, mutant, noticed))
-        print(f"  {'killed  ' if noticed else 'SURVIVED'} {number:2} {mutant.name:<28} {mutant.test:<58} "
-              f"{time.monotonic() - t0:4.0f} s  {noticed[:110]}", flush=True)  # fmt: skip
+        print(f"  {'killed  ' if noticed else 'SURVIVED'} {number:2} {mutant.name:<26} {mutant.test:<56} {noticed[:120]}", flush=True)
     survived = [m.name for _, m, noticed in rows if not noticed]
     print(f"{len(rows) - len(survived)} of {len(rows)} killed" + (f"; survived: {', '.join(survived)}" if survived else ""))
     if not args.lines:

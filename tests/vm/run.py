@@ -78,14 +78,15 @@ def show(result, verbose=False):
         print(f"       {name} = {value:g} {unit}")
 
 
-def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False):
-    """Boot one guest and run the steps; returns (verdict, Guest)."""
+def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None):
+    """Boot one guest and run the steps, or those up to the first that `stop_after` says true of; returns (verdict, Guest)."""
     initrd = rootfs.initramfs(CACHE / f"initramfs-{label}.cpio", files, job_script(steps))
     log_path = CACHE / "logs" / f"{label}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     qemu = command_line(kernel, initrd, image=image, memory=memory, cpus=args.cpus, accel=args.accel)
     with log_path.open("w") as log:
         guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
+                      stop_after=stop_after,
                       on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
         ok = guest.run()
     initrd.unlink()

@@ -86,6 +86,7 @@ static void one_call(void)
         uint64_t words[32];
     } p = { 0 };
     size_t size = _IOC_SIZE(cmds[which]);
+    bool good = rng_below(&rng, 16) == 0; // a few pass, so that there is a state to keep
     int rc;
     NV_STATUS status;
 
@@ -121,15 +122,17 @@ static void one_call(void)
                 ops[i].flags = rng_below(&rng, 2) ? UVM_VMEM_UNMAP_OPEN : 0;
             }
         }
-        if (rng_below(&rng, 3))
+        if (!good && rng_below(&rng, 3))
             spoil(ops, sizeof(ops[0]) * OPS, 1 + rng_below(&rng, 2));
         memcpy(p.batch.gpu_uuid, &u.uuid[0], 16);
         p.batch.ops = (uintptr_t)maybe_bad(ops);
         p.batch.count = 1 + rng_below(&rng, OPS);
         p.batch.opSize = sizeof(ops[0]);
     }
-    if (rng_below(&rng, 3) == 0)
+    if (!good && rng_below(&rng, 2))
         spoil(&p, size, 1 + rng_below(&rng, 3));
+    if (!good && which >= 5 && rng_below(&rng, 2))
+        p.batch.flags = 1u << rng_below(&rng, 32);
     // what the fuzzer must not do by luck: take gigabytes, or point at memory that is not its own to read
     if (which == 3 && p.create.count > 64)
         p.create.count |= 0x80000000u;
