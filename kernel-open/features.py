@@ -10,8 +10,8 @@ HEADER = "uvm_vmem_features.h"
 def header(nvidia_uvm, features):
     """Text of the header for one nvidia-uvm folder.
 
-    `features` is the list of what to look for: lines of "NAME file regular-expression", of which each becomes a macro that
-    is 1 where the expression matches in the folder's file and 0 elsewhere.
+    `features` is the list of what to look for: lines of "NAME file regular-expression", of which each becomes a macro
+    that is 1 where the expression matches in the folder's file and 0 elsewhere.
     """
     lines = ["// Generated from features.list and the driver's source.\n", "#pragma once\n"]
     for line in Path(features).read_text().splitlines():

@@ -1,4 +1,4 @@
-// A GPU driver made of CPU memory, for running the stock and cuda backends where there is no GPU.
+// A GPU driver made of CPU memory, for running the stock, cuda and uvm backends where there is no GPU.
 //
 // Built as libcuda.so.1 and preloaded, it is both the CUDA driver library that libvmem opens and, by taking the place of
 // open, ioctl and a few more, the devices /dev/nvidiactl and /dev/nvidia-uvm. Device memory is a memfd, a device address is
@@ -6,7 +6,8 @@
 // and layout of the release it plays, UVM maps inside one CUDA mapping, mappings split only at the size of their entries,
 // cuMemUnmap of whole mappings, memory that is not zero when fresh. It knows no GPU page tables, TLBs or kernels.
 //
-// $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default.
+// $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the patched
+// one (fakekmod.h).
 //
 // SPDX-License-Identifier: MIT
 #include "fakegpu.h"
@@ -62,6 +63,7 @@ struct mapping {
     struct memory *memory;
     bool access;
     uint32_t *entry; // which map() call put it there, times two; plus one for entries of 2 MiB
+    struct kmod_entry *kmod;
 };
 
 struct reservation {
@@ -71,7 +73,7 @@ struct reservation {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int memfd = -1, uvm_fd = -1;
-static ino_t uvm_inode;
+static ino_t uvm_inode, blank_inode; // CUDA's, and one that was only opened
 static pid_t owner; // the process whose device this is; a child shares its memory
 static uint8_t used[BLOCKS];
 static struct memory *memories;
@@ -381,7 +383,7 @@ CUDA(cuMemMap, uint64_t addr, size_t length, size_t offset, uint64_t handle, uns
     } else if (memory && offset == 0 && length == memory->size && addr % BLOCK == 0) {
         struct mapping *m = calloc(1, sizeof(*m));
 
-        *m = (struct mapping){mappings, addr, length, memory, false, calloc(length / PAGE, sizeof(uint32_t))};
+        *m = (struct mapping){mappings, addr, length, memory, false, calloc(length / PAGE, sizeof(uint32_t)), NULL};
         for (uint64_t i = 0; i < length / PAGE; i++)
             m->entry[i] = next_entry | 1;
         next_entry += 2;
@@ -436,6 +438,7 @@ CUDA(cuMemUnmap, uint64_t addr, size_t length)
         nothing_at(m->addr, m->size);
         memory_put(m->memory);
         free(m->entry);
+        free(m->kmod);
         free(m);
     }
     pthread_mutex_unlock(&lock);
@@ -519,8 +522,12 @@ static const struct vmem__abi *abi(void)
     return &layouts[major < 535 ? 0 : major < 545 ? 1 : major < 550 ? 2 : 3];
 }
 
+#include "fakekmod.h"
+
 static int uvm_ioctl(unsigned long request, void *arg)
 {
+    if (_IOC_TYPE(request) == UVM_VMEM_IOCTL_TYPE)
+        return kmod_ioctl(request, arg, true);
     if (request == UVM_MAP_EXTERNAL_SPARSE) {
         struct uvm_sparse *p = arg;
 
@@ -617,6 +624,8 @@ EXPORT int ioctl(int fd, unsigned long request, ...)
     va_start(args, request);
     arg = va_arg(args, void *);
     va_end(args);
+    if (fstat(fd, &st) == 0 && blank_inode && st.st_ino == blank_inode)
+        return kmod_ioctl(request, arg, false);
     if (fstat(fd, &st) == 0 && uvm_inode) {
         struct client *c;
 
@@ -649,6 +658,15 @@ EXPORT int open(const char *path, int flags, ...)
         *c = (struct client){clients, st.st_ino, 0};
         clients = c;
         pthread_mutex_unlock(&lock);
+        return fd;
+    }
+    if (strcmp(path, "/dev/nvidia-uvm") == 0) {
+        int fd = memfd_create("fake-nvidia-uvm", flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
+        struct stat st;
+
+        if (fd < 0 || fstat(fd, &st))
+            abort();
+        blank_inode = st.st_ino;
         return fd;
     }
     return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
