@@ -6,6 +6,8 @@
 #include "uvm_api.h"
 #include "uvm_kvmalloc.h"
 
+#include <linux/sched/signal.h>
+
 // Windows closed under one hold of the VA space lock
 #define CLOSE_AT_ONCE 2048
 
@@ -132,11 +134,13 @@ NV_STATUS uvm_vmem_api_free(void *params, struct file *filp)
     if (status != NV_OK)
         return status;
 
+    // Others may open windows between; nobody makes a dying process wait for them.
     do {
         uvm_va_space_down_write(va_space);
         status = free_locked(va_space, p);
         uvm_va_space_up_write(va_space);
         cond_resched();
-    } while (status == NV_WARN_MORE_PROCESSING_REQUIRED);
-    return status;
+    } while (status == NV_WARN_MORE_PROCESSING_REQUIRED && !fatal_signal_pending(current));
+
+    return status == NV_WARN_MORE_PROCESSING_REQUIRED ? NV_ERR_BUSY_RETRY : status;
 }
