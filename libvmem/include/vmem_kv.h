@@ -103,7 +103,7 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
 // How many tokens the slot could have at most in the next step, if no other slot grew; slot -1: a new request.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Forgets the rows from `tokens` on (rejected speculation); a shared page that is to be written again is copied.
-// -ENOMEM, -ENODATA: nothing changed. After another error, rows from `tokens` on may be lost.
+// Should it fail, rows from `tokens` on may be lost, but none before; call it again.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // Returns when the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);

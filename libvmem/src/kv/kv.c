@@ -213,8 +213,10 @@ static void release(vmem_kv *kv)
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vMemFree(kv->ctx, kv->addrs[i]);
-    if (kv->scratch)
+    if (kv->scratch) {
+        vMemUnmap(kv->ctx, kv->scratch, kv->n_tensors * kv->page_size);
         vMemFree(kv->ctx, kv->scratch);
+    }
     if (kv->budget_pages)
         vmem_trim(kv->ctx, NULL);
 }

@@ -201,6 +201,8 @@ int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, u
 int kv_grow_run(vmem_kv *kv, struct kv_grow *l);
 // Makes it part of the spans.
 void kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
+// Releases pages, one by one if it cannot be done at once; returns how many.
+uint64_t kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
 // Unmaps and releases what a run made.
 void kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void kv_grow_reset(struct kv_grow *l);

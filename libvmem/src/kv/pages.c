@@ -37,10 +37,19 @@ void kv_grow_reset(struct kv_grow *l)
     l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0;
 }
 
+uint64_t kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
+{
+    uint64_t done = 0;
+    if (!n || !vMemReleaseBatch(kv->ctx, pages, n, NULL))
+        return n;
+    for (uint64_t i = 0; i < n; i++) // which takes no memory
+        done += !vMemRelease(kv->ctx, pages[i]);
+    return done;
+}
+
 void kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
 {
-    if (l->n_pages)
-        vMemReleaseBatch(kv->ctx, l->pages, l->n_pages, NULL);
+    kv_release(kv, l->pages, l->n_pages);
     l->n_pages = 0;
 }
 
@@ -184,8 +193,8 @@ int kv_cut_run(vmem_kv *kv, struct kv_cut *c)
     if (!c->n_ops)
         return 0;
     int rc = vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL);
-    if (!rc && c->n_pages && vMemReleaseBatch(kv->ctx, c->pages, c->n_pages, NULL))
-        c->n_pages = 0; // unmapped for good, so there is no way back: the pages stay counted
+    if (!rc)
+        c->n_pages = kv_release(kv, c->pages, c->n_pages);
     return rc;
 }
 

@@ -207,11 +207,11 @@ static int copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pa
         copies[t] = (struct vmem_copy_op){.dst = to_scratch ? window : addr, .src = to_scratch ? addr : window,
                                           .length = bytes};
     }
-    int rc = vMemMapBatch(kv->ctx, maps, g->n, VMEM_MAP_FINE, NULL);
+    // A page that could not be unmapped the last time does no harm: it is replaced, or unmapped when it is released.
+    int rc = vMemMapBatch(kv->ctx, maps, g->n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
     if (!rc) {
         rc = vmem_copy_batch(kv->ctx, copies, g->n);
-        int rc2 = vMemUnmap(kv->ctx, kv->scratch, g->n * kv->page_size);
-        rc = rc ? rc : rc2;
+        vMemUnmap(kv->ctx, kv->scratch, g->n * kv->page_size);
         kv->stats.copied_pages += rc ? 0 : g->n;
     }
     free(maps);
@@ -362,7 +362,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     if (!rc)
         rc = vMemMapBatch(kv->ctx, l->fine, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
     if (rc) {
-        vMemReleaseBatch(kv->ctx, l->pages, g->n, NULL);
+        kv_release(kv, l->pages, g->n);
         return rc;
     }
     kv->held += g->n;
@@ -379,8 +379,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         }
         *p = l->pages[t];
     }
-    if (n && !vMemReleaseBatch(kv->ctx, l->pages + g->n, n, NULL))
-        kv->held -= n;
+    kv->held -= kv_release(kv, l->pages + g->n, n);
     return 0;
 }
 

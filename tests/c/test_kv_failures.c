@@ -1,0 +1,220 @@
+// Every fault point of the KV cache's calls, one after the other: a call that fails for want of memory, or because the
+// device refuses, has changed no row and no length; the books balance, and the call works when it is repeated.
+//
+// SPDX-License-Identifier: MIT
+#include "checked.h"
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 4
+#define TOKENS 300
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+static struct vmem_kv_layout layouts[3];
+static uint32_t tokens[SLOTS]; // whose rows are written
+static uint64_t prefix;
+static char *host;
+
+// Tokens of 8 KiB: 8 to a page of 64 KiB. The third tensor has a window.
+static const struct vmem_kv_tensor tensors[3] = {
+    {.row_bytes = 8192}, {.row_bytes = 8192}, {.row_bytes = 4096, .window = 32}};
+
+static uint64_t word(uint32_t slot, uint32_t tensor, uint32_t row) { return slot * 1000000ull + tensor * 10000 + row + 1; }
+
+static void write_rows(uint32_t slot, uint32_t as, uint32_t from, uint32_t to)
+{
+    for (uint32_t r = from; r < to; r++)
+        for (uint32_t t = 0; t < 3; t++)
+            put_word(ctx, layouts[t].addr + slot * layouts[t].slot_stride + r * layouts[t].row_bytes, word(as, t, r));
+    tokens[slot] = to;
+}
+
+static void verify(uint32_t slot, uint32_t as, uint32_t n)
+{
+    for (uint32_t t = 0; t < 3; t++)
+        for (uint32_t r = t == 2 && n > 32 ? n - 32 : 0; r < n; r++)
+            CHECK_EQ(get_word(ctx, layouts[t].addr + slot * layouts[t].slot_stride + r * layouts[t].row_bytes),
+                     word(as, t, r));
+}
+
+static int step(uint32_t slot, uint32_t n)
+{
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = (int32_t)n;
+    return vmem_kv_step(kv, lengths, SLOTS, NULL);
+}
+
+static void start(uint32_t n)
+{
+    uint32_t slot;
+    OK(vmem_kv_alloc(kv, n, &slot));
+    OK(step(slot, n));
+    write_rows(slot, slot, 0, n);
+}
+
+// Slot 0 runs, slot 1 is newly allocated, slot 2 runs.
+static void running(void)
+{
+    uint32_t slot;
+    start(100);
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    start(60);
+    CHECK(slot == 1 && tokens[2] == 60);
+}
+static void kept(void) // and slot 3 has kept pages
+{
+    running();
+    start(150);
+    OK(vmem_kv_free(kv, 3));
+}
+static void saved(void)
+{
+    running();
+    OK(vmem_kv_prefix_save(kv, 0, 100, &prefix));
+}
+static void swapped(void)
+{
+    running();
+    OK(vmem_kv_swap_out(kv, 0, host, 16 * MIB));
+}
+static void tight(void) // no memory but the kept pages
+{
+    kept();
+    struct vmem_kv_stats st;
+    OK(vmem_kv_get_stats(kv, &st));
+    OK(vmem_kv_set_budget(kv, st.held_pages * test_page));
+}
+
+static int do_step(void) { return step(0, 280); }
+static int do_shorter_step(void) { return step(0, 230); }
+static int do_first_step(void) { return step(1, 90); }
+static int do_free(void) { return vmem_kv_free(kv, 0); }
+static int do_save(void) { return vmem_kv_prefix_save(kv, 0, 90, &prefix); }
+static int do_attach(void) { return vmem_kv_prefix_attach(kv, prefix, 1, 99, NULL); }
+static int do_drop(void) { return vmem_kv_prefix_drop(kv, prefix); }
+static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91); }
+static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, 16 * MIB); }
+static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, 16 * MIB, NULL); }
+static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, NULL); }
+
+static const struct {
+    const char *name;
+    void (*before)(void);
+    int (*call)(void);
+    int32_t now[SLOTS]; // tokens to be found afterwards; -1: as before, -2: not looked at, -3: not even after a failure
+    int least;          // fault points there must be
+} calls[] = {
+    {"step", running, do_step, {-1, -1, -1, -1}, 3},
+    {"first step", running, do_first_step, {-1, -2, -1, -1}, 3},
+    {"step with little memory", tight, do_shorter_step, {-1, -1, -1, -1}, 4},
+    {"first step with little memory", tight, do_first_step, {-1, -2, -1, -1}, 4},
+    {"free", saved, do_free, {-3, -1, -1, -1}, 1},
+    {"prefix_save", running, do_save, {-1, -1, -1, -1}, 2},
+    {"prefix_attach", saved, do_attach, {-1, 99, -1, -1}, 5},
+    {"prefix_drop", saved, do_drop, {-1, -1, -1, -1}, 0},
+    {"truncate", saved, do_truncate, {91, -1, -1, -1}, 4},
+    {"swap_out", running, do_out, {-2, -1, -1, -1}, 2},
+    {"swap_in", swapped, do_in, {100, -1, -1, -1}, 3},
+    {"reclaim", kept, do_reclaim, {-1, -1, -1, -1}, 1},
+};
+
+static void make(uint32_t flags)
+{
+    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = tensors,
+                                 .n_tensors = 3, .slots = SLOTS, .max_tokens = TOKENS, .page_size = test_page,
+                                 .budget = 300 * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    for (uint32_t t = 0; t < 3; t++)
+        OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    memset(tokens, 0, sizeof tokens);
+    prefix = 0;
+}
+
+static void look(const char *name, bool done, const int32_t *now)
+{
+    struct vmem_kv_slot_info info;
+    uint32_t before[SLOTS];
+    memcpy(before, tokens, sizeof before);
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        OK(vmem_kv_get_slot(kv, s, &info)); // checks the books, too
+        if (info.state != VMEM_KV_ACTIVE || now[s] == -3 || (done && now[s] == -2))
+            continue;
+        uint32_t n = done && now[s] >= 0 ? (uint32_t)now[s] : before[s];
+        bool grown = done && now[s] == -1 && info.tokens > n; // by a step: its new rows are not written yet
+        if (info.tokens != n && !grown)
+            FAIL("%s: slot %u has %u tokens, not %u", name, s, info.tokens, n);
+        // A truncation may have lost what it was to forget.
+        verify(s, s == 1 ? 0 : s, now[s] >= 0 && (uint32_t)now[s] < n ? (uint32_t)now[s] : n);
+    }
+}
+
+static void sweep(size_t i, uint32_t flags)
+{
+    int points = 0;
+    for (unsigned long n = 1;; n++) {
+        make(flags);
+        calls[i].before();
+        checked_fail(n);
+        int rc = calls[i].call();
+        bool reached = checked_failed();
+        checked_fail(0);
+        if (rc && !reached)
+            FAIL("%s: %s, and nothing was made to fail", calls[i].name, vmem_last_error());
+        look(calls[i].name, !rc, calls[i].now);
+        if (rc) {
+            int again = calls[i].call();
+            if (again)
+                FAIL("%s: fault %lu gave %d; repeated: %s", calls[i].name, n, rc, vmem_last_error());
+            look(calls[i].name, true, calls[i].now);
+        }
+        if (reached && !rc)
+            OK(step(2, 70)); // it coped; so must what follows
+        vmem_kv_destroy(kv);
+        CHECK_EQ(test_stats(ctx).created, 0);
+        CHECK_EQ(test_stats(ctx).reserved, 0);
+        if (!reached)
+            break;
+        points++;
+    }
+    if (!(flags & VMEM_KV_GENEROUS) && points < calls[i].least)
+        FAIL("%s has %d fault points, expected at least %d", calls[i].name, points, calls[i].least);
+    printf("%s: %d fault points\n", calls[i].name, points);
+}
+
+// Creation, with the background thread as well.
+static void sweep_create(void)
+{
+    for (unsigned long n = 1;; n++) {
+        struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_DEFAULT, .tensors = tensors, .n_tensors = 3,
+                                     .slots = SLOTS, .max_tokens = TOKENS, .page_size = test_page,
+                                     .budget = 300 * test_page};
+        checked_fail(n);
+        int rc = vmem_kv_create(ctx, &cfg, &kv);
+        bool reached = checked_failed();
+        checked_fail(0);
+        if (!rc)
+            vmem_kv_destroy(kv);
+        CHECK(!rc || reached);
+        CHECK_EQ(test_stats(ctx).reserved, 0);
+        if (!reached)
+            break;
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    OK(checked_context(test_backend, 0, &ctx));
+    OK(vmem_context_info(ctx, &test_info));
+    test_page = test_info.page_sizes & -test_info.page_sizes;
+    host = malloc(16 * MIB);
+    sweep_create();
+    for (size_t i = 0; i < COUNT(calls); i++) {
+        sweep(i, VMEM_KV_DEFER);
+        sweep(i, VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_ZERO);
+    }
+    vmem_context_destroy(ctx);
+    free(host);
+    return 0;
+}
