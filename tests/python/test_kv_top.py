@@ -1,0 +1,109 @@
+"""What processes publish of their KV caches, and ``pyvmem top``.
+
+SPDX-License-Identifier: MIT
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser
+
+import pytest
+import torch
+
+from conftest import python
+from pyvmem import kv_view, top
+from pyvmem.kv import KVCache
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "pyvmem"
+
+
+def make(name="kv"):
+    return KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name)
+
+
+def run(*words):
+    parser = ArgumentParser()
+    top.arguments(parser)
+    out = io.StringIO()
+    assert top.top(parser.parse_args(words), out) == 0
+    return out.getvalue()
+
+
+def test_a_cache_shows_its_statistics_to_others():
+    with make("chat") as cache:
+        slot = cache.alloc_reqid()
+        cache.step([700 if s == slot else 0 for s in range(4)])
+        cache.wait()
+        code = "from pyvmem import kv_view; v, = kv_view.read_views(); print(v.name, v.pid, v.stats['live_bytes'], v.stats['steps'])"
+        assert python(code).stdout.split() == ["chat", str(os.getpid()), str(700 * 4 * 512), "1"]
+        assert kv_view.read_views()[0].stats == {k: getattr(cache.stats(), k) for k in kv_view.read_views()[0].stats}
+    assert kv_view.read_views() == []
+
+
+def test_views_are_for_the_user_alone(folder):
+    with make():
+        (file,) = folder.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_dead_process_leaves_no_view(folder):
+    code = """
+        import os, signal
+        from pyvmem.kv import KVCache
+        cache = KVCache.for_model(1, 1, 64, 1, 100, 1 << 20, backend="host")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    python(code, check=False)
+    assert len(list(folder.iterdir())) == 1
+    assert kv_view.read_views() == []
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_that_is_no_view_is_passed_over(folder):
+    with make():
+        (folder / f"{os.getpid()}-junk.kv").write_bytes(b"x" * 10000)
+        (folder / f"{os.getpid()}-empty.kv").touch()
+        assert len(kv_view.read_views()) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with make():
+        assert list(folder.iterdir()) == []
+
+
+def test_top_prints_a_row_for_each_cache():
+    with make("one"), make("two"):
+        text = run("--once")
+        assert "one" in text and "two" in text and str(os.getpid()) in text
+        assert [v["name"] for v in json.loads(run("--json"))] == ["one", "two"]
+
+
+def test_another_process_can_set_the_budget():
+    with make() as cache:
+        run("--limit", f"{os.getpid()}=16M")
+        assert cache.stats().budget_pages == 512
+        cache.step([0] * 4)
+        assert cache.stats().budget_pages == 256
+
+
+def test_wrong_limits_are_refused():
+    for text in ("1=16M", "x=1G", "16M", f"{os.getpid()}=0"):
+        with pytest.raises(ValueError, match="--limit"):
+            run("--limit", text)
+
+
+def test_the_command_line_has_top():
+    done = subprocess.run([sys.executable, "-m", "pyvmem.cli", "top", "--once"], capture_output=True, text=True)
+    assert done.returncode == 0 and "0 KV caches" in done.stdout
