@@ -1,0 +1,92 @@
+// A step waits for the background thread only where it needs the very pages that are being mapped.
+//
+// SPDX-License-Identifier: MIT
+#include <stdatomic.h>
+
+#include "checked.h"
+#include "harness.h"
+#include "vmem_kv.h"
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+static atomic_int returned;
+
+static void step(int32_t a, int32_t b)
+{
+    int32_t lengths[2] = {a, b};
+    OK(vmem_kv_step(kv, lengths, 2, NULL));
+}
+
+static void *step_a(void *arg)
+{
+    (void)arg;
+    step(65, 0);
+    atomic_store(&returned, 1);
+    return NULL;
+}
+
+static struct vmem_kv_stats stats(void)
+{
+    struct vmem_kv_stats st;
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    OK(checked_context(test_backend, 0, &ctx));
+    OK(vmem_context_info(ctx, &test_info));
+    uint64_t page = test_info.page_sizes & -test_info.page_sizes;
+    // 32 tokens to a page; the background thread maps the next page when 4 tokens are left.
+    const struct vmem_kv_tensor tensor = {.row_bytes = page / 32};
+    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK, .tensors = &tensor,
+                                 .n_tensors = 1, .slots = 2, .max_tokens = 1000, .page_size = page,
+                                 .budget = 60 * page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    uint32_t a, b;
+    OK(vmem_kv_alloc(kv, 0, &a));
+    OK(vmem_kv_alloc(kv, 0, &b));
+    CHECK(a == 0 && b == 1);
+    step(40, 10);
+    OK(vmem_kv_wait(kv));
+    CHECK_EQ(stats().ahead_jobs, 0);
+
+    checked_hold();
+    step(62, 0); // two tokens are left to slot 0: its next page is mapped in the background, and stays at it
+    checked_held();
+    for (int32_t i = 11; i < 29; i++)
+        step(i < 15 ? 63 : 64, i); // nothing is needed that is not there
+    step(0, 200);                  // slot 1 needs pages of its own
+    CHECK_EQ(stats().step_waits, 0);
+    CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6);
+    struct vmem_kv_stats st = stats(); // does not wait either
+    CHECK_EQ(st.held_pages, 2 + 7 + 1);
+
+    pthread_t thread;
+    CHECK(!pthread_create(&thread, NULL, step_a, NULL));
+    for (int i = 0; i < 50; i++) { // it has every chance to return
+        sched_yield();
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        CHECK(!atomic_load(&returned));
+    }
+    checked_resume();
+    CHECK(!pthread_join(thread, NULL));
+    CHECK_EQ(stats().step_waits, 1);
+    CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6); // the page came from the background
+    CHECK(stats().ahead_mapped_pages >= 1);
+
+    // Freeing a slot that is being extended, and destroying the cache meanwhile, wait too.
+    OK(vmem_kv_wait(kv));
+    checked_hold();
+    step(94, 0);
+    checked_held();
+    checked_resume();
+    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_alloc(kv, 0, &a));
+    step(94, 0);
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}
