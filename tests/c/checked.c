@@ -18,6 +18,7 @@
 
 static const struct vmem__ops *inner;
 static struct vmem__ops wrapper;
+static bool eager; // arenas are populated whole
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 // ---- fault points -------------------------------------------------------------------------------------------
@@ -88,28 +89,30 @@ static int injected(void) { return vmem__error(-ENOMEM, "injected failure"); }
 // ---- what is known: ranges, arenas, and what lies at every 64 KiB ---------------------------------------------
 
 #define MAX_OBJECTS 4096
-static const struct vmem__range *ranges[MAX_OBJECTS];
-static const struct vmem__arena *arenas[MAX_OBJECTS];
+struct object {
+    const void *p;
+    uint64_t mapped; // bytes of it that are mapped now
+};
+static struct object ranges[MAX_OBJECTS], arenas[MAX_OBJECTS];
 
-static size_t find(const void **table, const void *p)
+static struct object *find(struct object *table, const void *p)
 {
-    size_t i = 0;
-    while (i < MAX_OBJECTS && table[i] != p)
-        i++;
-    return i;
+    for (size_t i = 0; i < MAX_OBJECTS; i++) {
+        if (table[i].p == p)
+            return &table[i];
+    }
+    return NULL;
 }
-static void add(const void **table, const void *p)
+static void add(struct object *table, const void *p)
 {
-    MUST(find(table, p) == MAX_OBJECTS);
-    size_t i = find(table, NULL);
-    MUST(i < MAX_OBJECTS);
-    table[i] = p;
+    MUST(!find(table, p) && find(table, NULL));
+    *find(table, NULL) = (struct object){.p = p};
 }
-static void drop(const void **table, const void *p)
+static void drop(struct object *table, const void *p)
 {
-    size_t i = find(table, p);
-    MUST(i < MAX_OBJECTS);
-    table[i] = NULL;
+    struct object *o = find(table, p);
+    MUST(o && !o->mapped);
+    o->p = NULL;
 }
 
 // Units in use: key is an address in units, or an arena and an offset (for slices in flight).
@@ -121,14 +124,18 @@ struct unit {
 };
 #define UNITS (1u << 18)
 static struct unit units[UNITS];
+static size_t n_units;
 
 static struct unit *unit_of(uint64_t key)
 {
     uint64_t h = key * UINT64_C(0x9e3779b97f4a7c15) >> 40;
     for (uint64_t i = 0; i < UNITS; i++) {
         struct unit *u = &units[(h + i) % UNITS];
-        if (u->key == key || !u->key) {
+        if (u->key == key)
+            return u;
+        if (!u->key) {
             u->key = key;
+            n_units++;
             return u;
         }
     }
@@ -143,7 +150,7 @@ static struct unit *slice_at(const struct vmem__arena *a, uint64_t offset)
 
 static void slice_busy(const struct vmem__arena *a, uint64_t offset, uint64_t length, bool busy)
 {
-    MUST(find((const void **)arenas, a) < MAX_OBJECTS);
+    MUST(find(arenas, a));
     MUST(offset % UNIT == 0 && length % UNIT == 0 && length && offset + length <= a->size);
     for (uint64_t at = offset; at < offset + length; at += UNIT) {
         struct unit *u = slice_at(a, at);
@@ -154,8 +161,7 @@ static void slice_busy(const struct vmem__arena *a, uint64_t offset, uint64_t le
 
 static void check_run(const struct vmem__run *r)
 {
-    MUST(find((const void **)ranges, r->range) < MAX_OBJECTS);
-    MUST(find((const void **)arenas, r->arena) < MAX_OBJECTS);
+    MUST(find(ranges, r->range) && find(arenas, r->arena) && (!r->old_arena || find(arenas, r->old_arena)));
     MUST(r->page_size == VMEM_PAGE_64K || r->page_size == VMEM_PAGE_128K || r->page_size == VMEM_PAGE_256K ||
          r->page_size == VMEM_PAGE_2M);
     MUST(r->length && r->length % r->page_size == 0);
@@ -187,14 +193,22 @@ static void check_runs(const struct vmem__run *runs, size_t n, bool unmap)
 static void finish_runs(const struct vmem__run *runs, size_t n, bool unmap, bool done)
 {
     for (size_t i = 0; i < n; i++) {
-        for (uint64_t d = 0; d < runs[i].length; d += UNIT) {
-            struct unit *u = unit_at(runs[i].addr + d);
+        const struct vmem__run *r = &runs[i];
+        for (uint64_t d = 0; d < r->length; d += UNIT) {
+            struct unit *u = unit_at(r->addr + d);
             u->busy = false;
             if (done) {
-                u->arena = unmap ? NULL : runs[i].arena;
-                u->offset = unmap ? 0 : runs[i].offset + d;
+                u->arena = unmap ? NULL : r->arena;
+                u->offset = unmap ? 0 : r->offset + d;
             }
         }
+        if (!done)
+            continue;
+        find(arenas, r->arena)->mapped += unmap ? -r->length : r->length;
+        if (r->old_arena)
+            find(arenas, r->old_arena)->mapped -= r->length;
+        else
+            find(ranges, r->range)->mapped += unmap ? -r->length : r->length;
     }
 }
 
@@ -209,7 +223,7 @@ static int reserve(struct vmem__backend *b, struct vmem__range *r)
     if (!rc) {
         MUST(r->addr && r->addr % BLOCK == 0);
         locked(true);
-        add((const void **)ranges, r);
+        add(ranges, r);
         locked(false);
     }
     return rc;
@@ -217,13 +231,7 @@ static int reserve(struct vmem__backend *b, struct vmem__range *r)
 static void unreserve(struct vmem__backend *b, struct vmem__range *r)
 {
     locked(true);
-    drop((const void **)ranges, r);
-    for (size_t i = 0; i < UNITS; i++) {
-        uint64_t addr = units[i].key << 16;
-        if (units[i].key >> 63 || addr < r->addr || addr >= r->addr + r->length)
-            continue;
-        MUST(!units[i].busy && !units[i].arena);
-    }
+    drop(ranges, r);
     locked(false);
     inner->unreserve(b, r);
 }
@@ -236,9 +244,11 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     MUST(a->size && a->size % BLOCK == 0 && a->size <= b->arena_max && ((uintptr_t)a & 7) == 0);
     int rc = fault() ? injected() : inner->arena_new(b, a);
+    if (!rc && eager && (rc = inner->populate(b, a, 0, a->size)))
+        inner->arena_free(b, a);
     if (!rc) {
         locked(true);
-        add((const void **)arenas, a);
+        add(arenas, a);
         locked(false);
     }
     return rc;
@@ -246,9 +256,7 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
 {
     locked(true);
-    drop((const void **)arenas, a);
-    for (size_t i = 0; i < UNITS; i++)
-        MUST(units[i].key >> 63 || units[i].arena != a);
+    drop(arenas, a);
     locked(false);
     inner->arena_free(b, a);
 }
@@ -314,29 +322,41 @@ static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n
 {
     return change(b, runs, n, true, bad);
 }
+static int open_(struct vmem__backend *b, const struct vmem_options *opts)
+{
+    int rc = inner->open(b, opts);
+    if (!rc && eager)
+        b->arena_min = 8 * BLOCK; // arenas are memory now: small ones, so that there are several
+    return rc;
+}
 static void close_(struct vmem__backend *b, bool forked)
 {
     for (size_t i = 0; i < MAX_OBJECTS && !forked; i++)
-        MUST(!ranges[i] && !arenas[i]);
-    memset(units, 0, sizeof units);
+        MUST(!ranges[i].p && !arenas[i].p);
+    if (n_units > UNITS / 4) { // all unused: forget them
+        memset(units, 0, sizeof units);
+        n_units = 0;
+    }
     inner->close(b, forked);
 }
 
-int checked_context(const char *name, uint64_t budget, vmem_context **out)
+int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_context **out)
 {
     for (const struct vmem__ops *const *b = vmem__backends; *b; b++) {
         if (!strcmp((*b)->name, name))
             inner = *b;
     }
+    eager = whole_arenas && inner->populate;
     wrapper = *inner;
+    wrapper.open = open_;
     wrapper.close = close_;
     wrapper.reserve = reserve;
     wrapper.unreserve = unreserve;
     wrapper.backdrop = inner->backdrop ? backdrop : NULL;
     wrapper.arena_new = arena_new;
     wrapper.arena_free = arena_free;
-    wrapper.populate = inner->populate ? populate : NULL;
-    wrapper.discard = inner->discard ? discard : NULL;
+    wrapper.populate = inner->populate && !eager ? populate : NULL;
+    wrapper.discard = inner->discard && !eager ? discard : NULL;
     wrapper.zero = zero;
     wrapper.map = map;
     wrapper.unmap = unmap;

@@ -1,8 +1,8 @@
 // The budget, memory taken ahead, and giving it back.
 //
 // SPDX-License-Identifier: MIT
+#include "checked.h"
 #include "harness.h"
-#include "vmem_internal.h"
 
 static void budget(void)
 {
@@ -29,10 +29,11 @@ static void budget(void)
 }
 
 // Device memory never exceeds the budget, rounded up to 2 MiB, however arenas like to grow.
-static void budget_caps_arenas(void)
+static void budget_caps_arenas(bool whole_arenas)
 {
     const uint64_t limit = 5 * VMEM_PAGE_2M;
-    vmem_context *ctx = test_context(limit - 64 * KIB);
+    vmem_context *ctx;
+    OK(checked_context(test_backend, limit - 64 * KIB, whole_arenas, &ctx));
     vmem_page page[160];
     size_t n = 0;
     while (n < COUNT(page) && !vMemCreate(ctx, test_page, 1, 0, &page[n]))
@@ -130,7 +131,8 @@ int main(int argc, char **argv)
 {
     test_start(argc, argv);
     budget();
-    budget_caps_arenas();
+    budget_caps_arenas(false);
+    budget_caps_arenas(true);
     prealloc();
     shrinks();
     return 0;

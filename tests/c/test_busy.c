@@ -79,7 +79,7 @@ static void during(const char *name, int (*held)(void), vmem_page mapped_before,
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
-    OK(checked_context(test_backend, 0, &ctx));
+    OK(checked_context(test_backend, 0, false, &ctx));
     OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
     OK(vMemReserve(ctx, 64 * MIB, 0, &other));
     OK(vMemCreate(ctx, test_page, 4, 0, page));

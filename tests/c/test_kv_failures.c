@@ -205,7 +205,7 @@ static void sweep_create(void)
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
-    OK(checked_context(test_backend, 0, &ctx));
+    OK(checked_context(test_backend, 0, false, &ctx));
     OK(vmem_context_info(ctx, &test_info));
     test_page = test_info.page_sizes & -test_info.page_sizes;
     host = malloc(16 * MIB);

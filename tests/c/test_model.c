@@ -327,16 +327,13 @@ static void check_all(void)
     }
 }
 
-int main(int argc, char **argv)
+static void play(long steps, bool whole_arenas)
 {
-    test_start(argc, argv);
-    seed = argc > 2 ? strtoull(argv[2], NULL, 0) : 20250401;
-    const long steps = argc > 3 ? strtol(argv[3], NULL, 0) : 6000;
     void (*const kinds[])(void) = {
         step_reserve, step_reserve, step_free,  step_create, step_create, step_release, step_map,    step_map,
         step_map,     step_map,     step_unmap, step_unmap,  step_write,  step_write,   step_memory, step_write,
     };
-    OK(checked_context(test_backend, 0, &ctx));
+    OK(checked_context(test_backend, 0, whole_arenas, &ctx));
     for (long i = 0; i < steps; i++) {
         kinds[below(COUNT(kinds))]();
         struct range *r = any_range();
@@ -359,5 +356,18 @@ int main(int argc, char **argv)
     OK(vmem_trim(ctx, NULL));
     CHECK(!ctx->arenas);
     vmem_context_destroy(ctx);
+    memset(pages, 0, sizeof pages);
+    memset(ranges, 0, sizeof ranges);
+    created = mapped = reserved = 0;
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    seed = argc > 2 ? strtoull(argv[2], NULL, 0) : 20250401;
+    const long steps = argc > 3 ? strtol(argv[3], NULL, 0) : 3000;
+    play(steps, false);
+    if (test_cpu())
+        play(steps, true);
     return 0;
 }

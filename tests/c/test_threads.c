@@ -142,10 +142,10 @@ static void settled(void)
     CHECK_EQ(s.mapped, 0);
 }
 
-int main(int argc, char **argv)
+static void all(bool whole_arenas)
 {
-    test_start(argc, argv);
-    OK(checked_context(test_backend, 0, &ctx));
+    released = 0;
+    OK(checked_context(test_backend, 0, whole_arenas, &ctx));
     OK(vMemReserve(ctx, THREADS * N * test_page, 0, &addr));
     join(disjoint);
     settled();
@@ -175,5 +175,13 @@ int main(int argc, char **argv)
     CHECK(!ctx->arenas);
     vmem_context_destroy(ctx);
     printf("%lu done, %lu busy\n", done, busy);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    all(false);
+    if (test_cpu())
+        all(true);
     return 0;
 }
