@@ -35,7 +35,7 @@ static struct vmem_kv_stats stats(void)
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
-    OK(checked_context(test_backend, 0, &ctx));
+    OK(checked_context(test_backend, 0, false, &ctx));
     OK(vmem_context_info(ctx, &test_info));
     uint64_t page = test_info.page_sizes & -test_info.page_sizes;
     // 32 tokens to a page; the background thread maps the next page when 4 tokens are left.
