@@ -4,11 +4,14 @@
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/kprobes.h>
+#include <linux/linkage.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
 #include <linux/sched.h>
 #include <linux/string.h>
 #include <linux/uaccess.h>
+
+#include <asm/ibt.h>
 
 #include "failmem_uapi.h"
 
@@ -19,11 +22,20 @@ static struct task_struct *armed;
 static u32 nth, seen, fired, line;
 static char file[64];
 
-// Where a probed call continues when it is to fail: back in its caller, with NULL.
+// Where a probed call continues when it is to fail: at a bare return, as if it were the function. The stack is left alone,
+// since a probe that rides on ftrace cannot move it.
+void failmem_return(void);
+asm(".pushsection .text\n"
+    ".type failmem_return, @function\n"
+    "failmem_return:\n"
+    ASM_ENDBR
+    ASM_RET
+    ".size failmem_return, .-failmem_return\n"
+    ".popsection\n");
+
 static int return_null(struct pt_regs *regs)
 {
-    regs->ip = *(unsigned long *)regs->sp;
-    regs->sp += sizeof(unsigned long);
+    regs->ip = (unsigned long)failmem_return;
     regs->ax = 0;
     return 1; // ip was changed: do not run the probed instruction
 }
