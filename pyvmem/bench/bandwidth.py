@@ -10,8 +10,9 @@ import numpy as np
 
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import benchmark
+from pyvmem.bench.reads import reads
 from pyvmem.bench.session import parse_size, size_text
-from pyvmem.bench.vmm import SIZES, backdrop_flag, scattered
+from pyvmem.bench.vmm import SIZES, backdrop_flag
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import _check
 
@@ -56,37 +57,6 @@ def page_by_page(context, page_size, size):
     return page_size / np.maximum(samples[1], 1)
 
 
-def streaming_reads(context, page_size, size, repeats):
-    """{name: GB/s[repeats]} of a streaming kernel over scattered pages and over cudaMalloc's memory, in turns."""
-    import torch
-
-    from pyvmem.tensor import tensor_at
-
-    device = torch.device("cuda", context.info().device)
-    n = size // page_size
-    with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
-        with context.create(page_size, n) as pages:
-            range_.map(pages, scattered(n) * page_size)
-            virtual = tensor_at(range_._owner, range_.addr, [size // 4], torch.float32, device)
-            plain = torch.empty(size // 4, device=device)
-            memory = {"scattered pages": virtual, "cudaMalloc": plain}
-            seen = {name: np.zeros(repeats) for name in memory}
-            for tensor in memory.values():
-                tensor.fill_(1.0)
-                tensor.sum()
-            for i in range(repeats):
-                for name, tensor in memory.items():
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    tensor.sum()
-                    end.record()
-                    end.synchronize()
-                    seen[name][i] = tensor.nbytes / start.elapsed_time(end) / 1e6
-            torch.cuda.synchronize(device)
-            del virtual, tensor, memory
-    return seen
-
-
 def _torch_sees(context):
     """Whether torch can use the context's addresses: CUDA pointers, and a torch with CUDA."""
     if "cuda_pointer" not in context.info().capabilities:
@@ -127,9 +97,9 @@ def run(session):
         if _torch_sees(context):
             for page_size in session.page_sizes(context):
                 size = (1 << 30) if session.quick else (4 << 30)
-                for name, samples in streaming_reads(context, page_size, size, repeats).items():
-                    backend = None if name == "scattered pages" else name
-                    metric = f"streaming read of {size_text(size)}"
+                for (kernel, memory), samples in reads(context, page_size, size, repeats).items():
+                    backend = None if memory == "scattered pages" else memory
+                    metric = f"{kernel} of {size_text(size)}"
                     records.append(
                         session.record(samples, context, metric, "GB/s", page_size=page_size, backend=backend)
                     )
