@@ -21,7 +21,7 @@ def _streaming_kernel():
         return None
     import torch
 
-    from pyvmem.bench.reads_triton import stream
+    from pyvmem.triton_stream import stream
 
     def read(tensor):
         blocks = tensor.numel() // BLOCK

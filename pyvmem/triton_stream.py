@@ -1,4 +1,6 @@
-"""The streaming kernel, apart because Triton compiles it from its source when it is imported.
+"""The streaming kernel of `pyvmem.bench.reads`, outside pyvmem.bench because that imports all its modules, and Triton may be missing.
+
+Triton compiles the kernel from this file.
 
 SPDX-License-Identifier: MIT
 """
