@@ -1,4 +1,4 @@
-"""The streaming kernel of `pyvmem.bench.reads`, outside pyvmem.bench because that imports all its modules, and Triton may be missing.
+"""The streaming kernel of `pyvmem.bench.reads`: outside pyvmem.bench, which imports all its modules, as Triton may be missing.
 
 Triton compiles the kernel from this file.
 
