@@ -148,7 +148,8 @@ extern struct sim_gpu sim_gpus[SIM_MAX_GPUS];
 extern unsigned int sim_gpu_count;
 extern struct list_head sim_vas_list;
 extern atomic_t sim_n_allocs, sim_n_tsgs, sim_n_chans;
-extern bool sim_log_calls, sim_trace;
+extern bool sim_log_calls;
+extern uint sim_trace;
 struct sim_gpu *sim_gpu_by_uuid(const void *uuid);
 // True if this call is the one to fail.
 bool sim_inject(struct sim_gpu *g, u32 site);
@@ -191,7 +192,8 @@ void *sim_phys_ptr(struct sim_gpu *g, u64 phys, u64 *contig); // g NULL: system 
 void sim_walk(struct sim_vas *v, u64 va, struct sim_xlat *x);
 void sim_translate(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x);
 // CPU pointer to what an entry maps at va, and how far it goes; NULL for a bad physical address. target: whose memory.
-void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target, u64 *phys);
+void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target,
+                   u64 *phys);
 void sim_pte_decode(const struct sim_xlat *x, struct simgpu_pte *out);
 // What an engine that is not the SM uses. NULL: no translation. Sparse addresses give the zero page or the sink.
 void *sim_va_ptr(struct sim_vas *v, u32 unit, u64 va, bool write, u64 *contig);

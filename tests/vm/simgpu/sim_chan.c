@@ -243,7 +243,7 @@ static bool host_method(struct sim_chan *c, u32 addr, u32 v)
 static bool method(struct sim_chan *c, u32 subch, u32 addr, u32 v)
 {
     c->vas->gpu->c.methods++;
-    if (sim_trace)
+    if (sim_trace & 1)
         sim_log("channel %u subch %u method 0x%04x = 0x%08x\n", c->id, subch, addr, v);
     if (addr < 0x100)
         return host_method(c, addr, v);

@@ -92,7 +92,8 @@ static bool push_fault(struct sim_vas *v, u64 va, u32 type, bool write)
     e[5] = time >> 32;
     e[6] = 64; // graphics engine
     smp_wmb();
-    WRITE_ONCE(e[7], type | BIT(7) | (write ? BIT(16) : 0) | BIT(30) | BIT(31)); // replayable, access type, enabled, valid
+    // Replayable, access type, replay enabled, valid
+    WRITE_ONCE(e[7], type | BIT(7) | (write ? BIT(16) : 0) | BIT(30) | BIT(31));
     smp_wmb();
     WRITE_ONCE(g->regs[SIM_REG_FAULT_PUT], next);
     g->c.faults++;

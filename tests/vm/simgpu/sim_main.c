@@ -16,9 +16,9 @@ MODULE_PARM_DESC(gpus, "simulated GPUs, 1 or 2; each takes the identity of one Q
 bool sim_log_calls;
 module_param_named(log_calls, sim_log_calls, bool, 0644);
 MODULE_PARM_DESC(log_calls, "log every nvUvmInterface call");
-bool sim_trace;
-module_param_named(trace, sim_trace, bool, 0644);
-MODULE_PARM_DESC(trace, "log every method");
+uint sim_trace;
+module_param_named(trace, sim_trace, uint, 0644);
+MODULE_PARM_DESC(trace, "1: log every method; 2: log what enters and leaves the TLBs");
 
 DEFINE_MUTEX(sim_lock);
 struct sim_gpu sim_gpus[SIM_MAX_GPUS];

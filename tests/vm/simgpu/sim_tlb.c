@@ -49,6 +49,13 @@ bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
     return false;
 }
 
+static void trace(const char *what, const struct sim_tlbe *t)
+{
+    if (sim_trace & 2)
+        sim_log("TLB %s unit %u level %d shift %u state %u 0x%llx: 0x%llx\n", what, t->unit, t->level, t->shift,
+                t->state, t->va, t->e0);
+}
+
 void sim_tlb_add(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va, u64 e0, u64 e1, u8 state)
 {
     struct sim_tlbe *t;
@@ -69,10 +76,12 @@ void sim_tlb_add(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va, u64 
     hash_add(v->tlb, &t->node, key(va, shift, level));
     v->tlb_count++;
     v->gpu->c.tlb_entries++;
+    trace("add", t);
 }
 
 static void drop(struct sim_vas *v, struct sim_tlbe *t)
 {
+    trace("drop", t);
     hash_del(&t->node);
     kfree(t);
     v->tlb_count--;
@@ -97,8 +106,6 @@ struct scope {
 
 static bool covered(const struct scope *s, const struct sim_tlbe *t)
 {
-    u64 size = 1ULL << t->shift;
-
     if (t->unit == SIMGPU_UNIT_GPC && !s->gpc)
         return false;
     if (t->level < SIM_LEVEL_PTE) {
@@ -109,15 +116,7 @@ static bool covered(const struct scope *s, const struct sim_tlbe *t)
         // A 2M translation lives where a PDE0 does
         return false;
     }
-    if (!s->targeted)
-        return true;
-    if (t->level == SIM_LEVEL_PTE && t->state == SIMGPU_PTE_INVALID) {
-        // A unit may remember an absent translation under any page size; the invalidate of one address is given the
-        // 64K around it, and the 2M if it reaches PDE0
-        size = s->level == 1 ? 64 << 10 : 2 << 20;
-        return s->va < (t->va & ~(size - 1)) + size && (t->va & ~(size - 1)) < s->va + s->size;
-    }
-    return s->va < t->va + size && t->va < s->va + s->size;
+    return !s->targeted || (t->va < s->va + s->size && s->va < t->va + (1ULL << t->shift));
 }
 
 struct refill {
@@ -179,25 +178,27 @@ void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
     struct scope s = {
         .targeted = d >> 27 == 0xa,
         .gpc = !(c & BIT(1)),
-        .va = (u64)b << 32 | (a & ~0xfffu),
+        // The hardware aligns the address down to the size, a power of two. A cancel has other things in that field
+        .size = 4096ULL << (replay < 3 ? min(a & 0x3f, 51u) : 0),
         .level = replay == 5 ? 1 : (c >> 7) & 7, // a cancel has the access type there
     };
     u64 pdb = ((u64)(d & 0x7ffffff) << 20 | c >> 12) << 12;
-    // A power of two of 4K; the hardware aligns the address down to it. A cancel has its target there
-    s.size = replay == 5 ? 4096 : 4096ull << min(a & 0x3f, 51u);
-    s.va &= ~(s.size - 1);
-    bool all = c & 1, vid = ((c >> 10) & 3) == 0, ack = ((c >> 5) & 3) != 0;
+    bool all_pdbs = c & 1, vid = ((c >> 10) & 3) == 0, ack = ((c >> 5) & 3) != 0;
     struct sim_vas *v;
 
+    s.va = ((u64)b << 32 | (a & ~0xfffu)) & ~(s.size - 1);
     if (s.targeted)
         g->c.inval_targeted++;
     else
         g->c.inval_all++;
     g->c.inval_ack += ack;
+    if (sim_trace & 2)
+        sim_log("TLB invalidate, targeted %d va 0x%llx size 0x%llx level %u gpc %d pdb 0x%llx ack %d\n", s.targeted,
+                s.va, s.size, s.level, s.gpc, pdb, ack);
     if (g->mode & SIMGPU_MODE_BREAK_INVALIDATE)
         return;
     list_for_each_entry(v, &sim_vas_list, node) {
-        if (v->gpu != g || !v->has_pdb || (!all && (v->pdb != pdb || v->pdb_vid != vid)))
+        if (v->gpu != g || !v->has_pdb || (!all_pdbs && (v->pdb != pdb || v->pdb_vid != vid)))
             continue;
         invalidate_vas(v, &s);
         // An invalidate that is acknowledged globally has pushed what is in flight to where a membar catches it. One
@@ -227,7 +228,9 @@ void sim_tlb_check_free(struct sim_gpu *g, u64 phys, u64 len)
                     continue;
                 if (pte.phys < phys + len && phys < pte.phys + pte.page_size) {
                     g->c.bad_tlb_at_free++;
-                    sim_log("free of 0x%llx while a TLB maps 0x%llx to 0x%llx\n", phys, t->va, pte.phys);
+                    sim_walk(v, t->va, &x);
+                    sim_log("free of 0x%llx while the TLB of unit %u maps 0x%llx (%u) to 0x%llx; now %u, 0x%llx (%u)\n",
+                            phys, t->unit, t->va, t->shift, pte.phys, x.state, x.pte, x.shift);
                 }
             } else if (v->gpu == g) {
                 // Directory entry, video memory: the address of the table it points to, in whichever half

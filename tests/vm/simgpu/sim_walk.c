@@ -177,7 +177,8 @@ static u64 pte_phys(u64 pte)
     return ((pte >> 8) & 0x3fffffffffffULL) << 12;
 }
 
-void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target, u64 *phys)
+void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target,
+                   u64 *phys)
 {
     u64 size = 1ULL << x->shift, off = va & (size - 1), len;
     void *p;
