@@ -1,5 +1,5 @@
-// Channels: allocation, and the engine thread that plays host (PBDMA): it polls every channel's GP_PUT, fetches the push
-// buffer and executes methods of the Turing host class (C46F). Copy engine methods go to sim_ce.c.
+// Channels: allocation, and the engine thread that plays host (PBDMA): it polls every channel's GP_PUT, fetches the
+// push buffer and executes methods of the Turing host class (C46F). Copy engine methods go to sim_ce.c.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/delay.h>

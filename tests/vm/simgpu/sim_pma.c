@@ -1,7 +1,7 @@
 // Video memory and PMA, the allocator that UVM and RM share: a bitmap of 64 KiB units.
 //
-// Memory is poisoned while it is free, so that nothing that was never zeroed can look zeroed, and a write to free memory
-// stays visible.
+// Memory is poisoned while it is free, so that nothing that was never zeroed can look zeroed, and a write to free
+// memory stays visible.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/bitmap.h>
