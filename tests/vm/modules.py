@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Builds what the guest loads: the simulated GPU's nvidia.ko, and nvidia-uvm.ko, stock and patched, against it."""
 
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -32,6 +34,15 @@ def _make(args, cwd, log, what):
     with log.open("w") as out:
         if subprocess.run(["make", jobs, *map(str, args)], cwd=cwd, stdout=out, stderr=out, env=env).returncode:
             raise Missing(f"{what} failed; log: {log}\n" + "\n".join(log.read_text().splitlines()[-15:]))
+
+
+@contextlib.contextmanager
+def build_lock():
+    """One build at a time in a cache, whatever else runs."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "build.lock").open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
 
 
 def _stamped(folder, key, build):
@@ -119,10 +130,11 @@ def rebuild(tree, kernel, sim, uvm_type="release"):
 def all_modules(release, kernel, variants=VARIANTS, uvm_type="release"):
     """Everything the guest loads for one release: {path in the guest: path here}, and the driver's source tree."""
     src, release = driver_source(release)
-    sim = simgpu(src, release, kernel)
-    files = {"mod/nvidia.ko": _strip(sim / "nvidia.ko")}
-    for variant in variants:
-        files[f"mod/{variant}/nvidia-uvm.ko"] = uvm(src, release, variant, kernel, sim, uvm_type)
+    with build_lock():
+        sim = simgpu(src, release, kernel)
+        files = {"mod/nvidia.ko": _strip(sim / "nvidia.ko"), "mod/failmem.ko": failmem(kernel)}
+        for variant in variants:
+            files[f"mod/{variant}/nvidia-uvm.ko"] = uvm(src, release, variant, kernel, sim, uvm_type)
     return files, src, release
 
 

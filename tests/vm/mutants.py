@@ -63,8 +63,9 @@ def build(src, release, kernel, sim):
             out.write_bytes(modules.rebuild(tree, kernel, sim).read_bytes())
         finally:
             for name, text in sources.items():
-                if (ours / name).read_text() != text:
+                if changed[name] != text:
                     (ours / name).write_text(text)
+                    (ours / name).with_suffix(".o").unlink(missing_ok=True)
             (tree / ".vmem-stamp").unlink(missing_ok=True)
     return out
 
@@ -120,7 +121,8 @@ def main(args, boot, gather):
     files, release = gather(release, kernel, variants=("patched",))
     src, release = modules.driver_source(release)
     sim = modules.simgpu(src, release, kernel)
-    files["mod/mutants/nvidia-uvm.ko"] = build(src, release, kernel, sim)
+    with modules.build_lock():
+        files["mod/mutants/nvidia-uvm.ko"] = build(src, release, kernel, sim)
     chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if not args.lines or any(text in m.name for text in args.lines)]
     print(f"{len(chosen)} mutants of vMem on the simulated GPU, driver {release}", flush=True)
 

@@ -84,7 +84,8 @@ def main(args, boot, gather):
     """The action "python" runs the suites and benchmarks, "shell" gives a prompt."""
     release = (args.release or modules.RELEASES)[0]
     kernel = kernels.debian()
-    files, release = gather(release, kernel)
+    # one module serves both backends: the stock one uses the driver's own calls alone
+    files, release = gather(release, kernel, modules.VARIANTS if args.action == "shell" else ("patched",))
     files |= build(release)
     image, python = rootfs.python_image()
     files["env"] = environment(python)

@@ -50,7 +50,6 @@ def test_programs(src, release):
 def gather(release, kernel, variants=modules.VARIANTS, uvm_type="release"):
     """Everything the guest needs for one release."""
     files, src, release = modules.all_modules(release, kernel, variants, uvm_type)
-    files["mod/failmem.ko"] = modules.failmem(kernel)
     files |= test_programs(src, release)
     return files, release
 
