@@ -14,6 +14,7 @@ typedef __u32 NV_STATUS;
 
 enum {
     NV_OK = 0x00,
+    NV_ERR_BUSY_RETRY = 0x03,
     NV_ERR_ILLEGAL_ACTION = 0x16,
     NV_ERR_IN_USE = 0x17,
     NV_ERR_INSUFFICIENT_RESOURCES = 0x1A,
