@@ -111,7 +111,7 @@ struct vmem_kv {
     uint32_t *order; // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
     struct kv_span *spans; // [slot][group]
-    struct kv_span *saved; // room for a copy
+    struct kv_span *saved; // room for as many
     struct kv_slot *slots;
     vmem_page *pages; // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;

@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
-#include <string.h>
 
 #include "kv.h"
 
@@ -83,13 +82,14 @@ static uint64_t missing_in(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 }
 
 // What nobody may take back while the step runs: what kernels of the last step touch, and what this one asks for.
-// Kernels of earlier steps have ended.
-static void protect(vmem_kv *kv, const int32_t *lengths)
+// Kernels of earlier steps have ended. was: receives what was protected before.
+static void protect(vmem_kv *kv, const int32_t *lengths, struct kv_span *was)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++)
         for (uint32_t i = 0; i < kv->n_groups && lengths[s]; i++) {
             struct kv_span *sp = kv_span(kv, s, i);
             uint32_t lo, hi;
+            was[(uint64_t)s * kv->n_groups + i] = *sp;
             new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
             hi = KV_MIN(hi, sp->hi);
             lo = KV_MIN(lo, hi);
@@ -99,13 +99,15 @@ static void protect(vmem_kv *kv, const int32_t *lengths)
         }
 }
 
-static void unprotect(vmem_kv *kv, const int32_t *lengths)
+static void unprotect(vmem_kv *kv, const int32_t *lengths, const struct kv_span *was)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++)
         for (uint32_t i = 0; i < kv->n_groups && lengths[s]; i++) {
             struct kv_span *sp = kv_span(kv, s, i);
-            sp->keep_lo = sp->need_lo;
-            sp->keep_hi = sp->need_hi;
+            const struct kv_span *w = &was[(uint64_t)s * kv->n_groups + i];
+            // Within what the span has now: the front and the tail may have been given up meanwhile.
+            sp->keep_hi = KV_MAX(KV_MIN(w->keep_hi, sp->hi), sp->need_hi);
+            sp->keep_lo = KV_MIN(KV_MAX(w->keep_lo, sp->lo), sp->need_lo);
         }
 }
 
@@ -165,7 +167,7 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
 {
     uint64_t pages = 0;
     int rc = 0;
-    protect(kv, lengths);
+    protect(kv, lengths, kv->saved);
     for (uint32_t k = 0; k < n_todo; k++)
         pages += missing_in(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
     rc = kv_make_room(kv, pages, missing);
@@ -182,7 +184,7 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
     }
     if (rc) {
         kv_grow_reset(&kv->grow);
-        unprotect(kv, lengths);
+        unprotect(kv, lengths, kv->saved);
     }
     return rc;
 }
@@ -277,12 +279,10 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
         if (lengths[s] && ((uint32_t)lengths[s] > kv->slots[s].backed || kv->slots[s].fresh))
             pages += missing_in(kv, s, (uint32_t)lengths[s]);
     if (!rc && pages > kv_unused(kv)) {
-        size_t size = (size_t)kv->n_slots * kv->n_groups * sizeof(*kv->spans);
-        memcpy(kv->saved, kv->spans, size);
-        protect(kv, lengths);
+        protect(kv, lengths, kv->saved);
         // What the worker is mapping now either counts as missing here or can be taken back.
         uint64_t want = kv->held - kv->pending - kv_reclaimable(kv) + pages;
-        memcpy(kv->spans, kv->saved, size);
+        unprotect(kv, lengths, kv->saved);
         if (want > kv->budget_pages) {
             if (missing)
                 *missing = want - kv->budget_pages;
