@@ -93,13 +93,16 @@ static void killed(void)
 {
     if (!test_cpu())
         return;
-    const uint64_t before = shared_memory();
-    for (int i = 0; i < 8; i++) {
+    // Every death leaves 64 MiB behind, or nothing. Other processes come and go too: look for a time when they do not.
+    for (int i = 0; i < 40; i++) {
+        const uint64_t before = shared_memory();
         int status = run(suicide, NULL);
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+        if (shared_memory() < before + 8 * MIB)
+            return;
+        usleep(100000);
     }
-    // 512 MiB were held in all; other processes may hold some more or less than before.
-    CHECK(shared_memory() < before + 256 * MIB);
+    FAIL("processes that are killed leave memory behind");
 }
 
 int main(int argc, char **argv)
