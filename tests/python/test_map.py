@@ -100,7 +100,7 @@ def test_unbacked_addresses_read_as_zero_with_a_backdrop(context):
         assert caught.value.errno == errno.EOPNOTSUPP
         return
     page_size = min(context.page_sizes)
-    range_ = context.reserve(2 * MIB, backdrop=True)
+    range_ = context.reserve(4 * page_size, backdrop=True)
     page = context.create(page_size)
     range_.map(page, page_size)
     context.fill(range_.addr + page_size, 7, page_size)
