@@ -18,7 +18,7 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib venv test test-uvm-ext test-c test-asan test-tsan test-python test-gpu bench lint clean
+.PHONY: all help lib venv test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu bench lint clean
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
 
@@ -29,7 +29,7 @@ lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvme
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
-test: test-uvm-ext test-c test-asan test-python test-module ## Run every test that needs no GPU
+test: test-uvm-ext test-c test-asan test-python test-python-fake test-module ## Run every test that needs no GPU
 
 test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
 	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
@@ -46,6 +46,11 @@ test-tsan: ## C tests under the thread sanitizer
 
 test-python: venv ## Python tests, on every backend that works here
 	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
+
+test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
+	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu ../../build/fakegpu/libcuda.so.1
+	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock,cuda \
+	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py
 
 test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)$(MAKE) --no-print-directory -C tests/c check
