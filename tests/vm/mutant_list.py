@@ -86,7 +86,7 @@ MUTANTS = (
        _M, "        c->handles[i]->slab->dirty |= handle_mask(c->handles[i]);", ""),
     _m("zeroed_short", "the last 4 KiB are not zeroed", "test_calls test_fresh_pages_read_as_zero",
        _M, "units_size(count)", "units_size(count) - 4096"),
-    _m("leaked_slab", "a slab never goes back to the GPU", "test_process test_killed_in_mid_batch",
+    _m("leaked_slab", "a slab never goes back to the GPU", "test_errors test_err_out_of_memory",
        _M, "    uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);", ""),
     _m("held_not_reduced", "freed slabs still count", "test_calls test_slabs_are_shared_and_given_back",
        _M, "    vgpu->bytes_held -= UVM_VMEM_SLOT;", ""),

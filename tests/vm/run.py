@@ -37,8 +37,6 @@ def test_programs(src, release):
         out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
         if not out.is_file():
             out.parent.mkdir(parents=True, exist_ok=True)
-            for old in out.parent.glob(f"{name}-{release}-*"):
-                old.unlink()
             include = [f"-I{d}" for d in (src / "nvidia-uvm", src / "common/inc", TOP / "uvm_ext", HERE / "simgpu", HERE / "failmem")]
             command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *include, "-o", out, source, *common]
             if subprocess.run(command).returncode:
