@@ -78,7 +78,9 @@ def _strip(module):
 
 def _compile(tree, kernel, uvm_type, symvers):
     _make(["-f", "vmem.mk", f"KERNEL_UNAME={kernel.release}", f"OUTPUT={kernel.output}", f"SOURCES={kernel.source}",
-           f"UVM_BUILD_TYPE={uvm_type}", f"KBUILD_EXTRA_SYMBOLS={symvers}", *([] if "stock-550" in tree.name else ["KCFLAGS=-g0", "CONFIG_DEBUG_INFO_BTF_MODULES="])], tree, tree / "build.log",
+           f"UVM_BUILD_TYPE={uvm_type}", f"KBUILD_EXTRA_SYMBOLS={symvers}",
+           # without debug information, which the guest has no room for: and the build is quicker
+           "KCFLAGS=-g0", "CONFIG_DEBUG_INFO_BTF_MODULES="], tree, tree / "build.log",
           f"building nvidia-uvm.ko in {tree}")  # fmt: skip
     return tree / "nvidia-uvm.ko"
 

@@ -102,7 +102,7 @@ def fail_nth():
 def fatal():
     """A channel of the driver's faults in the middle of each call: fatal to UVM, so the module is loaded anew."""
     steps = []
-    for case in ("map", "map_no_window", "unmap", "release", "create", "huge_split"):
+    for case in ("map_with_window", "map_no_window", "unmap", "release", "create", "huge_split"):
         steps += [_load("patched"), Step(f"test_fatal {case}", f"/tests/test_fatal in_{case}_", 60), _unload("patched")]
     return steps
 
@@ -115,7 +115,7 @@ def steps(tier, only=None):
                      "sleep 1; if grep -q . /sys/kernel/debug/kmemleak; then head -60 /sys/kernel/debug/kmemleak; "
                      "echo 'not ok kmemleak - unreferenced objects'; exit 1; fi; echo ok kmemleak", 240)]  # fmt: skip
     for step in out:
-        step.timeout = int(step.timeout * size.slow)
+        step.timeout = int(step.timeout * 3 * size.slow)  # an end for a hang, not a measure of speed
     return select(out, only) if only else out
 
 

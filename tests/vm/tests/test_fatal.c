@@ -30,7 +30,7 @@ static void after(NV_STATUS status)
     CHECK_EQ(sim_counters(0, false).bad_double_free, 0);
 }
 
-TEST(in_map_)
+TEST(in_map_with_window_)
 {
     start();
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
