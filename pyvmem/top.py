@@ -12,7 +12,9 @@ from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.kv_view import read_views, want_budget
 
-COLUMNS = ("pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped", "steps/s")
+COLUMNS = (
+    "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped", "steps/s",
+)  # fmt: skip
 
 
 def rows(views, rates):

@@ -46,7 +46,8 @@ int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n,
             uint64_t gone = (now() - end) / 1000;
             if (gone >= pause_us)
                 break;
-            struct timespec t = {.tv_nsec = (long)((pause_us - gone) % 1000000 * 1000), .tv_sec = (time_t)((pause_us - gone) / 1000000)};
+            uint64_t left = pause_us - gone;
+            struct timespec t = {.tv_sec = (time_t)(left / 1000000), .tv_nsec = (long)(left % 1000000 * 1000)};
             nanosleep(&t, NULL);
         }
     }

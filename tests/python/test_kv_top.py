@@ -43,7 +43,11 @@ def test_a_cache_shows_its_statistics_to_others():
         slot = cache.alloc_reqid()
         cache.step([700 if s == slot else 0 for s in range(4)])
         cache.wait()
-        code = "from pyvmem import kv_view; v, = kv_view.read_views(); print(v.name, v.pid, v.stats['live_bytes'], v.stats['steps'])"
+        code = """
+            from pyvmem import kv_view
+            (v,) = kv_view.read_views()
+            print(v.name, v.pid, v.stats["live_bytes"], v.stats["steps"])
+        """
         assert python(code).stdout.split() == ["chat", str(os.getpid()), str(700 * 4 * 512), "1"]
         assert kv_view.read_views()[0].stats == {k: getattr(cache.stats(), k) for k in kv_view.read_views()[0].stats}
     assert kv_view.read_views() == []

@@ -1,8 +1,8 @@
 // The KV-cache manager's inside.
 //
 // Tensors of equal row size, length and window form a group: their mapped pages always cover the same part of a slot,
-// so that all decisions are made once per (slot, group), not per tensor. The unit of bookkeeping is the span: the mapped
-// part [lo, hi) of a slot in the tensors of a group, in pages.
+// so that all decisions are made once per (slot, group), not per tensor. The unit of bookkeeping is the span: the
+// mapped part [lo, hi) of a slot in the tensors of a group, in pages.
 //
 // Locks, in this order: api serialises the public calls; state guards every field below against the background worker.
 // The worker drops state while it is in the library below and marks the slot busy instead: whoever needs a busy slot
@@ -153,7 +153,8 @@ static inline vmem_page *kv_table(const vmem_kv *kv, const struct kv_group *g, u
     return kv->pages + g->table + ((uint64_t)slot * g->n + tensor) * g->slot_pages;
 }
 
-static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor, uint64_t page)
+static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor,
+                               uint64_t page)
 {
     return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
 }

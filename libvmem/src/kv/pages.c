@@ -64,7 +64,8 @@ static int create(vmem_kv *kv, struct kv_grow *l, const struct kv_part *p, uint3
         return 0;
     if (from % kv->block && p->joins && from == p->from) { // the rest of a block: next to the block's other pages
         for (uint32_t t = 0; t < g->n; t++) {
-            rc = vmem__create_near(kv->ctx, kv->page_size, n, kv_table(kv, g, p->slot, t)[from - 1], kv->create_flags, l->pages + l->n_pages);
+            vmem_page before = kv_table(kv, g, p->slot, t)[from - 1];
+            rc = vmem__create_near(kv->ctx, kv->page_size, n, before, kv->create_flags, l->pages + l->n_pages);
             if (rc)
                 return rc;
             l->n_pages += n;

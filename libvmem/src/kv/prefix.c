@@ -230,7 +230,8 @@ static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uin
         for (uint32_t t = 0; t < g->n; t++) {
             const vmem_page *from = pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
             for (uint32_t k = s.lo; k < s.full; k++)
-                l->fine[(*n_ops)++] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
+                l->fine[(*n_ops)++] = (struct vmem_map_op){
+                    .addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
         }
     }
     return *n_ops ? vMemMapBatch(kv->ctx, l->fine, *n_ops, VMEM_MAP_FINE, NULL) : 0;
@@ -305,7 +306,8 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         struct split s = split(kv, &kv->groups[i], tokens);
         uint32_t n = p->hi[i] - p->lo[i];
         if (s.part && s.full < s.hi)
-            rc = copy_pages(kv, &kv->groups[i], pages_of(kv, p, i) + (s.full - p->lo[i]), n, false, slot, s.full, s.part);
+            rc = copy_pages(kv, &kv->groups[i], pages_of(kv, p, i) + (s.full - p->lo[i]), n, false, slot, s.full,
+                            s.part);
     }
     if (rc) {
         if (mapped)

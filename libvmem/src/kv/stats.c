@@ -184,8 +184,8 @@ int kv_check_books(vmem_kv *kv)
                            sp->need_hi <= sp->keep_hi && sp->keep_hi <= sp->hi && sp->hi <= g->slot_pages &&
                            sp->shared_hi <= sp->hi && sp->coarse_hi <= sp->hi;
             if (!ordered)
-                return vmem__error(-EFAULT, "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi %u "
-                                   "shared %u coarse %u", s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi,
+                return vmem__error(-EFAULT, "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi "
+                                   "%u shared %u coarse %u", s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi,
                                    sp->keep_hi, sp->hi, sp->shared_hi, sp->coarse_hi);
             if (sl->state == VMEM_KV_FREE && (sp->lo || sp->shared_hi || sp->need_hi))
                 return vmem__error(-EFAULT, "slot %u is free but not clean", s);

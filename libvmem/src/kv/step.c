@@ -43,7 +43,8 @@ static int check_windows(const vmem_kv *kv, const int32_t *lengths)
             uint32_t lo, hi;
             new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
             if (lo < kv_span(kv, s, i)->lo)
-                return vmem__error(-EINVAL, "lengths[%u] %d: the window has given up rows that it reads", s, lengths[s]);
+                return vmem__error(-EINVAL, "lengths[%u] %d: the window has given up rows that it reads", s,
+                                   lengths[s]);
         }
     return 0;
 }

@@ -1,5 +1,5 @@
-// The background thread: it backs the rows that the next iterations need while this one runs, gives up what windows have
-// passed, keeps some memory unused, clears kept pages and backs the slot of the next request.
+// The background thread: it backs the rows that the next iterations need while this one runs, gives up what windows
+// have passed, keeps some memory unused, clears kept pages and backs the slot of the next request.
 //
 // SPDX-License-Identifier: MIT
 #include <signal.h>
@@ -135,7 +135,9 @@ static bool extend_one(vmem_kv *kv)
     }
     if (least == UINT32_MAX)
         return false;
-    if (!(plenty && extend(kv, slot, ahead, true)) && !(least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false)))
+    bool did = (plenty && extend(kv, slot, ahead, true)) ||
+               (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
+    if (!did)
         kv->slots[slot].skip = true; // no memory: the step will take some back or say what is missing
     return true;
 }
