@@ -81,7 +81,7 @@ def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=Fa
     log_path = CACHE / "logs" / f"{label}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     qemu = command_line(kernel, initrd, image=image, memory=memory, cpus=args.cpus, accel=args.accel)
-    with log_path.open("w") as log:
+    with log_path.open("w", buffering=1) as log:
         guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
                       stop_after=stop_after,
                       on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
