@@ -119,8 +119,8 @@ void vmem_context_destroy(vmem_context *ctx)
     if (!ctx)
         return;
     const bool forked = !*ctx->owned;
-    // In a forked child the bookkeeping may be half-written and the lock held by a thread that does not exist here: only
-    // the backend's own state goes, the rest is left to the process's end.
+    // In a forked child the bookkeeping may be half-written and the lock held by a thread that does not exist here:
+    // only the backend's own state goes, the rest is left to the process's end.
     if (!forked) {
         for (size_t i = 0; i < ctx->n_spaces; i++)
             vMemUnmap(ctx, ctx->spaces[i]->b.addr, ctx->spaces[i]->b.length);

@@ -1,7 +1,7 @@
 // Mapping, unmapping and release.
 //
-// Every call here: check all elements and mark what they touch, collecting the runs; call the backend; then either write
-// the result into the shadow and the pages' lists, or take the marks back.
+// Every call here: check all elements and mark what they touch, collecting the runs; call the backend; then either
+// write the result into the shadow and the pages' lists, or take the marks back.
 //
 // SPDX-License-Identifier: MIT
 #include "vmem_internal.h"

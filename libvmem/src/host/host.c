@@ -185,8 +185,8 @@ static void unreserve(struct vmem__backend *b, struct vmem__range *r)
 static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     struct host *h = b->priv;
-    // An arena costs only the core's bookkeeping until it is populated: some room for fragmentation, but not for pages that
-    // can never be.
+    // An arena costs only the core's bookkeeping until it is populated: some room for fragmentation, but not for pages
+    // that can never be.
     if (atomic_fetch_add(&h->arenas, a->size) + a->size > 2 * b->info.memory_total + ARENA_MIN) {
         h->arenas -= a->size;
         return vmem__error(-ENOMEM, "%" PRIu64 " bytes more of pages: the machine has %" PRIu64 " bytes of memory", a->size,
@@ -220,8 +220,8 @@ static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
 static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
 {
     struct host *h = b->priv;
-    // The kernel would rather kill a process than refuse memory it has promised. sysinfo() is quick but leaves out what
-    // the page cache could give up.
+    // The kernel would rather kill a process than refuse memory it has promised. sysinfo() is quick but leaves out
+    // what the page cache could give up.
     struct sysinfo si;
     uint64_t total, available;
     b->syscalls++;
