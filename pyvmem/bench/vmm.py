@@ -54,7 +54,7 @@ def single_calls(context, page_size, n):
     context.prealloc(64 * MIB)  # a driver call for memory once in many pages is no part of any page's latency
     with context.reserve(RANGE, backdrop=bool(flags)) as range_:
         _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, RANGE, n, *raw))
-    return {
+    seen = {
         "reserve 1 GiB": reserve,
         "create": create,
         "map": map_,
@@ -62,6 +62,13 @@ def single_calls(context, page_size, n):
         "release, unmap included": release,
         "free 1 GiB": free,
     }
+    if flags:
+        (create, map_, unmap, release), raw = _arrays(4, n)
+        with context.reserve(RANGE, backdrop=False) as range_:
+            _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, RANGE, n, *raw))
+        seen["map, no backdrop"] = map_
+        seen["release, unmap included, no backdrop"] = release
+    return seen
 
 
 def bare_cuda(device, n):

@@ -43,7 +43,8 @@ STRUCTS = [
     ("UvmGpuMappingAttributes", "uvm_attributes", "gpuUuid uuid gpuMappingType mapping gpuCachingType caching "
                                                   "gpuFormatType format gpuElementBits element_bits "
                                                   "gpuCompressionType compression"),
-    ("UVM_MAP_EXTERNAL_SPARSE_PARAMS", "uvm_sparse", "base base length length gpuUuid uuid rmStatus status"),
+    ("UVM_MAP_EXTERNAL_SPARSE_PARAMS", "uvm_unmap", "base base length length gpuUuid uuid rmStatus status"),
+    ("UVM_UNMAP_EXTERNAL_PARAMS", "uvm_unmap", "base base length length gpuUuid uuid rmStatus status"),
 ]
 # Sizes of these depend on the release: the table has them.
 VARYING = {"NV_MEMORY_ALLOCATION_PARAMS"}
@@ -58,6 +59,7 @@ NUMBERS = [
     ("(NVOS32_ATTR_PHYSICALITY_ALLOW_NONCONTIGUOUS << 27)", "RM_ATTR_ALLOW_NONCONTIGUOUS"),
     ("(NVOS32_ATTR2_PAGE_SIZE_HUGE_2MB << 20)", "RM_ATTR2_HUGE_2M"),
     ("UVM_MAP_EXTERNAL_ALLOCATION", "UVM_MAP_EXTERNAL_ALLOCATION"),
+    ("UVM_UNMAP_EXTERNAL", "UVM_UNMAP_EXTERNAL"),
     ("UVM_MAP_EXTERNAL_SPARSE", "UVM_MAP_EXTERNAL_SPARSE"),
 ]
 MACROS = ["NV_MAX_DEVICES", "UVM_PARENT_ID_MAX_SUB_PROCESSORS", "UVM_MAX_GPUS_V1", "UVM_MAX_GPUS_V2", "UVM_MAX_GPUS",

@@ -47,9 +47,9 @@ AT(rm_memory, va_space, 108);
 AT(rm_memory, tag, 116);
 AT(rm_memory, numa_node, 120);
 
-SIZE(uvm_sparse, 40);
-AT(uvm_sparse, uuid, 16);
-AT(uvm_sparse, status, 32);
+SIZE(uvm_unmap, 40);
+AT(uvm_unmap, uuid, 16);
+AT(uvm_unmap, status, 32);
 
 SIZE(uvm_attributes, 36);
 AT(uvm_attributes, compression, 32);
@@ -66,6 +66,7 @@ static void ioctl_numbers(void)
     CHECK_EQ(RM_IOCTL(RM_ESC_CONTROL, struct rm_control), 0xc020462a);
     CHECK_EQ(RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc), 0xc020462b);
     CHECK_EQ(UVM_MAP_EXTERNAL_ALLOCATION, 33);
+    CHECK_EQ(UVM_UNMAP_EXTERNAL, 66);
     CHECK_EQ(UVM_MAP_EXTERNAL_SPARSE, 74);
 }
 

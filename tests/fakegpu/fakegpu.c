@@ -517,8 +517,12 @@ static const struct vmem__abi *abi(void)
     static struct vmem__abi layouts[] = {
         {{515, 0, 0}, 24, 120, 32}, {{535, 0, 0}, 28, 120, 32}, {{545, 0, 0}, 28, 128, 32}, {{550, 40, 53}, 28, 128, 256}};
     const char *release = getenv("FAKEGPU_RELEASE");
-    int major = release ? atoi(release) : 580;
+    int major = 580, minor = 0, patch = 0;
 
+    if (release)
+        sscanf(release, "%d.%d.%d", &major, &minor, &patch);
+    if (major == 550 && minor == 40 && patch < 53)
+        return &layouts[2];
     return &layouts[major < 535 ? 0 : major < 545 ? 1 : major < 550 ? 2 : 3];
 }
 
@@ -528,10 +532,12 @@ static int uvm_ioctl(unsigned long request, void *arg)
 {
     if (_IOC_TYPE(request) == UVM_VMEM_IOCTL_TYPE)
         return kmod_ioctl(request, arg, true);
-    if (request == UVM_MAP_EXTERNAL_SPARSE) {
-        struct uvm_sparse *p = arg;
+    if (request == UVM_MAP_EXTERNAL_SPARSE || request == UVM_UNMAP_EXTERNAL) {
+        struct uvm_unmap *p = arg;
 
         p->status = memcmp(p->uuid, uuid, 16) ? INVALID_ARGUMENT : put(p->base, p->length, NULL, 0);
+        if (!p->status && request == UVM_UNMAP_EXTERNAL)
+            nothing_at(p->base, p->length);
         return 0;
     }
     if (request == UVM_MAP_EXTERNAL_ALLOCATION) {

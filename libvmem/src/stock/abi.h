@@ -78,9 +78,11 @@ struct rm_memory {
 // ---- UVM: ioctls with plain numbers; the parameters end in a status -----------------------------------------
 
 #define UVM_MAP_EXTERNAL_ALLOCATION 33
+#define UVM_UNMAP_EXTERNAL 66
 #define UVM_MAP_EXTERNAL_SPARSE 74
 
-struct uvm_sparse {
+// Of UVM_UNMAP_EXTERNAL and UVM_MAP_EXTERNAL_SPARSE.
+struct uvm_unmap {
     uint64_t base, length;
     uint8_t uuid[16];
     uint32_t status, padding;

@@ -44,9 +44,14 @@ static void set_fine(struct stock_range *range, uint64_t addr, uint64_t end, boo
 static int put_one(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now)
 {
     bool fine = now.memory == 0 || (addr | length | now.offset) % STOCK_BLOCK != 0;
-    int err = now.memory ? vmem__uvm_map(&s->uvm, &s->rm, addr, length, now.memory, now.offset)
-                         : vmem__uvm_sparse(&s->uvm, addr, length);
+    int err;
 
+    if (now.memory)
+        err = vmem__uvm_map(&s->uvm, &s->rm, addr, length, now.memory, now.offset);
+    else if (range->backdrop)
+        err = vmem__uvm_sparse(&s->uvm, addr, length);
+    else
+        err = vmem__uvm_unmap(&s->uvm, addr, length);
     err = counted(s, err);
     if (!err)
         set_fine(range, addr, addr + length, fine);
@@ -118,7 +123,7 @@ static int put(struct stock *s, struct stock_range *range, uint64_t addr, uint64
         coarse = coarse && (addr - now.offset) % STOCK_BLOCK == 0 &&
                  (last - first == length || last - first >= PROMOTE_MIN);
     else
-        coarse = coarse && last - first >= 2 * STOCK_BLOCK;
+        coarse = coarse && range->backdrop && last - first >= 2 * STOCK_BLOCK;
     if (!coarse)
         return put_fine(s, range, addr, length, now, before);
     if (addr < first)
@@ -130,6 +135,11 @@ static int put(struct stock *s, struct stock_range *range, uint64_t addr, uint64
     if (!err && last < end)
         err = put_fine(s, range, last, end - last, after(now, last - addr), after(before, last - addr));
     return err;
+}
+
+int stock_empty(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length)
+{
+    return put_one(s, range, addr, length, (struct stock_slice){0});
 }
 
 static uint64_t piece(const struct stock_range *range, uint64_t addr, uint64_t end)
@@ -147,7 +157,7 @@ int stock_put(struct stock *s, struct stock_range *range, uint64_t addr, uint64_
 
     pthread_mutex_lock(&range->lock);
     // With the slot after them, so that a kernel's tile may reach beyond the last page.
-    err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, addr, length + STOCK_SLOT);
+    err = stock_activate(s, range, addr, range->backdrop ? length + STOCK_SLOT : length);
     if (err)
         goto unlock;
     for (; !err && at < end; at += n) {

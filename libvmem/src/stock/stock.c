@@ -13,18 +13,38 @@
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-int stock_range_new(struct stock *s, uint64_t length, struct stock_range *range)
+int stock_activate(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length)
+{
+    const uint64_t slots = range->cuda.length / STOCK_SLOT, end = addr - range->cuda.addr + length;
+    int err = 0;
+
+    if (range->backdrop)
+        return vmem__activate(&s->cuda, &s->backdrop, &range->cuda, addr, length);
+    for (uint64_t i = (addr - range->cuda.addr) / STOCK_SLOT; !err && i < slots && i * STOCK_SLOT < end; i++) {
+        const uint64_t at = range->cuda.addr + i * STOCK_SLOT;
+
+        if (vmem__bit(range->cuda.active, i))
+            continue;
+        err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, at, STOCK_SLOT);
+        if (!err)
+            err = stock_empty(s, range, at, STOCK_SLOT);
+    }
+    return err;
+}
+
+int stock_range_new(struct stock *s, uint64_t length, bool backdrop, struct stock_range *range)
 {
     int err = vmem__reserve(&s->cuda, &s->backdrop, length, &range->cuda);
 
     if (err)
         return err;
+    range->backdrop = backdrop;
     range->fine = calloc((range->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
     if (!range->fine)
         err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
     // CUDA must know the first address; the slot after it is what the first map would ask for.
     if (!err)
-        err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, range->cuda.addr, 2 * STOCK_SLOT);
+        err = stock_activate(s, range, range->cuda.addr, backdrop ? 2 * STOCK_SLOT : STOCK_SLOT);
     if (err) {
         free(range->fine);
         vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
@@ -44,7 +64,8 @@ void stock_range_free(struct stock *s, struct stock_range *range)
 static int stock_reserve(struct vmem__backend *b, struct vmem__range *r)
 {
     struct stock_range *range = malloc(sizeof(*range));
-    int err = range ? stock_range_new(b->priv, r->length, range) : vmem__error(-ENOMEM, "reserve: no memory");
+    int err = range ? stock_range_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, range)
+                    : vmem__error(-ENOMEM, "reserve: no memory");
 
     if (err) {
         free(range);
@@ -68,7 +89,7 @@ static int stock_backdrop(struct vmem__backend *b, struct vmem__range *r, uint64
     int err;
 
     pthread_mutex_lock(&range->lock);
-    err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, addr, length);
+    err = stock_activate(s, range, addr, length);
     pthread_mutex_unlock(&range->lock);
     return err;
 }
@@ -88,7 +109,7 @@ static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     err = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
     if (err)
         goto no_memory;
-    err = stock_range_new(s, a->size, &arena->alias);
+    err = stock_range_new(s, a->size, true, &arena->alias);
     if (err)
         goto no_alias;
     err = stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0}, nothing,
@@ -314,7 +335,7 @@ static int scratch_new(struct stock *s)
     int err = vmem__rm_memory_new(&s->rm, STOCK_SCRATCH, &s->scratch);
 
     if (!err)
-        err = stock_range_new(s, STOCK_SCRATCH, &alias);
+        err = stock_range_new(s, STOCK_SCRATCH, true, &alias);
     if (err)
         return err;
     err = vmem__uvm_map(&s->uvm, &s->rm, alias.cuda.addr, STOCK_SCRATCH, s->scratch, 0);
@@ -367,7 +388,7 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
         return err;
     }
     strcpy(b->info.backend, "stock");
-    b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP;
+    b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
     b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
     b->info.reserve_align = STOCK_BLOCK;
     b->overhead = s->backdrop.slot + STOCK_SCRATCH;
@@ -376,8 +397,6 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
     return 0;
 }
 
-// Every reservation has the backdrop, asked for or not: CUDA knows no pointer without one. So VMEM_CAP_FAULT is not
-// claimed.
 const struct vmem__ops vmem__stock_ops = {
     .name = "stock",
     .probe = stock_probe,

@@ -15,8 +15,8 @@
 #define STOCK_SLOT (UINT64_C(64) << 20)
 // What one page-table entry of the larger size covers; entries change size in whole blocks.
 #define STOCK_BLOCK VMEM_PAGE_2M
-// Zeroed memory of ours for taking whole blocks away by 2 MiB entries, this much in a call. The handle of the backdrop is
-// CUDA's and cannot be mapped again.
+// Zeroed memory of ours for taking whole blocks away by 2 MiB entries, this much in a call. The handle of the
+// backdrop is CUDA's and cannot be mapped again.
 #define STOCK_SCRATCH (UINT64_C(16) << 20)
 
 struct stock {
@@ -30,11 +30,15 @@ struct stock {
 
 struct stock_range {
     struct vmem__reservation cuda;
+    // Whether unbacked addresses of active slots are readable. If not, an active slot is emptied at once: CUDA
+    // believes the backdrop mapped there, but accesses fault, and maps and unmaps beside other pages are a quarter
+    // cheaper for having nothing to replace.
+    bool backdrop;
     // Held over the driver calls for a run: a call that changes the entries' size of a block must not meet another
     // call for the same block. Maps of one process wait for each other in the driver anyway.
     pthread_mutex_t lock;
-    // A bit for each block. Set: 64 KiB entries, each replaceable alone. Clear: a 2 MiB entry, either of the backdrop
-    // or of one block of an arena, replaceable only as a whole.
+    // A bit for each block. Set: 64 KiB entries or none, each replaceable alone. Clear: a 2 MiB entry, either of the
+    // backdrop or of one block of an arena, replaceable only as a whole.
     uint64_t *fine;
 };
 
@@ -43,8 +47,12 @@ struct stock_arena {
     struct stock_range alias; // all of it mapped once, for zeroing
 };
 
-int stock_range_new(struct stock *s, uint64_t length, struct stock_range *range);
+int stock_range_new(struct stock *s, uint64_t length, bool backdrop, struct stock_range *range);
 void stock_range_free(struct stock *s, struct stock_range *range);
+
+// Makes the slots active that [addr, addr + length) touches; with the range's lock held, or before others know the
+// range.
+int stock_activate(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length);
 
 // What stands behind addresses: a slice of an arena's memory; memory 0: nothing.
 struct stock_slice {
@@ -57,5 +65,8 @@ struct stock_slice {
 // are invalid.
 int stock_put(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now,
               struct stock_slice before, bool keep_fine);
+
+// Takes away whatever the driver has behind [addr, addr + length), whole blocks inside one slot.
+int stock_empty(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length);
 
 #endif

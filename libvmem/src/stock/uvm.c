@@ -21,12 +21,22 @@ int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint
     return vmem__rm_error(tail->status, "map");
 }
 
-int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
+static int take_away(const struct vmem__uvm_space *space, unsigned long call, uint64_t addr, uint64_t length)
 {
-    struct uvm_sparse params = {.base = addr, .length = length};
+    struct uvm_unmap params = {.base = addr, .length = length};
 
     memcpy(params.uuid, space->uuid, sizeof(space->uuid));
-    if (ioctl(space->fd, UVM_MAP_EXTERNAL_SPARSE, &params))
+    if (ioctl(space->fd, call, &params))
         return vmem__error(-errno, "unmap: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     return vmem__rm_error(params.status, "unmap");
+}
+
+int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
+{
+    return take_away(space, UVM_MAP_EXTERNAL_SPARSE, addr, length);
+}
+
+int vmem__uvm_unmap(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
+{
+    return take_away(space, UVM_UNMAP_EXTERNAL, addr, length);
 }

@@ -1,5 +1,5 @@
-// The two calls of the stock UVM driver that put memory behind addresses, in the VA space of this process' CUDA
-// contexts.
+// The calls of the stock UVM driver that put memory behind addresses and take it away, in the VA space of this
+// process' CUDA contexts.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_STOCK_UVM_H
@@ -22,5 +22,7 @@ int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint
 // Nothing behind [addr, addr + length), in 64 KiB entries: reads give zero, writes are dropped. On return no access
 // through the addresses reaches what was there before.
 int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length);
+// The same with invalid entries: accesses fault. Whatever comes next needs to replace nothing.
+int vmem__uvm_unmap(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length);
 
 #endif
