@@ -5,7 +5,7 @@ import dataclasses
 
 from guest import Allowed, Step
 
-PROGRAMS = ("test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz", "test_process",
+PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz", "test_process",
             "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth", "test_fatal")
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke.
@@ -50,6 +50,9 @@ def _unload(variant):
 def _stock(size):
     builtin = "uvm_enable_builtin_tests=1"
     return [
+        _load("stock", gpu="gpus=2"),
+        Step("selftest", "/tests/selftest", 120),
+        _unload("stock"),
         _load("stock", builtin),
         Step("test_uvm stock", f"STRESS={size.stress} /tests/test_uvm", 240),
         Step("test_live stock", f"REMAPS={size.remaps} /tests/test_live stock_remap", 120),

@@ -31,14 +31,16 @@ def test_programs(src, release):
                HERE / "failmem" / "failmem_uapi.h"]
     files = {}
     for name in plan.PROGRAMS:
-        source = TESTS / f"{name}.c"
+        source, with_ = TESTS / f"{name}.c", common
+        if name == "selftest":  # the simulator's own, which stands alone
+            source, with_ = HERE / "simgpu" / "selftest.c", []
         if not source.is_file():
             continue
         out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
         if not out.is_file():
             out.parent.mkdir(parents=True, exist_ok=True)
             include = [f"-I{d}" for d in (src / "nvidia-uvm", src / "common/inc", TOP / "uvm_ext", HERE / "simgpu", HERE / "failmem")]
-            command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *include, "-o", out, source, *common]
+            command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *include, "-o", out, source, *with_]
             if subprocess.run(command).returncode:
                 raise Missing(f"compiling {source.name} failed")
         files[f"tests/{name}"] = out
