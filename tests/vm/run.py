@@ -131,11 +131,12 @@ def test(args):
     debug = args.tier == "debug"
     kernel = kernels.debug() if debug else kernels.debian()
     bad = []
+    steps = plan.steps(args.tier, args.only)
+    variants = [v for v in modules.VARIANTS if any(s.name.startswith(f"load {v}") for s in steps)]
     for release in args.release or modules.RELEASES:
-        files, release = gather(release, kernel, uvm_type=args.uvm_type or ("debug" if debug else "release"))
+        files, release = gather(release, kernel, variants, args.uvm_type or ("debug" if debug else "release"))
         print(f"simulated GPU, driver {release}, kernel {kernel.release}, {args.tier} tier", flush=True)
         t0 = time.monotonic()
-        steps = plan.steps(args.tier, args.only)
         ok, guest = boot(args, kernel, files, steps, label=f"{args.tier}-{release}", memory=3072 if debug else 1536)
         for line in same_set(guest):
             print(f"  {line}")

@@ -6,10 +6,13 @@ VM := $(PYTHON) tests/vm/run.py
 VM_RELEASES ?= 550
 VM_TEST := $(VM) test $(VM_RELEASES:%=--release %)
 
-.PHONY: test-vm test-vm-long test-vm-debug test-vm-python vm-shell mutants
+.PHONY: test-vm test-vm-quick test-vm-long test-vm-debug test-vm-python vm-shell mutants
 
 test-vm: ## The kernel module on a simulated GPU: the short tier (VM_RELEASES="550 535" for both)
 	$(Q)$(VM_TEST)
+
+test-vm-quick: ## Of the short tier what needs the least time; part of `make test`
+	$(Q)$(VM_TEST) $(foreach step,test_calls test_errors test_atomic test_lifetime test_process,--only $(step))
 
 test-vm-long: ## The same with 100,000 random operations and a million bad calls
 	$(Q)$(VM_TEST) --tier long
