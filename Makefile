@@ -29,7 +29,7 @@ lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvme
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
-test: test-uvm-ext test-c test-asan test-python test-python-fake test-module ## Run every test that needs no GPU
+test: test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick ## Run every test that needs no GPU
 
 test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
 	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
