@@ -53,7 +53,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py
 
 test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
-	$(Q)$(MAKE) --no-print-directory -C tests/c check
+	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
 	$(Q)VMEM_TEST_BACKENDS=$(or $(VMEM_TEST_BACKENDS),cuda,stock) $(PY) -m pytest -q tests/python
 
 bench: venv ## Run every benchmark, quickly, on the best backend
