@@ -1,6 +1,6 @@
 // MAP and UNMAP: every element checked, every window and table at hand, before the first entry changes.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_memory.h"
 #include "uvm_vmem_window.h"
 

@@ -1,6 +1,6 @@
 // From records to page tables: all changes of one call in one push, one TLB invalidate, one wait.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_window.h"
 
 #include "uvm_channel.h"

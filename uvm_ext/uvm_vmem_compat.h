@@ -1,6 +1,6 @@
 // Where the releases of nvidia-uvm differ. What a release has is found by looking (features.list), not by its number.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_COMPAT_H
 #define UVM_VMEM_COMPAT_H
 

@@ -1,6 +1,6 @@
 // One table of calls, one place where their structures are copied in and out.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_hooks.h"
 #include "uvm_vmem_space.h"
 

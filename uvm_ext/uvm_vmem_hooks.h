@@ -1,6 +1,6 @@
 // What the insertions in NVIDIA's files call; kernel-open/hooks.py holds their texts.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_HOOKS_H
 #define UVM_VMEM_HOOKS_H
 

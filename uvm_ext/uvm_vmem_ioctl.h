@@ -31,7 +31,7 @@
 //   NV_ERR_NO_MEMORY             out of device or system memory
 //   any other                    a fatal error of the GPU or of UVM
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
 

@@ -2,7 +2,7 @@
 //
 // Slabs are kernel chunks: pinned, never evicted, and cut by us, since the PMM has no chunks of 128 or 256 KiB.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_memory.h"
 
 #include "uvm_channel.h"

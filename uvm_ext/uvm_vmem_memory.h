@@ -1,6 +1,6 @@
 // Physical memory: 2 MiB slabs cut into pages, and the table of handles.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_MEMORY_H
 #define UVM_VMEM_MEMORY_H
 

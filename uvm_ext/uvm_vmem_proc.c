@@ -1,6 +1,6 @@
 // /proc/driver/nvidia-uvm/vmem: what each file holds, for a person to read.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_space.h"
 
 #include "nv-procfs.h"

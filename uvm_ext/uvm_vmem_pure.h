@@ -1,7 +1,7 @@
 // What needs neither a kernel nor a GPU: arithmetic of slabs and slots, and the checks of what user space passed. The
 // same source is compiled into the module and, for the tests, into a program.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_PURE_H
 #define UVM_VMEM_PURE_H
 

@@ -1,6 +1,6 @@
 // RESERVE and FREE: ranges of address space of our own.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_window.h"
 
 #include "uvm_api.h"

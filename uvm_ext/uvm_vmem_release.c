@@ -1,6 +1,6 @@
 // RELEASE: pages unmapped wherever they are, then freed.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_memory.h"
 #include "uvm_vmem_window.h"
 

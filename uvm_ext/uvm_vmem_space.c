@@ -1,6 +1,6 @@
 // The state of one open file: made on the first call, ended by the last close; and what is known of its GPUs.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_space.h"
 #include "uvm_vmem_hooks.h"
 #include "uvm_vmem_memory.h"

@@ -19,7 +19,7 @@
 // both share: one reference is ours, one is UVM's per piece of mapping. So what we record as mapped is a superset of
 // the PTEs that are live, and memory is freed only when no record is left, or after our own clear, invalidate and wait.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_SPACE_H
 #define UVM_VMEM_SPACE_H
 

@@ -1,7 +1,7 @@
 // NV_STATUS values that vMem's calls return, for user space. Inside the module they come from NVIDIA's nvstatuscodes.h,
 // which a test compares with these.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_STATUS_H
 #define UVM_VMEM_STATUS_H
 

@@ -1,6 +1,6 @@
 // Windows: found, opened, taken over, cut, and given up again.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_window.h"
 
 #include "uvm_kvmalloc.h"

@@ -4,7 +4,7 @@
 // object, so that UVM's own destroy path clears the PTEs, invalidates, and makes no RM call for it. Its page table is
 // one table of 64 KiB entries, or one 2 MiB entry.
 //
-// SPDX-License-Identifier: MIT
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_WINDOW_H
 #define UVM_VMEM_WINDOW_H
 

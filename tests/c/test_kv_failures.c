@@ -16,9 +16,9 @@ static uint32_t tokens[SLOTS]; // whose rows are written
 static uint64_t prefix;
 static char *host;
 
-// Tokens of 8 KiB: 8 to a page of 64 KiB. The third tensor has a window.
-static const struct vmem_kv_tensor tensors[3] = {
-    {.row_bytes = 8192}, {.row_bytes = 8192}, {.row_bytes = 4096, .window = 32}};
+// 8 tokens to a page, whatever its size; in the third tensor, which has a window, 16.
+static struct vmem_kv_tensor tensors[3] = {{.row_bytes = 0}, {.row_bytes = 0}, {.row_bytes = 0, .window = 32}};
+static uint64_t host_bytes;
 
 static uint64_t word(uint32_t slot, uint32_t tensor, uint32_t row) { return slot * 1000000ull + tensor * 10000 + row + 1; }
 
@@ -76,7 +76,7 @@ static void saved(void)
 static void swapped(void)
 {
     running();
-    OK(vmem_kv_swap_out(kv, 0, host, 16 * MIB));
+    OK(vmem_kv_swap_out(kv, 0, host, host_bytes));
 }
 static void tight(void) // no memory but the kept pages
 {
@@ -94,8 +94,8 @@ static int do_save(void) { return vmem_kv_prefix_save(kv, 0, 90, &prefix); }
 static int do_attach(void) { return vmem_kv_prefix_attach(kv, prefix, 1, 99, NULL); }
 static int do_drop(void) { return vmem_kv_prefix_drop(kv, prefix); }
 static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91); }
-static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, 16 * MIB); }
-static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, 16 * MIB, NULL); }
+static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, host_bytes); }
+static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, host_bytes, NULL); }
 static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, NULL); }
 
 static const struct {
@@ -208,7 +208,10 @@ int main(int argc, char **argv)
     OK(checked_context(test_backend, 0, false, &ctx));
     OK(vmem_context_info(ctx, &test_info));
     test_page = test_info.page_sizes & -test_info.page_sizes;
-    host = malloc(16 * MIB);
+    tensors[0].row_bytes = tensors[1].row_bytes = test_page / 8;
+    tensors[2].row_bytes = test_page / 16;
+    host_bytes = 256 * test_page;
+    host = malloc(host_bytes);
     sweep_create();
     for (size_t i = 0; i < COUNT(calls); i++) {
         sweep(i, VMEM_KV_DEFER);

@@ -97,9 +97,9 @@ int main(int argc, char **argv)
 {
     test_start(argc, argv);
     ctx = test_context(0);
-    const struct vmem_kv_tensor tensors[2] = {{.row_bytes = 2048}, {.row_bytes = 2048}};
-    uint64_t budget = SLOTS * TOKENS / 4 * 2048 * 2;
-    budget = (budget < SLOTS * test_page ? SLOTS * test_page : budget) / test_page * test_page;
+    const uint64_t row_bytes = test_page / 32; // so that every page size sees the same course
+    const struct vmem_kv_tensor tensors[2] = {{.row_bytes = row_bytes}, {.row_bytes = row_bytes}};
+    const uint64_t budget = SLOTS * TOKENS / 4 * row_bytes * 2 / test_page * test_page;
     struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_DEFAULT, .tensors = tensors, .n_tensors = 2,
                                  .slots = SLOTS, .max_tokens = TOKENS, .page_size = test_page, .budget = budget};
     OK(vmem_kv_create(ctx, &cfg, &kv));
