@@ -1,0 +1,269 @@
+// libcuda's calls on the fake device; fakegpu.c includes this, nobody else.
+//
+// SPDX-License-Identifier: MIT
+#define CUDA(name, ...) EXPORT int name(__VA_ARGS__)
+
+CUDA(cuInit, unsigned flags)
+{
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    if (memfd < 0) {
+        struct stat st;
+
+        memfd = memfd_create("fake-device-memory", MFD_CLOEXEC);
+        uvm_fd = memfd_create("fake-nvidia-uvm", MFD_CLOEXEC);
+        if (memfd < 0 || uvm_fd < 0 || ftruncate(memfd, MEMORY) || fstat(uvm_fd, &st))
+            abort();
+        uvm_inode = st.st_ino;
+        owner = getpid();
+    }
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+CUDA(cuGetErrorString, int result, const char **text)
+{
+    *text = result == 2 ? "out of memory (fake)" : result == 1 ? "invalid argument (fake)" : "error (fake)";
+    return 0;
+}
+CUDA(cuDeviceGetCount, int *count)
+{
+    *count = 1;
+    return 0;
+}
+CUDA(cuDeviceGet, int *device, int ordinal)
+{
+    *device = ordinal;
+    return 0;
+}
+CUDA(cuDeviceGetName, char *name, int length, int device)
+{
+    (void)device;
+    snprintf(name, (size_t)length, "Fake GPU in CPU memory");
+    return 0;
+}
+CUDA(cuDeviceGetUuid, unsigned char *out, int device)
+{
+    (void)device;
+    memcpy(out, uuid, sizeof(uuid));
+    return 0;
+}
+CUDA(cuDeviceGetAttribute, int *value, int attribute, int device)
+{
+    (void)attribute, (void)device;
+    *value = 1;
+    return 0;
+}
+CUDA(cuDevicePrimaryCtxRetain, void **context, int device)
+{
+    (void)device;
+    *context = &memfd;
+    return 0;
+}
+CUDA(cuDevicePrimaryCtxRelease_v2, int device)
+{
+    (void)device;
+    return 0;
+}
+CUDA(cuCtxPushCurrent_v2, void *context)
+{
+    (void)context;
+    return 0;
+}
+CUDA(cuCtxPopCurrent_v2, void **context)
+{
+    *context = &memfd;
+    return 0;
+}
+CUDA(cuMemGetInfo_v2, size_t *free, size_t *total)
+{
+    pthread_mutex_lock(&lock);
+    *total = MEMORY;
+    *free = MEMORY - fakegpu_used();
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+CUDA(cuStreamCreate, void **stream, unsigned flags)
+{
+    (void)flags;
+    *stream = &lock;
+    return 0;
+}
+CUDA(cuStreamDestroy_v2, void *stream)
+{
+    (void)stream;
+    return 0;
+}
+CUDA(cuStreamSynchronize, void *stream)
+{
+    (void)stream;
+    return 0;
+}
+CUDA(cuMemAddressReserve, uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags)
+{
+    struct reservation *r = calloc(1, sizeof(*r));
+    char *base;
+
+    (void)hint, (void)flags;
+    if (fails() || !r || length % BLOCK || align != BLOCK)
+        goto failed;
+    base = mmap(NULL, length + BLOCK, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+        goto failed;
+    r->addr = ((uint64_t)base + BLOCK - 1) / BLOCK * BLOCK;
+    r->size = length;
+    munmap(base, r->addr - (uint64_t)base);
+    munmap((char *)r->addr + length, BLOCK - (r->addr - (uint64_t)base));
+    pthread_mutex_lock(&lock);
+    r->next = reservations;
+    reservations = r;
+    pthread_mutex_unlock(&lock);
+    *addr = r->addr;
+    return 0;
+failed:
+    free(r);
+    return 2;
+}
+CUDA(cuMemAddressFree, uint64_t addr, size_t length)
+{
+    struct reservation **at = &reservations, *r;
+    int result = 1;
+
+    pthread_mutex_lock(&lock);
+    while ((r = *at) && r->addr != addr)
+        at = &r->next;
+    for (const struct mapping *m = mappings; r && m; m = m->next)
+        if (m->addr >= addr && m->addr < addr + length)
+            r = NULL; // still mapped
+    if (r && r->size == length) {
+        *at = r->next;
+        munmap((void *)addr, length);
+        free(r);
+        result = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemCreate, uint64_t *handle, size_t length, const void *prop, unsigned long long flags)
+{
+    struct memory *m;
+
+    (void)prop, (void)flags;
+    pthread_mutex_lock(&lock);
+    m = fails() ? NULL : memory_new(length, 0, 0);
+    if (m)
+        *handle = m->id;
+    pthread_mutex_unlock(&lock);
+    return m ? 0 : 2;
+}
+CUDA(cuMemRelease, uint64_t handle)
+{
+    struct memory *m;
+
+    pthread_mutex_lock(&lock);
+    m = memory_find(handle, 0);
+    if (m)
+        memory_put(m);
+    pthread_mutex_unlock(&lock);
+    return m ? 0 : 1;
+}
+CUDA(cuMemMap, uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags)
+{
+    struct memory *memory;
+    int result = 1;
+
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    memory = memory_find(handle, 0);
+    for (const struct mapping *m = mappings; memory && m; m = m->next)
+        if (addr < m->addr + m->size && m->addr < addr + length)
+            memory = NULL;
+    if (fails()) {
+        result = 2;
+    } else if (memory && offset == 0 && length == memory->size && addr % BLOCK == 0) {
+        struct mapping *m = calloc(1, sizeof(*m));
+
+        *m = (struct mapping){mappings, addr, length, memory, false, calloc(length / PAGE, sizeof(uint32_t)), NULL};
+        for (uint64_t i = 0; i < length / PAGE; i++)
+            m->entry[i] = next_entry | 1;
+        next_entry += 2;
+        memory->refs++;
+        mappings = m;
+        place(addr, length, PROT_NONE, memfd, memory->offset);
+        result = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemSetAccess, uint64_t addr, size_t length, const void *access, size_t count)
+{
+    int result = 0;
+
+    (void)access, (void)count;
+    pthread_mutex_lock(&lock);
+    if (fails())
+        result = 2;
+    for (uint64_t at = addr; !result && at < addr + length;) {
+        struct mapping *m = mapping_at(at, 1);
+
+        if (!m || m->addr != at || m->addr + m->size > addr + length) {
+            result = 1;
+            break;
+        }
+        if (!m->access && mprotect((void *)m->addr, m->size, PROT_READ | PROT_WRITE))
+            abort();
+        m->access = true;
+        at += m->size;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemUnmap, uint64_t addr, size_t length)
+{
+    struct mapping *m;
+    int result = 0;
+
+    pthread_mutex_lock(&lock); // needs no memory, so it never fails for lack of it
+    for (uint64_t at = addr; !result && at < addr + length; at = m->addr + m->size)
+        if (!(m = mapping_at(at, 1)) || m->addr != at || m->addr + m->size > addr + length) {
+            result = 1;
+            break;
+        }
+    for (struct mapping **at = &mappings; !result && (m = *at);) {
+        if (m->addr < addr || m->addr >= addr + length) {
+            at = &m->next;
+            continue;
+        }
+        *at = m->next;
+        nothing_at(m->addr, m->size);
+        memory_put(m->memory);
+        free(m->entry);
+        free(m->kmod);
+        free(m);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuMemcpyAsync, uint64_t dst, uint64_t src, size_t length, void *stream)
+{
+    bool ok;
+
+    (void)stream;
+    pthread_mutex_lock(&lock);
+    ok = known(dst, length) && known(src, length);
+    pthread_mutex_unlock(&lock);
+    if (ok)
+        memmove((void *)dst, (void *)src, length);
+    return ok ? 0 : 1;
+}
+CUDA(cuMemsetD8Async, uint64_t addr, unsigned char value, size_t length, void *stream)
+{
+    bool ok;
+
+    (void)stream;
+    pthread_mutex_lock(&lock);
+    ok = known(addr, length);
+    pthread_mutex_unlock(&lock);
+    if (ok)
+        memset((void *)addr, value, length);
+    return ok ? 0 : 1;
+}
