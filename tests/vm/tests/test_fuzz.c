@@ -146,7 +146,7 @@ static void one_call(void)
         if (which == 3) {
             for (uint64_t i = 0; i < p.create.count; i++)
                 CHECK_EQ(vm_release_one(&u, p.create.out_handle + i), NV_OK);
-        } else if (which == 1) {
+        } else if (which == 1 && rng_below(&rng, 2)) { // the others are for FREE
             vm_free(&u, p.reserve.base, p.reserve.length);
         } else if (which == 4) {
             // pages it released exist no more: replace them
