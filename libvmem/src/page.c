@@ -209,11 +209,13 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
                          bytes, ctx->created, ctx->budget);
         bytes = 0;
     }
-    // First the promise to keep, so that a release beside us does not undo the work.
-    if (ctx->keep < ctx->created + bytes)
-        ctx->keep = ctx->created + bytes;
-    while (!rc && ctx->committed < ctx->created + bytes) {
-        uint64_t units = (ctx->created + bytes - ctx->committed) >> UNIT_SHIFT;
+    // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not move
+    // the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
+    const uint64_t goal = ctx->created + bytes;
+    if (ctx->keep < goal)
+        ctx->keep = goal;
+    while (!rc && ctx->committed < goal && ctx->keep >= goal) {
+        uint64_t units = (goal - ctx->committed) >> UNIT_SHIFT;
         struct vmem__piece p;
         if (!ctx->b.ops->populate || !vmem__take(ctx, false, units, 1, &p)) {
             rc = vmem__grow(ctx, units, BLOCK_UNITS);

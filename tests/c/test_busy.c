@@ -76,6 +76,29 @@ static void during(const char *name, int (*held)(void), vmem_page mapped_before,
     OK(vMemUnmap(ctx, other, 4 * MIB));
 }
 
+static int do_prealloc(void) { return vmem_prealloc(ctx, 8 * test_page); }
+
+// A call that makes memory ready ends, whatever is created or trimmed before it has.
+static void during_prealloc(bool trim)
+{
+    pthread_t t;
+    vmem_page own[4];
+    if (!ctx->b.ops->populate)
+        return; // whole arenas: nothing of it can be held
+    OK(vmem_trim(ctx, NULL));
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_prealloc));
+    checked_held();
+    OK(vMemCreate(ctx, test_page, 4, 0, own));
+    if (trim)
+        OK(vmem_trim(ctx, NULL));
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    OK(vMemReleaseBatch(ctx, own, 4, NULL));
+    OK(vmem_trim(ctx, NULL));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -97,6 +120,8 @@ int main(int argc, char **argv)
     CHECK_EQ(page_at(ctx, addr) + page_at(ctx, addr + 2 * MIB), 0);
     CHECK_EQ(test_stats(ctx).created, 3 * test_page);
     CHECK_EQ(test_stats(ctx).mapped, 0);
+    during_prealloc(false);
+    during_prealloc(true);
     vmem_context_destroy(ctx);
     return 0;
 }
