@@ -6,7 +6,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """`edits` are (file, text as it is, text of the fault); a text that ends in ; or } is a statement, else an expression."""
+    """`edits` are (file, text as it is, text of the fault); a text that ends in ; or } is a statement, else an
+    expression."""
 
     name: str
     what: str
@@ -24,7 +25,8 @@ _B, _C, _M, _R, _W, _S = (f"uvm_vmem_{n}.c" for n in ("batch", "commit", "memory
 MUTANTS = (
     # ---- invalidates, membars, page-table entries
     _m("no_invalidate", "no TLB invalidate after the entries", "test_calls test_replace",
-       _C, "        if (!mask)\n            continue;\n        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M)\n"
+       _C,
+       "        if (!mask)\n            continue;\n        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M)\n"
        "            run_add(call, window->start, window->end, true);\n        else\n"
        "            run_add(call,\n                    slot + __ffs(mask) * UVM_VMEM_GRANULE,\n"
        "                    slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1,\n                    false);",
@@ -33,7 +35,8 @@ MUTANTS = (
        _C, "slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1",
        "slot + (__fls(mask) + (__fls(mask) == __ffs(mask))) * UVM_VMEM_GRANULE - 1"),
     _m("runs_merged_wrongly", "runs that do not touch are taken for one, and only the first is invalidated", "test_random",
-       _C, "call->run_end + 1 == start && call->run_huge == huge", "call->run_huge == huge && (end = call->run_end, 1)"),
+       _C, "call->run_end + 1 == start && call->run_huge == huge",
+       "call->run_huge == huge && (end = call->run_end, 1)"),
     _m("huge_size_left_out", "an invalidate of 2 MiB entries that names 64 KiB alone",
        "test_calls test_huge_page_replaced_by_huge_page",
        _C, "(call->run_huge ? UVM_PAGE_SIZE_2M : 0)", "0"),
@@ -45,9 +48,11 @@ MUTANTS = (
        _C, "UVM_PROT_READ_WRITE_ATOMIC", "UVM_PROT_READ_ONLY"),
     _m("offset_ignored", "the first unit of a page stands for all", "test_calls test_map_parts_of_a_page_by_offset",
        _C, "entry->unit * UVM_VMEM_GRANULE", "0"),
-    _m("no_backdrop", "unbacked entries of a window are invalid instead of sparse", "test_calls test_map_window_rest_is_sparse",
+    _m("no_backdrop", "unbacked entries of a window are invalid instead of sparse",
+       "test_calls test_map_window_rest_is_sparse",
        _C, "call->tree->hal->make_sparse_pte()", "0"),
-    _m("directory_not_written", "a cut 2 MiB entry never gives way to its table", "test_calls test_huge_page_gets_one_entry",
+    _m("directory_not_written", "a cut 2 MiB entry never gives way to its table",
+       "test_calls test_huge_page_gets_one_entry",
        _C, "        uvm_page_tree_write_pde(call->tree, single, &call->push);", ""),
     # ---- checks
     _m("replace_unasked", "a page in the way is replaced though nobody said so", "test_errors test_err_map_elements",
@@ -58,20 +63,24 @@ MUTANTS = (
        _B, "(*handle)->slab->owner != call->vgpu", "false", gpu="gpus=2"),
     _m("range_end_unchecked", "an element may leave its range", "test_errors test_err_map_elements",
        _B, "op->va + op->length - 1 > uvm_vmem_va_range(*range)->node.end", "false"),
-    _m("half_a_batch", "a failed batch keeps the elements before the failure", "test_atomic test_one_bad_element_anywhere",
+    _m("half_a_batch", "a failed batch keeps the elements before the failure",
+       "test_atomic test_one_bad_element_anywhere",
        _B, "        uvm_vmem_call_undo(call);\n        return status;",
        "        (void)uvm_vmem_call_commit(call);\n        return status;"),
-    _m("expected_page_unchecked", "UNMAP takes away another page than the one named", "test_calls test_unmap_with_handle",
+    _m("expected_page_unchecked", "UNMAP takes away another page than the one named",
+       "test_calls test_unmap_with_handle",
        _B, "handle && !window_holds(window, mask, handle, (op->offset + (va - op->va)) / UVM_VMEM_GRANULE)", "false"),
     _m("unknown_fields_accepted", "bytes of a longer element are not looked at", "test_errors test_err_op_size",
        _B, "memchr_inv(rest, 0, size - sizeof(*op))", "false"),
     _m("offset_overflow", "an offset past the largest page passes", "test_errors test_err_map_elements",
-       "uvm_vmem_check.c", "op->offset >= UVM_VMEM_SLOT ||\n            op->length > UVM_VMEM_SLOT - op->offset", "false"),
+       "uvm_vmem_check.c", "op->offset >= UVM_VMEM_SLOT ||\n            op->length > UVM_VMEM_SLOT - op->offset",
+       "false"),
     _m("limit_unchecked", "one call may touch any amount", "test_errors test_err_limits",
        "uvm_vmem_check.c", "op->length > UVM_VMEM_MAX_BYTES - *total", "false"),
     _m("flags_unchecked", "unknown flags of an element are ignored", "test_errors test_err_flags_and_reserved",
        "uvm_vmem_check.c", "(op->flags & ~(__u32)(map ? MAP_FLAGS : UNMAP_FLAGS))", "false"),
-    _m("descriptor_unchecked", "any nvidia-uvm descriptor is taken for an address space", "test_errors test_err_wrong_descriptor",
+    _m("descriptor_unchecked", "any nvidia-uvm descriptor is taken for an address space",
+       "test_errors test_err_wrong_descriptor",
        "uvm_vmem_dispatch.c", "!uvm_fd_va_space(filp)", "false"),
     _m("gpu_reach_unchecked", "a range that the GPU cannot address is reserved", "test_errors test_err_reserve",
        "uvm_vmem_range.c", "!uvm_gpu_can_address(gpu, p->base, p->length)", "false"),
@@ -80,9 +89,11 @@ MUTANTS = (
     _m("cap_unchecked", "a file may hold more than the cap", "test_errors test_err_cap",
        _M, "left && (c->space->bytes_held > cap || left * UVM_VMEM_SLOT > cap - c->space->bytes_held)", "false"),
     # ---- memory
-    _m("fresh_memory_not_zeroed", "what another process left is handed out", "test_lifetime test_memory_of_a_dead_process",
+    _m("fresh_memory_not_zeroed", "what another process left is handed out",
+       "test_lifetime test_memory_of_a_dead_process",
        _M, "chunks[i]->is_zero ? 0 : ~0U", "0"),
-    _m("reused_memory_not_zeroed", "what a released page held is handed out", "test_lifetime test_released_page_comes_back_zeroed",
+    _m("reused_memory_not_zeroed", "what a released page held is handed out",
+       "test_lifetime test_released_page_comes_back_zeroed",
        _M, "        c->handles[i]->slab->dirty |= handle_mask(c->handles[i]);", ""),
     _m("zeroed_short", "the last 4 KiB are not zeroed", "test_calls test_fresh_pages_read_as_zero",
        _M, "units_size(count)", "units_size(count) - 4096"),
@@ -93,7 +104,8 @@ MUTANTS = (
     _m("page_handed_out_twice", "a taken page counts as free", "test_calls test_pages_of_a_create_do_not_overlap",
        _M, "        slab->used |= handle_mask(handle);", ""),
     _m("lost_unwind", "a CREATE that fails keeps the slabs it had got", "test_errors test_err_out_of_memory",
-       _M, "    list_for_each_entry_safe(slab, next, &c->slabs, node)\n        slab_free(slab);", "(void)next; (void)slab;"),
+       _M, "    list_for_each_entry_safe(slab, next, &c->slabs, node)\n        slab_free(slab);",
+       "(void)next; (void)slab;"),
     _m("handles_used_again", "a number is given to another page", "test_calls test_handles_are_never_used_twice",
        _M, "    c->space->next_handle += c->count;", ""),
     Mutant("missing_lock", "CREATE does not take the file's lock", "test_race test_concurrent_maps_and_releases",
@@ -102,19 +114,23 @@ MUTANTS = (
        _R, "uvm_vmem_call_wait(call)", "NV_OK"),
     _m("no_wait", "MAP and UNMAP return before the GPU has seen the entries", "test_random",
        _B, "uvm_vmem_call_wait(call)", "NV_OK"),
-    _m("released_but_mapped", "RELEASE frees a page that is still mapped", "test_calls test_alias_one_page_at_many_addresses",
+    _m("released_but_mapped", "RELEASE frees a page that is still mapped",
+       "test_calls test_alias_one_page_at_many_addresses",
        _R, "handle_collect(call, handles[i])", "NV_OK"),
     _m("double_release", "the same handle twice in a RELEASE passes", "test_errors test_err_release",
        _R, "        handle->marked = true;", ""),
     # ---- ends of life
-    _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages", "test_lifetime test_unregister_gpu_ends_its_handles",
+    _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages",
+       "test_lifetime test_unregister_gpu_ends_its_handles",
        _S, "        uvm_vmem_memory_free_all(vgpu);", ""),
     _m("gpu_takes_others_pages", "unregistering a GPU frees another's pages too", "test_calls test_two_gpus",
        _M, "        if (handle->slab->owner != vgpu)\n            continue;", "", gpu="gpus=2"),
-    _m("windows_not_forgotten", "unregistering a GPU keeps its windows", "test_lifetime test_unregister_gpu_ends_its_handles",
+    _m("windows_not_forgotten", "unregistering a GPU keeps its windows",
+       "test_lifetime test_unregister_gpu_ends_its_handles",
        _S, "        uvm_vmem_windows_forget(vgpu);", ""),
     _m("leaked_window", "a window is never freed", "test_lifetime test_close_with_everything_outstanding",
-       _W, "    // UVM may still hold it on a deferred free list.\n    nv_kref_put(&window->mem.ref_count, window_release);", ""),
+       _W, "    // UVM may still hold it on a deferred free list.\n    nv_kref_put(&window->mem.ref_count, window_release);",
+       ""),
     _m("cut_window_not_adopted", "what UVM left of a window is taken for the whole", "test_random",
        _W, "map->node.start != window->start || map->node.end != window->end", "false"),
     _m("lost_unwind_of_a_window", "a window opened for a batch that fails stays in UVM's books", "test_atomic",
