@@ -6,7 +6,7 @@
 
 static vmem_context *ctx;
 static uint64_t addr, other;
-static vmem_page page[4];
+static vmem_page before, page[4]; // physically in this order, where a backend can
 static int result;
 
 static int do_map(void) { return vMemMap(ctx, addr, page[0]); }
@@ -62,6 +62,10 @@ static void during(const char *name, int (*held)(void), vmem_page mapped_before,
     ERR_AT(vMemReleaseBatch(ctx, (vmem_page[]){page[1], page[0]}, 2, &bad), bad, 1, EBUSY, "pages[1]");
     ERR_AT(vMemUnmapBatch(ctx, (struct vmem_unmap_op[]){{other, MIB * 4}, {addr, test_page}}, 2, &bad), bad, 1, EBUSY,
            "ops[1]");
+    ops[0] = (struct vmem_map_op){other, before}; // where elements continue a run, too
+    ops[1] = (struct vmem_map_op){other + test_page, page[0]};
+    ERR_AT(vMemMapBatch(ctx, ops, 2, 0, &bad), bad, 1, EBUSY, "ops[1]");
+    ERR_AT(vMemReleaseBatch(ctx, (vmem_page[]){before, page[0]}, 2, &bad), bad, 1, EBUSY, "pages[1]");
     CHECK_EQ(page_at(ctx, other), 0);
     ERR(vMemFree(ctx, addr), EBUSY, page0_was_mapped || mapped_before ? "still mapped" : "another call works on this");
     CHECK_EQ(page_at(ctx, addr), mapped_before); // until it is done
@@ -105,7 +109,10 @@ int main(int argc, char **argv)
     OK(checked_context(test_backend, 0, false, &ctx));
     OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
     OK(vMemReserve(ctx, 64 * MIB, 0, &other));
-    OK(vMemCreate(ctx, test_page, 4, 0, page));
+    vmem_page five[5];
+    OK(vMemCreate(ctx, test_page, 5, 0, five));
+    before = five[0];
+    memcpy(page, five + 1, sizeof page);
 
     during("map", do_map, 0, false);
     CHECK_EQ(page_at(ctx, addr), page[0]);
@@ -118,7 +125,7 @@ int main(int argc, char **argv)
     OK(vMemMap(ctx, addr + 2 * MIB, page[0]));
     during("release", do_release, page[0], true);
     CHECK_EQ(page_at(ctx, addr) + page_at(ctx, addr + 2 * MIB), 0);
-    CHECK_EQ(test_stats(ctx).created, 3 * test_page);
+    CHECK_EQ(test_stats(ctx).created, 4 * test_page);
     CHECK_EQ(test_stats(ctx).mapped, 0);
     during_prealloc(false);
     during_prealloc(true);

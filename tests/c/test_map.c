@@ -56,6 +56,24 @@ static void errors(vmem_context *ctx)
     ERR(vmem_query(ctx, addr, NULL, NULL), EINVAL, "page is NULL");
 }
 
+// Pages that follow one another, to the end of a reservation and beyond.
+static void past_the_end(vmem_context *ctx)
+{
+    const uint64_t P = test_page;
+    struct vmem_map_op ops[4];
+    uint64_t own;
+    size_t bad;
+    OK(vMemReserve(ctx, 3 * P, 0, &own));
+    for (int i = 0; i < 4; i++)
+        ops[i] = (struct vmem_map_op){own + i * P, page[i]};
+    ERR_AT(vMemMapBatch(ctx, ops, 4, 0, &bad), bad, 3, EINVAL, "not inside one reservation");
+    CHECK_EQ(test_stats(ctx).mapped, 0);
+    OK(vMemMapBatch(ctx, ops, 3, 0, &bad));
+    CHECK_EQ(page_at(ctx, own + 2 * P), page[2]);
+    OK(vMemUnmap(ctx, own, 3 * P));
+    OK(vMemFree(ctx, own));
+}
+
 static void aliases(vmem_context *ctx)
 {
     enum { N = 50 };
@@ -208,6 +226,8 @@ int main(int argc, char **argv)
     OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
     OK(vMemCreate(ctx, test_page, 8, 0, page));
     errors(ctx);
+    OK(vMemUnmap(ctx, addr, 64 * MIB));
+    past_the_end(ctx);
     aliases(ctx);
     runs(ctx);
     sizes(ctx);

@@ -96,6 +96,34 @@ static void shuffled_batch(vmem_context *ctx)
     OK(vMemFree(ctx, addr));
 }
 
+// Pages side by side through several leaves of the shadow, in one batch; and nothing stays marked.
+static void long_run(vmem_context *ctx)
+{
+    enum { MOST = 768 };
+    const uint64_t n = 48 * MIB / test_page;
+    static vmem_page page[MOST];
+    static struct vmem_map_op ops[MOST];
+    uint64_t addr;
+    OK(vMemReserve(ctx, (n + 1) * test_page, 0, &addr));
+    for (int round = 0; round < 3; round++) {
+        OK(vMemCreate(ctx, test_page, n, 0, page));
+        for (uint64_t i = 0; i < n; i++)
+            ops[i] = (struct vmem_map_op){addr + (i + 1) * test_page, page[i]};
+        OK(vMemMapBatch(ctx, ops, n, 0, NULL));
+        for (uint64_t i = 0; i < n; i++)
+            CHECK_EQ(page_at(ctx, addr + (i + 1) * test_page), page[i]);
+        CHECK_EQ(test_stats(ctx).mapped, n * test_page);
+        put_word(ctx, addr + n * test_page, 1);
+        if (round == 1)
+            OK(vMemUnmap(ctx, addr, (n + 1) * test_page));
+        OK(vMemReleaseBatch(ctx, page, n, NULL));
+        CHECK_EQ(test_stats(ctx).created + test_stats(ctx).mapped, 0);
+        for (uint64_t i = 0; i <= n; i++)
+            CHECK_EQ(page_at(ctx, addr + i * test_page), 0);
+    }
+    OK(vMemFree(ctx, addr));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -103,6 +131,7 @@ int main(int argc, char **argv)
     errors(ctx);
     everywhere(ctx);
     shuffled_batch(ctx);
+    long_run(ctx);
     vmem_context_destroy(ctx);
     return 0;
 }
