@@ -79,8 +79,8 @@ struct vmem_info {
     int32_t device;
     uint64_t page_sizes;     // every supported page size, ORed
     uint64_t reserve_align;  // reservations start at a multiple of this; at least 2 MiB
-    uint64_t memory_total;   // of the device (or the machine), bytes
-    uint64_t memory_free;
+    uint64_t memory_total;   // bytes of the device; on the host of the machine, or what its control group allows
+    uint64_t memory_free;    // of these
 };
 int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
 

@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include "../backend.h"
+#include "memory.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x8U
@@ -39,6 +40,8 @@ struct host {
     _Atomic uint64_t arenas; // bytes of those that exist
     pthread_rwlock_t lock;   // read: changing mappings. write: undoing changes, with the ballast dropped
     char *ballast;           // BALLAST_PAGES mappings of one page, or NULL
+    bool cgroup;             // a control group allows less than the machine has
+    _Atomic int64_t unasked; // bytes that may be populated before it is asked again
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -95,31 +98,25 @@ static void ballast_drop(struct host *h)
 
 static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *available)
 {
+    struct vmem__host_memory m;
+    int rc = vmem__host_memory("", &m);
     (void)b;
-    FILE *f = fopen("/proc/meminfo", "re");
-    if (!f)
-        return vmem__error(-errno, "/proc/meminfo: %s", strerror(errno));
-    char line[128];
-    uint64_t kib;
-    *total = *available = 0;
-    while (fgets(line, sizeof line, f)) {
-        if (sscanf(line, "MemTotal: %" SCNu64, &kib) == 1)
-            *total = kib << 10;
-        else if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
-            *available = kib << 10;
-    }
-    fclose(f);
+    if (rc)
+        return rc;
+    *total = m.total;
+    *available = m.available;
     return 0;
 }
 
 static int open_(struct vmem__backend *b, const struct vmem_options *opts)
 {
-    uint64_t available;
+    struct vmem__host_memory m;
     int rc = probe(opts);
     if (!rc)
-        rc = memory(b, &b->info.memory_total, &available);
+        rc = vmem__host_memory("", &m);
     if (rc)
         return rc;
+    b->info.memory_total = m.total;
     struct host *h = calloc(1, sizeof *h);
     if (!h)
         return vmem__error(-ENOMEM, "no memory for a context");
@@ -134,6 +131,7 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     }
     pthread_rwlock_init(&h->lock, NULL);
     ballast_take(h);
+    h->cgroup = m.cgroup;
     b->priv = h;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
@@ -189,8 +187,8 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
     // that can never be.
     if (atomic_fetch_add(&h->arenas, a->size) + a->size > 2 * b->info.memory_total + ARENA_MIN) {
         h->arenas -= a->size;
-        return vmem__error(-ENOMEM, "%" PRIu64 " bytes more of pages: the machine has %" PRIu64 " bytes of memory", a->size,
-                           b->info.memory_total);
+        return vmem__error(-ENOMEM, "%" PRIu64 " bytes more of pages: the %s %" PRIu64 " bytes of memory", a->size,
+                           h->cgroup ? "process's control group allows" : "machine has", b->info.memory_total);
     }
     uint64_t at = atomic_fetch_add(&h->end, a->size);
     if (at + a->size > (uint64_t)FILE_SIZE) {
@@ -217,17 +215,33 @@ static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
     h->arenas -= a->size;
 }
 
+// The kernel would rather kill a process than refuse memory it has promised, so ask first. Asking takes long beside
+// populating a page: sysinfo() is quick, but leaves out what the page cache could give up, and knows no control group.
+// Of what a control group leaves, a quarter is taken before it is asked again.
+static int check_memory(struct vmem__backend *b, uint64_t length)
+{
+    struct host *h = b->priv;
+    struct vmem__host_memory m;
+    struct sysinfo si;
+    b->syscalls++;
+    bool plenty = sysinfo(&si) || (uint64_t)si.freeram * si.mem_unit >= length + (UINT64_C(256) << 20);
+    if (h->cgroup)
+        plenty = plenty && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
+    if (plenty || vmem__host_memory("", &m))
+        return 0;
+    h->unasked = (int64_t)(m.available / 4);
+    if (m.available < length)
+        return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: %s has %" PRIu64 " bytes left", length,
+                           m.cgroup ? "the process's control group" : "the machine", m.available);
+    return 0;
+}
+
 static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
 {
     struct host *h = b->priv;
-    // The kernel would rather kill a process than refuse memory it has promised. sysinfo() is quick but leaves out
-    // what the page cache could give up.
-    struct sysinfo si;
-    uint64_t total, available;
-    b->syscalls++;
-    if (!sysinfo(&si) && (uint64_t)si.freeram * si.mem_unit < length + (UINT64_C(256) << 20) &&
-        !memory(b, &total, &available) && available < length)
-        return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: the machine has %" PRIu64 " bytes left", length, available);
+    int rc = check_memory(b, length);
+    if (rc)
+        return rc;
     for (;;) {
         b->syscalls++;
         if (!fallocate(h->fd, 0, (off_t)file_offset(a, offset), (off_t)length))
@@ -284,8 +298,8 @@ static int map_error(int err)
     }
     if (!limit)
         return vmem__error(err, "mmap: %s", strerror(-err));
-    return vmem__error(err, "mmap: %s: the process may have vm.max_map_count = %d mappings, and takes one for every run of "
-                       "pages and for every gap; raise it, or use larger pages", strerror(-err), limit);
+    return vmem__error(err, "mmap: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
+                       "run of pages and for every gap; raise it, or use larger pages", strerror(-err), limit);
 }
 
 // What one run puts in place, and what it undoes to.
@@ -308,8 +322,8 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     if (!rc)
         return 0;
     *bad = done;
-    // mmap() refuses even to reduce the number of mappings once there are too many: drop the ballast, and go back the way
-    // we came, on which there never were more.
+    // mmap() refuses even to reduce the number of mappings once there are too many: drop the ballast, and go back the
+    // way we came, on which there never were more.
     pthread_rwlock_wrlock(&h->lock);
     ballast_drop(h);
     while (done--)

@@ -1,0 +1,132 @@
+// The host backend's idea of how much memory there is: the machine's, or what control groups leave of it. The kernel's
+// files are made up in a folder of their own.
+//
+// SPDX-License-Identifier: MIT
+#include <ftw.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "harness.h"
+#include "host/memory.h"
+
+#define UNLIMITED "9223372036854771712\n" // version 1's
+
+static char root[] = "/tmp/vmem-test-XXXXXX";
+
+static int remove_one(const char *path, const struct stat *st, int type, struct FTW *where)
+{
+    (void)st, (void)type, (void)where;
+    return remove(path);
+}
+
+static void clear(void) { nftw(root, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
+
+// A file below the root, with the folders it lies in.
+static void file(const char *path, const char *text)
+{
+    char full[512];
+    snprintf(full, sizeof full, "%s%s", root, path);
+    for (char *p = full + strlen(root); (p = strchr(p + 1, '/')); *p = '/') {
+        *p = '\0';
+        mkdir(full, 0700);
+    }
+    FILE *f = fopen(full, "w");
+    CHECK(f && fputs(text, f) >= 0 && !fclose(f));
+}
+
+// A machine of 8 GiB with 6 GiB available, whose process is in these control groups.
+static void machine(const char *groups)
+{
+    clear();
+    CHECK(!mkdir(root, 0700));
+    file("/proc/meminfo", "MemTotal:        8388608 kB\nMemFree:          131072 kB\nMemAvailable:    6291456 kB\n");
+    file("/proc/self/cgroup", groups);
+}
+
+static void expect(int line, uint64_t total, uint64_t available, bool cgroup)
+{
+    struct vmem__host_memory m;
+    OK(vmem__host_memory(root, &m));
+    if (m.total != total || m.available != available || m.cgroup != cgroup)
+        FAIL("line %d: %" PRIu64 " of %" PRIu64 " bytes%s, not %" PRIu64 " of %" PRIu64, line, m.available, m.total,
+             m.cgroup ? ", by a group" : "", available, total);
+}
+#define EXPECT(total, available, cgroup) expect(__LINE__, total, available, cgroup)
+
+static void no_limit(void)
+{
+    machine("0::/\n"); // the top group has no limit to set
+    EXPECT(8 * GIB, 6 * GIB, false);
+    machine("0::/user.slice\n");
+    file("/sys/fs/cgroup/user.slice/memory.max", "max\n");
+    file("/sys/fs/cgroup/user.slice/memory.current", "1073741824\n");
+    EXPECT(8 * GIB, 6 * GIB, false);
+    machine("4:cpu,memory:/a\n0::/\n");
+    file("/sys/fs/cgroup/memory/a/memory.limit_in_bytes", UNLIMITED);
+    file("/sys/fs/cgroup/memory/a/memory.usage_in_bytes", "1073741824\n");
+    EXPECT(8 * GIB, 6 * GIB, false);
+    machine("no groups at all");
+    EXPECT(8 * GIB, 6 * GIB, false);
+}
+
+static void version_2(void)
+{
+    machine("0::/\n"); // as a container sees itself
+    file("/sys/fs/cgroup/memory.max", "2147483648\n");
+    file("/sys/fs/cgroup/memory.current", "1610612736\n");
+    EXPECT(2 * GIB, GIB / 2, true);
+    // The page cache is there to be given up; memfd's pages, in shmem and file, are not.
+    file("/sys/fs/cgroup/memory.stat", "anon 1\nfile 1073741824\nshmem 536870912\ninactive_anon 536870912\n"
+                                       "inactive_file 268435456\nactive_file 268435456\nslab 7\n");
+    EXPECT(2 * GIB, GIB, true);
+    file("/sys/fs/cgroup/memory.max", "536870912\n"); // was lowered under what is used
+    EXPECT(GIB / 2, 0, true);
+    file("/sys/fs/cgroup/memory.max", "17179869184\n"); // more than the machine has
+    EXPECT(8 * GIB, 6 * GIB, false);
+}
+
+// The least of all groups on the way up: the limit of one, what is left of another.
+static void groups_above(void)
+{
+    machine("0::/batch/job:7/step\n");
+    file("/sys/fs/cgroup/batch/job:7/step/memory.max", "max\n");
+    file("/sys/fs/cgroup/batch/job:7/step/memory.current", "1048576\n");
+    file("/sys/fs/cgroup/batch/job:7/memory.max", "2147483648\n");
+    file("/sys/fs/cgroup/batch/job:7/memory.current", "1048576\n");
+    file("/sys/fs/cgroup/batch/memory.max", "4294967296\n");
+    file("/sys/fs/cgroup/batch/memory.current", "3221225472\n");
+    EXPECT(2 * GIB, GIB, true);
+}
+
+static void version_1(void)
+{
+    machine("9:name=systemd:/memory\n4:memory:/docker/0123\n3:cpuset:/docker/0123\n0::/docker/0123\n");
+    file("/sys/fs/cgroup/memory/memory.limit_in_bytes", "2147483648\n"); // the container's own group is the mount's top
+    file("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1610612736\n");
+    EXPECT(2 * GIB, GIB / 2, true);
+    file("/sys/fs/cgroup/memory/memory.stat", "cache 1073741824\ninactive_file 1\nactive_file 1\n"
+                                              "total_inactive_file 268435456\ntotal_active_file 268435456\n");
+    EXPECT(2 * GIB, GIB, true);
+    file("/proc/self/cgroup", "4:memory_of_another_kind:/\n");
+    EXPECT(8 * GIB, 6 * GIB, false);
+}
+
+static void no_meminfo(void)
+{
+    struct vmem__host_memory m;
+    machine("0::/\n");
+    file("/proc/meminfo", "MemTotal:        8388608 kB\n");
+    ERR(vmem__host_memory(root, &m), ENODATA, "/proc/meminfo");
+}
+
+int main(void)
+{
+    CHECK(mkdtemp(root));
+    atexit(clear);
+    no_limit();
+    version_2();
+    groups_above();
+    version_1();
+    no_meminfo();
+    return 0;
+}
