@@ -160,8 +160,21 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     return 0;
 }
 
-// Writes the result of a run: the old pages leave, the new ones enter. A page may lie in several runs, its first unit
-// in the first of them.
+// The pages that a run takes the place of leave their lists.
+static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
+{
+    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__page *old = &((struct vmem__arena_rec *)run->old_arena)->pages[run->old_offset >> UNIT_SHIFT];
+    uint64_t addr = run->addr;
+
+    for (const uint64_t end = addr + run->length; addr < end; addr += old->units * UNIT, old += old->units) {
+        old->token = 0;
+        unlink_page(ctx, vmem__slot_in(s, vmem__leaf_get(s, addr), addr), old);
+    }
+    count_mapped(ctx, s, -run->length);
+}
+
+// Writes the result of a run. A page may lie in several runs, its first unit in the first of them.
 static void commit_map(vmem_context *ctx, const struct vmem__run *run)
 {
     struct vmem__space *s = (struct vmem__space *)run->range;
@@ -169,24 +182,22 @@ static void commit_map(vmem_context *ctx, const struct vmem__run *run)
     struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
     uint64_t frame = vmem__page_frame(a, p), addr = run->addr;
 
+    if (run->old_arena)
+        unlink_old(ctx, run);
     count_mapped(ctx, s, run->length);
     for (const uint64_t end = addr + run->length; addr < end;) {
         struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
-        for (const uint64_t stop = leaf_end(s, addr, end); addr < stop; addr += UNIT, slot++, p++) {
-            if (VMEM__UNLIKELY(run->old_arena)) {
-                struct vmem__arena_rec *old_arena = (struct vmem__arena_rec *)run->old_arena;
-                struct vmem__page *old = &old_arena->pages[(run->old_offset + (addr - run->addr)) >> UNIT_SHIFT];
-                if (old->state == UNIT_PAGE) {
-                    old->token = 0;
-                    unlink_page(ctx, slot, old);
-                    count_mapped(ctx, s, -(old->units * UNIT));
-                }
-            }
-            slot->frame = ++frame;
+        for (const uint64_t stop = leaf_end(s, addr, end); addr < stop;) {
+            uint32_t n = 1;
             if (p->state == UNIT_PAGE) {
                 p->token = 0;
                 link_page(ctx, addr, slot, p);
+                n = p->units * UNIT <= stop - addr ? p->units : (uint32_t)((stop - addr) / UNIT);
             }
+            p += n;
+            addr += n * UNIT;
+            while (n--)
+                slot++->frame = ++frame;
         }
     }
 }

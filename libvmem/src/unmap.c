@@ -20,18 +20,6 @@ static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t ad
     return 0;
 }
 
-// Whether a page begins before addr and goes on after it.
-static bool cuts(vmem_context *ctx, const struct vmem__space *s, uint64_t addr)
-{
-    struct vmem__leaf *leaf = addr < s->b.addr + s->b.length ? vmem__leaf_get(s, addr) : NULL;
-    const struct vmem__slot *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
-    struct vmem__arena_rec *a;
-    if (!slot || !(slot->frame & ~SLOT_PENDING))
-        return false;
-    const struct vmem__page *p = slot_page(ctx, slot, &a);
-    return vmem__page_frame(a, p) != (slot->frame & ~SLOT_PENDING) - 1;
-}
-
 // Marks the pages in `length` bytes from a slot that continue the run of the page at it: of its size, next to each other,
 // nobody's. They need no look-up. Returns their bytes.
 static uint64_t continue_unmap(struct batch *b, struct vmem__slot *slot, uint64_t length, struct vmem__arena_rec *a,
@@ -45,8 +33,8 @@ static uint64_t continue_unmap(struct batch *b, struct vmem__slot *slot, uint64_
         slot += units;
         frame += units;
         p += units;
-        if (slot >= end || slot->frame != frame || p == arena_end || p->state != UNIT_PAGE || p->units != units ||
-            p->token)
+        if (end - slot < units || slot->frame != frame || p == arena_end || p->state != UNIT_PAGE ||
+            p->units != units || p->token)
             break;
         slot->frame |= SLOT_PENDING;
         p->token = b->token;
@@ -65,10 +53,6 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
         return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, the "
                            "length not 0", op->addr, op->length);
     const uint64_t end = op->addr + op->length;
-    if (cuts(ctx, s, op->addr) || cuts(ctx, s, end))
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", op->addr, op->length,
-                           cuts(ctx, s, op->addr) ? "start" : "end");
-
     for (uint64_t addr = op->addr, step; addr < end; addr += step) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
         step = UNIT;
@@ -84,6 +68,10 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
         struct vmem__arena_rec *a;
         struct vmem__page *p = slot_page(ctx, slot, &a);
         step = p->units * UNIT;
+        const bool cuts_start = vmem__page_frame(a, p) != (slot->frame & ~SLOT_PENDING) - 1;
+        if (cuts_start || step > end - addr)
+            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", op->addr,
+                               op->length, cuts_start ? "start" : "end");
         if (p->token && p->token != b->token)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
         if (slot->frame & SLOT_PENDING)

@@ -45,6 +45,18 @@ int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_
     return rc;
 }
 
+int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length, size_t n,
+                   uint64_t *map, uint64_t *unmap)
+{
+    int rc = 0;
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = TIME(map[i], vMemMapBatch(ctx, ops, n_ops, 0, NULL));
+        if (!rc)
+            rc = TIME(unmap[i], vMemUnmap(ctx, addr, length));
+    }
+    return rc;
+}
+
 int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free)
 {
     int rc = 0;
@@ -119,19 +131,23 @@ int pv_bench_cuda(int device, uint64_t length, size_t n, uint64_t *reserve, uint
     return rc;
 }
 
-static int host_batch(int fd, char *base, uint64_t page_size, const uint64_t *slots, size_t pages, bool map)
+// The fewest calls that map the pages: one for every run of neighbours.
+static int host_map(int fd, char *base, uint64_t page_size, const uint64_t *slots, size_t pages)
 {
     for (size_t i = 0, run; i < pages; i += run) {
         for (run = 1; i + run < pages && slots[i + run] == slots[i] + run;)
             run++;
-        char *at = base + slots[i] * page_size;
-        size_t length = run * page_size;
-        void *got = map ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)(i * page_size))
-                        : mmap(at, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-        if (got == MAP_FAILED)
+        if (mmap(base + slots[i] * page_size, run * page_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
+                 (off_t)(i * page_size)) == MAP_FAILED)
             return vmem__error(-errno, "mmap failed");
     }
     return 0;
+}
+
+static int host_unmap(char *base, size_t length)
+{
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    return mmap(base, length, PROT_NONE, flags, -1, 0) == MAP_FAILED ? vmem__error(-errno, "mmap failed") : 0;
 }
 
 int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap)
@@ -148,9 +164,9 @@ int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_
     if (base == MAP_FAILED || ftruncate(fd, (off_t)(pages * page_size)))
         rc = vmem__error(-errno, "mmap or ftruncate failed");
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = TIME(map[i], host_batch(fd, base, page_size, slots, pages, true));
+        rc = TIME(map[i], host_map(fd, base, page_size, slots, pages));
         if (!rc)
-            rc = TIME(unmap[i], host_batch(fd, base, page_size, slots, pages, false));
+            rc = TIME(unmap[i], host_unmap(base, length));
     }
     if (base != MAP_FAILED)
         munmap(base, length);

@@ -38,6 +38,8 @@ void pv_dlpack_capsule_free(void *capsule);
 // One page at a time over [addr, addr+length), which is reserved: create, map, unmap, and release of a mapped page.
 int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t n, uint64_t *create,
                    uint64_t *map, uint64_t *unmap, uint64_t *release);
+int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length, size_t n,
+                   uint64_t *map, uint64_t *unmap);
 int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
 // CUDA's own calls at 2 MiB, without libvmem. map includes cuMemSetAccess; access is that part of it.
 int pv_bench_cuda(int device, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create, uint64_t *map,

@@ -46,6 +46,25 @@ static void errors(vmem_context *ctx)
     OK(vMemRelease(ctx, big));
 }
 
+// A cut far into consecutive pages, at whose end every size of page can stick out.
+static void cut_at_the_end(vmem_context *ctx)
+{
+    for (uint64_t size = VMEM_PAGE_128K; size <= VMEM_PAGE_2M; size *= 2) {
+        vmem_page page[4];
+        if (!(size & test_info.page_sizes))
+            continue;
+        OK(vMemCreate(ctx, size, 4, 0, page));
+        for (uint64_t i = 0; i < 4; i++)
+            OK(vMemMap(ctx, addr + i * size, page[i]));
+        ERR(vMemUnmap(ctx, addr, 4 * size - VMEM_PAGE_64K), EINVAL, "cuts the page mapped at its end");
+        CHECK_EQ(test_stats(ctx).mapped, 4 * size);
+        OK(vMemUnmap(ctx, addr, 3 * size));
+        CHECK_EQ(test_stats(ctx).mapped, size);
+        CHECK_EQ(page_at(ctx, addr + 3 * size), page[3]);
+        OK(vMemReleaseBatch(ctx, page, 4, NULL));
+    }
+}
+
 // Unbacked parts are skipped, wherever they are; a second mention of a part finds it unbacked.
 static void gaps_and_overlaps(vmem_context *ctx)
 {
@@ -112,6 +131,7 @@ int main(int argc, char **argv)
     vmem_context *ctx = test_context(0);
     OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
     errors(ctx);
+    cut_at_the_end(ctx);
     gaps_and_overlaps(ctx);
     middle_of_a_run(ctx);
     vmem_context_destroy(ctx);

@@ -274,16 +274,17 @@ static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
 
 // ---- mapping ------------------------------------------------------------------------------------------------
 
-// Puts a slice of an arena (NULL: what unbacked addresses hold) behind addresses.
-static int put(struct vmem__backend *b, const struct vmem__run *r, const struct vmem__arena *a, uint64_t offset)
+// Puts a slice of an arena (NULL: what unbacked addresses hold) behind addresses of a range.
+static int put(struct vmem__backend *b, const struct vmem__range *range, uint64_t addr, uint64_t length,
+               const struct vmem__arena *a, uint64_t offset)
 {
     const struct host *h = b->priv;
-    const int unbacked = r->range->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
-    void *at = (void *)(uintptr_t)r->addr;
+    const int unbacked = range->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
+    void *at = (void *)(uintptr_t)addr;
     b->syscalls++;
-    void *got = a ? mmap(at, r->length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->fd,
+    void *got = a ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->fd,
                          (off_t)file_offset(a, offset))
-                  : mmap(at, r->length, unbacked, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+                  : mmap(at, length, unbacked, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     return got == MAP_FAILED ? -errno : 0;
 }
 
@@ -302,12 +303,25 @@ static int map_error(int err)
                        "run of pages and for every gap; raise it, or use larger pages", strerror(-err), limit);
 }
 
-// What one run puts in place, and what it undoes to.
-static int step(struct vmem__backend *b, const struct vmem__run *r, bool unmap, bool undo)
+// Does run *done, and when unmapping those after it whose addresses follow: wherever their memory is, one call takes them
+// all away. Moves *done past them.
+static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *done)
 {
-    if (unmap != undo)
-        return put(b, r, unmap ? NULL : r->old_arena, unmap ? 0 : r->old_offset);
-    return put(b, r, r->arena, r->offset);
+    const struct vmem__run *r = &runs[*done];
+    uint64_t length = r->length;
+    size_t end = *done + 1;
+    for (; unmap && end < n && runs[end].range == r->range && runs[end].addr == r->addr + length; end++)
+        length += runs[end].length;
+    int rc = unmap ? put(b, r->range, r->addr, length, NULL, 0)
+                   : put(b, r->range, r->addr, length, r->arena, r->offset);
+    if (!rc)
+        *done = end;
+    return rc;
+}
+
+static void undo(struct vmem__backend *b, const struct vmem__run *r, bool unmap)
+{
+    put(b, r->range, r->addr, r->length, unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);
 }
 
 static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *bad)
@@ -316,8 +330,8 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     size_t done = 0;
     int rc = 0;
     pthread_rwlock_rdlock(&h->lock);
-    while (done < n && !(rc = step(b, &runs[done], unmap, false)))
-        done++;
+    while (done < n && !rc)
+        rc = step(b, runs, n, unmap, &done);
     pthread_rwlock_unlock(&h->lock);
     if (!rc)
         return 0;
@@ -327,7 +341,7 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     pthread_rwlock_wrlock(&h->lock);
     ballast_drop(h);
     while (done--)
-        step(b, &runs[done], unmap, true);
+        undo(b, &runs[done], unmap);
     ballast_take(h);
     pthread_rwlock_unlock(&h->lock);
     return map_error(rc);
