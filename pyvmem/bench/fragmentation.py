@@ -9,7 +9,7 @@ SPDX-License-Identifier: MIT
 
 import numpy as np
 
-from pyvmem.bench import benchmark
+from pyvmem.bench import benchmark, plots
 from pyvmem.bench.kv_load import MODELS, Server, memory_for
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
@@ -137,7 +137,17 @@ def run_batch(context, model, layers, trace, budget, page_size, advance):
         return np.array(sizes), server.preempted
 
 
-@benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments, order=50)
+def draw(records, figure):
+    """What pages waste, and the paper's Figure 12 (largest batch by page size)."""
+    plots.panels(records, figure, (
+        ("waste of a full batch, p10 to p90", "waste, ", {}),
+        ("waste that cannot be taken back", "waste that cannot be taken back, ", {}),
+        ("largest batch", "largest batch, ", {}),
+    ))  # fmt: skip
+
+
+@benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments, plot=draw,
+           order=50)  # fmt: skip
 def run(session):
     """Table 8, the waste of a running batch, and the largest batch, by page size."""
     args = session.args

@@ -14,7 +14,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import benchmark
+from pyvmem.bench import benchmark, plots
 from pyvmem.bench.kv_load import MODELS, Attention, memory_for
 from pyvmem.core import MIB
 from pyvmem.errors import VmemError, _check
@@ -202,7 +202,16 @@ def prefill(session, context, model, layers, page_size, tokens, repeats):
     return records
 
 
-@benchmark("step", "what a step of the KV cache costs the server", arguments=arguments, order=40)
+def draw(records, figure):
+    """The paper's Figures 9 (decode, with and without overlap) and 10 (prefill, by allocation strategy)."""
+    plots.panels(records, figure, (
+        ("decode: a step, p10 to p99", "decode step, ", {"above": "p99", "log": True}),
+        ("decode: the longest step", "longest decode step, ", {"log": True}),
+        ("prefill: the step that backs a prompt", "prompt of ", {"log": True}),
+    ))  # fmt: skip
+
+
+@benchmark("step", "what a step of the KV cache costs the server", arguments=arguments, plot=draw, order=40)
 def run(session):
     """Decode with and without overlap, and prefill, by page size."""
     args = session.args

@@ -1,0 +1,46 @@
+"""Panels that several benchmarks' figures are made of. The plain figure of a benchmark is `session.plot`.
+
+SPDX-License-Identifier: MIT
+"""
+
+from pyvmem.bench.session import size_text
+
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
+
+
+def panel(axes, records, title, prefix, *, above="p90", log=False):
+    """Draw the metrics that start with `prefix`: bars by page size, one colour for each rest of a metric's name.
+
+    Whiskers go from p10 up to the percentile `above`, where there is more than one sample; the paper's figures are dots.
+    """
+    rows = [r for r in records if r.metric.startswith(prefix)]
+    places = list(dict.fromkeys((r.backend, r.page_size) for r in rows))
+    series = list(dict.fromkeys(r.metric for r in rows))
+    width = 0.8 / max(len(series), 1)
+    for i, metric in enumerate(series):
+        mine = [r for r in rows if r.metric == metric]
+        at = [places.index((r.backend, r.page_size)) + (i - (len(series) - 1) / 2) * width for r in mine]
+        spread = [[r.median - r.p10 for r in mine], [getattr(r, above) - r.median for r in mine]]
+        errors = spread if any(r.n > 1 for r in mine) else None
+        label = metric.removeprefix(prefix).strip(", ") or None
+        axes.bar(at, [r.median for r in mine], width, yerr=errors, capsize=2, color=COLOURS[i % len(COLOURS)], label=label)
+        paper = [(x, r.paper) for x, r in zip(at, mine) if r.paper is not None]
+        if paper:
+            axes.plot(*zip(*paper), "o", color="#cc3311", label="paper (A100)")
+    axes.set_title(title, fontsize="medium")
+    axes.set_xticks(range(len(places)), [f"{backend} {size_text(size)}" for backend, size in places], fontsize="small")
+    if log and any(r.median > 0 for r in rows):
+        axes.set_yscale("log")
+    if rows:
+        axes.set_ylabel(rows[0].unit)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize="x-small")
+
+
+def panels(records, figure, wanted):
+    """A figure of panels side by side; wanted: title, prefix and options of `panel` for each."""
+    wanted = [w for w in wanted if any(r.metric.startswith(w[1]) for r in records)]
+    figure.set_size_inches(6 * max(len(wanted), 1), 4.5)
+    for i, (title, prefix, options) in enumerate(wanted):
+        panel(figure.add_subplot(1, len(wanted), i + 1), records, title, prefix, **options)
+    figure.tight_layout()
