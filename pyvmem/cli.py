@@ -4,35 +4,34 @@ SPDX-License-Identifier: MIT
 """
 
 import argparse
+import os
 import sys
 
+from pyvmem.bench import argtypes
+from pyvmem.core import backends
 from pyvmem.errors import VmemError
 
 
-def _size(text):
-    from pyvmem.bench.session import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 64K, 2M or 1G") from None
+def _device(parser):
+    parser.add_argument("--device", type=argtypes.whole(0), default=0, metavar="N", help="CUDA device ordinal (0)")
 
 
 def _common():
     common = argparse.ArgumentParser(add_help=False)
     group = common.add_argument_group("common to all benchmarks")
-    group.add_argument("--backend", help="uvm, stock, cuda or host; the best that works by default")
-    group.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device ordinal (0)")
+    group.add_argument("--backend", choices=backends(), help="the best that works by default")
+    _device(group)
     group.add_argument(
         "--page-size",
-        type=_size,
+        type=argtypes.size,
         action="append",
         metavar="SIZE",
         help="64K, 128K, 256K or 2M, and again for more; all that the backend supports by default",
     )
     group.add_argument("--quick", action="store_true", help="a smaller run that shows the same")
-    group.add_argument("--json", metavar="FILE", help="write the records there (docs/benchmarks.md)")
-    group.add_argument("--plot", metavar="FILE.png", help="draw the records there")
+    file = argtypes.output_file
+    group.add_argument("--json", type=file, metavar="FILE", help="write the records there (docs/benchmarks.md)")
+    group.add_argument("--plot", type=file, metavar="FILE.png", help="draw the records there")
     return common
 
 
@@ -40,7 +39,7 @@ def _parser(benchmarks):
     parser = argparse.ArgumentParser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="say for each backend whether it works here, or what stops it")
-    doctor.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device ordinal (0)")
+    _device(doctor)
     doctor.add_argument("--json", action="store_true", help="as JSON, on standard output")
     from pyvmem import top
 
@@ -77,6 +76,8 @@ def _bench(args, benchmarks):
     from pyvmem.bench import session as view
 
     chosen = [b for b in benchmarks if args.bench in ("all", b.name)]
+    if args.plot:
+        _check_plot(args.plot)
     records = []
     for b in chosen:
         found = b.run(view.Session(b.name, args))
@@ -89,11 +90,20 @@ def _bench(args, benchmarks):
     return 0
 
 
-def _plot(benchmarks, records, path):
+def _check_plot(path):
+    """Before anything runs: whether a plot can be drawn there."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise SystemExit("pyvmem: --plot needs matplotlib (pip install matplotlib)") from None
+        raise ValueError("--plot needs matplotlib (pip install matplotlib)") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if os.path.splitext(path)[1][1:].lower() not in known:
+        raise ValueError(f"--plot {path}: the ending must be one of {', '.join(sorted(known))}")
+
+
+def _plot(benchmarks, records, path):
+    from matplotlib.figure import Figure
+
     from pyvmem.bench.session import plot
 
     drawn = [(b, [r for r in records if r.bench == b.name]) for b in benchmarks]
@@ -102,12 +112,12 @@ def _plot(benchmarks, records, path):
         figure = Figure()
         (b.plot or plot)(rows, figure)
         # One benchmark: the file named. Several: one file each, with the benchmark's name before the ending.
-        stem, dot, ending = path.rpartition(".")
-        figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{dot}{ending}", dpi=120)
+        stem, ending = os.path.splitext(path)
+        figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120)
 
 
 def main(argv=None):
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
     from pyvmem.bench import all_benchmarks
 
     benchmarks = all_benchmarks()
@@ -122,9 +132,17 @@ def main(argv=None):
 
             return top(args)
         return _bench(args, benchmarks)
-    except (VmemError, OSError, ValueError) as error:
-        print(f"pyvmem: {error}", file=sys.stderr)
+    except BrokenPipeError:  # whoever read our output has seen enough; what is left must not fail once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error
+    except (VmemError, MemoryError, ValueError) as error:
+        text = error
+    print(f"pyvmem: {text}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

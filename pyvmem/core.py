@@ -1,12 +1,14 @@
 """Contexts, reservations and pages: libvmem's objects, each with its own undo.
 
-A context owns address ranges (`Reservation`) and physical pages (`Pages`); mapping joins the two. The idea of separating
-them is CUDA's virtual memory management and, for small pages, vAttention's (Prabhu et al., ASPLOS 2025, Table 2).
+A context owns address ranges (`Reservation`) and physical pages (`Pages`); mapping joins the two. The idea of
+separating them is CUDA's virtual memory management and, for small pages, vAttention's (Prabhu et al., ASPLOS 2025,
+Table 2).
 No page state is kept here: handles and addresses go to libvmem as numpy arrays, one call a batch.
 
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import os
 import threading
 import weakref
@@ -14,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyvmem._checks import one_of, uint, uints
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import VmemError, _check
+from pyvmem.errors import OutOfMemory, VmemError, _check
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -84,7 +87,10 @@ def backends():
 
 
 def probe(backend, device=0, *, unknown_driver=False):
-    """None if a context of this backend could be created here, else the `VmemError` that stops it."""
+    """None if a context of this backend could be created here, else the `VmemError` that stops it.
+
+    Arguments as in `Context`; the backend must be named.
+    """
     try:
         _check(lib.vmem_probe(_options(backend, device, 0, unknown_driver)[0]))
     except VmemError as error:
@@ -93,24 +99,24 @@ def probe(backend, device=0, *, unknown_driver=False):
 
 
 def _options(backend, device, budget, unknown_driver):
-    name = ffi.NULL if backend is None else ffi.new("char[]", backend.encode())
+    name = ffi.NULL if backend is None else ffi.new("char[]", one_of("backend", backend, backends()).encode())
     options = ffi.new("struct vmem_options *")
     options.size = ffi.sizeof("struct vmem_options")
     options.flags = lib.VMEM_OPT_UNKNOWN_DRIVER if unknown_driver else 0
     options.backend = name
-    options.device = device
-    options.budget = budget
+    options.device = uint("device", device, 31)
+    options.budget = uint("budget", budget)
     return options, name  # the name must live as long as the options
 
 
-def _words(values):
-    """values as a contiguous uint64 array, without a copy where it is one."""
-    return np.ascontiguousarray(values, dtype=np.uint64).reshape(-1)
-
-
-def _ops(dtype, *columns):
-    """Columns (scalars are repeated) as an array of C structures."""
-    columns = np.broadcast_arrays(*(np.asarray(c, dtype=np.uint64).reshape(-1) for c in columns))
+def _ops(dtype, **columns):
+    """Columns (scalars are repeated), in the order of the dtype's fields, as an array of C structures."""
+    arrays = [uints(name, values) for name, values in columns.items()]
+    try:
+        columns = np.broadcast_arrays(*arrays)
+    except ValueError:
+        sizes = ", ".join(f"{name} has {len(array)}" for name, array in zip(columns, arrays))
+        raise ValueError(f"the arrays must have as many elements each, or one: {sizes}") from None
     ops = np.empty(columns[0].shape, dtype)
     for name, column in zip(dtype.names, columns):
         ops[name] = column
@@ -168,6 +174,8 @@ class Context(_Owned):
     ------
     VmemError
         When no such backend works here; the text is the one fact that stops it.
+    InvalidArgument
+        An unknown backend, or a device or budget that is negative.
 
     Notes
     -----
@@ -227,12 +235,15 @@ class Context(_Owned):
         return Stats(*(int(getattr(raw, name)) for name in Stats.__dataclass_fields__))
 
     def set_budget(self, bytes):
-        """Limit the bytes of pages that may exist; 0 for none. Less than exists only stops further creation."""
-        _check(lib.vmem_set_budget(self._use(), bytes))
+        """Limit the bytes of pages that may exist; 0 for no limit. Less than exists only stops further creation."""
+        _check(lib.vmem_set_budget(self._use(), uint("bytes", bytes)))
 
     def prealloc(self, bytes):
-        """Take and keep device memory for at least `bytes` of pages, so that creating them needs no driver call."""
-        _check(lib.vmem_prealloc(self._use(), bytes))
+        """Take and keep device memory for at least `bytes` of pages, so that creating them needs no driver call.
+
+        Raises `OutOfMemory` when there is not so much.
+        """
+        _check(lib.vmem_prealloc(self._use(), uint("bytes", bytes)))
 
     def trim(self):
         """Give unused device memory back to the system; returns how many bytes."""
@@ -245,7 +256,8 @@ class Context(_Owned):
     def reserve(self, length, *, backdrop=False):
         """Reserve `length` bytes of addresses (a multiple of 64 KiB); no physical memory to speak of.
 
-        With `backdrop`, unbacked addresses read as finite data instead of faulting. Returns a `Reservation`.
+        With `backdrop`, unbacked addresses read as finite data instead of faulting. Returns a `Reservation`. Raises
+        `InvalidArgument` for another length, or one over 2^46, and `OutOfMemory` when the addresses are not to be had.
         """
         return Reservation(self, length, backdrop=backdrop)
 
@@ -253,26 +265,34 @@ class Context(_Owned):
         """Create `n` pages of `page_size` bytes, physically consecutive where possible; all or none.
 
         With `zero`, pages whose memory this context used before are cleared (fresh memory is always zero).
-        Returns `Pages`. Raises `OutOfMemory` when memory or the budget is exhausted.
+        Returns `Pages`. Raises `OutOfMemory` when memory or the budget is exhausted, and `InvalidArgument` for a
+        `page_size` that is none of the context's ``page_sizes``.
         """
         return Pages(self, page_size, n, zero=zero)
 
     def create_handles(self, page_size, n=1, *, zero=False):
         """As `create`, but returns the bare handles, uint64[n]: they exist until `release` or the context's end."""
-        handles = np.empty(n, np.uint64)
+        one_of("page_size", page_size, self.page_sizes)
+        try:
+            handles = np.empty(uint("n", n), np.uint64)
+        except MemoryError:
+            raise OutOfMemory(errno.ENOMEM, f"n {n}: no memory for so many handles") from None
         flags = lib.VMEM_CREATE_ZERO if zero else 0
         _check(lib.vMemCreate(self._use(), page_size, n, flags, _buffer("vmem_page[]", handles)))
         return handles
 
     def release(self, pages):
-        """Unmap pages wherever they are mapped, then free them: a handle or an array of them, all or none."""
-        handles, bad = _words(pages), _bad()
+        """Unmap pages wherever they are mapped, then free them: `Pages`, a handle or an array of them, all or none.
+
+        Raises `InvalidArgument`, with the element's ``index``, for what is no page (any more).
+        """
+        handles, bad = uints("pages", _handles(pages)), _bad()
         _check(lib.vMemReleaseBatch(self._use(), _buffer("vmem_page[]", handles), len(handles), bad), bad)
 
     def page_info(self, page):
         """The `PageInfo` of a page handle."""
         raw = ffi.new("struct vmem_page_info *")
-        _check(lib.vmem_page_query(self._use(), int(page), raw))
+        _check(lib.vmem_page_query(self._use(), uint("page", page), raw))
         return PageInfo(raw.page_size, raw.frame, raw.mappings)
 
     # ---- mapping ---------------------------------------------------------------------------------------------
@@ -282,15 +302,22 @@ class Context(_Owned):
 
         Parameters
         ----------
-        addrs, pages : int or array of int
+        addrs : int or array of int
             One address for each page, each a multiple of the page's size.
+        pages : Pages, int or array of int
+            What to map; bare handles are kept alive by nobody.
         replace : bool
-            Take the place of what is mapped there; otherwise that is an error (EEXIST). Unless the context is capable of
-            "live_remap", no kernel may touch the addresses meanwhile.
+            Take the place of what is mapped there; otherwise that is an error (EEXIST). Unless the context is capable
+            of "live_remap", no kernel may touch the addresses meanwhile.
         fine : bool
             Keep every page separately unmappable beside running kernels (VMEM_MAP_FINE).
+
+        Raises
+        ------
+        VmemError
+            With the ``index`` of the element at fault.
         """
-        self.map_ops(_ops(MAP_OP, addrs, _handles(pages)), replace=replace, fine=fine)
+        self.map_ops(_ops(MAP_OP, addrs=addrs, pages=_handles(pages)), replace=replace, fine=fine)
 
     def map_ops(self, ops, *, replace=False, fine=False):
         """As `map`, for a contiguous array of dtype `MAP_OP`, which is handed over as it is."""
@@ -300,53 +327,66 @@ class Context(_Owned):
         _check(lib.vMemMapBatch(self._use(), buffer, len(ops), flags, bad), bad)
 
     def unmap(self, addrs, lengths):
-        """Unmap ranges (scalars or arrays, bytes), all or none. A range cuts no page; its unbacked parts are skipped."""
-        ops, bad = _ops(UNMAP_OP, addrs, lengths), _bad()
+        """Unmap ranges (scalars or arrays, bytes), all or none.
+
+        A range must not cut a page; its unbacked parts are skipped.
+        """
+        ops, bad = _ops(UNMAP_OP, addrs=addrs, lengths=lengths), _bad()
         _check(lib.vMemUnmapBatch(self._use(), _buffer("struct vmem_unmap_op[]", ops), len(ops), bad), bad)
 
     def query(self, addr):
-        """The page mapped at an address and the address's offset in it; (0, 0) where nothing is mapped."""
+        """The page mapped at an address and the address's offset in it; (0, 0) where nothing is mapped.
+
+        Raises `InvalidArgument` for an address in no reservation.
+        """
         page, offset = ffi.new("vmem_page *"), ffi.new("uint64_t *")
-        _check(lib.vmem_query(self._use(), addr, page, offset))
+        _check(lib.vmem_query(self._use(), uint("addr", addr), page, offset))
         return (page[0], offset[0]) if page[0] else (0, 0)
 
     def commit(self, addrs, lengths, page_size, *, zero=False):
         """Back every unbacked part of the ranges with new pages, all or none; returns the bytes newly backed.
 
         The ranges (scalars or arrays, multiples of `page_size`) do not overlap. The pages belong to the addresses:
-        `decommit` releases them.
+        `decommit` releases them. Raises `OutOfMemory`.
         """
-        ops, done = _ops(UNMAP_OP, addrs, lengths), ffi.new("uint64_t *")
+        one_of("page_size", page_size, self.page_sizes)
+        ops, done = _ops(UNMAP_OP, addrs=addrs, lengths=lengths), ffi.new("uint64_t *")
         flags = lib.VMEM_CREATE_ZERO if zero else 0
         buffer = _buffer("struct vmem_range[]", ops)
         _check(lib.vmem_commit(self._use(), buffer, len(ops), page_size, flags, done))
         return done[0]
 
     def decommit(self, addrs, lengths):
-        """Release every page mapped in the ranges; returns the bytes that were backed there."""
-        ops, done = _ops(UNMAP_OP, addrs, lengths), ffi.new("uint64_t *")
+        """Release every page mapped in the ranges (scalars or arrays, bytes); returns the bytes that were backed there.
+
+        A range must not cut a page.
+        """
+        ops, done = _ops(UNMAP_OP, addrs=addrs, lengths=lengths), ffi.new("uint64_t *")
         _check(lib.vmem_decommit(self._use(), _buffer("struct vmem_range[]", ops), len(ops), done))
         return done[0]
 
     # ---- data ------------------------------------------------------------------------------------------------
 
     def copy(self, dst, src, lengths):
-        """Copy between addresses (scalars or arrays; device or CPU), in order; done on return."""
-        ops = _ops(COPY_OP, dst, src, lengths)
+        """Copy between addresses (scalars or arrays; device or CPU; lengths in bytes), in order; done on return.
+
+        Raises `VmemError` (EFAULT) for unbacked addresses of a reservation. CPU addresses are not checked.
+        """
+        ops = _ops(COPY_OP, dst=dst, src=src, lengths=lengths)
         _check(lib.vmem_copy_batch(self._use(), _buffer("struct vmem_copy_op[]", ops), len(ops)))
 
     def fill(self, addr, value, length):
-        """Set `length` bytes at `addr` to `value` (0 to 255); done on return."""
-        _check(lib.vmem_fill(self._use(), addr, value, length))
+        """Set `length` bytes at `addr` to `value` (0 to 255); done on return. Raises as `copy` does."""
+        _check(lib.vmem_fill(self._use(), uint("addr", addr), uint("value", value, 8), uint("length", length)))
 
     def read(self, addr, length):
-        """`length` bytes at `addr`, as a bytes object."""
-        data = np.empty(length, np.uint8)
+        """`length` bytes at `addr`, as a bytes object. Raises as `copy` does."""
+        data = np.empty(uint("length", length), np.uint8)
         self.copy(data.ctypes.data, addr, length)
         return data.tobytes()
 
     def write(self, addr, data):
-        """Write a bytes-like object to `addr`."""
+        """Write a bytes-like object to `addr`. Raises as `copy` does."""
         data = np.frombuffer(data, np.uint8)
         self.copy(addr, data.ctypes.data, data.nbytes)
 
@@ -362,6 +402,7 @@ class Reservation(_Owned):
         flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
         ctx = context._use()
         owner, addr = ffi.new("pv_owner **"), ffi.new("uint64_t *")
+        length = uint("length", length)
         _check(lib.pv_own_range(context._owner, ctx, length, flags, with_pages, owner, addr))
         self._own(owner[0])
         self.context = context
@@ -386,12 +427,19 @@ class Reservation(_Owned):
         if self._owner is None:
             raise ValueError("the reservation is closed")
         offsets = np.asarray(offsets)
+        if offsets.size and offsets.dtype.kind not in "iu":
+            raise TypeError(f"offset must be an integer or an array of them, not of {offsets.dtype}")
         if offsets.size and (offsets.min() < 0 or offsets.max() >= self.length):
             raise ValueError(f"offset must be within the reservation's {self.length} bytes")
         return offsets.astype(np.uint64) + np.uint64(self.addr)
 
     def map(self, pages, offset=0, *, replace=False, fine=False):
-        """Map `Pages` here: at one offset, one after another, or at an array of offsets (bytes), one for each page."""
+        """Map `Pages` here: at one offset, one after another, or at an array of offsets (bytes), one for each page.
+
+        `replace` and `fine`, and errors, as in `Context.map`.
+        """
+        if not isinstance(pages, Pages):
+            raise TypeError(f"pages must be Pages, not {type(pages).__name__}: Context.map takes handles")
         addrs = self._at(offset)
         if addrs.ndim == 0:
             addrs = addrs + np.arange(len(pages), dtype=np.uint64) * np.uint64(pages.page_size)
@@ -401,23 +449,22 @@ class Reservation(_Owned):
 
     def unmap(self, offset=0, length=None):
         """Unmap `length` bytes from `offset` on (arrays for several ranges); by default everything."""
-        if length is None:
-            length = self.length - offset
-        self.context.unmap(self._at(offset), length)
+        addrs = self._at(offset)
+        self.context.unmap(addrs, self.length - np.asarray(offset) if length is None else length)
 
 
 class Pages(_Owned):
-    """Physical pages of one size: ``handles`` (uint64[n], read-only) and ``page_size`` (bytes). Made by `Context.create`.
+    """Physical pages of one size: ``handles`` (uint64[n], read-only) and ``page_size`` (bytes).
 
-    Closing them, or dropping the last reference, unmaps them wherever they are mapped and frees them. A `Reservation`
-    that they were mapped into holds a reference until it is closed.
+    Made by `Context.create`. Closing them, or dropping the last reference, unmaps them wherever they are mapped and frees
+    them. A `Reservation` that they were mapped into holds a reference until it is closed.
     """
 
     def __init__(self, context, page_size, n=1, *, zero=False):
         self.handles = context.create_handles(page_size, n, zero=zero)
         owner = ffi.new("pv_owner **")
         buffer = _buffer("vmem_page[]", self.handles)
-        rc = lib.pv_own_pages(context._owner, context._ctx, buffer, n, owner)
+        rc = lib.pv_own_pages(context._owner, context._ctx, buffer, len(self.handles), owner)
         if rc:
             context.release(self.handles)
             _check(rc)
@@ -458,7 +505,7 @@ _defaults_lock = threading.Lock()
 def default_context(backend=None, device=0):
     """The process's context for a backend and device, made at its first use. backend: as in `Context`, or "gpu".
 
-    "gpu" is the best backend that works and has GPU addresses.
+    "gpu" is the best backend that works and has GPU addresses. Raises as `Context` does.
     """
     with _defaults_lock:
         context = _defaults.get((backend, device))

@@ -1,8 +1,8 @@
 """The KV cache of a serving engine: request slots in virtual tensors, backed by pages as the requests grow.
 
 The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3); the manager itself is native
-(vmem_kv.h), one call a step, without the GIL. Prefix caching by token hashes is in `pyvmem.kv_prefix`, tensor parallelism
-in `pyvmem.distributed`.
+(vmem_kv.h), one call a step, without the GIL. Prefix caching by token hashes is in `pyvmem.kv_prefix`, tensor
+parallelism in `pyvmem.distributed`.
 
 SPDX-License-Identifier: MIT
 """
@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, make_dataclass
 import numpy as np
 import torch
 
+from pyvmem._checks import one_of, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context, _Owned
-from pyvmem.errors import _check
+from pyvmem.errors import InvalidArgument, _check
 from pyvmem.kv_view import new_view_path
 from pyvmem.tensor import tensor_at
 
@@ -40,6 +41,11 @@ class TensorSpec:
         Sliding window, tokens: rows further back are given up. 0 keeps all.
     max_tokens : int
         Rows of a slot; 0 for the cache's.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An element of the shape is not at least 1; the dtype is none of torch's.
     """
 
     name: str
@@ -47,6 +53,12 @@ class TensorSpec:
     dtype: torch.dtype
     window: int = 0
     max_tokens: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {self.dtype!r}")
+        if not isinstance(self.shape, tuple | list) or not all(uint("shape", n) for n in self.shape):
+            raise ValueError(f"shape {self.shape!r} must be a tuple of numbers from 1 on")
 
     @property
     def row_bytes(self):
@@ -56,7 +68,10 @@ class TensorSpec:
 
 _STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
 KVStats = make_dataclass(
-    "KVStats", [(name, int) for name in _STATS], frozen=True, namespace={"__doc__": "struct vmem_kv_stats of vmem_kv.h."}
+    "KVStats",
+    [(name, int) for name in _STATS],
+    frozen=True,
+    namespace={"__doc__": "What a cache holds (pages, bytes) and has done (counts): struct vmem_kv_stats of vmem_kv.h."},
 )
 
 
@@ -86,14 +101,45 @@ def model_specs(layers, kv_heads, head_dim, dtype, layout="separate", window=0):
 
     layout: "separate" (K and V of each layer: 2 x layers tensors), "fused" (both in one: layers tensors of rows
     ``(2, kv_heads, head_dim)``) or "token-major" (one tensor of rows ``(layers, 2, kv_heads, head_dim)``).
+    window: tokens, as in `TensorSpec`. Raises ValueError for another layout, or numbers that are not at least 1.
     """
+    one_of("layout", layout, LAYOUTS)
+    if not uint("layers", layers):
+        raise ValueError("layers 0 must be at least 1")
     if layout == "separate":
         return [TensorSpec(f"{n}{i}", (kv_heads, head_dim), dtype, window) for i in range(layers) for n in "kv"]
     if layout == "fused":
         return [TensorSpec(f"kv{i}", (2, kv_heads, head_dim), dtype, window) for i in range(layers)]
-    if layout == "token-major":
-        return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
-    raise ValueError(f"layout {layout!r} must be one of {', '.join(LAYOUTS)}")
+    return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
+
+
+def _config(specs, flags, **numbers):
+    """A struct vmem_kv_config, and what it points to: both must live as long as the call."""
+    kinds = {}
+    raw = ffi.new("struct vmem_kv_tensor[]", len(specs))
+    for spec, tensor in zip(specs, raw):
+        tensor.row_bytes = spec.row_bytes
+        tensor.max_tokens = uint("max_tokens", spec.max_tokens, 32)
+        tensor.window = uint("window", spec.window, 32)
+        tensor.kind = kinds.setdefault(spec.dtype, len(kinds))
+    config = ffi.new("struct vmem_kv_config *")
+    config.size = ffi.sizeof("struct vmem_kv_config")
+    config.flags = sum(bit for bit, on in flags.items() if on)
+    config.tensors, config.n_tensors = raw, len(specs)
+    fields = dict(ffi.typeof("struct vmem_kv_config").fields)
+    for name, value in numbers.items():
+        setattr(config, name, uint(name, value, 8 * ffi.sizeof(fields[name].type)))
+    return config, raw
+
+
+def _not_lengths(lengths):
+    """The exception that says which element is no length."""
+    for i, value in enumerate(lengths):
+        if not hasattr(value, "__index__"):
+            return TypeError(f"lengths must be integers; lengths[{i}] is {value!r}")
+        if not -(2**31) <= value < 2**31:
+            return InvalidArgument(errno.EINVAL, f"lengths[{i}] {value} must lie between 0 and max_tokens")
+    return TypeError("lengths must be integers")
 
 
 class KVCache(_Owned):
@@ -104,8 +150,9 @@ class KVCache(_Owned):
     specs : list of TensorSpec
         From `model_specs`, or one's own: layers may differ in shape, dtype and window.
     slots, max_tokens : int
+        At least 1; slots at most 65,536.
     budget : int
-        Most bytes of pages, taken from the device at once unless `lazy`.
+        Most bytes of pages, at least one page; taken from the device at once unless `lazy`.
     context : Context, optional
         Where the memory is; by default a context of its own, of the best backend that works (`backend`, `device`).
         Backed rows hold finite values only if nothing else creates pages in it.
@@ -128,10 +175,17 @@ class KVCache(_Owned):
     missing_pages : int
         What the last step that returned -1 was short of.
 
+    Raises
+    ------
+    OutOfMemory
+        The device has not as much memory as the budget.
+    InvalidArgument
+        An argument is out of its limits; so for every call here that takes a slot or tokens.
+
     Notes
     -----
-    Between a step and the next, kernels may touch the rows that the step backed. Calls documented as *quiet* must be made
-    when no kernel in flight touches the slot.
+    Between a step and the next, kernels may touch the rows that the step backed. Calls documented as *quiet* must be
+    made when no kernel in flight touches the slot.
     """
 
     def __init__(
@@ -160,12 +214,15 @@ class KVCache(_Owned):
         reclaim_percent=0,
         name="kv",
     ):
+        if not isinstance(context, Context | None):
+            raise TypeError(f"context must be a Context, not {context!r}")
+        if not isinstance(name, str | None):
+            raise TypeError(f"name must be a string, not {name!r}")
         self.specs = list(specs)
         self.slots = slots
         self.max_tokens = max_tokens
         self._own_context = context is None
         self.context = Context(backend, device) if context is None else context
-        self.page_size = page_size or min(self.context.page_sizes)
         self.missing_pages = 0
         switches = {
             lib.VMEM_KV_OVERLAP: overlap,
@@ -177,23 +234,15 @@ class KVCache(_Owned):
             lib.VMEM_KV_CHECK: check,
             lib.VMEM_KV_LAZY: lazy,
         }
-        kinds = {}
-        raw = ffi.new("struct vmem_kv_tensor[]", len(self.specs))
-        for spec, tensor in zip(self.specs, raw):
-            tensor.row_bytes = spec.row_bytes
-            tensor.max_tokens = spec.max_tokens
-            tensor.window = spec.window
-            tensor.kind = kinds.setdefault(spec.dtype, len(kinds))
-        config = ffi.new("struct vmem_kv_config *")
-        config.size = ffi.sizeof("struct vmem_kv_config")
-        config.flags = sum(bit for bit, on in switches.items() if on)
-        config.tensors, config.n_tensors = raw, len(self.specs)
-        config.slots, config.max_tokens, config.tile_rows = slots, max_tokens, tile_rows
-        config.page_size, config.budget = self.page_size, budget
-        config.ahead_tokens, config.ahead_min = ahead_tokens, ahead_min
-        config.eager_tokens, config.reclaim_percent = eager_tokens, reclaim_percent
         owner, kv = ffi.new("pv_owner **"), ffi.new("vmem_kv **")
         try:
+            sizes = self.context.page_sizes
+            self.page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
+            config, _tensors = _config(
+                self.specs, switches, slots=slots, max_tokens=max_tokens, tile_rows=tile_rows, page_size=self.page_size,
+                budget=budget, ahead_tokens=ahead_tokens, ahead_min=ahead_min, eager_tokens=eager_tokens,
+                reclaim_percent=reclaim_percent,
+            )  # fmt: skip
             _check(lib.pv_own_kv(self.context._owner, self.context._use(), config, owner, kv))
         except Exception:
             self._close_context()
@@ -215,7 +264,8 @@ class KVCache(_Owned):
 
         Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. Other options as in `KVCache`.
         """
-        cache = cls(model_specs(layers, kv_heads, head_dim, dtype, layout, window), slots, max_tokens, budget, **options)
+        specs = model_specs(layers, kv_heads, head_dim, dtype, layout, window)
+        cache = cls(specs, slots, max_tokens, budget, **options)
         if layout == "separate":
             cache.keys, cache.values = cache.tensors[::2], cache.tensors[1::2]
         elif layout == "fused":
@@ -236,12 +286,12 @@ class KVCache(_Owned):
         ``[slots * rows, *shape]``, as kernels with cumulative offsets want it (`flat`).
         """
         raw = ffi.new("struct vmem_kv_layout *")
-        _check(lib.vmem_kv_get_layout(self._use(), tensor, raw))
+        _check(lib.vmem_kv_get_layout(self._use(), uint("tensor", tensor, 32), raw))
         return raw.addr, raw.length, raw.slot_stride, raw.slot_rows
 
     def _tensor(self, i, flat=False):
-        spec = self.specs[i]
         addr, _, stride, rows = self.layout(i)
+        spec = self.specs[i]
         info = self.context._info
         device = torch.device("cuda", info.device) if "gpu" in info.capabilities else torch.device("cpu")
         row = [math.prod(spec.shape[k:]) for k in range(1, len(spec.shape) + 1)]
@@ -266,7 +316,7 @@ class KVCache(_Owned):
         The free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
         """
         slot = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_alloc(self._use(), tokens, slot)
+        rc = lib.vmem_kv_alloc(self._use(), uint("tokens", tokens, 32), slot)
         if rc == -errno.ENOSPC:
             return -1
         _check(rc)
@@ -274,7 +324,7 @@ class KVCache(_Owned):
 
     def free_reqid(self, slot):
         """Quiet. The request is over; its pages are kept for the next one as long as memory allows."""
-        _check(lib.vmem_kv_free(self._use(), slot))
+        _check(lib.vmem_kv_free(self._use(), uint("slot", slot, 32)))
         self._swapped.pop(slot, None)
 
     def step(self, lengths):
@@ -288,8 +338,8 @@ class KVCache(_Owned):
         Returns
         -------
         int
-            0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or swap
-            out a request) before it can work.
+            0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or
+            swap out a request) before it can work.
         """
         rc = lib.vmem_kv_step(self._kv, self._raw(lengths), self.slots, self._missing)
         if rc:
@@ -307,7 +357,10 @@ class KVCache(_Owned):
         if type(lengths) is list:
             if len(lengths) != self.slots:
                 raise ValueError(f"lengths has {len(lengths)} elements, not {self.slots}")
-            return ffi.from_buffer("int32_t[]", array.array("i", lengths))
+            try:
+                return ffi.from_buffer("int32_t[]", array.array("i", lengths))
+            except (OverflowError, TypeError) as error:
+                raise _not_lengths(lengths) from error
         if isinstance(lengths, torch.Tensor):
             lengths = lengths.numpy()
         elif not isinstance(lengths, np.ndarray):
@@ -317,8 +370,11 @@ class KVCache(_Owned):
         if lengths.dtype == np.int32 and lengths.flags.c_contiguous:
             return ffi.from_buffer("int32_t[]", lengths)
         if lengths.dtype.kind not in "iu":
-            raise TypeError(f"lengths must be integers, not {lengths.dtype}")
-        return ffi.from_buffer("int32_t[]", lengths.astype(np.int32))
+            raise _not_lengths(lengths.tolist())
+        narrow = lengths.astype(np.int32)
+        if (narrow != lengths).any():
+            raise _not_lengths(lengths.tolist())
+        return ffi.from_buffer("int32_t[]", narrow)
 
     def _short(self, rc):
         if rc == -errno.ENOMEM and self._missing[0]:
@@ -330,12 +386,12 @@ class KVCache(_Owned):
     def room(self, slot=None):
         """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
         tokens = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_room(self._use(), -1 if slot is None else slot, tokens))
+        _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
         return tokens[0]
 
     def truncate(self, slot, tokens):
         """Quiet. Forget the rows from `tokens` on (rejected speculation)."""
-        _check(lib.vmem_kv_truncate(self._use(), slot, tokens))
+        _check(lib.vmem_kv_truncate(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
 
     def wait(self):
         """Return when the background thread has nothing left to do."""
@@ -344,15 +400,16 @@ class KVCache(_Owned):
     def slot(self, slot):
         """The `SlotInfo` of a slot."""
         raw = ffi.new("struct vmem_kv_slot_info *")
-        _check(lib.vmem_kv_get_slot(self._use(), slot, raw))
+        _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped")[raw.state]
         return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
 
     # ---- sharing ---------------------------------------------------------------------------------------------
 
     def save_prefix(self, slot, tokens):
-        """Hold the slot's first `tokens` rows, which must be written already, for other requests. Returns a `Prefix`."""
+        """Hold the slot's first `tokens` rows for other requests; they must be written already. Returns a `Prefix`."""
         prefix = ffi.new("uint64_t *")
+        slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
         _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
         info = self._prefix_info(prefix[0])
         return Prefix(prefix[0], info.tokens, info.min_tokens)
@@ -370,9 +427,11 @@ class KVCache(_Owned):
     def attach_prefix(self, prefix, slot, tokens=None):
         """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows: full pages are mapped, not copied.
 
-        Returns 0, or -1 as `step` does.
+        By default all that it has. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) where a window tensor
+        has not kept what the next token reads.
         """
-        tokens = prefix.tokens if tokens is None else tokens
+        tokens = prefix.tokens if tokens is None else uint("tokens", tokens, 32)
+        slot = uint("slot", slot, 32)
         rc = lib.vmem_kv_prefix_attach(self._use(), prefix.id, slot, tokens, self._missing)
         return self._short(rc) if rc else 0
 
@@ -383,8 +442,11 @@ class KVCache(_Owned):
     # ---- swapping and memory ---------------------------------------------------------------------------------
 
     def swap_out(self, slot):
-        """Quiet. Copy the slot's rows to CPU memory (pinned, beside a GPU) and release its pages; the slot stays taken."""
-        size = ffi.new("uint64_t *")
+        """Quiet. Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
+
+        Beside a GPU the memory is pinned.
+        """
+        slot, size = uint("slot", slot, 32), ffi.new("uint64_t *")
         _check(lib.vmem_kv_swap_size(self._use(), slot, size))
         host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
         _check(lib.vmem_kv_swap_out(self._kv, slot, ffi.cast("void *", host.data_ptr()), size[0]))
@@ -403,13 +465,19 @@ class KVCache(_Owned):
         return 0
 
     def set_budget(self, bytes):
-        """Grow or shrink the budget. Shrinking gives device memory back; active requests keep what they need."""
-        _check(lib.vmem_kv_set_budget(self._use(), bytes))
+        """Grow or shrink the budget. Shrinking gives device memory back; active requests keep what they need.
+
+        Raises `OutOfMemory` where the device has not as much.
+        """
+        _check(lib.vmem_kv_set_budget(self._use(), uint("bytes", bytes)))
 
     def reclaim(self, bytes=None):
-        """Give up kept pages (all, or at least `bytes`) and unused device memory; returns the bytes of pages given up."""
+        """Give up kept pages and unused device memory; returns the bytes of pages given up.
+
+        At least `bytes`, as far as there are so many; by default all.
+        """
         freed = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_reclaim(self._use(), 2**63 if bytes is None else bytes, freed))
+        _check(lib.vmem_kv_reclaim(self._use(), 2**63 if bytes is None else uint("bytes", bytes), freed))
         return freed[0]
 
     # ---- metrics ---------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """A prefix cache: prompts that begin alike share the pages of their beginnings.
 
-Prompts are cut into blocks of tokens; a block's key hashes its tokens and everything before them, so that equal keys mean
-equal prefixes (as in vLLM's automatic prefix caching). The pages are held by the manager (vmem_kv.h, "prefixes"); here is
-only which of them are worth holding.
+Prompts are cut into blocks of tokens; a block's key hashes its tokens and everything before them, so that equal keys
+mean equal prefixes (as in vLLM's automatic prefix caching). The pages are held by the manager (vmem_kv.h, "prefixes");
+here is only which of them are worth holding.
 
 SPDX-License-Identifier: MIT
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pyvmem._checks import uint
 from pyvmem.errors import VmemError
 
 
@@ -42,11 +43,11 @@ class PrefixCache:
     """
 
     def __init__(self, cache, block_tokens=32, max_entries=4096):
-        if block_tokens < 1:
-            raise ValueError(f"block_tokens {block_tokens} must be at least 1")
+        if not uint("block_tokens", block_tokens):
+            raise ValueError("block_tokens 0 must be at least 1")
         self.cache = cache
         self.block_tokens = block_tokens
-        self.max_entries = max_entries
+        self.max_entries = uint("max_entries", max_entries)
         self._entries = OrderedDict()  # prefix id -> _Entry, least recently used first
         self._blocks = {}  # key -> prefix ids that have the block, the newest last
         self.hits = self.misses = self.hit_tokens = self.evictions = 0
@@ -55,7 +56,10 @@ class PrefixCache:
         return len(self._entries)
 
     def keys(self, tokens):
-        """The keys of the whole blocks of a token sequence."""
+        """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor of [n]."""
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"tokens must be a sequence of integers, not of shape {tokens.shape} and {tokens.dtype}")
         tokens = np.ascontiguousarray(tokens, dtype=np.int64)
         keys, key = [], b""
         for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
@@ -85,8 +89,8 @@ class PrefixCache:
         Returns
         -------
         (slot, cached) : (int, int)
-            cached: how many of the prompt's tokens the slot has already. The slot is -1 when all are taken, or when there
-            is not even memory for the part of a page that has to be copied.
+            cached: how many of the prompt's tokens the slot has already. The slot is -1 when all are taken, or when
+            there is not even memory for the part of a page that has to be copied.
         """
         prefix, cached = self.match(tokens)
         slot = self.cache.alloc_reqid(len(tokens))

@@ -5,6 +5,7 @@ Addresses and page handles are plain integers; `Context`, `Reservation` and `Pag
 SPDX-License-Identifier: MIT
 """
 
+from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check
 
@@ -12,13 +13,14 @@ from pyvmem.errors import _check
 def vMemReserve(context, length, *, backdrop=False):
     """Reserve `length` bytes of addresses; returns the first. The caller owes `vMemFree`."""
     addr = ffi.new("uint64_t *")
-    _check(lib.vMemReserve(context._use(), length, lib.VMEM_RESERVE_BACKDROP if backdrop else 0, addr))
+    flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
+    _check(lib.vMemReserve(context._use(), uint("length", length), flags, addr))
     return addr[0]
 
 
 def vMemFree(context, addr):
     """Free what `vMemReserve` returned. Raises `VmemError` (EBUSY) while anything is mapped there."""
-    _check(lib.vMemFree(context._use(), addr))
+    _check(lib.vMemFree(context._use(), uint("addr", addr)))
 
 
 def vMemCreate(context, page_size, n=1, *, zero=False):
@@ -28,7 +30,7 @@ def vMemCreate(context, page_size, n=1, *, zero=False):
 
 def vMemMap(context, addr, page):
     """Map one page at an address, with access: cuMemMap and cuMemSetAccess in one."""
-    _check(lib.vMemMap(context._use(), addr, int(page)))
+    _check(lib.vMemMap(context._use(), uint("addr", addr), uint("page", page)))
 
 
 def vMemMapBatch(context, addrs, pages, *, replace=False, fine=False):
@@ -38,7 +40,7 @@ def vMemMapBatch(context, addrs, pages, *, replace=False, fine=False):
 
 def vMemUnmap(context, addr, length):
     """Unmap `length` bytes at `addr`; the pages stay."""
-    _check(lib.vMemUnmap(context._use(), addr, length))
+    _check(lib.vMemUnmap(context._use(), uint("addr", addr), uint("length", length)))
 
 
 def vMemUnmapBatch(context, addrs, lengths):

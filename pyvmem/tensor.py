@@ -6,11 +6,13 @@ SPDX-License-Identifier: MIT
 import ctypes
 import math
 import threading
+from collections.abc import Iterable
 
 import torch
 
+from pyvmem._checks import integer, one_of
 from pyvmem._ffi import ffi, lib
-from pyvmem.core import Reservation, default_context
+from pyvmem.core import Context, Reservation, default_context
 
 _DEVICE_CPU, _DEVICE_CUDA = 1, 2  # DLPack's DLDeviceType
 
@@ -35,8 +37,8 @@ def tensor_at(owner, addr, shape, dtype, device, strides=None):
     Returns
     -------
     torch.Tensor
-        No view: it is the base of its own storage, made through DLPack (https://dmlc.github.io/dlpack), as plain bytes so
-        that every dtype of torch will do.
+        No view: it is the base of its own storage, made through DLPack (https://dmlc.github.io/dlpack), as plain bytes
+        so that every dtype of torch will do.
     """
     device = torch.device(device)
     if strides is None:
@@ -52,14 +54,29 @@ def tensor_at(owner, addr, shape, dtype, device, strides=None):
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
 
 
+def _device(device):
+    """The torch.device meant, with its ordinal where it is CUDA's."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device {device!r} must be cpu or cuda[:ordinal]") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} must be cpu or cuda[:ordinal]")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: torch sees no CUDA device")
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 class VirtualTensor:
-    """A tensor that is reserved whole and backed in parts.
+    """A tensor that is reserved whole and backed in parts. Made by `virtual_empty`.
 
     Attributes
     ----------
     tensor : torch.Tensor
-        Of the shape, dtype and device asked for. It, and every view of it, keeps the memory: pages and addresses go with
-        the last of them and of this object.
+        Of the shape, dtype and device asked for. It, and every view of it, keeps the memory: pages and addresses go
+        with the last of them and of this object.
     page_size : int
         Bytes; the unit in which it is backed.
     nbytes : int
@@ -69,14 +86,14 @@ class VirtualTensor:
     """
 
     def __init__(self, shape, dtype, device, *, page_size=None, backdrop=None, zero=False, context=None):
-        shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        shape = tuple(integer("shape", n) for n in (shape if isinstance(shape, Iterable) else (shape,)))
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {shape} must not be negative")
-        device = torch.device(device)
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda, not {device.type}")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if not isinstance(context, Context | None):
+            raise TypeError(f"context must be a Context, not {context!r}")
+        device = _device(device)
         if context is None:
             gpu = device.type == "cuda"
             context = default_context("gpu" if gpu else "host", device.index or 0)
@@ -84,8 +101,7 @@ class VirtualTensor:
             raise ValueError(f"a context of the {context.backend} backend cannot hold a tensor on {device}")
         if page_size is None:
             page_size = min(context.page_sizes)
-        if page_size not in context.page_sizes:
-            raise ValueError(f"page_size {page_size} must be one of {context.page_sizes}")
+        one_of("page_size", page_size, context.page_sizes)
         if backdrop is None:
             backdrop = "backdrop" in context.info().capabilities
         self.context = context
@@ -113,20 +129,18 @@ class VirtualTensor:
         """(first byte, end byte) of a range given as rows of the first dimension or as bytes."""
         if rows is not None and bytes is not None:
             raise TypeError("give rows or bytes, not both")
-        given, unit = (bytes, 1) if rows is None else (rows, self._row_bytes)
+        name, given, unit = ("bytes", bytes, 1) if rows is None else ("rows", rows, self._row_bytes)
         limit = self.nbytes // unit if unit else 0
         if given is None:
             return 0, self.nbytes
-        if isinstance(given, int):
-            given = slice(given, given + 1)
-        if isinstance(given, range):
-            given = slice(given.start, given.stop, given.step)
+        if not isinstance(given, slice | range):
+            first = integer(name, given)
+            given = slice(first, first + 1)
         if given.step not in (None, 1):
-            raise ValueError("a range of rows or bytes must have step 1")
-        start = 0 if given.start is None else given.start
-        stop = limit if given.stop is None else given.stop
+            raise ValueError(f"{name} {given} must have step 1")
+        start = 0 if given.start is None else integer(name, given.start)
+        stop = limit if given.stop is None else integer(name, given.stop)
         if not 0 <= start <= stop <= limit:
-            name = "bytes" if rows is None else "rows"
             raise IndexError(f"{name} {start}:{stop} must lie within 0:{limit}")
         return start * unit, stop * unit
 
@@ -146,7 +160,7 @@ class VirtualTensor:
         OutOfMemory
             Nothing was changed.
         IndexError
-            The range lies outside the tensor.
+            The range lies outside the tensor. Negative numbers do not count from the end.
         """
         start, stop = self._span(rows, bytes)
         first = start // self.page_size * self.page_size
@@ -161,7 +175,7 @@ class VirtualTensor:
     def decommit(self, rows=None, *, bytes=None):
         """Give back the pages that lie wholly within rows or bytes; their contents are lost.
 
-        No kernel in flight may touch them. Returns the bytes that became free.
+        Arguments and errors as in `commit`. No kernel in flight may touch them. Returns the bytes that became free.
         """
         start, stop = self._span(rows, bytes)
         first = -(-start // self.page_size) * self.page_size
@@ -210,6 +224,13 @@ def virtual_empty(shape, dtype=None, device="cpu", *, page_size=None, backdrop=N
     -------
     VirtualTensor
         Its `tensor` is the torch tensor, its `commit` and `decommit` back rows and give them back.
+
+    Raises
+    ------
+    VmemError
+        No backend works for the device, or (`OutOfMemory`) the addresses are not to be had.
+    ValueError, TypeError
+        Name the argument; a tensor may have 2^46 bytes.
 
     Examples
     --------

@@ -8,12 +8,14 @@ import sys
 import time
 from dataclasses import asdict
 
+from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.kv_view import read_views, want_budget
 
 COLUMNS = (
-    "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped", "steps/s",
+    "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",
+    "steps/s",
 )  # fmt: skip
 
 
@@ -44,7 +46,7 @@ def arguments(parser):
     """The command's arguments."""
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument("--json", action="store_true", help="print once, as JSON")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between refreshes (1)")
+    parser.add_argument("--interval", type=argtypes.seconds, default=1.0, metavar="SECONDS", help="between refreshes (1)")
     parser.add_argument(
         "--limit", action="append", default=[], metavar="PID=SIZE",
         help="give the KV caches of a process another budget, such as 1234=16G; they take it over at their next step",

@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import csv
 import json
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,8 @@ class Trace:
         return Trace(self.name, self.prompt[:n], self.output[:n])
 
 
+MOST_TOKENS = 2**31 - 1  # of a request: what a KV cache's lengths hold
+
 # (name of the format, prompt column, output column)
 _FORMATS = (
     ("Azure LLM inference trace", "ContextTokens", "GeneratedTokens"),
@@ -52,22 +55,35 @@ def read_trace(path):
     ------
     ValueError
         Names the line that is not of the format.
+    OSError
+        The file cannot be read.
     """
     with open(path, encoding="utf-8-sig", newline="") as file:
-        json_lines = file.read(1) == "{"
-        file.seek(0)
-        rows = _json_rows(file, path) if json_lines else csv.DictReader(file)
-        prompt, output, columns = [], [], None
-        for number, row in enumerate(rows, start=1 if json_lines else 2):
-            columns = columns or _columns(row, path)
-            try:
-                prompt.append(float(row[columns[0]]))
-                output.append(float(row[columns[1]]))
-            except (KeyError, TypeError, ValueError):
-                raise ValueError(f"{path}, line {number}: no number in {' or '.join(columns)}") from None
+        try:
+            prompt, output = _lengths(file, path)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is no trace: {error}") from None
     if not prompt:
         raise ValueError(f"{path} holds no request")
     return Trace(str(path), *(np.maximum(np.rint(c), 1).astype(np.int64) for c in (prompt, output)))
+
+
+def _lengths(file, path):
+    """The lists of both lengths."""
+    json_lines = file.read(1) == "{"
+    file.seek(0)
+    rows = _json_rows(file, path) if json_lines else csv.DictReader(file)
+    lengths, columns = ([], []), None
+    for number, row in enumerate(rows, start=1 if json_lines else 2):
+        columns = columns or _columns(row, path)
+        for column, found in zip(columns, lengths):
+            try:
+                found.append(float(row[column]))
+            except (KeyError, TypeError, ValueError):
+                found.append(math.nan)
+            if not found[-1] <= MOST_TOKENS:  # also where it is no number
+                raise ValueError(f"{path}, line {number}: no number up to {MOST_TOKENS} in {column}")
+    return lengths
 
 
 def _json_rows(file, path):

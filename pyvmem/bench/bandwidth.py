@@ -9,9 +9,9 @@ from time import perf_counter_ns
 import numpy as np
 
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import benchmark
+from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.reads import reads
-from pyvmem.bench.session import parse_size, size_text
+from pyvmem.bench.session import size_text
 from pyvmem.bench.vmm import SIZES, backdrop_flag
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import _check
@@ -23,8 +23,8 @@ PAPER = dict(zip(SIZES, (7.59, 14.56, 27.04, 35.17)))
 def arguments(parser):
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("bandwidth")
-    group.add_argument("--tensors", type=int, default=64, metavar="N", help="tensors that are backed (64)")
-    group.add_argument("--size", type=parse_size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
+    group.add_argument("--tensors", type=argtypes.whole(1), default=64, metavar="N", help="tensors that are backed (64)")
+    group.add_argument("--size", type=argtypes.size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
 
 
 def backing(context, page_size, tensors, size, repeats):

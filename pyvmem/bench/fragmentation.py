@@ -9,8 +9,8 @@ SPDX-License-Identifier: MIT
 
 import numpy as np
 
-from pyvmem.bench import benchmark, plots
-from pyvmem.bench.kv_load import MODELS, Server, memory_for
+from pyvmem.bench import argtypes, benchmark, plots
+from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
 from pyvmem.traces import read_trace, synthetic_trace
@@ -30,12 +30,9 @@ TABLE_8_PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
 def arguments(parser):
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("fragmentation")
-    group.add_argument("--trace", metavar="FILE", help="Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV")
-    group.add_argument("--requests", type=int, metavar="N", help="only the first N requests")
-    group.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
-    group.add_argument("--kv-layers", type=int, metavar="N", help="layers; all of the model's on a GPU, else 1")
-    group.add_argument("--kv-slots", type=int, default=256, metavar="B", help="requests at once, for the waste (256)")
-    group.add_argument("--kv-budget", type=int, metavar="MIB", help="for the largest batch")
+    argtypes.trace(group)
+    model_options(group, "requests at once, for the waste (256)")
+    group.add_argument("--kv-budget", type=argtypes.whole(1), metavar="MIB", help="for the largest batch")
 
 
 def table_8(model, workers, page_size):
@@ -98,8 +95,8 @@ def _cache(context, model, layers, slots, longest, budget, page_size, **options)
 def run_waste(context, model, layers, slots, trace, page_size, advance, **options):
     """Run a trace through a cache with memory to spare; returns samples of (waste, unavoidable waste, bytes).
 
-    waste: part of the backed bytes that hold no token's rows. unavoidable: the same without pages that can be taken back
-    at any time (kept for the next request, or mapped ahead of need).
+    waste: part of the backed bytes that hold no token's rows. unavoidable: the same without pages that can be taken
+    back at any time (kept for the next request, or mapped ahead of need).
     """
     longest = int((trace.prompt + trace.output).max())
     per_request = 2 * layers * (-(-longest * model.row_bytes() // page_size) + 1) * page_size

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyvmem.bench import argtypes
 from pyvmem.core import MIB
 
 
@@ -35,6 +36,14 @@ MODELS = {
         Model("Yi-34B", 60, 8, query_heads=56),
     )
 }
+
+
+def model_options(parser, slots):
+    """The arguments of a benchmark that runs a model's cache; slots: what its slots are for."""
+    layers, batch = argtypes.whole(1), argtypes.whole(1, 65536)
+    parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
+    parser.add_argument("--kv-layers", type=layers, metavar="N", help="layers; all of the model's on a GPU, else 1")
+    parser.add_argument("--kv-slots", type=batch, default=256, metavar="B", help=slots)
 
 
 class Server:
@@ -127,8 +136,9 @@ class Attention:
         device = cache.tensors[0].device
         heads = cache.tensors[0].shape[-2]
         self.query = torch.randn(
-            cache.slots, model.query_heads * heads // model.kv_heads, model.head_dim, dtype=torch.bfloat16, device=device
-        )
+            cache.slots, model.query_heads * heads // model.kv_heads, model.head_dim,
+            dtype=torch.bfloat16, device=device,
+        )  # fmt: skip
         self.row = torch.randn(cache.slots, heads, model.head_dim, dtype=torch.bfloat16, device=device)
         self.events = [None, None]
 

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from pyvmem.bench import benchmark
+from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
 from pyvmem.traces import read_trace, synthetic_trace
 
@@ -20,12 +20,12 @@ from pyvmem.traces import read_trace, synthetic_trace
 def arguments(parser):
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("replay")
-    group.add_argument("--trace", metavar="FILE", help="Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV")
-    group.add_argument("--requests", type=int, metavar="N", help="only the first N requests (1000 without a trace)")
-    group.add_argument("--slots", type=int, default=64, metavar="B", help="requests that run at once (64)")
-    group.add_argument("--layers", type=int, default=1, metavar="N", help="layers; each has a K and a V tensor (1)")
+    whole = argtypes.whole(1)
+    argtypes.trace(group)
+    group.add_argument("--slots", type=whole, default=64, metavar="B", help="requests that run at once (64)")
+    group.add_argument("--layers", type=whole, default=1, metavar="N", help="layers; each has a K and a V tensor (1)")
     group.add_argument(
-        "--row-bytes", type=int, default=2048, metavar="BYTES", help="one token's K or V of a layer (2048: Llama-3-8B)"
+        "--row-bytes", type=whole, default=2048, metavar="BYTES", help="a token's K or V of a layer (2048: Llama-3-8B)"
     )
 
 

@@ -42,8 +42,11 @@ class Session:
         return Context(backend or self.args.backend, self.args.device, **options)
 
     def page_sizes(self, context):
-        """The page sizes to measure: the ones asked for, or all that the context supports."""
+        """The page sizes to measure: the ones asked for, or all that the context supports. Raises ValueError."""
         asked = self.args.page_size or context.page_sizes
+        if any(size not in context.page_sizes for size in asked):
+            texts = [", ".join(map(size_text, sizes)) for sizes in (asked, context.page_sizes)]
+            raise ValueError(f"--page-size {texts[0]}: the {context.backend} backend has pages of {texts[1]}")
         return [size for size in context.page_sizes if size in asked]
 
     def record(self, samples, context, metric, unit, *, page_size=None, backend=None, device=None, paper=None):
@@ -94,9 +97,12 @@ def parse_size(text):
     """Bytes of a text such as 64K, 2M, 12TiB or 4096. Raises ValueError."""
     shift = {"K": 10, "M": 20, "G": 30, "T": 40}
     number = text.strip().upper().removesuffix("B").removesuffix("I")
-    if number and number[-1] in shift:
-        return int(float(number[:-1]) * (1 << shift[number[-1]]))
-    return int(number)
+    try:
+        if number and number[-1] in shift:
+            return int(float(number[:-1]) * (1 << shift[number[-1]]))
+        return int(number)
+    except (OverflowError, ValueError):
+        raise ValueError(f"{text!r} is no size such as 64K, 2M or 1G") from None
 
 
 def number_text(value):
@@ -152,7 +158,7 @@ def show(title, records, out=sys.stdout):
 
 
 def plot(records, figure):
-    """Draw records: one panel for each metric and unit, bars by page size, whiskers from p10 to p90, the paper as dots."""
+    """Draw records: a panel for each metric and unit, bars by page size, whiskers from p10 to p90, the paper as dots."""
     metrics = list(dict.fromkeys((r.metric, r.unit) for r in records))
     columns = min(3, len(metrics))
     figure.set_size_inches(5 * columns, 3.2 * -(-len(metrics) // columns))

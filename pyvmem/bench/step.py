@@ -1,8 +1,8 @@
 """What a step costs the server: decode with and without a background thread, prefill by allocation strategy.
 
-On a GPU, the attention of every layer runs meanwhile (FlashAttention-2, reading the cache where it is), and the step for
-an iteration is called while the iteration before is still running. On the host nothing runs, and a pause takes its place.
-Figures 9 and 10 of the vAttention paper are the same two experiments.
+On a GPU, the attention of every layer runs meanwhile (FlashAttention-2, reading the cache where it is), and the step
+for an iteration is called while the iteration before is still running. On the host nothing runs, and a pause takes its
+place. Figures 9 and 10 of the vAttention paper are the same two experiments.
 
 SPDX-License-Identifier: MIT
 """
@@ -14,8 +14,8 @@ from time import perf_counter_ns
 import numpy as np
 
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import benchmark, plots
-from pyvmem.bench.kv_load import MODELS, Attention, memory_for
+from pyvmem.bench import argtypes, benchmark, plots
+from pyvmem.bench.kv_load import MODELS, Attention, memory_for, model_options
 from pyvmem.core import MIB
 from pyvmem.errors import VmemError, _check
 
@@ -23,11 +23,11 @@ from pyvmem.errors import VmemError, _check
 def arguments(parser):
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("step")
-    group.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
-    group.add_argument("--kv-layers", type=int, metavar="N", help="layers; all of the model's on a GPU, else 1")
-    group.add_argument("--kv-slots", type=int, default=256, metavar="B", help="requests that decode together (256)")
-    group.add_argument("--iterations", type=int, metavar="N", help="decode iterations (5000)")
-    group.add_argument("--pause-us", type=int, default=2000, metavar="US", help="an iteration where no GPU runs (2000)")
+    model_options(group, "requests that decode together (256)")
+    group.add_argument("--iterations", type=argtypes.whole(1), metavar="N", help="decode iterations (5000)")
+    group.add_argument(
+        "--pause-us", type=argtypes.whole(0), default=2000, metavar="US", help="an iteration where no GPU runs (2000)"
+    )
 
 
 class Decode:

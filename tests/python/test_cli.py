@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pyvmem
+from pyvmem import cli
 from pyvmem.bench import all_benchmarks
 from pyvmem.bench import records as form
 from pyvmem.bench.replay import Cache, replay
@@ -90,7 +91,8 @@ def test_vmm(backend, tmp_path):
     assert {r["paper"] for r in rows if r["metric"] == "map" and r["page_size"] == 2 * MIB} == {40}
     if backend == "host":
         ours, bare = (
-            {r["metric"] for r in rows if "batch" in r["metric"] and r["backend"] == who} for who in ("host", "host-bare")
+            {r["metric"] for r in rows if "batch" in r["metric"] and r["backend"] == who}
+            for who in ("host", "host-bare")
         )
         assert ours == bare
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -143,6 +145,65 @@ def test_mistakes_are_named(args, said):
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+REPLAY = ("bench", "replay", "--backend", "host", "--page-size", "2M", "--requests", "5")
+
+
+@pytest.mark.parametrize(
+    "args, status, said",
+    [
+        (("bench", "vmm", "--backend", "nonsense"), 2, ("--backend", "nonsense", "host")),
+        (("bench", "vmm", "--backend", "host", "--page-size", "3K"), 1, ("--page-size", "3K", "64K, 128K, 256K, 2M")),
+        (("bench", "vmm", "--backend", "host", "--page-size", "0"), 2, ("--page-size", "'0'")),
+        (("bench", "bandwidth", "--size", "1e400K"), 2, ("--size", "1e400K")),
+        (("bench", "bandwidth", "--tensors", "0"), 2, ("--tensors", "0", "1")),
+        (("bench", "vmm", "--device=-1"), 2, ("--device", "-1", "0")),
+        (("bench", "vmm", "--device", "3000000000"), 2, ("--device", "3000000000", "2147483647")),
+        (("doctor", "--device", "first"), 2, ("--device", "first")),
+        (("top", "--interval", "nan"), 2, ("--interval", "nan")),
+        (("bench", "replay", "--trace", "/does/not/exist"), 2, ("--trace", "/does/not/exist")),
+        (("bench", "all", "--trace", "/does/not/exist"), 2, ("--trace", "/does/not/exist")),
+        ((*REPLAY, "--json", "/does/not/exist/r.json"), 2, ("--json", "/does/not/exist")),
+        ((*REPLAY, "--json", "/"), 2, ("--json", "folder")),
+        ((*REPLAY, "--plot", "/does/not/exist/p.png"), 2, ("--plot", "/does/not/exist")),
+        ((*REPLAY, "--plot", "p.doc"), 1, ("--plot", "p.doc", "png")),
+        ((*REPLAY, "--plot", "plot"), 1, ("--plot", "png")),
+        ((*REPLAY, "--slots", "0"), 2, ("--slots", "0", "1")),
+        ((*REPLAY, "--layers", "0"), 2, ("--layers", "0", "1")),
+        ((*REPLAY, "--row-bytes=-3"), 2, ("--row-bytes", "-3", "1")),
+        ((*REPLAY, "--slots", "99999999"), 1, ("2^46",)),
+        (("bench", "step", "--kv-slots", "65537"), 2, ("--kv-slots", "65537", "65536")),
+        (("bench", "step", "--iterations", "0"), 2, ("--iterations", "0", "1")),
+        (("bench", "step", "--pause-us=-1"), 2, ("--pause-us", "-1", "0")),
+        (("bench", "fragmentation", "--kv-budget", "0"), 2, ("--kv-budget", "0", "1")),
+        (("bench", "fragmentation", "--model", "nonsense"), 2, ("--model", "nonsense", "Llama-3-8B")),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_runs(args, status, said, capsys):
+    try:
+        code = cli.main(args)
+    except SystemExit as end:  # argparse's
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (status, "")
+    line = err.splitlines()[-1]
+    assert line.startswith("pyvmem") and all(part in line for part in said)
+    assert status == 2 or err.count("\n") == 1
+
+
+def test_too_little_memory_is_said_in_one_line(capsys):
+    assert cli.main([*REPLAY[:-1], "1", "--row-bytes", str(1 << 30)]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("pyvmem: ") and err.count("\n") == 1
+
+
+def test_a_reader_that_leaves_early():
+    done = subprocess.run(
+        [f"{sys.executable} -m pyvmem.cli doctor | true; echo ${{PIPESTATUS[0]}}"],
+        executable="/bin/bash", shell=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.strip() in ("0", "1") and done.stderr == ""
+
+
 def test_the_module_runs_without_the_optional_extras(tmp_path):
     for name in ("rich", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not here')\n")
@@ -171,7 +232,10 @@ def test_load_refuses_what_is_no_list_of_records(tmp_path):
             form.load(tmp_path / "r.json")
 
 
-@pytest.mark.parametrize("text, bytes", [("64K", 65536), ("2M", 2 << 20), ("12TiB", 12 << 40), ("1.5g", 3 << 29), ("7", 7)])
+SIZES = [("64K", 65536), ("2M", 2 << 20), ("12TiB", 12 << 40), ("1.5g", 3 << 29), ("7", 7)]
+
+
+@pytest.mark.parametrize("text, bytes", SIZES)
 def test_sizes(text, bytes):
     assert parse_size(text) == bytes
     assert parse_size(size_text(bytes)) == bytes
@@ -207,6 +271,11 @@ def test_trace_formats(tmp_path, text, prompt, output):
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
         ('{"input_length": 1, "output_length": 2}\n{"input_length"\n', "line 2"),
         ("", "no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,nan,2\n", "line 2: no number .* ContextTokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,3e9\n", "2147483647 in GeneratedTokens"),
+        ('{"input_length": 1, "output_length": Infinity}\n', "line 1"),
+        ('{"input_length": 1, "output_length": 2}\n[1, 2]\n', "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1\0,2\n", "trace|line 2"),
     ],
 )
 def test_broken_traces_are_refused(tmp_path, text, said):
@@ -214,6 +283,12 @@ def test_broken_traces_are_refused(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
         read_trace(path)
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "trace").write_bytes(b"\x93NUMPY\x01\x00\xff")
+    with pytest.raises(ValueError, match="trace is no trace"):
+        read_trace(tmp_path / "trace")
 
 
 def test_the_synthetic_trace_is_reproducible_and_of_the_means_asked_for():

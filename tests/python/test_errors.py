@@ -33,6 +33,69 @@ def untouched(context):
         assert getattr(after, name) == getattr(before, name), name
 
 
+# What each public call says of an argument that is no number, or one that no C integer holds.
+CALLS = {
+    "device": lambda c, x: pyvmem.Context(c.backend, x),
+    "budget": lambda c, x: pyvmem.Context(c.backend, budget=x),
+    "reserve length": lambda c, x: c.reserve(x),
+    "create n": lambda c, x: c.create(c.page_sizes[0], x),
+    "set_budget bytes": lambda c, x: c.set_budget(x),
+    "prealloc bytes": lambda c, x: c.prealloc(x),
+    "map addrs": lambda c, x: c.map(x, 1),
+    "map pages": lambda c, x: c.map(0, [x, 1]),
+    "unmap addrs": lambda c, x: c.unmap([x], 1),
+    "unmap lengths": lambda c, x: c.unmap(0, x),
+    "release pages": lambda c, x: c.release([1, x]),
+    "page_info page": lambda c, x: c.page_info(x),
+    "query addr": lambda c, x: c.query(x),
+    "commit lengths": lambda c, x: c.commit(0, x, c.page_sizes[0]),
+    "decommit addrs": lambda c, x: c.decommit(x, 0),
+    "copy dst": lambda c, x: c.copy(x, 0, 0),
+    "copy src": lambda c, x: c.copy(0, x, 0),
+    "fill addr": lambda c, x: c.fill(x, 0, 0),
+    "fill value": lambda c, x: c.fill(0, x, 0),
+    "fill length": lambda c, x: c.fill(0, 0, x),
+    "read length": lambda c, x: c.read(0, x),
+    "vMemReserve length": lambda c, x: pyvmem.vMemReserve(c, x),
+    "vMemFree addr": lambda c, x: pyvmem.vMemFree(c, x),
+    "vMemMap addr": lambda c, x: pyvmem.vMemMap(c, x, 1),
+    "vMemMap page": lambda c, x: pyvmem.vMemMap(c, 0, x),
+    "vMemUnmap length": lambda c, x: pyvmem.vMemUnmap(c, 0, x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_argument_at_fault_is_named(context, untouched, call):
+    name = call.split()[-1]
+    for value in (-1, 1 << 64):
+        assert name in refused(errno.EINVAL, CALLS[call], context, value)
+    for value in (1.5, "x", None):
+        with pytest.raises(TypeError, match=name):
+            CALLS[call](context, value)
+
+
+def test_integers_of_every_kind_are_taken(context):
+    size = min(context.page_sizes)
+    range_, pages = context.reserve(4 * size), context.create(size, 4)
+    addrs = [range_.addr, np.uint64(range_.addr + size), np.int64(range_.addr + 2 * size)]
+    context.map(addrs, list(pages.handles[:3]))
+    range_.map(context.create(np.int64(size), np.uint8(1)), np.int32(3 * size))
+    assert context.stats().mapped == 4 * size
+    context.release(pages)
+    assert context.stats().mapped == size
+
+
+def test_arrays_of_different_sizes(context, untouched):
+    with pytest.raises(ValueError, match="addrs has 3, pages has 2"):
+        context.map([1, 2, 3], [1, 2])
+    with pytest.raises(ValueError, match="addrs has 2, lengths has 3"):
+        context.unmap([1, 2], [1, 2, 3])
+
+
+def test_more_handles_than_memory_for_them(context, untouched):
+    assert "n 1099511627776" in refused(errno.ENOMEM, context.create, min(context.page_sizes), 1 << 40)
+
+
 def test_unknown_backend():
     assert "nonsense" in refused(errno.EINVAL, pyvmem.Context, "nonsense")
     assert isinstance(pyvmem.probe("nonsense"), ValueError)
@@ -64,9 +127,10 @@ def test_reserve_of_a_wrong_length(context, untouched, length):
     assert "length" in refused(errno.EINVAL, context.reserve, length)
 
 
-@pytest.mark.parametrize("size", [0, 4 * KIB, 96 * KIB, 4 * MIB, 64 * KIB + 1])
-def test_create_of_a_wrong_page_size(context, untouched, size):
-    assert "page_size" in refused(errno.EINVAL, context.create, size)
+@pytest.mark.parametrize("size", [0, -1, 4 * KIB, 96 * KIB, 4 * MIB, 64 * KIB + 1, "64K", None])
+def test_a_wrong_page_size(context, untouched, size):
+    assert f"page_size {size!r} must be one of {context.page_sizes[0]}" in refused(errno.EINVAL, context.create, size)
+    refused(errno.EINVAL, context.commit, 0, 2 * MIB, size)
 
 
 def test_create_more_than_there_is(context, untouched):
@@ -255,7 +319,8 @@ def test_closed_objects_say_so(context):
         context.map(0, pages)
     context.close()
     context.close()
-    for call in (context.stats, context.info, context.trim, lambda: context.reserve(size), lambda: context.create(size)):
+    calls = (context.stats, context.info, context.trim, lambda: context.reserve(size), lambda: context.create(size))
+    for call in calls:
         with pytest.raises(ValueError, match="closed"):
             call()
 
@@ -267,6 +332,11 @@ def test_offsets_outside_a_reservation(context):
     for offset in (-size, 4 * size, np.array([0, 4 * size])):
         with pytest.raises(ValueError, match="offset"):
             range_.map(pages, offset)
+    for offset in (1.5, "x", None):
+        with pytest.raises(TypeError, match="offset"):
+            range_.map(pages, offset)
+    with pytest.raises(TypeError, match="Pages"):
+        range_.map(pages.handles)
     assert context.stats().mapped == 0
 
 

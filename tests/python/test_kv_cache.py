@@ -355,6 +355,13 @@ def test_wrong_arguments_are_named(backend):
             cache.step([1])
         with pytest.raises(TypeError, match="integers"):
             cache.step(np.zeros(4))
+        # Numbers that no 32-bit integer holds must not become others on the way.
+        for kind in (list, np.array, torch.tensor):
+            with pytest.raises(ValueError, match=r"lengths\[2\] 4294967297"):
+                cache.step(kind([0, 0, (1 << 32) + 1, 0]))
+        for wrong in (1.5, "x", None):
+            with pytest.raises(TypeError, match=r"lengths\[1\]"):
+                cache.step([0, wrong, 0, 0])
         with pytest.raises(ValueError, match="free"):
             cache.step([1] * 4)
         with pytest.raises(ValueError, match="slot 9"):
@@ -371,6 +378,46 @@ def test_wrong_arguments_are_named(backend):
         make(backend, page_size=4096)
     with pytest.raises(ValueError, match="layout"):
         model_specs(1, 1, 1, torch.float16, "sideways")
+    with pytest.raises(ValueError, match="layers"):
+        model_specs(0, 1, 1, torch.float16)
+    with pytest.raises(ValueError, match="shape"):
+        model_specs(1, 0, 1, torch.float16)
+    with pytest.raises(TypeError, match="dtype"):
+        model_specs(1, 1, 1, "half")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["slots", "max_tokens", "budget", "tile_rows", "window", "ahead_tokens", "ahead_min", "eager_tokens",
+     "reclaim_percent"],
+)  # fmt: skip
+def test_a_cache_of_wrong_numbers(backend, name):
+    good = {"slots": 4, "max_tokens": 100, "budget": 64 << 20, "backend": backend, "name": None}
+    for value in (-1, 1 << 64):
+        with pytest.raises(ValueError, match=name):
+            KVCache.for_model(1, 2, 64, **{**good, name: value})
+    with pytest.raises(TypeError, match=name):
+        KVCache.for_model(1, 2, 64, **{**good, name: 1.5})
+
+
+def test_calls_with_wrong_numbers_name_the_argument(backend):
+    with make(backend) as cache:
+        start(cache, 10)
+        calls = {
+            "slot": (cache.free_reqid, cache.room, cache.slot, cache.swap_out, lambda x: cache.truncate(x, 0),
+                     lambda x: cache.save_prefix(x, 1)),
+            "tokens": (cache.alloc_reqid, lambda x: cache.truncate(0, x), lambda x: cache.save_prefix(0, x)),
+            "bytes": (cache.set_budget, cache.reclaim),
+            "tensor": (cache.layout, cache.flat),
+        }  # fmt: skip
+        for name, each in calls.items():
+            for call in each:
+                for value in (-1, 1 << 64):
+                    with pytest.raises(ValueError, match=name):
+                        call(value)
+                with pytest.raises(TypeError, match=name):
+                    call(1.5)
+        assert cache.stats().active_slots == 1
 
 
 def test_a_tensor_outlives_the_cache(backend, device):

@@ -148,3 +148,15 @@ def test_windows_limit_what_can_be_attached():
         lengths[:] = 0
         lengths[other] = 1002
         assert cache.step(lengths) == 0
+
+
+def test_wrong_arguments_are_named(cache):
+    for value in (0, -1, 1 << 64):
+        with pytest.raises(ValueError, match="block_tokens"):
+            PrefixCache(cache, block_tokens=value)
+    with pytest.raises(ValueError, match="max_entries"):
+        PrefixCache(cache, max_entries=-1)
+    for wrong in ("text", [1.5, 2.5], 5, [[1, 2], [3, 4]]):
+        with pytest.raises(TypeError, match="tokens"):
+            PrefixCache(cache).keys(wrong)
+    assert PrefixCache(cache).keys([]) == []

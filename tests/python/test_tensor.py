@@ -85,7 +85,7 @@ def test_commit_and_decommit_of_rows(empty, context):
     assert v.resident_bytes == 0
     assert v.commit(rows=slice(3, 7)) == 4 * size
     assert v.commit(rows=range(5, 9)) == 2 * size
-    assert v.commit(rows=0) == size
+    assert v.commit(rows=torch.tensor(0)) == size
     assert v.resident_bytes == context.stats().mapped == 7 * size
     v.tensor[3:9] = 4.0
     assert v.decommit(rows=slice(4, 6)) == 2 * size
@@ -122,8 +122,11 @@ def test_rows_outside_the_tensor(empty, rows):
     v = empty((64, 1024))
     with pytest.raises(IndexError):
         v.commit(rows=rows)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="rows"):
         v.commit(rows=slice(0, 10, 2))
+    for wrong in (1.5, "x", [1, 2], slice(0, 1.5)):
+        with pytest.raises(TypeError, match="rows"):
+            v.commit(rows=wrong)
     assert v.resident_bytes == 0
 
 
@@ -187,10 +190,25 @@ def test_out_of_memory_changes_nothing(empty, context):
 
 
 def test_wrong_arguments(empty, context, device):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shape"):
         empty((-1, 2))
-    with pytest.raises(ValueError):
-        pyvmem.virtual_empty(4, device="meta", context=context)
+    for shape in (1.5, "x", (2, None), None):
+        with pytest.raises(TypeError, match="shape"):
+            empty(shape)
+    with pytest.raises(ValueError, match=r"2\^46|2\^64"):
+        empty((1 << 40, 1 << 40))
+    with pytest.raises(TypeError, match="dtype"):
+        empty(4, "float32")
+    with pytest.raises(TypeError, match="context"):
+        pyvmem.virtual_empty(4, device=device, context=device)
+    for wrong in ("meta", "nonsense", 1.5):
+        with pytest.raises(ValueError, match="device"):
+            pyvmem.virtual_empty(4, device=wrong, context=context)
+    with pytest.raises(ValueError, match="page_size"):
+        empty(4, page_size=4096)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch sees no CUDA device"):
+            pyvmem.virtual_empty(4, device="cuda")
     other = "cuda" if device == "cpu" else "cpu"
     if other == "cpu" or torch.cuda.is_available():
         with pytest.raises(ValueError):

@@ -1,0 +1,75 @@
+"""Types of command-line arguments: what is wrong with one is said before anything runs.
+
+SPDX-License-Identifier: MIT
+"""
+
+import argparse
+import math
+import os
+
+from pyvmem.bench.session import parse_size
+
+
+def size(text):
+    """A number of bytes, such as 64K; at least 1."""
+    try:
+        bytes = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least one byte")
+    return bytes
+
+
+def whole(least, most=2**31 - 1):
+    """A type for whole numbers from `least` to `most`."""
+
+    def number(text):
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} must lie between {least} and {most}")
+        return value
+
+    return number
+
+
+def seconds(text):
+    """A time that one can wait, such as 0.5."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 1000000")
+    return value
+
+
+def input_file(text):
+    """A file that can be read."""
+    try:
+        open(text, "rb").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return text
+
+
+def output_file(text):
+    """A file that can be written, or made; it is not touched yet."""
+    folder = os.path.dirname(text) or "."
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}")
+    if os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not os.access(text if os.path.exists(text) else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return text
+
+
+def trace(parser):
+    """The arguments of a benchmark that runs the requests of a trace (`pyvmem.traces`)."""
+    formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
+    parser.add_argument("--trace", type=input_file, metavar="FILE", help=formats)
+    parser.add_argument("--requests", type=whole(1), metavar="N", help="only the first N requests")
