@@ -138,6 +138,9 @@ struct vmem_kv {
     struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
     struct vmem_kv_stats shown; // under stats_lock
+    bool stale;          // shown is older than stats
+    uint64_t summarised; // when it was brought up to date, in ns
+    _Atomic bool long_call; // a public call has state and may be in the library below; shown is as it was before
     struct vmem_kv_view *view;
     char *view_path;
 };
@@ -183,8 +186,10 @@ int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
 // ---- slots.c
 
-// Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics.
+// Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step enters
+// by kv_enter_step and says kv_may_take_long when there is something to do.
 int kv_enter(vmem_kv *kv);
+int kv_enter_step(vmem_kv *kv);
 int kv_leave(vmem_kv *kv, int rc);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
@@ -261,7 +266,10 @@ int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 
 // ---- stats.c
 
-void kv_summarise(vmem_kv *kv); // stats -> shown, and the published view
+#define KV_VIEW_NS 5000000 // how far the published view may be behind
+uint64_t kv_now(void);            // ns, to a few ms
+void kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
+void kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
 void kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, once; 0: none.
 uint64_t kv_wanted_budget(vmem_kv *kv);

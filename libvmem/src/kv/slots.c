@@ -5,7 +5,7 @@
 
 #include "kv.h"
 
-int kv_enter(vmem_kv *kv)
+int kv_enter_step(vmem_kv *kv)
 {
     if (!kv)
         return vmem__error(-EINVAL, "kv is NULL");
@@ -16,11 +16,23 @@ int kv_enter(vmem_kv *kv)
     return 0;
 }
 
+int kv_enter(vmem_kv *kv)
+{
+    int rc = kv_enter_step(kv);
+    if (!rc)
+        kv_may_take_long(kv);
+    return rc;
+}
+
 int kv_leave(vmem_kv *kv, int rc)
 {
     if (kv->flags & VMEM_KV_CHECK && !rc)
         rc = kv_check_books(kv);
-    kv_summarise(kv);
+    kv->stale = true;
+    // After a step that had nothing to do, whoever asks sums up, and other processes see it a little later.
+    if (kv->long_call || (kv->view && kv_now() - kv->summarised > KV_VIEW_NS))
+        kv_summarise(kv);
+    kv->long_call = false;
     pthread_mutex_unlock(&kv->state);
     pthread_mutex_unlock(&kv->api);
     return rc;

@@ -3,10 +3,12 @@
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
 #include <inttypes.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "kv.h"
@@ -60,14 +62,42 @@ void kv_summarise(vmem_kv *kv)
     pthread_mutex_lock(&kv->stats_lock);
     kv->shown = *st;
     pthread_mutex_unlock(&kv->stats_lock);
-    if (kv->view)
+    kv->stale = false;
+    if (kv->view) {
+        kv->summarised = kv_now();
         publish(kv);
+    }
+}
+
+void kv_may_take_long(vmem_kv *kv)
+{
+    if (kv->stale)
+        kv_summarise(kv);
+    kv->long_call = true;
+}
+
+uint64_t kv_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // reads a variable
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
 {
     if (!kv || !out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
+    // Nobody else holds state for long.
+    while (!kv->long_call) {
+        if (pthread_mutex_trylock(&kv->state)) {
+            sched_yield();
+            continue;
+        }
+        if (kv->stale)
+            kv_summarise(kv);
+        pthread_mutex_unlock(&kv->state);
+        break;
+    }
     pthread_mutex_lock(&kv->stats_lock);
     *out = kv->shown;
     pthread_mutex_unlock(&kv->stats_lock);

@@ -220,8 +220,12 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
             uint32_t lo, hi;
             new_need(kv, s, i, tokens, &lo, &hi);
             bool none = sp->need_lo == sp->need_hi;
-            sp->keep_lo = none ? lo : KV_MIN(sp->need_lo, lo);
-            sp->keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
+            uint32_t keep_lo = none ? lo : KV_MIN(sp->need_lo, lo), keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
+            // Most steps change nothing here: then the line stays shared with the core that the worker runs on.
+            if (sp->need_lo == lo && sp->need_hi == hi && sp->keep_lo == keep_lo && sp->keep_hi == keep_hi)
+                continue;
+            sp->keep_lo = keep_lo;
+            sp->keep_hi = keep_hi;
             sp->need_lo = lo;
             sp->need_hi = hi;
         }
@@ -240,19 +244,23 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
 
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = kv_enter_step(kv);
     if (rc)
         return rc;
     if (missing)
         *missing = 0;
     uint64_t wanted = kv_wanted_budget(kv);
-    if (wanted)
+    if (wanted) {
+        kv_may_take_long(kv);
         kv_set_budget(kv, wanted); // what could not be had stays visible in the view
+    }
     rc = check_lengths(kv, lengths, n);
     bool waited = false;
     uint32_t n_todo = rc ? 0 : find_todo(kv, lengths, &waited);
     if (!rc)
         rc = check_windows(kv, lengths);
+    if (rc || n_todo || kv->windows)
+        kv_may_take_long(kv);
     if (!rc && n_todo)
         rc = extend(kv, lengths, n_todo, missing);
     kv->stats.steps++;
