@@ -25,6 +25,13 @@ static void *step_a(void *arg)
     return NULL;
 }
 
+static void *step_b(void *arg)
+{
+    (void)arg;
+    step(0, 400);
+    return NULL;
+}
+
 static struct vmem_kv_stats stats(void)
 {
     struct vmem_kv_stats st;
@@ -75,6 +82,19 @@ int main(int argc, char **argv)
     CHECK_EQ(stats().step_waits, 1);
     CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6); // the page came from the background
     CHECK(stats().ahead_mapped_pages >= 1);
+
+    // Whoever asks for the statistics does not wait for a step that is mapping; those before it are counted.
+    OK(vmem_kv_wait(kv));
+    step(0, 200);
+    uint64_t steps = stats().steps;
+    step(0, 201);
+    checked_hold();
+    CHECK(!pthread_create(&thread, NULL, step_b, NULL));
+    checked_held();
+    CHECK_EQ(stats().steps, steps + 1);
+    checked_resume();
+    CHECK(!pthread_join(thread, NULL));
+    CHECK_EQ(stats().steps, steps + 2);
 
     // Freeing a slot that is being extended, and destroying the cache meanwhile, wait too.
     OK(vmem_kv_wait(kv));
