@@ -66,7 +66,8 @@ def install(target):
     python = str(target / "bin" / "python")
     quiet = [] if os.environ.get("V") else ["-q"]
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-warn-script-location", *quiet]
-    if subprocess.run([python, "-c", "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"]).returncode:
+    has_torch = "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"
+    if subprocess.run([python, "-c", has_torch]).returncode:
         print("installing", TORCH, flush=True)
         subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, "setuptools>=70.1", "cffi>=1.15"], check=True)

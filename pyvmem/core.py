@@ -456,8 +456,8 @@ class Reservation(_Owned):
 class Pages(_Owned):
     """Physical pages of one size: ``handles`` (uint64[n], read-only) and ``page_size`` (bytes).
 
-    Made by `Context.create`. Closing them, or dropping the last reference, unmaps them wherever they are mapped and frees
-    them. A `Reservation` that they were mapped into holds a reference until it is closed.
+    Made by `Context.create`. Closing them, or dropping the last reference, unmaps them wherever they are mapped and
+    frees them. A `Reservation` that they were mapped into holds a reference until it is closed.
     """
 
     def __init__(self, context, page_size, n=1, *, zero=False):

@@ -1,9 +1,9 @@
 """Tensor parallelism: one KV cache on every rank, and ranks that always decide alike.
 
-Every rank makes the same calls in the same order. Slots come out equal because a manager with ``same_slots`` chooses them
-by the calls alone; whether a step is possible is agreed on before anything is mapped, so that a rank with less memory holds
-all of them to what it can do. The agreement is one all-reduce of `torch.distributed`, over whatever backend the process
-group has (gloo, NCCL). Run under ``torchrun``.
+Every rank makes the same calls in the same order. Slots come out equal because a manager with ``same_slots`` chooses
+them by the calls alone; whether a step is possible is agreed on before anything is mapped, so that a rank with less
+memory holds all of them to what it can do. The agreement is one all-reduce of `torch.distributed`, over whatever
+backend the process group has (gloo, NCCL). Run under ``torchrun``.
 
 SPDX-License-Identifier: MIT
 """
@@ -101,5 +101,6 @@ def init_cache(layers, kv_heads, head_dim, slots, max_tokens, budget, *, group=N
     world = dist.get_world_size(group)
     if kv_heads % world:
         raise ValueError(f"{kv_heads} KV heads do not divide among {world} ranks")
-    cache = KVCache.for_model(layers, kv_heads // world, head_dim, slots, max_tokens, budget, same_slots=True, **options)
+    heads = kv_heads // world
+    cache = KVCache.for_model(layers, heads, head_dim, slots, max_tokens, budget, same_slots=True, **options)
     return TensorParallelKVCache(cache, group)

@@ -57,7 +57,7 @@ def _machine():
 
 
 def _driver():
-    """The loaded NVIDIA driver: release, whether its kernel modules are the open ones, and the vMem extension's state."""
+    """The loaded NVIDIA driver: its release, whether its kernel modules are the open ones, whether UVM is loaded."""
     text = _read("/proc/driver/nvidia/version")
     if not text:
         return None

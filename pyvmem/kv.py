@@ -71,7 +71,7 @@ KVStats = make_dataclass(
     "KVStats",
     [(name, int) for name in _STATS],
     frozen=True,
-    namespace={"__doc__": "What a cache holds (pages, bytes) and has done (counts): struct vmem_kv_stats of vmem_kv.h."},
+    namespace={"__doc__": "What a cache holds and has done, in pages, bytes and counts: struct vmem_kv_stats."},
 )
 
 

@@ -56,7 +56,7 @@ class PrefixCache:
         return len(self._entries)
 
     def keys(self, tokens):
-        """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor of [n]."""
+        """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n]."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"tokens must be a sequence of integers, not of shape {tokens.shape} and {tokens.dtype}")

@@ -1,7 +1,7 @@
 """What KV caches publish of themselves: one small file for each cache, read by ``pyvmem top``.
 
-A file holds a ``struct vmem_kv_view`` (vmem_kv.h), which the cache's native code keeps up to date in place. The folder is
-``$XDG_RUNTIME_DIR/pyvmem``, or ``pyvmem-UID`` in the folder for temporary files.
+A file holds a ``struct vmem_kv_view`` (vmem_kv.h), which the cache's native code keeps up to date in place. The folder
+is ``$XDG_RUNTIME_DIR/pyvmem``, or ``pyvmem-UID`` in the folder for temporary files.
 
 SPDX-License-Identifier: MIT
 """

@@ -46,7 +46,8 @@ def arguments(parser):
     """The command's arguments."""
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument("--json", action="store_true", help="print once, as JSON")
-    parser.add_argument("--interval", type=argtypes.seconds, default=1.0, metavar="SECONDS", help="between refreshes (1)")
+    wait = argtypes.seconds
+    parser.add_argument("--interval", type=wait, default=1.0, metavar="SECONDS", help="between refreshes (1)")
     parser.add_argument(
         "--limit", action="append", default=[], metavar="PID=SIZE",
         help="give the KV caches of a process another budget, such as 1234=16G; they take it over at their next step",

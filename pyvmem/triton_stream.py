@@ -1,6 +1,6 @@
-"""The streaming kernel of `pyvmem.bench.reads`: outside pyvmem.bench, which imports all its modules, as Triton may be missing.
+"""The streaming kernel of `pyvmem.bench.reads`.
 
-Triton compiles the kernel from this file.
+Outside pyvmem.bench, which imports all its modules, as Triton may be missing. Triton compiles the kernel from this file.
 
 SPDX-License-Identifier: MIT
 """

@@ -1,12 +1,13 @@
 // The contract between libvmem's core and a backend.
 //
-// The core owns all bookkeeping: which pages exist, where they are mapped, what may overlap, the budget. It checks every
-// argument once. A backend knows three things only: ranges of addresses, arenas of physical memory, and runs that put a
-// slice of an arena behind a slice of a range. It sees valid, non-overlapping requests, and it never sees a page handle.
+// The core owns all bookkeeping: which pages exist, where they are mapped, what may overlap, the budget. It checks
+// every argument once. A backend knows three things only: ranges of addresses, arenas of physical memory, and runs that
+// put a slice of an arena behind a slice of a range. It sees valid, non-overlapping requests, and it never sees a page
+// handle.
 //
 // Concurrency: the core calls a backend from several threads at once, without holding a lock. No two calls in flight
-// concern the same addresses of a range or the same bytes of an arena; reserve/unreserve and arena_new/arena_free of one
-// object never run beside other calls on it. What else must be serialised, the backend serialises.
+// concern the same addresses of a range or the same bytes of an arena; reserve/unreserve and arena_new/arena_free of
+// one object never run beside other calls on it. What else must be serialised, the backend serialises.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BACKEND_H

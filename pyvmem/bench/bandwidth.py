@@ -23,8 +23,9 @@ PAPER = dict(zip(SIZES, (7.59, 14.56, 27.04, 35.17)))
 def arguments(parser):
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("bandwidth")
-    group.add_argument("--tensors", type=argtypes.whole(1), default=64, metavar="N", help="tensors that are backed (64)")
-    group.add_argument("--size", type=argtypes.size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
+    number, size = argtypes.whole(1), argtypes.size
+    group.add_argument("--tensors", type=number, default=64, metavar="N", help="tensors that are backed (64)")
+    group.add_argument("--size", type=size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
 
 
 def backing(context, page_size, tensors, size, repeats):

@@ -11,7 +11,8 @@ COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#b
 def panel(axes, records, title, prefix, *, above="p90", log=False):
     """Draw the metrics that start with `prefix`: bars by page size, one colour for each rest of a metric's name.
 
-    Whiskers go from p10 up to the percentile `above`, where there is more than one sample; the paper's figures are dots.
+    Whiskers go from p10 up to the percentile `above`, where there is more than one sample; the paper's figures are
+    dots.
     """
     rows = [r for r in records if r.metric.startswith(prefix)]
     places = list(dict.fromkeys((r.backend, r.page_size) for r in rows))
@@ -22,8 +23,8 @@ def panel(axes, records, title, prefix, *, above="p90", log=False):
         at = [places.index((r.backend, r.page_size)) + (i - (len(series) - 1) / 2) * width for r in mine]
         spread = [[r.median - r.p10 for r in mine], [getattr(r, above) - r.median for r in mine]]
         errors = spread if any(r.n > 1 for r in mine) else None
-        label = metric.removeprefix(prefix).strip(", ") or None
-        axes.bar(at, [r.median for r in mine], width, yerr=errors, capsize=2, color=COLOURS[i % len(COLOURS)], label=label)
+        look = {"color": COLOURS[i % len(COLOURS)], "label": metric.removeprefix(prefix).strip(", ") or None}
+        axes.bar(at, [r.median for r in mine], width, yerr=errors, capsize=2, **look)
         paper = [(x, r.paper) for x, r in zip(at, mine) if r.paper is not None]
         if paper:
             axes.plot(*zip(*paper), "o", color="#cc3311", label="paper (A100)")

@@ -1,7 +1,7 @@
 """Reads of GPU memory on scattered pages and on cudaMalloc's, in turns.
 
-Two kernels, since what scattered small pages cost depends on how a kernel walks: a streaming one, whose blocks each read
-consecutive memory (as attention kernels read K and V), and `torch.sum`, whose blocks stride over the whole tensor.
+Two kernels, since what scattered small pages cost depends on how a kernel walks: a streaming one, whose blocks each
+read consecutive memory (as attention kernels read K and V), and `torch.sum`, whose blocks stride over the whole tensor.
 
 SPDX-License-Identifier: MIT
 """

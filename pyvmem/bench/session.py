@@ -158,7 +158,7 @@ def show(title, records, out=sys.stdout):
 
 
 def plot(records, figure):
-    """Draw records: a panel for each metric and unit, bars by page size, whiskers from p10 to p90, the paper as dots."""
+    """Draw records: a panel for each metric and unit, bars by page size, whiskers p10 to p90, the paper as dots."""
     metrics = list(dict.fromkeys((r.metric, r.unit) for r in records))
     columns = min(3, len(metrics))
     figure.set_size_inches(5 * columns, 3.2 * -(-len(metrics) // columns))

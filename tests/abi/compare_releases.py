@@ -1,7 +1,7 @@
 """Compares libvmem/src/stock/abi.h and its table with every release of NVIDIA's open kernel modules.
 
-Takes a git checkout (or bare repository) of the driver's source with its release tags, reads the definitions that the stock
-backend restates, compiles them as they are in each tag, and compares sizes, offsets and numbers.
+Takes a git checkout (or bare repository) of the driver's source with its release tags, reads the definitions that the
+stock backend restates, compiles them as they are in each tag, and compares sizes, offsets and numbers.
 
     python3 tests/abi/compare_releases.py --repo PATH [TAG ...]
 
@@ -62,8 +62,8 @@ NUMBERS = [
     ("UVM_UNMAP_EXTERNAL", "UVM_UNMAP_EXTERNAL"),
     ("UVM_MAP_EXTERNAL_SPARSE", "UVM_MAP_EXTERNAL_SPARSE"),
 ]
-MACROS = ["NV_MAX_DEVICES", "NV_MAX_SUBDEVICES", "UVM_PARENT_ID_MAX_SUB_PROCESSORS", "UVM_MAX_GPUS_V1", "UVM_MAX_GPUS_V2", "UVM_MAX_GPUS",
-          "NV0000_GPU_MAX_GID_LENGTH"]
+MACROS = ["NV_MAX_DEVICES", "NV_MAX_SUBDEVICES", "UVM_PARENT_ID_MAX_SUB_PROCESSORS", "UVM_MAX_GPUS_V1",
+          "UVM_MAX_GPUS_V2", "UVM_MAX_GPUS", "NV0000_GPU_MAX_GID_LENGTH"]
 PREAMBLE = """
 #include <stddef.h>
 #include <stdint.h>
@@ -169,7 +169,7 @@ def main():
         for tag in tags:
             want = theirs(Path(name), lambda path, tag=tag: git("show", f"{tag}:{path}").stdout)
             have = ours(Path(name), tag)
-            wrong = [f"{key}: driver {value}, ours {have.get(key)}" for key, value in want.items() if have.get(key) != value]
+            wrong = [f"{k}: driver {value}, ours {have.get(k)}" for k, value in want.items() if have.get(k) != value]
             bad += bool(wrong)
             for line in wrong:
                 print(f"{tag}: {line}")

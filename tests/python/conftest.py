@@ -1,6 +1,6 @@
-"""Every test that takes `backend` or `context` runs on every backend that works here; the report's header names the others
-with the reason that their own probe gives. VMEM_TEST_BACKENDS (names with commas) limits the run to those backends, and
-they must work then.
+"""Every test that takes `backend` or `context` runs on every backend that works here; the report's header names the
+others with the reason that their own probe gives. VMEM_TEST_BACKENDS (names with commas) limits the run to those
+backends, and they must work then.
 
 SPDX-License-Identifier: MIT
 """

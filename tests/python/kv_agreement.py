@@ -1,9 +1,9 @@
-"""What every rank of test_kv_distributed runs (also by hand: torchrun --nproc-per-node 2 tests/python/kv_agreement.py nccl).
+"""What every rank of test_kv_distributed runs.
 
-Random requests over a tensor-parallel cache of which the last rank is starved, and whose budgets change: after every call
-the ranks compare what they decided.
+Random requests over a tensor-parallel cache of which the last rank is starved, and whose budgets change: after every
+call the ranks compare what they decided. By hand:
 
-    kv_agreement.py BACKEND [STEPS [SEED]]
+    torchrun --nproc-per-node 2 tests/python/kv_agreement.py BACKEND [STEPS [SEED]]     # gloo or nccl
 
 SPDX-License-Identifier: MIT
 """
@@ -44,7 +44,8 @@ def main(backend, steps=10_000, seed=1):
     page = min(context.page_sizes)
     plenty = SLOTS * 8 * 2 * page
     starved = 5 * 8 * 2 * page
-    tp = init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, context=context, dtype=torch.float16, name=None, lazy=True)
+    options = {"context": context, "dtype": torch.float16, "name": None, "lazy": True}
+    tp = init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, **options)
     cache, rng = tp.cache, random.Random(seed)
     local = random.Random(seed + 100 + rank)  # what only this rank knows of
     lengths, failed, done = [0] * SLOTS, 0, 0

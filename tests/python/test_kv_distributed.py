@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks agree: processes under torchrun, over gloo on the host backend, and over NCCL where there are GPUs.
+"""Tensor-parallel ranks agree: processes under torchrun, over gloo on the host backend, and over NCCL where GPUs are.
 
 VMEM_TEST_STEPS sets how many steps (default 1000).
 

@@ -222,7 +222,8 @@ def test_same_calls_give_same_decisions():
     specs = SHAPES["k and v"]
     options = [{"overlap": True}, {"overlap": False}, {"overlap": True, "eager": False, "generous": False}]
     caches = [
-        KVCache(specs, 8, TOKENS, 60 * 65536, backend="host", same_slots=True, check=True, name=None, **o) for o in options
+        KVCache(specs, 8, TOKENS, 60 * 65536, backend="host", same_slots=True, check=True, name=None, **o)
+        for o in options
     ]
     lengths, seen = np.zeros(8, np.int32), set()
 

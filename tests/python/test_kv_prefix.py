@@ -17,7 +17,8 @@ TOKENS = 32  # of 2 KiB to a page
 @pytest.fixture
 def cache():
     specs = [TensorSpec(n, (8, 128), torch.float16) for n in "kv"]
-    with KVCache(specs, 6, 1000, 200 * PAGE, backend="host", check=True, generous=False, eager=False, name=None) as cache:
+    still = {"generous": False, "eager": False, "check": True, "name": None}
+    with KVCache(specs, 6, 1000, 200 * PAGE, backend="host", **still) as cache:
         yield cache
 
 

@@ -347,7 +347,10 @@ def work():
             return
 threading.Thread(target=work, daemon=True).start()
 """,
-    "a cycle holds everything": "range_.cycle = pages.cycle = context.cycle = [range_, pages, context]; del range_, pages, context",
+    "a cycle holds everything": """
+range_.cycle = pages.cycle = context.cycle = [range_, pages, context]
+del range_, pages, context
+""",
     "an exception ends it": "import os; sys.excepthook = lambda *e: os.write(1, b'seen'); raise RuntimeError",
 }
 
