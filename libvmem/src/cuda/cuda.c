@@ -14,7 +14,7 @@
 #define BACKDROP_BLOCK (UINT64_C(32) << 20)
 
 struct cuda {
-    struct vmem__cuda cuda;
+    struct vmem__cuda cuda; // first: vmem__cuda_op_*()
     struct vmem__backdrop backdrop; // one page
 };
 
@@ -147,13 +147,6 @@ static int cuda_zero(struct vmem__backend *b, const struct vmem__run *runs, size
     for (size_t i = 0; i < n; i++)
         ((struct cuda_arena *)runs[i].arena->priv)->clean = false;
     return 0;
-}
-
-static int cuda_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
-{
-    struct cuda *c = b->priv;
-
-    return vmem__cuda_memory(&c->cuda, total, free);
 }
 
 // ---- mapping ------------------------------------------------------------------------------------------------
@@ -337,22 +330,6 @@ static int cuda_unmap(struct vmem__backend *b, const struct vmem__run *runs, siz
     return for_groups(b, runs, n, bad, NEW, unmap_group);
 }
 
-// ---- data ---------------------------------------------------------------------------------------------------
-
-static int cuda_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
-{
-    struct cuda *c = b->priv;
-
-    return vmem__cuda_copy(&c->cuda, ops, n);
-}
-
-static int cuda_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
-{
-    struct cuda *c = b->priv;
-
-    return vmem__cuda_fill(&c->cuda, addr, value, length);
-}
-
 // ---- opening ------------------------------------------------------------------------------------------------
 
 static int cuda_probe(const struct vmem_options *opts)
@@ -402,7 +379,7 @@ const struct vmem__ops vmem__cuda_ops = {
     .probe = cuda_probe,
     .open = cuda_open,
     .close = cuda_close,
-    .memory = cuda_memory,
+    .memory = vmem__cuda_op_memory,
     .reserve = cuda_reserve,
     .unreserve = cuda_unreserve,
     .backdrop = cuda_backdrop,
@@ -411,6 +388,6 @@ const struct vmem__ops vmem__cuda_ops = {
     .zero = cuda_zero,
     .map = cuda_map,
     .unmap = cuda_unmap,
-    .copy = cuda_copy,
-    .fill = cuda_fill,
+    .copy = vmem__cuda_op_copy,
+    .fill = vmem__cuda_op_fill,
 };

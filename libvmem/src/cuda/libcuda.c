@@ -180,6 +180,35 @@ int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_
     return vmem__cuda_error(&cu->fn, result ? result : sync, "fill");
 }
 
+int vmem__cuda_zero(struct vmem__cuda *cu, const struct vmem__run *runs, size_t n,
+                    uint64_t (*addr)(const struct vmem__run *run))
+{
+    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(cu);
+
+    if (err)
+        return err;
+    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
+        result = cu->fn.memset_async(addr(&runs[i]), 0, runs[i].length, cu->stream);
+    sync = cu->fn.stream_sync(cu->stream);
+    vmem__cuda_leave(cu);
+    return vmem__cuda_error(&cu->fn, result ? result : sync, "zero");
+}
+
+int vmem__cuda_op_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
+    return vmem__cuda_memory(b->priv, total, free);
+}
+
+int vmem__cuda_op_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
+    return vmem__cuda_copy(b->priv, ops, n);
+}
+
+int vmem__cuda_op_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
+    return vmem__cuda_fill(b->priv, addr, value, length);
+}
+
 static int counted(struct vmem__cuda *cu, int result, const char *what)
 {
     atomic_fetch_add_explicit(cu->syscalls, 1, memory_order_relaxed);

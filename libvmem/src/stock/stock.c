@@ -141,28 +141,18 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     free(arena);
 }
 
+static uint64_t alias_of(const struct vmem__run *run)
+{
+    const struct stock_arena *arena = run->arena->priv;
+
+    return arena->alias.cuda.addr + run->offset;
+}
+
 static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
 {
     struct stock *s = b->priv;
-    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(&s->cuda);
 
-    if (err)
-        return err;
-    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++) {
-        const struct stock_arena *arena = runs[i].arena->priv;
-
-        result = s->cuda.fn.memset_async(arena->alias.cuda.addr + runs[i].offset, 0, runs[i].length, s->cuda.stream);
-    }
-    sync = s->cuda.fn.stream_sync(s->cuda.stream);
-    vmem__cuda_leave(&s->cuda);
-    return vmem__cuda_error(&s->cuda.fn, result ? result : sync, "zero");
-}
-
-static int stock_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
-{
-    struct stock *s = b->priv;
-
-    return vmem__cuda_memory(&s->cuda, total, free);
+    return vmem__cuda_zero(&s->cuda, runs, n, alias_of);
 }
 
 // ---- mapping ------------------------------------------------------------------------------------------------
@@ -215,22 +205,6 @@ static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size
 static int stock_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     return for_runs(b, runs, n, bad, unmap_run);
-}
-
-// ---- data ---------------------------------------------------------------------------------------------------
-
-static int stock_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
-{
-    struct stock *s = b->priv;
-
-    return vmem__cuda_copy(&s->cuda, ops, n);
-}
-
-static int stock_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
-{
-    struct stock *s = b->priv;
-
-    return vmem__cuda_fill(&s->cuda, addr, value, length);
 }
 
 // ---- opening ------------------------------------------------------------------------------------------------
@@ -402,7 +376,7 @@ const struct vmem__ops vmem__stock_ops = {
     .probe = stock_probe,
     .open = stock_open,
     .close = stock_close,
-    .memory = stock_memory,
+    .memory = vmem__cuda_op_memory,
     .reserve = stock_reserve,
     .unreserve = stock_unreserve,
     .backdrop = stock_backdrop,
@@ -411,6 +385,6 @@ const struct vmem__ops vmem__stock_ops = {
     .zero = stock_zero,
     .map = stock_map,
     .unmap = stock_unmap,
-    .copy = stock_copy,
-    .fill = stock_fill,
+    .copy = vmem__cuda_op_copy,
+    .fill = vmem__cuda_op_fill,
 };

@@ -20,8 +20,8 @@
 #define STOCK_SCRATCH (UINT64_C(16) << 20)
 
 struct stock {
+    struct vmem__cuda cuda; // first: vmem__cuda_op_*()
     struct vmem__backend *backend;
-    struct vmem__cuda cuda;
     struct vmem__rm rm;
     struct vmem__uvm_space uvm;
     struct vmem__backdrop backdrop;

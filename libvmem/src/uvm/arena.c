@@ -108,24 +108,20 @@ static int make_alias(struct uvm *u, struct vmem__arena *a)
     return err;
 }
 
+static uint64_t alias_of(const struct vmem__run *run)
+{
+    const struct uvm_arena *arena = run->arena->priv;
+
+    return arena->alias.addr + run->offset;
+}
+
 int uvm_zero(struct uvm *u, const struct vmem__run *runs, size_t n)
 {
-    int result = CUDA_SUCCESS, sync, err;
-
     for (size_t i = 0; i < n; i++) {
-        err = make_alias(u, runs[i].arena);
+        int err = make_alias(u, runs[i].arena);
+
         if (err)
             return err;
     }
-    err = vmem__cuda_enter(&u->cuda);
-    if (err)
-        return err;
-    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++) {
-        const struct uvm_arena *arena = runs[i].arena->priv;
-
-        result = u->cuda.fn.memset_async(arena->alias.addr + runs[i].offset, 0, runs[i].length, u->cuda.stream);
-    }
-    sync = u->cuda.fn.stream_sync(u->cuda.stream); // after a failure too: nothing of ours may still be running
-    vmem__cuda_leave(&u->cuda);
-    return vmem__cuda_error(&u->cuda.fn, result ? result : sync, "zero");
+    return vmem__cuda_zero(&u->cuda, runs, n, alias_of);
 }

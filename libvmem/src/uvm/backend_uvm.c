@@ -82,11 +82,6 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
     return 0;
 }
 
-static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
-{
-    return vmem__cuda_memory(&((struct uvm *)b->priv)->cuda, total, free);
-}
-
 static int reserve(struct vmem__backend *b, struct vmem__range *r)
 {
     struct uvm_range *range = malloc(sizeof(*range));
@@ -140,22 +135,12 @@ static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n
     return uvm_unmap(b->priv, runs, n, bad);
 }
 
-static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
-{
-    return vmem__cuda_copy(&((struct uvm *)b->priv)->cuda, ops, n);
-}
-
-static int fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
-{
-    return vmem__cuda_fill(&((struct uvm *)b->priv)->cuda, addr, value, length);
-}
-
 const struct vmem__ops vmem__uvm_ops = {
     .name = "uvm",
     .probe = probe,
     .open = open_all,
     .close = close_all,
-    .memory = memory,
+    .memory = vmem__cuda_op_memory,
     .reserve = reserve,
     .unreserve = unreserve,
     .backdrop = backdrop,
@@ -164,6 +149,6 @@ const struct vmem__ops vmem__uvm_ops = {
     .zero = zero,
     .map = map,
     .unmap = unmap,
-    .copy = copy,
-    .fill = fill,
+    .copy = vmem__cuda_op_copy,
+    .fill = vmem__cuda_op_fill,
 };

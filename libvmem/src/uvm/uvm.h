@@ -15,7 +15,7 @@
 #define UVM_SLOT (UINT64_C(64) << 20)
 
 struct uvm {
-    struct vmem__cuda cuda;
+    struct vmem__cuda cuda; // first: vmem__cuda_op_*()
     struct vmem__kmod kmod;
     struct vmem__backdrop backdrop;
 };
