@@ -22,12 +22,23 @@ TORCH = "torch==2.13.0"
 TOP = Path(__file__).resolve().parent.parent
 
 
+def found(module):
+    """Whether the running interpreter has a module."""
+    return importlib.util.find_spec(module) is not None
+
+
+def own_pip():
+    """Whether the environment gets a pip of its own: without a torch to use, nothing of the interpreter's is shown."""
+    return not (found("torch") and found("pip"))
+
+
 def needs():
     """Headers and modules of the interpreter that distributions package separately."""
     major_minor = "%d.%d" % sys.version_info[:2]
-    pairs = [f"{sysconfig.get_paths()['include']}/Python.h=python{major_minor}-dev"]
-    if not (importlib.util.find_spec("ensurepip") or importlib.util.find_spec("pip")):
-        pairs.append(f"/no-ensurepip=python{major_minor}-venv")
+    paths = sysconfig.get_paths()
+    pairs = [f"{paths['include']}/Python.h=python{major_minor}-dev"]
+    if own_pip():
+        pairs.append(f"{paths['stdlib']}/ensurepip/__init__.py=python{major_minor}-venv")
     return pairs
 
 
@@ -45,15 +56,14 @@ def make(target):
         return
     python = target / "bin" / "python"
     wanted = "%d.%d" % sys.version_info[:2]
+    # One without pip was interrupted while it was made.
     have = python.exists() and subprocess.run(
-        [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
+        [python, "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
     ).stdout.strip()
     if have == wanted:
         return
-    reuse = importlib.util.find_spec("torch") is not None
-    with_pip = not (reuse and importlib.util.find_spec("pip"))
-    venv.create(target, clear=True, symlinks=True, with_pip=with_pip)
-    if reuse:
+    venv.create(target, clear=True, symlinks=True, with_pip=own_pip())
+    if found("torch"):
         # Not --system-site-packages: where the running interpreter is itself in an environment, that shows the packages
         # of the interpreter under it.
         library = target / "lib" / f"python{wanted}" / "site-packages"
