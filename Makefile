@@ -5,7 +5,8 @@ PYTHON ?= python3
 CC     ?= cc
 CFLAGS ?= -O2 -g
 WARN   := -Wall -Wextra -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla \
-          -Werror=implicit-function-declaration -Werror=incompatible-pointer-types -Werror=int-conversion -Werror=return-type
+          -Werror=implicit-function-declaration -Werror=incompatible-pointer-types -Werror=int-conversion \
+          -Werror=return-type
 CPPFLAGS += -D_GNU_SOURCE -Ilibvmem/include -Ilibvmem/src
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -18,18 +19,20 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib venv test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu bench lint clean
+.PHONY: all help lib venv bench lint clean
+.PHONY: test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
 lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
-test: test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick ## Run every test that needs no GPU
+test: test-uvm-ext test-c test-asan test-python test-python-fake ## Run every test that needs no GPU
+test: test-module test-vm-quick
 
 test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
 	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
@@ -82,6 +85,7 @@ build/libvmem.a: $(OBJECTS)
 build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
 	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.0 -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
 	    $(OBJECTS) $(LDFLAGS) -lpthread -ldl -o $@
+	$(Q)ln -sf $(@F) $@.0 # what a program linked with it asks for
 
 $(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/make_venv.py | toolchain
 	$(Q)$(PYTHON) .ci/make_venv.py $(VENV)
