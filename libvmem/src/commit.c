@@ -31,8 +31,8 @@ static int check_range(vmem_context *ctx, const struct vmem_range *range, size_t
         return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", i,
                            range->addr, range->length);
     if (range->addr % unit || range->length % unit)
-        return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %"
-                           PRIu64, i, range->addr, range->length, unit);
+        return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples "
+                           "of %" PRIu64, i, range->addr, range->length, unit);
     return 0;
 }
 
@@ -116,8 +116,8 @@ static int find_pages(vmem_context *ctx, const struct vmem_range *range, struct 
         const struct vmem__page *page = vmem__frame_page(arena, frame - 1);
         step = page->units * UNIT;
         if (vmem__page_frame(arena, page) != frame - 1 || step > end - addr)
-            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page of %" PRIu64 " bytes at 0x%" PRIx64,
-                               range->addr, range->length, step, addr);
+            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page of %" PRIu64 " bytes at 0x%"
+                               PRIx64, range->addr, range->length, step, addr);
         vmem_page *item = append(pages, sizeof(*item));
         if (!item)
             return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", pages->n + 1);

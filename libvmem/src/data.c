@@ -8,7 +8,8 @@
 static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint64_t length, bool write)
 {
     if (length > UINT64_MAX - addr)
-        return vmem__error(-EINVAL, "%s 0x%" PRIx64 " + %" PRIu64 " is beyond the end of addresses", what, addr, length);
+        return vmem__error(-EINVAL, "%s 0x%" PRIx64 " + %" PRIu64 " is beyond the end of addresses", what, addr,
+                           length);
     const uint64_t end = addr + length;
     for (size_t i = vmem__space_after(ctx, addr); i < ctx->n_spaces && ctx->spaces[i]->b.addr < end; i++) {
         const struct vmem__space *s = ctx->spaces[i];
@@ -19,8 +20,8 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
         for (at -= at % UNIT; at < stop; at += UNIT) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, at);
             if (!leaf || !(vmem__slot_in(s, leaf, at)->frame & ~SLOT_PENDING))
-                return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what, addr,
-                                   length, at);
+                return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what,
+                                   addr, length, at);
         }
     }
     return 0;

@@ -28,8 +28,8 @@ int pv_own_range(pv_owner *context, vmem_context *ctx, uint64_t length, uint32_t
 // Copies `pages`. Pages released meanwhile are skipped in the end.
 int pv_own_pages(pv_owner *context, vmem_context *ctx, const vmem_page *pages, size_t n, pv_owner **owner);
 
-// A DLPack tensor of `length` bytes at addr, on device (type, id), which keeps owner: a DLManagedTensor to be wrapped in
-// a capsule named "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory.
+// A DLPack tensor of `length` bytes at addr, on device (type, id), which keeps owner: a DLManagedTensor to be wrapped
+// in a capsule named "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory.
 void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id);
 void pv_dlpack_capsule_free(void *capsule);
 
@@ -38,8 +38,8 @@ void pv_dlpack_capsule_free(void *capsule);
 // One page at a time over [addr, addr+length), which is reserved: create, map, unmap, and release of a mapped page.
 int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t n, uint64_t *create,
                    uint64_t *map, uint64_t *unmap, uint64_t *release);
-int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length, size_t n,
-                   uint64_t *map, uint64_t *unmap);
+int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length,
+                   size_t n, uint64_t *map, uint64_t *unmap);
 int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
 // CUDA's own calls at 2 MiB, without libvmem. map includes cuMemSetAccess; access is that part of it.
 int pv_bench_cuda(int device, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create, uint64_t *map,

@@ -1,5 +1,5 @@
-// The stock backend's view of the driver's binary interface: every size and offset that crosses into the kernel, and which
-// release gets which layout. tests/abi/compare_releases.py holds the same numbers against the driver's source.
+// The stock backend's view of the driver's binary interface: every size and offset that crosses into the kernel, and
+// which release gets which layout. tests/abi/compare_releases.py holds the same numbers against the driver's source.
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"

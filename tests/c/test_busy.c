@@ -54,7 +54,8 @@ static void during(const char *name, int (*held)(void), vmem_page mapped_before,
     ERR(vMemMap(ctx, other, page[0]), EBUSY, "another call works on it");
     ERR(vMemRelease(ctx, page[0]), EBUSY, "another call works on it");
     ERR(vMemMap(ctx, addr, page[1]), EBUSY, "another call works on");
-    ERR(vMemMapBatch(ctx, &(struct vmem_map_op){addr, page[1]}, 1, VMEM_MAP_REPLACE, NULL), EBUSY, "another call works");
+    const struct vmem_map_op op = {addr, page[1]};
+    ERR(vMemMapBatch(ctx, &op, 1, VMEM_MAP_REPLACE, NULL), EBUSY, "another call works");
     ERR(vMemUnmap(ctx, addr, test_page), EBUSY, "another call");
     // In a batch it is the element's index, and the rest is not done.
     struct vmem_map_op ops[] = {{other, page[1]}, {other + 2 * MIB, page[3]}, {addr, page[3]}};

@@ -66,7 +66,8 @@ static void page_sizes(vmem_context *ctx)
     // A large page serves a commit in small ones, and not the other way round.
     OK(vmem_commit(ctx, &(struct vmem_range){addr + 64 * KIB, 4 * MIB - 64 * KIB}, 1, VMEM_PAGE_64K, 0, &bytes));
     CHECK_EQ(bytes, 2 * MIB);
-    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 4 * MIB}, 1, VMEM_PAGE_2M, 0, NULL), EEXIST, "smaller than page_size");
+    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 4 * MIB}, 1, VMEM_PAGE_2M, 0, NULL), EEXIST,
+        "smaller than page_size");
     ERR(vmem_decommit(ctx, &(struct vmem_range){addr + 64 * KIB, 64 * KIB}, 1, NULL), EINVAL, "cuts the page");
     ERR(vmem_decommit(ctx, &(struct vmem_range){addr, MIB}, 1, NULL), EINVAL, "cuts the page");
     CHECK_EQ(test_stats(ctx).mapped, 4 * MIB);

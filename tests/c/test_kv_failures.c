@@ -20,7 +20,10 @@ static char *host;
 static struct vmem_kv_tensor tensors[3] = {{.row_bytes = 0}, {.row_bytes = 0}, {.row_bytes = 0, .window = 32}};
 static uint64_t host_bytes;
 
-static uint64_t word(uint32_t slot, uint32_t tensor, uint32_t row) { return slot * 1000000ull + tensor * 10000 + row + 1; }
+static uint64_t word(uint32_t slot, uint32_t tensor, uint32_t row)
+{
+    return slot * 1000000ull + tensor * 10000 + row + 1;
+}
 
 static void write_rows(uint32_t slot, uint32_t as, uint32_t from, uint32_t to)
 {

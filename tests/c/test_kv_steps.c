@@ -1,5 +1,6 @@
-// A server's life, long: decode steps with requests coming and going, memory for only half of them, preemption by freeing
-// and by swapping, the budget changing. Nothing drifts: books, lengths and memory are as at the beginning in the end.
+// A server's life, long: decode steps with requests coming and going, memory for only half of them, preemption by
+// freeing and by swapping, the budget changing. Nothing drifts: books, lengths and memory are as at the beginning in
+// the end.
 // VMEM_TEST_STEPS: how many steps (100000).
 //
 // SPDX-License-Identifier: MIT
@@ -19,7 +20,10 @@ static uint32_t marked[SLOTS]; // the newest row that was
 static char *host[SLOTS];
 static uint64_t host_bytes[SLOTS];
 
-static uint64_t row(uint32_t slot, uint32_t r) { return layout.addr + slot * layout.slot_stride + r * layout.row_bytes; }
+static uint64_t row(uint32_t slot, uint32_t r)
+{
+    return layout.addr + slot * layout.slot_stride + r * layout.row_bytes;
+}
 
 // The first row of a request and some later one say whose they are.
 static void mark(uint32_t s, uint32_t r)
@@ -137,8 +141,8 @@ int main(int argc, char **argv)
     OK(vmem_kv_wait(kv));
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
     OK(vmem_kv_get_stats(kv, &st));
-    printf("%" PRIu64 " steps, %" PRIu64 " without memory, %" PRIu64 " requests, %" PRIu64 " pages mapped in steps, %" PRIu64
-           " in the background, %" PRIu64 " reclaimed\n", steps, failed, st.allocs, st.step_mapped_pages,
+    printf("%" PRIu64 " steps, %" PRIu64 " without memory, %" PRIu64 " requests, %" PRIu64 " pages mapped in steps, "
+           "%" PRIu64 " in the background, %" PRIu64 " reclaimed\n", steps, failed, st.allocs, st.step_mapped_pages,
            st.ahead_mapped_pages, st.reclaimed_pages);
     CHECK(failed && st.swap_in_bytes && st.ahead_mapped_pages);
     CHECK_EQ(st.held_pages, 0);

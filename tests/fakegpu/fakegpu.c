@@ -1,13 +1,14 @@
 // A GPU driver made of CPU memory, for running the stock, cuda and uvm backends where there is no GPU.
 //
-// Built as libcuda.so.1 and preloaded, it is both the CUDA driver library that libvmem opens and, by taking the place of
-// open, ioctl and a few more, the devices /dev/nvidiactl and /dev/nvidia-uvm. Device memory is a memfd, a device address is
-// the CPU address where its pages are mapped. It holds its caller to the rules of the real driver: parameters of the size
-// and layout of the release it plays, UVM maps inside one CUDA mapping, mappings split only at the size of their entries,
-// cuMemUnmap of whole mappings, memory that is not zero when fresh. It knows no GPU page tables, TLBs or kernels.
+// Built as libcuda.so.1 and preloaded, it is both the CUDA driver library that libvmem opens and, by taking the place
+// of open, ioctl and a few more, the devices /dev/nvidiactl and /dev/nvidia-uvm. Device memory is a memfd, a device
+// address is the CPU address where its pages are mapped. It holds its caller to the rules of the real driver:
+// parameters of the size and layout of the release it plays, UVM maps inside one CUDA mapping, mappings split only at
+// the size of their entries, cuMemUnmap of whole mappings, memory that is not zero when fresh. It knows no GPU page
+// tables, TLBs or kernels.
 //
-// $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the patched
-// one (fakekmod.h).
+// $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the
+// patched one (fakekmod.h).
 //
 // SPDX-License-Identifier: MIT
 #include "fakegpu.h"
@@ -248,7 +249,8 @@ static uint32_t put(uint64_t base, uint64_t length, const struct memory *memory,
 static const struct vmem__abi *abi(void)
 {
     static struct vmem__abi layouts[] = {
-        {{515, 0, 0}, 24, 120, 32}, {{535, 0, 0}, 28, 120, 32}, {{545, 0, 0}, 28, 128, 32}, {{550, 40, 53}, 28, 128, 256}};
+        {{515, 0, 0}, 24, 120, 32}, {{535, 0, 0}, 28, 120, 32}, {{545, 0, 0}, 28, 128, 32},
+        {{550, 40, 53}, 28, 128, 256}};
     const char *release = getenv("FAKEGPU_RELEASE");
     int major = 580, minor = 0, patch = 0;
 
