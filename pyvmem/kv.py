@@ -67,6 +67,7 @@ class TensorSpec:
 
 
 _STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
+_INT32 = np.dtype(np.int32)
 KVStats = make_dataclass(
     "KVStats",
     [(name, int) for name in _STATS],
@@ -361,13 +362,11 @@ class KVCache(_Owned):
                 return ffi.from_buffer("int32_t[]", array.array("i", lengths))
             except (OverflowError, TypeError) as error:
                 raise _not_lengths(lengths) from error
-        if isinstance(lengths, torch.Tensor):
-            lengths = lengths.numpy()
-        elif not isinstance(lengths, np.ndarray):
-            lengths = np.asarray(lengths)
+        if not isinstance(lengths, np.ndarray):
+            lengths = lengths.numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
         if lengths.shape != (self.slots,):
             raise ValueError(f"lengths has shape {lengths.shape}, not ({self.slots},)")
-        if lengths.dtype == np.int32 and lengths.flags.c_contiguous:
+        if lengths.dtype == _INT32 and lengths.flags.c_contiguous:
             return ffi.from_buffer("int32_t[]", lengths)
         if lengths.dtype.kind not in "iu":
             raise _not_lengths(lengths.tolist())
