@@ -143,6 +143,40 @@ def draw(records, figure):
     ))  # fmt: skip
 
 
+WAYS = {"nothing kept": {"defer": False, "eager": False, "generous": False}, "default": {}}
+
+
+def waste_records(session, context, page_size, model, layers, trace, shape):
+    """Records of the waste of a running batch, by what the cache keeps beyond need."""
+    slots, records = session.args.kv_slots, []
+    for how, options in WAYS.items():
+        with session.progress(f"waste, {how}, pages of {page_size >> 10} KiB", len(trace)) as advance:
+            seen = run_waste(context, model, layers, slots, trace, page_size, advance, **options)
+        if not len(seen):
+            continue
+        for metric, unit, samples in (
+            ("waste", "% of backed", seen[:, 0] * 100),
+            ("backed", "MiB", seen[:, 2] / MIB),
+            ("waste that cannot be taken back", "% of needed", seen[:, 1] * 100),
+        ):
+            metric = f"{metric}, B={slots}, {shape}, {how}"
+            records.append(session.record(samples, context, metric, unit, page_size=page_size))
+    return records
+
+
+def batch_records(session, context, page_size, model, layers, trace, shape, budget):
+    """(batch sizes, records) of the largest batch under a budget."""
+    with session.progress(f"largest batch, pages of {page_size >> 10} KiB", len(trace)) as advance:
+        sizes, preempted = run_batch(context, model, layers, trace, budget, page_size, advance)
+    name = f"{shape}, {budget // MIB} MiB"
+    return sizes, [
+        session.record(int(sizes.max()), context, f"largest batch, {name}", "requests", page_size=page_size,
+                       paper=_paper_batch(model.name, page_size)),
+        session.record(sizes, context, f"batch, {name}", "requests", page_size=page_size),
+        session.record(preempted, context, f"preemptions, {name}", "count", page_size=page_size),
+    ]  # fmt: skip
+
+
 @benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments, plot=draw,
            order=50)  # fmt: skip
 def run(session):
@@ -169,29 +203,10 @@ def run(session):
         shape = f"{args.model}, {layers} layers" if layers != model.layers else args.model
         batches = {}
         for where, page_size in places:
-            text = f"pages of {page_size >> 10} KiB"
-            for how, options in (
-                ("nothing kept", {"defer": False, "eager": False, "generous": False}),
-                ("default", {}),
-            ):
-                with session.progress(f"waste, {how}, {text}", len(trace)) as advance:
-                    seen = run_waste(where, model, layers, args.kv_slots, trace, page_size, advance, **options)
-                if not len(seen):
-                    continue
-                name = f"B={args.kv_slots}, {shape}, {how}"
-                for column, metric, unit, scale in ((0, "waste", "% of backed", 100), (2, "backed", "MiB", 1 / MIB)):
-                    records.append(session.record(seen[:, column] * scale, where, f"{metric}, {name}", unit,
-                                                  page_size=page_size))
-                records.append(session.record(seen[:, 1] * 100, where, f"waste that cannot be taken back, {name}",
-                                              "% of needed", page_size=page_size))
-            with session.progress(f"largest batch, {text}", len(trace)) as advance:
-                sizes, preempted = run_batch(where, model, layers, trace, budget, page_size, advance)
-            name = f"{shape}, {budget // MIB} MiB"
-            batches[where.backend, page_size] = sizes
-            records.append(session.record(int(sizes.max()), where, f"largest batch, {name}", "requests",
-                                          page_size=page_size, paper=_paper_batch(args.model, page_size)))
-            records.append(session.record(sizes, where, f"batch, {name}", "requests", page_size=page_size))
-            records.append(session.record(preempted, where, f"preemptions, {name}", "count", page_size=page_size))
+            load = (session, where, page_size, model, layers, trace, shape)
+            records += waste_records(*load)
+            batches[where.backend, page_size], found = batch_records(*load, budget)
+            records += found
         large = batches.get((context.backend, 2 * MIB))
         if large is not None:
             for (backend, page_size), sizes in batches.items():
