@@ -143,7 +143,3 @@ def main(argv=None):
         text = error
     print(f"pyvmem: {text}", file=sys.stderr)
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,7 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
 def command(*args, check=True, **env):
     """Run pyvmem; returns the finished process."""
     done = subprocess.run(
-        [sys.executable, "-m", "pyvmem.cli", *map(str, args)],
+        [sys.executable, "-m", "pyvmem", *map(str, args)],
         capture_output=True,
         text=True,
         env={**os.environ, **env},
@@ -198,7 +198,7 @@ def test_too_little_memory_is_said_in_one_line(capsys):
 
 def test_a_reader_that_leaves_early():
     done = subprocess.run(
-        [f"{sys.executable} -m pyvmem.cli doctor | true; echo ${{PIPESTATUS[0]}}"],
+        [f"{sys.executable} -m pyvmem doctor | true; echo ${{PIPESTATUS[0]}}"],
         executable="/bin/bash", shell=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.strip() in ("0", "1") and done.stderr == ""

@@ -109,5 +109,5 @@ def test_wrong_limits_are_refused():
 
 
 def test_the_command_line_has_top():
-    done = subprocess.run([sys.executable, "-m", "pyvmem.cli", "top", "--once"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pyvmem", "top", "--once"], capture_output=True, text=True)
     assert done.returncode == 0 and "0 KV caches" in done.stdout

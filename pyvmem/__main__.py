@@ -1,0 +1,10 @@
+"""``python -m pyvmem``: the command, where it is not installed.
+
+SPDX-License-Identifier: MIT
+"""
+
+import sys
+
+from pyvmem.cli import main
+
+sys.exit(main())
