@@ -64,10 +64,10 @@ bench: venv ## Run every benchmark, quickly, on the best backend
 
 lint: venv ## Compile with -Werror, and check the Python code where ruff is installed
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
-	$(Q)if command -v ruff >/dev/null; then ruff check pyvmem tests/python setup.py; else echo "ruff is not installed"; fi
+	$(Q)if command -v ruff >/dev/null; then ruff check pyvmem tests/python .ci setup.py; else echo "ruff is not installed"; fi
 
 clean: ## Remove everything that was built
-	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so
+	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so .hypothesis .ruff_cache
 	$(Q)find pyvmem tests -name __pycache__ -prune -exec rm -rf {} +
 
 include kernel-open/module.mk

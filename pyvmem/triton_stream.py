@@ -1,6 +1,7 @@
 """The streaming kernel of `pyvmem.bench.reads`.
 
-Outside pyvmem.bench, which imports all its modules, as Triton may be missing. Triton compiles the kernel from this file.
+Outside pyvmem.bench, which imports all its modules, as Triton may be missing. Triton compiles the kernel from this
+file.
 
 SPDX-License-Identifier: MIT
 """

@@ -7,7 +7,7 @@ import contextlib
 import sys
 
 from pyvmem.bench.records import Record
-from pyvmem.core import KIB, MIB, Context
+from pyvmem.core import Context
 
 try:
     import rich

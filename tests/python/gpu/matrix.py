@@ -220,6 +220,7 @@ def graph_across_a_remap(memory):
     with torch.cuda.graph(graph):
         torch.mul(x, 2, out=y)
     expected = torch.arange(x.numel(), device="cuda").float()
+    spare = int(other.handles[0])
     for turn in range(20):
         graph.replay()
         torch.cuda.synchronize()
@@ -227,9 +228,9 @@ def graph_across_a_remap(memory):
         slot = turn % 8
         span = slice(slot * size // 4, (slot + 1) * size // 4)
         # The page at this slot gives way to the spare one, with other contents; nothing runs meanwhile.
-        spare = int(other.handles[0]) if turn == 0 else spare_handle
-        spare_handle = context.query(range_.addr + slot * size)[0]
+        gone, _ = context.query(range_.addr + slot * size)
         context.map(range_.addr + slot * size, spare, replace=True)
+        spare = gone
         x[span] = float(turn)
         expected[span] = float(turn)
         torch.cuda.synchronize()
