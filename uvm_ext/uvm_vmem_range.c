@@ -3,7 +3,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_window.h"
 
-#include "uvm_api.h"
 #include "uvm_kvmalloc.h"
 
 #include <linux/sched/signal.h>
@@ -15,7 +14,8 @@ NV_STATUS uvm_vmem_api_reserve(void *params, struct file *filp)
 {
     const struct uvm_vmem_reserve *p = params;
     uvm_va_space_t *va_space = uvm_va_space_get(filp);
-    UVM_CREATE_EXTERNAL_RANGE_PARAMS create;
+    uvm_vmem_range_t *range;
+    struct mm_struct *mm;
     uvm_page_tree_t *tree;
     uvm_gpu_t *gpu;
     NV_STATUS status;
@@ -24,18 +24,21 @@ NV_STATUS uvm_vmem_api_reserve(void *params, struct file *filp)
     if (status != NV_OK)
         return status;
 
-    uvm_va_space_down_read(va_space);
+    // As UVM_CREATE_EXTERNAL_RANGE does, with the range marked before anybody can find it.
+    mm = uvm_va_space_mm_or_current_retain_lock(va_space);
+    uvm_va_space_down_write(va_space);
+
     status = uvm_vmem_gpu_lookup(va_space, p->gpu_uuid, &gpu, &tree);
     if (status == NV_OK && !uvm_gpu_can_address(gpu, p->base, p->length))
         status = NV_ERR_OUT_OF_RANGE;
-    uvm_va_space_up_read(va_space);
-    if (status != NV_OK)
-        return status;
+    if (status == NV_OK)
+        status = uvm_va_range_create_external(va_space, mm, p->base, p->length, &range);
+    if (status == NV_OK)
+        uvm_vmem_va_range(range)->vmem_reserved = true;
 
-    memset(&create, 0, sizeof(create));
-    create.base = p->base;
-    create.length = p->length;
-    return uvm_api_create_external_range(&create, filp);
+    uvm_va_space_up_write(va_space);
+    uvm_va_space_mm_or_current_release_unlock(va_space, mm);
+    return status;
 }
 
 // Whether a mapping stands in the way of freeing its range.
@@ -99,6 +102,8 @@ static NV_STATUS free_locked(uvm_va_space_t *va_space, const struct uvm_vmem_fre
 
     if (!range || va_range->node.start != p->base || va_range->node.end != p->base + p->length - 1)
         return NV_ERR_INVALID_ADDRESS;
+    if (!va_range->vmem_reserved)
+        return NV_ERR_INVALID_OWNER;
     if (va_space->vmem && va_space->vmem->dead != NV_OK)
         return va_space->vmem->dead;
 

@@ -87,6 +87,8 @@ MUTANTS = (
        "uvm_vmem_range.c", "!uvm_gpu_can_address(gpu, p->base, p->length)", "false"),
     _m("free_while_mapped", "a range is freed with pages in it", "test_errors test_err_free",
        "uvm_vmem_range.c", "!window || (window->pages & uvm_vmem_cover(map->node.start, map->node.end))", "false"),
+    _m("free_of_cudas_range", "FREE takes a range that RESERVE did not make", "test_errors test_err_free_of_a_range_not_reserved",
+       "uvm_vmem_range.c", "!va_range->vmem_reserved", "false"),
     _m("cap_unchecked", "a file may hold more than the cap", "test_errors test_err_cap",
        _M, "left && (c->space->bytes_held > cap || left * UVM_VMEM_SLOT > cap - c->space->bytes_held)", "false"),
     # ---- memory

@@ -316,6 +316,29 @@ TEST(test_err_free_with_a_foreign_mapping)
     CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
 }
 
+// A range that CUDA made: it can be mapped in, but freeing it is CUDA's.
+TEST(test_err_free_of_a_range_not_reserved)
+{
+    uint64_t other = BASE + GB(1);
+    struct vm_state s;
+
+    start(&s);
+    CHECK_EQ(uvm_create_external(&u, other, MB(4)), NV_OK);
+    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
+    CHECK_EQ(vm_map(&u, other, KB(64), pages[0], 0, 0), NV_OK);
+    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
+    CHECK_EQ(vm_unmap(&u, other, KB(64), 0), NV_OK);
+    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
+    CHECK_EQ(uvm_free_range(&u, other, MB(4)), NV_OK);
+    // whose the addresses are is said of each range anew
+    CHECK_EQ(vm_reserve(&u, other, MB(4)), NV_OK);
+    CHECK_EQ(uvm_free_range(&u, other, MB(4)), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, other, MB(4)), NV_OK);
+    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
+    CHECK_EQ(uvm_free_range(&u, other, MB(4)), NV_OK);
+    UNCHANGED(&s);
+}
+
 TEST(test_err_create)
 {
     static const uint64_t bad[] = { 0, 1, 4096, KB(32), KB(64) + 1, KB(192), KB(512), MB(1), MB(4), MB(512), ~0ull };
