@@ -16,6 +16,7 @@ import pytest
 import pyvmem
 
 hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=40)
+hypothesis.settings.register_profile("brief", derandomize=True, deadline=None, max_examples=8)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -103,14 +103,11 @@ def accelerator(name):
     return ["-accel", name, "-cpu", "host"]
 
 
-def command_line(kernel, initrd, *, image=None, memory=1536, cpus=2, accel="tcg", append=""):
+def command_line(kernel, initrd, *, memory=1536, cpus=2, accel="tcg", append=""):
     args = ["qemu-system-x86_64", *accelerator(accel), "-m", str(memory), "-smp", str(cpus), "-no-reboot",
             "-nodefaults", "-display", "none", "-device", "edu", "-device", "edu",
             "-kernel", str(kernel.image), "-initrd", str(initrd),
             "-append", f"console=ttyS0 panic=-1 oops=panic printk.time=1 {append}".strip()]
-    if image:
-        args += ["-drive", f"file={image},if=none,id=root,format=raw,readonly=on",
-                 "-device", "nvme,serial=root,drive=root"]
     return args
 
 

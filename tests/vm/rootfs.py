@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What the guest runs from: an initramfs with our build, and an image of this machine's Python for the Python suites."""
+"""What the guest runs from: an initramfs with our build and, for the Python suites, this machine's Python."""
 
 import importlib.metadata
+import importlib.util
+import marshal
 import os
 import re
 import shutil
@@ -9,6 +11,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 
 from kernel import CACHE, HERE, Missing, digest, need, say
@@ -57,19 +60,27 @@ class Cpio:
             if p.is_file() and "__pycache__" not in p.parts:
                 self.file(f"{name}/{p.relative_to(path)}", p.read_bytes(), p.stat().st_mode & 0o777)
 
-    def write(self, path):
+    def write(self, path, after=None):
+        """The archive; `after`: the part that `write_part` made of another."""
         self._entry("dev/console", stat.S_IFCHR | 0o600, rdev=(5, 1))
         self._entry("TRAILER!!!", 0)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".part{os.getpid()}")
-        with part.open("wb") as f:
-            f.writelines(self.parts)
+        part = self.write_part(path.with_suffix(f".part{os.getpid()}"), after)
         part.rename(path)
         return path
 
+    def write_part(self, path, after=None):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as f:
+            if after:
+                with after.open("rb") as first:
+                    shutil.copyfileobj(first, f, 1 << 20)
+            f.writelines(self.parts)
+        return path
 
-def initramfs(path, files, job, shell=""):
-    """Write the initramfs. `files`: {path in the guest: file or folder here}; `job`: the steps as shell lines."""
+
+def initramfs(path, files, job, shell="", image=None):
+    """Write the initramfs. `files`: {path in the guest: file or folder here}; `job`: the steps as shell lines; `image`:
+    what `python_image` made."""
     cpio = Cpio()
     cpio.folder("dev")
     cpio.file("bb/busybox", busybox().read_bytes())
@@ -84,7 +95,7 @@ def initramfs(path, files, job, shell=""):
             cpio.tree(name, here)
         else:
             cpio.file(name, here.read_bytes())
-    return cpio.write(path)
+    return cpio.write(path, image)
 
 
 def _requirements(names):
@@ -115,45 +126,54 @@ def _libraries(files):
     return out
 
 
-def python_image(extra=()):
-    """An ext4 image of this interpreter, its standard library and PACKAGES, at the paths they have here.
+def _bytecode(file):
+    """What Python would compile at each start: an emulated guest takes half a minute for it."""
+    data = file.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            code = compile(data, str(file), "exec", dont_inherit=True)
+        except SyntaxError:  # a template, or a file for another version
+            return None
+    # PEP 552: never compared with the source, as the guest keeps no times
+    return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + importlib.util.source_hash(data) + marshal.dumps(code)
 
-    Returns the image and the interpreter's path in it.
+
+def python_image(extra=(), tools=()):
+    """This interpreter, its standard library and PACKAGES, and `tools`, at the paths they have here: a part of an archive.
+
+    It goes into the initramfs, so that the guest's kernel needs no driver of a disk or file system. Returns the part's
+    path, the interpreter's and the folders of the packages.
     """
     base = Path(sys.base_prefix)
     found = _requirements((*PACKAGES, *extra))
     versions = sorted(f"{k} {d.version}" for k, d in found.items())
-    image = CACHE / f"python-{digest(sys.version, str(base), *versions, Path(__file__))}.img"
+    packages = sorted({Path(d.locate_file("")).resolve() for d in found.values()})
+    paths = [shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin") for tool in tools]
+    if None in paths:
+        raise Missing(f"there is no {tools[paths.index(None)]} in PATH")
+    key = digest(sys.version, str(base), *map(str, packages), *versions, *paths, Path(__file__))
+    image = CACHE / f"python-{key}.cpio"
     real = Path(os.path.realpath(sys._base_executable))
     if image.is_file():
-        return image, real
-    need("mke2fs=e2fsprogs")
-    say("making the Python image: " + ", ".join(versions))
+        return image, real, packages
+    say("gathering Python for the guest: " + ", ".join(versions))
     stdlib = Path(sysconfig.get_paths(vars={"base": str(base)})["stdlib"])
     left_out = {"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages",
                 "dist-packages", "__pycache__"}
-    files = {real}
+    files = {real, *map(Path, paths)}
     for folder, folders, names in os.walk(stdlib):
         folders[:] = [d for d in folders if d not in left_out and not d.startswith("config-")]
         files |= {Path(folder) / n for n in names if not n.endswith(".a")}
     for dist in found.values():
         for file in dist.files or ():
             path = Path(os.path.normpath(dist.locate_file(file)))
-            if path.is_file() and "__pycache__" not in path.parts and not ("tests" in path.parts and path.suffix == ".py"):
+            if path.is_file() and not {"__pycache__", "tests"} & set(path.parts):
                 files.add(path)
     files |= _libraries(files)
-    staging = CACHE / f"python-staging-{os.getpid()}"
-    size = 0
-    for file in files:
-        to = staging / str(file).lstrip("/")
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, to)  # follows links: a library's soname becomes a file of its own
-        size += to.stat().st_size + 4096
-    part = image.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    blocks = int(size * 1.15) // 1024 + 16384
-    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-N", str(len(files) * 2 + 2000),
-                    "-d", staging, part, f"{blocks}k"], check=True)  # fmt: skip
-    shutil.rmtree(staging)
-    part.rename(image)
-    return image, real
+    cpio = Cpio()
+    for file in sorted(files):
+        cpio.file(str(file).lstrip("/"), file.read_bytes(), file.stat().st_mode & 0o777)  # a link as what it leads to
+        if file.suffix == ".py" and (code := _bytecode(file)):
+            cpio.file(importlib.util.cache_from_source(str(file)).lstrip("/"), code, 0o644)
+    return cpio.write_part(image.with_suffix(".part")).rename(image), real, packages

@@ -79,10 +79,10 @@ def show(result, verbose=False):
 
 def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None):
     """Boot one guest and run the steps, or those up to the first that `stop_after` says true of; returns (verdict, Guest)."""
-    initrd = rootfs.initramfs(CACHE / f"initramfs-{label}.cpio", files, job_script(steps))
+    initrd = rootfs.initramfs(CACHE / f"initramfs-{label}.cpio", files, job_script(steps), image=image)
     log_path = CACHE / "logs" / f"{label}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    qemu = command_line(kernel, initrd, image=image, memory=memory, cpus=args.cpus, accel=args.accel)
+    qemu = command_line(kernel, initrd, memory=memory, cpus=args.cpus, accel=args.accel)
     with log_path.open("w", buffering=1) as log:
         guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
                       stop_after=stop_after,

@@ -20,11 +20,12 @@ test-vm-long: ## The same with 100,000 random operations and a million bad calls
 test-vm-debug: ## The same in a kernel with KASAN, lockdep and kmemleak, with the driver's asserts live
 	$(Q)$(VM_TEST) --tier debug
 
-test-vm-python: ## libvmem's and pyvmem's suites and benchmarks on the simulated GPU
-	$(Q)$(VM) python
+# with the environment's interpreter, whose packages the guest gets
+test-vm-python: venv ## Loading the module, libvmem's and pyvmem's suites and benchmarks, on the simulated GPU
+	$(Q)$(PY) tests/vm/run.py python
 
-vm-shell: ## A shell in the guest, with the module loaded and pyvmem ready
-	$(Q)$(VM) shell
+vm-shell: venv ## A shell in the guest, with the module loaded and pyvmem ready
+	$(Q)$(PY) tests/vm/run.py shell
 
 mutants: ## Break the module in known ways, one at a time: each must be killed by a named test
 	$(Q)$(VM) mutants
