@@ -90,6 +90,7 @@ build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
 $(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/make_venv.py | toolchain
 	$(Q)$(PYTHON) .ci/make_venv.py $(VENV)
 	@touch $@
+	@echo "pyvmem is in $(VENV); what works on this machine: $(VENV)/bin/pyvmem doctor"
 
 .PHONY: toolchain
 toolchain:

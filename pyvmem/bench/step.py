@@ -61,6 +61,16 @@ class Decode:
             self.attention.prefill(slot, prompt)
         self.lengths[slot], self.goal[slot] = prompt, prompt + int(self.rng.integers(*self.output))
 
+    def _replace_ended(self):
+        done = np.flatnonzero(self.lengths >= self.goal)
+        if len(done) and self.attention:
+            self.attention.wait(everything=True)
+        for slot in done:
+            self.cache.free_reqid(int(slot))
+            self.lengths[slot] = 0
+        for _ in done:
+            self._admit()
+
     def run(self, iterations, advance=lambda n: None):
         """(nanoseconds of each decode step, nanoseconds from step to step)."""
         steps, whole = np.zeros(iterations, np.int64), np.zeros(iterations, np.int64)
@@ -68,17 +78,8 @@ class Decode:
         gc.disable()  # the interpreter's pauses are not the cache's
         try:
             for i in range(iterations):
+                self._replace_ended()
                 begin = perf_counter_ns()
-                done = np.flatnonzero(self.lengths >= self.goal)
-                if len(done):
-                    if self.attention:
-                        self.attention.wait(everything=True)
-                    for slot in done:
-                        self.cache.free_reqid(int(slot))
-                        self.lengths[slot] = 0
-                    for _ in done:
-                        self._admit()
-                    begin = perf_counter_ns()
                 self.lengths += 1
                 if self.attention:
                     self.attention.wait()
