@@ -64,7 +64,8 @@ bench: venv ## Run every benchmark, quickly, on the best backend
 
 lint: venv ## Compile with -Werror, and check the Python code where ruff is installed
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
-	$(Q)if command -v ruff >/dev/null; then ruff check pyvmem tests/python .ci setup.py; else echo "ruff is not installed"; fi
+	$(Q)if ! command -v ruff >/dev/null; then echo "ruff is not installed"; \
+	    else ruff check pyvmem tests/python .ci setup.py; fi
 
 clean: ## Remove everything that was built
 	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so .hypothesis .ruff_cache

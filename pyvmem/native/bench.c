@@ -45,8 +45,8 @@ int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_
     return rc;
 }
 
-int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length, size_t n,
-                   uint64_t *map, uint64_t *unmap)
+int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length,
+                   size_t n, uint64_t *map, uint64_t *unmap)
 {
     int rc = 0;
     for (size_t i = 0; i < n && !rc; i++) {

@@ -10,8 +10,8 @@
 // units as they are used (the host) behaves as GPUs do: an arena is memory, all of it.
 int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_context **out);
 
-// Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program linked
-// with malloc, calloc and realloc wrapped, an allocation by the library.
+// Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program
+// linked with malloc, calloc and realloc wrapped, an allocation by the library.
 void checked_fail(unsigned long n);
 // Whether that fault point was reached.
 bool checked_failed(void);

@@ -303,8 +303,8 @@ static int map_error(int err)
                        "run of pages and for every gap; raise it, or use larger pages", strerror(-err), limit);
 }
 
-// Does run *done, and when unmapping those after it whose addresses follow: wherever their memory is, one call takes them
-// all away. Moves *done past them.
+// Does run *done, and when unmapping those after it whose addresses follow: wherever their memory is, one call takes
+// them all away. Moves *done past them.
 static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *done)
 {
     const struct vmem__run *r = &runs[*done];
