@@ -57,7 +57,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 
 test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
-	$(Q)VMEM_TEST_BACKENDS=$(or $(VMEM_TEST_BACKENDS),cuda,stock) $(PY) -m pytest -q tests/python
+	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q tests/python
 
 bench: venv ## Run every benchmark, quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick
