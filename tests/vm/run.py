@@ -6,6 +6,7 @@ Needs no GPU and touches nothing of the running kernel. What is fetched and buil
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -79,16 +80,16 @@ def show(result, verbose=False):
 
 def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None):
     """Boot one guest and run the steps, or those up to the first that `stop_after` says true of; returns (verdict, Guest)."""
-    initrd = rootfs.initramfs(CACHE / f"initramfs-{label}.cpio", files, job_script(steps), image=image)
+    initrd = rootfs.initramfs(CACHE / f"initramfs-{label}-{os.getpid()}.cpio", files, job_script(steps), image=image)
     log_path = CACHE / "logs" / f"{label}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     qemu = command_line(kernel, initrd, memory=memory, cpus=args.cpus, accel=args.accel)
-    with log_path.open("w", buffering=1) as log:
+    with log_path.open("w", buffering=1) as log, contextlib.ExitStack() as after:
+        after.callback(initrd.unlink)
         guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
                       stop_after=stop_after,
                       on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
         ok = guest.run()
-    initrd.unlink()
     if not quiet:
         for result in guest.results:
             if result.rc is None:
@@ -137,7 +138,8 @@ def test(args):
         files, release = gather(release, kernel, variants, args.uvm_type or ("debug" if debug else "release"))
         print(f"simulated GPU, driver {release}, kernel {kernel.release}, {args.tier} tier", flush=True)
         t0 = time.monotonic()
-        ok, guest = boot(args, kernel, files, steps, label=f"{args.tier}-{release}", memory=3072 if debug else 1536)
+        label = "-".join([args.tier, release, *(args.only or ())]).replace(" ", "_")
+        ok, guest = boot(args, kernel, files, steps, label=label, memory=3072 if debug else 1536)
         for line in same_set(guest):
             print(f"  {line}")
             ok = False
@@ -170,9 +172,9 @@ def main():
     parser.add_argument("--uvm-type", choices=("release", "develop", "debug"), help="build type of nvidia-uvm.ko")
     parser.add_argument("--accel", choices=("tcg", "kvm"), default=os.environ.get("VM_ACCEL", "tcg"))
     parser.add_argument("--cpus", type=int, default=2)
-    parser.add_argument("--boot-timeout", type=int, default=90)
+    parser.add_argument("--boot-timeout", type=int, default=300)
     parser.add_argument("--verbose", action="store_true", help="name the skipped cases")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     try:
         need("qemu-system-x86_64=qemu-system-x86", "busybox=busybox-static", "cc=gcc", "make=make", "strip=binutils")
         if args.action == "test":

@@ -253,7 +253,7 @@ void sim_loops_release(void *owner);
 
 // sim_mem.c
 int sim_mem_ioctl(struct simgpu_mem *io);
-void sim_mem_exit(void);
+u32 sim_mem_exit(void); // how many duplicates UVM left
 
 // sim_dev.c
 int sim_dev_start(void);

@@ -223,10 +223,16 @@ void sim_rm_release(void *owner)
     mutex_unlock(&rm_mutex);
 }
 
-void sim_mem_exit(void)
+u32 sim_mem_exit(void)
 {
+    struct object *o;
+    u32 dups = 0;
+
+    list_for_each_entry(o, &objects, node)
+        dups += o->owner == &owner_uvm;
     sim_rm_release(&owner_test);
     sim_rm_release(&owner_uvm);
+    return dups;
 }
 
 int sim_mem_ioctl(struct simgpu_mem *io)
