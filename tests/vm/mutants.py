@@ -146,12 +146,14 @@ def main(args, boot, gather):
 
 
 def write(path, release, kernel, rows):
+    """docs/results/mutants.md, but for its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     killed = sum(bool(noticed) for *_, noticed in rows)
-    lines = [f"{killed} of {len(rows)} mutants killed; driver {release}, kernel {kernel.release}, simulated GPU, "
-             f"{datetime.date.today().isoformat()}. Command: `make mutants`.", "",
+    lines = ["# Mutants of the kernel module", "",
+             f"{killed} of {len(rows)} seeded mutants of uvm_ext killed (`make mutants`; driver {release}, kernel "
+             f"{kernel.release}, simulated GPU, {datetime.date.today().isoformat()}).", "",
              "| | mutant | what it breaks | test | what the test saw |", "|---|---|---|---|---|"]  # fmt: skip
     for number, mutant, noticed in rows:
-        seen = (noticed or "**survived**").replace("|", "\\|").replace("_", "\\_")
-        lines.append(f"| {number} | {mutant.name} | {mutant.what} | {mutant.test} | {seen[:140]} |")
+        seen = f"`{noticed[:105]}`".replace("|", "\\|") if noticed else "**survived**"
+        lines.append(f"| {number} | {mutant.name} | {mutant.what} | {mutant.test} | {seen} |")
     path.write_text("\n".join(lines) + "\n")
