@@ -80,9 +80,9 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    if (!page_size || (page_size & (page_size - 1)) || !(page_size & ctx->b.info.page_sizes))
-        return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of 0x%" PRIx64 " bytes (ORed)",
-                           page_size, ctx->b.ops->name, ctx->b.info.page_sizes);
+    rc = vmem__check_page_size(ctx, page_size);
+    if (rc)
+        return rc;
     if (n && !ranges)
         return vmem__error(-EINVAL, "ranges is NULL");
     struct list ops = {0};

@@ -1,9 +1,24 @@
 // Physical pages: creation, queries, and the memory held ready for them.
 //
 // SPDX-License-Identifier: MIT
+#include <stdio.h>
+
 #include "vmem_internal.h"
 
 #define FEW 16 // pieces kept on the stack
+
+int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
+{
+    char sizes[64] = "";
+    if (page_size && !(page_size & (page_size - 1)) && (page_size & ctx->b.info.page_sizes))
+        return 0;
+    for (uint64_t size = UNIT; size <= VMEM_PAGE_2M; size *= 2) {
+        const size_t used = strlen(sizes);
+        if (size & ctx->b.info.page_sizes)
+            snprintf(sizes + used, sizeof sizes - used, "%s%" PRIu64 " KiB", used ? ", " : "", size >> 10);
+    }
+    return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of %s", page_size, ctx->b.ops->name, sizes);
+}
 
 // Makes pages of a piece, and their handles.
 static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_page *out)
@@ -73,9 +88,9 @@ static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size
 
 static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, const vmem_page *out)
 {
-    if (!page_size || (page_size & (page_size - 1)) || !(page_size & ctx->b.info.page_sizes))
-        return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of 0x%" PRIx64 " bytes (ORed)",
-                           page_size, ctx->b.ops->name, ctx->b.info.page_sizes);
+    int rc = vmem__check_page_size(ctx, page_size);
+    if (rc)
+        return rc;
     if (flags & ~VMEM_CREATE_ZERO)
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     if (n && !out)

@@ -182,6 +182,8 @@ void vmem__arenas_destroy(vmem_context *ctx);
 
 // page.c
 //
+// -EINVAL, naming page_size, unless the backend has such pages.
+int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
 // The page a handle names, with its arena; NULL if there is none (any more).

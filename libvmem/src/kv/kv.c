@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "../vmem_internal.h"
 #include "kv.h"
 
 static uint64_t gcd(uint64_t a, uint64_t b)
@@ -70,8 +71,7 @@ int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size)
 
 static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
 {
-    struct vmem_info info;
-    int rc = vmem_context_info(ctx, &info);
+    int rc = vmem__enter(ctx);
     if (rc)
         return rc;
     if (c->size != sizeof(*c))
@@ -86,9 +86,9 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return vmem__error(-EINVAL, "max_tokens %u is not between 1 and %d", c->max_tokens, INT32_MAX);
     if (c->tile_rows > 65536)
         return vmem__error(-EINVAL, "tile_rows %u is over 65536", c->tile_rows);
-    if (c->page_size & (c->page_size - 1) || !(c->page_size & info.page_sizes))
-        return vmem__error(-EINVAL, "page_size %" PRIu64 " is none of the backend's, %#" PRIx64, c->page_size,
-                           info.page_sizes);
+    rc = vmem__check_page_size(ctx, c->page_size);
+    if (rc)
+        return rc;
     if (c->budget < c->page_size)
         return vmem__error(-EINVAL, "budget %" PRIu64 " is less than a page", c->budget);
     if (c->reclaim_percent > 50)
