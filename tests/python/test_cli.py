@@ -80,6 +80,7 @@ def check_records(path, benches):
 
 
 def test_vmm(backend, tmp_path):
+    pytest.importorskip("matplotlib")
     out, plot = tmp_path / "r.json", tmp_path / "p.png"
     said = command("bench", "vmm", "--quick", "--backend", backend, "--json", out, "--plot", plot).stdout
     rows = check_records(out, ["vmm"])
@@ -118,6 +119,7 @@ def test_replay_of_a_trace(backend, tmp_path):
 
 
 def test_bench_all_runs_every_benchmark(tmp_path):
+    pytest.importorskip("matplotlib")
     out = tmp_path / "r.json"
     small = ("--page-size", "2M", "--tensors", 2, "--size", "2M", "--requests", 20)
     command("bench", "all", "--quick", "--backend", "host", "--json", out, "--plot", tmp_path / "p.png", *small)
@@ -179,6 +181,8 @@ REPLAY = ("bench", "replay", "--backend", "host", "--page-size", "2M", "--reques
     ],
 )
 def test_a_mistake_is_one_line_before_anything_runs(args, status, said, capsys):
+    if "--plot" in args:
+        pytest.importorskip("matplotlib")
     try:
         code = cli.main(args)
     except SystemExit as end:  # argparse's

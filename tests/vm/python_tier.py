@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""libvmem and pyvmem in the guest: loading the module, the C and Python suites on the uvm and stock backends, what a page
-costs, the benchmarks, and a shell.
+"""libvmem and pyvmem in the guest: loading the module, the C and Python suites on the uvm and stock backends, what a
+page costs, the benchmarks, and a shell.
 
 User space is this machine's: the same build that runs here, with a stand-in libcuda.so.1 in front of the simulated GPU.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,13 @@ from guest import Step, command_line
 from kernel import CACHE, HERE, TOP, Missing, say
 
 BACKENDS = ("uvm", "stock")
-MEMORY = 1024  # MiB of the simulated GPU, which are the guest's memory
+MEMORY = 1536  # MiB of the simulated GPU, which are the guest's memory
 # What stands beside the other backend: counts and ratios need no more, and the emulated guest is slow.
 BENCHES = {"vmm": "--page-size 64K", "bandwidth": "--page-size 64K --tensors 8 --size 8M"}
-# Of this machine's: what load.py runs.
-TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod")
-# Left out: what tests the build for the machine at hand, and what makes torch tensors on the device: a torch without a GPU
-# cannot. libvmem's C suite has the KV cache too.
+# Of this machine's: what load.py and the suite run.
+TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod", "bash")
+# Left out: what tests the build for the machine at hand, and what makes torch tensors on the device, which only a torch
+# with CUDA does. libvmem's C suite has the KV cache too.
 LEFT_OUT = tuple(p.name for p in (TOP / "tests/python").glob("*.py")
                  if p.name.startswith("test_kernel_open_") or "\nimport torch\n" in p.read_text())  # fmt: skip
 
@@ -46,6 +47,7 @@ def build(release):
     files = {"vmem/lib/libcuda.so.1": cuda / "libcuda.so.1", "vmem/build/libvmem.so": TOP / "build/libvmem.so",
              "vmem/kernel-open/load.py": TOP / "kernel-open/load.py",
              "vmem/simgpu_uapi.h": HERE / "simgpu/simgpu_uapi.h"}  # fmt: skip
+    files["bin/bash"] = Path(shutil.which("bash") or "/bin/bash")  # where the suite asks for it
     for name in ("test_load.py", "user_cost.py"):
         files[f"vmem/vm/{name}"] = HERE / "tests" / name
     for path in sorted((TOP / "build/tests-c/plain").glob("test_*")):
@@ -92,16 +94,18 @@ def steps(python, c_tests):
             skip = (f"[ $rc = 77 ] && ! grep -q '^skipped: {backend}:' /tmp/said && "
                     f'echo skip {test} "$(tail -n 1 /tmp/said)" && exit 0; ')
             out.append(Step(f"C {test} {backend}", env + run + skip + f"[ $rc = 0 ] && echo ok {test}; exit $rc", 1200))
+    pytest = f"{python} -m pytest -q -p no:cacheprovider --color=no -rs --durations=8 tests/python"
     for backend in BACKENDS:
-        out.append(Step(f"Python suite {backend}", env + f"cd /vmem && VMEM_TEST_BACKENDS={backend} {python} -m pytest -q "
-                        "-p no:cacheprovider -rs --durations=8 tests/python && echo ok python_suite", 3600))  # fmt: skip
-    out.append(Step("cost of a page", env + f"python /vmem/vm/user_cost.py /vmem/simgpu_uapi.h {' '.join(BACKENDS)}", 600))
+        run = f"cd /vmem && VMEM_TEST_BACKENDS={backend} {pytest} && echo ok python_suite"
+        out.append(Step(f"Python suite {backend}", env + run, 3600))
+    run = "python /vmem/vm/user_cost.py /vmem/simgpu_uapi.h " + " ".join(BACKENDS)
+    out.append(Step("cost of a page", env + run, 900))
     # the records come back over the console
     for bench, sizes in BENCHES.items():
         for backend in BACKENDS:
-            out.append(Step(f"bench {bench} {backend}", env + f"cd /tmp && pyvmem bench {bench} --quick --backend {backend} "
-                            f"{sizes} --json /tmp/{bench}.json && echo '@json' && cat /tmp/{bench}.json && echo && "
-                            "echo ok bench", 1200))  # fmt: skip
+            run = f"cd /tmp && pyvmem bench {bench} --quick --backend {backend} {sizes} --json /tmp/{bench}.json"
+            after = f" && echo '@json' && cat /tmp/{bench}.json && echo && echo ok bench"
+            out.append(Step(f"bench {bench} {backend}", env + run + after, 1200))
     out.append(Step("unload patched", "unload_all", 60, quiet=True))
     return out
 
@@ -155,7 +159,8 @@ def shell(args, kernel, files, image, release):
         "load_uvm stock|patched, unload_uvm; exit ends it.'",
         "cd /vmem",
     ]
-    initrd = rootfs.initramfs(CACHE / f"initramfs-shell-{os.getpid()}.cpio", files, "", "\n".join(greeting) + "\n", image)
+    path = CACHE / f"initramfs-shell-{os.getpid()}.cpio"
+    initrd = rootfs.initramfs(path, files, "", "\n".join(greeting) + "\n", image)
     command = command_line(kernel, initrd, memory=MEMORY + 2560, cpus=args.cpus, accel=args.accel,
                            append="quiet vmem.shell")  # fmt: skip
     try:

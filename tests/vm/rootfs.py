@@ -136,11 +136,12 @@ def _bytecode(file):
         except SyntaxError:  # a template, or a file for another version
             return None
     # PEP 552: never compared with the source, as the guest keeps no times
-    return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + importlib.util.source_hash(data) + marshal.dumps(code)
+    head = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + importlib.util.source_hash(data)
+    return head + marshal.dumps(code)
 
 
 def python_image(extra=(), tools=()):
-    """This interpreter, its standard library and PACKAGES, and `tools`, at the paths they have here: a part of an archive.
+    """This interpreter, its standard library, PACKAGES and `tools`, at the paths they have here: part of an archive.
 
     It goes into the initramfs, so that the guest's kernel needs no driver of a disk or file system. Returns the part's
     path, the interpreter's and the folders of the packages.
