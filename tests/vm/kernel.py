@@ -65,7 +65,8 @@ def apt_download(package, into):
     for attempt in (0, 1):
         if attempt or not any((state / "lists").glob("*Packages*")):
             subprocess.run(["apt-get", *options, "update"], stdout=subprocess.DEVNULL)
-        if not subprocess.run(["apt-get", *options, "download", package], cwd=into, stdout=subprocess.DEVNULL).returncode:
+        download = ["apt-get", *options, "download", package]
+        if not subprocess.run(download, cwd=into, stdout=subprocess.DEVNULL).returncode:
             return next(into.glob(f"{package}_*.deb"))
     raise Missing(f"apt-get could not download {package}")
 
@@ -123,7 +124,8 @@ def debug(jobs=2):
             say(f"fetching linux-source-{version}")
             deb = apt_download(f"linux-source-{version}", folder / "deb")
             subprocess.run(["dpkg-deb", "-x", deb, folder / "deb"], check=True)
-            subprocess.run(["tar", "-xf", folder / f"deb/usr/src/linux-source-{version}.tar.xz", "-C", folder], check=True)
+            archive = folder / f"deb/usr/src/linux-source-{version}.tar.xz"
+            subprocess.run(["tar", "-xf", archive, "-C", folder], check=True)
             shutil.rmtree(folder / "deb")
         say(f"building the debug kernel in {folder}; once, half an hour on two cores")
         output.mkdir(exist_ok=True)

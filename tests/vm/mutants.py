@@ -94,7 +94,7 @@ def why(results, guest):
 
 
 def verdicts(args, kernel, files, todo, boot):
-    """Yield (number, mutant, what was noticed). One guest serves many; one that misbehaved is replaced by a fresh one."""
+    """Yield (number, mutant, what was noticed). One guest serves many; one that misbehaved gives way to a fresh one."""
     todo = list(todo)
     while todo:
         steps = [step for number, mutant in todo for step in plan(number, mutant)]
@@ -112,7 +112,8 @@ def verdicts(args, kernel, files, todo, boot):
             number, mutant = todo.pop(0)
             yield number, mutant, why([test, unload], guest)
         if len(todo) == before:
-            raise Missing(f"the guest could not load mutant {todo[0][0]}: {guest.why}; log: {CACHE / 'logs' / 'mutants.log'}")
+            log = CACHE / "logs" / "mutants.log"
+            raise Missing(f"the guest could not load mutant {todo[0][0]}: {guest.why}; log: {log}")
 
 
 def main(args, boot, gather):
@@ -137,9 +138,11 @@ def main(args, boot, gather):
     rows = []
     for number, mutant, noticed in verdicts(args, kernel, files, chosen, boot):
         rows.append((number, mutant, noticed))
-        print(f"  {'killed  ' if noticed else 'SURVIVED'} {number:2} {mutant.name:<26} {mutant.test:<56} {noticed[:120]}", flush=True)
+        verdict = "killed  " if noticed else "SURVIVED"
+        print(f"  {verdict} {number:2} {mutant.name:<26} {mutant.test:<56} {noticed[:120]}", flush=True)
     survived = [m.name for _, m, noticed in rows if not noticed]
-    print(f"{len(rows) - len(survived)} of {len(rows)} killed" + (f"; survived: {', '.join(survived)}" if survived else ""))
+    named = f"; survived: {', '.join(survived)}" if survived else ""
+    print(f"{len(rows) - len(survived)} of {len(rows)} killed{named}")
     if not args.lines:
         write(CACHE / "results" / "mutants.md", release, kernel, rows)
     return 1 if survived or bad else 0

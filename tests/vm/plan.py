@@ -5,8 +5,8 @@ import dataclasses
 
 from guest import Allowed, Step
 
-PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz", "test_process",
-            "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth", "test_fatal")
+PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz",
+            "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth", "test_fatal")
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke.
 ALLOWED = (
@@ -28,13 +28,14 @@ class Size:
     race: int
     remaps: int
     stress: int
+    managed: int = 0  # MiB; 0: the test's own choice
     slow: float = 1.0  # times every time limit
 
 
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
-    "debug": Size(ops=1500, fuzz=6_000, kills=5, race=3, remaps=1000, stress=40, slow=6.0),
+    "debug": Size(ops=1500, fuzz=6_000, kills=5, race=3, remaps=1000, stress=40, managed=16, slow=6.0),
 }
 
 
@@ -80,7 +81,7 @@ def _patched(size):
         Step("test_calls", "/tests/test_calls", 180),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
-        Step("test_lifetime", "/tests/test_lifetime", 180),
+        Step("test_lifetime", f"MANAGED_MB={size.managed} /tests/test_lifetime", 180),
         Step("test_live patched", f"REMAPS={size.remaps} /tests/test_live", 240),
         Step("test_cost", "/tests/test_cost", 120),
         _unload("patched"),
@@ -96,9 +97,11 @@ def _patched(size):
 def unload_with_state():
     """The module refuses to go while a file holds pages, and goes without a leak once the holder was killed."""
     hold = "HOLD=1 /tests/test_lifetime hold_everything > /tmp/hold & pid=$!; "
-    wait = "for i in $(seq 100); do grep -q holding /tmp/hold && break; sleep 0.1; done; grep -q holding /tmp/hold || exit 1; "
+    wait = ("for i in $(seq 600); do grep -q holding /tmp/hold && break; sleep 0.1; done; "
+            "grep -q holding /tmp/hold || exit 1; ")  # fmt: skip
     refuse = "if rmmod nvidia_uvm; then echo 'not ok unload - rmmod succeeded while pages are held'; exit 1; fi; "
-    kill = "for p in $(pidof test_lifetime); do kill -9 $p; done; wait $pid; sleep 0.5; echo ok module_unload_with_state"
+    kill = ("for p in $(pidof test_lifetime); do kill -9 $p; done; wait $pid; sleep 0.5; "
+            "echo ok module_unload_with_state")  # fmt: skip
     return [_load("patched"), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
 
 
@@ -124,9 +127,10 @@ def steps(tier, only=None):
     size = SIZES[tier]
     out = _stock(size) + _patched(size) + unload_with_state() + fail_nth() + fatal()
     if tier == "debug":
-        out += [Step("kmemleak", "echo scan > /sys/kernel/debug/kmemleak; sleep 6; echo scan > /sys/kernel/debug/kmemleak; "
-                     "sleep 1; if grep -q . /sys/kernel/debug/kmemleak; then head -60 /sys/kernel/debug/kmemleak; "
-                     "echo 'not ok kmemleak - unreferenced objects'; exit 1; fi; echo ok kmemleak", 240)]  # fmt: skip
+        leaks = "/sys/kernel/debug/kmemleak"
+        out += [Step("kmemleak", f"echo scan > {leaks}; sleep 6; echo scan > {leaks}; sleep 1; "
+                     f"if grep -q . {leaks}; then head -60 {leaks}; echo 'not ok kmemleak - unreferenced objects'; "
+                     "exit 1; fi; echo ok kmemleak", 240)]  # fmt: skip
     for step in out:
         step.timeout = int(step.timeout * 3 * size.slow)  # an end for a hang, not a measure of speed
         if not step.quiet:  # a case that hangs ends before its step, so that it is named

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Runs vMem's kernel module on a simulated GPU in a QEMU guest: the tests, a shell, or the seeded mutants.
 
-Needs no GPU and touches nothing of the running kernel. What is fetched and built is kept in build/vm (or $VMEM_VM_CACHE).
+Needs no GPU and touches nothing of the running kernel. What is fetched and built is kept in build/vm, or in
+$VMEM_VM_CACHE.
 """
 
 import argparse
@@ -40,8 +41,9 @@ def test_programs(src, release):
         out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
         if not out.is_file():
             out.parent.mkdir(parents=True, exist_ok=True)
-            include = [f"-I{d}" for d in (src / "nvidia-uvm", src / "common/inc", TOP / "uvm_ext", HERE / "simgpu", HERE / "failmem")]
-            command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *include, "-o", out, source, *with_]
+            folders = (src / "nvidia-uvm", src / "common/inc", TOP / "uvm_ext", HERE / "simgpu", HERE / "failmem")
+            command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *(f"-I{d}" for d in folders),
+                       "-o", out, source, *with_]  # fmt: skip
             if subprocess.run(command).returncode:
                 raise Missing(f"compiling {source.name} failed")
         files[f"tests/{name}"] = out
@@ -79,7 +81,10 @@ def show(result, verbose=False):
 
 
 def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None):
-    """Boot one guest and run the steps, or those up to the first that `stop_after` says true of; returns (verdict, Guest)."""
+    """Boot one guest and run the steps, or those up to the first that `stop_after` says true of.
+
+    Returns the verdict and the Guest.
+    """
     initrd = rootfs.initramfs(CACHE / f"initramfs-{label}-{os.getpid()}.cpio", files, job_script(steps), image=image)
     log_path = CACHE / "logs" / f"{label}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +112,8 @@ def same_set(guest):
     sets = {}
     for result in guest.results:
         if result.step.name in ("test_uvm stock", "test_uvm patched"):
-            names = [frozenset(line.split()[0] for line in lines) for lines in (result.passed, result.failed, result.skipped)]
+            said = (result.passed, result.failed, result.skipped)
+            names = [frozenset(line.split()[0] for line in lines) for lines in said]
             sets[result.step.name.split()[1]] = names
     if len(sets) < 2 or sets["stock"] == sets["patched"]:
         return []
