@@ -154,7 +154,7 @@ def benches(guest, release, kernel):
 
 def shell(args, kernel, files, image, release):
     greeting = [
-        "load_gpu && load_uvm patched || echo 'loading failed: see dmesg'",
+        f"load_gpu fb_mb={MEMORY} && load_uvm patched || echo 'loading failed: see dmesg'",
         f"echo 'nvidia-uvm.ko {release} with vMem on a simulated GPU. pyvmem doctor, pyvmem bench vmm, python; "
         "load_uvm stock|patched, unload_uvm; exit ends it.'",
         "cd /vmem",
