@@ -35,7 +35,7 @@ class Size:
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
-    "debug": Size(ops=1500, fuzz=6_000, kills=5, race=3, remaps=1000, stress=40, managed=16, slow=6.0),
+    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed=16, slow=6.0),
 }
 
 
