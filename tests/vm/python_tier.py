@@ -157,6 +157,8 @@ def shell(args, kernel, files, image, release):
         f"load_gpu fb_mb={MEMORY} && load_uvm patched || echo 'loading failed: see dmesg'",
         f"echo 'nvidia-uvm.ko {release} with vMem on a simulated GPU. pyvmem doctor, pyvmem bench vmm, python; "
         "load_uvm stock|patched, unload_uvm; exit ends it.'",
+        # the interactive shell is another process: functions reach it by a file of their own
+        "echo '. /functions; . /env' > /tmp/rc; export ENV=/tmp/rc",
         "cd /vmem",
     ]
     path = CACHE / f"initramfs-shell-{os.getpid()}.cpio"
