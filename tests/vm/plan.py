@@ -12,6 +12,7 @@ PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_errors", "test_atomic", 
 ALLOWED = (
     Allowed("uvm_gpu_semaphore.c", "semaphore", "test_uvm|load", "the semaphore test sets a payload that goes back"),
     Allowed("uvm_channel.c", "channel", "test_uvm", "the channel test provokes a channel error"),
+    Allowed("uvm_channel.c", "uvm_channel_check_errors", "test_fatal", "the test makes a channel fault"),
     Allowed("uvm_lock.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_lock_test.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_mmu.c", "uvm_page_tree_init", "test_uvm", "the page-tree test's own fake GPU"),
