@@ -69,7 +69,7 @@ def environment(python, packages):
         f"export PATH=$PATH:{python.parent}",
         # random courses as long as an emulated guest has the time for
         "export HYPOTHESIS_PROFILE=brief VMEM_TEST_OPERATIONS=40 VMEM_TEST_STEPS=12000",
-        f"pyvmem() {{ {python} -m pyvmem.cli \"$@\"; }}",
+        f"pyvmem() {{ {python} -m pyvmem \"$@\"; }}",
         f"python() {{ {python} \"$@\"; }}",
         "",
     ])  # fmt: skip

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -181,6 +182,7 @@ def main():
     parser.add_argument("--boot-timeout", type=int, default=300)
     parser.add_argument("--verbose", action="store_true", help="name the skipped cases")
     args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a guest ends with this, too
     try:
         need("qemu-system-x86_64=qemu-system-x86", "busybox=busybox-static", "cc=gcc", "make=make", "strip=binutils")
         if args.action == "test":
