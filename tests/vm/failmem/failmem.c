@@ -22,8 +22,8 @@ static struct task_struct *armed;
 static u32 nth, seen, fired, line;
 static char file[64];
 
-// Where a probed call continues when it is to fail: at a bare return, as if it were the function. The stack is left alone,
-// since a probe that rides on ftrace cannot move it.
+// Where a probed call continues when it is to fail: at a bare return, as if it were the function. The stack is left
+// alone, since a probe that rides on ftrace cannot move it.
 void failmem_return(void);
 asm(".pushsection .text\n"
     ".type failmem_return, @function\n"

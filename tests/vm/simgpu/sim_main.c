@@ -171,8 +171,8 @@ static void __exit sim_exit(void)
         pma += sim_gpus[i].c.pma_live;
     // What is left was never given back by the module that used the interface. The tests take "leak" for a failure
     if (vas || allocs || tsgs || chans || dups || pma)
-        sim_log("leak: vaspaces %u allocs %d tsgs %d channels %d dups %u pma-units %llu\n", vas, allocs, tsgs, chans, dups,
-                pma);
+        sim_log("leak: vaspaces %u allocs %d tsgs %d channels %d dups %u pma-units %llu\n", vas, allocs, tsgs, chans,
+                dups, pma);
     exit_all();
 }
 

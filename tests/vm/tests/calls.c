@@ -73,7 +73,8 @@ static struct uvm_vmem_batch batch(const struct uvm *u, unsigned gpu, const stru
     return b;
 }
 
-NV_STATUS vm_map_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n, struct uvm_vmem_batch *out)
+NV_STATUS vm_map_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n,
+                     struct uvm_vmem_batch *out)
 {
     struct uvm_vmem_batch b = batch(u, gpu, ops, n);
 
@@ -83,7 +84,8 @@ NV_STATUS vm_map_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op
     return b.rmStatus;
 }
 
-NV_STATUS vm_unmap_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n, struct uvm_vmem_batch *out)
+NV_STATUS vm_unmap_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n,
+                       struct uvm_vmem_batch *out)
 {
     struct uvm_vmem_batch b = batch(u, gpu, ops, n);
 

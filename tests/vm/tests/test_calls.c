@@ -97,7 +97,8 @@ TEST(test_pages_of_a_create_do_not_overlap)
         for (unsigned i = 0; i < n; i++) {
             uint64_t at;
             CHECK_MSG(gpu_marked(&u, BASE + i * sizes[s], sizes[s], 0x1000 * s + i + 1, &at),
-                      "page %u of 0x%llx lost its data at 0x%llx", i, (unsigned long long)sizes[s], (unsigned long long)at);
+                      "page %u of 0x%llx lost its data at 0x%llx", i, (unsigned long long)sizes[s],
+                      (unsigned long long)at);
         }
         for (unsigned i = 0; i < n; i++)
             CHECK_EQ(vm_release_one(&u, first + i), NV_OK);

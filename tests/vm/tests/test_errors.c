@@ -462,8 +462,9 @@ TEST(test_err_map_elements)
                             bad[i].flags);
             b = batch_of(ops, 3);
             run(UVM_VMEM_MAP, &b);
-            CHECK_MSG(b.rmStatus == bad[i].status && b.out_failed == at, "case %u as element %u: status 0x%x, not 0x%x; out_failed %u",
-                      i, at, b.rmStatus, bad[i].status, b.out_failed);
+            CHECK_MSG(b.rmStatus == bad[i].status && b.out_failed == at,
+                      "case %u as element %u: status 0x%x, not 0x%x; out_failed %u", i, at, b.rmStatus,
+                      bad[i].status, b.out_failed);
             CHECK_EQ(b.out_pushes, 0);
         }
     UNCHANGED(&s);

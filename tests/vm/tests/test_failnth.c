@@ -1,5 +1,5 @@
-// Every allocation on the way of every call fails once, and every call into RM and for physical memory: the call says so
-// and has changed nothing, then works when tried again.
+// Every allocation on the way of every call fails once, and every call into RM and for physical memory: the call says
+// so and has changed nothing, then works when tried again.
 //
 // SPDX-License-Identifier: MIT
 #include "calls.h"
@@ -163,12 +163,14 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
             continue;
         }
         refused++;
-        CHECK_MSG(status == NV_ERR_NO_MEMORY, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file, f.line, status);
+        CHECK_MSG(status == NV_ERR_NO_MEMORY, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file,
+                  f.line, status);
         vm_state_same(&u, BASE, &before, true);
         vm_state_free(&before);
         sim_check(0);
         status = s->call();
-        CHECK_MSG(status == NV_OK, "%s: after failure %u (%s:%u) the same call answers 0x%x", s->name, nth, f.file, f.line, status);
+        CHECK_MSG(status == NV_OK, "%s: after failure %u (%s:%u) the same call answers 0x%x", s->name, nth, f.file,
+                  f.line, status);
         s->undo();
     }
     FAIL("%s: no end of failures", s->name);

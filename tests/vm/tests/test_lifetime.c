@@ -42,7 +42,8 @@ TEST(test_released_page_comes_back_zeroed)
         for (int round = 0; round < 3; round++) {
             CHECK_EQ(vm_create(&u, sizes[s], 1, &h), NV_OK);
             CHECK_EQ(vm_map(&u, BASE, sizes[s], h, 0, 0), NV_OK);
-            CHECK_MSG(all_zero(&u, BASE, sizes[s]), "a page of 0x%llx is not zero in round %d", (unsigned long long)sizes[s], round);
+            CHECK_MSG(all_zero(&u, BASE, sizes[s]), "a page of 0x%llx is not zero in round %d",
+                      (unsigned long long)sizes[s], round);
             fill(&u, BASE, sizes[s]);
             CHECK_EQ(vm_release_one(&u, h), NV_OK);
         }

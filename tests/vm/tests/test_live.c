@@ -48,7 +48,8 @@ TEST(test_live_replace_never_invalid)
         CHECK_EQ(vm_map(&u, BASE, KB(64), h + i % 2, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
     l = loop_end(l);
     check_no_gap(l);
-    CHECK_MSG(l.changes >= n / 2, "the engine saw %llu changes in %llu remaps", (unsigned long long)l.changes, (unsigned long long)n);
+    CHECK_MSG(l.changes >= n / 2, "the engine saw %llu changes in %llu remaps", (unsigned long long)l.changes,
+              (unsigned long long)n);
     vmtest_figure("live_remaps", n, "remaps");
     vmtest_figure("live_reads", l.reads, "reads");
     vmtest_figure("live_invalid_patched", l.invalid, "reads");
@@ -160,7 +161,8 @@ TEST(test_stock_remap_is_seen_invalid)
     for (uint64_t i = 0; i < n; i++)
         CHECK_EQ(uvm_map_external(&u, 0, BASE + MB(2), KB(64), 0, 50 + i % 2), NV_OK);
     l = loop_end(l);
-    CHECK_MSG(l.invalid > 0, "%llu remaps and %llu reads, none of an invalid entry", (unsigned long long)n, (unsigned long long)l.reads);
+    CHECK_MSG(l.invalid > 0, "%llu remaps and %llu reads, none of an invalid entry", (unsigned long long)n,
+              (unsigned long long)l.reads);
     vmtest_figure("stock_remaps", n, "remaps");
     vmtest_figure("stock_reads", l.reads, "reads");
     vmtest_figure("live_invalid_stock", l.invalid, "reads");

@@ -24,7 +24,8 @@ static bool among(NV_STATUS status, const NV_STATUS *ok, unsigned n)
 #define EXPECT(call, ...)                                                                    \
     do {                                                                                     \
         NV_STATUS s_ = (call);                                                               \
-        CHECK_MSG(among(s_, (NV_STATUS[]){ __VA_ARGS__ }, COUNT(((NV_STATUS[]){ __VA_ARGS__ }))), "%s: 0x%x", #call, s_); \
+        static const NV_STATUS among_[] = { __VA_ARGS__ };                                   \
+        CHECK_MSG(among(s_, among_, COUNT(among_)), "%s: 0x%x", #call, s_);                  \
     } while (0)
 
 // Maps, replaces, unmaps and releases pages of its own.
@@ -204,8 +205,8 @@ static void *tolerant_mapper(void *arg)
     while (!stop) {
         EXPECT(vm_create(&u, KB(64), 4, &h), NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_NO_MEMORY);
         for (unsigned i = 0; i < 4; i++)
-            EXPECT(vm_map(&u, BASE + rng_below(&rng, SLOTS * 32) * GRANULE, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK,
-                   NV_ERR_INVALID_DEVICE, NV_ERR_INVALID_OBJECT_HANDLE);
+            EXPECT(vm_map(&u, BASE + rng_below(&rng, SLOTS * 32) * GRANULE, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE),
+                   NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_INVALID_OBJECT_HANDLE);
         EXPECT(vm_unmap(&u, BASE, SLOTS * SLOT, 0), NV_OK, NV_ERR_INVALID_DEVICE);
         for (unsigned i = 0; i < 4; i++)
             EXPECT(vm_release_one(&u, h + i), NV_OK, NV_ERR_INVALID_OBJECT_HANDLE);

@@ -37,7 +37,8 @@ static void bad(const char *what, unsigned g)
 {
     struct simgpu_pte p = sim_pte(&u, va_of(g));
 
-    FAIL("after %llu operations (SEED %ld): %s at granule %u: shadow state %u page %u part %u; table state %u phys 0x%llx size 0x%x",
+    FAIL("after %llu operations (SEED %ld): %s at granule %u: shadow state %u page %u part %u; "
+         "table state %u phys 0x%llx size 0x%x",
          (unsigned long long)ops_done, env_long("SEED", 1), what, g, now.spots[g].state, now.spots[g].page,
          now.spots[g].part, p.state, (unsigned long long)p.phys, p.page_size);
 }
@@ -249,8 +250,8 @@ static void do_map(void)
         // but an address in use may be found later or earlier than that one
         CHECK(status == want || status == NV_ERR_UVM_ADDRESS_IN_USE || want == NV_ERR_UVM_ADDRESS_IN_USE);
     } else {
-        CHECK_MSG(status == NV_OK, "after %llu operations: map failed with 0x%x at element %u", (unsigned long long)ops_done,
-                  status, b.out_failed);
+        CHECK_MSG(status == NV_OK, "after %llu operations: map failed with 0x%x at element %u",
+                  (unsigned long long)ops_done, status, b.out_failed);
     }
     if (fails < 0) {
         now = next;
@@ -303,8 +304,8 @@ static void do_unmap(void)
     status = vm_unmap_ops(&u, 0, ops, n, &b);
     if (status == NV_ERR_NO_MEMORY)
         return;
-    CHECK_MSG(status == NV_OK, "after %llu operations: unmap failed with 0x%x at element %u", (unsigned long long)ops_done, status,
-              b.out_failed);
+    CHECK_MSG(status == NV_OK, "after %llu operations: unmap failed with 0x%x at element %u",
+              (unsigned long long)ops_done, status, b.out_failed);
     now = next;
     lo &= ~31u;
     hi = (hi + 31) & ~31u;

@@ -49,8 +49,8 @@ static void verdict(const char *what, int rc, NV_STATUS status)
 NO_GPU(uvm_rng_sanity, RNG_SANITY, 0)
 NO_GPU(uvm_range_tree_directed, RANGE_TREE_DIRECTED, 0)
 NO_GPU(uvm_range_tree_random, RANGE_TREE_RANDOM, .seed = 1, .main_iterations = 400, .high_probability = 60,
-       .add_remove_shrink_group_probability = 50, .shrink_probability = 25, .collision_checks = 10, .iterator_checks = 10,
-       .max_end = ~0ull, .max_ranges = 1000, .max_batch_count = 100, .max_attempts = 100)
+       .add_remove_shrink_group_probability = 50, .shrink_probability = 25, .collision_checks = 10,
+       .iterator_checks = 10, .max_end = ~0ull, .max_ranges = 1000, .max_batch_count = 100, .max_attempts = 100)
 NO_GPU(uvm_page_tree, PAGE_TREE, 0)
 NO_GPU(uvm_lock_sanity, LOCK_SANITY, 0)
 NO_GPU(uvm_perf_utils_sanity, PERF_UTILS_SANITY, 0)
