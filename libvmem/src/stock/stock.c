@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define ARENA_MIN (STOCK_SLOT / 2)
+#define ARENA_MIN (UINT64_C(16) << 20)
 #define ARENA_MAX (UINT64_C(4) << 30)
 #define UVM_FDS 64
 

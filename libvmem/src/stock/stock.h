@@ -17,7 +17,7 @@
 #define STOCK_BLOCK VMEM_PAGE_2M
 // Zeroed memory of ours for taking whole blocks away by 2 MiB entries, this much in a call. The handle of the
 // backdrop is CUDA's and cannot be mapped again.
-#define STOCK_SCRATCH (UINT64_C(16) << 20)
+#define STOCK_SCRATCH (UINT64_C(32) << 20)
 
 struct stock {
     struct vmem__cuda cuda; // first: vmem__cuda_op_*()
