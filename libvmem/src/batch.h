@@ -67,41 +67,56 @@ static inline uint64_t leaf_end(const struct vmem__space *s, uint64_t addr, uint
 }
 
 // The page at a mapped slot.
-static inline struct vmem__page *slot_page(vmem_context *ctx, const struct vmem__slot *slot, struct vmem__arena_rec **a)
+static inline struct vmem__page *slot_page(vmem_context *ctx, const uint64_t *slot, struct vmem__arena_rec **a)
 {
-    uint64_t frame = (slot->frame & ~SLOT_PENDING) - 1;
+    uint64_t frame = vmem__slot_frame(*slot) - 1;
     *a = vmem__frame_arena(ctx, frame);
     return vmem__frame_page(*a, frame);
 }
 
 // ---- the pages' lists of addresses --------------------------------------------------------------------------
 
-static inline struct vmem__slot *slot_at(vmem_context *ctx, uint64_t addr)
+static inline struct vmem__link *link_at(vmem_context *ctx, uint64_t addr)
 {
     struct vmem__space *s = vmem__space_find(ctx, addr);
-    return vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
+    struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+    return &leaf->links[vmem__slot_in(s, leaf, addr) - leaf->slots];
 }
 
-// Enters a page that is mapped at a slot now; the frames of its slots are the caller's to write.
-static inline void link_page(vmem_context *ctx, uint64_t addr, struct vmem__slot *slot, struct vmem__page *p)
+// Enters a page that is mapped at addr now; its slots are the caller's to write.
+static inline void link_page(vmem_context *ctx, uint64_t addr, struct vmem__page *p)
 {
-    slot->prev = 0;
-    slot->next = p->mapping;
-    if (p->mapping)
-        slot_at(ctx, p->mapping)->prev = addr;
+    if (VMEM__UNLIKELY(p->mappings)) {
+        struct vmem__link *other = link_at(ctx, p->mapping);
+        other->prev = addr;
+        if (p->mappings == 1)
+            other->next = 0;
+        *link_at(ctx, addr) = (struct vmem__link){.next = p->mapping};
+    }
     p->mapping = addr;
     p->mappings++;
 }
 
-static inline void unlink_page(vmem_context *ctx, struct vmem__slot *slot, struct vmem__page *p)
+static inline void unlink_page(vmem_context *ctx, uint64_t addr, struct vmem__page *p)
 {
-    if (slot->next)
-        slot_at(ctx, slot->next)->prev = slot->prev;
-    if (slot->prev)
-        slot_at(ctx, slot->prev)->next = slot->next;
-    else
-        p->mapping = slot->next;
+    if (VMEM__LIKELY(p->mappings == 1)) {
+        p->mapping = 0;
+    } else {
+        const struct vmem__link link = *link_at(ctx, addr);
+        if (link.next)
+            link_at(ctx, link.next)->prev = link.prev;
+        if (link.prev)
+            link_at(ctx, link.prev)->next = link.next;
+        else
+            p->mapping = link.next;
+    }
     p->mappings--;
+}
+
+// The address after addr that the page is mapped at, or 0.
+static inline uint64_t next_mapping(vmem_context *ctx, uint64_t addr, const struct vmem__page *p)
+{
+    return p->mappings > 1 ? link_at(ctx, addr)->next : 0;
 }
 
 // Bytes mapped at a range, more or less.

@@ -42,7 +42,7 @@ static int find_holes(vmem_context *ctx, const struct vmem_range *range, uint64_
     const struct vmem__space *s = vmem__space_find(ctx, range->addr);
     for (uint64_t addr = range->addr; addr < range->addr + range->length; addr += page_size) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        uint64_t frame = leaf ? vmem__slot_in(s, leaf, addr)->frame & ~SLOT_PENDING : 0;
+        uint64_t frame = leaf ? vmem__slot_frame(*vmem__slot_in(s, leaf, addr)) : 0;
         if (!frame) {
             struct vmem_map_op *op = append(ops, sizeof(*op));
             if (!op)
@@ -108,7 +108,7 @@ static int find_pages(vmem_context *ctx, const struct vmem_range *range, struct 
     uint64_t step;
     for (uint64_t addr = range->addr, end = addr + range->length; addr < end; addr += step) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        uint64_t frame = leaf ? vmem__slot_in(s, leaf, addr)->frame & ~SLOT_PENDING : 0;
+        uint64_t frame = leaf ? vmem__slot_frame(*vmem__slot_in(s, leaf, addr)) : 0;
         step = leaf ? UNIT : UNIT * LEAF_SLOTS - (addr - s->b.addr) % (UNIT * LEAF_SLOTS);
         if (!frame)
             continue;

@@ -19,7 +19,7 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
         uint64_t stop = end < s->b.addr + s->b.length ? end : s->b.addr + s->b.length;
         for (at -= at % UNIT; at < stop; at += UNIT) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, at);
-            if (!leaf || !(vmem__slot_in(s, leaf, at)->frame & ~SLOT_PENDING))
+            if (!leaf || !vmem__slot_frame(*vmem__slot_in(s, leaf, at)))
                 return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what,
                                    addr, length, at);
         }

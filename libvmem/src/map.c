@@ -4,18 +4,18 @@
 #include "batch.h"
 
 // Whether the pages mapped under [addr, addr + units) may be replaced: they lie inside it, and no other call has them.
-static int check_slots(struct batch *b, const struct vmem__slot *slot, uint32_t units, uint64_t addr)
+static int check_slots(struct batch *b, const uint64_t *slot, uint32_t units, uint64_t addr)
 {
     for (uint32_t u = 0; u < units; u++) {
-        const uint64_t at = addr + u * UNIT, frame = slot[u].frame & ~SLOT_PENDING;
-        if (!slot[u].frame)
+        const uint64_t at = addr + u * UNIT, frame = vmem__slot_frame(slot[u]);
+        if (!slot[u])
             continue;
-        uint32_t owner = (uint32_t)slot[u].next;
+        uint32_t owner = (uint32_t)slot[u];
         if (frame) {
             struct vmem__arena_rec *a = vmem__frame_arena(b->ctx, frame - 1);
             const struct vmem__page *unit = &a->pages[frame - 1 - a->base], *old = vmem__frame_page(a, frame - 1);
             owner = old->token;
-            if (!(slot[u].frame & SLOT_PENDING) && (!owner || owner == b->token)) {
+            if (!(slot[u] & SLOT_PENDING) && (!owner || owner == b->token)) {
                 if (!(b->flags & VMEM_MAP_REPLACE))
                     return vmem__error(-EEXIST, "addr 0x%" PRIx64 ": a page is mapped at 0x%" PRIx64
                                        " already, and VMEM_MAP_REPLACE is not set", addr, at);
@@ -44,15 +44,15 @@ static uint64_t page_size_of(uint64_t x)
 
 // Adds the runs of one page that replaces others: one for each stretch of old memory that is itself consecutive.
 static int add_replacing(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__arena_rec *a,
-                         uint64_t offset, const struct vmem__slot *slot, uint32_t units, size_t i)
+                         uint64_t offset, const uint64_t *slot, uint32_t units, size_t i)
 {
     int rc = 0;
     for (uint32_t u = 0, end; u < units && !rc; u = end) {
-        const uint64_t frame = slot[u].frame & ~SLOT_PENDING;
+        const uint64_t frame = vmem__slot_frame(slot[u]);
         struct vmem__arena_rec *old = frame ? vmem__frame_arena(b->ctx, frame - 1) : NULL;
         // Frames of different arenas are never consecutive, so the frames alone tell.
         for (end = u + 1; end < units; end++) {
-            if ((slot[end].frame & ~SLOT_PENDING) != (frame ? frame + (end - u) : 0))
+            if (vmem__slot_frame(slot[end]) != (frame ? frame + (end - u) : 0))
                 break;
         }
         const uint64_t shift = u * UNIT, length = (end - u) * UNIT;
@@ -63,24 +63,25 @@ static int add_replacing(struct batch *b, struct vmem__space *s, uint64_t addr, 
     return rc;
 }
 
-static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, struct vmem__slot *slot, uint32_t units)
+static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *slot, uint32_t units)
 {
     leaf->used += units;
     for (uint32_t u = 0; u < units; u++)
-        slot[u] = (struct vmem__slot){.frame = SLOT_PENDING, .next = b->token};
+        slot[u] = SLOT_PENDING | SLOT_COMING | b->token;
 }
 
 // Marks the elements after ops[0] that continue its run: same leaf, pages of the same size next to each other, nothing
 // mapped there. They need no look-up, which is most of an element's cost. Returns how many.
 static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__space *s,
-                           struct vmem__leaf *leaf, struct vmem__slot *slot, struct vmem__arena_rec *a,
+                           struct vmem__leaf *leaf, uint64_t *slot, struct vmem__arena_rec *a,
                            struct vmem__page *p)
 {
     const uint32_t units = p->units;
     const uint64_t size = units * UNIT, range_end = s->b.addr + s->b.length;
-    const struct vmem__slot *const slots_end = leaf->slots + LEAF_SLOTS;
+    const uint64_t *const slots_end = leaf->slots + LEAF_SLOTS;
     const struct vmem__page *const arena_end = a->pages + a->units;
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
+    const uint64_t mark = SLOT_PENDING | SLOT_COMING | b->token;
     size_t i = 1;
     for (; i < n; i++) {
         addr += size;
@@ -94,12 +95,14 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
             break;
         uint64_t any = 0;
         for (uint32_t u = 0; u < units; u++)
-            any |= slot[u].frame;
+            any |= slot[u];
         if (any)
             break;
-        mark_empty(b, leaf, slot, units);
+        for (uint32_t u = 0; u < units; u++)
+            slot[u] = mark;
         p->token = b->token;
     }
+    leaf->used += (uint32_t)(i - 1) * units;
     b->runs[b->n - 1].length += (i - 1) * size;
     return i - 1;
 }
@@ -129,10 +132,10 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
     if (VMEM__UNLIKELY(!leaf) && !(leaf = vmem__leaf_new(ctx, s, addr)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    struct vmem__slot *slot = vmem__slot_in(s, leaf, addr);
+    uint64_t *slot = vmem__slot_in(s, leaf, addr);
     uint64_t any = 0;
     for (uint32_t u = 0; u < units; u++)
-        any |= slot[u].frame;
+        any |= slot[u];
     int rc = any ? check_slots(b, slot, units, addr) : 0;
     if (!rc)
         rc = any ? add_replacing(b, s, addr, a, offset, slot, units, i)
@@ -145,10 +148,10 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     p->token = b->token;
     if (VMEM__UNLIKELY(any)) {
         for (uint32_t u = 0; u < units; u++) {
-            if (slot[u].frame) {
-                struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot[u].frame - 1);
-                vmem__frame_page(old, slot[u].frame - 1)->token = b->token;
-                slot[u].frame |= SLOT_PENDING;
+            if (slot[u]) {
+                struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot[u] - 1);
+                vmem__frame_page(old, slot[u] - 1)->token = b->token;
+                slot[u] |= SLOT_PENDING;
             } else {
                 mark_empty(b, leaf, &slot[u], 1);
             }
@@ -169,7 +172,7 @@ static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
 
     for (const uint64_t end = addr + run->length; addr < end; addr += old->units * UNIT, old += old->units) {
         old->token = 0;
-        unlink_page(ctx, vmem__slot_in(s, vmem__leaf_get(s, addr), addr), old);
+        unlink_page(ctx, addr, old);
     }
     count_mapped(ctx, s, -run->length);
 }
@@ -186,18 +189,13 @@ static void commit_map(vmem_context *ctx, const struct vmem__run *run)
         unlink_old(ctx, run);
     count_mapped(ctx, s, run->length);
     for (const uint64_t end = addr + run->length; addr < end;) {
-        struct vmem__slot *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
-        for (const uint64_t stop = leaf_end(s, addr, end); addr < stop;) {
-            uint32_t n = 1;
+        uint64_t *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
+        for (const uint64_t stop = leaf_end(s, addr, end); addr < stop; p++, addr += UNIT) {
             if (p->state == UNIT_PAGE) {
                 p->token = 0;
-                link_page(ctx, addr, slot, p);
-                n = p->units * UNIT <= stop - addr ? p->units : (uint32_t)((stop - addr) / UNIT);
+                link_page(ctx, addr, p);
             }
-            p += n;
-            addr += n * UNIT;
-            while (n--)
-                slot++->frame = ++frame;
+            *slot++ = ++frame;
         }
     }
 }
@@ -211,13 +209,13 @@ static void undo_map(vmem_context *ctx, const struct vmem__run *run)
         if (p->state == UNIT_PAGE)
             p->token = 0;
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        struct vmem__slot *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
-        if (!slot || !(slot->frame & SLOT_PENDING))
+        uint64_t *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
+        if (!slot || !(*slot & SLOT_PENDING))
             continue;
-        slot->frame &= ~SLOT_PENDING;
-        if (slot->frame) {
-            struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot->frame - 1);
-            vmem__frame_page(old, slot->frame - 1)->token = 0;
+        *slot = vmem__slot_frame(*slot);
+        if (*slot) {
+            struct vmem__arena_rec *old = vmem__frame_arena(ctx, *slot - 1);
+            vmem__frame_page(old, *slot - 1)->token = 0;
         } else {
             vmem__leaf_put(ctx, s, leaf, addr, 1);
         }
@@ -271,17 +269,17 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
     struct vmem__space *s = vmem__space_find(ctx, addr);
     if (s) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        const struct vmem__slot *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
+        const uint64_t *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
         *page = 0;
         if (offset)
             *offset = 0;
-        if (slot && (slot->frame & ~SLOT_PENDING)) {
+        if (slot && vmem__slot_frame(*slot)) {
             struct vmem__arena_rec *a;
             const struct vmem__page *p = slot_page(ctx, slot, &a);
             uint64_t frame = vmem__page_frame(a, p);
             *page = (vmem_page)p->generation << FRAME_BITS | frame;
             if (offset)
-                *offset = ((slot->frame & ~SLOT_PENDING) - 1 - frame) * UNIT + addr % UNIT;
+                *offset = (vmem__slot_frame(*slot) - 1 - frame) * UNIT + addr % UNIT;
         }
     }
     vmem__unlock(ctx);

@@ -26,6 +26,8 @@ static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_pag
     struct vmem__arena_rec *a = piece->arena;
     for (uint32_t u = piece->first; u < piece->first + piece->units; u += units) {
         struct vmem__page *p = &a->pages[u];
+        // Before the state beside it is written: a word read after a byte's store waits for that.
+        *out++ = (vmem_page)p->generation << FRAME_BITS | (a->base + u);
         p->mapping = 0;
         p->mappings = 0;
         p->token = 0;
@@ -35,7 +37,6 @@ static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_pag
             p[i].state = UNIT_REST;
             p[i].units = i;
         }
-        *out++ = (vmem_page)p->generation << FRAME_BITS | (a->base + u);
     }
 }
 

@@ -8,35 +8,35 @@
 // ---- unmap --------------------------------------------------------------------------------------------------
 
 // Marks a mapped page's first slot and adds its run.
-static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__slot *slot,
-                      struct vmem__arena_rec *a, struct vmem__page *p, size_t i)
+static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t addr, uint64_t *slot,
+                             struct vmem__arena_rec *a, struct vmem__page *p, size_t i)
 {
     const uint64_t size = p->units * UNIT;
     int rc = batch_add(b, s, addr, size, a, (uint64_t)(p - a->pages) * UNIT, NULL, 0, size, true, i);
     if (rc)
         return rc;
-    slot->frame |= SLOT_PENDING;
+    *slot |= SLOT_PENDING;
     p->token = b->token;
     return 0;
 }
 
 // Marks the pages in `length` bytes from a slot that continue the run of the page at it: of its size, next to each other,
 // nobody's. They need no look-up. Returns their bytes.
-static uint64_t continue_unmap(struct batch *b, struct vmem__slot *slot, uint64_t length, struct vmem__arena_rec *a,
+static uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length, struct vmem__arena_rec *a,
                                struct vmem__page *p)
 {
     const uint32_t units = p->units;
     const struct vmem__page *const arena_end = a->pages + a->units;
-    const struct vmem__slot *const end = slot + length / UNIT;
+    const uint64_t *const end = slot + length / UNIT;
     uint64_t frame = vmem__page_frame(a, p) + 1, bytes = 0;
     for (;; bytes += units * UNIT) {
         slot += units;
         frame += units;
         p += units;
-        if (end - slot < units || slot->frame != frame || p == arena_end || p->state != UNIT_PAGE ||
+        if (end - slot < units || *slot != frame || p == arena_end || p->state != UNIT_PAGE ||
             p->units != units || p->token)
             break;
-        slot->frame |= SLOT_PENDING;
+        *slot |= SLOT_PENDING;
         p->token = b->token;
     }
     b->runs[b->n - 1].length += bytes;
@@ -60,21 +60,21 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
             step = leaf_end(s, addr, end) - addr;
             continue;
         }
-        struct vmem__slot *slot = vmem__slot_in(s, leaf, addr);
-        if (!slot->frame)
+        uint64_t *slot = vmem__slot_in(s, leaf, addr);
+        if (!*slot)
             continue;
-        if (slot->frame == SLOT_PENDING)
+        if (*slot & SLOT_COMING)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call maps there", addr);
         struct vmem__arena_rec *a;
         struct vmem__page *p = slot_page(ctx, slot, &a);
         step = p->units * UNIT;
-        const bool cuts_start = vmem__page_frame(a, p) != (slot->frame & ~SLOT_PENDING) - 1;
+        const bool cuts_start = vmem__page_frame(a, p) != vmem__slot_frame(*slot) - 1;
         if (cuts_start || step > end - addr)
             return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", op->addr,
                                op->length, cuts_start ? "start" : "end");
         if (p->token && p->token != b->token)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
-        if (slot->frame & SLOT_PENDING)
+        if (*slot & SLOT_PENDING)
             continue; // an earlier element unmaps it
         int rc = mark_unmap(b, s, addr, slot, a, p, i);
         if (rc)
@@ -97,21 +97,23 @@ static void finish_unmap(struct batch *b, bool commit)
             count_mapped(ctx, s, -run->length);
         for (const uint64_t end = addr + run->length; addr < end;) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-            struct vmem__slot *slot = vmem__slot_in(s, leaf, addr);
+            uint64_t *slot = vmem__slot_in(s, leaf, addr);
             const uint64_t first = addr, stop = leaf_end(s, addr, end);
             for (uint32_t units; addr < stop; addr += units * UNIT, slot += units, p += units) {
                 units = p->units;
                 p->token = 0;
-                slot->frame &= ~SLOT_PENDING;
-                if (!commit)
-                    continue;
-                unlink_page(ctx, slot, p);
-                for (uint32_t u = 0; u < units; u++)
-                    slot[u].frame = 0;
-                ctx->unmap_ops++;
+                if (commit) {
+                    unlink_page(ctx, addr, p);
+                    ctx->unmap_ops++;
+                } else {
+                    *slot &= ~SLOT_PENDING;
+                }
             }
-            if (commit)
-                vmem__leaf_put(ctx, s, leaf, first, (uint32_t)((stop - first) / UNIT));
+            if (commit) {
+                const uint32_t units = (uint32_t)((stop - first) / UNIT);
+                memset(vmem__slot_in(s, leaf, first), 0, units * sizeof *slot);
+                vmem__leaf_put(ctx, s, leaf, first, units);
+            }
         }
     }
     if (commit)
@@ -150,7 +152,7 @@ int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length)
 // Marks the pages after pages[0] that continue it: of its size, physically next to it, and either mapped nowhere, as it
 // is, or at one address each, next to its slot. They need no look-up. Returns how many.
 static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n, struct vmem__space *s,
-                               struct vmem__slot *slot, struct vmem__arena_rec *a, struct vmem__page *p)
+                               uint64_t *slot, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint32_t units = p->units, mappings = p->mappings;
     const struct vmem__page *const arena_end = a->pages + a->units;
@@ -168,7 +170,7 @@ static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n
             slot += units;
             if (p->mapping != addr || addr == stop)
                 break;
-            slot->frame |= SLOT_PENDING;
+            *slot |= SLOT_PENDING;
         }
         p->token = b->token;
     }
@@ -192,8 +194,8 @@ static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, si
     if (p->token)
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", page);
     struct vmem__space *s = NULL;
-    struct vmem__slot *slot = NULL;
-    for (uint64_t addr = p->mapping; addr; addr = slot->next) {
+    uint64_t *slot = NULL;
+    for (uint64_t addr = p->mapping; addr; addr = next_mapping(ctx, addr, p)) {
         s = vmem__space_find(ctx, addr);
         slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
         int rc = mark_unmap(b, s, addr, slot, a, p, i);

@@ -51,7 +51,7 @@ enum vmem__state {
 struct vmem__page {
     union {
         struct {              // UNIT_PAGE
-            uint64_t mapping; // first address it is mapped at (others: vmem__slot.next), 0 when nowhere
+            uint64_t mapping; // first address it is mapped at (others: vmem__link.next), 0 when nowhere
             uint32_t mappings;
             uint32_t token; // of the call that works on it; 0: none
         };
@@ -98,13 +98,20 @@ struct vmem__piece {
 
 // ---- address space (range.c) --------------------------------------------------------------------------------
 
+// A slot, one per 64 KiB of a range: frame + 1 of the unit that is mapped here, 0 for none. While a call works on it,
+// with SLOT_PENDING; if it was empty before, both marks and the token of that call.
 #define SLOT_PENDING (UINT64_C(1) << 63)
+#define SLOT_COMING (UINT64_C(1) << 62)
+// What is mapped there, as frame + 1, or 0.
+static inline uint64_t vmem__slot_frame(uint64_t slot)
+{
+    return slot & SLOT_COMING ? 0 : slot & ~SLOT_PENDING;
+}
 
-// One per 64 KiB of a range.
-struct vmem__slot {
-    uint64_t frame; // frame + 1 of the unit mapped here, 0 for none; SLOT_PENDING
-    uint64_t next;  // first slot of a page: next and previous address the page is mapped at.
-    uint64_t prev;  // Unmapped and pending: next is the token of the call that maps here.
+// At the first slot of a page that is mapped at several addresses: the next and the previous of them. Of a page with one
+// address only this says nothing, so that most pages' links are never touched.
+struct vmem__link {
+    uint64_t next, prev;
 };
 
 #define LEAF_SHIFT 8
@@ -112,7 +119,8 @@ struct vmem__slot {
 struct vmem__leaf {
     uint32_t used; // slots mapped or pending; the leaf goes when it falls to 0
     struct vmem__leaf *spare; // the next one, in vmem_context.spare
-    struct vmem__slot slots[LEAF_SLOTS];
+    uint64_t slots[LEAF_SLOTS];
+    struct vmem__link links[LEAF_SLOTS];
 };
 
 struct vmem__space {
@@ -229,7 +237,7 @@ static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uin
 {
     return s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
 }
-static inline struct vmem__slot *vmem__slot_in(const struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr)
+static inline uint64_t *vmem__slot_in(const struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr)
 {
     return &leaf->slots[((addr - s->b.addr) >> UNIT_SHIFT) & (LEAF_SLOTS - 1)];
 }
