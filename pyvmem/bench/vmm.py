@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 from time import perf_counter_ns
 
 import numpy as np
@@ -27,6 +28,7 @@ PAPER = {
 
 RANGE = 1 << 30
 BATCH = 1024
+TURN = 20
 TIB = 1 << 40
 
 
@@ -45,45 +47,74 @@ def backdrop_flag(context):
     return lib.VMEM_RESERVE_BACKDROP if "backdrop" in context.info().capabilities else 0
 
 
-def single_calls(context, page_size, n):
-    """{metric: nanoseconds[n]} of single calls."""
-    flags = backdrop_flag(context)
-    (reserve, free), raw = _arrays(2, min(n, 200))
-    _check(lib.pv_bench_reserve(context._use(), RANGE, flags, len(reserve), *raw))
-    (create, map_, unmap, release), raw = _arrays(4, n)
-    context.prealloc(64 * MIB)  # a driver call for memory once in many pages is no part of any page's latency
-    with context.reserve(RANGE, backdrop=bool(flags)) as range_:
-        _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, RANGE, n, *raw))
-    seen = {
-        "reserve 1 GiB": reserve,
-        "create": create,
-        "map": map_,
-        "unmap": unmap,
-        "release, unmap included": release,
-        "free 1 GiB": free,
-    }
-    if flags:
-        (create, map_, unmap, release), raw = _arrays(4, n)
-        with context.reserve(RANGE, backdrop=False) as range_:
-            _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, RANGE, n, *raw))
-        seen["map, no backdrop"] = map_
-        seen["release, unmap included, no backdrop"] = release
-    return seen
+class Calls:
+    """Single calls at one page size, n of each, in rounds: `round(first, count)`; then `seen` is {metric: nanoseconds[n]}."""
+
+    def __init__(self, context, page_size, n, stack):
+        self.context, self.page_size = context, page_size
+        flags = backdrop_flag(context)
+        (reserve, free), raw = _arrays(2, min(n, 200))
+        _check(lib.pv_bench_reserve(context._use(), RANGE, flags, len(reserve), *raw))
+        self.seen = {"reserve 1 GiB": reserve, "free 1 GiB": free}
+        self._rows = []  # (reservation, arrays)
+        names = ("create", "map", "unmap", "release, unmap included")
+        for backdrop in (True, False) if flags else (False,):
+            range_ = stack.enter_context(context.reserve(RANGE, backdrop=backdrop))
+            arrays, raw = _arrays(len(names), n)
+            self._rows.append((range_, raw))
+            if backdrop == bool(flags):
+                self.seen |= zip(names, arrays)
+            else:
+                self.seen |= {"map, no backdrop": arrays[1], "release, unmap included, no backdrop": arrays[3]}
+
+    def round(self, first, count):
+        for range_, raw in self._rows:
+            # A driver call for memory once in many pages is no part of any page's latency.
+            self.context.prealloc(64 * MIB)
+            _check(lib.pv_bench_pages(self.context._use(), self.page_size, range_.addr, RANGE, first, count, *raw))
 
 
-def bare_cuda(device, n):
-    """{metric: nanoseconds[n]} of CUDA's own calls at 2 MiB."""
-    (reserve, create, map_, access, unmap, release, free), raw = _arrays(7, n)
-    _check(lib.pv_bench_cuda(device, RANGE, n, *raw))
-    return {
-        "reserve 1 GiB": reserve,
-        "create": create,
-        "map": map_,
-        "cuMemSetAccess, of map": access,
-        "unmap": unmap,
-        "release, unmap included": unmap + release,
-        "free 1 GiB": free,
-    }
+class CudaCalls:
+    """The same of CUDA's own calls, at 2 MiB."""
+
+    def __init__(self, device, n, stack):
+        cuda = ffi.new("pv_cuda **")
+        _check(lib.pv_bench_cuda_open(device, RANGE, cuda))
+        self._cuda = cuda[0]
+        stack.callback(lib.pv_bench_cuda_close, self._cuda)
+        (reserve, free), raw = _arrays(2, n)
+        _check(lib.pv_bench_cuda_reserve(self._cuda, n, *raw))
+        (create, map_, access, unmap, release), self._raw = _arrays(5, n)
+        self._release = release, unmap
+        self.seen = {
+            "reserve 1 GiB": reserve,
+            "create": create,
+            "map": map_,
+            "cuMemSetAccess, of map": access,
+            "unmap": unmap,
+            "release, unmap included": np.zeros(n, np.uint64),
+            "free 1 GiB": free,
+        }
+
+    def round(self, first, count):
+        _check(lib.pv_bench_cuda_pages(self._cuda, first, count, *self._raw))
+        part = slice(first, first + count)
+        self.seen["release, unmap included"][part] = self._release[0][part] + self._release[1][part]
+
+
+def single_calls(session, context, sizes, n):
+    """[(backend or None, page size, {metric: nanoseconds[n]})] of single calls, CUDA's too where there is CUDA.
+
+    In turns of some ten calls each, so that a machine whose speed changes is as fast for one as for the other.
+    """
+    with contextlib.ExitStack() as stack:
+        rows = [(None, size, Calls(context, size, n, stack)) for size in sizes]
+        if "gpu" in context.info().capabilities:
+            rows.append(("cuda-bare", 2 * MIB, CudaCalls(session.args.device, n, stack)))
+        for first in session.track(range(0, n, TURN), "single calls"):
+            for _, _, calls in rows:
+                calls.round(first, min(TURN, n - first))
+        return [(backend, size, calls.seen) for backend, size, calls in rows]
 
 
 def scattered(n, seed=0):
@@ -159,13 +190,13 @@ def run(session):
                     session.record(us, context, metric, "us", page_size=page_size, backend=backend, paper=figure)
                 )
 
-        for page_size in session.track(session.page_sizes(context), "page sizes"):
-            add(single_calls(context, page_size, n), page_size)
+        sizes = session.page_sizes(context)
+        for backend, page_size, seen in single_calls(session, context, sizes, n):
+            add(seen, page_size, backend)
+        for page_size in session.track(sizes, "batches"):
             bare = bare_host(page_size) if context.backend == "host" else None
             for (who, metric), samples in batches(context, page_size, repeats, bare).items():
                 add({metric: samples}, page_size, backend=f"{context.backend}-bare" if who == "bare" else None)
-        if "gpu" in context.info().capabilities:
-            add(bare_cuda(session.args.device, n), 2 * MIB, backend="cuda-bare")
         try:
             took, overhead = largest_reservation(context)
         except OutOfMemory:  # an address space limit, or hardware with fewer address bits

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include <errno.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -23,11 +24,11 @@ static uint64_t now(void)
         rc_;                                                                                                           \
     })
 
-int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t n, uint64_t *create,
-                   uint64_t *map, uint64_t *unmap, uint64_t *release)
+int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t first, size_t n,
+                   uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
 {
     int rc = 0;
-    for (size_t i = 0; i < n && !rc; i++) {
+    for (size_t i = first; i < first + n && !rc; i++) {
         // Strides of a prime number of pages: no two samples in a row touch neighbouring addresses.
         uint64_t at = addr + i * 1009 % (length / page_size) * page_size;
         vmem_page page = 0;
@@ -69,66 +70,92 @@ int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t 
     return rc;
 }
 
-static int cuda_pages(struct vmem__cuda *cu, uint64_t addr, uint64_t length, size_t n, uint64_t *create, uint64_t *map,
-                      uint64_t *access, uint64_t *unmap, uint64_t *release)
+struct pv_cuda {
+    struct vmem__cuda cu;
+    uint64_t addr, length;
+};
+
+void pv_bench_cuda_close(pv_cuda *cuda)
 {
-    const struct vmem__cu_access allow = {.location = {.type = 1, .id = cu->device}, .flags = 3};
-    const struct vmem__cu_prop prop = {.type = 1, .location = allow.location};
-    const uint64_t page = VMEM_PAGE_2M;
-    for (size_t i = 0; i < n; i++) {
-        uint64_t at = addr + i * 1009 % (length / page) * page, handle;
-        int rc = TIME(create[i], cu->fn.mem_create(&handle, page, &prop, 0));
-        if (rc)
-            return vmem__cuda_error(&cu->fn, rc, "cuMemCreate");
-        rc = TIME(map[i], cu->fn.mem_map(at, page, 0, handle, 0));
-        if (!rc) {
-            rc = TIME(access[i], cu->fn.mem_set_access(at, page, &allow, 1));
-            map[i] += access[i];
-            int unmapped = TIME(unmap[i], cu->fn.mem_unmap(at, page));
-            rc = rc ? rc : unmapped;
-        }
-        int released = TIME(release[i], cu->fn.mem_release(handle));
-        rc = rc ? rc : released;
-        if (rc)
-            return vmem__cuda_error(&cu->fn, rc, "cuMemMap, cuMemSetAccess, cuMemUnmap or cuMemRelease");
+    if (!cuda)
+        return;
+    if (cuda->addr && !vmem__cuda_enter(&cuda->cu)) {
+        cuda->cu.fn.address_free(cuda->addr, cuda->length);
+        vmem__cuda_leave(&cuda->cu);
     }
-    return 0;
+    vmem__cuda_close(&cuda->cu, false);
+    free(cuda);
 }
 
-static int cuda_calls(struct vmem__cuda *cu, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create,
-                      uint64_t *map, uint64_t *access, uint64_t *unmap, uint64_t *release, uint64_t *free)
+int pv_bench_cuda_open(int device, uint64_t length, pv_cuda **out)
 {
-    uint64_t addr;
-    int rc = 0;
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = TIME(reserve[i], cu->fn.address_reserve(&addr, length, VMEM_PAGE_2M, 0, 0));
-        if (!rc)
-            rc = TIME(free[i], cu->fn.address_free(addr, length));
+    struct vmem_info info = {0};
+    pv_cuda *cuda = calloc(1, sizeof *cuda);
+    if (!cuda)
+        return vmem__error(-ENOMEM, "no memory");
+    int rc = vmem__cuda_open(&cuda->cu, device, &info);
+    if (rc) {
+        free(cuda);
+        return rc;
     }
-    if (!rc)
-        rc = cu->fn.address_reserve(&addr, length, VMEM_PAGE_2M, 0, 0);
+    cuda->length = length;
+    rc = vmem__cuda_enter(&cuda->cu);
+    if (!rc) {
+        rc = cuda->cu.fn.address_reserve(&cuda->addr, length, VMEM_PAGE_2M, 0, 0);
+        if (rc)
+            rc = vmem__cuda_error(&cuda->cu.fn, rc, "cuMemAddressReserve");
+        vmem__cuda_leave(&cuda->cu);
+    }
     if (rc)
-        return vmem__cuda_error(&cu->fn, rc, "cuMemAddressReserve or cuMemAddressFree");
-    rc = cuda_pages(cu, addr, length, n, create, map, access, unmap, release);
-    cu->fn.address_free(addr, length);
+        pv_bench_cuda_close(cuda);
+    else
+        *out = cuda;
     return rc;
 }
 
-int pv_bench_cuda(int device, uint64_t length, size_t n, uint64_t *reserve, uint64_t *create, uint64_t *map,
-                  uint64_t *access, uint64_t *unmap, uint64_t *release, uint64_t *free)
+int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *free)
 {
-    struct vmem__cuda cu = {0};
-    struct vmem_info info = {0};
-    int rc = vmem__cuda_open(&cu, device, &info);
+    const struct vmem__libcuda *fn = &cuda->cu.fn;
+    uint64_t addr;
+    int rc = vmem__cuda_enter(&cuda->cu);
     if (rc)
         return rc;
-    rc = vmem__cuda_enter(&cu);
-    if (!rc) {
-        rc = cuda_calls(&cu, length, n, reserve, create, map, access, unmap, release, free);
-        vmem__cuda_leave(&cu);
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = TIME(reserve[i], fn->address_reserve(&addr, cuda->length, VMEM_PAGE_2M, 0, 0));
+        if (!rc)
+            rc = TIME(free[i], fn->address_free(addr, cuda->length));
     }
-    vmem__cuda_close(&cu, false);
-    return rc;
+    vmem__cuda_leave(&cuda->cu);
+    return rc ? vmem__cuda_error(fn, rc, "cuMemAddressReserve or cuMemAddressFree") : 0;
+}
+
+int pv_bench_cuda_pages(pv_cuda *cuda, size_t first, size_t n, uint64_t *create, uint64_t *map, uint64_t *access,
+                        uint64_t *unmap, uint64_t *release)
+{
+    const struct vmem__libcuda *fn = &cuda->cu.fn;
+    const struct vmem__cu_access allow = {.location = {.type = 1, .id = cuda->cu.device}, .flags = 3};
+    const struct vmem__cu_prop prop = {.type = 1, .location = allow.location};
+    const uint64_t page = VMEM_PAGE_2M;
+    int rc = vmem__cuda_enter(&cuda->cu);
+    if (rc)
+        return rc;
+    for (size_t i = first; i < first + n && !rc; i++) {
+        uint64_t at = cuda->addr + i * 1009 % (cuda->length / page) * page, handle;
+        rc = TIME(create[i], fn->mem_create(&handle, page, &prop, 0));
+        if (rc)
+            break;
+        rc = TIME(map[i], fn->mem_map(at, page, 0, handle, 0));
+        if (!rc) {
+            rc = TIME(access[i], fn->mem_set_access(at, page, &allow, 1));
+            map[i] += access[i];
+            int unmapped = TIME(unmap[i], fn->mem_unmap(at, page));
+            rc = rc ? rc : unmapped;
+        }
+        int released = TIME(release[i], fn->mem_release(handle));
+        rc = rc ? rc : released;
+    }
+    vmem__cuda_leave(&cuda->cu);
+    return rc ? vmem__cuda_error(fn, rc, "cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap or cuMemRelease") : 0;
 }
 
 // The fewest calls that map the pages: one for every run of neighbours.
