@@ -116,6 +116,18 @@ def _plot(benchmarks, records, path):
         figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120)
 
 
+def _run(args, benchmarks):
+    if args.command == "doctor":
+        from pyvmem.doctor import doctor
+
+        return doctor(args.device, args.json)
+    if args.command == "top":
+        from pyvmem.top import top
+
+        return top(args)
+    return _bench(args, benchmarks)
+
+
 def main(argv=None):
     """Run the command line; returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
     from pyvmem.bench import all_benchmarks
@@ -123,15 +135,9 @@ def main(argv=None):
     benchmarks = all_benchmarks()
     args = _parser(benchmarks).parse_args(argv)
     try:
-        if args.command == "doctor":
-            from pyvmem.doctor import doctor
-
-            return doctor(args.device, args.json)
-        if args.command == "top":
-            from pyvmem.top import top
-
-            return top(args)
-        return _bench(args, benchmarks)
+        status = _run(args, benchmarks)
+        sys.stdout.flush()  # here, where a failure of it is caught, and not at exit
+        return status
     except BrokenPipeError:  # whoever read our output has seen enough; what is left must not fail once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -200,10 +200,12 @@ def test_too_little_memory_is_said_in_one_line(capsys):
     assert err.startswith("pyvmem: ") and err.count("\n") == 1
 
 
-def test_a_reader_that_leaves_early():
+@pytest.mark.parametrize("unbuffered", ("", "1"))  # whether the output goes at once or at the end
+def test_a_reader_that_leaves_early(unbuffered):
     done = subprocess.run(
         [f"{sys.executable} -m pyvmem doctor | true; echo ${{PIPESTATUS[0]}}"],
         executable="/bin/bash", shell=True, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )  # fmt: skip
     assert done.stdout.strip() in ("0", "1") and done.stderr == ""
 
