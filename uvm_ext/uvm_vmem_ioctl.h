@@ -128,9 +128,9 @@ struct uvm_vmem_reserve {
 //
 // base, length        as given to RESERVE
 // flags, reserved     zero
-// Errors: the common ones; NV_ERR_INVALID_ADDRESS no such range; NV_ERR_INVALID_OWNER RESERVE did not make it: it is for
-// whoever made it (CUDA) to free, by UVM_FREE; NV_ERR_IN_USE a page, or a mapping that is not vMem's, is still in it;
-// NV_ERR_BUSY_RETRY the process is being killed: a part of the windows is closed.
+// Errors: the common ones; NV_ERR_INVALID_ADDRESS no such range; NV_ERR_INVALID_OWNER RESERVE did not make it: it is
+// for whoever made it (CUDA) to free, by UVM_FREE; NV_ERR_IN_USE a page, or a mapping that is not vMem's, is still in
+// it; NV_ERR_BUSY_RETRY the process is being killed: a part of the windows is closed.
 struct uvm_vmem_free {
     __u64 base;
     __u64 length;

@@ -122,8 +122,8 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     const uint64_t size = units * UNIT, offset = (uint64_t)(p - a->pages) * UNIT;
     struct vmem__space *s = vmem__space_find(ctx, addr);
     if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))
-        return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one reservation",
-                           addr, size);
+        return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one "
+                           "reservation", addr, size);
     if (VMEM__UNLIKELY(addr & (size - 1)))
         return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, addr, size);
     if (VMEM__UNLIKELY(p->token && p->token != b->token))

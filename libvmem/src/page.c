@@ -17,7 +17,8 @@ int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
         if (size & ctx->b.info.page_sizes)
             snprintf(sizes + used, sizeof sizes - used, "%s%" PRIu64 " KiB", used ? ", " : "", size >> 10);
     }
-    return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of %s", page_size, ctx->b.ops->name, sizes);
+    return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of %s", page_size, ctx->b.ops->name,
+                       sizes);
 }
 
 // Makes pages of a piece, and their handles.
@@ -225,8 +226,8 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
                          bytes, ctx->created, ctx->budget);
         bytes = 0;
     }
-    // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not move
-    // the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
+    // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not
+    // move the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
     const uint64_t goal = ctx->created + bytes;
     if (ctx->keep < goal)
         ctx->keep = goal;

@@ -20,8 +20,8 @@ static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t ad
     return 0;
 }
 
-// Marks the pages in `length` bytes from a slot that continue the run of the page at it: of its size, next to each other,
-// nobody's. They need no look-up. Returns their bytes.
+// Marks the pages in `length` bytes from a slot that continue the run of the page at it: of its size, next to each
+// other, nobody's. They need no look-up. Returns their bytes.
 static uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length, struct vmem__arena_rec *a,
                                struct vmem__page *p)
 {
@@ -48,10 +48,11 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
     vmem_context *ctx = b->ctx;
     struct vmem__space *s = vmem__space_find(ctx, op->addr);
     if (!s || op->length > s->b.addr + s->b.length - op->addr)
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", op->addr, op->length);
+        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", op->addr,
+                           op->length);
     if (op->addr % UNIT || op->length % UNIT || !op->length)
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, the "
-                           "length not 0", op->addr, op->length);
+        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
+                           "the length not 0", op->addr, op->length);
     const uint64_t end = op->addr + op->length;
     for (uint64_t addr = op->addr, step; addr < end; addr += step) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);

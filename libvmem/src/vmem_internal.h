@@ -108,8 +108,8 @@ static inline uint64_t vmem__slot_frame(uint64_t slot)
     return slot & SLOT_COMING ? 0 : slot & ~SLOT_PENDING;
 }
 
-// At the first slot of a page that is mapped at several addresses: the next and the previous of them. Of a page with one
-// address only this says nothing, so that most pages' links are never touched.
+// At the first slot of a page that is mapped at several addresses: the next and the previous of them. Of a page with
+// one address only this says nothing, so that most pages' links are never touched.
 struct vmem__link {
     uint64_t next, prev;
 };

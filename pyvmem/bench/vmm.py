@@ -28,7 +28,7 @@ PAPER = {
 
 RANGE = 1 << 30
 BATCH = 1024
-TURN = 20
+TURN = 20  # single calls in a row, before it is the next one's turn
 TIB = 1 << 40
 
 
@@ -48,7 +48,7 @@ def backdrop_flag(context):
 
 
 class Calls:
-    """Single calls at one page size, n of each, in rounds: `round(first, count)`; then `seen` is {metric: nanoseconds[n]}."""
+    """Single calls at one page size, n of each, by `round(first, count)`; then `seen` is {metric: nanoseconds[n]}."""
 
     def __init__(self, context, page_size, n, stack):
         self.context, self.page_size = context, page_size
@@ -115,6 +115,12 @@ def single_calls(session, context, sizes, n):
             for _, _, calls in rows:
                 calls.round(first, min(TURN, n - first))
         return [(backend, size, calls.seen) for backend, size, calls in rows]
+
+
+def paired(ours, theirs, turn):
+    """What ours take of theirs, turn by turn: float[turns], each the ratio of the medians of one turn's samples."""
+    ours, theirs = (np.asarray(x[: len(x) // turn * turn], float).reshape(-1, turn) for x in (ours, theirs))
+    return np.median(ours, axis=1) / np.maximum(np.median(theirs, axis=1), 1)
 
 
 def scattered(n, seed=0):
@@ -191,12 +197,23 @@ def run(session):
                 )
 
         sizes = session.page_sizes(context)
-        for backend, page_size, seen in single_calls(session, context, sizes, n):
+        singles = single_calls(session, context, sizes, n)
+        for backend, page_size, seen in singles:
             add(seen, page_size, backend)
+        cuda = {backend: seen for backend, _, seen in singles}.get("cuda-bare")
+        for _, page_size, seen in singles[: -1 if cuda else 0]:
+            for metric in ("map", "release, unmap included"):
+                ratios = paired(seen[metric], cuda[metric], TURN)
+                records.append(session.record(ratios, context, f"{metric}, of CUDA's at 2M", "x", page_size=page_size))
         for page_size in session.track(sizes, "batches"):
             bare = bare_host(page_size) if context.backend == "host" else None
-            for (who, metric), samples in batches(context, page_size, repeats, bare).items():
+            seen = batches(context, page_size, repeats, bare)
+            for (who, metric), samples in seen.items():
                 add({metric: samples}, page_size, backend=f"{context.backend}-bare" if who == "bare" else None)
+                if who == "bare":
+                    ratios = paired(seen["ours", metric], samples, 1)
+                    metric += ", of the bare calls"
+                    records.append(session.record(ratios, context, metric, "x", page_size=page_size))
         try:
             took, overhead = largest_reservation(context)
         except OutOfMemory:  # an address space limit, or hardware with fewer address bits

@@ -42,7 +42,7 @@ int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_
 int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length,
                    size_t n, uint64_t *map, uint64_t *unmap);
 int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
-// CUDA's own calls at 2 MiB, without libvmem, over `length` bytes. map includes cuMemSetAccess; access is that part of it.
+// CUDA's own calls at 2 MiB, without libvmem, over `length` bytes. map includes cuMemSetAccess; access is that part.
 typedef struct pv_cuda pv_cuda;
 int pv_bench_cuda_open(int device, uint64_t length, pv_cuda **cuda);
 void pv_bench_cuda_close(pv_cuda *cuda);

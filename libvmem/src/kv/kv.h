@@ -186,8 +186,8 @@ int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
 // ---- slots.c
 
-// Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step enters
-// by kv_enter_step and says kv_may_take_long when there is something to do.
+// Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
+// enters by kv_enter_step and says kv_may_take_long when there is something to do.
 int kv_enter(vmem_kv *kv);
 int kv_enter_step(vmem_kv *kv);
 int kv_leave(vmem_kv *kv, int rc);
