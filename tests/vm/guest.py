@@ -36,7 +36,7 @@ PATIENCE = ("no_timer_check tsc=reliable printk.devkmsg=on rcupdate.rcu_cpu_stal
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """An assertion that UVM's own tests provoke on purpose. `step` matches the name of the step that may."""
+    """An assertion that is no failure, as UVM's own tests provoke on purpose. `step`: names of the steps that may."""
 
     file: str
     function: str

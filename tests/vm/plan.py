@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What runs in the guest: the steps of each tier, and the assertions that UVM's own tests provoke on purpose."""
+"""What runs in the guest: the steps of each tier, and the assertions that are no failure."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from guest import Allowed, Step
 PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz",
             "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth", "test_fatal")
 
-# UVM's asserts only log, so any is a failure, but for those that its own tests provoke.
+# UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
 ALLOWED = (
     Allowed("uvm_gpu_semaphore.c", "semaphore", "test_uvm|load", "the semaphore test sets a payload that goes back"),
     Allowed("uvm_channel.c", "channel", "test_uvm", "the channel test provokes a channel error"),
@@ -16,6 +16,7 @@ ALLOWED = (
     Allowed("uvm_lock.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_lock_test.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_mmu.c", "uvm_page_tree_init", "test_uvm", "the page-tree test's own fake GPU"),
+    Allowed("uvm_gpu.c", "set_optimal_p2p_write_ces", "selftest", "stock UVM counts a PCIe peer after this assert"),
 )
 
 
@@ -29,14 +30,16 @@ class Size:
     race: int
     remaps: int
     stress: int
-    managed: int = 0  # MiB; 0: the test's own choice
+    managed: int = 0  # MiB, each 1,024 faults that a checked kernel is slow at; 0: the test's own choice
+    small_gpu: int = 64  # MiB, of which managed memory is to need more
     slow: float = 1.0  # times every time limit
 
 
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
-    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed=16, slow=6.0),
+    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed=4, small_gpu=8,
+                  slow=6.0),
 }
 
 
@@ -54,7 +57,7 @@ BUILTIN = "uvm_enable_builtin_tests=1"
 
 def _eviction(variant, size):
     """Managed memory again on a GPU that has too little of it."""
-    return [_load(variant, BUILTIN, gpu="fb_mb=64"),
+    return [_load(variant, BUILTIN, gpu=f"fb_mb={size.small_gpu}"),
             Step(f"test_uvm eviction {variant}", f"STRESS={size.stress} /tests/test_uvm managed_stress", 120),
             _unload(variant)]  # fmt: skip
 
@@ -65,7 +68,7 @@ def _stock(size):
         Step("selftest", "/tests/selftest", 120),
         _unload("stock"),
         _load("stock", BUILTIN),
-        Step("test_uvm stock", f"STRESS={size.stress} /tests/test_uvm", 240),
+        Step("test_uvm stock", f"STRESS={size.stress} MANAGED_MB={size.managed} /tests/test_uvm", 240),
         Step("test_live stock", f"REMAPS={size.remaps} /tests/test_live stock_remap", 120),
         _unload("stock"),
         *_eviction("stock", size),
@@ -75,7 +78,7 @@ def _stock(size):
 def _patched(size):
     return [
         _load("patched", BUILTIN),
-        Step("test_uvm patched", f"STRESS={size.stress} /tests/test_uvm", 240),
+        Step("test_uvm patched", f"STRESS={size.stress} MANAGED_MB={size.managed} /tests/test_uvm", 240),
         _unload("patched"),
         *_eviction("patched", size),
         _load("patched", gpu="gpus=2"),
