@@ -3,7 +3,9 @@
 Random requests over a tensor-parallel cache of which the last rank is starved, and whose budgets change: after every
 call the ranks compare what they decided. By hand:
 
-    torchrun --nproc-per-node 2 tests/python/kv_agreement.py BACKEND [STEPS [SEED]]     # gloo or nccl
+    python -m torch.distributed.run --nproc-per-node 2 tests/python/kv_agreement.py BACKEND [STEPS [SEED]]
+
+with the python that has pyvmem; BACKEND is gloo or nccl.
 
 SPDX-License-Identifier: MIT
 """
