@@ -105,7 +105,7 @@ class CudaCalls:
 def single_calls(session, context, sizes, n):
     """[(backend or None, page size, {metric: nanoseconds[n]})] of single calls, CUDA's too where there is CUDA.
 
-    In turns of some ten calls each, so that a machine whose speed changes is as fast for one as for the other.
+    In turns of TURN calls each, so that a machine whose speed changes is as fast for one as for the other.
     """
     with contextlib.ExitStack() as stack:
         rows = [(None, size, Calls(context, size, n, stack)) for size in sizes]
