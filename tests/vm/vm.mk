@@ -4,7 +4,9 @@
 VM := $(PYTHON) tests/vm/run.py
 # driver releases that the test tiers run on; 535 is the other one that Debian has
 VM_RELEASES ?= 550
-VM_TEST := $(VM) test $(VM_RELEASES:%=--release %)
+# processors of the guest; 1 takes about half the time of a machine's, and leaves the tests of concurrency less to see
+VM_CPUS ?= 2
+VM_TEST := $(VM) test $(VM_RELEASES:%=--release %) --cpus $(VM_CPUS)
 
 .PHONY: test-vm test-vm-quick test-vm-long test-vm-debug test-vm-python vm-shell mutants
 
