@@ -172,7 +172,7 @@ void sim_fault_vas_gone(struct sim_vas *v)
     wake_up_all(&replay_wq);
 }
 
-// Stalls until UVM has serviced the fault. sim_lock is held on entry and on return.
+// Stalls until UVM has serviced the fault; the limit is an end for a hang. sim_lock is held on entry and on return.
 static int stall(struct sim_vas *v, struct simgpu_access *a, u64 pos)
 {
     struct sim_wait w = { .v = v, .a = a, .pos = pos, .state = STALLED };
@@ -182,7 +182,7 @@ static int stall(struct sim_vas *v, struct simgpu_access *a, u64 pos)
     fault_window(&w);
     sim_fault_irq_poll(g);
     mutex_unlock(&sim_lock);
-    wait_event_killable_timeout(replay_wq, READ_ONCE(w.state) != STALLED, 20 * HZ);
+    wait_event_killable_timeout(replay_wq, READ_ONCE(w.state) != STALLED, 300 * HZ);
     mutex_lock(&sim_lock);
     list_del(&w.node);
     switch (w.state) {

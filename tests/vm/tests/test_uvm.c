@@ -176,7 +176,7 @@ static int faulting_access(bool write, void *va, uint64_t length, void *buf)
 
 TEST(managed_migrate_and_back)
 {
-    uint64_t length = MB(4), bad = 0, *p;
+    uint64_t length = MB(env_long("MANAGED_MB", 0) ?: 4), bad = 0, *p;
     UVM_MIGRATE_PARAMS m = { .length = length, .cpuNumaNode = -1 };
 
     uvm_start(&u);
