@@ -140,7 +140,7 @@ def fatal():
 def steps(tier, only=None):
     size = SIZES[tier]
     out = _stock(size) + _patched(size) + unload_with_state() + fail_nth() + fatal()
-    if tier == "debug":
+    if tier == "debug":  # last, in every guest
         leaks = "/sys/kernel/debug/kmemleak"
         out += [Step("kmemleak", f"echo scan > {leaks}; sleep 6; echo scan > {leaks}; sleep 1; "
                      f"if grep -q . {leaks}; then head -60 {leaks}; echo 'not ok kmemleak - unreferenced objects'; "
@@ -152,13 +152,35 @@ def steps(tier, only=None):
     return select(out, only) if only else out
 
 
-def select(all_steps, only):
-    """The steps whose names contain one of `only`, each with the loading before and the unloading after it."""
-    out, group = [], []
+def _groups(all_steps):
+    """The steps from a loading to the unloading after it, and what comes after the last."""
+    groups, group = [], []
     for step in all_steps:
         group.append(step)
         if step.name.startswith("unload ") and step.quiet and "failmem" not in step.name:
-            if any(o in s.name for o in only for s in group if not s.quiet):
-                out += [s for s in group if s.quiet or any(o in s.name for o in only)]
+            groups.append(group)
             group = []
-    return out + [s for s in group if any(o in s.name for o in only)]
+    return groups, group
+
+
+def select(all_steps, only):
+    """The steps whose names contain one of `only`, each with the loading before and the unloading after it."""
+    groups, last = _groups(all_steps)
+    out = []
+    for group in groups:
+        if any(o in s.name for o in only for s in group if not s.quiet):
+            out += [s for s in group if s.quiet or any(o in s.name for o in only)]
+    return out + [s for s in last if any(o in s.name for o in only)]
+
+
+def shares(all_steps, n):
+    """The steps for n guests side by side: whole groups, about as long for each, in the order they have here."""
+    groups, last = _groups(all_steps)
+    n = max(min(n, len(groups)), 1)
+    long = sorted(range(len(groups)), key=lambda i: -sum(s.timeout for s in groups[i] if not s.quiet))
+    mine, load = [[] for _ in range(n)], [0] * n
+    for i in long:
+        least = load.index(min(load))
+        mine[least].append(i)
+        load[least] += sum(s.timeout for s in groups[i] if not s.quiet)
+    return [[s for i in sorted(share) for s in groups[i]] + last for share in mine]

@@ -7,6 +7,7 @@ $VMEM_VM_CACHE.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import json
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from guest import Guest, command_line, job_script
 from kernel import CACHE, HERE, TOP, Missing, digest, need, say
 
 TESTS = HERE / "tests"
+printing = threading.Lock()  # the report of a step is not cut by that of another guest
 
 
 def test_programs(src, release):
@@ -59,9 +62,13 @@ def gather(release, kernel, variants=modules.VARIANTS, uvm_type="release"):
 
 
 def show(result, verbose=False):
+    if not result.step.quiet or not result.ok:
+        with printing:
+            _show(result, verbose)
+
+
+def _show(result, verbose):
     step = result.step
-    if step.quiet and result.ok:
-        return
     counts = f"{len(result.passed)} passed" + (f", {len(result.skipped)} skipped" if result.skipped else "")
     verdict = "ok  " if result.ok else "FAIL"
     print(f"  {verdict} {step.name:<28} {counts:<24} {result.seconds:6.1f} s", flush=True)
@@ -81,10 +88,10 @@ def show(result, verbose=False):
         print(f"       {name} = {value:g} {unit}")
 
 
-def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None):
+def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None, started=None):
     """Boot one guest and run the steps, or those up to the first that `stop_after` says true of.
 
-    Returns the verdict and the Guest.
+    Returns the verdict and the Guest, which `started` gets before it runs.
     """
     initrd = rootfs.initramfs(CACHE / f"initramfs-{label}-{os.getpid()}.cpio", files, job_script(steps), image=image)
     log_path = CACHE / "logs" / f"{label}.log"
@@ -95,6 +102,8 @@ def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=Fa
         guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
                       stop_after=stop_after,
                       on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
+        if started:
+            started(guest)
         ok = guest.run()
     if not quiet:
         for result in guest.results:
@@ -108,10 +117,28 @@ def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=Fa
     return ok, guest
 
 
-def same_set(guest):
+def side_by_side(args, kernel, files, shares, *, label, **options):
+    """A guest for each share of the steps, all at once. Returns the verdict and the results."""
+    guests = []
+
+    def one(i):
+        name = label if len(shares) == 1 else f"{label}-{i + 1}"
+        return boot(args, kernel, files, shares[i], label=name, started=guests.append, **options)
+
+    with concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
+        try:
+            done = list(pool.map(one, range(len(shares))))
+        except BaseException:  # asked to end: then the guests are, too
+            for guest in guests:
+                guest.stopped = True
+            raise
+    return all(ok for ok, _ in done), [result for _, guest in done for result in guest.results]
+
+
+def same_set(results):
     """UVM's own tests must give the same answers on both modules; returns what differs."""
     sets = {}
-    for result in guest.results:
+    for result in results:
         if result.step.name in ("test_uvm stock", "test_uvm patched"):
             said = (result.passed, result.failed, result.skipped)
             names = [frozenset(line.split()[0] for line in lines) for lines in said]
@@ -123,13 +150,13 @@ def same_set(guest):
             for kind, a, b in zip(kinds, sets["stock"], sets["patched"]) if a != b]  # fmt: skip
 
 
-def record(path, tier, release, kernel, guest, seconds, ok):
+def record(path, tier, release, kernel, results, seconds, ok):
     """Results as JSON: one object per step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     steps = [{"step": r.step.name, "ok": r.ok, "seconds": round(r.seconds, 1), "passed": len(r.passed),
               "failed": r.failed, "skipped": r.skipped,
               "figures": {k: {"value": v, "unit": u} for k, (v, u) in r.figures.items()}}
-             for r in guest.results if not r.step.quiet or not r.ok]  # fmt: skip
+             for r in results if not r.step.quiet or not r.ok]  # fmt: skip
     path.write_text(json.dumps({"tier": tier, "release": release, "kernel": kernel.release, "simulated": True,
                                 "date": datetime.date.today().isoformat(), "seconds": round(seconds), "ok": ok,
                                 "steps": steps}, indent=1) + "\n")  # fmt: skip
@@ -146,12 +173,13 @@ def test(args):
         print(f"simulated GPU, driver {release}, kernel {kernel.release}, {args.tier} tier", flush=True)
         t0 = time.monotonic()
         label = "-".join([args.tier, release, *(args.only or ())]).replace(" ", "_")
-        ok, guest = boot(args, kernel, files, steps, label=label, memory=3072 if debug else 1536)
-        for line in same_set(guest):
+        ok, results = side_by_side(args, kernel, files, plan.shares(steps, args.jobs), label=label,
+                                   memory=3072 if debug else 1536)  # fmt: skip
+        for line in same_set(results):
             print(f"  {line}")
             ok = False
         if not args.only:
-            record(CACHE / "results" / f"{args.tier}-{release}.json", args.tier, release, kernel, guest,
+            record(CACHE / "results" / f"{args.tier}-{release}.json", args.tier, release, kernel, results,
                    time.monotonic() - t0, ok)  # fmt: skip
         print(f"  {'passed' if ok else 'FAILED'} in {time.monotonic() - t0:.0f} s", flush=True)
         bad += [] if ok else [release]
@@ -179,6 +207,7 @@ def main():
     parser.add_argument("--uvm-type", choices=("release", "develop", "debug"), help="build type of nvidia-uvm.ko")
     parser.add_argument("--accel", choices=("tcg", "kvm"), default=os.environ.get("VM_ACCEL", "tcg"))
     parser.add_argument("--cpus", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="guests that run side by side, each a part of the tier")
     parser.add_argument("--boot-timeout", type=int, default=300)
     parser.add_argument("--verbose", action="store_true", help="name the skipped cases")
     args = parser.parse_intermixed_args()

@@ -6,7 +6,9 @@ VM := $(PYTHON) tests/vm/run.py
 VM_RELEASES ?= 550
 # processors of the guest; 1 takes about half the time of a machine's, and leaves the tests of concurrency less to see
 VM_CPUS ?= 2
-VM_TEST := $(VM) test $(VM_RELEASES:%=--release %) --cpus $(VM_CPUS)
+# guests side by side, each with a part of a tier's steps
+VM_JOBS ?= 1
+VM_TEST := $(VM) test $(VM_RELEASES:%=--release %) --cpus $(VM_CPUS) --jobs $(VM_JOBS)
 
 .PHONY: test-vm test-vm-quick test-vm-long test-vm-debug test-vm-python vm-shell mutants
 
