@@ -30,21 +30,24 @@ class Size:
     race: int
     remaps: int
     stress: int
-    managed: int = 0  # MiB, each 1,024 faults that a checked kernel is slow at; 0: the test's own choice
-    small_gpu: int = 64  # MiB, of which managed memory is to need more
+    # Of managed memory, 0: the test's own choice. At each fault UVM's asserts allocate for every page of a 2 MiB block,
+    # which takes a checked kernel a tenth of a second or more: there a smaller block, and fewer faults
+    managed_kb: int = 0  # in test_uvm
+    managed_mb: int = 0  # in test_lifetime
+    eviction: bool = True  # managed memory again, on a GPU that has too little of it
     leave_out: str = ""  # of UVM's own tests, by parts of their names
     slow: float = 1.0  # times every time limit
 
 
-# Each takes minutes in a checked kernel, and none meets what vMem adds: range trees, page tables of GPUs that are fakes,
-# kernel threads, physical chunks by the thousand. The short tier runs them all.
+# Each takes minutes in a checked kernel, and none meets what vMem adds: range trees, page tables of fake GPUs, kernel
+# threads, physical chunks by the thousand. The short tier runs them all.
 LONG_UNDER_CHECKS = "range_tree_random page_tree range_allocator kthread_q uvm_mem_sanity pmm_sanity"
 
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
-    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed=2, small_gpu=4,
-                  leave_out=LONG_UNDER_CHECKS, slow=6.0),
+    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, managed_mb=2,
+                  eviction=False, leave_out=LONG_UNDER_CHECKS, slow=6.0),
 }
 
 
@@ -62,13 +65,15 @@ BUILTIN = "uvm_enable_builtin_tests=1"
 
 def _eviction(variant, size):
     """Managed memory again on a GPU that has too little of it."""
-    return [_load(variant, BUILTIN, gpu=f"fb_mb={size.small_gpu}"),
+    if not size.eviction:
+        return []
+    return [_load(variant, BUILTIN, gpu="fb_mb=64"),
             Step(f"test_uvm eviction {variant}", f"STRESS={size.stress} /tests/test_uvm managed_stress", 120),
             _unload(variant)]  # fmt: skip
 
 
 def _test_uvm(variant, size):
-    env = f"STRESS={size.stress} MANAGED_MB={size.managed} LEAVE_OUT='{size.leave_out}'"
+    env = f"STRESS={size.stress} MANAGED_KB={size.managed_kb} LEAVE_OUT='{size.leave_out}'"
     return Step(f"test_uvm {variant}", f"{env} /tests/test_uvm", 240)
 
 
@@ -95,7 +100,7 @@ def _patched(size):
         Step("test_calls", "/tests/test_calls", 180),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
-        Step("test_lifetime", f"MANAGED_MB={size.managed} /tests/test_lifetime", 180),
+        Step("test_lifetime", f"MANAGED_MB={size.managed_mb} /tests/test_lifetime", 180),
         Step("test_live patched", f"REMAPS={size.remaps} /tests/test_live", 240),
         Step("test_cost", "/tests/test_cost", 120),
         _unload("patched"),

@@ -174,9 +174,17 @@ static int faulting_access(bool write, void *va, uint64_t length, void *buf)
     return a.result;
 }
 
+// Of managed memory: MANAGED_KB, or what a test takes by itself.
+static uint64_t managed_size(uint64_t otherwise)
+{
+    uint64_t size = KB(env_long("MANAGED_KB", 0));
+
+    return size ? size : otherwise;
+}
+
 TEST(managed_migrate_and_back)
 {
-    uint64_t length = MB(env_long("MANAGED_MB", 0) ?: 4), bad = 0, *p;
+    uint64_t length = managed_size(MB(4)), bad = 0, *p;
     UVM_MIGRATE_PARAMS m = { .length = length, .cpuNumaNode = -1 };
 
     uvm_start(&u);
@@ -197,7 +205,7 @@ TEST(managed_migrate_and_back)
 
 TEST(managed_gpu_faults)
 {
-    uint64_t length = MB(2), bad = 0, *p, *buf = malloc(length);
+    uint64_t length = managed_size(MB(2)), bad = 0, *p, *buf = malloc(length);
 
     uvm_start(&u);
     CHECK_EQ(uvm_register_channel(&u, 0, 3), NV_OK);
@@ -277,16 +285,12 @@ static void stress(uint64_t seed, uint64_t length, int iterations)
     CHECK(!memcmp(p, shadow, length));
 }
 
-// MANAGED_MB for each, by default half of the GPU's: on a small GPU all of them need more than it has.
+// Each takes half of the GPU's by itself: on a small GPU all of them need more than it has.
 TEST(managed_stress_by_three_processes)
 {
-    uint64_t each = MB(env_long("MANAGED_MB", 0));
+    uint64_t half = sim_info(0).fb_size / 2, each = managed_size(half < MB(32) ? half : MB(32));
     pid_t pids[3];
 
-    if (!each)
-        each = sim_info(0).fb_size / 2;
-    if (each > MB(32))
-        each = MB(32);
     for (unsigned i = 0; i < COUNT(pids); i++) {
         pids[i] = fork();
         if (pids[i] == 0) {
