@@ -46,7 +46,7 @@ LONG_UNDER_CHECKS = "range_tree_random page_tree range_allocator kthread_q uvm_m
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
-    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, managed_mb=2,
+    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, managed_mb=4,
                   eviction=False, leave_out=LONG_UNDER_CHECKS, slow=6.0),
 }
 

@@ -264,7 +264,7 @@ TEST(test_pages_push_managed_memory_out)
 {
     struct uvm u;
     uint64_t fb = sim_info(0).fb_size, room = env_long("MANAGED_MB", 0) ? MB(env_long("MANAGED_MB", 0)) : fb / 2;
-    uint64_t rest = (fb - room) / MB(2), h, *p, n, bad = 0;
+    uint64_t fit, h, *p, n, bad = 0;
     UVM_MIGRATE_PARAMS m = { .length = room, .cpuNumaNode = -1 };
 
     vm_start(&u, MB(4));
@@ -277,10 +277,10 @@ TEST(test_pages_push_managed_memory_out)
     CHECK(ioctl(u.fd, UVM_MIGRATE, &m) == 0);
     CHECK_EQ(m.rmStatus, NV_OK);
     // more than what is free now
-    for (n = 0; n < rest + 4; n++)
-        if (vm_create(&u, MB(2), 1, &h) != NV_OK)
-            break;
-    CHECK_MSG(n >= rest, "only %llu slabs of %llu", (unsigned long long)n, (unsigned long long)rest);
+    fit = sim_info(0).fb_free / MB(2);
+    for (n = 0; n <= fit; n++)
+        CHECK_MSG(vm_create(&u, MB(2), 1, &h) == NV_OK, "only %llu slabs, and %llu were free",
+                  (unsigned long long)n, (unsigned long long)fit);
     for (uint64_t i = 0; i < room / 8; i += 64)
         bad += p[i] != i * 7 + 1;
     CHECK_EQ(bad, 0);
