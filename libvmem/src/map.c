@@ -81,7 +81,6 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
     const uint64_t *const slots_end = leaf->slots + LEAF_SLOTS;
     const struct vmem__page *const arena_end = a->pages + a->units;
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
-    const uint64_t mark = SLOT_PENDING | SLOT_COMING | b->token;
     size_t i = 1;
     for (; i < n; i++) {
         addr += size;
@@ -98,11 +97,9 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
             any |= slot[u];
         if (any)
             break;
-        for (uint32_t u = 0; u < units; u++)
-            slot[u] = mark;
+        mark_empty(b, leaf, slot, units);
         p->token = b->token;
     }
-    leaf->used += (uint32_t)(i - 1) * units;
     b->runs[b->n - 1].length += (i - 1) * size;
     return i - 1;
 }

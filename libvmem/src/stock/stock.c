@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+// One stays when all pages are gone: with the backdrop and the scratch memory that is less than 128 MiB.
 #define ARENA_MIN (UINT64_C(16) << 20)
 #define ARENA_MAX (UINT64_C(4) << 30)
 #define UVM_FDS 64
