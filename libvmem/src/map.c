@@ -180,19 +180,25 @@ static void commit_map(vmem_context *ctx, const struct vmem__run *run)
     struct vmem__space *s = (struct vmem__space *)run->range;
     struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
     struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
-    uint64_t frame = vmem__page_frame(a, p), addr = run->addr;
+    uint64_t frame = vmem__page_frame(a, p);
+    const uint64_t end = run->addr + run->length;
+    const uint32_t units = (uint32_t)(run->page_size >> UNIT_SHIFT);
 
     if (run->old_arena)
         unlink_old(ctx, run);
     count_mapped(ctx, s, run->length);
-    for (const uint64_t end = addr + run->length; addr < end;) {
+    for (uint64_t addr = run->addr, stop; addr < end; addr = stop) {
         uint64_t *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
-        for (const uint64_t stop = leaf_end(s, addr, end); addr < stop; p++, addr += UNIT) {
+        stop = leaf_end(s, addr, end);
+        for (const uint64_t *last = slot + (stop - addr) / UNIT; slot < last;)
+            *slot++ = ++frame;
+        // Pages start at multiples of the run's page size. The other units' records are not touched: those of a batch
+        // of 2 MiB pages would fill a cache.
+        for (; addr < stop; addr += run->page_size, p += units) {
             if (p->state == UNIT_PAGE) {
                 p->token = 0;
                 link_page(ctx, addr, p);
             }
-            *slot++ = ++frame;
         }
     }
 }
