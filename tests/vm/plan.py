@@ -33,7 +33,7 @@ class Size:
     # Of managed memory, 0: the test's own choice. At each fault UVM's asserts allocate for every page of a 2 MiB block,
     # which takes a checked kernel a tenth of a second or more: there a smaller block, and fewer faults
     managed_kb: int = 0  # in test_uvm
-    managed_mb: int = 0  # in test_lifetime
+    pushed_kb: int = 0  # in test_lifetime
     eviction: bool = True  # managed memory again, on a GPU that has too little of it
     leave_out: str = ""  # of UVM's own tests, by parts of their names
     slow: float = 1.0  # times every time limit
@@ -46,7 +46,7 @@ LONG_UNDER_CHECKS = "range_tree_random page_tree range_allocator kthread_q uvm_m
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
-    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, managed_mb=4,
+    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, pushed_kb=4096,
                   eviction=False, leave_out=LONG_UNDER_CHECKS, slow=6.0),
 }
 
@@ -100,7 +100,7 @@ def _patched(size):
         Step("test_calls", "/tests/test_calls", 180),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
-        Step("test_lifetime", f"MANAGED_MB={size.managed_mb} /tests/test_lifetime", 180),
+        Step("test_lifetime", f"MANAGED_KB={size.pushed_kb} /tests/test_lifetime", 180),
         Step("test_live patched", f"REMAPS={size.remaps} /tests/test_live", 240),
         Step("test_cost", "/tests/test_cost", 120),
         _unload("patched"),
@@ -181,11 +181,8 @@ def select(all_steps, only):
 def shares(all_steps, n):
     """The steps for n guests side by side: whole groups, about as long for each, in the order they have here."""
     groups, last = _groups(all_steps)
-    n = max(min(n, len(groups)), 1)
-    long = sorted(range(len(groups)), key=lambda i: -sum(s.timeout for s in groups[i] if not s.quiet))
-    mine, load = [[] for _ in range(n)], [0] * n
-    for i in long:
-        least = load.index(min(load))
-        mine[least].append(i)
-        load[least] += sum(s.timeout for s in groups[i] if not s.quiet)
+    length = [sum(s.timeout for s in group if not s.quiet) for group in groups]
+    mine = [[] for _ in range(max(min(n, len(groups)), 1))]
+    for i in sorted(range(len(groups)), key=lambda i: -length[i]):
+        min(mine, key=lambda share: sum(length[j] for j in share)).append(i)
     return [[s for i in sorted(share) for s in groups[i]] + last for share in mine]

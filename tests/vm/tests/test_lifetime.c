@@ -258,13 +258,11 @@ TEST(test_pma_eviction_leaves_pages_alone)
     sim_check(0);
 }
 
-// Managed memory is evicted to make room for pages, and comes back with its data. MANAGED_MB of it, by default half of
-// the GPU's.
+// Managed memory is evicted to make room for pages, and comes back with its data. By itself it takes half of the GPU's.
 TEST(test_pages_push_managed_memory_out)
 {
     struct uvm u;
-    uint64_t fb = sim_info(0).fb_size, room = env_long("MANAGED_MB", 0) ? MB(env_long("MANAGED_MB", 0)) : fb / 2;
-    uint64_t fit, h, *p, n, bad = 0;
+    uint64_t room = managed_size(sim_info(0).fb_size / 2), want, h, *p, n, bad = 0;
     UVM_MIGRATE_PARAMS m = { .length = room, .cpuNumaNode = -1 };
 
     vm_start(&u, MB(4));
@@ -276,11 +274,13 @@ TEST(test_pages_push_managed_memory_out)
     m.destinationUuid = u.uuid[0];
     CHECK(ioctl(u.fd, UVM_MIGRATE, &m) == 0);
     CHECK_EQ(m.rmStatus, NV_OK);
-    // more than what is free now
-    fit = sim_info(0).fb_free / MB(2);
-    for (n = 0; n <= fit; n++)
-        CHECK_MSG(vm_create(&u, MB(2), 1, &h) == NV_OK, "only %llu slabs, and %llu were free",
-                  (unsigned long long)n, (unsigned long long)fit);
+    // more than what is free now, and as much as the managed memory
+    want = sim_info(0).fb_free / MB(2) + 1;
+    if (want < room / MB(2))
+        want = room / MB(2);
+    for (n = 0; n < want; n++)
+        CHECK_MSG(vm_create(&u, MB(2), 1, &h) == NV_OK, "only %llu slabs of %llu", (unsigned long long)n,
+                  (unsigned long long)want);
     for (uint64_t i = 0; i < room / 8; i += 64)
         bad += p[i] != i * 7 + 1;
     CHECK_EQ(bad, 0);

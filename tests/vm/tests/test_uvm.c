@@ -174,14 +174,6 @@ static int faulting_access(bool write, void *va, uint64_t length, void *buf)
     return a.result;
 }
 
-// Of managed memory: MANAGED_KB, or what a test takes by itself.
-static uint64_t managed_size(uint64_t otherwise)
-{
-    uint64_t size = KB(env_long("MANAGED_KB", 0));
-
-    return size ? size : otherwise;
-}
-
 TEST(managed_migrate_and_back)
 {
     uint64_t length = managed_size(MB(4)), bad = 0, *p;

@@ -60,6 +60,13 @@ long env_long(const char *name, long def)
     return text && *text ? strtol(text, NULL, 0) : def;
 }
 
+uint64_t managed_size(uint64_t otherwise)
+{
+    uint64_t size = KB(env_long("MANAGED_KB", 0));
+
+    return size ? size : otherwise;
+}
+
 // splitmix64
 uint64_t rng_next(uint64_t *state)
 {

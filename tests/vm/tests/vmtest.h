@@ -69,6 +69,8 @@ void vmtest_figure(const char *name, double value, const char *unit);
 
 // Integer from the environment: how a tier makes a test longer.
 long env_long(const char *name, long def);
+// Bytes of managed memory for a case: MANAGED_KB, or else what it takes by itself.
+uint64_t managed_size(uint64_t otherwise);
 
 uint64_t rng_next(uint64_t *state);
 static inline uint64_t rng_below(uint64_t *state, uint64_t n) { return rng_next(state) % n; }
