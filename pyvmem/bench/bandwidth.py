@@ -12,7 +12,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.reads import reads
 from pyvmem.bench.session import size_text
-from pyvmem.bench.vmm import SIZES, backdrop_flag
+from pyvmem.bench.vmm import SIZES, STRIDE, backdrop_flag
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import _check
 
@@ -54,7 +54,7 @@ def page_by_page(context, page_size, size):
     samples = [np.zeros(n, np.uint64) for _ in range(4)]
     raw = [ffi.from_buffer("uint64_t[]", s) for s in samples]
     with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
-        _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, n * page_size, 0, n, *raw))
+        _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, n * page_size, STRIDE, 0, n, *raw))
     return page_size / np.maximum(samples[1], 1)
 
 

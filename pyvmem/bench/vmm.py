@@ -27,6 +27,8 @@ PAPER = {
 }
 
 RANGE = 1 << 30
+STRIDE = 1009  # pages from one sample to the next: prime, so that no two in a row are near each other
+BLOCK = 2 * MIB  # what one page table of small pages covers
 BATCH = 1024
 TURN = 20  # single calls in a row, before it is the next one's turn
 TIB = 1 << 40
@@ -66,12 +68,25 @@ class Calls:
                 self.seen |= zip(names, arrays)
             else:
                 self.seen |= {"map, no backdrop": arrays[1], "release, unmap included, no backdrop": arrays[3]}
+        if "gpu" in context.info().capabilities and page_size < BLOCK:
+            self._open_blocks(self._rows[0][0])
+
+    def _pages(self, range_, stride, first, count, raw):
+        # A driver call for memory once in many pages is no part of any page's latency.
+        self.context.prealloc(64 * MIB)
+        _check(lib.pv_bench_pages(self.context._use(), self.page_size, range_.addr, RANGE, stride, first, count, *raw))
+
+    def _open_blocks(self, range_):
+        """A page in each block of 2 MiB, of which the first prepares its page table; `round` then sees the rest."""
+        n = RANGE // BLOCK
+        arrays, raw = _arrays(4, n)
+        for first in range(0, n, TURN):
+            self._pages(range_, STRIDE * BLOCK // self.page_size, first, min(TURN, n - first), raw)
+        self.seen["map, first page in its 2M"] = arrays[1]
 
     def round(self, first, count):
         for range_, raw in self._rows:
-            # A driver call for memory once in many pages is no part of any page's latency.
-            self.context.prealloc(64 * MIB)
-            _check(lib.pv_bench_pages(self.context._use(), self.page_size, range_.addr, RANGE, first, count, *raw))
+            self._pages(range_, STRIDE, first, count, raw)
 
 
 class CudaCalls:
@@ -97,7 +112,7 @@ class CudaCalls:
         }
 
     def round(self, first, count):
-        _check(lib.pv_bench_cuda_pages(self._cuda, first, count, *self._raw))
+        _check(lib.pv_bench_cuda_pages(self._cuda, STRIDE, first, count, *self._raw))
         part = slice(first, first + count)
         self.seen["release, unmap included"][part] = self._release[0][part] + self._release[1][part]
 

@@ -24,13 +24,12 @@ static uint64_t now(void)
         rc_;                                                                                                           \
     })
 
-int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t first, size_t n,
-                   uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
+int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                   size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
 {
     int rc = 0;
     for (size_t i = first; i < first + n && !rc; i++) {
-        // Strides of a prime number of pages: no two samples in a row touch neighbouring addresses.
-        uint64_t at = addr + i * 1009 % (length / page_size) * page_size;
+        uint64_t at = addr + i * stride % (length / page_size) * page_size;
         vmem_page page = 0;
         rc = TIME(create[i], vMemCreate(ctx, page_size, 1, 0, &page));
         if (rc)
@@ -129,8 +128,8 @@ int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *
     return rc ? vmem__cuda_error(fn, rc, "cuMemAddressReserve or cuMemAddressFree") : 0;
 }
 
-int pv_bench_cuda_pages(pv_cuda *cuda, size_t first, size_t n, uint64_t *create, uint64_t *map, uint64_t *access,
-                        uint64_t *unmap, uint64_t *release)
+int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
+                        uint64_t *access, uint64_t *unmap, uint64_t *release)
 {
     const struct vmem__libcuda *fn = &cuda->cu.fn;
     const struct vmem__cu_access allow = {.location = {.type = 1, .id = cuda->cu.device}, .flags = 3};
@@ -140,7 +139,7 @@ int pv_bench_cuda_pages(pv_cuda *cuda, size_t first, size_t n, uint64_t *create,
     if (rc)
         return rc;
     for (size_t i = first; i < first + n && !rc; i++) {
-        uint64_t at = cuda->addr + i * 1009 % (cuda->length / page) * page, handle;
+        uint64_t at = cuda->addr + i * stride % (cuda->length / page) * page, handle;
         rc = TIME(create[i], fn->mem_create(&handle, page, &prop, 0));
         if (rc)
             break;

@@ -36,9 +36,10 @@ void pv_dlpack_capsule_free(void *capsule);
 // ---- benchmark loops: samples are nanoseconds of single calls, n of each ------------------------------------
 
 // One page at a time over [addr, addr+length), which is reserved: create, map, unmap, and release of a mapped page.
-// Samples `first` to first + n - 1 of a longer row, into the arrays' places of these numbers.
-int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t first, size_t n,
-                   uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
+// Samples `first` to first + n - 1 of a longer row, into the arrays' places of these numbers. Sample i is the page
+// i * stride of the range, round and round: a large odd stride leaves no two samples in a row near each other.
+int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                   size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
 int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length,
                    size_t n, uint64_t *map, uint64_t *unmap);
 int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
@@ -48,8 +49,8 @@ int pv_bench_cuda_open(int device, uint64_t length, pv_cuda **cuda);
 void pv_bench_cuda_close(pv_cuda *cuda);
 int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *free);
 // As pv_bench_pages().
-int pv_bench_cuda_pages(pv_cuda *cuda, size_t first, size_t n, uint64_t *create, uint64_t *map, uint64_t *access,
-                        uint64_t *unmap, uint64_t *release);
+int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
+                        uint64_t *access, uint64_t *unmap, uint64_t *release);
 // The bare system calls behind a batch of pages on the host, n times: at each addrs[i], slot i of a memfd is mapped
 // (neighbours in both in one call), and unmapped again.
 int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap);
