@@ -140,7 +140,7 @@ static struct proc_dir_entry *proc_dir;
 
 static int version_show(struct seq_file *s, void *unused)
 {
-    seq_printf(s, "NVRM version: simulated, stands in for  %s  Release Build\n", SIM_RELEASE);
+    seq_printf(s, "NVRM version: simulated, stands in for the Open Kernel Module  %s  Release Build\n", SIM_RELEASE);
     return 0;
 }
 
