@@ -38,7 +38,8 @@ struct vmem__run {
     uint64_t offset;           // in the arena; a multiple of page_size
     struct vmem__arena *old_arena; // map() with VMEM_MAP_REPLACE: what the run takes the place of, all of it
     uint64_t old_offset;           // consecutive too; NULL where nothing is mapped
-    uint64_t page_size;        // of the pages the run is made of (unmap(): of the smallest among them)
+    uint64_t page_size;        // of the pages the run is made of, or the parts of one that replaces several.
+                               // unmap(): of the smallest among them
     uint32_t flags;            // map(): VMEM_MAP_*
     size_t op;                 // index of the caller's element that the run starts with, for *bad
 };

@@ -90,6 +90,8 @@ def test_vmm(backend, tmp_path):
         assert metric in said
         assert {r["page_size"] for r in rows if r["metric"] == metric and r["backend"] == backend} == set(sizes)
     assert {r["paper"] for r in rows if r["metric"] == "map" and r["page_size"] == 2 * MIB} == {40}
+    small = {size for size in sizes if size < 2 * MIB} if backend != "host" else set()
+    assert {r["page_size"] for r in rows if r["metric"] == "map, first page in its 2M"} == small
     if backend == "host":
         ours, bare = (
             {r["metric"] for r in rows if "batch" in r["metric"] and r["backend"] == who}
