@@ -8,11 +8,11 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from pyvmem._ffi import ffi, lib
+from pyvmem._ffi import lib
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.reads import reads
 from pyvmem.bench.session import size_text
-from pyvmem.bench.vmm import SIZES, STRIDE, backdrop_flag
+from pyvmem.bench.vmm import SIZES, STRIDE, backdrop_flag, sample_arrays
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import _check
 
@@ -51,11 +51,10 @@ def backing(context, page_size, tensors, size, repeats):
 def page_by_page(context, page_size, size):
     """GB/s of mapping one page a call, as the paper's figures do."""
     n = max(size // page_size, 1)
-    samples = [np.zeros(n, np.uint64) for _ in range(4)]
-    raw = [ffi.from_buffer("uint64_t[]", s) for s in samples]
+    (_, map_, _, _), raw = sample_arrays(4, n)
     with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
         _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, n * page_size, STRIDE, 0, n, *raw))
-    return page_size / np.maximum(samples[1], 1)
+    return page_size / np.maximum(map_, 1)
 
 
 def _torch_sees(context):

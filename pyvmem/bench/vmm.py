@@ -39,7 +39,8 @@ def paper(metric, page_size):
     return PAPER[metric][SIZES.index(page_size)] if metric in PAPER and page_size in SIZES else None
 
 
-def _arrays(count, n):
+def sample_arrays(count, n):
+    """`count` arrays for n samples each, and the same as C's loops take them."""
     arrays = [np.zeros(n, np.uint64) for _ in range(count)]
     return arrays, [ffi.from_buffer("uint64_t[]", a) for a in arrays]
 
@@ -55,14 +56,14 @@ class Calls:
     def __init__(self, context, page_size, n, stack):
         self.context, self.page_size = context, page_size
         flags = backdrop_flag(context)
-        (reserve, free), raw = _arrays(2, min(n, 200))
+        (reserve, free), raw = sample_arrays(2, min(n, 200))
         _check(lib.pv_bench_reserve(context._use(), RANGE, flags, len(reserve), *raw))
         self.seen = {"reserve 1 GiB": reserve, "free 1 GiB": free}
         self._rows = []  # (reservation, arrays)
         names = ("create", "map", "unmap", "release, unmap included")
         for backdrop in (True, False) if flags else (False,):
             range_ = stack.enter_context(context.reserve(RANGE, backdrop=backdrop))
-            arrays, raw = _arrays(len(names), n)
+            arrays, raw = sample_arrays(len(names), n)
             self._rows.append((range_, raw))
             if backdrop == bool(flags):
                 self.seen |= zip(names, arrays)
@@ -79,9 +80,8 @@ class Calls:
     def _open_blocks(self, range_):
         """A page in each block of 2 MiB, of which the first prepares its page table; `round` then sees the rest."""
         n = RANGE // BLOCK
-        arrays, raw = _arrays(4, n)
-        for first in range(0, n, TURN):
-            self._pages(range_, STRIDE * BLOCK // self.page_size, first, min(TURN, n - first), raw)
+        arrays, raw = sample_arrays(4, n)
+        self._pages(range_, STRIDE * BLOCK // self.page_size, 0, n, raw)
         self.seen["map, first page in its 2M"] = arrays[1]
 
     def round(self, first, count):
@@ -97,9 +97,9 @@ class CudaCalls:
         _check(lib.pv_bench_cuda_open(device, RANGE, cuda))
         self._cuda = cuda[0]
         stack.callback(lib.pv_bench_cuda_close, self._cuda)
-        (reserve, free), raw = _arrays(2, n)
+        (reserve, free), raw = sample_arrays(2, n)
         _check(lib.pv_bench_cuda_reserve(self._cuda, n, *raw))
-        (create, map_, access, unmap, release), self._raw = _arrays(5, n)
+        (create, map_, access, unmap, release), self._raw = sample_arrays(5, n)
         self._release = release, unmap
         self.seen = {
             "reserve 1 GiB": reserve,
@@ -162,7 +162,7 @@ def batches(context, page_size, n, bare=None):
                 raw_ops = ffi.from_buffer("struct vmem_map_op[]", ops)
                 ours, theirs = np.zeros((2, n)), np.zeros((2, n))
                 for i in range(n):
-                    times, raw = _arrays(2, 1)
+                    times, raw = sample_arrays(2, 1)
                     _check(lib.pv_bench_batch(context._use(), raw_ops, BATCH, range_.addr, range_.length, 1, *raw))
                     ours[:, i] = times[0][0], times[1][0]
                     if bare:
@@ -179,7 +179,7 @@ def bare_host(page_size):
     """For `batches`: the system calls alone."""
 
     def once(slots):
-        times, raw = _arrays(2, 1)
+        times, raw = sample_arrays(2, 1)
         _check(lib.pv_bench_host(page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, 1, *raw))
         return times[0][0], times[1][0]
 

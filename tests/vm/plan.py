@@ -127,9 +127,9 @@ def unload_with_state():
 def fail_nth():
     return [
         _load("patched"),
-        Step("load failmem", "insmod /mod/failmem.ko", 20, quiet=True),
+        Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True),
         Step("test_failnth", "/tests/test_failnth", 600),
-        Step("unload failmem", "rmmod failmem", 20, quiet=True),
+        Step("remove failmem", "rmmod failmem", 20, quiet=True),
         _unload("patched"),
     ]
 
@@ -162,7 +162,7 @@ def _groups(all_steps):
     groups, group = [], []
     for step in all_steps:
         group.append(step)
-        if step.name.startswith("unload ") and step.quiet and "failmem" not in step.name:
+        if step.name.startswith("unload ") and step.quiet:
             groups.append(group)
             group = []
     return groups, group

@@ -277,7 +277,7 @@ static void stress(uint64_t seed, uint64_t length, int iterations)
     CHECK(!memcmp(p, shadow, length));
 }
 
-// Each takes half of the GPU's by itself: on a small GPU all of them need more than it has.
+// Each takes half of the GPU's by itself, 32 MiB at most: on a small GPU all of them need more than it has.
 TEST(managed_stress_by_three_processes)
 {
     uint64_t half = sim_info(0).fb_size / 2, each = managed_size(half < MB(32) ? half : MB(32));
