@@ -5,7 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "cuda/libcuda.h"
+#include "driver/libcuda.h"
 #include "native.h"
 
 static uint64_t now(void)

@@ -6,7 +6,7 @@
 
 #include <dlfcn.h>
 
-#include "cuda/libcuda.h"
+#include "driver/libcuda.h"
 #include "native.h"
 
 struct pv_owner {

@@ -1,4 +1,4 @@
-"""Compares libvmem/src/stock/abi.h and its table with every release of NVIDIA's open kernel modules.
+"""Compares libvmem/src/driver/abi.h and its table with every release of NVIDIA's open kernel modules.
 
 Takes a git checkout (or bare repository) of the driver's source with its release tags, reads the definitions that the
 stock backend restates, compiles them as they are in each tag, and compares sizes, offsets and numbers.
@@ -134,7 +134,7 @@ def ours(directory, tag):
     source = """
 #include <stdarg.h>
 #include <stdio.h>
-#include "stock/abi.h"
+#include "driver/abi.h"
 int vmem__error(int err, const char *fmt, ...) { (void)fmt; return err; }
 """
     body = f'const struct vmem__abi *abi; struct uvm_map map; if (vmem__abi_find("{tag}", 0, &abi)) return 1;\n'
@@ -151,7 +151,7 @@ int vmem__error(int err, const char *fmt, ...) { (void)fmt; return err; }
                         ("rmStatus", "status")):
         body += show(f"tail.{field}", f"offsetof(struct uvm_map_tail, {name})")
     return run(directory, "ours", f"{source}int main(void) {{ {body} return 0; }}\n",
-               f"-I{TOP / 'libvmem/src'}", f"-I{TOP / 'libvmem/include'}", TOP / "libvmem/src/stock/abi.c")
+               f"-I{TOP / 'libvmem/src'}", f"-I{TOP / 'libvmem/include'}", TOP / "libvmem/src/driver/abi.c")
 
 
 def main():

@@ -4,7 +4,7 @@
 #ifndef VMEM_TEST_CHECKED_H
 #define VMEM_TEST_CHECKED_H
 
-#include "vmem_internal.h"
+#include "core/core.h"
 
 // A context whose backend is `name`, wrapped; one at a time in a process. With whole_arenas a backend that commits
 // units as they are used (the host) behaves as GPUs do: an arena is memory, all of it.

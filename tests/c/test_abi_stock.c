@@ -3,7 +3,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
-#include "stock/abi.h"
+#include "driver/abi.h"
 
 #define AT(type, field, offset) _Static_assert(offsetof(struct type, field) == (offset), #type "." #field)
 #define SIZE(type, size) _Static_assert(sizeof(struct type) == (size), #type)

@@ -2,7 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
-#include "vmem_internal.h"
+#include "core/core.h"
 
 static struct vmem_page_info query(vmem_context *ctx, vmem_page page)
 {

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "harness.h"
-#include "host/memory.h"
+#include "backend/host/memory.h"
 
 #define UNLIMITED "9223372036854771712\n" // version 1's
 

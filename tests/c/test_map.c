@@ -2,7 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
-#include "vmem_internal.h"
+#include "core/core.h"
 
 static uint64_t addr;
 static vmem_page page[8];

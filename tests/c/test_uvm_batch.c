@@ -5,7 +5,7 @@
 #include <stdarg.h>
 
 #include "harness.h"
-#include "uvm/uvm.h"
+#include "backend/uvm/uvm.h"
 
 #define BASE (UINT64_C(1) << 40)
 #define SLOTS 8

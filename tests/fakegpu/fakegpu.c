@@ -27,7 +27,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "stock/abi.h"
+#include "driver/abi.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define PAGE (UINT64_C(64) << 10)

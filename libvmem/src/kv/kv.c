@@ -7,8 +7,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "../vmem_internal.h"
-#include "kv.h"
+#include "core/core.h"
+#include "kv/kv.h"
 
 static uint64_t gcd(uint64_t a, uint64_t b)
 {

@@ -16,7 +16,7 @@
 #include <pthread.h>
 #include <sys/types.h>
 
-#include "../backend.h"
+#include "backend/backend.h"
 #include "vmem_kv.h"
 
 #define KV_BLOCK VMEM_PAGE_2M // what a 2 MiB page-table entry maps

@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../vmem_internal.h"
-#include "kv.h"
+#include "core/core.h"
+#include "kv/kv.h"
 
 // A run of at least this many 2 MiB blocks is mapped apart from the small pages around it, so that it can have 2 MiB
 // entries: writing the small entries of two blocks costs less than the call more, of three about as much.

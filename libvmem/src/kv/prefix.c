@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 static int find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out)
 {

@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 // Where the part of a span starts that can be cut off its end. Blocks mapped by 2 MiB entries go whole or not at all
 // beside running kernels.

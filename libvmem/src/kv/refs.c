@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 static uint64_t home(const struct kv_refs *r, vmem_page page)
 {

@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <unistd.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 int kv_enter_step(vmem_kv *kv)
 {

@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 static void publish(vmem_kv *kv)
 {

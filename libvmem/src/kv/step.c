@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {

@@ -4,7 +4,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 // The rows of a slot that the next token can read, tensor after tensor; host NULL: only their size.
 static uint64_t copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, struct vmem_copy_op *ops, uint64_t *n)

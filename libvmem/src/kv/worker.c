@@ -5,7 +5,7 @@
 #include <signal.h>
 #include <string.h>
 
-#include "kv.h"
+#include "kv/kv.h"
 
 void kv_wait_slot(vmem_kv *kv, uint32_t slot)
 {

@@ -1,0 +1,394 @@
+// The host backend: pages of one memfd behind CPU addresses.
+//
+// One memfd holds all arenas, each at an offset never used before, so that a context costs one descriptor. Memory is
+// committed by fallocate() when a page is created, so that a lack of it is -ENOMEM then and not SIGBUS later, and goes
+// back to the system by punching a hole when the page is released.
+//
+// Mapping is mmap(MAP_FIXED) over what was there. Linux does that in one piece under the process's mapping lock: a
+// thread that touches the address in between waits and then finds the new page, hence VMEM_CAP_LIVE_REMAP.
+//
+// SPDX-License-Identifier: MIT
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/sysinfo.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "backend/backend.h"
+#include "backend/host/memory.h"
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x8U
+#endif
+#define FILE_SIZE (INT64_C(1) << 62)
+#define ARENA_MIN (UINT64_C(64) << 20)
+#define ARENA_MAX (UINT64_C(1) << 46)
+// Mappings kept in hand, so that a batch that ran into vm.max_map_count can be undone. Undoing one step takes three at
+// most for a moment: a mapping cut in two, and the new one.
+#define BALLAST_PAGES 8
+
+struct host {
+    int fd;
+    _Atomic uint64_t end;    // of the part of the file that was given to arenas
+    _Atomic uint64_t arenas; // bytes of those that exist
+    pthread_rwlock_t lock;   // read: changing mappings. write: undoing changes, with the ballast dropped
+    char *ballast;           // BALLAST_PAGES mappings of one page, or NULL
+    bool cgroup;             // a control group allows less than the machine has
+    _Atomic int64_t unasked; // bytes that may be populated before it is asked again
+};
+
+static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
+{
+    return (uint64_t)(uintptr_t)a->priv + offset;
+}
+
+// ---- life ---------------------------------------------------------------------------------------------------
+
+static int file_new(void)
+{
+    // Linux 6.3 and later ask to be told that the memory is no program, and may be set to insist.
+    int fd = memfd_create("vmem", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+    if (fd < 0 && errno == EINVAL)
+        fd = memfd_create("vmem", MFD_CLOEXEC);
+    return fd < 0 ? vmem__error(-errno, "memfd_create: %s", strerror(errno)) : fd;
+}
+
+static int probe(const struct vmem_options *opts)
+{
+    (void)opts;
+    int fd = file_new();
+    if (fd < 0)
+        return fd;
+    close(fd);
+    struct rlimit fsize;
+    if (!getrlimit(RLIMIT_FSIZE, &fsize) && fsize.rlim_cur < (rlim_t)FILE_SIZE)
+        return vmem__error(-EFBIG, "the limit on file sizes (ulimit -f) must be \"unlimited\": it covers memfd too");
+    return 0;
+}
+
+// Neighbouring pages of different protection are mappings of their own.
+static void ballast_take(struct host *h)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *at = mmap(NULL, BALLAST_PAGES * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
+        return;
+    for (size_t i = 1; i < BALLAST_PAGES; i += 2) {
+        if (mprotect(at + i * page, page, PROT_READ)) {
+            munmap(at, BALLAST_PAGES * page);
+            return;
+        }
+    }
+    h->ballast = at;
+}
+
+static void ballast_drop(struct host *h)
+{
+    if (h->ballast)
+        munmap(h->ballast, BALLAST_PAGES * (size_t)sysconf(_SC_PAGESIZE));
+    h->ballast = NULL;
+}
+
+static int memory(struct vmem__backend *b, uint64_t *total, uint64_t *available)
+{
+    struct vmem__host_memory m;
+    int rc = vmem__host_memory("", &m);
+    (void)b;
+    if (rc)
+        return rc;
+    *total = m.total;
+    *available = m.available;
+    return 0;
+}
+
+static int open_(struct vmem__backend *b, const struct vmem_options *opts)
+{
+    struct vmem__host_memory m;
+    int rc = probe(opts);
+    if (!rc)
+        rc = vmem__host_memory("", &m);
+    if (rc)
+        return rc;
+    b->info.memory_total = m.total;
+    struct host *h = calloc(1, sizeof *h);
+    if (!h)
+        return vmem__error(-ENOMEM, "no memory for a context");
+    rc = h->fd = file_new();
+    if (rc >= 0 && ftruncate(h->fd, FILE_SIZE)) {
+        rc = vmem__error(-errno, "ftruncate of a memfd: %s", strerror(errno));
+        close(h->fd);
+    }
+    if (rc < 0) {
+        free(h);
+        return rc;
+    }
+    pthread_rwlock_init(&h->lock, NULL);
+    ballast_take(h);
+    h->cgroup = m.cgroup;
+    b->priv = h;
+    b->arena_min = ARENA_MIN;
+    b->arena_max = ARENA_MAX;
+    b->info.caps = VMEM_CAP_BACKDROP | VMEM_CAP_FAULT | VMEM_CAP_LIVE_REMAP;
+    b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
+    b->info.reserve_align = VMEM_PAGE_2M;
+    snprintf(b->info.device_name, sizeof b->info.device_name, "host memory");
+    return 0;
+}
+
+// A forked child's descriptor and mappings are copies: closing them takes nothing from the parent.
+static void close_(struct vmem__backend *b, bool forked)
+{
+    struct host *h = b->priv;
+    (void)forked;
+    ballast_drop(h);
+    close(h->fd);
+    pthread_rwlock_destroy(&h->lock);
+    free(h);
+}
+
+// ---- address space ------------------------------------------------------------------------------------------
+
+static int reserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    b->syscalls++;
+    const int prot = r->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
+    const uint64_t slack = VMEM_PAGE_2M;
+    char *at = mmap(NULL, r->length + slack, prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
+        return vmem__error(-ENOMEM, "length %" PRIu64 ": mmap: %s", r->length, strerror(errno));
+    char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1));
+    if (start > at)
+        munmap(at, (size_t)(start - at));
+    if (at + slack > start)
+        munmap(start + r->length, (size_t)(at + slack - start));
+    r->addr = (uintptr_t)start;
+    return 0;
+}
+
+static void unreserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    b->syscalls++;
+    munmap((void *)(uintptr_t)r->addr, r->length);
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------
+
+static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
+{
+    struct host *h = b->priv;
+    // An arena costs only the core's bookkeeping until it is populated: some room for fragmentation, but not for pages
+    // that can never be.
+    if (atomic_fetch_add(&h->arenas, a->size) + a->size > 2 * b->info.memory_total + ARENA_MIN) {
+        h->arenas -= a->size;
+        return vmem__error(-ENOMEM, "%" PRIu64 " bytes more of pages: the %s %" PRIu64 " bytes of memory", a->size,
+                           h->cgroup ? "process's control group allows" : "machine has", b->info.memory_total);
+    }
+    uint64_t at = atomic_fetch_add(&h->end, a->size);
+    if (at + a->size > (uint64_t)FILE_SIZE) {
+        h->arenas -= a->size;
+        return vmem__error(-ENOMEM, "all 2^62 bytes of the memfd have been used");
+    }
+    a->priv = (void *)(uintptr_t)at;
+    return 0;
+}
+
+static int discard(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    struct host *h = b->priv;
+    b->syscalls++;
+    if (fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)file_offset(a, offset), (off_t)length))
+        return vmem__error(-errno, "fallocate to punch a hole: %s", strerror(errno));
+    return 1;
+}
+
+static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
+{
+    struct host *h = b->priv;
+    discard(b, a, 0, a->size);
+    h->arenas -= a->size;
+}
+
+// The kernel would rather kill a process than refuse memory it has promised, so ask first. Asking takes long beside
+// populating a page: sysinfo() is quick, but leaves out what the page cache could give up, and knows no control group.
+// Of what a control group leaves, a quarter is taken before it is asked again.
+static int check_memory(struct vmem__backend *b, uint64_t length)
+{
+    struct host *h = b->priv;
+    struct vmem__host_memory m;
+    struct sysinfo si;
+    b->syscalls++;
+    bool plenty = sysinfo(&si) || (uint64_t)si.freeram * si.mem_unit >= length + (UINT64_C(256) << 20);
+    if (h->cgroup)
+        plenty = plenty && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
+    if (plenty || vmem__host_memory("", &m))
+        return 0;
+    h->unasked = (int64_t)(m.available / 4);
+    if (m.available < length)
+        return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: %s has %" PRIu64 " bytes left", length,
+                           m.cgroup ? "the process's control group" : "the machine", m.available);
+    return 0;
+}
+
+static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    struct host *h = b->priv;
+    int rc = check_memory(b, length);
+    if (rc)
+        return rc;
+    for (;;) {
+        b->syscalls++;
+        if (!fallocate(h->fd, 0, (off_t)file_offset(a, offset), (off_t)length))
+            return 0;
+        if (errno != EINTR)
+            break;
+    }
+    int err = errno == ENOSPC ? ENOMEM : errno;
+    discard(b, a, offset, length);
+    return vmem__error(-err, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(err));
+}
+
+static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+{
+    static const char zeros[1 << 16];
+    struct host *h = b->priv;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t at = file_offset(runs[i].arena, runs[i].offset), end = at + runs[i].length;
+        while (at < end) {
+            size_t part = end - at < sizeof zeros ? end - at : sizeof zeros;
+            ssize_t done = pwrite(h->fd, zeros, part, (off_t)at);
+            b->syscalls++;
+            if (done < 0 && errno != EINTR)
+                return vmem__error(-errno, "zeroing pages: pwrite: %s", strerror(errno));
+            at += done > 0 ? (uint64_t)done : 0;
+        }
+    }
+    return 0;
+}
+
+// ---- mapping ------------------------------------------------------------------------------------------------
+
+// Puts a slice of an arena (NULL: what unbacked addresses hold) behind addresses of a range.
+static int put(struct vmem__backend *b, const struct vmem__range *range, uint64_t addr, uint64_t length,
+               const struct vmem__arena *a, uint64_t offset)
+{
+    const struct host *h = b->priv;
+    const int unbacked = range->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
+    void *at = (void *)(uintptr_t)addr;
+    b->syscalls++;
+    void *got = a ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->fd,
+                         (off_t)file_offset(a, offset))
+                  : mmap(at, length, unbacked, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    return got == MAP_FAILED ? -errno : 0;
+}
+
+static int map_error(int err)
+{
+    int limit = 0;
+    FILE *f = err == -ENOMEM ? fopen("/proc/sys/vm/max_map_count", "re") : NULL;
+    if (f) {
+        if (fscanf(f, "%d", &limit) != 1)
+            limit = 0;
+        fclose(f);
+    }
+    if (!limit)
+        return vmem__error(err, "mmap: %s", strerror(-err));
+    return vmem__error(err, "mmap: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
+                       "run of pages and for every gap; raise it, or use larger pages", strerror(-err), limit);
+}
+
+// Does run *done, and when unmapping those after it whose addresses follow: wherever their memory is, one call takes
+// them all away. Moves *done past them.
+static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *done)
+{
+    const struct vmem__run *r = &runs[*done];
+    uint64_t length = r->length;
+    size_t end = *done + 1;
+    for (; unmap && end < n && runs[end].range == r->range && runs[end].addr == r->addr + length; end++)
+        length += runs[end].length;
+    int rc = unmap ? put(b, r->range, r->addr, length, NULL, 0)
+                   : put(b, r->range, r->addr, length, r->arena, r->offset);
+    if (!rc)
+        *done = end;
+    return rc;
+}
+
+static void undo(struct vmem__backend *b, const struct vmem__run *r, bool unmap)
+{
+    put(b, r->range, r->addr, r->length, unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);
+}
+
+static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *bad)
+{
+    struct host *h = b->priv;
+    size_t done = 0;
+    int rc = 0;
+    pthread_rwlock_rdlock(&h->lock);
+    while (done < n && !rc)
+        rc = step(b, runs, n, unmap, &done);
+    pthread_rwlock_unlock(&h->lock);
+    if (!rc)
+        return 0;
+    *bad = done;
+    // mmap() refuses even to reduce the number of mappings once there are too many: drop the ballast, and go back the
+    // way we came, on which there never were more.
+    pthread_rwlock_wrlock(&h->lock);
+    ballast_drop(h);
+    while (done--)
+        undo(b, &runs[done], unmap);
+    ballast_take(h);
+    pthread_rwlock_unlock(&h->lock);
+    return map_error(rc);
+}
+
+static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return change(b, runs, n, false, bad);
+}
+
+static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return change(b, runs, n, true, bad);
+}
+
+// ---- data ---------------------------------------------------------------------------------------------------
+
+static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
+    (void)b;
+    for (size_t i = 0; i < n; i++)
+        memmove((void *)(uintptr_t)ops[i].dst, (const void *)(uintptr_t)ops[i].src, ops[i].length);
+    return 0;
+}
+
+static int fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
+    (void)b;
+    memset((void *)(uintptr_t)addr, value, length);
+    return 0;
+}
+
+const struct vmem__ops vmem__host_ops = {
+    .name = "host",
+    .probe = probe,
+    .open = open_,
+    .close = close_,
+    .memory = memory,
+    .reserve = reserve,
+    .unreserve = unreserve,
+    .arena_new = arena_new,
+    .arena_free = arena_free,
+    .populate = populate,
+    .discard = discard,
+    .zero = zero,
+    .map = map,
+    .unmap = unmap,
+    .copy = copy,
+    .fill = fill,
+};

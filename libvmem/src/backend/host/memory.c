@@ -1,0 +1,106 @@
+// How much memory there is: the machine's, or what the control groups (containers, systemd units, batch jobs) leave of
+// it to this process.
+//
+// SPDX-License-Identifier: MIT
+#include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "backend/backend.h"
+#include "backend/host/memory.h"
+
+// The memory controller's files. Both versions are mounted where every distribution and container runtime has them.
+static const struct version {
+    const char *mount, *limit, *used, *cache[2];
+} v1 = {
+    "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+    {"total_inactive_file ", "total_active_file "},
+}, v2 = {
+    "/sys/fs/cgroup", "memory.max", "memory.current", {"inactive_file ", "active_file "},
+};
+
+// Reads the number behind key, which starts a line of the file. False: there is none ("max", or no such file).
+static bool number(const char *folder, const char *file, const char *key, uint64_t *value)
+{
+    char path[2 * PATH_MAX], line[128];
+    snprintf(path, sizeof path, "%s/%s", folder, file);
+    FILE *f = fopen(path, "re");
+    bool found = false;
+    while (f && !found && fgets(line, sizeof line, f))
+        found = !strncmp(line, key, strlen(key)) && sscanf(line + strlen(key), "%" SCNu64, value) == 1;
+    if (f)
+        fclose(f);
+    return found;
+}
+
+// What one group allows, where that is less. Pages of files count as used, but the kernel gives them up first, so they
+// are available here as they are in MemAvailable. The pages of a memfd are not among those.
+static void restrict_to(const char *group, const struct version *v, struct vmem__host_memory *m)
+{
+    uint64_t limit, used, cache;
+    if (!number(group, v->limit, "", &limit) || !number(group, v->used, "", &used))
+        return;
+    for (int i = 0; i < 2; i++) {
+        if (number(group, "memory.stat", v->cache[i], &cache))
+            used -= cache < used ? cache : used;
+    }
+    const uint64_t left = limit > used ? limit - used : 0;
+    m->cgroup = m->cgroup || limit < m->total;
+    m->total = limit < m->total ? limit : m->total;
+    m->available = left < m->available ? left : m->available;
+}
+
+// A group is bound by all groups above it. In a container the path may be the one outside it, with nothing there, while
+// the mount's top is the container's own group: going up finds that too.
+static void restrict_to_all(const char *root, const struct version *v, const char *path, struct vmem__host_memory *m)
+{
+    char group[2 * PATH_MAX];
+    const int top = snprintf(group, sizeof group, "%s%s", root, v->mount);
+    snprintf(group + top, sizeof group - (size_t)top, "%s", path);
+    for (char *end; (end = strrchr(group + top, '/')); *end = '\0')
+        restrict_to(group, v, m);
+    restrict_to(group, v, m);
+}
+
+// Whether a list of controllers, with commas, has "memory".
+static bool has_memory(const char *list)
+{
+    for (const size_t n = strlen("memory"); list; list = strchr(list, ',')) {
+        list += *list == ',';
+        if (!strncmp(list, "memory", n) && (list[n] == ',' || !list[n]))
+            return true;
+    }
+    return false;
+}
+
+int vmem__host_memory(const char *root, struct vmem__host_memory *out)
+{
+    char path[2 * PATH_MAX], line[PATH_MAX + 128];
+    snprintf(path, sizeof path, "%s/proc", root);
+    *out = (struct vmem__host_memory){0};
+    if (!number(path, "meminfo", "MemTotal:", &out->total) ||
+        !number(path, "meminfo", "MemAvailable:", &out->available))
+        return vmem__error(-ENODATA, "%s/meminfo does not say how much memory there is", path);
+    out->total <<= 10;
+    out->available <<= 10;
+
+    // Lines "number:controllers:path"; version 2 is the one without controllers.
+    snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+    FILE *f = fopen(path, "re");
+    while (f && fgets(line, sizeof line, f)) {
+        char *controllers = strchr(line, ':'), *group = controllers ? strchr(controllers + 1, ':') : NULL;
+        if (!group)
+            continue;
+        *group++ = '\0';
+        group[strcspn(group, "\n")] = '\0';
+        if (!controllers[1])
+            restrict_to_all(root, &v2, group, out);
+        else if (has_memory(controllers + 1))
+            restrict_to_all(root, &v1, group, out);
+    }
+    if (f)
+        fclose(f);
+    return 0;
+}

@@ -1,0 +1,391 @@
+// SPDX-License-Identifier: MIT
+#include "backend/stock/stock.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+// One stays when all pages are gone: with the backdrop and the scratch memory that is less than 128 MiB.
+#define ARENA_MIN (UINT64_C(16) << 20)
+#define ARENA_MAX (UINT64_C(4) << 30)
+#define UVM_FDS 64
+
+// ---- address space ------------------------------------------------------------------------------------------
+
+int stock_activate(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length)
+{
+    const uint64_t slots = range->cuda.length / STOCK_SLOT, end = addr - range->cuda.addr + length;
+    int err = 0;
+
+    if (range->backdrop)
+        return vmem__activate(&s->cuda, &s->backdrop, &range->cuda, addr, length);
+    for (uint64_t i = (addr - range->cuda.addr) / STOCK_SLOT; !err && i < slots && i * STOCK_SLOT < end; i++) {
+        const uint64_t at = range->cuda.addr + i * STOCK_SLOT;
+
+        if (vmem__bit(range->cuda.active, i))
+            continue;
+        err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, at, STOCK_SLOT);
+        if (!err)
+            err = stock_empty(s, range, at, STOCK_SLOT);
+    }
+    return err;
+}
+
+int stock_range_new(struct stock *s, uint64_t length, bool backdrop, struct stock_range *range)
+{
+    int err = vmem__reserve(&s->cuda, &s->backdrop, length, &range->cuda);
+
+    if (err)
+        return err;
+    range->backdrop = backdrop;
+    range->fine = calloc((range->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
+    if (!range->fine)
+        err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
+    // CUDA must know the first address; the slot after it is what the first map would ask for.
+    if (!err)
+        err = stock_activate(s, range, range->cuda.addr, backdrop ? 2 * STOCK_SLOT : STOCK_SLOT);
+    if (err) {
+        free(range->fine);
+        vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
+        return err;
+    }
+    pthread_mutex_init(&range->lock, NULL);
+    return 0;
+}
+
+void stock_range_free(struct stock *s, struct stock_range *range)
+{
+    vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
+    pthread_mutex_destroy(&range->lock);
+    free(range->fine);
+}
+
+static int stock_reserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    struct stock_range *range = malloc(sizeof(*range));
+    int err = range ? stock_range_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, range)
+                    : vmem__error(-ENOMEM, "reserve: no memory");
+
+    if (err) {
+        free(range);
+        return err;
+    }
+    r->addr = range->cuda.addr;
+    r->priv = range;
+    return 0;
+}
+
+static void stock_unreserve(struct vmem__backend *b, struct vmem__range *r)
+{
+    stock_range_free(b->priv, r->priv);
+    free(r->priv);
+}
+
+static int stock_backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+{
+    struct stock *s = b->priv;
+    struct stock_range *range = r->priv;
+    int err;
+
+    pthread_mutex_lock(&range->lock);
+    err = stock_activate(s, range, addr, length);
+    pthread_mutex_unlock(&range->lock);
+    return err;
+}
+
+// ---- physical memory ----------------------------------------------------------------------------------------
+
+static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
+{
+    const struct stock_slice nothing = {0};
+    struct stock *s = b->priv;
+    struct stock_arena *arena = malloc(sizeof(*arena));
+    int err;
+
+    if (!arena)
+        return vmem__error(-ENOMEM, "arena: no memory");
+    atomic_fetch_add(&b->syscalls, 1);
+    err = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
+    if (err)
+        goto no_memory;
+    err = stock_range_new(s, a->size, true, &arena->alias);
+    if (err)
+        goto no_alias;
+    err = stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0}, nothing,
+                    false);
+    if (!err)
+        err = vmem__cuda_fill(&s->cuda, arena->alias.cuda.addr, 0, a->size);
+    if (err)
+        goto no_zero;
+    a->priv = arena;
+    return 0;
+
+no_zero:
+    stock_range_free(s, &arena->alias);
+no_alias:
+    vmem__rm_memory_free(&s->rm, arena->memory);
+no_memory:
+    free(arena);
+    return err;
+}
+
+static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
+{
+    struct stock *s = b->priv;
+    struct stock_arena *arena = a->priv;
+
+    stock_range_free(s, &arena->alias);
+    atomic_fetch_add(&b->syscalls, 1);
+    vmem__rm_memory_free(&s->rm, arena->memory);
+    free(arena);
+}
+
+static uint64_t alias_of(const struct vmem__run *run)
+{
+    const struct stock_arena *arena = run->arena->priv;
+
+    return arena->alias.cuda.addr + run->offset;
+}
+
+static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+{
+    struct stock *s = b->priv;
+
+    return vmem__cuda_zero(&s->cuda, runs, n, alias_of);
+}
+
+// ---- mapping ------------------------------------------------------------------------------------------------
+
+static struct stock_slice slice(const struct vmem__arena *arena, uint64_t offset)
+{
+    return arena ? (struct stock_slice){((const struct stock_arena *)arena->priv)->memory, offset}
+                 : (struct stock_slice){0};
+}
+
+static int map_run(struct stock *s, const struct vmem__run *run, bool undo)
+{
+    struct stock_slice now = slice(run->arena, run->offset), before = slice(run->old_arena, run->old_offset);
+    bool keep_fine = (run->flags & VMEM_MAP_FINE) && run->page_size < STOCK_BLOCK;
+
+    return undo ? stock_put(s, run->range->priv, run->addr, run->length, before, now, true)
+                : stock_put(s, run->range->priv, run->addr, run->length, now, before, keep_fine);
+}
+
+static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
+{
+    struct stock_slice nothing = {0}, page = slice(run->arena, run->offset);
+
+    return undo ? stock_put(s, run->range->priv, run->addr, run->length, page, nothing, true)
+                : stock_put(s, run->range->priv, run->addr, run->length, nothing, page, false);
+}
+
+// All runs or none.
+static int for_runs(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad,
+                    int (*run)(struct stock *, const struct vmem__run *, bool undo))
+{
+    for (size_t i = 0; i < n; i++) {
+        int err = run(b->priv, &runs[i], false);
+
+        if (err) {
+            *bad = i;
+            while (i-- > 0)
+                run(b->priv, &runs[i], true);
+            return err;
+        }
+    }
+    return 0;
+}
+
+static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return for_runs(b, runs, n, bad, map_run);
+}
+
+static int stock_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return for_runs(b, runs, n, bad, unmap_run);
+}
+
+// ---- opening ------------------------------------------------------------------------------------------------
+
+static int release_abi(const struct vmem_options *opts, char *release, size_t size, const struct vmem__abi **abi)
+{
+    int err = vmem__abi_release(release, size);
+
+    return err ? err : vmem__abi_find(release, (opts->flags & VMEM_OPT_UNKNOWN_DRIVER) != 0, abi);
+}
+
+static int stock_probe(const struct vmem_options *opts)
+{
+    const struct vmem__abi *abi;
+    char release[32];
+    int err = release_abi(opts, release, sizeof(release), &abi);
+
+    if (err)
+        return err;
+    if (access("/dev/nvidiactl", R_OK | W_OK))
+        return vmem__error(-errno, "/dev/nvidiactl: %s", strerror(errno));
+    if (access("/dev/nvidia-uvm", R_OK | W_OK))
+        return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
+    return vmem__cuda_probe(opts->device);
+}
+
+static int word(struct stock *s, uint64_t addr, uint32_t *value)
+{
+    const struct vmem_copy_op op = {.dst = (uintptr_t)value, .src = addr, .length = sizeof(*value)};
+
+    return vmem__cuda_copy(&s->cuda, &op, 1);
+}
+
+// Whether maps through s->uvm reach what CUDA reads at addr, the start of an active slot: a 2 MiB map, its removal,
+// and a 64 KiB map over that. memory: 2 MiB.
+static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
+{
+    uint32_t mapped = 1, removed = 1, mapped_fine = 1;
+    uint64_t page = addr + 3 * VMEM_PAGE_64K;
+    int err = vmem__uvm_map(&s->uvm, &s->rm, addr, STOCK_BLOCK, memory, 0);
+
+    if (err)
+        return err;
+    err = vmem__cuda_fill(&s->cuda, addr, 0x5a, STOCK_BLOCK);
+    if (!err)
+        err = word(s, addr, &mapped);
+    if (!err)
+        err = vmem__uvm_sparse(&s->uvm, addr, STOCK_BLOCK);
+    if (!err)
+        err = word(s, page, &removed);
+    if (!err)
+        err = vmem__uvm_map(&s->uvm, &s->rm, page, VMEM_PAGE_64K, memory, VMEM_PAGE_64K);
+    if (!err)
+        err = word(s, page, &mapped_fine);
+    if (!err && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
+        vmem__cuda_fill(&s->cuda, addr, 0, STOCK_BLOCK); // the backdrop took the pattern
+        err = vmem__error(-EIO, "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
+                                "64 KiB page", mapped, removed, mapped_fine);
+    }
+    return err;
+}
+
+// Among the process' UVM descriptors, the one that is the VA space of its CUDA contexts.
+static int find_space(struct stock *s)
+{
+    struct vmem__reservation r;
+    int fds[UVM_FDS], n = vmem__cuda_uvm_fds(fds, UVM_FDS), err;
+    uint32_t memory;
+
+    err = vmem__rm_memory_new(&s->rm, STOCK_BLOCK, &memory);
+    if (err)
+        return err;
+    err = vmem__reserve(&s->cuda, &s->backdrop, STOCK_SLOT, &r);
+    if (err)
+        goto no_range;
+    err = vmem__activate(&s->cuda, &s->backdrop, &r, r.addr, STOCK_SLOT);
+    if (err)
+        goto no_space;
+    err = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
+    for (int i = 0; err && err != -ENOMEM && i < n; i++) {
+        // Above RM's descriptor: a dying process closes in order, and UVM, which keeps the GPU up, must go after RM's
+        // client.
+        s->uvm.fd = fcntl(fds[i], F_DUPFD_CLOEXEC, s->rm.fd + 1);
+        if (s->uvm.fd < 0)
+            continue; // closed meanwhile
+        err = check_space(s, r.addr, memory);
+        if (err) {
+            close(s->uvm.fd);
+            s->uvm.fd = -1;
+        }
+    }
+no_space:
+    vmem__unreserve(&s->cuda, &s->backdrop, &r);
+no_range:
+    vmem__rm_memory_free(&s->rm, memory);
+    return err;
+}
+
+static int scratch_new(struct stock *s)
+{
+    struct stock_range alias;
+    int err = vmem__rm_memory_new(&s->rm, STOCK_SCRATCH, &s->scratch);
+
+    if (!err)
+        err = stock_range_new(s, STOCK_SCRATCH, true, &alias);
+    if (err)
+        return err;
+    err = vmem__uvm_map(&s->uvm, &s->rm, alias.cuda.addr, STOCK_SCRATCH, s->scratch, 0);
+    if (!err)
+        err = vmem__cuda_fill(&s->cuda, alias.cuda.addr, 0, STOCK_SCRATCH);
+    stock_range_free(s, &alias);
+    return err;
+}
+
+static void stock_close(struct vmem__backend *b, bool forked)
+{
+    struct stock *s = b->priv;
+
+    if (!forked)
+        vmem__backdrop_free(&s->cuda, &s->backdrop);
+    vmem__rm_close(&s->rm); // the scratch memory goes with the client
+    if (s->uvm.fd >= 0)
+        close(s->uvm.fd);
+    vmem__cuda_close(&s->cuda, forked);
+    free(s);
+}
+
+static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
+{
+    struct stock *s = calloc(1, sizeof(*s));
+    const struct vmem__abi *abi;
+    int err;
+
+    if (!s)
+        return vmem__error(-ENOMEM, "no memory for the stock backend");
+    b->priv = s;
+    s->backend = b;
+    s->cuda.syscalls = &b->syscalls;
+    s->rm.fd = s->uvm.fd = -1;
+    err = release_abi(opts, b->info.driver, sizeof(b->info.driver), &abi);
+    if (!err)
+        err = vmem__cuda_open(&s->cuda, opts->device, &b->info);
+    if (!err) {
+        memcpy(s->uvm.uuid, b->info.device_uuid, sizeof(s->uvm.uuid));
+        err = vmem__rm_open(&s->rm, abi, b->info.device_uuid);
+    }
+    if (!err)
+        err = vmem__backdrop_new(&s->cuda, &s->backdrop, STOCK_SLOT);
+    if (!err)
+        err = find_space(s);
+    if (!err)
+        err = scratch_new(s);
+    if (err) {
+        stock_close(b, false);
+        return err;
+    }
+    strcpy(b->info.backend, "stock");
+    b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
+    b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
+    b->info.reserve_align = STOCK_BLOCK;
+    b->overhead = s->backdrop.slot + STOCK_SCRATCH;
+    b->arena_min = ARENA_MIN;
+    b->arena_max = ARENA_MAX;
+    return 0;
+}
+
+const struct vmem__ops vmem__stock_ops = {
+    .name = "stock",
+    .probe = stock_probe,
+    .open = stock_open,
+    .close = stock_close,
+    .memory = vmem__cuda_op_memory,
+    .reserve = stock_reserve,
+    .unreserve = stock_unreserve,
+    .backdrop = stock_backdrop,
+    .arena_new = stock_arena_new,
+    .arena_free = stock_arena_free,
+    .zero = stock_zero,
+    .map = stock_map,
+    .unmap = stock_unmap,
+    .copy = vmem__cuda_op_copy,
+    .fill = vmem__cuda_op_fill,
+};

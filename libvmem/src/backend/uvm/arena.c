@@ -1,0 +1,127 @@
+// Ranges and arenas: addresses that CUDA reserves, memory that the module creates.
+//
+// SPDX-License-Identifier: MIT
+#include <errno.h>
+#include <stdlib.h>
+
+#include "backend/uvm/uvm.h"
+
+int uvm_range_new(struct uvm *u, uint64_t length, struct uvm_range *range)
+{
+    int err = vmem__reserve(&u->cuda, &u->backdrop, length, &range->cuda);
+
+    if (err)
+        return err;
+    // CUDA must know the first address; the slot after it is what the first map would ask for.
+    err = vmem__activate(&u->cuda, &u->backdrop, &range->cuda, range->cuda.addr, 2 * UVM_SLOT);
+    if (err) {
+        vmem__unreserve(&u->cuda, &u->backdrop, &range->cuda);
+        return err;
+    }
+    pthread_mutex_init(&range->lock, NULL);
+    return 0;
+}
+
+void uvm_range_free(struct uvm *u, struct uvm_range *range)
+{
+    vmem__unreserve(&u->cuda, &u->backdrop, &range->cuda);
+    pthread_mutex_destroy(&range->lock);
+}
+
+int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t length)
+{
+    int err;
+
+    pthread_mutex_lock(&range->lock);
+    err = vmem__activate(&u->cuda, &u->backdrop, &range->cuda, addr, length);
+    pthread_mutex_unlock(&range->lock);
+    return err;
+}
+
+static void release(struct uvm *u, const struct uvm_arena *arena, uint64_t pages)
+{
+    for (uint64_t i = 0; i < pages; i += arena->chunk) {
+        uint64_t left = pages - i;
+
+        vmem__kmod_release(&u->kmod, arena->first[i / arena->chunk],
+                           left < arena->chunk ? (uint32_t)left : arena->chunk);
+    }
+}
+
+int uvm_arena_new(struct uvm *u, struct vmem__arena *a)
+{
+    uint64_t pages = a->size / VMEM_PAGE_2M, most = u->kmod.max_bytes / VMEM_PAGE_2M;
+    uint32_t chunk = most < u->kmod.max_ops ? (uint32_t)most : u->kmod.max_ops;
+    struct uvm_arena *arena = calloc(1, sizeof(*arena) + (pages + chunk - 1) / chunk * sizeof(arena->first[0]));
+
+    if (!arena)
+        return vmem__error(-ENOMEM, "no memory for an arena's handles");
+    arena->chunk = chunk;
+    for (uint64_t i = 0; i < pages; i += chunk) {
+        uint64_t left = pages - i;
+        int err = vmem__kmod_create(&u->kmod, left < chunk ? (uint32_t)left : chunk, &arena->first[i / chunk]);
+
+        if (err) {
+            release(u, arena, i);
+            free(arena);
+            return err;
+        }
+    }
+    pthread_mutex_init(&arena->lock, NULL);
+    a->priv = arena;
+    return 0;
+}
+
+void uvm_arena_free(struct uvm *u, struct vmem__arena *a)
+{
+    struct uvm_arena *arena = a->priv;
+
+    release(u, arena, a->size / VMEM_PAGE_2M); // also unmaps the alias
+    if (arena->aliased)
+        uvm_range_free(u, &arena->alias_range);
+    pthread_mutex_destroy(&arena->lock);
+    free(arena);
+}
+
+// Made at the first need: most arenas are never asked for zeroed pages that were used before.
+static int make_alias(struct uvm *u, struct vmem__arena *a)
+{
+    struct uvm_arena *arena = a->priv;
+    struct vmem__run all = {.range = &arena->alias, .length = a->size, .arena = a, .page_size = VMEM_PAGE_2M};
+    size_t bad;
+    int err = 0;
+
+    pthread_mutex_lock(&arena->lock);
+    if (!arena->aliased) {
+        err = uvm_range_new(u, a->size, &arena->alias_range);
+        if (!err) {
+            arena->alias = (struct vmem__range){
+                .addr = arena->alias_range.cuda.addr, .length = a->size, .priv = &arena->alias_range};
+            all.addr = arena->alias.addr;
+            err = uvm_map(u, &all, 1, &bad);
+            if (err)
+                uvm_range_free(u, &arena->alias_range);
+        }
+        arena->aliased = !err;
+    }
+    pthread_mutex_unlock(&arena->lock);
+    return err;
+}
+
+static uint64_t alias_of(const struct vmem__run *run)
+{
+    const struct uvm_arena *arena = run->arena->priv;
+
+    return arena->alias.addr + run->offset;
+}
+
+int uvm_zero(struct uvm *u, const struct vmem__run *runs, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        int err = make_alias(u, runs[i].arena);
+
+        if (err)
+            return err;
+    }
+    return vmem__cuda_zero(&u->cuda, runs, n, alias_of);
+}

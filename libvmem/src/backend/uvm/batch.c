@@ -1,0 +1,154 @@
+// Runs to ops: as few calls as the module's limits allow, one for all but the largest batches.
+//
+// SPDX-License-Identifier: MIT
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "backend/uvm/uvm.h"
+
+enum action { PUT, PUT_BACK, TAKE }; // PUT_BACK: what PUT took the place of
+
+// Between two ops of a batch: everything in the runs before `run`, and `done` bytes of it, lie behind.
+struct place {
+    size_t run;
+    uint64_t done;
+};
+
+static bool before(const struct place *a, const struct place *b)
+{
+    return a->run < b->run || (a->run == b->run && a->done < b->done);
+}
+
+static uint64_t min(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+// The longest op that starts at a place; moves the place behind it.
+static void next_op(const struct vmem__run *runs, enum action action, const struct place *end, struct place *at,
+                    struct uvm_vmem_op *op)
+{
+    const struct vmem__run *run = &runs[at->run];
+    const struct uvm_range *range = run->range->priv;
+    uint64_t whole = at->run == end->run ? end->done : run->length;
+
+    *op = (struct uvm_vmem_op){.va = run->addr + at->done, .length = whole - at->done};
+    op->length = min(op->length, UVM_SLOT - (op->va - range->cuda.addr) % UVM_SLOT);
+    if (action != TAKE) {
+        uint64_t offset = (action == PUT ? run->offset : run->old_offset) + at->done, page = offset / VMEM_PAGE_2M;
+        const struct uvm_arena *arena = (action == PUT ? run->arena : run->old_arena)->priv;
+
+        op->handle = arena->first[page / arena->chunk] + page % arena->chunk;
+        op->offset = offset % VMEM_PAGE_2M;
+        op->length = min(op->length, VMEM_PAGE_2M - op->offset);
+        // A 2 MiB entry is never cut beside running kernels: it holds one page, which is replaced as a whole.
+        op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0) |
+                    (run->flags & VMEM_MAP_REPLACE ? UVM_VMEM_MAP_REPLACE : 0);
+    }
+    at->done += op->length;
+    if (at->done == run->length)
+        *at = (struct place){.run = at->run + 1};
+}
+
+// At least as many ops as lie between two places.
+static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, const struct place *end)
+{
+    uint64_t n = 0;
+
+    for (size_t i = at->run; i < end->run + (end->done > 0); i++)
+        n += runs[i].length / VMEM_PAGE_2M + runs[i].length / UVM_SLOT + 3;
+    return n;
+}
+
+// Does what lies between two places. On failure *at is behind what was done before, and *bad the run at fault.
+static int submit(struct uvm *u, enum action action, const struct vmem__run *runs, struct place *at,
+                  const struct place *end, size_t *bad)
+{
+    struct uvm_vmem_op few[64], *ops = few, op;
+    uint64_t room = min(op_bound(runs, at, end), u->kmod.max_ops);
+    uint32_t failed;
+    int err = 0;
+
+    if (room > sizeof(few) / sizeof(few[0])) {
+        ops = malloc(room * sizeof(*ops));
+        if (!ops)
+            return vmem__error(-ENOMEM, "no memory for a batch of %llu elements", (unsigned long long)room);
+    }
+    while (!err && before(at, end)) {
+        struct place next = *at;
+        uint64_t bytes = 0;
+        uint32_t n = 0;
+
+        while (n < room && before(&next, end)) {
+            struct place behind = next;
+
+            next_op(runs, action, end, &behind, &ops[n]);
+            if (n && ops[n].length > u->kmod.max_bytes - bytes)
+                break;
+            bytes += ops[n++].length;
+            next = behind;
+        }
+        err = vmem__kmod_batch(&u->kmod, action == TAKE ? UVM_VMEM_UNMAP : UVM_VMEM_MAP, ops, n, &failed);
+        if (!err) {
+            *at = next;
+            continue;
+        }
+        next = *at;
+        for (uint32_t i = 0; i < failed && failed < n; i++)
+            next_op(runs, action, end, &next, &op);
+        *bad = next.run;
+    }
+    if (ops != few)
+        free(ops);
+    return err;
+}
+
+// Takes back what an action did between the start of the batch and a place. The windows are there, so only a broken GPU
+// can refuse this; then nothing can be done about it.
+static void undo(struct uvm *u, enum action action, const struct vmem__run *runs, const struct place *done)
+{
+    size_t bad;
+
+    for (size_t i = 0; i <= done->run; i++) {
+        struct place at = {.run = i}, end = i < done->run ? (struct place){.run = i + 1} : *done;
+        bool replaced = runs[i].flags & VMEM_MAP_REPLACE && runs[i].old_arena;
+
+        if (before(&at, &end))
+            (void)submit(u, action == TAKE ? PUT : replaced ? PUT_BACK : TAKE, runs, &at, &end, &bad);
+    }
+}
+
+static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    struct place at = {0};
+    int err = submit(u, action, runs, &at, &(struct place){.run = n}, bad);
+
+    if (err && (at.run || at.done)) {
+        char text[256];
+
+        snprintf(text, sizeof(text), "%s", vmem_last_error());
+        undo(u, action, runs, &at);
+        vmem__error(err, "%s", text);
+    }
+    return err;
+}
+
+int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    // The slot behind is activated too, ahead of the kernels that read whole tiles.
+    for (size_t i = 0; i < n; i++) {
+        int err = uvm_activate(u, runs[i].range->priv, runs[i].addr, runs[i].length + UVM_SLOT);
+
+        if (err) {
+            *bad = i;
+            return err;
+        }
+    }
+    return all_or_nothing(u, PUT, runs, n, bad);
+}
+
+int uvm_unmap(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    return all_or_nothing(u, TAKE, runs, n, bad);
+}

@@ -1,0 +1,441 @@
+// Arenas of physical memory, the free extents in them, and the numbering of their frames.
+//
+// Free extents carry their length in their first and last unit, so that neighbours are found and joined at once, and
+// hang in lists by the power of two of their length: taking and returning memory costs the same at any size. An extent
+// is wholly committed (it holds device memory) or wholly not; the two kinds have lists of their own and never join.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+
+// How many extents of one list are looked at for one that fits, before a list of longer ones is tried.
+#define FIT_TRIES 8
+
+static inline uint64_t round_up(uint64_t x, uint64_t to)
+{
+    return (x + to - 1) / to * to;
+}
+
+static inline unsigned bin_of(uint64_t units)
+{
+    return 63 - (unsigned)__builtin_clzll(units);
+}
+
+// ---- free extents -------------------------------------------------------------------------------------------
+
+static inline struct vmem__page *extent_at(const vmem_context *ctx, uint64_t frame, struct vmem__arena_rec **a)
+{
+    *a = vmem__frame_arena(ctx, frame);
+    return &(*a)->pages[frame - (*a)->base];
+}
+
+static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t units, bool committed)
+{
+    struct vmem__page *head = &a->pages[first], *tail = head + units - 1;
+    struct vmem__freelist *fl = &ctx->free[committed];
+    unsigned bin = bin_of(units);
+    uint64_t link = a->base + first + 1;
+
+    tail->state = head->state = UNIT_FREE;
+    tail->units = head->units = units;
+    tail->committed = head->committed = committed;
+    head->prev = 0;
+    head->next = fl->head[bin];
+    if (head->next) {
+        struct vmem__arena_rec *other;
+        extent_at(ctx, head->next - 1, &other)->prev = link;
+    }
+    fl->head[bin] = link;
+    fl->nonempty |= UINT64_C(1) << bin;
+    ctx->space_free += units * UNIT;
+    if (committed)
+        a->committed += units;
+}
+
+static void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first)
+{
+    struct vmem__page *head = &a->pages[first], *tail = head + head->units - 1;
+    struct vmem__freelist *fl = &ctx->free[head->committed];
+    unsigned bin = bin_of(head->units);
+    struct vmem__arena_rec *other;
+
+    if (head->next)
+        extent_at(ctx, head->next - 1, &other)->prev = head->prev;
+    if (head->prev)
+        extent_at(ctx, head->prev - 1, &other)->next = head->next;
+    else if (!(fl->head[bin] = head->next))
+        fl->nonempty &= ~(UINT64_C(1) << bin);
+    ctx->space_free -= head->units * UNIT;
+    if (head->committed)
+        a->committed -= head->units;
+    tail->state = head->state = UNIT_IDLE;
+}
+
+// Links an extent, joined with its free neighbours of the same kind.
+static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t units, bool committed)
+{
+    if (first > 0) {
+        const struct vmem__page *before = &a->pages[first - 1];
+        if (before->state == UNIT_FREE && before->committed == committed) {
+            uint32_t n = before->units;
+            first -= n;
+            units += n;
+            extent_unlink(ctx, a, first);
+        }
+    }
+    if (first + units < a->units) {
+        const struct vmem__page *after = &a->pages[first + units];
+        if (after->state == UNIT_FREE && after->committed == committed) {
+            uint32_t n = after->units;
+            extent_unlink(ctx, a, first + units);
+            units += n;
+        }
+    }
+    extent_link(ctx, a, first, units, committed);
+}
+
+// How many units, in multiples of align and aligned, the extent at `frame` could give; *first is where they start.
+static uint64_t usable(const vmem_context *ctx, uint64_t frame, uint32_t align, uint32_t *first)
+{
+    struct vmem__arena_rec *a;
+    const struct vmem__page *head = extent_at(ctx, frame, &a);
+    uint64_t at = frame - a->base, end = at + head->units;
+    uint64_t start = round_up(at, align);
+    *first = (uint32_t)start;
+    return start < end ? (end - start) / align * align : 0;
+}
+
+// Cuts [first, first + units) out of the free extent that starts at unit `at`.
+static void extent_cut(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t at, uint32_t first, uint32_t units,
+                       struct vmem__piece *out)
+{
+    uint32_t all = a->pages[at].units;
+    bool committed = a->pages[at].committed;
+    extent_unlink(ctx, a, at);
+    if (first > at)
+        extent_link(ctx, a, at, first - at, committed);
+    if (first + units < at + all)
+        extent_link(ctx, a, first + units, at + all - first - units, committed);
+    a->used += units;
+    *out = (struct vmem__piece){.arena = a, .first = first, .units = units, .committed = committed};
+}
+
+bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t align, struct vmem__piece *out)
+{
+    const struct vmem__freelist *fl = &ctx->free[committed];
+    struct vmem__arena_rec *a;
+    uint64_t best = 0, best_frame = 0;
+    uint32_t first, best_first = 0;
+
+    // All in one piece, from the shortest extents that might hold it ...
+    unsigned bin = bin_of(units);
+    for (uint64_t bins = bin < VMEM__BINS ? fl->nonempty >> bin << bin : 0; bins && !best; bins &= bins - 1) {
+        uint64_t link = fl->head[__builtin_ctzll(bins)];
+        for (int tries = FIT_TRIES; link && tries-- && !best; link = extent_at(ctx, link - 1, &a)->next) {
+            if (usable(ctx, link - 1, align, &first) >= units)
+                best = units, best_frame = link - 1, best_first = first;
+        }
+    }
+    // ... or else what one of the longest has.
+    uint64_t bins = fl->nonempty >> bin_of(align) << bin_of(align);
+    while (bins && !best) {
+        unsigned top = bin_of(bins);
+        bins &= ~(UINT64_C(1) << top);
+        int tries = FIT_TRIES;
+        for (uint64_t link = fl->head[top]; link && (tries-- > 0 || !best);
+             link = extent_at(ctx, link - 1, &a)->next) {
+            uint64_t n = usable(ctx, link - 1, align, &first);
+            if (n > best)
+                best = n, best_frame = link - 1, best_first = first;
+        }
+    }
+    if (!best)
+        return false;
+    extent_at(ctx, best_frame, &a);
+    extent_cut(ctx, a, (uint32_t)(best_frame - a->base), best_first, (uint32_t)(best < units ? best : units), out);
+    return true;
+}
+
+bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t units, uint32_t align,
+                   struct vmem__piece *out)
+{
+    uint32_t start;
+    if (first >= a->units || first % align || a->pages[first].state != UNIT_FREE)
+        return false;
+    uint64_t n = usable(ctx, a->base + first, align, &start);
+    if (!n)
+        return false;
+    extent_cut(ctx, a, first, first, (uint32_t)(n < units ? n : units), out);
+    return true;
+}
+
+// ---- arenas -------------------------------------------------------------------------------------------------
+
+// Numbers for the arena's frames: blocks in a row, and one more that stays unused, so that the frames of two arenas are
+// never consecutive.
+static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
+{
+    size_t need = a->units / BLOCK_UNITS + 1, at, run = 0;
+
+    while (ctx->free_block < ctx->n_blocks && (ctx->blocks[ctx->free_block].arena ||
+                                               ctx->blocks[ctx->free_block].generation > GENERATION_MAX))
+        ctx->free_block++;
+    for (at = ctx->free_block; at < ctx->n_blocks && run < need; at++)
+        run = ctx->blocks[at].arena || ctx->blocks[at].generation > GENERATION_MAX ? 0 : run + 1;
+    at -= run; // the last ones may be too few: the table grows by the rest
+    if (at + need > ctx->n_blocks) {
+        if ((at + need) << BLOCK_SHIFT > FRAME_MASK)
+            return -ENOSPC;
+        if (at + need > ctx->cap_blocks) {
+            size_t cap = (at + need) * 2;
+            struct vmem__block *grown = realloc(ctx->blocks, cap * sizeof *grown);
+            if (!grown)
+                return -ENOMEM;
+            ctx->blocks = grown;
+            ctx->cap_blocks = cap;
+        }
+        for (; ctx->n_blocks < at + need; ctx->n_blocks++)
+            ctx->blocks[ctx->n_blocks] = (struct vmem__block){.generation = 1};
+    }
+    a->base = (uint64_t)at << BLOCK_SHIFT;
+    for (size_t i = 0; i < need; i++) {
+        ctx->blocks[at + i].arena = a;
+        for (uint32_t u = 0; i < need - 1 && u < BLOCK_UNITS; u++)
+            a->pages[i * BLOCK_UNITS + u].generation = ctx->blocks[at + i].generation;
+    }
+    return 0;
+}
+
+static void blocks_put(vmem_context *ctx, struct vmem__arena_rec *a)
+{
+    size_t at = a->base >> BLOCK_SHIFT, n = a->units / BLOCK_UNITS;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t generation = 0;
+        for (uint32_t u = 0; u < BLOCK_UNITS; u++) {
+            // A page's generation is raised when it is released, so the highest one here was never given out, or is
+            // that of a worn unit.
+            const struct vmem__page *p = &a->pages[i * BLOCK_UNITS + u];
+            uint32_t next = p->state == UNIT_WORN ? GENERATION_MAX + 1 : p->generation;
+            generation = next > generation ? next : generation;
+        }
+        ctx->blocks[at + i].generation = generation;
+        ctx->blocks[at + i].arena = NULL;
+    }
+    ctx->blocks[at + n].arena = NULL;
+    if (at < ctx->free_block)
+        ctx->free_block = at;
+}
+
+static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
+{
+    for (uint32_t u = 0; u < a->units;) {
+        if (a->pages[u].state != UNIT_FREE) {
+            u++; // worn
+            continue;
+        }
+        uint32_t n = a->pages[u].units;
+        extent_unlink(ctx, a, u);
+        u += n;
+    }
+    if (a->next)
+        a->next->prev = a->prev;
+    if (a->prev)
+        a->prev->next = a->next;
+    else
+        ctx->arenas = a->next;
+    ctx->space -= a->b.size;
+    blocks_put(ctx, a);
+}
+
+int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align)
+{
+    struct vmem__backend *b = &ctx->b;
+    const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
+    const uint64_t least = round_up(align * UNIT, BLOCK);
+    int rc;
+
+    // Arenas grow with what there is, so that their number stays small, but never hold more than an eighth in vain.
+    uint64_t size = round_up(units * UNIT, BLOCK), eighth = round_up(ctx->space / 8, BLOCK);
+    size = size < eighth ? eighth : size;
+    size = size < b->arena_min ? b->arena_min : size;
+    size = size > b->arena_max ? b->arena_max : size;
+    for (;;) {
+        if (!lazy && ctx->budget) {
+            uint64_t cap = round_up(ctx->budget, BLOCK);
+            uint64_t left = cap > ctx->committed ? cap - ctx->committed : 0;
+            size = size > left ? left / BLOCK * BLOCK : size;
+            if (size < least)
+                return vmem__error(-ENOMEM,
+                                   "the budget of %" PRIu64 " bytes is all allocated, and its free parts (%" PRIu64
+                                   " bytes) are too short for pages of %" PRIu64 " bytes",
+                                   ctx->budget, ctx->space_free, align * UNIT);
+        }
+        struct vmem__arena_rec *a = calloc(1, sizeof *a + size / UNIT * sizeof a->pages[0]);
+        if (!a)
+            return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
+        a->b.size = size;
+        a->units = (uint32_t)(size / UNIT);
+        ctx->committed += lazy ? 0 : size; // before the lock goes: others must see it
+        vmem__unlock(ctx);
+        rc = b->ops->arena_new(b, &a->b);
+        vmem__lock(ctx);
+        if (!rc) {
+            rc = blocks_take(ctx, a);
+            if (!rc) {
+                a->next = ctx->arenas;
+                if (a->next)
+                    a->next->prev = a;
+                ctx->arenas = a;
+                ctx->space += size;
+                extent_link(ctx, a, 0, a->units, !lazy);
+                return 0;
+            }
+            vmem__unlock(ctx);
+            b->ops->arena_free(b, &a->b);
+            vmem__lock(ctx);
+            rc = vmem__error(rc, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
+        }
+        ctx->committed -= lazy ? 0 : size;
+        free(a);
+        if (rc != -ENOMEM || size <= least)
+            return rc;
+        size = round_up(size / 2, BLOCK);
+    }
+}
+
+// Whether an arena that has just become empty should go back to the system.
+static bool arena_surplus(const vmem_context *ctx, const struct vmem__arena_rec *a)
+{
+    const bool lazy = ctx->b.ops->populate != NULL;
+    if (a->worn)
+        return true;
+    if (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep)
+        return false;
+    // Hysteresis: what is free stays while it is little beside the rest.
+    uint64_t stay = (ctx->space - a->b.size) / 8;
+    stay = stay < ctx->b.arena_min ? ctx->b.arena_min : stay;
+    return a->b.size > stay || ctx->space_free - a->b.size >= stay;
+}
+
+static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
+{
+    vmem__unlock(ctx);
+    ctx->b.ops->arena_free(&ctx->b, &a->b);
+    free(a);
+    vmem__lock(ctx);
+}
+
+struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p)
+{
+    struct vmem__arena_rec *a = p->arena;
+    uint32_t start = p->first, end = p->first + p->units;
+
+    a->used -= p->units;
+    for (uint32_t u = start; u < end; u++) {
+        if (VMEM__LIKELY(a->pages[u].generation <= GENERATION_MAX - 1)) {
+            a->pages[u].state = UNIT_IDLE;
+            continue;
+        }
+        a->pages[u].state = UNIT_WORN;
+        a->worn++;
+        a->committed += p->committed;
+        if (u > start)
+            extent_insert(ctx, a, start, u - start, p->committed);
+        start = u + 1;
+    }
+    if (end > start)
+        extent_insert(ctx, a, start, end - start, p->committed);
+    if (a->used || !arena_surplus(ctx, a))
+        return NULL;
+    ctx->committed -= ctx->b.ops->populate ? a->committed * UNIT : a->b.size;
+    arena_unlink(ctx, a);
+    return a;
+}
+
+void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
+{
+    struct vmem__backend *b = &ctx->b;
+    struct vmem__arena_rec *gone = NULL, *a;
+    bool discard = false;
+
+    for (size_t i = 0; i < n; i++) {
+        uint64_t bytes = p[i].units * UNIT;
+        if (b->ops->discard && p[i].committed && ctx->committed - bytes >= ctx->keep) {
+            ctx->committed -= bytes;
+            p[i].committed = false;
+            discard = true;
+            continue;
+        }
+        if ((a = vmem__put(ctx, &p[i]))) {
+            a->next = gone;
+            gone = a;
+        }
+        p[i].units = 0; // done
+    }
+    if (discard) {
+        vmem__unlock(ctx);
+        for (size_t i = 0; i < n; i++) {
+            if (!p[i].units)
+                continue;
+            int rc = b->ops->discard(b, &p[i].arena->b, p[i].first * UNIT, p[i].units * UNIT);
+            p[i].committed = rc < 0; // the memory stays ours then
+            p[i].zeroed = rc == 1;
+        }
+        vmem__lock(ctx);
+        for (size_t i = 0; i < n; i++) {
+            if (!p[i].units)
+                continue;
+            for (uint32_t u = 0; p[i].zeroed && u < p[i].units; u++)
+                p[i].arena->pages[p[i].first + u].dirty = 0;
+            if (p[i].committed)
+                ctx->committed += p[i].units * UNIT;
+            if ((a = vmem__put(ctx, &p[i]))) {
+                a->next = gone;
+                gone = a;
+            }
+        }
+    }
+    while ((a = gone)) {
+        gone = a->next;
+        arena_release(ctx, a);
+    }
+}
+
+void vmem__shrink(vmem_context *ctx)
+{
+    const bool lazy = ctx->b.ops->populate != NULL;
+    struct vmem__piece p;
+    // Committed extents of a lazy backend go through discard() into the other list. One that cannot be discarded comes
+    // back into the same list, and ends the loop.
+    while (lazy && ctx->committed >= ctx->keep + UNIT &&
+           vmem__take(ctx, true, (ctx->committed - ctx->keep) / UNIT, 1, &p)) {
+        vmem__give(ctx, &p, 1);
+        if (p.committed)
+            break;
+    }
+    struct vmem__arena_rec *a = ctx->arenas, *next, *gone = NULL;
+    for (; a; a = next) {
+        next = a->next;
+        if (a->used || (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep))
+            continue;
+        if (!lazy)
+            ctx->committed -= a->b.size;
+        arena_unlink(ctx, a);
+        a->next = gone;
+        gone = a;
+    }
+    while ((a = gone)) {
+        gone = a->next;
+        arena_release(ctx, a);
+    }
+}
+
+void vmem__arenas_destroy(vmem_context *ctx)
+{
+    struct vmem__arena_rec *a;
+    while ((a = ctx->arenas)) {
+        ctx->arenas = a->next;
+        ctx->b.ops->arena_free(&ctx->b, &a->b);
+        free(a);
+    }
+    free(ctx->blocks);
+}

@@ -1,0 +1,62 @@
+// The frame of a batch: its token, its runs, the call of the backend.
+//
+// SPDX-License-Identifier: MIT
+#include "core/batch.h"
+
+void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags)
+{
+    b->ctx = ctx;
+    b->flags = flags;
+    b->runs = b->few;
+    b->n = 0;
+    b->cap = BATCH_FEW;
+    vmem__lock(ctx);
+    b->token = vmem__token(ctx);
+}
+
+void vmem__batch_end(struct batch *b)
+{
+    for (size_t i = 0; i < b->n; i++)
+        ((struct vmem__space *)b->runs[i].range)->inflight--;
+    vmem__unlock(b->ctx);
+    if (b->runs != b->few)
+        free(b->runs);
+}
+
+int vmem__batch_push(struct batch *b, const struct vmem__run *run)
+{
+    if (b->n == b->cap) {
+        size_t cap = b->cap * 8;
+        struct vmem__run *runs = b->runs == b->few ? malloc(cap * sizeof *runs) : realloc(b->runs, cap * sizeof *runs);
+        if (!runs)
+            return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu runs", cap);
+        if (b->runs == b->few)
+            memcpy(runs, b->few, sizeof b->few);
+        b->runs = runs;
+        b->cap = cap;
+    }
+    b->runs[b->n++] = *run;
+    ((struct vmem__space *)run->range)->inflight++;
+    return 0;
+}
+
+int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const struct vmem__run *, size_t, size_t *),
+                    size_t *op)
+{
+    size_t bad = 0;
+    if (!b->n)
+        return 0;
+    vmem__unlock(b->ctx);
+    int rc = call(&b->ctx->b, b->runs, b->n, &bad);
+    vmem__lock(b->ctx);
+    if (rc)
+        *op = b->runs[bad < b->n ? bad : 0].op;
+    return rc;
+}
+
+int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad)
+{
+    if (bad)
+        *bad = i;
+    return n > 1 ? vmem__error(rc, "%s[%zu]: %s", what, i, vmem_last_error()) : rc;
+}

@@ -1,0 +1,129 @@
+// What mapping, unmapping and release share (map.c, unmap.c).
+//
+// Every call there: check all elements and mark what they touch, collecting the runs; call the backend; then either
+// write the result into the shadow and the pages' lists, or take the marks back.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_BATCH_H
+#define VMEM_BATCH_H
+
+#include "core/core.h"
+
+#define BATCH_FEW 8 // runs kept on the stack
+
+struct batch {
+    vmem_context *ctx;
+    uint32_t token;
+    uint32_t flags;
+    struct vmem__run *runs;
+    size_t n, cap;
+    struct vmem__run few[BATCH_FEW];
+};
+
+void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags);
+void vmem__batch_end(struct batch *b);
+int vmem__batch_push(struct batch *b, const struct vmem__run *run);
+// Calls the backend without the lock. *op is then the element at fault.
+int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const struct vmem__run *, size_t, size_t *),
+                    size_t *op);
+// The end of a batch of n that failed at element i.
+int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad);
+
+// Adds a piece to the batch: to its last run where it continues that, or else as a run of its own. Pieces of different
+// page sizes join only where `mixed` allows it.
+static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t addr, uint64_t length,
+                            struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
+                            uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
+{
+    struct vmem__run *r = &b->runs[b->n - 1];
+    if (b->n && r->addr + r->length == addr && r->range == &s->b && r->arena == &a->b &&
+        r->offset + r->length == offset && (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset
+                                                : !r->old_arena)) {
+        if (r->page_size == page_size || mixed) {
+            r->length += length;
+            r->page_size = r->page_size < page_size ? r->page_size : page_size;
+            return 0;
+        }
+    }
+    return vmem__batch_push(b, &(struct vmem__run){
+                             .range = &s->b,
+                             .addr = addr,
+                             .length = length,
+                             .arena = &a->b,
+                             .offset = offset,
+                             .old_arena = old ? &old->b : NULL,
+                             .old_offset = old_offset,
+                             .page_size = page_size,
+                             .flags = b->flags,
+                             .op = op,
+                         });
+}
+
+// Where the leaf of addr ends, or the end before that.
+static inline uint64_t leaf_end(const struct vmem__space *s, uint64_t addr, uint64_t end)
+{
+    const uint64_t stop = addr + LEAF_SLOTS * UNIT - (addr - s->b.addr) % (LEAF_SLOTS * UNIT);
+    return stop < end ? stop : end;
+}
+
+// The page at a mapped slot.
+static inline struct vmem__page *slot_page(vmem_context *ctx, const uint64_t *slot, struct vmem__arena_rec **a)
+{
+    uint64_t frame = vmem__slot_frame(*slot) - 1;
+    *a = vmem__frame_arena(ctx, frame);
+    return vmem__frame_page(*a, frame);
+}
+
+// ---- the pages' lists of addresses --------------------------------------------------------------------------
+
+static inline struct vmem__link *link_at(vmem_context *ctx, uint64_t addr)
+{
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+    return &leaf->links[vmem__slot_in(s, leaf, addr) - leaf->slots];
+}
+
+// Enters a page that is mapped at addr now; its slots are the caller's to write.
+static inline void link_page(vmem_context *ctx, uint64_t addr, struct vmem__page *p)
+{
+    if (VMEM__UNLIKELY(p->mappings)) {
+        struct vmem__link *other = link_at(ctx, p->mapping);
+        other->prev = addr;
+        if (p->mappings == 1)
+            other->next = 0;
+        *link_at(ctx, addr) = (struct vmem__link){.next = p->mapping};
+    }
+    p->mapping = addr;
+    p->mappings++;
+}
+
+static inline void unlink_page(vmem_context *ctx, uint64_t addr, struct vmem__page *p)
+{
+    if (VMEM__LIKELY(p->mappings == 1)) {
+        p->mapping = 0;
+    } else {
+        const struct vmem__link link = *link_at(ctx, addr);
+        if (link.next)
+            link_at(ctx, link.next)->prev = link.prev;
+        if (link.prev)
+            link_at(ctx, link.prev)->next = link.next;
+        else
+            p->mapping = link.next;
+    }
+    p->mappings--;
+}
+
+// The address after addr that the page is mapped at, or 0.
+static inline uint64_t next_mapping(vmem_context *ctx, uint64_t addr, const struct vmem__page *p)
+{
+    return p->mappings > 1 ? link_at(ctx, addr)->next : 0;
+}
+
+// Bytes mapped at a range, more or less.
+static inline void count_mapped(vmem_context *ctx, struct vmem__space *s, uint64_t bytes)
+{
+    s->mapped += bytes;
+    ctx->mapped += bytes;
+}
+
+#endif

@@ -1,0 +1,186 @@
+// Contexts: choosing a backend, the check at every entry, information, statistics.
+//
+// SPDX-License-Identifier: MIT
+#include <stdio.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "core/core.h"
+
+// ---- options ------------------------------------------------------------------------------------------------
+
+static int check_options(const struct vmem_options *in, struct vmem_options *out)
+{
+    *out = (struct vmem_options){.size = sizeof *out};
+    if (!in)
+        return 0;
+    if (in->size != sizeof *in)
+        return vmem__error(-EINVAL, "opts->size is %u, must be %zu", in->size, sizeof *in);
+    if (in->flags & ~VMEM_OPT_UNKNOWN_DRIVER)
+        return vmem__error(-EINVAL, "opts->flags 0x%x: only VMEM_OPT_UNKNOWN_DRIVER is known", in->flags);
+    if (in->reserved)
+        return vmem__error(-EINVAL, "opts->reserved is %u, must be 0", in->reserved);
+    if (in->device < 0)
+        return vmem__error(-EINVAL, "opts->device is %d, must not be negative", in->device);
+    *out = *in;
+    return 0;
+}
+
+static int find_backend(const char *name, const char *whence, const struct vmem__ops **ops)
+{
+    char names[128] = "";
+    for (const struct vmem__ops *const *b = vmem__backends; *b; b++) {
+        if (!strcmp((*b)->name, name)) {
+            *ops = *b;
+            return 0;
+        }
+        size_t used = strlen(names);
+        snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", (*b)->name);
+    }
+    return vmem__error(-EINVAL, "%s \"%.32s\" is none of %s", whence, name, names);
+}
+
+int vmem_probe(const struct vmem_options *opts)
+{
+    struct vmem_options o;
+    const struct vmem__ops *ops;
+    int rc = check_options(opts, &o);
+    if (!rc && !o.backend)
+        rc = vmem__error(-EINVAL, "opts->backend is NULL, must name a backend");
+    if (!rc)
+        rc = find_backend(o.backend, "opts->backend", &ops);
+    return rc ? rc : ops->probe(&o);
+}
+
+// ---- life ---------------------------------------------------------------------------------------------------
+
+int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_options *opts, vmem_context **out)
+{
+    vmem_context *ctx = calloc(1, sizeof *ctx);
+    if (!ctx)
+        return vmem__error(-ENOMEM, "no memory for a context");
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    unsigned char *owned = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int rc = 0;
+    if (owned == MAP_FAILED)
+        rc = vmem__error(-ENOMEM, "no memory for a context: mmap: %s", strerror(errno));
+    else if (madvise(owned, page, MADV_WIPEONFORK))
+        rc = vmem__error(-errno, "the kernel lacks madvise(MADV_WIPEONFORK), Linux 4.14: %s", strerror(errno));
+    if (!rc) {
+        *owned = 1;
+        ctx->owned = owned;
+        ctx->budget = opts->budget;
+        ctx->b.ops = ops;
+        snprintf(ctx->b.info.backend, sizeof ctx->b.info.backend, "%s", ops->name);
+        pthread_mutex_init(&ctx->lock, NULL);
+        rc = ops->open(&ctx->b, opts);
+    }
+    if (rc) {
+        if (owned != MAP_FAILED)
+            munmap(owned, page);
+        free(ctx);
+        return rc;
+    }
+    *out = ctx;
+    return 0;
+}
+
+int vmem_context_create(const struct vmem_options *opts, vmem_context **out)
+{
+    struct vmem_options o;
+    int rc = check_options(opts, &o);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+
+    const struct vmem__ops *ops;
+    const char *env = getenv("VMEM_BACKEND");
+    if (o.backend || (env && *env)) {
+        rc = o.backend ? find_backend(o.backend, "opts->backend", &ops) : find_backend(env, "$VMEM_BACKEND", &ops);
+        return rc ? rc : vmem__context_create_ops(ops, &o, out);
+    }
+    char why[400] = "";
+    rc = -ENODEV;
+    for (const struct vmem__ops *const *b = vmem__backends; *b; b++) {
+        rc = (*b)->probe(&o);
+        if (!rc)
+            rc = vmem__context_create_ops(*b, &o, out);
+        if (!rc)
+            return 0;
+        size_t used = strlen(why);
+        snprintf(why + used, sizeof why - used, "; %s: %s", (*b)->name, vmem_last_error());
+    }
+    return vmem__error(rc, "no backend works here%s", why);
+}
+
+void vmem_context_destroy(vmem_context *ctx)
+{
+    if (!ctx)
+        return;
+    const bool forked = !*ctx->owned;
+    // In a forked child the bookkeeping may be half-written and the lock held by a thread that does not exist here:
+    // only the backend's own state goes, the rest is left to the process's end.
+    if (!forked) {
+        for (size_t i = 0; i < ctx->n_spaces; i++)
+            vMemUnmap(ctx, ctx->spaces[i]->b.addr, ctx->spaces[i]->b.length);
+        vmem__spaces_destroy(ctx);
+        vmem__arenas_destroy(ctx);
+    }
+    ctx->b.ops->close(&ctx->b, forked);
+    munmap((void *)ctx->owned, (size_t)sysconf(_SC_PAGESIZE));
+    pthread_mutex_destroy(&ctx->lock);
+    free(ctx);
+}
+
+int vmem__enter(const vmem_context *ctx)
+{
+    if (VMEM__UNLIKELY(!ctx))
+        return vmem__error(-EINVAL, "ctx is NULL");
+    if (VMEM__UNLIKELY(!*ctx->owned))
+        return vmem__error(-EPERM, "the context belongs to the process that forked this one");
+    return 0;
+}
+
+// ---- information --------------------------------------------------------------------------------------------
+
+int vmem_context_info(vmem_context *ctx, struct vmem_info *out)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+    uint64_t total, free;
+    rc = ctx->b.ops->memory(&ctx->b, &total, &free);
+    if (rc)
+        return rc;
+    *out = ctx->b.info;
+    out->memory_total = total;
+    out->memory_free = free;
+    return 0;
+}
+
+int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+    vmem__lock(ctx);
+    *out = (struct vmem_stats){
+        .reserved = ctx->reserved,
+        .created = ctx->created,
+        .mapped = ctx->mapped,
+        .overhead = (ctx->committed > ctx->created ? ctx->committed - ctx->created : 0) + ctx->b.overhead,
+        .budget = ctx->budget,
+        .syscalls = ctx->b.syscalls,
+        .map_ops = ctx->map_ops,
+        .map_runs = ctx->map_runs,
+        .unmap_ops = ctx->unmap_ops,
+        .unmap_runs = ctx->unmap_runs,
+    };
+    vmem__unlock(ctx);
+    return 0;
+}

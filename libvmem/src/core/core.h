@@ -1,0 +1,254 @@
+// What the files of libvmem's core share.
+//
+// Locking. One mutex, ctx->lock, guards every field of this file except where noted. It is never held across a backend
+// call. A call that needs the backend goes: lock, validate, mark what it touches, unlock, backend, lock, commit or
+// unwind, unlock. What is marked:
+//   - a page, by vmem__page.token: some call maps, unmaps or releases it;
+//   - a slot (64 KiB of addresses), by SLOT_PENDING: some call maps or unmaps there;
+//   - a range, by vmem__space.inflight: some backend call uses it, so it cannot be freed;
+//   - units of an arena that are in no free list and in no page: being committed, discarded or zeroed by their taker.
+// Whoever finds a mark that is not its own returns -EBUSY. Nobody waits.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_INTERNAL_H
+#define VMEM_INTERNAL_H
+
+#include <errno.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/backend.h"
+
+#define VMEM__LIKELY(x) __builtin_expect(!!(x), 1)
+#define VMEM__UNLIKELY(x) __builtin_expect(!!(x), 0)
+
+// The unit of all bookkeeping: the smallest page.
+#define UNIT_SHIFT 16
+#define UNIT VMEM_PAGE_64K
+// Arenas are whole blocks of 2 MiB, of address space and of frame numbers.
+#define BLOCK_SHIFT 5
+#define BLOCK_UNITS (1u << BLOCK_SHIFT)
+#define BLOCK VMEM_PAGE_2M
+// A page handle: the generation of its first frame, and the frame.
+#define FRAME_BITS 40
+#define FRAME_MASK ((UINT64_C(1) << FRAME_BITS) - 1)
+#define GENERATION_MAX ((1u << 24) - 1)
+#define MAX_RESERVE (UINT64_C(1) << 46)
+
+// ---- physical memory (arena.c, page.c) ----------------------------------------------------------------------
+
+enum vmem__state {
+    UNIT_IDLE = 0, // inside a free extent, or with whoever took it from one
+    UNIT_FREE,     // first or last unit of a free extent
+    UNIT_PAGE,     // first unit of a page
+    UNIT_REST,     // another unit of a page
+    UNIT_WORN,     // its generations are used up; unused until the arena goes
+};
+
+// One per unit of an arena.
+struct vmem__page {
+    union {
+        struct {              // UNIT_PAGE
+            uint64_t mapping; // first address it is mapped at (others: vmem__link.next), 0 when nowhere
+            uint32_t mappings;
+            uint32_t token; // of the call that works on it; 0: none
+        };
+        struct { // first unit of a free extent: neighbours in the free list, as frame + 1
+            uint64_t next, prev;
+        };
+    };
+    uint32_t units; // UNIT_PAGE: of the page. UNIT_REST: back to the page's first. UNIT_FREE: of the extent
+    uint32_t generation : 24, state : 3;
+    uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
+    uint32_t committed : 1; // first and last unit of a free extent: it holds device memory
+};
+
+struct vmem__arena_rec {
+    struct vmem__arena b; // the backend's view
+    struct vmem__arena_rec *next, *prev;
+    uint64_t base; // frame of offset 0
+    uint32_t units;
+    uint32_t used;      // units in pages, or taken from the free lists otherwise
+    uint32_t worn;      // units
+    uint32_t committed; // units in free extents, or worn, that hold device memory
+    struct vmem__page pages[];
+};
+
+// Frames are numbered in blocks. A block's generations outlive the arena, so that no handle ever comes back.
+struct vmem__block {
+    struct vmem__arena_rec *arena; // NULL: free
+    uint32_t generation;           // for the next arena here; over GENERATION_MAX: never again
+};
+
+#define VMEM__BINS 33
+struct vmem__freelist {
+    uint64_t head[VMEM__BINS]; // extents of [2^i, 2^(i+1)) units: frame + 1 of the first
+    uint64_t nonempty;         // bit i: head[i] != 0
+};
+
+// Consecutive units of one arena on their way into or out of the free lists.
+struct vmem__piece {
+    struct vmem__arena_rec *arena;
+    uint32_t first, units;
+    bool committed;
+    bool zeroed; // by discard()
+};
+
+// ---- address space (range.c) --------------------------------------------------------------------------------
+
+// A slot, one per 64 KiB of a range: frame + 1 of the unit that is mapped here, 0 for none. While a call works on it,
+// with SLOT_PENDING; if it was empty before, both marks and the token of that call.
+#define SLOT_PENDING (UINT64_C(1) << 63)
+#define SLOT_COMING (UINT64_C(1) << 62)
+// What is mapped there, as frame + 1, or 0.
+static inline uint64_t vmem__slot_frame(uint64_t slot)
+{
+    return slot & SLOT_COMING ? 0 : slot & ~SLOT_PENDING;
+}
+
+// At the first slot of a page that is mapped at several addresses: the next and the previous of them. Of a page with
+// one address only this says nothing, so that most pages' links are never touched.
+struct vmem__link {
+    uint64_t next, prev;
+};
+
+#define LEAF_SHIFT 8
+#define LEAF_SLOTS (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are 2 MiB at most and never cross leaves
+struct vmem__leaf {
+    uint32_t used; // slots mapped or pending; the leaf goes when it falls to 0
+    struct vmem__leaf *spare; // the next one, in vmem_context.spare
+    uint64_t slots[LEAF_SLOTS];
+    struct vmem__link links[LEAF_SLOTS];
+};
+
+struct vmem__space {
+    struct vmem__range b; // the backend's view
+    uint64_t mapped;      // bytes
+    uint64_t inflight;    // backend calls that use it
+    struct vmem__leaf **leaves;
+};
+
+// ---- contexts -----------------------------------------------------------------------------------------------
+
+struct vmem_context {
+    const unsigned char *owned; // reads 1; reads 0 in a forked child, whose kernel has wiped it. Not guarded.
+    struct vmem__backend b;     // not guarded
+    pthread_mutex_t lock;
+
+    struct vmem__space **spaces; // by address
+    size_t n_spaces, cap_spaces;
+    struct vmem__space *last_space;
+    struct vmem__leaf *spare;
+    size_t n_spare;
+
+    struct vmem__block *blocks;
+    size_t n_blocks, cap_blocks;
+    size_t free_block; // no free block lies before it
+    struct vmem__arena_rec *arenas;
+    struct vmem__freelist free[2]; // [1]: extents that hold device memory. Without populate() all do.
+
+    uint32_t token;
+    uint64_t budget;
+    uint64_t keep; // bytes of device memory that release does not give back: vmem_prealloc
+    uint64_t space, space_free; // bytes of arenas; of free extents in them
+    uint64_t committed; // bytes of device memory in arenas
+    uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
+};
+
+// Entry of every call: the context's process may go on.
+int vmem__enter(const vmem_context *ctx);
+static inline void vmem__lock(vmem_context *ctx) { pthread_mutex_lock(&ctx->lock); }
+static inline void vmem__unlock(vmem_context *ctx) { pthread_mutex_unlock(&ctx->lock); }
+static inline uint32_t vmem__token(vmem_context *ctx)
+{
+    if (++ctx->token == 0)
+        ctx->token = 1;
+    return ctx->token;
+}
+
+// A context over the given operations; what vmem_context_create calls once it has chosen them.
+int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_options *opts, vmem_context **out);
+
+// arena.c. All with the lock held; grow and give drop it for a while.
+//
+// Takes up to `units`, in multiples of `align` units and so aligned, from the free extents; false when there are none.
+bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t align, struct vmem__piece *out);
+// The same from the extent that starts at unit `first` of the arena, if one does.
+bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t units, uint32_t align,
+                   struct vmem__piece *out);
+// Puts a piece into the free lists. Returns the arena if it is empty now and should go: it is unlinked then.
+struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p);
+// Puts pieces into the free lists, returning to the system what is more than ctx->keep and the hysteresis allow.
+void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
+// A new arena, of at least `align` units and up to `units` where it can.
+int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align);
+// Returns all free memory beyond ctx->keep to the system, without hysteresis.
+void vmem__shrink(vmem_context *ctx);
+void vmem__arenas_destroy(vmem_context *ctx);
+
+// page.c
+//
+// -EINVAL, naming page_size, unless the backend has such pages.
+int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size);
+// vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
+int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
+// The page a handle names, with its arena; NULL if there is none (any more).
+static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_page page, struct vmem__arena_rec **arena)
+{
+    uint64_t frame = page & FRAME_MASK, block = frame >> BLOCK_SHIFT;
+    if (VMEM__UNLIKELY(block >= ctx->n_blocks))
+        return NULL;
+    struct vmem__arena_rec *a = ctx->blocks[block].arena;
+    if (VMEM__UNLIKELY(!a || frame - a->base >= a->units))
+        return NULL;
+    struct vmem__page *p = &a->pages[frame - a->base];
+    if (VMEM__UNLIKELY(p->state != UNIT_PAGE || p->generation != page >> FRAME_BITS))
+        return NULL;
+    *arena = a;
+    return p;
+}
+// The arena of a frame that is known to exist.
+static inline struct vmem__arena_rec *vmem__frame_arena(const vmem_context *ctx, uint64_t frame)
+{
+    return ctx->blocks[frame >> BLOCK_SHIFT].arena;
+}
+// The first unit of the page that a mapped frame belongs to.
+static inline struct vmem__page *vmem__frame_page(const struct vmem__arena_rec *a, uint64_t frame)
+{
+    const struct vmem__page *p = &a->pages[frame - a->base];
+    return (struct vmem__page *)(p->state == UNIT_REST ? p - p->units : p);
+}
+static inline uint64_t vmem__page_frame(const struct vmem__arena_rec *a, const struct vmem__page *p)
+{
+    return a->base + (uint64_t)(p - a->pages);
+}
+
+// range.c. With the lock held.
+//
+// The reservation that holds addr, or NULL.
+struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr);
+// The index of the first reservation that ends after addr.
+size_t vmem__space_after(const vmem_context *ctx, uint64_t addr);
+struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr); // NULL: no memory
+void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr);
+static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uint64_t addr)
+{
+    return s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
+}
+static inline uint64_t *vmem__slot_in(const struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr)
+{
+    return &leaf->slots[((addr - s->b.addr) >> UNIT_SHIFT) & (LEAF_SLOTS - 1)];
+}
+// That many slots of the leaf are unused again.
+static inline void vmem__leaf_put(vmem_context *ctx, struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr,
+                                  uint32_t units)
+{
+    leaf->used -= units;
+    if (VMEM__UNLIKELY(!leaf->used))
+        vmem__leaf_drop(ctx, s, addr);
+}
+void vmem__spaces_destroy(vmem_context *ctx);
+
+#endif

@@ -1,0 +1,27 @@
+// The calling thread's error text.
+//
+// SPDX-License-Identifier: MIT
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "backend/backend.h"
+
+static _Thread_local char text[512];
+
+int vmem__error(int err, const char *fmt, ...)
+{
+    // Through a second buffer: an argument may be the last text itself.
+    char fresh[sizeof text];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(fresh, sizeof fresh, fmt, ap);
+    va_end(ap);
+    memcpy(text, fresh, sizeof text);
+    return err;
+}
+
+const char *vmem_last_error(void)
+{
+    return text;
+}

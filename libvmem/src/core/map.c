@@ -1,0 +1,290 @@
+// Mapping, and what is mapped where.
+//
+// SPDX-License-Identifier: MIT
+#include "core/batch.h"
+
+// Whether the pages mapped under [addr, addr + units) may be replaced: they lie inside it, and no other call has them.
+static int check_slots(struct batch *b, const uint64_t *slot, uint32_t units, uint64_t addr)
+{
+    for (uint32_t u = 0; u < units; u++) {
+        const uint64_t at = addr + u * UNIT, frame = vmem__slot_frame(slot[u]);
+        if (!slot[u])
+            continue;
+        uint32_t owner = (uint32_t)slot[u];
+        if (frame) {
+            struct vmem__arena_rec *a = vmem__frame_arena(b->ctx, frame - 1);
+            const struct vmem__page *unit = &a->pages[frame - 1 - a->base], *old = vmem__frame_page(a, frame - 1);
+            owner = old->token;
+            if (!(slot[u] & SLOT_PENDING) && (!owner || owner == b->token)) {
+                if (!(b->flags & VMEM_MAP_REPLACE))
+                    return vmem__error(-EEXIST, "addr 0x%" PRIx64 ": a page is mapped at 0x%" PRIx64
+                                       " already, and VMEM_MAP_REPLACE is not set", addr, at);
+                if (unit != old ? u == 0 : u + old->units > units)
+                    return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": the page of %" PRIu64
+                                       " bytes that is mapped at 0x%" PRIx64 " sticks out of the new one",
+                                       addr, old->units * UNIT, at);
+                continue;
+            }
+        }
+        if (owner == b->token)
+            return vmem__error(-EINVAL, "addr 0x%" PRIx64 " overlaps an earlier element of the batch", addr);
+        return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on 0x%" PRIx64, addr, at);
+    }
+    return 0;
+}
+
+// The largest page size that divides x.
+static uint64_t page_size_of(uint64_t x)
+{
+    return x % VMEM_PAGE_2M == 0     ? VMEM_PAGE_2M
+           : x % VMEM_PAGE_256K == 0 ? VMEM_PAGE_256K
+           : x % VMEM_PAGE_128K == 0 ? VMEM_PAGE_128K
+                                     : VMEM_PAGE_64K;
+}
+
+// Adds the runs of one page that replaces others: one for each stretch of old memory that is itself consecutive.
+static int add_replacing(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__arena_rec *a,
+                         uint64_t offset, const uint64_t *slot, uint32_t units, size_t i)
+{
+    int rc = 0;
+    for (uint32_t u = 0, end; u < units && !rc; u = end) {
+        const uint64_t frame = vmem__slot_frame(slot[u]);
+        struct vmem__arena_rec *old = frame ? vmem__frame_arena(b->ctx, frame - 1) : NULL;
+        // Frames of different arenas are never consecutive, so the frames alone tell.
+        for (end = u + 1; end < units; end++) {
+            if (vmem__slot_frame(slot[end]) != (frame ? frame + (end - u) : 0))
+                break;
+        }
+        const uint64_t shift = u * UNIT, length = (end - u) * UNIT;
+        const uint64_t page_size = page_size_of((units * UNIT) | (addr + shift) | length | (offset + shift));
+        rc = batch_add(b, s, addr + shift, length, a, offset + shift, old,
+                       old ? (frame - 1 - old->base) * UNIT : 0, page_size, false, i);
+    }
+    return rc;
+}
+
+static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *slot, uint32_t units)
+{
+    leaf->used += units;
+    for (uint32_t u = 0; u < units; u++)
+        slot[u] = SLOT_PENDING | SLOT_COMING | b->token;
+}
+
+// Marks the elements after ops[0] that continue its run: same leaf, pages of the same size next to each other, nothing
+// mapped there. They need no look-up, which is most of an element's cost. Returns how many.
+static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__space *s,
+                           struct vmem__leaf *leaf, uint64_t *slot, struct vmem__arena_rec *a,
+                           struct vmem__page *p)
+{
+    const uint32_t units = p->units;
+    const uint64_t size = units * UNIT, range_end = s->b.addr + s->b.length;
+    const uint64_t *const slots_end = leaf->slots + LEAF_SLOTS;
+    const struct vmem__page *const arena_end = a->pages + a->units;
+    uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
+    size_t i = 1;
+    for (; i < n; i++) {
+        addr += size;
+        frame += units;
+        slot += units;
+        p += units;
+        if (ops[i].addr != addr || slot == slots_end || addr == range_end || p == arena_end)
+            break;
+        if (p->state != UNIT_PAGE || p->units != units || p->token ||
+            ops[i].page != ((vmem_page)p->generation << FRAME_BITS | frame))
+            break;
+        uint64_t any = 0;
+        for (uint32_t u = 0; u < units; u++)
+            any |= slot[u];
+        if (any)
+            break;
+        mark_empty(b, leaf, slot, units);
+        p->token = b->token;
+    }
+    b->runs[b->n - 1].length += (i - 1) * size;
+    return i - 1;
+}
+
+// Checks and marks ops[i], and those after it that continue its run. *next is the first that remains.
+static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n, size_t i, size_t *next)
+{
+    vmem_context *ctx = b->ctx;
+    const struct vmem_map_op *op = &ops[i];
+    const uint64_t addr = op->addr;
+    *next = i + 1;
+    struct vmem__arena_rec *a;
+    struct vmem__page *p = vmem__page_get(ctx, op->page, &a);
+    if (VMEM__UNLIKELY(!p))
+        return vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", op->page);
+    const uint32_t units = p->units;
+    const uint64_t size = units * UNIT, offset = (uint64_t)(p - a->pages) * UNIT;
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))
+        return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one "
+                           "reservation", addr, size);
+    if (VMEM__UNLIKELY(addr & (size - 1)))
+        return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, addr, size);
+    if (VMEM__UNLIKELY(p->token && p->token != b->token))
+        return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", op->page);
+
+    struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+    if (VMEM__UNLIKELY(!leaf) && !(leaf = vmem__leaf_new(ctx, s, addr)))
+        return vmem__error(-ENOMEM, "no memory for bookkeeping");
+    uint64_t *slot = vmem__slot_in(s, leaf, addr);
+    uint64_t any = 0;
+    for (uint32_t u = 0; u < units; u++)
+        any |= slot[u];
+    int rc = any ? check_slots(b, slot, units, addr) : 0;
+    if (!rc)
+        rc = any ? add_replacing(b, s, addr, a, offset, slot, units, i)
+                 : batch_add(b, s, addr, size, a, offset, NULL, 0, size, false, i);
+    if (VMEM__UNLIKELY(rc)) {
+        vmem__leaf_put(ctx, s, leaf, addr, 0); // it may be new and empty
+        return rc;
+    }
+
+    p->token = b->token;
+    if (VMEM__UNLIKELY(any)) {
+        for (uint32_t u = 0; u < units; u++) {
+            if (slot[u]) {
+                struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot[u] - 1);
+                vmem__frame_page(old, slot[u] - 1)->token = b->token;
+                slot[u] |= SLOT_PENDING;
+            } else {
+                mark_empty(b, leaf, &slot[u], 1);
+            }
+        }
+        return 0;
+    }
+    mark_empty(b, leaf, slot, units);
+    *next += continue_map(b, ops + i, n - i, s, leaf, slot, a, p);
+    return 0;
+}
+
+// The pages that a run takes the place of leave their lists.
+static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
+{
+    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__page *old = &((struct vmem__arena_rec *)run->old_arena)->pages[run->old_offset >> UNIT_SHIFT];
+    uint64_t addr = run->addr;
+
+    for (const uint64_t end = addr + run->length; addr < end; addr += old->units * UNIT, old += old->units) {
+        old->token = 0;
+        unlink_page(ctx, addr, old);
+    }
+    count_mapped(ctx, s, -run->length);
+}
+
+// Writes the result of a run. A page may lie in several runs, its first unit in the first of them.
+static void commit_map(vmem_context *ctx, const struct vmem__run *run)
+{
+    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
+    struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
+    uint64_t frame = vmem__page_frame(a, p);
+    const uint64_t end = run->addr + run->length;
+    const uint32_t units = (uint32_t)(run->page_size >> UNIT_SHIFT);
+
+    if (run->old_arena)
+        unlink_old(ctx, run);
+    count_mapped(ctx, s, run->length);
+    for (uint64_t addr = run->addr, stop; addr < end; addr = stop) {
+        uint64_t *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
+        stop = leaf_end(s, addr, end);
+        for (const uint64_t *last = slot + (stop - addr) / UNIT; slot < last;)
+            *slot++ = ++frame;
+        // Pages start at multiples of the run's page size. The other units' records are not touched: those of a batch
+        // of 2 MiB pages would fill a cache.
+        for (; addr < stop; addr += run->page_size, p += units) {
+            if (p->state == UNIT_PAGE) {
+                p->token = 0;
+                link_page(ctx, addr, p);
+            }
+        }
+    }
+}
+
+// Takes the marks of a run back, as far as they were set.
+static void undo_map(vmem_context *ctx, const struct vmem__run *run)
+{
+    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> UNIT_SHIFT];
+    for (uint64_t addr = run->addr; addr < run->addr + run->length; addr += UNIT, p++) {
+        if (p->state == UNIT_PAGE)
+            p->token = 0;
+        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+        uint64_t *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
+        if (!slot || !(*slot & SLOT_PENDING))
+            continue;
+        *slot = vmem__slot_frame(*slot);
+        if (*slot) {
+            struct vmem__arena_rec *old = vmem__frame_arena(ctx, *slot - 1);
+            vmem__frame_page(old, *slot - 1)->token = 0;
+        } else {
+            vmem__leaf_put(ctx, s, leaf, addr, 1);
+        }
+    }
+}
+
+int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (flags & ~(VMEM_MAP_REPLACE | VMEM_MAP_FINE))
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_MAP_REPLACE and VMEM_MAP_FINE are known", flags);
+    if (n && !ops)
+        return vmem__error(-EINVAL, "ops is NULL");
+
+    struct batch b;
+    size_t at = 0;
+    vmem__batch_begin(&b, ctx, flags);
+    for (size_t i = 0, next; i < n && !rc; i = next) {
+        rc = prepare_map(&b, ops, n, i, &next);
+        at = i;
+    }
+    if (!rc)
+        rc = vmem__batch_run(&b, ctx->b.ops->map, &at);
+    for (size_t r = 0; r < b.n; r++)
+        rc ? undo_map(ctx, &b.runs[r]) : commit_map(ctx, &b.runs[r]);
+    if (!rc) {
+        ctx->map_ops += n;
+        ctx->map_runs += b.n;
+    }
+    vmem__batch_end(&b);
+    return rc ? vmem__batch_fail(rc, "ops", n, at, bad) : 0;
+}
+
+int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page)
+{
+    return vMemMapBatch(ctx, &(struct vmem_map_op){addr, page}, 1, 0, NULL);
+}
+
+// ---- query --------------------------------------------------------------------------------------------------
+
+int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offset)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!page)
+        return vmem__error(-EINVAL, "page is NULL");
+    vmem__lock(ctx);
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (s) {
+        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+        const uint64_t *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
+        *page = 0;
+        if (offset)
+            *offset = 0;
+        if (slot && vmem__slot_frame(*slot)) {
+            struct vmem__arena_rec *a;
+            const struct vmem__page *p = slot_page(ctx, slot, &a);
+            uint64_t frame = vmem__page_frame(a, p);
+            *page = (vmem_page)p->generation << FRAME_BITS | frame;
+            if (offset)
+                *offset = (vmem__slot_frame(*slot) - 1 - frame) * UNIT + addr % UNIT;
+        }
+    }
+    vmem__unlock(ctx);
+    return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
+}

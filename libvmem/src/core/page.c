@@ -1,0 +1,270 @@
+// Physical pages: creation, queries, and the memory held ready for them.
+//
+// SPDX-License-Identifier: MIT
+#include <stdio.h>
+
+#include "core/core.h"
+
+#define FEW 16 // pieces kept on the stack
+
+int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
+{
+    char sizes[64] = "";
+    if (page_size && !(page_size & (page_size - 1)) && (page_size & ctx->b.info.page_sizes))
+        return 0;
+    for (uint64_t size = UNIT; size <= VMEM_PAGE_2M; size *= 2) {
+        const size_t used = strlen(sizes);
+        if (size & ctx->b.info.page_sizes)
+            snprintf(sizes + used, sizeof sizes - used, "%s%" PRIu64 " KiB", used ? ", " : "", size >> 10);
+    }
+    return vmem__error(-EINVAL, "page_size %" PRIu64 ": the %s backend has pages of %s", page_size, ctx->b.ops->name,
+                       sizes);
+}
+
+// Makes pages of a piece, and their handles.
+static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_page *out)
+{
+    struct vmem__arena_rec *a = piece->arena;
+    for (uint32_t u = piece->first; u < piece->first + piece->units; u += units) {
+        struct vmem__page *p = &a->pages[u];
+        // Before the state beside it is written: a word read after a byte's store waits for that.
+        *out++ = (vmem_page)p->generation << FRAME_BITS | (a->base + u);
+        p->mapping = 0;
+        p->mappings = 0;
+        p->token = 0;
+        p->units = units;
+        p->state = UNIT_PAGE;
+        for (uint32_t i = 1; i < units; i++) {
+            p[i].state = UNIT_REST;
+            p[i].units = i;
+        }
+    }
+}
+
+// Zeroes the dirty units of the pieces, in as few calls as a small array allows: each may wait for the device.
+static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n)
+{
+    struct vmem__run runs[64];
+    size_t n_runs = 0;
+    int rc = 0;
+    for (size_t i = 0; i < n; i++) {
+        const struct vmem__piece *p = &pieces[i];
+        const struct vmem__page *unit = &p->arena->pages[p->first];
+        for (uint32_t u = 0, end; u < p->units && !rc; u = end + 1) {
+            for (end = u; end < p->units && unit[end].dirty;)
+                end++;
+            if (end == u)
+                continue;
+            runs[n_runs++] = (struct vmem__run){
+                .arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
+            if (n_runs == sizeof runs / sizeof runs[0]) {
+                rc = b->ops->zero(b, runs, n_runs);
+                n_runs = 0;
+            }
+        }
+    }
+    return rc || !n_runs ? rc : b->ops->zero(b, runs, n_runs);
+}
+
+// Commits the memory of the pieces that have none, and zeroes it where asked. Without the lock: the units are ours.
+static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size_t n, uint32_t flags)
+{
+    struct vmem__backend *b = &ctx->b;
+    size_t done = 0;
+    int rc = 0;
+    for (; done < n; done++) {
+        const struct vmem__piece *p = &pieces[done];
+        if (!p->committed && (rc = b->ops->populate(b, &p->arena->b, p->first * UNIT, p->units * UNIT)))
+            break;
+    }
+    if (!rc && (flags & VMEM_CREATE_ZERO))
+        rc = zero_dirty(b, pieces, n);
+    // On failure give back what was committed here; the caller puts the units back.
+    for (size_t i = 0; rc && i < done; i++) {
+        const struct vmem__piece *p = &pieces[i];
+        if (!p->committed)
+            b->ops->discard(b, &p->arena->b, p->first * UNIT, p->units * UNIT);
+    }
+    return rc;
+}
+
+static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, const vmem_page *out)
+{
+    int rc = vmem__check_page_size(ctx, page_size);
+    if (rc)
+        return rc;
+    if (flags & ~VMEM_CREATE_ZERO)
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
+    if (n && !out)
+        return vmem__error(-EINVAL, "pages is NULL");
+    if (n > MAX_RESERVE / page_size)
+        return vmem__error(-ENOMEM, "n: %zu pages of %" PRIu64 " bytes are more than 2^46 bytes", n, page_size);
+    return 0;
+}
+
+int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
+{
+    int rc = vmem__enter(ctx);
+    if (!rc)
+        rc = check_create(ctx, page_size, n, flags, out);
+    if (rc || !n)
+        return rc;
+
+    struct vmem__piece few[FEW], *pieces = few;
+    if (n > FEW && !(pieces = malloc(n * sizeof *pieces)))
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
+    const uint32_t units = (uint32_t)(page_size >> UNIT_SHIFT);
+    const uint64_t bytes = n * page_size;
+    uint64_t left = (uint64_t)n * units;
+    size_t n_pieces = 0;
+    bool ready = true; // all is committed and clean enough
+    bool grown = false;
+
+    vmem__lock(ctx);
+    if (ctx->budget && (ctx->created >= ctx->budget || bytes > ctx->budget - ctx->created)) {
+        rc = vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64, n,
+                         page_size, ctx->created, ctx->budget);
+        goto out;
+    }
+    ctx->created += bytes;
+    vmem_page *next = out;
+    while (left) {
+        struct vmem__piece *p = &pieces[n_pieces];
+        struct vmem__arena_rec *a;
+        const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
+        bool got = q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->units, left, units, p);
+        near = 0;
+        // Long stretches start at whole blocks, so that page-table entries of 2 MiB can map them.
+        const uint32_t align = left < BLOCK_UNITS ? units : BLOCK_UNITS;
+        got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, units, p) ||
+              vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, units, p);
+        if (!got) {
+            grown = true;
+            rc = vmem__grow(ctx, left, units);
+            if (rc)
+                break;
+            continue;
+        }
+        if (!p->committed) {
+            ctx->committed += p->units * UNIT;
+            ready = false;
+        }
+        for (uint32_t u = 0; ready && (flags & VMEM_CREATE_ZERO) && u < p->units; u++)
+            ready = !p->arena->pages[p->first + u].dirty;
+        pages_make(p, units, next);
+        next += p->units / units;
+        left -= p->units;
+        n_pieces++;
+    }
+    if (!rc && !ready) {
+        vmem__unlock(ctx);
+        rc = pages_ready(ctx, pieces, n_pieces, flags);
+        vmem__lock(ctx);
+    }
+    if (rc) {
+        ctx->created -= bytes;
+        for (size_t i = 0; i < n_pieces; i++) {
+            if (!pieces[i].committed)
+                ctx->committed -= pieces[i].units * UNIT;
+        }
+        vmem__give(ctx, pieces, n_pieces);
+        if (grown)
+            vmem__shrink(ctx);
+    }
+out:
+    vmem__unlock(ctx);
+    if (pieces != few)
+        free(pieces);
+    return rc;
+}
+
+int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
+{
+    return vmem__create_near(ctx, page_size, n, 0, flags, pages);
+}
+
+int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *out)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+    vmem__lock(ctx);
+    struct vmem__arena_rec *a;
+    const struct vmem__page *p = vmem__page_get(ctx, page, &a);
+    if (p)
+        *out = (struct vmem_page_info){p->units * UNIT, vmem__page_frame(a, p), p->mappings};
+    vmem__unlock(ctx);
+    return p ? 0 : vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
+}
+
+int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    vmem__lock(ctx);
+    ctx->budget = bytes;
+    vmem__unlock(ctx);
+    return 0;
+}
+
+int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (bytes > MAX_RESERVE)
+        return vmem__error(-ENOMEM, "bytes: %" PRIu64 " is more than 2^46", bytes);
+    bytes = (bytes + UNIT - 1) / UNIT * UNIT;
+
+    vmem__lock(ctx);
+    const uint64_t kept = ctx->keep;
+    if (ctx->budget && (ctx->created > ctx->budget || bytes > ctx->budget - ctx->created)) {
+        rc = vmem__error(-ENOMEM, "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages exceed the budget of %" PRIu64,
+                         bytes, ctx->created, ctx->budget);
+        bytes = 0;
+    }
+    // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not
+    // move the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
+    const uint64_t goal = ctx->created + bytes;
+    if (ctx->keep < goal)
+        ctx->keep = goal;
+    while (!rc && ctx->committed < goal && ctx->keep >= goal) {
+        uint64_t units = (goal - ctx->committed) >> UNIT_SHIFT;
+        struct vmem__piece p;
+        if (!ctx->b.ops->populate || !vmem__take(ctx, false, units, 1, &p)) {
+            rc = vmem__grow(ctx, units, BLOCK_UNITS);
+            continue;
+        }
+        ctx->committed += p.units * UNIT;
+        vmem__unlock(ctx);
+        rc = ctx->b.ops->populate(&ctx->b, &p.arena->b, p.first * UNIT, p.units * UNIT);
+        vmem__lock(ctx);
+        p.committed = !rc;
+        ctx->committed -= rc ? p.units * UNIT : 0;
+        vmem__give(ctx, &p, 1);
+    }
+    if (rc) {
+        ctx->keep = kept;
+        vmem__shrink(ctx);
+    }
+    vmem__unlock(ctx);
+    return rc;
+}
+
+int vmem_trim(vmem_context *ctx, uint64_t *freed)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    vmem__lock(ctx);
+    uint64_t before = ctx->committed;
+    ctx->keep = 0;
+    vmem__shrink(ctx);
+    if (freed)
+        *freed = before > ctx->committed ? before - ctx->committed : 0;
+    vmem__unlock(ctx);
+    return 0;
+}

@@ -1,0 +1,196 @@
+// Reservations, and the shadow that knows what every 64 KiB of them holds.
+//
+// The shadow is a table of leaves, one per 16 MiB, that exist only while something is mapped there; the table itself is
+// untouched zero memory until then. 12 TiB reserved are 6 MiB of address space and no memory.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+
+// Empty leaves kept for the next mapping: 1.5 MiB.
+#define SPARE_LEAVES 256
+
+size_t vmem__space_after(const vmem_context *ctx, uint64_t addr)
+{
+    size_t lo = 0, hi = ctx->n_spaces;
+    while (lo < hi) {
+        size_t mid = (lo + hi) / 2;
+        const struct vmem__space *s = ctx->spaces[mid];
+        if (s->b.addr + s->b.length <= addr)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr)
+{
+    struct vmem__space *s = ctx->last_space;
+    if (VMEM__LIKELY(s && addr - s->b.addr < s->b.length))
+        return s;
+    size_t i = vmem__space_after(ctx, addr);
+    if (i == ctx->n_spaces || addr < ctx->spaces[i]->b.addr)
+        return NULL;
+    return ctx->last_space = ctx->spaces[i];
+}
+
+static inline struct vmem__leaf **leaf_place(struct vmem__space *s, uint64_t addr)
+{
+    return &s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
+}
+
+struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
+{
+    struct vmem__leaf *leaf = ctx->spare;
+    if (leaf) {
+        ctx->spare = leaf->spare;
+        ctx->n_spare--;
+    } else if (!(leaf = calloc(1, sizeof *leaf))) {
+        return NULL;
+    }
+    return *leaf_place(s, addr) = leaf;
+}
+
+void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
+{
+    struct vmem__leaf **place = leaf_place(s, addr), *leaf = *place;
+    *place = NULL;
+    // An empty leaf's frames are 0, and nothing reads the rest of a slot then: it can serve again as it is.
+    if (ctx->n_spare == SPARE_LEAVES) {
+        free(leaf);
+        return;
+    }
+    leaf->spare = ctx->spare;
+    ctx->spare = leaf;
+    ctx->n_spare++;
+}
+
+static size_t leaf_count(const struct vmem__space *s)
+{
+    const uint64_t span = UNIT * LEAF_SLOTS;
+    return (s->b.length + span - 1) / span;
+}
+
+static void space_free(struct vmem__space *s)
+{
+    free(s->leaves);
+    free(s);
+}
+
+int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *addr)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!addr)
+        return vmem__error(-EINVAL, "addr is NULL");
+    if (!length || length % UNIT || length > MAX_RESERVE)
+        return vmem__error(-EINVAL, "length %" PRIu64 " is not a positive multiple of 64 KiB up to 2^46", length);
+    if (flags & ~VMEM_RESERVE_BACKDROP)
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_RESERVE_BACKDROP is known", flags);
+    if ((flags & VMEM_RESERVE_BACKDROP) && !(ctx->b.info.caps & VMEM_CAP_BACKDROP))
+        return vmem__error(-EOPNOTSUPP, "flags: the %s backend has no backdrop", ctx->b.ops->name);
+
+    struct vmem__space *s = calloc(1, sizeof *s);
+    if (!s)
+        return vmem__error(-ENOMEM, "no memory for bookkeeping");
+    s->b.length = length;
+    s->b.flags = flags;
+    s->leaves = calloc(leaf_count(s), sizeof *s->leaves);
+    if (!s->leaves) {
+        free(s);
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation of %" PRIu64 " bytes", length);
+    }
+    rc = ctx->b.ops->reserve(&ctx->b, &s->b);
+    if (rc) {
+        space_free(s);
+        return rc;
+    }
+
+    vmem__lock(ctx);
+    if (ctx->n_spaces == ctx->cap_spaces) {
+        size_t cap = ctx->cap_spaces ? 2 * ctx->cap_spaces : 16;
+        struct vmem__space **grown = realloc(ctx->spaces, cap * sizeof *grown);
+        if (!grown) {
+            vmem__unlock(ctx);
+            ctx->b.ops->unreserve(&ctx->b, &s->b);
+            space_free(s);
+            return vmem__error(-ENOMEM, "no memory for bookkeeping");
+        }
+        ctx->spaces = grown;
+        ctx->cap_spaces = cap;
+    }
+    size_t at = vmem__space_after(ctx, s->b.addr);
+    memmove(&ctx->spaces[at + 1], &ctx->spaces[at], (ctx->n_spaces++ - at) * sizeof *ctx->spaces);
+    ctx->spaces[at] = s;
+    ctx->reserved += length;
+    *addr = s->b.addr;
+    vmem__unlock(ctx);
+    return 0;
+}
+
+int vMemFree(vmem_context *ctx, uint64_t addr)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    vmem__lock(ctx);
+    size_t at = vmem__space_after(ctx, addr);
+    struct vmem__space *s = at < ctx->n_spaces ? ctx->spaces[at] : NULL;
+    if (!s || s->b.addr != addr)
+        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not the start of a reservation", addr);
+    else if (s->mapped)
+        rc = vmem__error(-EBUSY, "addr 0x%" PRIx64 ": %" PRIu64 " bytes are still mapped there", addr, s->mapped);
+    else if (s->inflight)
+        rc = vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on this reservation", addr);
+    if (rc) {
+        vmem__unlock(ctx);
+        return rc;
+    }
+    memmove(&ctx->spaces[at], &ctx->spaces[at + 1], (--ctx->n_spaces - at) * sizeof *ctx->spaces);
+    if (ctx->last_space == s)
+        ctx->last_space = NULL;
+    ctx->reserved -= s->b.length;
+    vmem__unlock(ctx);
+    ctx->b.ops->unreserve(&ctx->b, &s->b);
+    space_free(s);
+    return 0;
+}
+
+int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    vmem__lock(ctx);
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (!s || length > s->b.addr + s->b.length - addr)
+        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
+    else if (!(s->b.flags & VMEM_RESERVE_BACKDROP))
+        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " was reserved without VMEM_RESERVE_BACKDROP", addr);
+    else
+        s->inflight++;
+    vmem__unlock(ctx);
+    if (rc)
+        return rc;
+    if (length && ctx->b.ops->backdrop)
+        rc = ctx->b.ops->backdrop(&ctx->b, &s->b, addr, length);
+    vmem__lock(ctx);
+    s->inflight--;
+    vmem__unlock(ctx);
+    return rc;
+}
+
+void vmem__spaces_destroy(vmem_context *ctx)
+{
+    while (ctx->n_spaces) {
+        struct vmem__space *s = ctx->spaces[--ctx->n_spaces];
+        for (size_t i = 0; s->mapped && i < leaf_count(s); i++)
+            free(s->leaves[i]); // what could not be unmapped goes with the reservation
+        ctx->b.ops->unreserve(&ctx->b, &s->b);
+        space_free(s);
+    }
+    free(ctx->spaces);
+    for (struct vmem__leaf *leaf; (leaf = ctx->spare); free(leaf))
+        ctx->spare = leaf->spare;
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: MIT
+#include "driver/kmod.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include "driver/libcuda.h"
+#include "driver/rm.h"
+
+#define STATUS_ILLEGAL_ACTION 0x16u
+#define STATUS_INVALID_ADDRESS 0x1eu
+#define STATUS_INVALID_DEVICE 0x26u
+#define MAX_DESCRIPTORS 64
+
+// A call that reached the module and left a status; -errno when it did not.
+static int call(struct vmem__kmod *k, unsigned long request, void *params, const char *what)
+{
+    if (k->syscalls)
+        atomic_fetch_add_explicit(k->syscalls, 1, memory_order_relaxed);
+    if (ioctl(k->fd, request, params))
+        return vmem__error(-errno, "%s: ioctl on /dev/nvidia-uvm: %s", what, strerror(errno));
+    return 0;
+}
+
+int vmem__kmod_probe(void)
+{
+    struct uvm_vmem_query query = {0};
+    int err = 0, fd = open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC);
+
+    if (fd < 0)
+        return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
+    if (ioctl(fd, UVM_VMEM_QUERY, &query)) // a descriptor that is no address space yet is told so by the patched module
+        err = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
+                              : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
+    close(fd);
+    return err;
+}
+
+// The kernel's word on one descriptor: 0 it is the one, -EOPNOTSUPP stock module, -ENODEV another one of the process.
+static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
+{
+    struct uvm_vmem_op look = {.va = addr, .length = UVM_VMEM_GRANULE};
+    struct uvm_vmem_batch batch = {.ops = (uintptr_t)&look, .count = 1, .opSize = sizeof(look)};
+    struct uvm_vmem_query query = {0};
+
+    memcpy(query.gpu_uuid, k->uuid, sizeof(query.gpu_uuid));
+    memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
+    if (ioctl(fd, UVM_VMEM_QUERY, &query))
+        return errno == EINVAL ? -EOPNOTSUPP : -ENODEV;
+    if (query.rmStatus == STATUS_ILLEGAL_ACTION || query.rmStatus == STATUS_INVALID_DEVICE)
+        return -ENODEV;
+    if (query.rmStatus)
+        return vmem__rm_error(query.rmStatus, "query");
+    // A program can have more than one address space. Unmapping no page of vMem's changes nothing, but it is refused
+    // as an address of no range everywhere but where CUDA made one.
+    if (ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == STATUS_INVALID_ADDRESS)
+        return -ENODEV;
+    k->max_ops = query.out_max_ops;
+    k->max_bytes = query.out_max_bytes;
+    k->caps = query.out_caps;
+    k->page_sizes = query.out_page_sizes;
+    return 0;
+}
+
+int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
+{
+    int fds[MAX_DESCRIPTORS], n = vmem__cuda_uvm_fds(fds, MAX_DESCRIPTORS), err = -ENODEV;
+
+    k->fd = -1;
+    memcpy(k->uuid, uuid, sizeof(k->uuid));
+    for (int i = 0; i < n && err == -ENODEV; i++) {
+        err = try_descriptor(k, fds[i], addr);
+        if (!err) {
+            k->fd = fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
+            return k->fd >= 0 ? 0 : vmem__error(-errno, "duplicate a descriptor: %s", strerror(errno));
+        }
+    }
+    if (err == -EOPNOTSUPP)
+        return vmem__error(err, "the loaded nvidia-uvm.ko is the stock one, without vMem");
+    if (err == -ENODEV)
+        return vmem__error(err, "none of this process' %d descriptors of /dev/nvidia-uvm has CUDA's addresses", n);
+    return err;
+}
+
+void vmem__kmod_close(struct vmem__kmod *k)
+{
+    if (k->fd >= 0)
+        close(k->fd);
+    k->fd = -1;
+}
+
+int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first)
+{
+    struct uvm_vmem_create create = {.page_size = VMEM_PAGE_2M, .count = count};
+    int err;
+
+    memcpy(create.gpu_uuid, k->uuid, sizeof(create.gpu_uuid));
+    err = call(k, UVM_VMEM_CREATE, &create, "create pages");
+    if (!err)
+        err = vmem__rm_error(create.rmStatus, "create pages");
+    *first = create.out_handle;
+    return err;
+}
+
+void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count)
+{
+    uint64_t handles[256];
+
+    while (count) {
+        uint32_t n = count < 256 ? count : 256;
+        struct uvm_vmem_release release = {.handles = (uintptr_t)handles, .count = n < k->max_ops ? n : k->max_ops};
+
+        for (uint32_t i = 0; i < release.count; i++)
+            handles[i] = first + i;
+        (void)call(k, UVM_VMEM_RELEASE, &release, "release pages"); // nothing to be done about a failure
+        first += release.count;
+        count -= release.count;
+    }
+}
+
+int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,
+                     uint32_t *failed)
+{
+    struct uvm_vmem_batch batch = {.ops = (uintptr_t)ops, .count = count, .opSize = sizeof(*ops)};
+    const char *what = request == UVM_VMEM_MAP ? "map" : "unmap";
+    char where[64];
+    int err;
+
+    *failed = UVM_VMEM_NO_OP;
+    memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
+    err = call(k, request, &batch, what);
+    if (err || !batch.rmStatus)
+        return err;
+    *failed = batch.out_failed;
+    if (batch.out_failed >= count)
+        return vmem__rm_error(batch.rmStatus, what);
+    snprintf(where, sizeof(where), "%s at 0x%llx", what, (unsigned long long)ops[batch.out_failed].va);
+    return vmem__rm_error(batch.rmStatus, where);
+}

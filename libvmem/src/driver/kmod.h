@@ -1,0 +1,34 @@
+// The patched nvidia-uvm.ko: its calls on the descriptor that is the address space of this process' CUDA contexts.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_UVM_KMOD_H
+#define VMEM_UVM_KMOD_H
+
+#include "../../../uvm_ext/uvm_vmem_ioctl.h"
+#include "backend/backend.h"
+
+struct vmem__kmod {
+    int fd; // a duplicate of the descriptor that CUDA opened
+    uint8_t uuid[16];
+    uint64_t max_bytes; // limits of one call
+    uint32_t max_ops;
+    uint64_t caps;              // UVM_VMEM_CAP_*
+    uint64_t page_sizes;        // that CREATE takes
+    _Atomic uint64_t *syscalls; // where calls are counted; set before open
+};
+
+// Whether the loaded module has vMem in it. Needs no CUDA context. -ENODEV: no module, -EOPNOTSUPP: the stock one.
+int vmem__kmod_probe(void);
+// Finds the descriptor, among the process' many, whose address space has something of CUDA's mapped at addr.
+int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr);
+// In a forked child too: the parent's descriptor keeps alive what it created.
+void vmem__kmod_close(struct vmem__kmod *k);
+
+// count 2 MiB pages, zeroed, with consecutive handles from *first; at most as many as one call takes.
+int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first);
+void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count);
+// request: UVM_VMEM_MAP or UVM_VMEM_UNMAP. On failure nothing changed; *failed is the op at fault or UVM_VMEM_NO_OP.
+int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,
+                     uint32_t *failed);
+
+#endif

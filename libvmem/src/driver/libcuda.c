@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: MIT
+#include "driver/libcuda.h"
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what)
+{
+    const char *text = NULL;
+    int err = -EIO;
+
+    if (result == CUDA_SUCCESS)
+        return 0;
+    switch (result) {
+    case CUDA_ERROR_INVALID_VALUE: err = -EINVAL; break;
+    case CUDA_ERROR_OUT_OF_MEMORY: err = -ENOMEM; break;
+    case CUDA_ERROR_NOT_INITIALIZED:
+    case CUDA_ERROR_DEINITIALIZED:
+    case CUDA_ERROR_NO_DEVICE:
+    case CUDA_ERROR_INVALID_DEVICE:
+    case CUDA_ERROR_INVALID_CONTEXT:
+    case CUDA_ERROR_CONTEXT_IS_DESTROYED: err = -ENODEV; break;
+    case CUDA_ERROR_ILLEGAL_ADDRESS: err = -EFAULT; break;
+    case CUDA_ERROR_NOT_PERMITTED: err = -EPERM; break;
+    case CUDA_ERROR_NOT_SUPPORTED: err = -EOPNOTSUPP; break;
+    }
+    if (fn->error_string(result, &text) != CUDA_SUCCESS || !text)
+        text = "unknown error";
+    return vmem__error(err, "%s: CUDA error %d, %s", what, result, text);
+}
+
+int vmem__libcuda_load(struct vmem__libcuda *fn)
+{
+    // NODELETE: CUDA's threads and exit handlers outlive every context of ours.
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    int count = 0, err;
+    void *symbol;
+
+    if (!library)
+        return vmem__error(-ENODEV, "no CUDA driver library: %s", dlerror());
+#define VMEM__LIBCUDA_LOAD(field, name, parameters)                                                                    \
+    symbol = dlsym(library, name);                                                                                     \
+    if (!symbol)                                                                                                       \
+        return vmem__error(-ENODEV, "libcuda.so.1 does not export %s: the driver is older than R515", name);           \
+    memcpy(&fn->field, &symbol, sizeof(symbol));
+    VMEM__LIBCUDA(VMEM__LIBCUDA_LOAD)
+#undef VMEM__LIBCUDA_LOAD
+    err = vmem__cuda_error(fn, fn->init(0), "cuInit");
+    if (err)
+        return err;
+    err = vmem__cuda_error(fn, fn->device_count(&count), "cuDeviceGetCount");
+    if (err)
+        return err;
+    return count > 0 ? 0 : vmem__error(-ENODEV, "CUDA sees no device");
+}
+
+static int find_device(struct vmem__libcuda *fn, int ordinal, int *device)
+{
+    int count = 0, vmm = 0, err = vmem__libcuda_load(fn);
+
+    if (err)
+        return err;
+    fn->device_count(&count);
+    if (ordinal < 0 || ordinal >= count)
+        return vmem__error(-ENODEV, "device %d: CUDA sees %d device%s", ordinal, count, count == 1 ? "" : "s");
+    err = vmem__cuda_error(fn, fn->device_get(device, ordinal), "cuDeviceGet");
+    if (err)
+        return err;
+    fn->device_attribute(&vmm, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, *device);
+    return vmm ? 0 : vmem__error(-EOPNOTSUPP, "device %d has no CUDA virtual memory management", ordinal);
+}
+
+int vmem__cuda_probe(int ordinal)
+{
+    struct vmem__libcuda fn;
+    int device;
+
+    return find_device(&fn, ordinal, &device);
+}
+
+int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info)
+{
+    uint64_t free;
+    int err = find_device(&cu->fn, ordinal, &cu->device);
+
+    if (err)
+        return err;
+    err = vmem__cuda_error(&cu->fn, cu->fn.ctx_retain(&cu->context, cu->device), "cuDevicePrimaryCtxRetain");
+    if (err) {
+        cu->context = NULL;
+        return err;
+    }
+    err = vmem__cuda_enter(cu);
+    if (!err) {
+        err = vmem__cuda_error(&cu->fn, cu->fn.stream_create(&cu->stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+        vmem__cuda_leave(cu);
+    }
+    if (!err)
+        err = vmem__cuda_error(&cu->fn, cu->fn.device_uuid(info->device_uuid, cu->device), "cuDeviceGetUuid");
+    if (!err)
+        err = vmem__cuda_error(&cu->fn, cu->fn.device_name(info->device_name, sizeof(info->device_name), cu->device),
+                               "cuDeviceGetName");
+    if (!err)
+        err = vmem__cuda_memory(cu, &info->memory_total, &free);
+    if (err) {
+        vmem__cuda_close(cu, false);
+        return err;
+    }
+    info->device = ordinal;
+    return 0;
+}
+
+void vmem__cuda_close(struct vmem__cuda *cu, bool forked)
+{
+    if (!cu->context)
+        return;
+    // At process exit CUDA may be gone before us; then there is nothing left to give back.
+    if (!forked && cu->fn.ctx_push(cu->context) == CUDA_SUCCESS) {
+        if (cu->stream)
+            cu->fn.stream_destroy(cu->stream);
+        vmem__cuda_leave(cu);
+        cu->fn.ctx_release(cu->device);
+    }
+    cu->stream = NULL;
+    cu->context = NULL;
+}
+
+int vmem__cuda_enter(struct vmem__cuda *cu)
+{
+    return vmem__cuda_error(&cu->fn, cu->fn.ctx_push(cu->context), "cuCtxPushCurrent");
+}
+
+void vmem__cuda_leave(struct vmem__cuda *cu)
+{
+    void *context;
+
+    cu->fn.ctx_pop(&context);
+}
+
+int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free)
+{
+    size_t t = 0, f = 0;
+    int err = vmem__cuda_enter(cu);
+
+    if (err)
+        return err;
+    err = vmem__cuda_error(&cu->fn, cu->fn.mem_info(&f, &t), "cuMemGetInfo");
+    vmem__cuda_leave(cu);
+    *total = t;
+    *free = f;
+    return err;
+}
+
+int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n)
+{
+    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(cu);
+
+    if (err)
+        return err;
+    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
+        result = cu->fn.memcpy_async(ops[i].dst, ops[i].src, ops[i].length, cu->stream);
+    sync = cu->fn.stream_sync(cu->stream); // after a failure too: nothing of ours may still be running
+    vmem__cuda_leave(cu);
+    return vmem__cuda_error(&cu->fn, result ? result : sync, "copy");
+}
+
+int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length)
+{
+    int result, sync, err = vmem__cuda_enter(cu);
+
+    if (err)
+        return err;
+    result = cu->fn.memset_async(addr, value, length, cu->stream);
+    sync = cu->fn.stream_sync(cu->stream);
+    vmem__cuda_leave(cu);
+    return vmem__cuda_error(&cu->fn, result ? result : sync, "fill");
+}
+
+int vmem__cuda_zero(struct vmem__cuda *cu, const struct vmem__run *runs, size_t n,
+                    uint64_t (*addr)(const struct vmem__run *run))
+{
+    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(cu);
+
+    if (err)
+        return err;
+    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
+        result = cu->fn.memset_async(addr(&runs[i]), 0, runs[i].length, cu->stream);
+    sync = cu->fn.stream_sync(cu->stream);
+    vmem__cuda_leave(cu);
+    return vmem__cuda_error(&cu->fn, result ? result : sync, "zero");
+}
+
+int vmem__cuda_op_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
+    return vmem__cuda_memory(b->priv, total, free);
+}
+
+int vmem__cuda_op_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
+    return vmem__cuda_copy(b->priv, ops, n);
+}
+
+int vmem__cuda_op_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
+    return vmem__cuda_fill(b->priv, addr, value, length);
+}
+
+static int counted(struct vmem__cuda *cu, int result, const char *what)
+{
+    atomic_fetch_add_explicit(cu->syscalls, 1, memory_order_relaxed);
+    return vmem__cuda_error(&cu->fn, result, what);
+}
+
+int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle)
+{
+    const struct vmem__cu_prop prop = {.type = 1, .location = {.type = 1, .id = cu->device}};
+
+    return counted(cu, cu->fn.mem_create(handle, length, &prop, 0), "cuMemCreate");
+}
+
+int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle)
+{
+    return counted(cu, cu->fn.mem_release(handle), "cuMemRelease");
+}
+
+int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle)
+{
+    return counted(cu, cu->fn.mem_map(addr, length, 0, handle, 0), "cuMemMap");
+}
+
+int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
+{
+    return counted(cu, cu->fn.mem_unmap(addr, length), "cuMemUnmap");
+}
+
+int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
+{
+    const struct vmem__cu_access access = {.location = {.type = 1, .id = cu->device}, .flags = 3};
+
+    return counted(cu, cu->fn.mem_set_access(addr, length, &access, 1), "cuMemSetAccess");
+}
+
+static int ascending(const void *a, const void *b)
+{
+    return *(const int *)a - *(const int *)b;
+}
+
+int vmem__cuda_uvm_fds(int *fds, int max)
+{
+    DIR *dir = opendir("/proc/self/fd");
+    char target[64];
+    int n = 0;
+
+    if (!dir)
+        return 0;
+    for (struct dirent *entry; n < max && (entry = readdir(dir));) {
+        ssize_t length = readlinkat(dirfd(dir), entry->d_name, target, sizeof(target) - 1);
+
+        if (length <= 0)
+            continue;
+        target[length] = '\0';
+        if (strcmp(target, "/dev/nvidia-uvm") == 0)
+            fds[n++] = atoi(entry->d_name);
+    }
+    closedir(dir);
+    qsort(fds, n, sizeof(*fds), ascending);
+    return n;
+}

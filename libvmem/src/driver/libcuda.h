@@ -1,0 +1,133 @@
+// libcuda, opened at run time: the driver-API functions that the GPU backends (cuda, stock, uvm) use, and the device
+// they run on. Building needs no CUDA toolkit; the few types of the API are spelled as the integers and pointers they
+// are.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_CUDA_LIBCUDA_H
+#define VMEM_CUDA_LIBCUDA_H
+
+#include "backend/backend.h"
+
+// CUresult
+#define CUDA_SUCCESS 0
+#define CUDA_ERROR_INVALID_VALUE 1
+#define CUDA_ERROR_OUT_OF_MEMORY 2
+#define CUDA_ERROR_NOT_INITIALIZED 3
+#define CUDA_ERROR_DEINITIALIZED 4
+#define CUDA_ERROR_NO_DEVICE 100
+#define CUDA_ERROR_INVALID_DEVICE 101
+#define CUDA_ERROR_INVALID_CONTEXT 201
+#define CUDA_ERROR_ILLEGAL_ADDRESS 700
+#define CUDA_ERROR_CONTEXT_IS_DESTROYED 709
+#define CUDA_ERROR_NOT_PERMITTED 800
+#define CUDA_ERROR_NOT_SUPPORTED 801
+
+#define CU_STREAM_NON_BLOCKING 1u
+#define CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED 102
+
+// CUmemLocation and CUmemAllocationProp: pinned memory of one device.
+struct vmem__cu_location {
+    int type; // 1: device
+    int id;
+};
+struct vmem__cu_prop {
+    int type; // 1: pinned
+    int handle_types;
+    struct vmem__cu_location location;
+    void *win32;
+    unsigned char compression, gpu_direct_rdma;
+    unsigned short usage;
+    unsigned char reserved[4];
+};
+struct vmem__cu_access {
+    struct vmem__cu_location location;
+    int flags; // 3: read and write
+};
+
+// X(field, exported name, parameters): all return a CUresult. The list is what a stand-in libcuda must export.
+#define VMEM__LIBCUDA(X)                                                                                               \
+    X(init, "cuInit", (unsigned flags))                                                                                \
+    X(error_string, "cuGetErrorString", (int result, const char **text))                                               \
+    X(device_count, "cuDeviceGetCount", (int *count))                                                                  \
+    X(device_get, "cuDeviceGet", (int *device, int ordinal))                                                           \
+    X(device_name, "cuDeviceGetName", (char *name, int length, int device))                                            \
+    X(device_uuid, "cuDeviceGetUuid", (unsigned char uuid[16], int device))                                            \
+    X(device_attribute, "cuDeviceGetAttribute", (int *value, int attribute, int device))                               \
+    X(ctx_retain, "cuDevicePrimaryCtxRetain", (void **context, int device))                                            \
+    X(ctx_release, "cuDevicePrimaryCtxRelease_v2", (int device))                                                       \
+    X(ctx_push, "cuCtxPushCurrent_v2", (void *context))                                                                \
+    X(ctx_pop, "cuCtxPopCurrent_v2", (void **context))                                                                 \
+    X(mem_info, "cuMemGetInfo_v2", (size_t *free, size_t *total))                                                      \
+    X(address_reserve, "cuMemAddressReserve",                                                                          \
+      (uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags))                          \
+    X(address_free, "cuMemAddressFree", (uint64_t addr, size_t length))                                                \
+    X(mem_create, "cuMemCreate",                                                                                       \
+      (uint64_t *handle, size_t length, const struct vmem__cu_prop *prop, unsigned long long flags))                   \
+    X(mem_release, "cuMemRelease", (uint64_t handle))                                                                  \
+    X(mem_map, "cuMemMap", (uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags))   \
+    X(mem_unmap, "cuMemUnmap", (uint64_t addr, size_t length))                                                         \
+    X(mem_set_access, "cuMemSetAccess",                                                                                \
+      (uint64_t addr, size_t length, const struct vmem__cu_access *access, size_t count))                              \
+    X(memcpy_async, "cuMemcpyAsync", (uint64_t dst, uint64_t src, size_t length, void *stream))                        \
+    X(memset_async, "cuMemsetD8Async", (uint64_t addr, unsigned char value, size_t length, void *stream))              \
+    X(stream_create, "cuStreamCreate", (void **stream, unsigned flags))                                                \
+    X(stream_destroy, "cuStreamDestroy_v2", (void *stream))                                                            \
+    X(stream_sync, "cuStreamSynchronize", (void *stream))
+
+struct vmem__libcuda {
+#define VMEM__LIBCUDA_FIELD(field, name, parameters) int(*field) parameters;
+    VMEM__LIBCUDA(VMEM__LIBCUDA_FIELD)
+#undef VMEM__LIBCUDA_FIELD
+};
+
+// One device with its primary context. Zero-initialise before open.
+struct vmem__cuda {
+    struct vmem__libcuda fn;
+    int device;
+    void *context;
+    void *stream;               // private, not synchronised with the legacy default stream
+    _Atomic uint64_t *syscalls; // where calls that reserve, create, map or unmap are counted; set before open
+};
+
+// Loads the library and initialises it. Errors: -ENODEV without a library, a driver or a device.
+int vmem__libcuda_load(struct vmem__libcuda *fn);
+// Whether vmem__cuda_open() of this ordinal would find its device; creates no context.
+int vmem__cuda_probe(int ordinal);
+// Retains the primary context and fills info's device, device_name, device_uuid and memory_total.
+int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info);
+// forked: the process is a child in which CUDA cannot be called.
+void vmem__cuda_close(struct vmem__cuda *cu, bool forked);
+
+// Every call of a function above that needs a context stands between these two. enter() makes the primary context
+// current, leave() what was current before.
+int vmem__cuda_enter(struct vmem__cuda *cu);
+void vmem__cuda_leave(struct vmem__cuda *cu);
+
+// The errno of a CUresult, negative; sets the error text to "what: CUDA's text". 0 stays 0.
+int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what);
+
+// These enter and leave themselves.
+int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free);
+int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n);
+int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length);
+// Clears the runs' memory; addr says where a run is mapped.
+int vmem__cuda_zero(struct vmem__cuda *cu, const struct vmem__run *runs, size_t n,
+                    uint64_t (*addr)(const struct vmem__run *run));
+
+// Backend operations, for backends whose state (b->priv) begins with its struct vmem__cuda.
+int vmem__cuda_op_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free);
+int vmem__cuda_op_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
+int vmem__cuda_op_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
+
+// CUDA's virtual memory management, counted and with errno; between enter and leave. length: multiples of 2 MiB.
+int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle);
+int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle);
+int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle);
+int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // of one or more whole mappings
+int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // read and write, for this device
+
+// The descriptors of /dev/nvidia-uvm open in this process, lowest first: at most max of them; returns how many. One
+// of them is the VA space of this process' CUDA contexts; which, only an ioctl that needs it can tell.
+int vmem__cuda_uvm_fds(int *fds, int max);
+
+#endif
