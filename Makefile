@@ -19,7 +19,7 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib venv bench lint clean
+.PHONY: all help lib venv bench lint wheel clean
 .PHONY: test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
@@ -66,6 +66,9 @@ lint: venv ## Compile with -Werror, and check the Python code where ruff is inst
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
 	$(Q)if ! command -v ruff >/dev/null; then echo "ruff is not installed"; \
 	    else ruff check pyvmem tests/python .ci setup.py; fi
+
+wheel: | toolchain ## Build the source distribution and the manylinux wheel into build/dist, and try the wheel
+	$(Q)$(PYTHON) .ci/make_wheel.py build/dist
 
 clean: ## Remove everything that was built
 	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so .hypothesis .ruff_cache

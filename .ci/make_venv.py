@@ -80,7 +80,7 @@ def install(target):
     if subprocess.run([python, "-c", has_torch]).returncode:
         print("installing", TORCH, flush=True)
         subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, "setuptools>=70.1", "cffi>=1.15"], check=True)
+    subprocess.run([*pip, "setuptools>=77", "cffi>=1.15"], check=True)
     subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[bench,test]"], check=True)
 
 

@@ -3,6 +3,9 @@
 SPDX-License-Identifier: MIT
 """
 
+import importlib as _importlib
+
+from pyvmem._ffi import lib as _lib
 from pyvmem.core import Context, Info, PageInfo, Pages, Reservation, Stats, backends, default_context, probe
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError
 from pyvmem.paper import (
@@ -17,7 +20,7 @@ from pyvmem.paper import (
     vMemUnmapBatch,
 )
 
-__version__ = "0.1.0"
+__version__ = ".".join(str(_lib.vmem_version() >> shift & 0xFF) for shift in (16, 8, 0))
 
 __all__ = [
     "Context",
@@ -49,14 +52,23 @@ __all__ = [
 ]
 
 
+# torch is imported where tensors are made, and only then.
+_NEED_TORCH = {
+    "VirtualTensor": "tensor",
+    "virtual_empty": "tensor",
+    "KVCache": "kv",
+    "TensorSpec": "kv",
+    "model_specs": "kv",
+}
+
+
 def __getattr__(name):
-    # torch is imported where tensors are made, and only then.
-    if name in ("VirtualTensor", "virtual_empty"):
-        from pyvmem import tensor
-
-        return getattr(tensor, name)
-    if name in ("KVCache", "TensorSpec", "model_specs"):
-        from pyvmem import kv
-
-        return getattr(kv, name)
-    raise AttributeError(f"module 'pyvmem' has no attribute {name!r}")
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'pyvmem' has no attribute {name!r}")
+    try:
+        module = _importlib.import_module(f"pyvmem.{_NEED_TORCH[name]}")
+    except ModuleNotFoundError as e:
+        if e.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"pyvmem.{name} needs torch: pip install pyvmem[torch]", name="torch") from None
+    return getattr(module, name)

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 
+from pyvmem import __version__
 from pyvmem.bench import argtypes
 from pyvmem.core import backends
 from pyvmem.errors import VmemError
@@ -37,6 +38,7 @@ def _common():
 
 def _parser(benchmarks):
     parser = argparse.ArgumentParser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
+    parser.add_argument("--version", action="version", version=f"pyvmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="say for each backend whether it works here, or what stops it")
     _device(doctor)

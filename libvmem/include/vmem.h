@@ -25,8 +25,14 @@
 extern "C" {
 #endif
 
+// The one place that names the version; the build, pkg-config and pyvmem read it here.
 #define VMEM_VERSION_MAJOR 0
-#define VMEM_VERSION_MINOR 1
+#define VMEM_VERSION_MINOR 2
+#define VMEM_VERSION_PATCH 0
+#define VMEM_VERSION (VMEM_VERSION_MAJOR << 16 | VMEM_VERSION_MINOR << 8 | VMEM_VERSION_PATCH)
+
+// VMEM_VERSION of the library that runs. Compare it with the header's: a program may have been built against another.
+uint32_t vmem_version(void);
 
 // Page sizes. A backend supports some of them: struct vmem_info.page_sizes.
 #define VMEM_PAGE_64K (UINT64_C(64) << 10)

@@ -5,8 +5,10 @@ SPDX-License-Identifier: MIT
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -327,3 +329,10 @@ def test_replay_counts_every_row(context):
     assert seen["resident"] == resident
     assert np.allclose(seen["waste"], 1 - np.array(used) / np.array(resident))
     cache.close()
+
+
+def test_the_version_is_the_librarys():
+    header = (Path(__file__).resolve().parents[2] / "libvmem/include/vmem.h").read_text()
+    parts = [re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH")]
+    assert pyvmem.__version__ == ".".join(parts)
+    assert command("--version").stdout.split() == ["pyvmem", pyvmem.__version__]
