@@ -6,6 +6,8 @@ Prints the module's path last. The build folder keeps one tree per release and b
 """
 
 import argparse
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -14,16 +16,32 @@ from pathlib import Path
 
 import source
 from insert import InsertError, diff, tree_patched
-from tree import HERE, prepare
+from tree import HERE, kbuild_environment, prepare
 
 _STAMP = ".vmem-kernel"
-_NOT_KBUILDS = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "KERNEL", "KERNELRELEASE", "UVM_BUILD_TYPE",
-                "KBUILD_EXTRA_SYMBOLS", "CC", "CFLAGS", "V")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _locked(tree):
+    """Keep a second build out of the tree: it would remove or rebuild files under the first."""
+    lock = tree.with_name(tree.name + ".lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise source.SourceError(f"another build is at work in {tree}: wait for it, or name another --out") from None
+        yield
 
 
 def build(src, release, kernel, args):
     """Prepare the tree, build the module in it, return the module's path."""
     tree = Path(args.out).resolve() / f"{release}-{args.type}"
+    with _locked(tree):
+        return _build(src, release, kernel, args, tree)
+
+
+def _build(src, release, kernel, args, tree):
     stamp = tree / _STAMP
     if tree.exists() and (not stamp.is_file() or stamp.read_text() != kernel):
         shutil.rmtree(tree)  # built, or begun, for another kernel
@@ -33,8 +51,6 @@ def build(src, release, kernel, args):
         shutil.rmtree(tree)  # made by other hooks than today's
         prepare(src, tree)
     stamp.write_text(kernel)
-    # A make of its own: nothing said to the calling make is meant for Kbuild.
-    env = {name: value for name, value in os.environ.items() if name not in _NOT_KBUILDS}
     jobs = f"-j{len(os.sched_getaffinity(0))}"
     command = ["make", jobs, "-f", "vmem.mk", f"KERNEL_UNAME={kernel}", f"UVM_BUILD_TYPE={args.type}"]
     if args.symvers:
@@ -46,7 +62,7 @@ def build(src, release, kernel, args):
     log = tree / "build.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=tree, env=kbuild_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for line in process.stdout:
             out.write(line)
@@ -84,7 +100,7 @@ def main():
     parser.add_argument("action", choices=("build", "diff"), nargs="?", default="build")
     parser.add_argument("--src", default=env("NVIDIA_SRC"), help="NVIDIA's tree; default: the installed driver's")
     parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
-    parser.add_argument("--kernel", default=env("KERNEL"), help="kernel to build for; default: the running one")
+    parser.add_argument("--kernel", default=env("KERNEL"), help="kernel to build for, or newest; default: the running one")
     parser.add_argument("--type", default=env("UVM_BUILD_TYPE") or "release", choices=("release", "develop", "debug"))
     parser.add_argument("--symvers", default=env("KBUILD_EXTRA_SYMBOLS"), help="nvidia.ko's Module.symvers")
     parser.add_argument("--out", default="build/module", help="build folder")

@@ -5,8 +5,12 @@
 release=$1
 shift
 modprobe nvidia || exit
+# What is configured for the stock module, under any of its names, is meant for ours too; modprobe does not know that.
+options=$(modprobe --showconfig |
+    sed -nE 's/^options nvidia[-_](current[-_])?(open[-_])?uvm[[:space:]]+//p' | tr '\n' ' ')
 if [ "$(cat "$VMEM_ROOT/sys/module/nvidia/version")" = "$release" ]; then
-    modprobe nvidia-uvm-vmem "$@" && exit
+    # shellcheck disable=SC2086
+    modprobe nvidia-uvm-vmem $options "$@" && exit
     echo "nvidia-uvm-vmem does not load; the stock nvidia-uvm follows" >&2
 fi
 for stock in nvidia-uvm nvidia-current-open-uvm nvidia-current-uvm; do

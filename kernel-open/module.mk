@@ -2,7 +2,7 @@
 # The kernel module's targets; docs/kernel-module.md has the long form.
 #   NVIDIA_SRC      NVIDIA's kernel-open tree; default: the installed driver's, or on Debian its package's
 #   NVIDIA_RELEASE  driver release or its beginning (535, 550.163.01)
-#   KERNEL          kernel to build for; default: the running one
+#   KERNEL          kernel to build for (newest: the newest with headers); default: the running one
 #   UVM_BUILD_TYPE  release, develop (UVM's asserts log) or debug
 #   KBUILD_EXTRA_SYMBOLS  Module.symvers of the nvidia.ko that the module will meet
 #   MODULE          for module-load: the module; default: what `make module` builds
@@ -26,7 +26,7 @@ test-module: $(MODULE_RELEASES:%=module-check-%) ## Build the module under spars
 
 module-check-%: module-tools
 	$(Q).ci/need sparse=sparse
-	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check --release $* $(if $(V),--verbose)
+	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check --release $* --kernel $(or $(KERNEL),newest) $(if $(V),--verbose)
 
 module-diff: ## What is inserted in NVIDIA's files, as a diff
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py diff
@@ -48,6 +48,10 @@ module-unload: ## Load the stock module again
 module-check-releases: ## Which driver releases the hooks fit: SRC=a git repository or a folder of trees
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/releases.py "$(SRC)"
 
-.PHONY: module-tools
+test-dkms: module-tools ## The DKMS package's life with the real dkms, in a Debian tree of each suite; root, 20 minutes
+	$(Q).ci/need debootstrap=debootstrap unshare=util-linux
+	$(Q)$(PYTHON) tests/dkms/run.py $(DKMS_SUITES)
+
+.PHONY: module-tools test-dkms
 module-tools:
 	$(Q).ci/need $(PYTHON)=python3 gcc=gcc make=make xz=xz-utils

@@ -57,8 +57,8 @@ def nvidia(src=None, want=None, cache="build/nvidia", root="/"):
     src : path, optional
         A tree or a checkout that holds one; nothing else is looked at.
     want : str, optional
-        A release or its beginning ("550"). Default: the release of the loaded driver where its tree is installed, else
-        the newest tree under /usr/src.
+        A release or its beginning ("550"). Default: the release of the loaded driver; where no driver is loaded, the
+        newest tree under /usr/src. A module of any other release than the loaded one could not be loaded.
     cache : path
         Where Debian's package is unpacked to when the system has no tree.
     root : path
@@ -77,12 +77,18 @@ def nvidia(src=None, want=None, cache="build/nvidia", root="/"):
             raise SourceError(f"NVIDIA_SRC={src} is release {found[1]}, NVIDIA_RELEASE asks for {want}")
         return found
     root = Path(root)
-    installed = [found for found in _installed(root) if _matches(found[1], want)]
     loaded = root / "sys/module/nvidia/version"
-    if installed and loaded.is_file():
-        installed = [found for found in installed if found[1] == loaded.read_text().strip()] or installed
+    running = loaded.read_text().strip() if loaded.is_file() and not want else None
+    want = want or running
+    trees = _installed(root)
+    installed = [found for found in trees if _matches(found[1], want)]
     if installed:
         return installed[-1]
+    if running and trees:
+        raise SourceError(
+            f"the loaded driver is {running}, and the source under /usr/src is of {', '.join(t[1] for t in trees)}: "
+            f"set NVIDIA_SRC to a tree of {running}, or NVIDIA_RELEASE to build for another release"
+        )
     unpacked = sorted(filter(None, map(_tree, Path(cache).glob("*/"))), key=lambda found: order(found[1]))
     unpacked = [found for found in unpacked if _matches(found[1], want)]
     if unpacked and want:
@@ -136,7 +142,10 @@ def _fetch_debian(want, cache):
         if not want:
             offers = [offer for offer in offers if offer[1] == own] or offers
         if not offers:
-            raise SourceError(f"Debian's {_PACKAGE} has no release {want}: set NVIDIA_SRC to that release's tree")
+            raise SourceError(
+                f"Debian's {_PACKAGE} has no release {want}: set NVIDIA_SRC to that release's tree, or NVIDIA_RELEASE "
+                "to build for another"
+            )
         version = max((version for version, _ in offers), key=order)
         tree = cache / version.split("-")[0]
         if not _tree(tree):
@@ -163,9 +172,10 @@ def _unpack(package, tree):
 
 
 def kernel(want=None, root="/", install=True):
-    """Name of the kernel to build for: `want`, the running one, or the newest one with headers installed.
+    """Name of the kernel to build for: `want`, else the running one. "newest": the newest one with headers installed.
 
-    On Debian, as root, the headers of the default kernel are installed where there are none at all.
+    A module for any other kernel than the running one has to be asked for: it could not be loaded here. On Debian, as
+    root, "newest" installs the headers of the default kernel where there are none at all.
     """
     modules = Path(root) / "lib/modules"
 
@@ -174,13 +184,16 @@ def kernel(want=None, root="/", install=True):
         return sorted(found, key=order)
 
     found = headers()
-    if want:
+    if want and want != "newest":
         if want not in found:
             raise SourceError(f"KERNEL={want}: no headers at {modules / want / 'build'}: install linux-headers-{want}")
         return want
-    running = os.uname().release
-    if running in found:
-        return running
+    if not want:
+        running = os.uname().release
+        if running in found:
+            return running
+        have = f"; headers are there for {', '.join(found)}: KERNEL={found[-1]} builds for that one" if found else ""
+        raise SourceError(f"no headers of the running kernel: install linux-headers-{running}{have}")
     if not found and install and os.geteuid() == 0 and shutil.which("apt-get"):
         arch = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True)
         subprocess.run(["apt-get", "-q", "update"], check=True, stdout=subprocess.DEVNULL)
@@ -189,5 +202,5 @@ def kernel(want=None, root="/", install=True):
         )
         found = headers()
     if not found:
-        raise SourceError(f"no kernel headers: install linux-headers-{running}")
+        raise SourceError("KERNEL=newest: no kernel headers under /lib/modules: install linux-headers-amd64")
     return found[-1]

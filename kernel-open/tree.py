@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
 """A build tree: the parts of NVIDIA's kernel-open that nvidia-uvm.ko needs, with vMem's hooks and sources in place."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,16 @@ _LEFT_OUT = shutil.ignore_patterns(
     ".*", "*.o", "*.ko", "*.mod", "*.mod.c", "*_binary", "conftest", "modules.order", "Module.symvers", "uvm_ext"
 )
 _OURS = ("vmem.mk", "stock-symvers.sh")
+
+# Said to the make that called us, and not meant for Kbuild. MAKELEVEL alone makes a nested `make` print the folders it
+# enters, and DKMS takes what it prints for the name of a compiler.
+_NOT_KBUILDS = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "KERNEL", "KERNELRELEASE", "UVM_BUILD_TYPE",
+                "KBUILD_EXTRA_SYMBOLS", "CC", "CFLAGS", "V")  # fmt: skip
+
+
+def kbuild_environment():
+    """The environment without what was said to the calling make."""
+    return {name: value for name, value in os.environ.items() if name not in _NOT_KBUILDS}
 
 
 def _write(path, text):

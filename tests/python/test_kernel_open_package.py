@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from test_kernel_open_insert import KERNEL_OPEN, snapshot, vendor_tree
 
+import build  # noqa: E402
 import features  # noqa: E402
 import install  # noqa: E402
 import load  # noqa: E402
@@ -83,6 +84,17 @@ def test_the_loaded_drivers_tree_comes_before_a_newer_one(tmp_path):
     assert source.nvidia(root=tmp_path)[1] == "535.261.03"
 
 
+def test_another_release_than_the_loaded_drivers_is_built_only_where_it_is_asked_for(tmp_path):
+    driver(tmp_path / "usr/src/nvidia-550.163.01", "550.163.01")
+    loaded = tmp_path / "sys/module/nvidia/version"
+    loaded.parent.mkdir(parents=True)
+    loaded.write_text("535.261.03\n")
+    with pytest.raises(source.SourceError, match="535.261.03.*550.163.01.*NVIDIA_RELEASE"):
+        source.nvidia(root=tmp_path)
+    assert source.nvidia(root=tmp_path, want="550")[1] == "550.163.01"
+    assert source.nvidia(src=tmp_path / "usr/src/nvidia-550.163.01", root=tmp_path)[1] == "550.163.01"
+
+
 def test_our_own_package_is_no_source(tmp_path):
     driver(tmp_path / "usr/src/nvidia-535.261.03", "535.261.03")
     driver(tmp_path / "usr/src/nvidia-uvm-vmem-550.163.01", "550.163.01")
@@ -124,21 +136,34 @@ def headers(root, kernel):
     path.write_text("")
 
 
-def test_the_running_kernel_comes_first_then_the_newest(tmp_path):
+def test_the_running_kernel_is_built_for_and_another_only_where_it_is_named(tmp_path):
     headers(tmp_path, "6.1.0-9-amd64")
     headers(tmp_path, "6.1.0-56-amd64")
-    assert source.kernel(root=tmp_path) == "6.1.0-56-amd64"
+    running = os.uname().release
+    with pytest.raises(source.SourceError, match=f"linux-headers-{running}.*KERNEL=6.1.0-56-amd64"):
+        source.kernel(root=tmp_path)
+    assert source.kernel("newest", root=tmp_path) == "6.1.0-56-amd64"
     assert source.kernel("6.1.0-9-amd64", root=tmp_path) == "6.1.0-9-amd64"
-    headers(tmp_path, os.uname().release)
-    assert source.kernel(root=tmp_path) == os.uname().release
+    headers(tmp_path, running)
+    assert source.kernel(root=tmp_path) == running
 
 
 def test_a_kernel_without_headers_is_refused(tmp_path):
     headers(tmp_path, "6.1.0-9-amd64")
     with pytest.raises(source.SourceError, match="linux-headers-6.2.0"):
         source.kernel("6.2.0", root=tmp_path)
-    with pytest.raises(source.SourceError, match="no kernel headers"):
-        source.kernel(root=tmp_path / "empty", install=False)
+    for want in (None, "newest"):
+        with pytest.raises(source.SourceError, match="no (kernel )?headers"):
+            source.kernel(want, root=tmp_path / "empty", install=False)
+
+
+def test_a_second_build_stays_out_of_the_tree_of_the_first(tmp_path):
+    tree = tmp_path / "module/550.163.01-release"
+    with build._locked(tree):
+        with pytest.raises(source.SourceError, match="another build.*550.163.01-release"), build._locked(tree):
+            pass
+    with build._locked(tree):
+        pass
 
 
 # ---- the prepared tree --------------------------------------------------------------------------------------
@@ -189,9 +214,16 @@ def test_preparing_again_touches_only_what_changed(tmp_path):
 
 # ---- the DKMS package ---------------------------------------------------------------------------------------
 
+# Knows what was added and installed, and fails the step that DKMS_FAILS names.
 DKMS = r"""#!/bin/sh
 echo "$*" >>"$DKMS_LOG"
-[ "$1" = status ] && cat "$DKMS_STATUS"
+[ -z "$MAKELEVEL$CC" ] || { echo "dkms: MAKELEVEL or CC in the environment"; exit 9; }
+case $1 in
+status) cat "$DKMS_STATUS" ;;
+add) echo "$3/$5: added" >>"$DKMS_STATUS" ;;
+remove) sed -i "\\#^$3/$5[,:]#d" "$DKMS_STATUS" ;;
+esac
+[ "$1" = "$DKMS_FAILS" ] && { rm "$DKMS_BIN/fails-once" 2>/dev/null && { echo "the compiler's words"; exit 10; }; }
 exit 0
 """
 
@@ -206,6 +238,9 @@ def dkms(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("DKMS_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("DKMS_STATUS", str(tmp_path / "status"))
+    monkeypatch.setenv("DKMS_BIN", str(folder))
+    monkeypatch.setenv("MAKELEVEL", "1")
+    monkeypatch.setenv("CC", "make[1]: Entering directory")
     return lambda: [line.split(" --dkmstree")[0] for line in (tmp_path / "log").read_text().splitlines()]
 
 
@@ -228,22 +263,55 @@ def test_the_package_is_whole_and_needs_nothing_else(tmp_path):
         assert not path.is_file() or str(KERNEL_OPEN.parent) not in path.read_text()
 
 
+def changes(calls):
+    return [call for call in calls if not call.startswith("status")]
+
+
 def test_install_adds_builds_and_installs_for_the_kernel(tmp_path, dkms):
     src = driver(tmp_path / "src", "550.163.01")
     install.install(src, "550.163.01", "6.1.0-test", root=tmp_path / "root")
     name = "-m nvidia-uvm-vmem -v 550.163.01"
-    assert dkms() == ["status -m nvidia-uvm-vmem", f"add {name}", f"build {name} -k 6.1.0-test",
-                      f"install {name} -k 6.1.0-test"]  # fmt: skip
+    assert changes(dkms()) == [f"add {name}", f"build {name} -k 6.1.0-test", f"install {name} -k 6.1.0-test"]
     assert not (tmp_path / "root/etc").exists(), "what modprobe loads is not changed unasked"
 
 
-def test_install_takes_an_older_release_away_first(tmp_path, dkms):
+def test_install_takes_an_older_release_away_afterwards(tmp_path, dkms):
     (tmp_path / "status").write_text("nvidia-uvm-vmem/535.261.03, 6.1.0-test, x86_64: installed\n")
     old = tmp_path / "root/usr/src/nvidia-uvm-vmem-535.261.03"
     old.mkdir(parents=True)
     install.install(driver(tmp_path / "src", "550.163.01"), "550.163.01", "6.1.0-test", root=tmp_path / "root")
-    assert dkms()[1] == "remove -m nvidia-uvm-vmem -v 535.261.03 --all"
+    assert changes(dkms())[-1] == "remove -m nvidia-uvm-vmem -v 535.261.03 --all"
     assert not old.exists()
+
+
+@pytest.mark.parametrize("step", ["build", "install"])
+@pytest.mark.parametrize("before", [None, "535.261.03", "550.163.01"])
+def test_an_install_that_fails_leaves_what_was_there(tmp_path, dkms, monkeypatch, step, before):
+    root = tmp_path / "root"
+    if before:
+        (tmp_path / "status").write_text(f"nvidia-uvm-vmem/{before}, 6.1.0-test, x86_64: installed\n")
+        old = root / f"usr/src/nvidia-uvm-vmem-{before}"
+        old.mkdir(parents=True)
+        (old / "dkms.conf").write_text("the old one")
+    monkeypatch.setenv("DKMS_FAILS", step)
+    (tmp_path / "bin/fails-once").touch()
+    with pytest.raises(source.SourceError, match=rf"dkms {step}.*exited 10:\nthe compiler's words"):
+        install.install(driver(tmp_path / "src", "550.163.01"), "550.163.01", "6.1.0-test", root=root)
+    assert install.versions(root) == ([before] if before else [])
+    folders = sorted(path.name for path in (root / "usr/src").iterdir())
+    assert folders == ([f"nvidia-uvm-vmem-{before}"] if before else [])
+    if before:
+        assert (old / "dkms.conf").read_text() == "the old one"
+    if before == "550.163.01":
+        assert changes(dkms())[-1].startswith("install"), "it is built again"
+
+
+def test_the_drivers_own_package_is_built_first(tmp_path, dkms):
+    (tmp_path / "status").write_text("nvidia-current-open/550.163.01, 6.1.0-test, x86_64: installed\n"
+                                     "nvidia-current/535.261.03: added\nzfs/2.1.11: added\n")  # fmt: skip
+    install.install(driver(tmp_path / "src", "550.163.01"), "550.163.01", "6.1.0-test", root=tmp_path / "root")
+    conf = (tmp_path / "root/usr/src/nvidia-uvm-vmem-550.163.01/dkms.conf").read_text()
+    assert re.findall(r'^BUILD_DEPENDS\[\d\]="(.*)"', conf, re.M) == ["nvidia-current-open"]
 
 
 def test_boot_writes_one_modprobe_file_and_remove_takes_it_away(tmp_path, dkms):
@@ -260,6 +328,7 @@ def test_boot_writes_one_modprobe_file_and_remove_takes_it_away(tmp_path, dkms):
 
 MODPROBE = r"""#!/bin/sh
 for word; do case $word in -*) ;; *) name=$word; break ;; esac; done
+[ "$1" = --showconfig ] && { cat "$VMEM_ROOT/config"; exit 0; }
 echo "$*" >>"$VMEM_ROOT/log"
 case " $FAILS " in *" $name "*) exit 1 ;; esac
 """
@@ -268,9 +337,9 @@ case " $FAILS " in *" $name "*) exit 1 ;; esac
 @pytest.mark.parametrize(
     "loaded, fails, calls, status",
     [
-        ("550.163.01", "", ["nvidia", "nvidia-uvm-vmem a=1"], 0),
+        ("550.163.01", "", ["nvidia", "nvidia-uvm-vmem o=1 p=2 q=3 a=1"], 0),
         ("535.261.03", "", ["nvidia", "--ignore-install --quiet nvidia-uvm a=1"], 0),
-        ("550.163.01", "nvidia-uvm-vmem", ["nvidia", "nvidia-uvm-vmem a=1",
+        ("550.163.01", "nvidia-uvm-vmem", ["nvidia", "nvidia-uvm-vmem o=1 p=2 q=3 a=1",
                                            "--ignore-install --quiet nvidia-uvm a=1"], 0),
         ("535.261.03", "nvidia-uvm", ["nvidia", "--ignore-install --quiet nvidia-uvm a=1",
                                       "--ignore-install --quiet nvidia-current-open-uvm a=1"], 0),
@@ -284,6 +353,9 @@ def test_modprobe_falls_back_to_the_stock_module(tmp_path, loaded, fails, calls,
     version = tmp_path / "sys/module/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text(loaded + "\n")
+    # modprobe itself adds what is configured for the name that it is given.
+    (tmp_path / "config").write_text("alias nvidia_uvm x\noptions nvidia_uvm o=1\noptions nvidia_current_uvm p=2 q=3\n"
+                                     "options nvidia_modeset m=1\n")  # fmt: skip
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VMEM_ROOT": str(tmp_path), "FAILS": fails}
     command = ["sh", KERNEL_OPEN / "modprobe-uvm.sh", "550.163.01", "a=1"]
     assert subprocess.run(command, env=env, stderr=subprocess.DEVNULL).returncode == status
