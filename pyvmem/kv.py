@@ -222,6 +222,7 @@ class KVCache(_Owned):
         self.specs = list(specs)
         self.slots = slots
         self.max_tokens = max_tokens
+        self.tile_rows = tile_rows
         self._own_context = context is None
         self.context = Context(backend, device) if context is None else context
         self.missing_pages = 0
@@ -402,6 +403,15 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped")[raw.state]
         return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
+
+    def tokens(self, slots):
+        """Rows that kernels may read in each of the slots: a list of ints, 0 for slots that are free or swapped out."""
+        raw, kv, get = ffi.new("struct vmem_kv_slot_info *"), self._use(), lib.vmem_kv_get_slot
+        rows = []
+        for slot in slots:
+            _check(get(kv, slot, raw))
+            rows.append(raw.tokens if raw.state == 1 else 0)
+        return rows
 
     # ---- sharing ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,194 @@
+"""Attention over a KV cache: unmodified kernels that read K and V where the cache keeps them.
+
+    from pyvmem import attention
+
+    batch = attention.Batch(cache, slots, lengths)                    # once an iteration
+    out = attention.decode(q, cache, layer, batch, kernel="fa3")      # in each layer
+
+A kernel is a name: "fa3", "fa2", "flashinfer", "triton", "sdpa", "flex"; "best" chooses. To replace one by another
+changes that name and nothing else, which the vAttention paper shows in its Figure 13. The kernels read ``cache.keys``
+and ``cache.values`` by slots and lengths. There is no block table to build, and nothing is copied.
+
+SPDX-License-Identifier: MIT
+"""
+
+import math
+
+import torch
+
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
+from pyvmem.attention.table import KERNELS, Choice, choose, demand, stops
+
+__all__ = ["Batch", "Choice", "Kernel", "Shape", "best", "decode", "kernels", "prefill", "tile_rows"]
+
+
+def decode(q, cache, layer, slots, lengths=None, *, kernel="best", softmax_scale=None, window=0, softcap=0.0,
+           num_splits=0, out=None):  # fmt: skip
+    """Attention of one new token of each request over all rows of its slot.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[requests, query_heads, head_dim]``, in the order of `slots`.
+    cache : KVCache
+        The rows of the new tokens must be written already.
+    layer : int or (torch.Tensor, torch.Tensor)
+        Number of a layer (``cache.keys[layer]``), or its K and V, each ``[slots, max_tokens, kv_heads, head_dim]``.
+    slots : Batch or sequence of int
+        A `Batch` serves all layers of an iteration, and CUDA graphs. Slots and lengths are checked and uploaded again
+        at each call.
+    lengths : sequence of int, optional
+        Rows of each slot, the new token's included. None with a `Batch`.
+    kernel : str
+        A name of `kernels`, or "best".
+    softmax_scale : float, optional
+        ``head_dim ** -0.5`` by default. For a quantised cache, fold the scale of K into it.
+    window : int
+        Tokens that a query sees, itself included; 0 for all.
+    softcap : float
+        0 for none.
+    num_splits : int
+        Parts into which one request's rows are split over the GPU; 0: the kernel decides. Kernels that decide by
+        themselves ignore it.
+    out : torch.Tensor, optional
+        Where to write the result, shaped as the result.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[requests, query_heads, head_dim]``, of q's dtype; bfloat16 for FP8 queries.
+
+    Raises
+    ------
+    ValueError, TypeError
+        One line: which argument the kernel does not take, and which kernel would.
+    """
+    batch = _batch(cache, slots, lengths, None)
+    if batch.max_query != 1:
+        raise ValueError(f"query_lengths of the batch go up to {batch.max_query}: decode takes 1; prefill takes any")
+    return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
+
+
+def prefill(q, cache, layer, slots, lengths=None, query_lengths=None, *, kernel="best", softmax_scale=None, window=0,
+            softcap=0.0, num_splits=0, out=None):  # fmt: skip
+    """Causal attention of several new tokens of each request: a prompt, or a chunk of one behind what stands there.
+
+    The queries of request i are the last ``query_lengths[i]`` of its ``lengths[i]`` tokens, so the causal mask is
+    aligned to the bottom right. `q` is ``[sum(query_lengths), query_heads, head_dim]``, request after request; the
+    rest is as in `decode`. Requests of one query each may stand among them.
+    """
+    if not isinstance(slots, Batch) and query_lengths is None:
+        raise ValueError("query_lengths is missing: how many queries each request has")
+    batch = _batch(cache, slots, lengths, query_lengths)
+    return _attend("prefill", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
+
+
+def best(phase, cache, query_heads, layer=0, *, q_dtype=None, window=0, softcap=0.0):
+    """The `Choice` of a kernel for "decode" or "prefill" by GPU and shape, with the reason.
+
+    q_dtype: that of the cache by default. Raises ValueError where no kernel takes it.
+    """
+    k, _ = _layer(cache, layer)
+    return choose(_shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
+
+
+def kernels(phase, cache, query_heads, layer=0, *, q_dtype=None, window=0, softcap=0.0):
+    """{name: None, or why the kernel cannot take it here} of all kernels."""
+    k, _ = _layer(cache, layer)
+    shape = _shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap)
+    return {name: stops(name, shape) for name in KERNELS}
+
+
+def tile_rows(kernel, query_heads, kv_heads, head_dim, dtype=torch.bfloat16, window=0, device="cuda"):
+    """The `tile_rows` to make a `KVCache` with, so that the kernel may be used for decode and for prefill."""
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel {kernel!r} must be one of {', '.join(KERNELS)}")
+    index = torch.device(device).index or 0
+    where = capability(index if torch.device(device).type == "cuda" and torch.cuda.is_available() else None)
+    shapes = (Shape(phase, query_heads, kv_heads, head_dim, dtype, dtype, "cuda", where, window)
+              for phase in ("decode", "prefill"))  # fmt: skip
+    return math.lcm(*(KERNELS[kernel].tile_rows(shape) for shape in shapes))
+
+
+def _batch(cache, slots, lengths, query_lengths):
+    if not isinstance(slots, Batch):
+        if lengths is None:
+            raise ValueError("lengths is missing: the rows of each slot")
+        return Batch(cache, slots, lengths, query_lengths)
+    if lengths is not None or query_lengths is not None:
+        raise TypeError("slots is a Batch, which has its lengths: give no others")
+    if slots.cache is not cache:
+        raise ValueError("slots is a Batch of another cache")
+    return slots
+
+
+def _layer(cache, layer):
+    if isinstance(layer, tuple | list) and len(layer) == 2:
+        k, v = layer
+    else:
+        keys = getattr(cache, "keys", None)
+        if keys is None:
+            raise ValueError("layer: the cache has no keys and values by layer; give its K and V as a pair of tensors")
+        if not isinstance(layer, int) or not 0 <= layer < len(keys):
+            raise ValueError(f"layer {layer!r} must lie between 0 and {len(keys) - 1}")
+        k, v = keys[layer], cache.values[layer]
+    if k.dim() != 4 or k.shape != v.shape or k.stride(-1) != 1 or v.stride(-1) != 1 or k.dtype != v.dtype:
+        raise ValueError(
+            f"layer: K {tuple(k.shape)} and V {tuple(v.shape)} must be alike, [slots, max_tokens, kv_heads, head_dim],"
+            " with a contiguous last dimension"
+        )
+    return k, v
+
+
+def _shape(phase, cache, k, query_heads, q_dtype, window, softcap):
+    if phase not in ("decode", "prefill"):
+        raise ValueError(f"phase {phase!r} must be decode or prefill")
+    kv_heads = k.shape[2]
+    if query_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"query_heads {query_heads} must be a multiple of the cache's {kv_heads} KV heads")
+    if not isinstance(window, int) or window < 0:
+        raise ValueError(f"window {window!r} must be a number of tokens, or 0 for none")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap {softcap!r} must be positive, or 0 for none")
+    return Shape(
+        phase, query_heads, kv_heads, k.shape[3], q_dtype, k.dtype, k.device.type, capability(k.device.index),
+        window, float(softcap), cache.tile_rows, slot_rows(k), k.shape[0],
+    )  # fmt: skip
+
+
+def _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale):
+    """(kernel, plan, shape) of a call; all that does not change from layer to layer is done once a batch."""
+    key = (phase, kernel, tuple(q.shape), q.dtype, q.device, k.shape, k.stride(), v.stride(), k.dtype, window, softcap,
+           num_splits, scale)  # fmt: skip
+    found = batch._plans.get(key)
+    if found is not None:
+        return found
+    if q.dim() != 3 or q.shape[0] != batch.total_queries or q.shape[2] != k.shape[3] or q.stride(-1) != 1:
+        raise ValueError(
+            f"q {tuple(q.shape)} must be [{batch.total_queries} tokens, query_heads, {k.shape[3]}],"
+            " with a contiguous last dimension"
+        )
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device}, the cache on {k.device}")
+    if k.shape[0] < cache.slots or k.shape[1] < batch.max_length:
+        have, need = f"{k.shape[1]} rows in {k.shape[0]} slots", f"{batch.max_length} rows in {cache.slots} slots"
+        raise ValueError(f"layer: K has {have}; the batch goes up to {need}")
+    shape = _shape(phase, cache, k, q.shape[1], q.dtype, window, softcap)
+    name = choose(shape).kernel if kernel == "best" else kernel
+    chosen = demand(name, shape)
+    call = Call(q, k, v, batch, shape, scale, num_splits, None, None)
+    found = chosen, chosen.plan(batch, shape, call), shape
+    batch._plans[key] = found
+    return found
+
+
+def _attend(phase, q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out):
+    k, v = _layer(cache, layer)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale)
+    if out is not None:
+        want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+        if out.shape != q.shape or out.dtype != want or out.device != q.device or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous {tuple(q.shape)} of {want} on {q.device}")
+    return chosen.run(Call(q, k, v, batch, shape, scale, num_splits, out, plan))

@@ -1,0 +1,135 @@
+"""The requests of an iteration: whose rows the kernels read, and how far.
+
+SPDX-License-Identifier: MIT
+"""
+
+import numpy as np
+import torch
+
+
+def _ints(name, values):
+    """values as an int32 array. Raises TypeError and ValueError."""
+    if isinstance(values, torch.Tensor):
+        if values.is_cuda:
+            raise TypeError(f"{name} must be on the CPU: kernels are launched for what it says")
+        values = values.numpy()
+    array = np.asarray(values)
+    if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a sequence of integers, not {values!r:.60}")
+    return array.astype(np.int32)
+
+
+class Batch:
+    """Slots, lengths and queries of one iteration, checked once and uploaded once for all layers.
+
+    Parameters
+    ----------
+    cache : KVCache
+        Or anything with `keys`, `values`, `slots`, `max_tokens`, `tile_rows` and `tokens(slots)`.
+    slots : sequence, numpy array or torch CPU tensor of n ints
+        One for each request, in the order of its queries; none twice.
+    lengths : n ints
+        Rows of each slot that are attended to, the new tokens' own included.
+    query_lengths : n ints, optional
+        Queries of each request: they stand at the end of its rows. 1 each by default (decode).
+    max_length : int, optional
+        Kernels are launched for lengths up to this; by default the longest of `lengths`. Give it where a captured CUDA
+        graph is to take longer ones later.
+    check : bool
+        Compare the lengths with what the cache has backed.
+
+    Attributes
+    ----------
+    slots, lengths, query_lengths : numpy.ndarray of int32
+    max_length, max_query, total_queries : int
+    fixed : bool
+        Whether `max_length` was given, so that graphs can go on with other lengths.
+    slots_t, lengths_t : torch.Tensor
+        int32[n] on the cache's device. They keep their addresses over `update`.
+    cu_seqlens_q : torch.Tensor
+        int32[n + 1] there: query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` are request i's.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is wrong; the text names it, its limit, and the element at fault.
+    """
+
+    def __init__(self, cache, slots, lengths, query_lengths=None, *, max_length=None, check=True):
+        self.cache = cache
+        self._check = check
+        self.fixed = max_length is not None
+        self._most = max_length
+        self._plans = {}
+        self.device = cache.keys[0].device if hasattr(cache, "keys") else cache.tensors[0].device
+        self._buffer = None
+        self._take(slots, lengths, query_lengths)
+        n = len(self.slots)
+        self._buffer = torch.empty(3 * n + 1, dtype=torch.int32, device=self.device)
+        self.slots_t, self.lengths_t, self.cu_seqlens_q = self._buffer.split([n, n, n + 1])
+        self._upload()
+
+    def __len__(self):
+        return len(self.slots)
+
+    def _take(self, slots, lengths, query_lengths):
+        slots, lengths = _ints("slots", slots), _ints("lengths", lengths)
+        queries = np.ones_like(slots) if query_lengths is None else _ints("query_lengths", query_lengths)
+        n = len(slots)
+        if n == 0:
+            raise ValueError("slots is empty: a batch has at least one request")
+        for name, array in (("lengths", lengths), ("query_lengths", queries)):
+            if len(array) != n:
+                raise ValueError(f"{name} has {len(array)} elements, slots has {n}")
+        cache = self.cache
+        limit = cache.max_tokens if self._most is None else min(self._most, cache.max_tokens)
+        why = "max_tokens" if limit == cache.max_tokens else "max_length"
+        for name, array, low, high, of in (
+            ("slots", slots, 0, cache.slots - 1, f"the cache has {cache.slots} slots"),
+            ("lengths", lengths, 1, limit, f"{why} is {limit}"),
+            ("query_lengths", queries, 1, lengths, "lengths, which include the queries"),
+        ):
+            bad = np.flatnonzero((array < low) | (array > high))
+            if len(bad):
+                i, top = int(bad[0]), high if np.isscalar(high) else int(high[bad[0]])
+                raise ValueError(f"{name}[{i}] {array[i]} must lie between {low} and {top} ({of})")
+        if len(np.unique(slots)) != n:
+            twice = next(s for s in slots if np.count_nonzero(slots == s) > 1)
+            raise ValueError(f"slots has slot {twice} twice: a request's queries stand together")
+        if self._check:
+            backed = np.asarray(cache.tokens(slots))
+            bad = np.flatnonzero(lengths > backed)
+            if len(bad):
+                i = int(bad[0])
+                has = f"has {backed[i]} rows backed: call step first" if backed[i] else "is not in use, or swapped out"
+                raise ValueError(f"lengths[{i}] {lengths[i]}: slot {slots[i]} {has}")
+        self.slots, self.lengths, self.query_lengths = slots, lengths, queries
+        self.max_length = int(lengths.max()) if self._most is None else limit
+        self.max_query = int(queries.max())
+        self.total_queries = int(queries.sum())
+
+    def _upload(self):
+        ends = np.zeros(len(self.slots) + 1, np.int32)
+        np.cumsum(self.query_lengths, out=ends[1:])
+        packed = torch.from_numpy(np.concatenate((self.slots, self.lengths, ends)))
+        if self.device.type == "cuda":
+            packed = packed.pin_memory()
+        self._buffer.copy_(packed, non_blocking=True)
+
+    def update(self, slots, lengths, query_lengths=None):
+        """The next iteration's, of as many requests and with as many queries, into the same memory.
+
+        CUDA graphs that were captured with this batch then read the new ones. Launches copies on the current stream.
+        """
+        before = len(self), self.total_queries, self.max_query
+        kept = self.slots, self.lengths, self.query_lengths, self.max_length, self.max_query, self.total_queries
+        self._take(slots, lengths, query_lengths)
+        if (len(self), self.total_queries, self.max_query) != before:
+            now = len(self), self.total_queries
+            self.slots, self.lengths, self.query_lengths, self.max_length, self.max_query, self.total_queries = kept
+            has = f"the batch has {before[0]} and {before[1]}"
+            raise ValueError(f"update with {now[0]} slots and {now[1]} queries: {has}")
+        self._upload()
+        for plan in self._plans.values():
+            if hasattr(plan[1], "refresh"):
+                plan[1].refresh(self)

@@ -1,0 +1,117 @@
+"""FlashInfer's paged kernels over a constant table: pages of the table are consecutive rows of the slot.
+
+No memory is managed by that table and none of it ever changes for a slot: page i of slot s is number ``s * n + i``.
+
+SPDX-License-Identifier: MIT
+"""
+
+import functools
+import importlib.util
+import math
+
+import numpy as np
+import torch
+
+from pyvmem.attention.kernel import BF16, FP8, FP16, Kernel
+
+PAGE = 64  # rows of a table's page, where slots are multiples of it
+WORKSPACE = 128 << 20  # bytes; what FlashInfer recommends
+
+
+@functools.cache
+def _workspace(device):
+    """FlashInfer's scratch memory, zeroed once as it asks; calls of one stream share it."""
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+class _Table:
+    """The batch's part of the constant table, and FlashInfer's plan for it."""
+
+    def __init__(self, batch, shape, call):
+        import flashinfer
+
+        self._shape, self._scale = shape, call.softmax_scale
+        self.page = math.gcd(shape.slot_rows, PAGE)
+        self.pages = shape.slot_rows // self.page
+        n, device = len(batch), batch.device
+        buffers = {}
+        ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
+        most = n * -(-batch.max_length // self.page)
+        if shape.phase == "decode":
+            # Tensor cores where query heads share a KV head: the other kernel takes 1.5 times as long.
+            if batch.fixed:
+                buffers = {"use_cuda_graph": True, "paged_kv_indptr_buffer": ints(n + 1),
+                           "paged_kv_indices_buffer": ints(most), "paged_kv_last_page_len_buffer": ints(n)}  # fmt: skip
+            self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                _workspace(device), "NHD", use_tensor_cores=shape.group > 1, **buffers
+            )
+        else:
+            if batch.fixed:
+                buffers = {"use_cuda_graph": True, "qo_indptr_buf": ints(n + 1), "paged_kv_indptr_buf": ints(n + 1),
+                           "paged_kv_indices_buf": ints(most), "paged_kv_last_page_len_buf": ints(n)}  # fmt: skip
+            self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(device), "NHD", **buffers)
+        self.refresh(batch)
+
+    def refresh(self, batch):
+        shape = self._shape
+        indptr, indices, last = constant_table(batch.slots, batch.lengths, self.page, self.pages)
+        table = [torch.from_numpy(x) for x in (indptr, indices, last)]
+        table[1] = table[1].pin_memory().to(batch.device, non_blocking=True)
+        options = {
+            "window_left": shape.window - 1, "logits_soft_cap": shape.softcap, "q_data_type": shape.q_dtype,
+            "kv_data_type": shape.kv_dtype, "sm_scale": self._scale,
+        }  # fmt: skip
+        heads = shape.query_heads, shape.kv_heads, shape.head_dim, self.page
+        if shape.phase == "decode":
+            self.wrapper.plan(*table, *heads, **options)
+        else:
+            ends = np.zeros(len(batch) + 1, np.int32)
+            np.cumsum(batch.query_lengths, out=ends[1:])
+            self.wrapper.plan(torch.from_numpy(ends), *table, *heads, causal=True, **options)
+
+    def paged(self, x):
+        """The cache's layer as the table's pages, ``[pages, page, heads, dim]``, without a copy."""
+        slots, tokens, heads, dim = x.shape
+        pages = max(((slots - 1) * self.pages * self.page + tokens) // self.page, 1)
+        return x.as_strided((pages, self.page, heads, dim), (self.page * x.stride(1), *x.stride()[1:]))
+
+
+def constant_table(slots, lengths, page, pages):
+    """(indptr, indices, last page's rows) of slots and lengths, int32; `pages` pages of `page` rows a slot."""
+    count = -(-lengths // page)
+    indptr = np.zeros(len(slots) + 1, np.int32)
+    np.cumsum(count, out=indptr[1:])
+    first = slots.astype(np.int32) * pages - indptr[:-1]
+    indices = np.repeat(first, count) + np.arange(indptr[-1], dtype=np.int32)
+    return indptr, indices.astype(np.int32), (lengths - (count - 1) * page).astype(np.int32)
+
+
+class FlashInfer(Kernel):
+    """FlashInfer."""
+
+    name = "flashinfer"
+    dtypes = (BF16, FP16)
+    mixed = ((BF16, FP8), (FP16, FP8))
+    head_dims = (64, 128, 256)
+
+    def tile_rows(self, shape):
+        """1; with a window, the tile in which it begins may be loaded whole."""
+        return 128 if shape.window else 1
+
+    def refusal(self, shape):
+        reason = super().refusal(shape)
+        if reason is None and shape.head_dim not in self.head_dims:
+            reason = f"head_dim {shape.head_dim} (only {', '.join(map(str, self.head_dims))})"
+        return reason
+
+    def unavailable(self, shape):
+        if importlib.util.find_spec("flashinfer") is None:
+            return "FlashInfer is not installed (pip install flashinfer-python)"
+        return None
+
+    def plan(self, batch, shape, call):
+        return _Table(batch, shape, call)
+
+    def run(self, call):
+        table = call.plan
+        return table.wrapper.run(call.q, (table.paged(call.k), table.paged(call.v)), out=call.out)

@@ -1,0 +1,184 @@
+"""What every attention kernel here is: its limits, and how one call of it looks.
+
+SPDX-License-Identifier: MIT
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+def dtype_name(dtype):
+    """bfloat16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a call that decides whether a kernel can take it. Layers of one model share it.
+
+    Attributes
+    ----------
+    phase : str
+        "decode" (one query a request) or "prefill" (queries of any length at the end of a slot).
+    query_heads, kv_heads, head_dim : int
+    q_dtype, kv_dtype : torch.dtype
+    device : str
+        "cuda" or "cpu".
+    capability : tuple of int
+        Compute capability of the GPU; (0, 0) on a CPU.
+    window : int
+        Tokens that a query sees, itself included; 0 for all.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0 for none.
+    tile_rows : int
+        What the cache was made with.
+    slot_rows : int
+        Rows from one slot's begin to the next one's.
+    slots : int
+    """
+
+    phase: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: str
+    capability: tuple
+    window: int = 0
+    softcap: float = 0.0
+    tile_rows: int = 1
+    slot_rows: int = 0
+    slots: int = 1
+
+    @property
+    def group(self):
+        """Query heads that share a KV head."""
+        return self.query_heads // self.kv_heads
+
+
+@dataclass
+class Call:
+    """One layer's attention, checked: what `Kernel.run` is given.
+
+    q : ``[tokens, query_heads, head_dim]``; k, v: ``[slots, max_tokens, kv_heads, head_dim]``, strided views of the
+    cache; out: as q, or None. plan: what `Kernel.plan` made for the batch.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    batch: object
+    shape: Shape
+    softmax_scale: float
+    num_splits: int
+    out: torch.Tensor | None
+    plan: object
+
+
+class Kernel:
+    """One attention kernel; each module of this folder has one subclass, and `table` holds an instance of each.
+
+    Attributes
+    ----------
+    name : str
+        What callers choose it by.
+    devices : tuple of str
+    capability : tuple of int
+        Least compute capability, on a GPU.
+    dtypes : tuple of torch.dtype
+        Of q, K and V, which agree unless `mixed` says otherwise.
+    mixed : tuple of (torch.dtype, torch.dtype)
+        Pairs (q, K and V) beside those.
+    max_head_dim, head_dim_multiple : int
+    windows, softcap : bool
+        Whether it takes them.
+    capturable : bool
+        Whether a call can be captured in a CUDA graph. `Batch.update` then changes slots and lengths under the graph.
+    """
+
+    name = ""
+    devices = ("cuda",)
+    capability = (8, 0)
+    dtypes = (BF16, FP16)
+    mixed = ()
+    max_head_dim = 256
+    head_dim_multiple = 8
+    windows = True
+    softcap = True
+    capturable = True
+
+    def unavailable(self, shape):
+        """Why the kernel cannot run on this machine, in one line; None where it can."""
+
+    def tile_rows(self, shape):
+        """Rows that the kernel loads together, past the length too; 1 where loads are masked."""
+        return 1
+
+    def refusal(self, shape):
+        """The first fact of the shape that the kernel cannot take, in one line that names the argument; else None."""
+        if shape.device not in self.devices:
+            return f"device {shape.device} (only {' and '.join(self.devices)})"
+        if shape.device == "cuda" and shape.capability < self.capability:
+            have, need = (".".join(map(str, c)) for c in (shape.capability, self.capability))
+            return f"a GPU of compute capability {have} (from {need} on)"
+        pair = shape.q_dtype, shape.kv_dtype
+        if pair not in self.pairs():
+            takes = ", ".join(dtype_name(q) if q == kv else f"{dtype_name(q)} over {dtype_name(kv)}"
+                              for q, kv in self.pairs())  # fmt: skip
+            over = "" if pair[0] == pair[1] else f" over a cache of {dtype_name(pair[1])}"
+            return f"dtype {dtype_name(pair[0])}{over} (only {takes})"
+        if shape.head_dim > self.max_head_dim or shape.head_dim % self.head_dim_multiple:
+            return f"head_dim {shape.head_dim} (multiples of {self.head_dim_multiple} up to {self.max_head_dim})"
+        if shape.window and not self.windows:
+            return f"window {shape.window} (none)"
+        if shape.softcap and not self.softcap:
+            return f"softcap {shape.softcap} (none)"
+        tile = self.tile_rows(shape)
+        if shape.tile_rows % tile:
+            return f"a cache of tile_rows {shape.tile_rows} (a multiple of {tile}, since it loads whole tiles)"
+        return None
+
+    def pairs(self):
+        """The pairs of dtypes (q, K and V) that it takes."""
+        return tuple((d, d) for d in self.dtypes) + tuple(self.mixed)
+
+    def plan(self, batch, shape, call):
+        """What one iteration needs beside the batch; its ``refresh(batch)``, if it has one, follows `Batch.update`."""
+
+    def run(self, call):
+        """The attention of a `Call`: ``[tokens, query_heads, head_dim]``."""
+        raise NotImplementedError
+
+
+def flat_rows(x):
+    """A cache's layer ``[slots, tokens, heads, dim]`` as rows ``[slots * slot rows, heads, dim]``, without a copy.
+
+    The last slot's rows past its tokens are left out: they may lie past the end of the memory.
+    """
+    slots, tokens = x.shape[:2]
+    rows = slot_rows(x)
+    return x.as_strided(((slots - 1) * rows + tokens, *x.shape[2:]), x.stride()[1:])
+
+
+def slot_rows(x):
+    """Rows from one slot's begin to the next one's. Raises ValueError where slots do not begin at a row."""
+    if x.stride(0) % x.stride(1):
+        raise ValueError(f"a layer's slots must begin at a multiple of its rows; strides are {tuple(x.stride())}")
+    return x.stride(0) // x.stride(1)
+
+
+@functools.lru_cache
+def capability(index):
+    """Compute capability of a CUDA device; (0, 0) for None, a CPU."""
+    return (0, 0) if index is None else torch.cuda.get_device_capability(index)
+
+
+@functools.lru_cache
+def multiprocessors(index):
+    """How many multiprocessors a CUDA device has."""
+    return torch.cuda.get_device_properties(index).multi_processor_count

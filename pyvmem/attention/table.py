@@ -1,0 +1,78 @@
+"""The table of kernels, and the one place that chooses among them.
+
+SPDX-License-Identifier: MIT
+"""
+
+from dataclasses import dataclass
+
+from pyvmem.attention.fa2 import FlashAttention2
+from pyvmem.attention.fa3 import FlashAttention3
+from pyvmem.attention.flashinfer import FlashInfer
+from pyvmem.attention.flex import FlexAttention
+from pyvmem.attention.sdpa import SDPA
+from pyvmem.attention.triton import Triton
+
+KERNELS = {k.name: k for k in (FlashAttention3(), FlashAttention2(), FlashInfer(), Triton(), SDPA(), FlexAttention())}
+
+# Fastest first, by what was measured on an H200 (docs/results/attention.md).
+ORDER = {
+    "decode": ("fa3", "flashinfer", "triton", "fa2", "sdpa", "flex"),
+    "prefill": ("fa3", "fa2", "flashinfer", "triton", "flex", "sdpa"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `best` chose.
+
+    Attributes
+    ----------
+    kernel : str
+        Its name.
+    why : str
+        One line for people.
+    refused : dict
+        Each kernel that would have been preferred, and the fact that stops it.
+    """
+
+    kernel: str
+    why: str
+    refused: dict
+
+
+def stops(name, shape):
+    """Why the kernel cannot take the shape here, in one line; None where it can."""
+    kernel = KERNELS[name]
+    return kernel.refusal(shape) or kernel.unavailable(shape)
+
+
+def choose(shape):
+    """The `Choice` for a shape. Raises ValueError where no kernel takes it."""
+    refused = {}
+    for name in ORDER[shape.phase]:
+        reason = stops(name, shape)
+        if reason is None:
+            first = "the fastest measured" if not refused else "the fastest of those that take it"
+            where = "a CPU" if shape.device == "cpu" else f"a GPU of compute capability {shape.capability[0]}"
+            text = f"{name}: {first} for {shape.phase} on {where}"
+            missing = "; ".join(f"not {n}: {r}" for n, r in refused.items())
+            return Choice(name, f"{text}; {missing}" if missing else text, refused)
+        refused[name] = reason
+    raise ValueError("no kernel takes this: " + "; ".join(f"{n}: {r}" for n, r in refused.items()))
+
+
+def demand(name, shape):
+    """The kernel of that name. Raises ValueError, one line that says what stops it and what would work."""
+    if name not in KERNELS:
+        raise ValueError(f"kernel {name!r} must be one of best, {', '.join(KERNELS)}")
+    kernel = KERNELS[name]
+    reason = kernel.refusal(shape)
+    if reason is not None:
+        reason = f"kernel {name} does not take {reason}"
+    else:
+        reason = kernel.unavailable(shape)
+        if reason is None:
+            return kernel
+        reason = f"kernel {name} does not run here: {reason}"
+    others = [other for other in ORDER[shape.phase] if other != name and stops(other, shape) is None]
+    raise ValueError(f"{reason}; {'kernel ' + ' or '.join(others) + ' does' if others else 'no other kernel does'}")

@@ -1,0 +1,165 @@
+"""Attention in Triton: split-KV decode, its second pass, and prefill. Triton compiles the kernels from this file.
+
+Split-KV decode is Flash-Decoding's idea (Dao et al., 2023): parts of one request's rows go to different programs, and
+a second pass joins their results by the logarithms of their sums. Every load is masked, so no row past a length, or
+before a window, is touched. With PAGE, rows are looked up in a block table: the same kernel, paged, for benchmarks.
+
+SPDX-License-Identifier: MIT
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scores(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr):
+    """q @ k, scaled for exp2."""
+    s = tl.dot(q, k, input_precision="ieee")
+    if SOFTCAP:
+        # scale_log2 is the scale alone here. tanh(x) = 1 - 2 / (exp(2x) + 1)
+        x = s * (scale_log2 / softcap)
+        return (softcap * 1.4426950408889634) * (1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1))
+    return s * scale_log2
+
+
+@triton.jit
+def decode(
+    q, k, v, out, partial, lse, slots, lengths, table,
+    scale_log2, softcap, window, splits, requests,
+    q_token, q_head, k_slot, k_row, k_head, v_slot, v_row, v_head, o_token, o_head, table_row,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """One request, one KV head with its GROUP of query heads, one part of the rows."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    heads = tl.num_programs(1) * GROUP
+    slot = tl.load(slots + request).to(tl.int64)
+    length = tl.load(lengths + request)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0)
+    each = tl.cdiv(tl.cdiv(length - first, BLOCK_N), splits) * BLOCK_N
+    begin = first + part * each
+    end = tl.minimum(begin + each, length)
+
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    g_ok = g < GROUP
+    d_ok = d < DIM
+    qs = tl.load(q + request.to(tl.int64) * q_token + (head * GROUP + g)[:, None] * q_head + d[None, :],
+                 mask=g_ok[:, None] & d_ok[None, :], other=0.0).to(COMPUTE)  # fmt: skip
+    best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for n in range(begin, end, BLOCK_N):
+        rows = n + tl.arange(0, BLOCK_N)
+        ok = rows < end
+        if PAGE:
+            page = tl.load(table + request.to(tl.int64) * table_row + rows // PAGE, mask=ok, other=0).to(tl.int64)
+            k_at = page * k_slot + (rows % PAGE).to(tl.int64) * k_row
+            v_at = page * v_slot + (rows % PAGE).to(tl.int64) * v_row
+        else:
+            k_at = slot * k_slot + rows.to(tl.int64) * k_row
+            v_at = slot * v_slot + rows.to(tl.int64) * v_row
+        ks = tl.load(k + head * k_head + k_at[None, :] + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)
+        s = _scores(qs, ks.to(COMPUTE), scale_log2, softcap, SOFTCAP)
+        s = tl.where(ok[None, :], s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - new[:, None])
+        old = tl.exp2(best - new)
+        vs = tl.load(v + head * v_head + v_at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        acc = acc * old[:, None] + tl.dot(p.to(COMPUTE), vs.to(COMPUTE), input_precision="ieee")
+        total = total * old + tl.sum(p, 1)
+        best = new
+    ok = g_ok[:, None] & d_ok[None, :]
+    heads_at = head * GROUP + g
+    if SPLIT:
+        # [part, request, head]; a part without rows has -inf, and its rows of `partial` are never read.
+        at = (part.to(tl.int64) * requests + request) * heads + heads_at
+        some = total > 0
+        result = acc / tl.where(some, total, 1.0)[:, None]
+        tl.store(partial + at[:, None] * DIM + d[None, :], result, mask=ok)
+        tl.store(lse + at, tl.where(some, best + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=g_ok)
+    else:
+        result = acc / total[:, None]
+        tl.store(out + request.to(tl.int64) * o_token + heads_at[:, None] * o_head + d[None, :],
+                 result.to(out.dtype.element_ty), mask=ok)  # fmt: skip
+
+
+@triton.jit
+def join(out, partial, lse, splits, requests, o_token, o_head, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+         PARTS: tl.constexpr):  # fmt: skip
+    """The parts of one request and query head."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    parts = tl.arange(0, PARTS)
+    d = tl.arange(0, DIM_PAD)
+    at = (parts.to(tl.int64) * requests + request) * tl.num_programs(1) + head
+    logs = tl.load(lse + at, mask=parts < splits, other=float("-inf"))
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    ok = (logs > float("-inf"))[:, None] & (d < DIM)[None, :]
+    values = tl.load(partial + at[:, None] * DIM + d[None, :], mask=ok, other=0.0)
+    result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + request.to(tl.int64) * o_token + head * o_head + d, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def prefill(
+    q, k, v, out, slots, lengths, cu_seqlens_q,
+    scale_log2, softcap, window,
+    q_token, q_head, k_slot, k_row, k_head, v_slot, v_row, v_head, o_token, o_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """One request, one query head, BLOCK_M of its queries."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most rows first
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    start = tl.load(cu_seqlens_q + request)
+    queries = tl.load(cu_seqlens_q + request + 1) - start
+    if tile * BLOCK_M >= queries:
+        return
+    slot = tl.load(slots + request).to(tl.int64)
+    length = tl.load(lengths + request)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_PAD)
+    d_ok = d < DIM
+    m_ok = m < queries
+    position = length - queries + m
+    token = (start + m).to(tl.int64)
+    qs = tl.load(q + token[:, None] * q_token + head * q_head + d[None, :],
+                 mask=m_ok[:, None] & d_ok[None, :], other=0.0).to(COMPUTE)  # fmt: skip
+    end = tl.minimum(length - queries + (tile + 1) * BLOCK_M, length)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - queries + tile * BLOCK_M - window + 1, 0)
+    kv_head = head // GROUP
+    k_base = k + slot * k_slot + kv_head * k_head
+    v_base = v + slot * v_slot + kv_head * v_head
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    for n in range(begin, end, BLOCK_N):
+        rows = n + tl.arange(0, BLOCK_N)
+        ok = rows < end
+        at = rows.to(tl.int64)
+        ks = tl.load(k_base + at[None, :] * k_row + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)
+        s = _scores(qs, ks.to(COMPUTE), scale_log2, softcap, SOFTCAP)
+        sees = ok[None, :] & (rows[None, :] <= position[:, None])
+        if WINDOW:
+            sees = sees & (rows[None, :] > position[:, None] - window)
+        s = tl.where(sees, s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 1))
+        # A query may see none of the first rows of a window's tile: exp2(-inf - -inf) is no number.
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - safe[:, None])
+        old = tl.exp2(best - safe)
+        vs = tl.load(v_base + at[:, None] * v_row + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        acc = acc * old[:, None] + tl.dot(p.to(COMPUTE), vs.to(COMPUTE), input_precision="ieee")
+        total = total * old + tl.sum(p, 1)
+        best = new
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + token[:, None] * o_token + head * o_head + d[None, :], result.to(out.dtype.element_ty),
+             mask=m_ok[:, None] & d_ok[None, :])  # fmt: skip

@@ -1,0 +1,48 @@
+"""Triton's kernels in its interpreter, against float64; test_attention.py runs it with TRITON_INTERPRET=1.
+
+SPDX-License-Identifier: MIT
+"""
+
+import itertools
+
+import torch
+from attention_reference import error, reference
+from test_attention import make, queries
+
+from pyvmem import attention
+
+LENGTHS = (1, 63, 65, 130, 300)
+COUNTS = (1, 63, 2, 130, 37)
+
+
+def main():
+    right = 0
+    for (heads, kv_heads, dim), window, softcap, splits in itertools.product(
+        ((8, 2, 64), (2, 2, 80)), (0, 70), (0.0, 5.0), (1, 3)
+    ):
+        cache, slots = make(kv_heads, dim, lengths=LENGTHS)
+        with cache:
+            k, v = cache.keys[1], cache.values[1]
+            for x in (k, v):  # whatever stands past a length must not matter
+                for slot, length in zip(slots, LENGTHS):
+                    x[slot, length : length + 40] = float("nan")
+            options = {"window": window, "softcap": softcap}
+            q = queries(len(slots), heads, dim)
+            out = attention.decode(q, cache, 1, slots, LENGTHS, kernel="triton", num_splits=splits, **options)
+            wrong = error(out, reference(q, k, v, slots, LENGTHS, [1] * 5, **options))
+            assert wrong < 1e-5, ("decode", heads, dim, window, softcap, splits, wrong)
+            if splits == 1:
+                q = queries(sum(COUNTS), heads, dim)
+                out = attention.prefill(q, cache, 1, slots, LENGTHS, COUNTS, kernel="triton", **options)
+                wrong = error(out, reference(q, k, v, slots, LENGTHS, COUNTS, **options))
+                assert wrong < 1e-5, ("prefill", heads, dim, window, softcap, wrong)
+            right += 1
+    for dtype in (torch.float16, torch.float8_e4m3fn):  # the interpreter multiplies bfloat16 as if it were integers
+        cache, slots = make(4, 64, dtype, lengths=LENGTHS)
+        with cache:
+            q = queries(5, 8, 64, torch.float16)
+            out = attention.decode(q, cache, 0, slots, LENGTHS, kernel="triton")
+            wrong = error(out, reference(q, cache.keys[0], cache.values[0], slots, LENGTHS, [1] * 5))
+            assert out.dtype == torch.float16 and wrong < 2e-3, (dtype, wrong)
+            right += 1
+    print(right, "cases right")
