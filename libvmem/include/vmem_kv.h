@@ -90,6 +90,19 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
 // A slot for a request whose first step will have about `tokens` tokens (0: not known): the free slot whose kept pages
 // fit best. -ENOSPC when all are taken. Maps nothing.
 int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot);
+
+#define VMEM_KV_ALLOC_SLOT 0x1u // the slot of the options, and no other
+
+// Grows at its end: fields that a caller does not know are 0.
+struct vmem_kv_alloc_options {
+    uint32_t size;          // sizeof(struct vmem_kv_alloc_options)
+    uint32_t flags;         // VMEM_KV_ALLOC_*
+    uint32_t tokens;        // as in vmem_kv_alloc
+    uint32_t slot;          // with VMEM_KV_ALLOC_SLOT
+    uint32_t prefix_tokens; // so many rows will be attached from a prefix: kept pages in their place are of no use
+};
+// vmem_kv_alloc for callers that know more. -EBUSY when the wanted slot is taken.
+int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
 // Quiet. The slot's pages are kept for the next request (VMEM_KV_DEFER) or released; shared ones are let go. Should it
 // fail, the rows are lost all the same; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot);

@@ -1,9 +1,13 @@
 // Random requests against a shadow that knows every row: growth, sharing, truncation, swapping, windows, budgets, in
 // caches of several shapes, with and without each optimisation. The manager checks itself (VMEM_KV_CHECK) throughout.
+// The background thread is stopped at random where it has dropped the lock, and goes on some calls later or when a call
+// waits for it: whatever may happen beside it does.
 //
 // SPDX-License-Identifier: MIT
+#include <pthread.h>
+
 #include "harness.h"
-#include "vmem_kv.h"
+#include "kv/kv.h"
 
 #define SLOTS 6
 #define TOKENS 400
@@ -41,8 +45,49 @@ static struct vmem_kv_layout layouts[4];
 static struct request requests[SLOTS];
 static struct prefix prefixes[PREFIXES];
 static uint64_t seed, page_size, budget;
+static bool hard; // the context's budget is the cache's
 
 static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
+
+// ---- the background thread, stopped ---------------------------------------------------------------------------
+
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t opened = PTHREAD_COND_INITIALIZER;
+static bool stopping, stopped, waited_for;
+static uint64_t stop_seed;
+
+static void go_on(void)
+{
+    pthread_mutex_lock(&gate);
+    stopped = false;
+    pthread_cond_broadcast(&opened);
+    pthread_mutex_unlock(&gate);
+}
+
+static void stop_at_random(enum vmem__kv_point point)
+{
+    pthread_mutex_lock(&gate);
+    if (point == KV_WORKER_UNLOCKED) {
+        stopped = stopping && !waited_for && rnd(&stop_seed) % 2;
+        while (stopped)
+            pthread_cond_wait(&opened, &gate);
+    } else {
+        waited_for = point == KV_CALL_WAITS;
+        stopped = false;
+        pthread_cond_broadcast(&opened);
+    }
+    pthread_mutex_unlock(&gate);
+}
+
+static void stop(bool on)
+{
+    pthread_mutex_lock(&gate);
+    stopping = on;
+    pthread_mutex_unlock(&gate);
+    go_on();
+}
+
+// ---- rows -----------------------------------------------------------------------------------------------------
 
 static uint64_t row_addr(uint32_t t, uint32_t slot, uint32_t row)
 {
@@ -109,7 +154,8 @@ static void do_alloc(void)
     bool full = true;
     for (uint32_t s = 0; s < SLOTS; s++)
         full &= requests[s].taken;
-    CHECK(full == (rc == -ENOSPC));
+    if (full != (rc == -ENOSPC) || (rc && !full))
+        FAIL("%s: alloc %d: %s", shape->name, rc, vmem_last_error());
     if (rc)
         return;
     CHECK(!requests[slot].taken);
@@ -217,6 +263,15 @@ static void do_truncate(uint32_t s)
     r->tokens = tokens;
 }
 
+// Speculative decoding: a step to some more tokens, of which the last are rejected.
+static void do_speculate(void)
+{
+    do_step(false);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        if (below(2))
+            do_truncate(s);
+}
+
 static void do_prefix(void)
 {
     struct prefix *p = &prefixes[below(PREFIXES)];
@@ -257,15 +312,27 @@ static void do_prefix(void)
     }
 }
 
+// The context refuses what the manager must not ask for.
+static void harden(void)
+{
+    struct vmem_kv_stats st;
+    OK(vmem_kv_get_stats(kv, &st));
+    uint64_t pages = st.held_pages > st.budget_pages ? st.held_pages : st.budget_pages;
+    OK(vmem_set_budget(ctx, pages * page_size));
+}
+
 static void do_budget(void)
 {
     uint64_t freed;
     struct vmem_kv_stats st;
+    OK(vmem_set_budget(ctx, 0));
     switch (below(4)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
     case 1: OK(vmem_kv_reclaim(kv, below(budget), &freed)); break;
     default: OK(vmem_kv_set_budget(kv, budget));
     }
+    if (hard)
+        harden();
     OK(vmem_kv_get_stats(kv, &st));
     CHECK(st.free_pages <= st.budget_pages);
 }
@@ -274,6 +341,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
 {
     shape = sh;
     seed = start;
+    hard = start % 2;
     page_size = page;
     uint64_t scale = page / (64 * KIB);
     budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
@@ -283,8 +351,13 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     OK(vmem_kv_create(ctx, &cfg, &kv));
     for (uint32_t t = 0; t < sh->n; t++)
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    if (hard)
+        harden();
+    stop(true);
     for (int i = 0; i < operations; i++) {
         uint32_t s = (uint32_t)below(SLOTS);
+        if (below(3) == 0)
+            go_on();
         switch (below(20)) {
         case 0: case 1: do_alloc(); break;
         case 2:
@@ -303,11 +376,13 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
             if (below(4) == 0)
                 OK(vmem_kv_wait(kv));
             break;
+        case 10: case 11: do_speculate(); break;
         default: do_step(below(2)); break;
         }
         verify(i % 256 == 0);
     }
     verify(true);
+    stop(false);
     for (uint32_t s = 0; s < SLOTS; s++)
         if (requests[s].taken)
             do_free(s);
@@ -323,6 +398,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     CHECK_EQ(st.shared_pages, 0);
     CHECK_EQ(st.worker_errors, 0);
     vmem_kv_destroy(kv);
+    OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }
@@ -331,6 +407,7 @@ int main(int argc, char **argv)
 {
     test_start(argc, argv);
     ctx = test_context(0);
+    vmem__kv_hook = stop_at_random;
     static const uint32_t flags[] = {
         0, VMEM_KV_DEFER, VMEM_KV_DEFAULT, VMEM_KV_DEFAULT | VMEM_KV_ZERO, VMEM_KV_OVERLAP | VMEM_KV_DEFER,
         VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS | VMEM_KV_LAZY, VMEM_KV_DEFER | VMEM_KV_GENEROUS};

@@ -69,6 +69,20 @@ int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size)
     return 0;
 }
 
+int kv_take_struct(void *to, size_t size, size_t least, const void *from, const char *name)
+{
+    const uint32_t theirs = *(const uint32_t *)from;
+    if (theirs < least)
+        return vmem__error(-EINVAL, "%s->size %u is less than %zu", name, theirs, least);
+    for (size_t i = size; i < theirs; i++)
+        if (((const char *)from)[i])
+            return vmem__error(-EINVAL, "%s->size %u: this library knows %zu bytes, and there is more after them", name,
+                               theirs, size);
+    memset(to, 0, size);
+    memcpy(to, from, KV_MIN(theirs, size));
+    return 0;
+}
+
 static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
 {
     int rc = vmem__enter(ctx);

@@ -91,6 +91,7 @@ struct kv_grow {
 struct kv_cut {
     uint32_t slot, group;
     struct kv_span before;
+    uint32_t lo, hi; // what stays; equal: nothing
     struct vmem_unmap_op *ops;
     uint64_t n_ops, cap_ops;
     vmem_page *pages; // those nobody else holds
@@ -125,6 +126,7 @@ struct vmem_kv {
 
     uint64_t budget_pages; // most pages there may be
     uint64_t held;         // pages there are, pending ones included
+    uint64_t ceiling;      // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
     uint64_t pending;      // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
     uint64_t clock;
     struct kv_refs refs;
@@ -134,6 +136,7 @@ struct vmem_kv {
     uint32_t n_prefixes, prefix_generation;
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
+    bool cutting; // worker_cut is under way
     uint32_t *todo; // slots that a step has to extend
     struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
@@ -181,6 +184,9 @@ uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before
 uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
 // Sets slot->backed from its spans.
 void kv_set_backed(vmem_kv *kv, uint32_t slot);
+// Copies a struct of the caller's, which starts with its size, into one of `size` bytes. Fields beyond the caller's are
+// 0; fields beyond ours must be. least: the size that the struct had first.
+int kv_take_struct(void *to, size_t size, size_t least, const void *from, const char *name);
 // Grows an array so that it has room for n elements of `size` bytes.
 int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
@@ -193,8 +199,8 @@ int kv_enter_step(vmem_kv *kv);
 int kv_leave(vmem_kv *kv, int rc);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
-// The free slot for a request of that many tokens, or UINT32_MAX.
-uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens);
+// The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
+uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Zeroes a slot's pages; needs no lock.
 int kv_clear_slot(vmem_kv *kv, uint32_t slot);
 
@@ -241,10 +247,15 @@ int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
 
 // ---- worker.c
 
+// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, and before and
+// after a call waits for it. NULL outside of them.
+enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED };
+extern void (*vmem__kv_hook)(enum vmem__kv_point point);
 int kv_worker_start(vmem_kv *kv);
 void kv_worker_stop(vmem_kv *kv);
 void kv_worker_wake(vmem_kv *kv);
 void kv_wait_slot(vmem_kv *kv, uint32_t slot);
+void kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void kv_worker_hold(vmem_kv *kv);
 void kv_worker_release(vmem_kv *kv);

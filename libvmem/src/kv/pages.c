@@ -177,6 +177,8 @@ int kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, u
         return rc;
     if (lo == hi)
         lo = hi = 0;
+    c->lo = lo;
+    c->hi = hi;
     s->lo = lo;
     s->hi = hi;
     s->need_lo = KV_MIN(KV_MAX(s->need_lo, lo), hi);
@@ -219,18 +221,25 @@ static void let_go(vmem_kv *kv, const struct kv_cut *c, uint32_t from, uint32_t 
 
 void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 {
-    struct kv_span *s = kv_span(kv, c->slot, c->group);
+    const struct kv_span *b = &c->before;
     if (rc) {
-        *s = c->before;
+        // What steps asked for meanwhile, beside the worker, lies in what was to stay, and holds.
+        struct kv_span *s = kv_span(kv, c->slot, c->group), now = *s;
+        *s = *b;
+        if (c->lo != c->hi) {
+            s->need_lo = now.need_lo;
+            s->need_hi = now.need_hi;
+            s->keep_lo = now.keep_lo;
+            s->keep_hi = now.keep_hi;
+        }
         kv_set_backed(kv, c->slot);
         return;
     }
-    uint32_t shared = c->before.shared_hi;
-    if (shared) {
-        // What is left of the span is [s->lo, s->hi); an empty one was cut as a whole.
-        uint32_t lo = s->lo == s->hi ? c->before.hi : s->lo, hi = s->lo == s->hi ? c->before.hi : s->hi;
-        let_go(kv, c, c->before.lo, KV_MIN(lo, shared));
-        let_go(kv, c, KV_MIN(hi, shared), KV_MIN(c->before.hi, shared));
+    if (b->shared_hi) {
+        // An empty span was cut as a whole.
+        uint32_t lo = c->lo == c->hi ? b->hi : c->lo, hi = c->lo == c->hi ? b->hi : c->hi;
+        let_go(kv, c, b->lo, KV_MIN(lo, b->shared_hi));
+        let_go(kv, c, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
     }
     kv->held -= c->n_pages;
 }
@@ -242,6 +251,8 @@ int kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t
         return rc;
     rc = kv_cut_run(kv, &kv->cut);
     kv_cut_end(kv, &kv->cut, rc);
+    if (rc)
+        *kv_span(kv, slot, group) = kv->cut.before; // nobody else was at it, and what it clipped is as it was
     return rc;
 }
 

@@ -42,7 +42,7 @@ uint64_t kv_reclaimable(const vmem_kv *kv)
 static bool front_victim(const vmem_kv *kv, struct kv_victim *v)
 {
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
-        if (kv->slots[s].state != VMEM_KV_ACTIVE || kv->slots[s].busy || kv->slots[s].fresh)
+        if (kv->slots[s].state != VMEM_KV_ACTIVE || kv->slots[s].busy)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -136,6 +136,12 @@ int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
                          " cannot be taken back", short_of, fixed, kv->budget_pages);
     } else if (kv->held + pages > kv->budget_pages) {
         rc = kv_reclaim(kv, kv->held + pages - kv->budget_pages, NULL);
+        uint64_t over = kv->held + pages > kv->budget_pages ? kv->held + pages - kv->budget_pages : 0;
+        if (!rc && over) { // never more than the budget, whatever was counted on
+            if (missing)
+                *missing = over;
+            rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing, which could not be taken back", over);
+        }
     }
     kv_worker_release(kv);
     return rc;

@@ -49,7 +49,14 @@ int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
     return 0;
 }
 
-uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens)
+// How well a slot's kept pages, for a request of `fit` tokens, suit one of `tokens`: the smallest that is large enough,
+// else the largest.
+static bool fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
+{
+    return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
+}
+
+uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint32_t best = UINT32_MAX, best_fit = 0;
     if (!tokens)
@@ -59,8 +66,8 @@ uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens)
         if (s->state != VMEM_KV_FREE)
             continue;
         uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : s->backed;
-        // The smallest that is large enough, else the largest.
-        bool better = fit >= tokens ? best_fit < tokens || fit < best_fit : best_fit < tokens && fit > best_fit;
+        // A prefix takes the place of what is kept: as little of it as possible.
+        bool better = prefix_tokens ? fit < best_fit : fits_better(fit, best_fit, tokens);
         if (best == UINT32_MAX || better) {
             best = i;
             best_fit = fit;
@@ -85,14 +92,27 @@ int kv_clear_slot(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
-int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
+int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
+    struct vmem_kv_alloc_options o;
     int rc = kv_enter(kv);
     if (rc)
         return rc;
-    if (!slot)
-        return kv_leave(kv, vmem__error(-EINVAL, "slot must not be NULL"));
-    uint32_t chosen = kv_choose(kv, tokens);
+    if (!options || !slot)
+        return kv_leave(kv, vmem__error(-EINVAL, "options and slot must not be NULL"));
+    rc = kv_take_struct(&o, sizeof o, sizeof o, options, "options");
+    if (rc)
+        return kv_leave(kv, rc);
+    bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;
+    if (o.flags & ~VMEM_KV_ALLOC_SLOT)
+        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", o.flags);
+    else if (wanted && o.slot >= kv->n_slots)
+        rc = vmem__error(-EINVAL, "slot %u: there are %u", o.slot, kv->n_slots);
+    else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
+        rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
+    if (rc)
+        return kv_leave(kv, rc);
+    uint32_t chosen = wanted ? o.slot : kv_choose(kv, o.tokens, o.prefix_tokens);
     if (chosen == UINT32_MAX)
         return kv_leave(kv, vmem__error(-ENOSPC, "all %u slots are taken", kv->n_slots));
     kv_wait_slot(kv, chosen);
@@ -106,6 +126,12 @@ int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
     *slot = chosen;
     kv_worker_wake(kv); // it prepares the next slot
     return kv_leave(kv, 0);
+}
+
+int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
+{
+    const struct vmem_kv_alloc_options o = {.size = sizeof o, .tokens = tokens};
+    return vmem_kv_alloc_with(kv, &o, slot);
 }
 
 int vmem_kv_free(vmem_kv *kv, uint32_t slot)
@@ -206,7 +232,6 @@ int vmem_kv_wait(vmem_kv *kv)
     int rc = kv_enter(kv);
     if (rc)
         return rc;
-    while (kv->has_worker && (kv->work_due || kv->working))
-        pthread_cond_wait(&kv->done, &kv->state);
+    kv_wait_idle(kv);
     return kv_leave(kv, 0);
 }

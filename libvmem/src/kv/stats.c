@@ -202,9 +202,25 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return 0;
 }
 
+// Shared pages that the worker is unmapping now: they are in no span any more, but the slot has not let go of them.
+static uint64_t shared_in_cut(const vmem_kv *kv)
+{
+    const struct kv_cut *c = &kv->worker_cut;
+    const struct kv_group *g = &kv->groups[c->group];
+    uint64_t n = 0;
+    for (uint32_t t = 0; kv->cutting && t < g->n; t++)
+        for (uint32_t p = c->before.lo; p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
+            n += (p < c->lo || p >= c->hi) && kv_ref_find(&kv->refs, kv_table(kv, g, c->slot, t)[p]);
+    return n;
+}
+
 int kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->refs.used, slots = 0, refs = 0, only = 0;
+    uint64_t pages = kv->refs.used, slots = shared_in_cut(kv), refs = 0, only = 0;
+    kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // which may have grown
+    if (kv->held > kv->ceiling)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);
+    kv->ceiling = KV_MAX(kv->held, kv->budget_pages);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         for (uint32_t i = 0; i < kv->n_groups; i++) {

@@ -190,13 +190,21 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
     return rc;
 }
 
+static bool passed(const vmem_kv *kv, const struct kv_span *sp)
+{
+    return sp->lo < sp->keep_lo && (!kv->has_worker || sp->lo < sp->shared_hi);
+}
+
 // Gives up shared pages that a window has passed, so that how many pages are to be had never depends on the worker.
 static int pass_windows(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (sp->lo >= sp->keep_lo || (kv->has_worker && sp->lo >= sp->shared_hi))
+        if (!passed(kv, sp))
+            continue;
+        kv_wait_slot(kv, slot); // the worker may be cutting this very span
+        if (!passed(kv, sp))
             continue;
         uint64_t held = kv->held;
         rc = kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
@@ -313,7 +321,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (rc)
         return kv_leave(kv, rc);
     *tokens = 0;
-    if (slot < 0 && kv_choose(kv, 0) == UINT32_MAX)
+    if (slot < 0 && kv_choose(kv, 0, 0) == UINT32_MAX)
         return kv_leave(kv, 0);
     // Pages that a length asks for grow with it: the largest that fits, by bisection.
     uint64_t fixed = kv->held - kv->pending - kv_reclaimable(kv);

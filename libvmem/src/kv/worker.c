@@ -7,17 +7,34 @@
 
 #include "kv/kv.h"
 
+void (*vmem__kv_hook)(enum vmem__kv_point point);
+
+static void wait_for_worker(vmem_kv *kv)
+{
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_CALL_WAITS);
+    pthread_cond_wait(&kv->done, &kv->state);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_CALL_WAITED);
+}
+
 void kv_wait_slot(vmem_kv *kv, uint32_t slot)
 {
     while (kv->slots[slot].busy)
-        pthread_cond_wait(&kv->done, &kv->state);
+        wait_for_worker(kv);
+}
+
+void kv_wait_idle(vmem_kv *kv)
+{
+    while (kv->has_worker && (kv->work_due || kv->working))
+        wait_for_worker(kv);
 }
 
 void kv_worker_hold(vmem_kv *kv)
 {
     kv->hold++;
     while (kv->working)
-        pthread_cond_wait(&kv->done, &kv->state);
+        wait_for_worker(kv);
 }
 
 void kv_worker_release(vmem_kv *kv)
@@ -46,6 +63,8 @@ static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
     kv->pending = pages;
     kv_summarise(kv);
     pthread_mutex_unlock(&kv->state);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_WORKER_UNLOCKED);
 }
 
 static void end(vmem_kv *kv, uint32_t slot, int rc)
@@ -89,9 +108,11 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v)
         kv->slots[v->slot].skip = true;
         return false;
     }
+    kv->cutting = true;
     begin(kv, v->slot, c->n_pages);
     rc = kv_cut_run(kv, c);
     end(kv, v->slot, rc);
+    kv->cutting = false;
     kv_cut_end(kv, c, rc);
     return true;
 }
@@ -147,7 +168,7 @@ static bool release_one(vmem_kv *kv)
     struct kv_victim v;
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->fresh && !sl->skip; i++) {
+        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->skip; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
             if (sp->lo >= sp->keep_lo)
                 continue;
@@ -185,7 +206,7 @@ static bool clear_one(vmem_kv *kv)
 
 static bool eager_one(vmem_kv *kv)
 {
-    uint32_t slot = kv->flags & VMEM_KV_EAGER && plentiful(kv) ? kv_choose(kv, 0) : UINT32_MAX;
+    uint32_t slot = kv->flags & VMEM_KV_EAGER && plentiful(kv) ? kv_choose(kv, 0, 0) : UINT32_MAX;
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy)
         return false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {

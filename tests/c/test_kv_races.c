@@ -1,0 +1,148 @@
+// Calls that meet the background thread in the middle of its work, at the points where it has dropped the lock.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+
+#include "harness.h"
+#include "kv/kv.h"
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+// ---- stopping the thread --------------------------------------------------------------------------------------
+
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static enum { RUNNING, ASKED, STOPPED } thread;
+static int waited; // calls that had to wait for it
+
+static void set(int to)
+{
+    pthread_mutex_lock(&gate);
+    thread = to;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&gate);
+}
+static void stopped(void)
+{
+    pthread_mutex_lock(&gate);
+    while (thread != STOPPED)
+        pthread_cond_wait(&changed, &gate);
+    pthread_mutex_unlock(&gate);
+}
+
+static void at(enum vmem__kv_point point)
+{
+    if (point == KV_CALL_WAITS) {
+        waited++;
+        set(RUNNING);
+    }
+    pthread_mutex_lock(&gate);
+    if (point == KV_WORKER_UNLOCKED && thread == ASKED) {
+        thread = STOPPED;
+        pthread_cond_broadcast(&changed);
+        while (thread == STOPPED)
+            pthread_cond_wait(&changed, &gate);
+    }
+    pthread_mutex_unlock(&gate);
+}
+
+static void step(int32_t a, int32_t b)
+{
+    int32_t lengths[2] = {a, b};
+    OK(vmem_kv_step(kv, lengths, 2, NULL)); // and the books are recounted
+}
+
+// Slot 0, of 225 tokens and a window of 64, has pages [0, 4) to give up, which a prefix holds as well; the thread has
+// begun to.
+static uint64_t cutting(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
+    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK, .tensors = &tensor,
+                                 .n_tensors = 1, .slots = 2, .max_tokens = 1000, .page_size = test_page,
+                                 .budget = 60 * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    uint32_t a, b;
+    uint64_t prefix;
+    OK(vmem_kv_alloc(kv, 0, &a));
+    OK(vmem_kv_alloc(kv, 0, &b));
+    step(223, 40);
+    OK(vmem_kv_wait(kv));
+    set(ASKED);
+    step(0, 62); // its next page is mapped in the background
+    stopped();
+    step(224, 0);
+    step(225, 0);
+    OK(vmem_kv_prefix_save(kv, 0, 224, &prefix));
+    set(ASKED); // it goes on, to the next point
+    stopped();
+    waited = 0;
+    return prefix;
+}
+
+static void end(uint64_t prefix)
+{
+    set(RUNNING);
+    OK(vmem_kv_wait(kv));
+    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(vmem_kv_free(kv, 1));
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+static struct vmem_kv_slot_info slot(uint32_t s)
+{
+    struct vmem_kv_slot_info info;
+    OK(vmem_kv_get_slot(kv, s, &info));
+    return info;
+}
+
+// A step whose window passes more shared pages of the span that is being cut.
+static void test_a_window_moves_on(void)
+{
+    uint64_t prefix = cutting();
+    step(226, 0);
+    CHECK(waited);
+    CHECK_EQ(slot(0).pages, 3);
+    end(prefix);
+}
+
+// The same where the cut fails: what steps asked for meanwhile still stands, and the pages go at last.
+static void test_a_cut_fails(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
+    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1,
+                                 .slots = 2, .max_tokens = 1000, .page_size = test_page, .budget = 60 * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    uint32_t a;
+    OK(vmem_kv_alloc(kv, 0, &a));
+    step(223, 0);
+    pthread_mutex_lock(&kv->state);
+    struct kv_cut cut = {0};
+    OK(kv_cut_begin(kv, &cut, 0, 0, 0, 7));
+    pthread_mutex_unlock(&kv->state);
+    step(224, 0);
+    struct kv_span before = *kv_span(kv, 0, 0);
+    pthread_mutex_lock(&kv->state);
+    kv_cut_end(kv, &cut, -ENOMEM);
+    pthread_mutex_unlock(&kv->state);
+    CHECK_EQ(kv_span(kv, 0, 0)->need_lo, before.need_lo);
+    CHECK_EQ(kv_span(kv, 0, 0)->keep_hi, before.keep_hi);
+    free(cut.ops);
+    free(cut.pages);
+    step(226, 0);
+    OK(vmem_kv_free(kv, 0));
+    vmem_kv_destroy(kv);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    vmem__kv_hook = at;
+    test_a_window_moves_on();
+    test_a_cut_fails();
+    vmem_context_destroy(ctx);
+    return 0;
+}
