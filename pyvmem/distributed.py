@@ -48,9 +48,9 @@ class TensorParallelKVCache:
         dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=self.group)
         return self._word[: len(numbers)].tolist()
 
-    def alloc_reqid(self, tokens=0):
+    def alloc_reqid(self, tokens=0, slot=None, *, prefix_tokens=0):
         """As `KVCache.alloc_reqid`; the same slot on every rank, without communication."""
-        return self.cache.alloc_reqid(tokens)
+        return self.cache.alloc_reqid(tokens, slot, prefix_tokens=prefix_tokens)
 
     def free_reqid(self, slot):
         """As `KVCache.free_reqid`."""

@@ -68,6 +68,7 @@ class TensorSpec:
 
 _STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
 _INT32 = np.dtype(np.int32)
+_ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 KVStats = make_dataclass(
     "KVStats",
     [(name, int) for name in _STATS],
@@ -312,17 +313,35 @@ class KVCache(_Owned):
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    def alloc_reqid(self, tokens=0):
+    def alloc_reqid(self, tokens=0, slot=None, *, prefix_tokens=0):
         """A slot for a new request whose first step will have about `tokens` tokens; -1 when all are taken.
 
         The free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
+
+        Parameters
+        ----------
+        tokens : int
+            0: not known.
+        slot : int, optional
+            This slot and no other.
+        prefix_tokens : int
+            How many rows `attach_prefix` will put there: kept pages in their place are of no use.
+
+        Raises
+        ------
+        VmemError
+            EBUSY: the wanted slot is taken.
         """
-        slot = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_alloc(self._use(), uint("tokens", tokens, 32), slot)
+        options = {"size": _ALLOC_BYTES, "tokens": uint("tokens", tokens, 32)}
+        options["prefix_tokens"] = uint("prefix_tokens", prefix_tokens, 32)
+        if slot is not None:
+            options["flags"], options["slot"] = lib.VMEM_KV_ALLOC_SLOT, uint("slot", slot, 32)
+        chosen = ffi.new("uint32_t *")
+        rc = lib.vmem_kv_alloc_with(self._use(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
         if rc == -errno.ENOSPC:
             return -1
         _check(rc)
-        return slot[0]
+        return chosen[0]
 
     def free_reqid(self, slot):
         """Quiet. The request is over; its pages are kept for the next one as long as memory allows."""

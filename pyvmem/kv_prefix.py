@@ -93,7 +93,7 @@ class PrefixCache:
             there is not even memory for the part of a page that has to be copied.
         """
         prefix, cached = self.match(tokens)
-        slot = self.cache.alloc_reqid(len(tokens))
+        slot = self.cache.alloc_reqid(len(tokens), prefix_tokens=cached)
         if slot < 0 or prefix is None:
             self.misses += slot >= 0
             return slot, 0

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import json
 import os
 import threading
@@ -129,6 +130,33 @@ def test_a_new_request_takes_the_kept_pages_that_fit_best(backend):
         assert start(cache, 2 * page_tokens)[0] == slots[3]
         assert cache.stats().step_mapped_pages == mapped
         assert cache.stats().adopted_slots == 2
+
+
+def test_a_request_can_have_the_slot_it_wants(backend):
+    with make(backend) as cache:
+        assert cache.alloc_reqid(10, slot=2) == 2
+        assert cache.alloc_reqid(10, 0) == 0
+        with pytest.raises(pyvmem.VmemError, match="slot 2 is taken") as caught:
+            cache.alloc_reqid(10, slot=2)
+        assert caught.value.errno == errno.EBUSY
+        with pytest.raises(ValueError, match="slot 4: there are 4"):
+            cache.alloc_reqid(10, slot=4)
+        assert sorted(cache.alloc_reqid() for _ in range(2)) == [1, 3]
+        assert cache.alloc_reqid() == -1
+        assert cache.stats().active_slots == 4
+
+
+def test_a_request_with_a_prefix_leaves_kept_pages_to_others(backend):
+    with make(backend, overlap=False, generous=False) as cache:
+        first, _ = start(cache, 2 * PAGE_TOKENS)
+        prefix = cache.save_prefix(first, 2 * PAGE_TOKENS)
+        kept, _ = start(cache, 3 * PAGE_TOKENS)
+        cache.free_reqid(kept)
+        slot = cache.alloc_reqid(3 * PAGE_TOKENS, prefix_tokens=prefix.tokens)
+        assert slot != kept
+        assert cache.attach_prefix(prefix, slot) == 0
+        assert cache.stats().kept_pages == 4 * 3
+        assert cache.alloc_reqid(3 * PAGE_TOKENS) == kept
 
 
 @pytest.mark.parametrize("defer", [True, False])
