@@ -49,7 +49,8 @@ def _parser(benchmarks):
     bench = commands.add_parser("bench", help="measure")
     names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
-    everything = names.add_parser("all", parents=[common], help="every benchmark in turn")
+    everything = names.add_parser("all", parents=[common], help="every benchmark in turn, and one screen of it")
+    everything.add_argument("--full", action="store_true", help="print every row of every benchmark too")
     for b in benchmarks:
         own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)
         if b.arguments:
@@ -76,17 +77,22 @@ class _Once:
 def _bench(args, benchmarks):
     from pyvmem.bench import records as form
     from pyvmem.bench import session as view
+    from pyvmem.bench import summary
 
     chosen = [b for b in benchmarks if args.bench in ("all", b.name)]
     if args.plot:
         _check_plot(args.plot)
+    about = summary.about(args.device)
     records = []
     for b in chosen:
         found = b.run(view.Session(b.name, args))
-        view.show(f"{b.name}: {b.help}", found)
+        if args.bench != "all" or args.full:
+            view.show(f"{b.name}: {b.help}", found)
         records += found
+    if args.bench == "all":
+        print("\n".join(summary.screen(records, about)))
     if args.json:
-        form.dump(records, args.json)
+        form.dump(records, args.json, about)
     if args.plot:
         _plot(chosen, records, args.plot)
     return 0

@@ -60,16 +60,21 @@ class Record:
 FIELDS = tuple(f.name for f in fields(Record))
 
 
-def dump(records, path):
-    """Write records as a JSON list, one record a line."""
+def dump(records, path, about=None):
+    """Write records as JSON, one a line: ``{"about": {...}, "records": [...]}``.
+
+    about: what they belong to, such as date, versions and machine (`pyvmem.bench.summary.about`).
+    """
+    rows = ",\n".join(json.dumps(asdict(r)) for r in records)
     with open(path, "w", encoding="utf-8") as file:
-        file.write("[\n" + ",\n".join(json.dumps(asdict(r)) for r in records) + "\n]\n")
+        file.write(f'{{"about": {json.dumps(about or {})},\n"records": [\n{rows}\n]}}\n')
 
 
 def load(path):
-    """The records that `dump` wrote. Raises ValueError where the file is something else."""
+    """The records that `dump` wrote; a plain list of records is taken too. Raises ValueError for any other file."""
     with open(path, encoding="utf-8") as file:
-        rows = json.load(file)
+        found = json.load(file)
+    rows = found.get("records") if isinstance(found, dict) else found
     if not isinstance(rows, list) or any(not isinstance(r, dict) or set(r) != set(FIELDS) for r in rows):
         raise ValueError(f"{path} is not a list of records with the fields {', '.join(FIELDS)}")
     return [Record(**row) for row in rows]

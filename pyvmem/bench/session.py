@@ -73,8 +73,9 @@ class Session:
 
     @contextlib.contextmanager
     def progress(self, text, total):
-        """A progress bar: yields advance(n)."""
+        """A progress bar, or where nobody watches a line when the work begins: yields advance(n)."""
         if rich is None or not self._out.isatty():
+            print(f"{self.name}: {text}", file=self._out, flush=True)
             yield lambda n: None
             return
         console = rich.console.Console(file=self._out)

@@ -17,6 +17,7 @@ import pyvmem
 from pyvmem import cli
 from pyvmem.bench import all_benchmarks
 from pyvmem.bench import records as form
+from pyvmem.bench import summary
 from pyvmem.bench.replay import Cache, replay
 from pyvmem.bench.session import parse_size, size_text
 from pyvmem.traces import Trace, read_trace, synthetic_trace
@@ -35,7 +36,8 @@ def command(*args, check=True, **env):
     )
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stderr == ""
+        progress = re.compile(rf"({'|'.join(b.name for b in all_benchmarks())}): .+")
+        assert not [line for line in done.stderr.splitlines() if not progress.fullmatch(line)]
     return done
 
 
@@ -67,7 +69,9 @@ def test_doctor_as_json():
 
 
 def check_records(path, benches):
-    rows = json.loads(path.read_text())
+    found = json.loads(path.read_text())
+    assert {"date", "pyvmem", "torch", "python", "kernel", "driver"} == set(found["about"])
+    rows = found["records"]
     assert rows == [vars(r) for r in form.load(path)]
     assert {r["bench"] for r in rows} == set(benches)
     for r in rows:
@@ -126,12 +130,26 @@ def test_bench_all_runs_every_benchmark(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "r.json"
     small = ("--page-size", "2M", "--tensors", 2, "--size", "2M", "--requests", 20)
-    command("bench", "all", "--quick", "--backend", "host", "--json", out, "--plot", tmp_path / "p.png", *small)
+    said = command("bench", "all", "--quick", "--backend", "host", "--json", out, "--plot", tmp_path / "p.png", *small)
+    lines = said.stdout.splitlines()
+    assert 10 < len(lines) < 30 and max(map(len, lines)) <= 80, "one screen"
+    assert "host memory" in lines[0] and any(line.startswith("map a page ") for line in lines)
     names = {b.name for b in all_benchmarks()}
     assert {"vmm", "bandwidth", "replay"} <= names
     ran = {r.bench for r in form.load(out)}
     assert ran <= names and {"vmm", "bandwidth", "replay"} <= ran
     assert {p.name for p in tmp_path.glob("*.png")} == {f"p-{name}.png" for name in ran}
+
+
+def test_the_screen_names_bare_calls_and_the_paper_beside_each_row():
+    def record(backend, size, metric, median, paper=None, bench="vmm"):
+        return form.Record.of(median, bench=bench, backend=backend, device="GPU", page_size=size, metric=metric,
+                              unit="us", paper=paper)  # fmt: skip
+
+    found = [record("stock", 64 * KIB, "map", 20, 8), record("stock", 2 * MIB, "map", 21, 40),
+             record("cuda-bare", 2 * MIB, "map", 32), record("stock", 64 * KIB, "map, no backdrop", 1)]  # fmt: skip
+    assert summary.rows(found) == [("map a page", "20 us", "21 us", "32 us", "8")]
+    assert summary.screen([], summary.about()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""The screen that ``pyvmem bench all`` ends with: the machine, and the rows of all benchmarks that matter most.
+
+It fits 80 columns. Everything that was measured is in the tables (``--full``) and in the JSON.
+
+SPDX-License-Identifier: MIT
+"""
+
+import re
+from datetime import datetime, timezone
+
+from pyvmem.bench.session import number_text, size_text
+from pyvmem.doctor import examine
+
+WIDTH = 80
+
+# What a row says, the benchmark, its metric as a pattern, and whose figure stands beside it: the same metric of bare
+# calls or of plain memory ("bare"), another metric's pattern, or nothing.
+_ROWS = (
+    ("reserve 1 GiB of addresses", "vmm", "reserve 1 GiB", None),
+    ("create a page", "vmm", "create", "bare"),
+    ("map a page", "vmm", "map", "bare"),
+    ("release a page, unmap included", "vmm", "release, unmap included", "bare"),
+    ("map 1,024 scattered pages", "vmm", "map, batch of 1024 scattered pages", "bare"),
+    ("unmap 1,024 scattered pages", "vmm", "unmap, batch of 1024 scattered pages", "bare"),
+    ("reserve 12 TiB", "vmm", "reserve 12 TiB", None),
+    ("back 64 tensors of 32 MiB", "bandwidth", "back 64 tensors of 32M", "bare"),
+    ("streaming read, scattered pages", "bandwidth", "streaming read", "bare"),
+    ("decode step of 256 requests", "step", r"decode step, B=256, \d+ layers, overlap", None),
+    ("prompt of 16,384 tokens backed", "step", r"prompt of 16384 tokens backed, .*synchronous", None),
+    ("waste, 256 requests, nothing kept", "fragmentation", "waste, B=256.*, nothing kept", None),
+    ("waste, 256 requests, default", "fragmentation", "waste, B=256.*, default", None),
+    ("largest batch in the same memory", "fragmentation", r"largest batch, .* MiB", None),
+    ("replay of a trace, all commits", "replay", "time of all commits and releases", None),
+)
+_COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
+
+
+def about(device=0):
+    """What a run's records belong to: {date, pyvmem, torch, python, kernel, driver}."""
+    found = examine(device)
+    machine, driver = found["machine"], found["driver"]
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "pyvmem": machine["pyvmem"],
+        "torch": machine["torch"],
+        "python": machine["python"],
+        "kernel": machine["kernel"],
+        "driver": driver and driver["release"],
+    }
+
+
+def _cell(record):
+    return f"{number_text(record.median)} {record.unit.split(' of ')[0]}" if record else ""
+
+
+def rows(records):
+    """(text, small pages, 2 MiB pages, beside, paper) of each row that the records have, as text."""
+    own = {"uvm", "stock", "cuda", "host"}
+    best = next((r.backend for r in records if r.backend in own), None)
+    found = []
+    for text, bench, pattern, beside in _ROWS:
+        same = [r for r in records if r.bench == bench and re.fullmatch(pattern, r.metric)]
+        mine = sorted((r for r in same if r.backend == best), key=lambda r: r.page_size or 0)
+        if not mine:
+            continue
+        large = mine[-1] if len(mine) > 1 else None
+        bare = sorted((r for r in same if r.backend not in own), key=lambda r: r.page_size or 0) if beside else []
+        found.append((text, _cell(mine[0]), _cell(large), _cell(bare[0] if bare else None), number_text(mine[0].paper)))
+    return found
+
+
+def screen(records, about):
+    """The lines of the screen."""
+    sizes = sorted({r.page_size for r in records if r.page_size and not r.backend.endswith("-bare")})
+    first = next((r for r in records if r.backend in ("uvm", "stock", "cuda", "host")), None)
+    if first is None:
+        return []
+    driver = f"driver {about['driver']}" if about["driver"] else "no NVIDIA driver"
+    versions = f"pyvmem {about['pyvmem']}, torch {about['torch'] or 'none'}, Python {about['python']}"
+    lines = [
+        f"{first.backend}: {first.device}, {driver}"[:WIDTH],
+        f"{about['kernel']}, {versions}"[:WIDTH],
+        "",
+    ]
+    small, large = (size_text(sizes[0]), size_text(sizes[-1])) if sizes else ("", "")
+    heads = ("median", small, large if len(sizes) > 1 else "", "bare calls", "paper")
+    for row in [heads, *rows(records)]:
+        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, _COLUMNS))]
+        lines.append(" ".join(cells).rstrip())
+    lines += ["", "bare calls: CUDA's or the system's own, in turns; paper: vAttention on an A100"]
+    return lines
