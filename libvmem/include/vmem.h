@@ -182,6 +182,20 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
 // Releases every page mapped in the ranges, wherever else it is mapped. Ranges cut no page; unbacked parts are skipped.
 int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes);
 
+// ---- what is where ----------------------------------------------------------------------------------------
+
+struct vmem_range_info {
+    uint64_t addr, length; // of the reservation
+    uint64_t mapped;       // bytes of it that are backed
+    uint32_t flags;        // VMEM_RESERVE_*
+    uint32_t reserved;     // 0
+};
+// The reservation that holds addr.
+int vmem_range_query(vmem_context *ctx, uint64_t addr, struct vmem_range_info *out);
+// The first backed stretch of [addr, addr+length), which lies in one reservation; length 0 where nothing is backed. A
+// stretch of more than 4 GiB comes in parts. Costs time for what is backed, next to none for the rest.
+int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out);
+
 // ---- data -------------------------------------------------------------------------------------------------
 
 struct vmem_copy_op {

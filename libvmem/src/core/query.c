@@ -1,0 +1,53 @@
+// What a reservation holds: how much of it, and where.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+
+// Of one stretch, so that the lock is not held for long.
+#define LONGEST (UINT64_C(4) << 30)
+
+int vmem_range_query(vmem_context *ctx, uint64_t addr, struct vmem_range_info *out)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+    vmem__lock(ctx);
+    const struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (s)
+        *out = (struct vmem_range_info){
+            .addr = s->b.addr, .length = s->b.length, .mapped = s->mapped, .flags = s->b.flags};
+    vmem__unlock(ctx);
+    return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
+}
+
+int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out)
+{
+    const uint64_t span = UNIT * LEAF_SLOTS;
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+    vmem__lock(ctx);
+    const struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (!s || length > s->b.addr + s->b.length - addr) {
+        vmem__unlock(ctx);
+        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
+    }
+    const uint64_t end = addr + length;
+    uint64_t first = end, at = addr - addr % UNIT;
+    while (at < end) {
+        struct vmem__leaf *leaf = vmem__leaf_get(s, at);
+        const bool backed = leaf && vmem__slot_frame(*vmem__slot_in(s, leaf, at));
+        if (backed && first == end)
+            first = at < addr ? addr : at;
+        else if (first != end && (!backed || at - first >= LONGEST))
+            break;
+        at += leaf ? UNIT : span - (at - s->b.addr) % span;
+    }
+    vmem__unlock(ctx);
+    *out = (struct vmem_range){first, first == end ? 0 : (at < end ? at : end) - first};
+    return 0;
+}
