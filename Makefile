@@ -53,7 +53,8 @@ test-python: venv ## Python tests, on every backend that works here
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
 	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu ../../build/fakegpu/libcuda.so.1
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock,cuda \
-	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py
+	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py \
+	        tests/python/test_owned.py
 
 test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"

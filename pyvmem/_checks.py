@@ -7,13 +7,19 @@ SPDX-License-Identifier: MIT
 
 import errno
 import operator
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem.errors import InvalidArgument
 
+T = TypeVar("T")
+UInts = npt.NDArray[np.uint64]
 
-def integer(name, value):
+
+def integer(name: str, value: Any) -> int:
     """value as an int: of Python, numpy, or a torch scalar. Raises TypeError."""
     try:
         return operator.index(value)
@@ -21,26 +27,33 @@ def integer(name, value):
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
-def uint(name, value, bits=64):
+def uint(name: str, value: Any, bits: int = 64) -> int:
     """value as an int that fits an unsigned C integer of so many bits. Raises TypeError and `InvalidArgument`."""
-    number = integer(name, value)
-    if not 0 <= number < 1 << bits:
+    number = value if type(value) is int else integer(name, value)
+    if number < 0 or number >> bits:
         raise InvalidArgument(errno.EINVAL, f"{name} {number} must lie between 0 and 2^{bits} - 1")
     return number
 
 
-def uints(name, values):
+def uints(name: str, values: Any) -> UInts:
     """values (an int, or a sequence or array of them) as a uint64 array, without a copy where it is one."""
-    array = np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":  # also of integers whose types numpy has no common one for
-        array = np.array([uint(name, value) for value in np.asarray(values, dtype=object).flat], np.uint64)
+    try:
+        array = np.asarray(values)
+        if array.size and array.dtype.kind not in "iu":  # also of integers whose types numpy has no common one for
+            array = np.array([uint(name, value) for value in np.asarray(values, dtype=object).flat], np.uint64)
+    except InvalidArgument:
+        raise
+    except ValueError:  # numpy's word for rows of different lengths
+        raise TypeError(f"{name} must be an integer or an array of integers, not {values!r}") from None
     if array.size and array.dtype.kind == "i" and array.min() < 0:
         raise InvalidArgument(errno.EINVAL, f"{name} {array.min()} must not be negative")
     return np.ascontiguousarray(array, dtype=np.uint64).reshape(-1)
 
 
-def one_of(name, value, choices):
+def one_of(name: str, value: T, choices: Iterable[T]) -> T:
     """value, which must be one of the choices. Raises `InvalidArgument`."""
-    if value not in choices:
-        raise InvalidArgument(errno.EINVAL, f"{name} {value!r} must be one of {', '.join(map(str, choices))}")
-    return value
+    choices = tuple(choices)
+    # An array compares element by element, and True is no size.
+    if isinstance(value, str | int | np.integer) and value in choices:
+        return value
+    raise InvalidArgument(errno.EINVAL, f"{name} {value!r} must be one of {', '.join(map(str, choices))}")

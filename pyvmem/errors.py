@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import errno
 import os
+from typing import Any
 
 from pyvmem._ffi import ffi, lib
 
@@ -20,16 +21,19 @@ class VmemError(Exception):
         The element of the batch at fault, for batched calls that name one.
     """
 
-    def __init__(self, number, text, index=None):
+    errno: int
+    index: int | None
+
+    def __init__(self, number: int, text: str, index: int | None = None) -> None:
         super().__init__(text)
         self.errno = number
         self.index = index
 
-    def __str__(self):
+    def __str__(self) -> str:
         name = errno.errorcode.get(self.errno, str(self.errno))
         return f"{self.args[0] or os.strerror(self.errno)} [{name}]"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.errno, self.args[0], self.index)
 
 
@@ -41,11 +45,29 @@ class InvalidArgument(VmemError, ValueError):
     """An argument is outside what the call accepts; the text names it and its limit."""
 
 
-_TYPES = {errno.ENOMEM: OutOfMemory, errno.EINVAL: InvalidArgument}
+_TYPES: dict[int, type[VmemError]] = {errno.ENOMEM: OutOfMemory, errno.EINVAL: InvalidArgument}
+
+# What libvmem's texts call by the names of C.
+_NAMES = {
+    "VMEM_MAP_REPLACE": "replace=True",
+    "VMEM_MAP_FINE": "fine=True",
+    "VMEM_RESERVE_BACKDROP": "backdrop=True",
+    "VMEM_CREATE_ZERO": "zero=True",
+    "VMEM_OPT_UNKNOWN_DRIVER": "unknown_driver=True",
+    "opts->": "",
+}
 
 
-def _check(rc, bad=None):
+def _error(number: int, text: str, index: int | None = None) -> VmemError:
+    """The exception of the class that belongs to an error number."""
+    return _TYPES.get(number, VmemError)(number, text, index)
+
+
+def _check(rc: int, bad: Any = None) -> None:
     """Raise what a call's return code says. bad: the ``size_t *`` that received the element at fault."""
     if rc:
         index = None if bad is None or bad[0] == lib.PV_NO_INDEX else int(bad[0])
-        raise _TYPES.get(-rc, VmemError)(-rc, ffi.string(lib.vmem_last_error()).decode(errors="replace"), index)
+        text = ffi.string(lib.vmem_last_error()).decode(errors="replace")
+        for c, python in _NAMES.items():
+            text = text.replace(c, python)
+        raise _error(-rc, text, index)

@@ -190,6 +190,8 @@ class KVCache(_Owned):
     made when no kernel in flight touches the slot.
     """
 
+    _what = "KV cache"
+
     def __init__(
         self,
         specs,
@@ -237,7 +239,7 @@ class KVCache(_Owned):
             lib.VMEM_KV_CHECK: check,
             lib.VMEM_KV_LAZY: lazy,
         }
-        owner, kv = ffi.new("pv_owner **"), ffi.new("vmem_kv **")
+        kv = ffi.new("vmem_kv **")
         try:
             sizes = self.context.page_sizes
             self.page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
@@ -246,19 +248,19 @@ class KVCache(_Owned):
                 budget=budget, ahead_tokens=ahead_tokens, ahead_min=ahead_min, eager_tokens=eager_tokens,
                 reclaim_percent=reclaim_percent,
             )  # fmt: skip
-            _check(lib.pv_own_kv(self.context._owner, self.context._use(), config, owner, kv))
+            owner = self._new_owner(self.context._owned())
+            _check(lib.pv_own_kv(owner, self.context._use(), config, kv))
         except Exception:
             self._close_context()
             raise
-        self._own(owner[0])
-        self._kv = kv[0]
+        self._own(owner, kv[0])
         self._missing = ffi.new("uint64_t *")
         self._swapped = {}
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if name is not None:
             path = new_view_path()
             if path:
-                _check(lib.vmem_kv_publish(self._kv, os.fsencode(path), name.encode()[:63]))
+                _check(lib.vmem_kv_publish(self._use(), os.fsencode(path), name.encode()[:63]))
 
     @classmethod
     def for_model(cls, layers, kv_heads, head_dim, slots, max_tokens, budget, *, dtype=torch.bfloat16,
@@ -277,11 +279,6 @@ class KVCache(_Owned):
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
 
-    def _use(self):
-        if self._owner is None:
-            raise ValueError("the KV cache is closed")
-        return self._kv
-
     def layout(self, tensor):
         """(address, bytes, slot stride in bytes, rows of a slot) of tensor number `tensor`.
 
@@ -295,8 +292,8 @@ class KVCache(_Owned):
     def _tensor(self, i, flat=False):
         addr, _, stride, rows = self.layout(i)
         spec = self.specs[i]
-        info = self.context._info
-        device = torch.device("cuda", info.device) if "gpu" in info.capabilities else torch.device("cpu")
+        gpu = "gpu" in self.context.capabilities
+        device = torch.device("cuda", self.context.device) if gpu else torch.device("cpu")
         row = [math.prod(spec.shape[k:]) for k in range(1, len(spec.shape) + 1)]
         if flat:
             shape, strides = (self.slots * rows, *spec.shape), (math.prod(spec.shape), *row)
@@ -362,7 +359,7 @@ class KVCache(_Owned):
             0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or
             swap out a request) before it can work.
         """
-        rc = lib.vmem_kv_step(self._kv, self._raw(lengths), self.slots, self._missing)
+        rc = lib.vmem_kv_step(self._use(), self._raw(lengths), self.slots, self._missing)
         if rc:
             return self._short(rc)
         return 0
@@ -477,7 +474,7 @@ class KVCache(_Owned):
         slot, size = uint("slot", slot, 32), ffi.new("uint64_t *")
         _check(lib.vmem_kv_swap_size(self._use(), slot, size))
         host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
-        _check(lib.vmem_kv_swap_out(self._kv, slot, ffi.cast("void *", host.data_ptr()), size[0]))
+        _check(lib.vmem_kv_swap_out(self._use(), slot, ffi.cast("void *", host.data_ptr()), size[0]))
         self._swapped[slot] = host
 
     def swap_in(self, slot):

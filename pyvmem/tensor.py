@@ -3,26 +3,51 @@
 SPDX-License-Identifier: MIT
 """
 
+import builtins
+import copy
 import ctypes
+import errno
+import functools
+import json
 import math
+import os
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import IO, Any, SupportsIndex, cast
 
 import torch
 
 from pyvmem._checks import integer, one_of
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context, Reservation, default_context
+from pyvmem.errors import InvalidArgument, OutOfMemory, _check
+from pyvmem.owned import Uncopyable, check_process
 
 _DEVICE_CPU, _DEVICE_CUDA = 1, 2  # DLPack's DLDeviceType
+
+Rows = SupportsIndex | slice | range
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _free_capsule = int(ffi.cast("uintptr_t", ffi.addressof(lib, "pv_dlpack_capsule_free")))
 
+MAX_BYTES = 1 << 46  # of a reservation
+_MAGIC = b"pyvmem tensor 1\n"
+_PIECE = 16 << 20  # bytes of a file that are in memory at once
 
-def tensor_at(owner, addr, shape, dtype, device, strides=None):
+
+def tensor_at(
+    owner: Any,
+    addr: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    strides: Sequence[int] | None = None,
+) -> torch.Tensor:
     """A torch tensor over memory that somebody else manages.
 
     Parameters
@@ -48,13 +73,13 @@ def tensor_at(owner, addr, shape, dtype, device, strides=None):
     length = max(elements * dtype.itemsize, 1)
     managed = lib.pv_dlpack_bytes(owner, addr, length, kind, device.index or 0)
     if managed == ffi.NULL:
-        raise MemoryError("no memory for a tensor's description")
+        raise OutOfMemory(errno.ENOMEM, "no memory for a tensor's description")
     capsule = _new_capsule(int(ffi.cast("uintptr_t", managed)), b"dltensor", _free_capsule)
-    storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
+    storage = cast(torch.Tensor, torch.from_dlpack(capsule)).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
 
 
-def _device(device):
+def _device(device: str | torch.device) -> torch.device:
     """The torch.device meant, with its ordinal where it is CUDA's."""
     try:
         found = torch.device(device)
@@ -69,7 +94,65 @@ def _device(device):
     return found
 
 
-class VirtualTensor:
+def _backed_whole(owner: Any, nbytes: int, what: str) -> None:
+    """Raise unless all of a tensor is backed."""
+    mapped = ffi.new("uint64_t *")
+    _check(lib.pv_range_mapped(owner, mapped))
+    if mapped[0] < nbytes:
+        raise RuntimeError(
+            f"{what} would read all {nbytes} bytes of the tensor, of which {mapped[0]} are backed: use "
+            "VirtualTensor.save, or clone the rows that are backed"
+        )
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory, without the attributes below."""
+    alias = tensor.detach().requires_grad_(tensor.requires_grad)
+    alias.grad = tensor.grad
+    return alias
+
+
+def _reduce(owner: Any, nbytes: int, tensor: weakref.ref[torch.Tensor], protocol: SupportsIndex) -> Any:
+    _backed_whole(owner, nbytes, "pickling or torch.save")
+    return _alias(cast(torch.Tensor, tensor())).__reduce_ex__(protocol)
+
+
+def _deepcopy(owner: Any, nbytes: int, tensor: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> Any:
+    _backed_whole(owner, nbytes, "copy.deepcopy")
+    return copy.deepcopy(_alias(cast(torch.Tensor, tensor())), memo)
+
+
+def _share_memory() -> None:
+    raise RuntimeError("share_memory_ would move the tensor off its pages: share a clone of it, or of its backed rows")
+
+
+def _guard(tensor: torch.Tensor, owner: Any, nbytes: int) -> None:
+    """Have the tensor refuse what would read it whole while parts are unbacked, or move it off its pages.
+
+    torch asks the tensor itself for these; of its views it asks nothing.
+    """
+    own: dict[str, Any] = tensor.__dict__
+    own["__reduce_ex__"] = functools.partial(_reduce, owner, nbytes, weakref.ref(tensor))
+    own["__deepcopy__"] = functools.partial(_deepcopy, owner, nbytes, weakref.ref(tensor))
+    own["share_memory_"] = _share_memory
+
+
+def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]:
+    """What the second line of a file says: shape, dtype and the backed parts."""
+    try:
+        about = json.loads(line)
+        dtype = getattr(torch, about["dtype"])
+        shape = [integer("shape", n) for n in about["shape"]]
+        parts = [(integer("parts", first), integer("parts", length)) for first, length in about["parts"]]
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not isinstance(dtype, torch.dtype) or any(min(p) < 0 or sum(p) > nbytes for p in parts):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("file does not hold a virtual tensor: its header is damaged") from None
+    return shape, dtype, parts
+
+
+class VirtualTensor(Uncopyable):
     """A tensor that is reserved whole and backed in parts. Made by `virtual_empty`.
 
     Attributes
@@ -83,9 +166,30 @@ class VirtualTensor:
         Of the whole tensor.
     resident_bytes : int
         Backed now, in whole pages.
+
+    Notes
+    -----
+    What reads a whole tensor reads what is unbacked too. While parts are unbacked, ``torch.save``, pickling and
+    ``copy.deepcopy`` of `tensor` raise RuntimeError, and ``share_memory_``, which would move the tensor off its pages,
+    always does; `save` and `load` store what is backed. torch gives no such say over views of `tensor`, nor over what a
+    ``multiprocessing`` queue or a DataLoader worker sends: clone the rows first.
+
+    After a fork the calls of this class raise `VmemError` (EPERM) in the child.
     """
 
-    def __init__(self, shape, dtype, device, *, page_size=None, backdrop=None, zero=False, context=None):
+    _instead = "; save() writes what is backed to a file"
+
+    def __init__(
+        self,
+        shape: SupportsIndex | Iterable[SupportsIndex],
+        dtype: torch.dtype,
+        device: str | torch.device,
+        *,
+        page_size: int | None = None,
+        backdrop: bool | None = None,
+        zero: bool = False,
+        context: Context | None = None,
+    ) -> None:
         shape = tuple(integer("shape", n) for n in (shape if isinstance(shape, Iterable) else (shape,)))
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {shape} must not be negative")
@@ -93,44 +197,70 @@ class VirtualTensor:
             raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
         if not isinstance(context, Context | None):
             raise TypeError(f"context must be a Context, not {context!r}")
+        if math.prod(max(n, 1) for n in shape) * dtype.itemsize > MAX_BYTES:
+            raise InvalidArgument(errno.EINVAL, f"shape {shape} of {dtype} is more than 2^46 bytes")
         device = _device(device)
+        gpu = device.type == "cuda"
         if context is None:
-            gpu = device.type == "cuda"
             context = default_context("gpu" if gpu else "host", device.index or 0)
-        if ("gpu" in context.info().capabilities) != (device.type == "cuda"):
+        if ("gpu" in context.capabilities) != gpu:
             raise ValueError(f"a context of the {context.backend} backend cannot hold a tensor on {device}")
+        if gpu and context.device != device.index:
+            raise ValueError(f"device {device}: the context's device is cuda:{context.device}")
         if page_size is None:
             page_size = min(context.page_sizes)
         one_of("page_size", page_size, context.page_sizes)
         if backdrop is None:
-            backdrop = "backdrop" in context.info().capabilities
+            backdrop = "backdrop" in context.capabilities
         self.context = context
         self.page_size = page_size
         self.zero = zero
         self.nbytes = math.prod(shape) * dtype.itemsize
-        self.resident_bytes = 0
-        self._row_bytes = self.nbytes // shape[0] if shape and shape[0] else self.nbytes
-        self._lock = threading.Lock()
+        self._rows = shape[0] if shape else 1
+        self._row_bytes = self.nbytes // self._rows if self._rows else 0
+        # A signal's handler may commit while this thread does.
+        self._lock = threading.RLock()
         length = max(-(-self.nbytes // page_size) * page_size, page_size)
-        self._range = Reservation(context, length, backdrop=backdrop, with_pages=True)
-        self.tensor = tensor_at(self._range._owner, self._range.addr, shape, dtype, device)
+        self._range = Reservation(context, length, backdrop=backdrop, device=device.index or 0 if gpu else -2)
+        self._tensor: torch.Tensor | None = tensor_at(self._range._owner, self._range.addr, shape, dtype, device)
+        _guard(self._tensor, self._range._owner, self.nbytes)
 
     @property
-    def addr(self):
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise ValueError("the virtual tensor is closed")
+        return self._tensor
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called, of this or of the context."""
+        return self._range.closed
+
+    @property
+    def addr(self) -> int:
         """Address of the first byte."""
         return self._range.addr
 
-    def __repr__(self):
-        t = self.tensor
-        shape = None if t is None else tuple(t.shape)
+    @property
+    def resident_bytes(self) -> int:
+        return self._range.resident_bytes
+
+    def __repr__(self) -> str:
+        if self._tensor is None:
+            return "<pyvmem.VirtualTensor, closed>"
+        shape = tuple(self._tensor.shape)
         return f"<pyvmem.VirtualTensor {shape}, {self.resident_bytes} of {self.nbytes} bytes resident>"
 
-    def _span(self, rows, bytes):
+    def _span(self, rows: Rows | None, bytes: Rows | None) -> tuple[int, int]:
         """(first byte, end byte) of a range given as rows of the first dimension or as bytes."""
+        if self._range.closed:
+            raise ValueError("the virtual tensor is closed")
+        check_process(self.context._pid)
         if rows is not None and bytes is not None:
             raise TypeError("give rows or bytes, not both")
-        name, given, unit = ("bytes", bytes, 1) if rows is None else ("rows", rows, self._row_bytes)
-        limit = self.nbytes // unit if unit else 0
+        name, given, unit, limit = ("bytes", bytes, 1, self.nbytes)
+        if rows is not None:
+            name, given, unit, limit = ("rows", rows, self._row_bytes, self._rows)
         if given is None:
             return 0, self.nbytes
         if not isinstance(given, slice | range):
@@ -144,7 +274,7 @@ class VirtualTensor:
             raise IndexError(f"{name} {start}:{stop} must lie within 0:{limit}")
         return start * unit, stop * unit
 
-    def commit(self, rows=None, *, bytes=None):
+    def commit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
         """Back rows (of the first dimension) or bytes with pages: an int, a slice or a range; by default everything.
 
         Whole pages are backed, so neighbouring rows may become resident too. What is backed already keeps its contents.
@@ -161,18 +291,18 @@ class VirtualTensor:
             Nothing was changed.
         IndexError
             The range lies outside the tensor. Negative numbers do not count from the end.
+        ValueError
+            The tensor is closed.
         """
         start, stop = self._span(rows, bytes)
-        first = start // self.page_size * self.page_size
-        end = -(-stop // self.page_size) * self.page_size
         if start == stop:
             return 0
+        first = start // self.page_size * self.page_size
+        end = -(-stop // self.page_size) * self.page_size
         with self._lock:
-            done = self.context.commit(self.addr + first, end - first, self.page_size, zero=self.zero)
-            self.resident_bytes += done
-        return done
+            return self._range.commit(first, end - first, self.page_size, zero=self.zero)
 
-    def decommit(self, rows=None, *, bytes=None):
+    def decommit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
         """Give back the pages that lie wholly within rows or bytes; their contents are lost.
 
         Arguments and errors as in `commit`. No kernel in flight may touch them. Returns the bytes that became free.
@@ -183,23 +313,94 @@ class VirtualTensor:
         if first >= end:
             return 0
         with self._lock:
-            done = self.context.decommit(self.addr + first, end - first)
-            self.resident_bytes -= done
-        return done
+            return self._range.decommit(first, end - first)
 
-    def close(self):
+    def backdrop(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> None:
+        """Make unbacked rows or bytes readable now, where the tensor was made with a backdrop.
+
+        Arguments as in `commit`. GPU backends establish the backdrop lazily, around the pages that are backed; before a
+        kernel reads unbacked rows further away, call this. On the host it is always there.
+        """
+        start, stop = self._span(rows, bytes)
+        self._range.backdrop(start, stop - start)
+
+    # ---- files -----------------------------------------------------------------------------------------------
+
+    def save(self, file: str | os.PathLike[str] | IO[builtins.bytes]) -> int:
+        """Write the backed parts to a file (a path, or a binary file object); returns the bytes of data written.
+
+        The file has a line that names the format, a line of JSON (shape, dtype, ``parts``: first byte and length of
+        each), and the parts' bytes one after another. Nobody may commit or decommit meanwhile.
+        """
+        self._span(None, None)
+        parts = self._range.backed(0, self.nbytes)
+        about = {"shape": list(self.tensor.shape), "dtype": str(self.tensor.dtype).split(".")[1], "parts": parts}
+        with open(file, "wb") if isinstance(file, str | os.PathLike) else nullcontext(file) as out:
+            out.write(_MAGIC + json.dumps(about).encode() + b"\n")
+            for first, length in parts:
+                for at in range(first, first + length, _PIECE):
+                    out.write(self.context.read(self.addr + at, min(_PIECE, first + length - at)))
+        return sum(length for _, length in parts)
+
+    @classmethod
+    def load(
+        cls,
+        file: str | os.PathLike[str] | IO[builtins.bytes],
+        device: str | torch.device = "cpu",
+        *,
+        page_size: int | None = None,
+        backdrop: bool | None = None,
+        zero: bool = False,
+        context: Context | None = None,
+    ) -> "VirtualTensor":
+        """A tensor as `save` wrote it, with the same parts backed. Other arguments as in `virtual_empty`.
+
+        Raises ValueError for a file that `save` did not write, or not to its end, and `OutOfMemory`.
+        """
+        with open(file, "rb") if isinstance(file, str | os.PathLike) else nullcontext(file) as source:
+            if source.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError("file does not hold a virtual tensor")
+            shape, dtype, parts = _header(source.readline())
+            loaded = cls(shape, dtype, device, page_size=page_size, backdrop=backdrop, zero=zero, context=context)
+            try:
+                for first, length in parts:
+                    loaded.commit(bytes=slice(first, first + length))
+                    for at in range(first, first + length, _PIECE):
+                        data = source.read(min(_PIECE, first + length - at))
+                        if len(data) < min(_PIECE, first + length - at):
+                            raise ValueError("file ends before the tensor's data does")
+                        loaded.context.write(loaded.addr + at, data)
+            except BaseException:
+                loaded.close()
+                raise
+        return loaded
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
         """Let go of the memory: it is freed at once, unless a tensor over it still stands somewhere."""
-        self.tensor = None
+        self._tensor = None
         self._range.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "VirtualTensor":
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def virtual_empty(shape, dtype=None, device="cpu", *, page_size=None, backdrop=None, zero=False, context=None):
+def virtual_empty(
+    shape: SupportsIndex | Iterable[SupportsIndex],
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    page_size: int | None = None,
+    backdrop: bool | None = None,
+    zero: bool = False,
+    context: Context | None = None,
+) -> VirtualTensor:
     """Reserve a tensor without backing it.
 
     Parameters
@@ -213,8 +414,9 @@ def virtual_empty(shape, dtype=None, device="cpu", *, page_size=None, backdrop=N
     page_size : int, optional
         Bytes; the smallest that the backend supports by default.
     backdrop : bool, optional
-        Let unbacked rows read as finite data instead of faulting; by default wherever the backend can. Writes to
-        unbacked rows are lost or fault in either case.
+        Let unbacked rows read as finite data instead of faulting; by default wherever the backend can. On GPUs this
+        holds near backed rows, and wherever `VirtualTensor.backdrop` was called. Writes to unbacked rows are lost or
+        fault in either case.
     zero : bool
         Clear pages at every commit, also where this context used the memory before.
     context : Context, optional

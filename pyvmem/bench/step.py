@@ -146,7 +146,7 @@ def native_step(cache, lengths, n=2000):
     again = np.maximum(lengths - n, 1).astype(np.int32)  # grows back to where it is
     samples = np.zeros(n, np.uint64)
     raw = ffi.from_buffer("int32_t[]", again)
-    _check(lib.pv_bench_kv_steps(cache._kv, raw, cache.slots, n, 0, ffi.from_buffer("uint64_t[]", samples)))
+    _check(lib.pv_bench_kv_steps(cache._use(), raw, cache.slots, n, 0, ffi.from_buffer("uint64_t[]", samples)))
     return samples / 1e3
 
 

@@ -1,7 +1,6 @@
 // The owner of a KV-cache manager, and the loop of its benchmark.
 //
 // SPDX-License-Identifier: MIT
-#include <errno.h>
 #include <time.h>
 
 #include "native_kv.h"
@@ -11,17 +10,12 @@ static void destroy(void *kv)
     vmem_kv_destroy(kv);
 }
 
-int pv_own_kv(pv_owner *context, vmem_context *ctx, const struct vmem_kv_config *cfg, pv_owner **owner, vmem_kv **kv)
+int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv)
 {
     int rc = vmem_kv_create(ctx, cfg, kv);
-    if (rc)
-        return rc;
-    *owner = pv_owner_new(context, destroy, *kv);
-    if (!*owner) {
-        vmem_kv_destroy(*kv);
-        return -ENOMEM;
-    }
-    return 0;
+    if (!rc)
+        pv_owner_set(owner, destroy, *kv);
+    return rc;
 }
 
 static uint64_t now(void)

@@ -11,22 +11,45 @@
 #define PV_NO_INDEX SIZE_MAX
 
 // A counted owner of something native. It keeps its parent; when the last count goes, the thing is destroyed and the
-// parent's count goes down. Python objects hold one count each, tensors hold one for their memory: so a tensor may
-// outlive every Python object, and be freed by a thread that knows no Python.
+// parent's count goes down. Python objects hold one count each, tensors hold one for their memory, and so does every call
+// that is under way: so a tensor may outlive every Python object, be freed by a thread that knows no Python, and nothing
+// ends under a call of another thread.
 typedef struct pv_owner pv_owner;
 
-// Owns `thing`, with one count; destroy(thing) ends it. parent may be NULL. NULL when there is no memory.
-pv_owner *pv_owner_new(pv_owner *parent, void (*destroy)(void *), void *thing);
+// Owns nothing yet, with one count; parent may be NULL. NULL when there is no memory. It exists before what it is to own,
+// so that an exception in the caller at any moment after that leaves nothing behind.
+pv_owner *pv_owner_new(pv_owner *parent);
+// From now on it owns `thing`: destroy(thing) ends it.
+void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing);
 void pv_owner_keep(pv_owner *owner);
 void pv_owner_drop(pv_owner *owner);
 
-// The three things of libvmem. On failure: a negative errno, and nothing is owned.
-int pv_own_context(const struct vmem_options *opts, pv_owner **owner, vmem_context **ctx);
-// with_pages: pages still mapped there in the end are released, not only unmapped.
-int pv_own_range(pv_owner *context, vmem_context *ctx, uint64_t length, uint32_t flags, int with_pages,
-                 pv_owner **owner, uint64_t *addr);
-// Copies `pages`. Pages released meanwhile are skipped in the end.
-int pv_own_pages(pv_owner *context, vmem_context *ctx, const vmem_page *pages, size_t n, pv_owner **owner);
+// The three things of libvmem, for an owner that owns nothing yet. The parent of ranges and pages is their context's
+// owner. On failure: a negative errno, and nothing is owned.
+int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_context **ctx);
+// device: where kernels of tensors over the range may still be queued in the end; -1: there are none.
+int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, int device, uint64_t *addr);
+// Pages released meanwhile are skipped in the end.
+int pv_own_pages(pv_owner *owner, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages);
+// The pages are the caller's.
+void pv_disown_pages(pv_owner *owner);
+
+// Calls on an owned range. Offsets are from its first byte, and the caller has checked that they lie in the range.
+//
+// Maps pages[i] at offset + i * page_size.
+int pv_range_map(pv_owner *owner, uint64_t offset, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
+                 size_t *bad);
+int pv_range_map_batch(pv_owner *owner, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad);
+int pv_range_unmap(pv_owner *owner, uint64_t offset, uint64_t length);
+int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
+int pv_range_commit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t page_size, uint32_t flags,
+                    uint64_t *bytes);
+int pv_range_decommit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *bytes);
+int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length);
+// Bytes backed now.
+int pv_range_mapped(pv_owner *owner, uint64_t *bytes);
+// The first run of backed addresses in [offset, offset + length); *found is 0 where there is none.
+int pv_range_next_mapped(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *first, uint64_t *found);
 
 // A DLPack tensor of `length` bytes at addr, on device (type, id), which keeps owner: a DLManagedTensor to be wrapped
 // in a capsule named "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory.

@@ -7,8 +7,9 @@
 #include "native.h"
 #include "vmem_kv.h"
 
-// On failure: a negative errno, and nothing is owned.
-int pv_own_kv(pv_owner *context, vmem_context *ctx, const struct vmem_kv_config *cfg, pv_owner **owner, vmem_kv **kv);
+// For an owner that owns nothing yet, whose parent is the context's owner. On failure: a negative errno, and nothing is
+// owned.
+int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
 
 // n decode iterations: every length above 0 grows by one, vmem_kv_step is called, and pause_us pass. samples:
 // nanoseconds of each call. Ends early, with its error, at a step that fails.

@@ -12,22 +12,26 @@
 struct pv_owner {
     atomic_size_t count;
     pv_owner *parent;
-    void (*destroy)(void *);
+    void (*destroy)(void *); // NULL: it owns nothing (yet)
     void *thing;
 };
 
-pv_owner *pv_owner_new(pv_owner *parent, void (*destroy)(void *), void *thing)
+pv_owner *pv_owner_new(pv_owner *parent)
 {
-    pv_owner *owner = malloc(sizeof(*owner));
+    pv_owner *owner = calloc(1, sizeof(*owner));
     if (!owner)
         return NULL;
     atomic_init(&owner->count, 1);
     owner->parent = parent;
-    owner->destroy = destroy;
-    owner->thing = thing;
     if (parent)
         pv_owner_keep(parent);
     return owner;
+}
+
+void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing)
+{
+    owner->thing = thing;
+    owner->destroy = destroy;
 }
 
 void pv_owner_keep(pv_owner *owner)
@@ -39,42 +43,47 @@ void pv_owner_drop(pv_owner *owner)
 {
     while (owner && atomic_fetch_sub_explicit(&owner->count, 1, memory_order_acq_rel) == 1) {
         pv_owner *parent = owner->parent;
-        owner->destroy(owner->thing);
+        if (owner->destroy)
+            owner->destroy(owner->thing);
         free(owner);
         owner = parent;
     }
 }
+
+// ---- contexts -----------------------------------------------------------------------------------------------
 
 static void destroy_context(void *thing)
 {
     vmem_context_destroy(thing);
 }
 
-int pv_own_context(const struct vmem_options *opts, pv_owner **owner, vmem_context **ctx)
+int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_context **ctx)
 {
     int rc = vmem_context_create(opts, ctx);
-    if (rc)
-        return rc;
-    *owner = pv_owner_new(NULL, destroy_context, *ctx);
-    if (!*owner) {
-        vmem_context_destroy(*ctx);
-        return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    }
-    return 0;
+    if (!rc)
+        pv_owner_set(owner, destroy_context, *ctx);
+    return rc;
 }
+
+static vmem_context *context_of(const pv_owner *child)
+{
+    return child->parent->thing;
+}
+
+// ---- ranges -------------------------------------------------------------------------------------------------
 
 struct range {
     vmem_context *ctx;
     struct vmem_range range;
-    int with_pages;
+    int device; // of the tensors that stand over it, whose kernels may still be queued; -1: none
 };
 
 // A tensor may be dropped while kernels that use it are still queued, on streams that nobody here knows.
-static void wait_for_kernels(vmem_context *ctx)
+static void wait_for_kernels(int device)
 {
     struct vmem_info info;
     struct vmem__cuda cu = {0};
-    if (vmem_context_info(ctx, &info) || !(info.caps & VMEM_CAP_GPU) || vmem__cuda_open(&cu, info.device, &info))
+    if (vmem__cuda_open(&cu, device, &info))
         return;
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     int (*synchronize)(void) = library ? (int (*)(void))dlsym(library, "cuCtxSynchronize") : NULL;
@@ -88,35 +97,119 @@ static void wait_for_kernels(vmem_context *ctx)
 static void destroy_range(void *thing)
 {
     struct range *r = thing;
+    struct vmem_range_info info;
     // In a forked child every call refuses, which is right: the parent still uses it all.
-    if (r->with_pages) {
-        wait_for_kernels(r->ctx);
-        vmem_decommit(r->ctx, &r->range, 1, NULL);
+    if (!vmem_range_query(r->ctx, r->range.addr, &info)) {
+        if (r->device >= 0)
+            wait_for_kernels(r->device);
+        if (r->device != -1)
+            vmem_decommit(r->ctx, &r->range, 1, NULL);
+        vMemUnmap(r->ctx, r->range.addr, r->range.length);
+        vMemFree(r->ctx, r->range.addr);
     }
-    vMemUnmap(r->ctx, r->range.addr, r->range.length);
-    vMemFree(r->ctx, r->range.addr);
     free(r);
 }
 
-int pv_own_range(pv_owner *context, vmem_context *ctx, uint64_t length, uint32_t flags, int with_pages,
-                 pv_owner **owner, uint64_t *addr)
+int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, int device, uint64_t *addr)
 {
     struct range *r = malloc(sizeof(*r));
     if (!r)
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    *r = (struct range){.ctx = ctx, .range = {.length = length}, .with_pages = with_pages};
-    int rc = vMemReserve(ctx, length, flags, &r->range.addr);
-    if (!rc) {
-        *addr = r->range.addr;
-        *owner = pv_owner_new(context, destroy_range, r);
-        if (*owner)
-            return 0;
-        vMemFree(ctx, *addr);
-        rc = vmem__error(-ENOMEM, "no memory for bookkeeping");
+    *r = (struct range){.ctx = context_of(owner), .range = {.length = length}, .device = device};
+    int rc = vMemReserve(r->ctx, length, flags, &r->range.addr);
+    if (rc) {
+        free(r);
+        return rc;
     }
-    free(r);
+    *addr = r->range.addr;
+    pv_owner_set(owner, destroy_range, r);
+    return 0;
+}
+
+#define FEW 64 // elements of a batch that are built on the stack
+
+int pv_range_map(pv_owner *owner, uint64_t offset, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
+                 size_t *bad)
+{
+    const struct range *r = owner->thing;
+    struct vmem_map_op few[FEW], *ops = few;
+    if (n > FEW && !(ops = malloc(n * sizeof(*ops))))
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
+    for (size_t i = 0; i < n; i++)
+        ops[i] = (struct vmem_map_op){r->range.addr + offset + i * page_size, pages[i]};
+    int rc = vMemMapBatch(r->ctx, ops, n, flags, bad);
+    if (ops != few)
+        free(ops);
     return rc;
 }
+
+int pv_range_map_batch(pv_owner *owner, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad)
+{
+    const struct range *r = owner->thing;
+    return vMemMapBatch(r->ctx, ops, n, flags, bad);
+}
+
+int pv_range_unmap(pv_owner *owner, uint64_t offset, uint64_t length)
+{
+    const struct range *r = owner->thing;
+    return vMemUnmap(r->ctx, r->range.addr + offset, length);
+}
+
+int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_t n, size_t *bad)
+{
+    const struct range *r = owner->thing;
+    return vMemUnmapBatch(r->ctx, ops, n, bad);
+}
+
+static struct vmem_range part(const struct range *r, uint64_t offset, uint64_t length)
+{
+    return (struct vmem_range){r->range.addr + offset, length};
+}
+
+int pv_range_commit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t page_size, uint32_t flags,
+                    uint64_t *bytes)
+{
+    const struct range *r = owner->thing;
+    const struct vmem_range range = part(r, offset, length);
+    return vmem_commit(r->ctx, &range, 1, page_size, flags, bytes);
+}
+
+int pv_range_decommit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *bytes)
+{
+    const struct range *r = owner->thing;
+    const struct vmem_range range = part(r, offset, length);
+    return vmem_decommit(r->ctx, &range, 1, bytes);
+}
+
+int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length)
+{
+    const struct range *r = owner->thing;
+    return vmem_backdrop(r->ctx, r->range.addr + offset, length);
+}
+
+int pv_range_mapped(pv_owner *owner, uint64_t *bytes)
+{
+    const struct range *r = owner->thing;
+    struct vmem_range_info info;
+    int rc = vmem_range_query(r->ctx, r->range.addr, &info);
+    if (!rc)
+        *bytes = info.mapped;
+    return rc;
+}
+
+int pv_range_next_mapped(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *first, uint64_t *found)
+{
+    const struct range *r = owner->thing;
+    struct vmem_range run;
+    int rc = vmem_next_mapped(r->ctx, r->range.addr + offset, length, &run);
+    if (!rc) {
+        *first = run.addr - r->range.addr;
+        *found = run.length;
+    }
+    return rc;
+}
+
+// ---- pages --------------------------------------------------------------------------------------------------
 
 struct pages {
     vmem_context *ctx;
@@ -133,18 +226,26 @@ static void destroy_pages(void *thing)
     free(pages);
 }
 
-int pv_own_pages(pv_owner *context, vmem_context *ctx, const vmem_page *page, size_t n, pv_owner **owner)
+int pv_own_pages(pv_owner *owner, uint64_t page_size, size_t n, uint32_t flags, vmem_page *out)
 {
-    struct pages *pages = malloc(sizeof(*pages) + n * sizeof(*page));
+    struct pages *pages = n > (SIZE_MAX - sizeof(*pages)) / sizeof(*out) ? NULL
+                                                                        : malloc(sizeof(*pages) + n * sizeof(*out));
     if (!pages)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    pages->ctx = ctx;
+        return vmem__error(-ENOMEM, "n %zu: no memory for so many handles", n);
+    pages->ctx = context_of(owner);
     pages->n = n;
-    memcpy(pages->page, page, n * sizeof(*page));
-    *owner = pv_owner_new(context, destroy_pages, pages);
-    if (!*owner) {
+    int rc = vMemCreate(pages->ctx, page_size, n, flags, pages->page);
+    if (rc) {
         free(pages);
-        return vmem__error(-ENOMEM, "no memory for bookkeeping");
+        return rc;
     }
+    memcpy(out, pages->page, n * sizeof(*out));
+    pv_owner_set(owner, destroy_pages, pages);
     return 0;
+}
+
+void pv_disown_pages(pv_owner *owner)
+{
+    struct pages *pages = owner->thing;
+    pages->n = 0;
 }

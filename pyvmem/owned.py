@@ -1,0 +1,393 @@
+"""Reservations and pages: what a context hands out, each with its own undo.
+
+Every object holds one count of a native owner (pyvmem/native/owner.c). A call passes the owner, or what keeps it, as an
+argument, so that closing an object beside a call of another thread ends it when that call is over.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+import os
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pyvmem._checks import UInts, integer, one_of, uint, uints
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check
+
+if TYPE_CHECKING:
+    from pyvmem.core import Context
+
+MAP_OP = np.dtype([("addr", np.uint64), ("page", np.uint64)])
+UNMAP_OP = np.dtype([("addr", np.uint64), ("length", np.uint64)])
+COPY_OP = np.dtype([("dst", np.uint64), ("src", np.uint64), ("length", np.uint64)])
+
+Self = TypeVar("Self", bound="_Owned")
+
+
+def make_ops(dtype: np.dtype[Any], **columns: Any) -> npt.NDArray[Any]:
+    """Columns (scalars are repeated), in the order of the dtype's fields, as an array of C structures."""
+    arrays = [uints(name, values) for name, values in columns.items()]
+    try:
+        rows = np.broadcast_arrays(*arrays)
+    except ValueError:
+        sizes = ", ".join(f"{name} has {len(array)}" for name, array in zip(columns, arrays))
+        raise ValueError(f"the arrays must have as many elements each, or one: {sizes}") from None
+    ops = np.empty(rows[0].shape, dtype)
+    for name, column in zip(dtype.names or (), rows):
+        ops[name] = column
+    return ops
+
+
+def as_buffer(ctype: str, array: npt.NDArray[Any]) -> Any:
+    return ffi.from_buffer(ctype, array)
+
+
+def no_index() -> Any:
+    """What receives the index of a batch's element at fault."""
+    return ffi.new("size_t *", lib.PV_NO_INDEX)
+
+
+def map_flags(replace: bool, fine: bool) -> int:
+    return (lib.VMEM_MAP_REPLACE if replace else 0) | (lib.VMEM_MAP_FINE if fine else 0)
+
+
+def new_handles(n: SupportsIndex) -> UInts:
+    """Room for n page handles."""
+    try:
+        return np.empty(uint("n", n), np.uint64)
+    except InvalidArgument:
+        raise
+    except (MemoryError, ValueError):  # numpy says ValueError of what no address space holds
+        raise OutOfMemory(errno.ENOMEM, f"n {n}: no memory for so many handles") from None
+
+
+class Uncopyable:
+    """What stands for something native of which there is one: a copy would end it a second time."""
+
+    _instead = ""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} owns native memory and cannot be copied or pickled{self._instead}")
+
+
+class _Owned(Uncopyable):
+    """Holds one count of a native owner; ends with close(), the end of a with block, or garbage collection."""
+
+    _what = "object"
+    _owner: Any = None
+    _thing: Any = None  # a pointer for native calls that keeps the owner
+
+    @staticmethod
+    def _new_owner(parent: Any = ffi.NULL) -> Any:
+        """An owner of nothing yet. It is made before what it is to own: an exception at any later moment, a signal
+        handler's too, then leaves nothing behind."""
+        owner = lib.pv_owner_new(parent)
+        if owner == ffi.NULL:
+            raise OutOfMemory(errno.ENOMEM, "no memory for bookkeeping")
+        return ffi.gc(owner, lib.pv_owner_drop)
+
+    def _own(self, owner: Any, thing: Any = None) -> None:
+        if thing is not None:
+            self._thing = ffi.gc(thing, _Keep(owner))
+        self._owner = owner
+
+    def _owned(self) -> Any:
+        """The owner, to be passed to a native call, which it outlives as its argument: no variable may hold it."""
+        owner = self._owner
+        if owner is None:
+            raise ValueError(f"the {self._what} is closed")
+        return owner
+
+    def _use(self) -> Any:
+        """As `_owned`, for the pointer that libvmem's own calls take."""
+        thing = self._thing
+        if thing is None:
+            raise ValueError(f"the {self._what} is closed")
+        return thing
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._owner is None
+
+    def _drop(self) -> None:
+        # What still uses them, in other threads, drops the last count.
+        self._owner = self._thing = None
+
+    def close(self) -> None:
+        self._drop()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Keep:
+    """The destructor of a pointer, which keeps the pointer's owner until then and does nothing."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __call__(self, thing: Any) -> None:
+        pass
+
+
+class Reservation(_Owned):
+    """A range of addresses: `addr` and `length`, in bytes. Made by `Context.reserve`.
+
+    Closing it unmaps what is mapped there, releases the pages that `commit` put there, and frees the addresses, once no
+    tensor stands over them any more. Pages mapped through `map` are kept alive by it, unless they are closed.
+
+    Offsets and lengths are bytes within the reservation: `InvalidArgument` names one that is not.
+    """
+
+    _what = "reservation"
+
+    context: Context
+    addr: int
+    length: int
+
+    def __init__(
+        self, context: Context, length: SupportsIndex, *, backdrop: bool = False, device: int | None = None
+    ) -> None:
+        length = uint("length", length)
+        if backdrop and "backdrop" not in context.capabilities:
+            raise VmemError(errno.EOPNOTSUPP, f"backdrop=True: the {context.backend} backend has no backdrop")
+        flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
+        owner, addr = self._new_owner(context._owned()), ffi.new("uint64_t *")
+        _check(lib.pv_own_range(owner, length, flags, -1 if device is None else device, addr))
+        self._own(owner)
+        self.context = context
+        self.addr = addr[0]
+        self.length = length
+        self._pages: set[Pages] = set()
+        context._children[id(self)] = self
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<pyvmem.Reservation {self.length} bytes at {self.addr:#x}{state}>"
+
+    def close(self) -> None:
+        """Unmap everything and free the addresses, now or with the last tensor over them."""
+        self._pages.clear()
+        self._drop()
+
+    def _part(self, offset: SupportsIndex, length: SupportsIndex | None) -> tuple[int, int]:
+        """offset and length, checked; by default all that follows."""
+        self._owned()
+        offset = uint("offset", offset)
+        if offset > self.length:
+            raise self._outside(f"offset {offset} must lie")
+        if length is None:
+            return offset, self.length - offset
+        length = uint("length", length)
+        if length > self.length - offset:
+            raise self._outside(f"length {length} at offset {offset} must end")
+        return offset, length
+
+    def _parts(self, offsets: UInts, lengths: UInts | int) -> UInts:
+        """The addresses of offsets at which so many bytes lie within the reservation."""
+        self._owned()
+        total = np.uint64(self.length)
+        lengths = np.broadcast_to(np.asarray(lengths, np.uint64), offsets.shape)
+        outside = (offsets > total) | (lengths > total - np.minimum(offsets, total))
+        if outside.any():
+            i = int(outside.argmax())
+            raise self._outside(f"length {lengths[i]} at offset {offsets[i]} must end", i)
+        return offsets + np.uint64(self.addr)
+
+    def _outside(self, what: str, index: int | None = None) -> InvalidArgument:
+        return InvalidArgument(errno.EINVAL, f"{what} within the reservation's {self.length} bytes", index)
+
+    def map(self, pages: Pages, offset: Any = 0, *, replace: bool = False, fine: bool = False) -> None:
+        """Map `Pages` here: at one offset, one after another, or at an array of offsets (bytes), one for each page.
+
+        `replace` and `fine`, and errors, as in `Context.map`.
+        """
+        if not isinstance(pages, Pages):
+            raise TypeError(f"pages must be Pages, not {type(pages).__name__}: Context.map takes handles")
+        handles, size = pages._handles_for(self.context), pages.page_size
+        known = pages in self._pages
+        self._pages.add(pages)
+        bad = no_index()
+        try:
+            try:
+                first = operator.index(offset)
+            except TypeError:
+                ops = make_ops(MAP_OP, offset=self._parts(uints("offset", offset), size), pages=handles)
+                _check(
+                    lib.pv_range_map_batch(
+                        self._owned(), as_buffer("struct vmem_map_op[]", ops), len(ops), map_flags(replace, fine), bad
+                    ),
+                    bad,
+                )
+            else:
+                self._part(first, len(handles) * size)
+                _check(
+                    lib.pv_range_map(
+                        self._owned(), first, size, as_buffer("vmem_page[]", handles), len(handles),
+                        map_flags(replace, fine), bad,
+                    ),
+                    bad,
+                )  # fmt: skip
+        except BaseException:
+            if not known:
+                self._pages.discard(pages)
+            raise
+        pages._homes[id(self)] = self
+
+    def unmap(self, offset: Any = 0, length: Any = None) -> None:
+        """Unmap `length` bytes from `offset` on (arrays for several ranges, all or none); by default everything."""
+        try:
+            first, size = operator.index(offset), None if length is None else operator.index(length)
+        except TypeError:
+            offsets = uints("offset", offset)
+            left = np.uint64(self.length) - np.minimum(offsets, np.uint64(self.length))
+            ops, bad = make_ops(UNMAP_OP, offset=offsets, length=left if length is None else length), no_index()
+            ops["addr"] = self._parts(ops["addr"], ops["length"])
+            buffer = as_buffer("struct vmem_unmap_op[]", ops)
+            _check(lib.pv_range_unmap_batch(self._owned(), buffer, len(ops), bad), bad)
+        else:
+            first, size = self._part(first, size)
+            _check(lib.pv_range_unmap(self._owned(), first, size))
+
+    # ---- pages that belong to the addresses ------------------------------------------------------------------
+
+    def commit(
+        self,
+        offset: SupportsIndex = 0,
+        length: SupportsIndex | None = None,
+        page_size: int | None = None,
+        *,
+        zero: bool = False,
+    ) -> int:
+        """Back every unbacked part of a range with new pages, all or none; returns the bytes newly backed.
+
+        Offset and length are multiples of `page_size`, by default the smallest. The pages belong to the addresses:
+        `decommit` or closing the reservation releases them. With `zero`, memory that this context used before is
+        cleared. Raises `OutOfMemory`, and `VmemError` (EEXIST) over pages smaller than `page_size`.
+        """
+        sizes = self.context.page_sizes
+        page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
+        first, size = self._part(offset, length)
+        flags, done = lib.VMEM_CREATE_ZERO if zero else 0, ffi.new("uint64_t *")
+        _check(lib.pv_range_commit(self._owned(), first, size, page_size, flags, done))
+        return int(done[0])
+
+    def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
+        """Give back what `commit` put into a range, which must not cut a page; returns the bytes backed until then.
+
+        `Pages` that are mapped there are unmapped and keep their memory.
+        """
+        first, size = self._part(offset, length)
+        done = ffi.new("uint64_t *")
+        _check(lib.pv_range_decommit(self._owned(), first, size, done))
+        return int(done[0])
+
+    def backdrop(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> None:
+        """Make the unbacked addresses of a range readable now. Only for a reservation with ``backdrop=True``.
+
+        GPU backends establish a backdrop in blocks of tens of MiB, where pages are mapped; a kernel that reads further
+        away needs this call first.
+        """
+        first, size = self._part(offset, length)
+        _check(lib.pv_range_backdrop(self._owned(), first, size))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that are backed now, by whatever pages; 0 once the reservation is closed."""
+        if self._owner is None:
+            return 0
+        done = ffi.new("uint64_t *")
+        _check(lib.pv_range_mapped(self._owned(), done))
+        return int(done[0])
+
+    def backed(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> list[tuple[int, int]]:
+        """The backed parts of a range: their offsets and lengths in bytes, in order, neighbours joined."""
+        at, left = self._part(offset, length)
+        end, first, found = at + left, ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        parts: list[tuple[int, int]] = []
+        while at < end:
+            _check(lib.pv_range_next_mapped(self._owned(), at, end - at, first, found))
+            if not found[0]:
+                break
+            if parts and sum(parts[-1]) == first[0]:
+                parts[-1] = (parts[-1][0], parts[-1][1] + found[0])
+            else:
+                parts.append((first[0], found[0]))
+            at = first[0] + found[0]
+        return parts
+
+
+class Pages(_Owned):
+    """Physical pages of one size: ``handles`` (uint64[n], read-only) and ``page_size`` (bytes).
+
+    Made by `Context.create`. Closing them, or dropping the last reference, unmaps them wherever they are mapped and
+    frees them. A `Reservation` that they were mapped into holds a reference until it is closed.
+    """
+
+    _what = "pages object"
+
+    context: Context
+    handles: UInts
+    page_size: int
+
+    def __init__(self, context: Context, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> None:
+        one_of("page_size", page_size, context.page_sizes)
+        self.handles = new_handles(n)
+        owner = self._new_owner(context._owned())
+        flags = lib.VMEM_CREATE_ZERO if zero else 0
+        buffer = as_buffer("vmem_page[]", self.handles)
+        _check(lib.pv_own_pages(owner, page_size, len(self.handles), flags, buffer))
+        self._own(owner)
+        self.handles.flags.writeable = False
+        self.context = context
+        self.page_size = integer("page_size", page_size)
+        self._homes: weakref.WeakValueDictionary[int, Reservation] = weakref.WeakValueDictionary()
+        context._children[id(self)] = self
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __repr__(self) -> str:
+        return f"<pyvmem.Pages {len(self)} x {self.page_size} bytes{', closed' if self.closed else ''}>"
+
+    def _handles_for(self, context: Context) -> UInts:
+        """The handles, for a call of this context."""
+        if self._owner is None:
+            raise ValueError("the pages are closed")
+        if self.context is not context:
+            raise InvalidArgument(errno.EINVAL, f"pages: {self!r} are pages of another context")
+        return self.handles
+
+    def close(self) -> None:
+        """Unmap the pages wherever they are mapped and free them. Pages released one by one before are skipped."""
+        for home in self._homes.valuerefs():
+            if reservation := home():
+                reservation._pages.discard(self)
+        self._drop()
+
+    release = close
+
+
+def check_process(pid: int) -> None:
+    """Raise unless this is the process with that id: before a lock that may be held by a thread which a fork left."""
+    if os.getpid() != pid:
+        raise VmemError(errno.EPERM, "the context belongs to the process that forked this one")

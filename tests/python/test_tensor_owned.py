@@ -1,0 +1,201 @@
+"""Virtual tensors beside others: closed ones, ones at the same addresses, copies, files, and other processes.
+
+SPDX-License-Identifier: MIT
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+from conftest import python
+
+import pyvmem
+
+torch = pytest.importorskip("torch")
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture
+def empty(context, device):
+    """virtual_empty on the backend under test."""
+
+    def make(shape, dtype=torch.float32, **options):
+        return pyvmem.virtual_empty(shape, dtype, device, context=context, **options)
+
+    return make
+
+
+def test_a_closed_tensor_lets_the_next_one_at_its_address_be(empty):
+    old = empty((64, 16384))
+    old.commit()
+    addr = old.addr
+    old.close()
+    new = []
+    while not new or new[-1].addr != addr:
+        new.append(empty((64, 16384)))
+        assert len(new) < 100, "the address is not given out again"
+    new = new[-1]
+    new.commit()
+    new.tensor.fill_(2.0)
+    for call in (old.commit, old.decommit, old.backdrop, lambda: old.save(io.BytesIO()), lambda: old.tensor):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    assert old.closed and old.resident_bytes == 0
+    assert new.resident_bytes >= new.nbytes
+    assert new.tensor.sum().item() == 2.0 * 64 * 16384
+
+
+def test_resident_bytes_follow_what_others_do(empty, context):
+    size = min(context.page_sizes)
+    v = empty((16, size // 4))
+    v.commit(rows=slice(0, 4))
+    context.decommit(v.addr, 2 * size)
+    assert v.resident_bytes == 2 * size
+    assert v.decommit() == 2 * size
+    assert v.resident_bytes == 0
+    with context.create(size) as page:
+        context.map(v.addr, page)
+        assert v.resident_bytes == size
+    assert v.resident_bytes == 0
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (5, 0, 3), (5, 3, 0)])
+def test_rows_of_no_bytes(empty, shape):
+    v = empty(shape)
+    for rows in (slice(0, 5), slice(2, 4), slice(5, 5), 4, None):
+        assert v.commit(rows=rows) == v.decommit(rows=rows) == 0
+    for rows in (5, slice(0, 6)):
+        with pytest.raises(IndexError, match="rows .* must lie within 0:5"):
+            v.commit(rows=rows)
+
+
+@pytest.mark.parametrize("shape", [1 << 62, (1 << 62, 4), (0, 1 << 62), (0, 1 << 40, 1 << 40)])
+def test_a_shape_that_no_address_space_holds(empty, shape):
+    with pytest.raises(pyvmem.InvalidArgument, match=r"shape .*2\^46"):
+        empty(shape)
+
+
+# ---- copies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_virtual_tensor_cannot_be_copied(empty, how):
+    with pytest.raises(TypeError, match="VirtualTensor owns native memory and cannot be copied or pickled; save"):
+        how(empty((4, 4)))
+
+
+def save(tensor):
+    torch.save(tensor, io.BytesIO())
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps, save])
+def test_a_tensor_that_is_backed_in_part_is_not_read_whole(empty, context, how):
+    v = empty((1 << 30, 1024))  # 4 TiB
+    v.commit(rows=slice(0, 16))
+    with pytest.raises(RuntimeError, match=f"of which {v.resident_bytes} are backed: use VirtualTensor.save"):
+        how(v.tensor)
+    assert v.resident_bytes == context.stats().mapped
+
+
+def test_a_tensor_that_is_backed_whole_is_copied_as_any_other(empty):
+    v = empty((64, 1000))
+    v.commit()
+    v.tensor.normal_()
+    twin = copy.deepcopy(v.tensor)
+    file = io.BytesIO()
+    torch.save(v.tensor, file)
+    file.seek(0)
+    for other in (twin, torch.load(file), pickle.loads(pickle.dumps(v.tensor))):
+        assert torch.equal(other, v.tensor) and other.data_ptr() != v.addr
+    v.tensor.requires_grad_()
+    assert copy.deepcopy(v.tensor).requires_grad
+
+
+def test_a_tensor_stays_on_its_pages(empty):
+    v = empty((64, 16384))
+    v.commit(rows=0)
+    with pytest.raises(RuntimeError, match="share_memory_ would move"):
+        v.tensor.share_memory_()
+    assert v.tensor.data_ptr() == v.addr
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_saved_is_loaded(empty, context, device, tmp_path, dtype):
+    size = min(context.page_sizes)
+    v = empty((1 << 22, size // 64), dtype)
+    for row in (0, 700, 1 << 20, (1 << 22) - 1):
+        v.commit(rows=row)
+        v.tensor.view(torch.uint8)[row] = row % 251
+    written = v.save(tmp_path / "tensor")
+    assert written <= v.resident_bytes
+    assert (tmp_path / "tensor").stat().st_size < written + 1000
+    with pyvmem.VirtualTensor.load(tmp_path / "tensor", device, context=context) as w:
+        assert (w.tensor.shape, w.tensor.dtype, w.nbytes) == (v.tensor.shape, dtype, v.nbytes)
+        assert w.resident_bytes == v.resident_bytes and w._range.backed() == v._range.backed()
+        for row in (0, 700, 1 << 20, (1 << 22) - 1):
+            assert torch.equal(w.tensor.view(torch.uint8)[row], v.tensor.view(torch.uint8)[row])
+
+
+def test_a_file_of_something_else_is_refused(empty, context, device):
+    v = empty((64, 16384))
+    v.commit(rows=slice(0, 2))
+    file = io.BytesIO()
+    v.save(file)
+    before = context.stats()
+    whole = file.getvalue()
+    for data in (b"", b"something else", whole[:20], whole[:-1], whole.replace(b"float32", b"floatxx")):
+        with pytest.raises(ValueError, match="file"):
+            pyvmem.VirtualTensor.load(io.BytesIO(data), device, context=context)
+        after = context.stats()
+        assert (after.reserved, after.created) == (before.reserved, before.created)
+
+
+# ---- other processes ----------------------------------------------------------------------------------------
+
+
+def test_fork_beside_a_commit_of_another_thread():
+    """The child neither hangs on a lock that the thread held nor uses what is its parent's."""
+    python(
+        """
+        import os, threading
+        import pytest
+        import pyvmem, pyvmem.core
+        from pyvmem.core import default_context
+
+        v = pyvmem.virtual_empty((64, 16384))
+        v.commit(rows=0)
+        held, done = threading.Event(), threading.Event()
+
+        def hold():
+            with v._lock, pyvmem.core._defaults_lock:
+                held.set()
+                assert done.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(60)
+        child = os.fork()
+        if child == 0:
+            import signal
+            signal.alarm(20)
+            status = 1
+            try:
+                with default_context("host").reserve(1 << 21) as range_:
+                    range_.commit()
+                for call in (v.commit, v.decommit):
+                    with pytest.raises(pyvmem.VmemError, match="belongs to the process"):
+                        call()
+                status = 0
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        done.set()
+        thread.join()
+        assert status == 0, status
+        """
+    )
