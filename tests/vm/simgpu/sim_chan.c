@@ -21,6 +21,8 @@ enum {
 };
 enum { OP_MEMBAR = 0x5, OP_TLB_INVALIDATE = 0x9, OP_TLB_INVALIDATE_TARGETED = 0xa };
 #define SUBCH_CE 4
+// UVM_MAX_PUSH_SIZE, which UVM checks nowhere in a release build. A push is one entry of a channel's FIFO.
+#define MAX_PUSH (128 << 10)
 
 static LIST_HEAD(chans);
 static struct task_struct *engine;
@@ -274,6 +276,10 @@ static bool fetch_entry(struct sim_chan *c)
     c->words = bytes ? sim_vas_rm_ptr(c->vas, c->words_va, &contig) : NULL;
     if (bytes && (!c->words || contig < bytes))
         sim_chan_fault(c, "push buffer fetch", c->words_va);
+    if (bytes > MAX_PUSH) {
+        c->vas->gpu->c.bad_push_size++;
+        sim_log("channel %u: a push of %llu bytes\n", c->id, bytes);
+    }
     if (bytes) {
         c->vas->gpu->c.pushes++;
         if (sim_inject(c->vas->gpu, SIMGPU_SITE_CHANNEL))

@@ -119,6 +119,23 @@ static bool covered(const struct scope *s, const struct sim_tlbe *t)
     return !s->targeted || (t->va < s->va + s->size && s->va < t->va + (1ULL << t->shift));
 }
 
+// An address must not turn from an entry of one size into one of another while a TLB still holds the first: a TLB could
+// then hold both, and accesses to it would lose their order. Between the two lies a moment without an entry.
+static void check_size(struct sim_vas *v, const struct sim_tlbe *t)
+{
+    struct sim_xlat now;
+
+    if (t->level != SIM_LEVEL_PTE || t->state != SIMGPU_PTE_VALID)
+        return;
+    sim_walk(v, t->va, &now);
+    if (now.state == SIMGPU_PTE_INVALID || now.shift == t->shift)
+        return;
+    v->gpu->c.bad_mixed_sizes++;
+    if (sim_trace & 2)
+        sim_log("TLB holds 0x%llx by an entry of shift %u, the tables have one of shift %u\n", t->va, t->shift,
+                now.shift);
+}
+
 struct refill {
     u64 va;
     u32 unit;
@@ -141,6 +158,7 @@ static void invalidate_vas(struct sim_vas *v, const struct scope *s)
             refill[n].va = t->va;
             refill[n++].unit = t->unit;
         }
+        check_size(v, t);
         drop(v, t);
     }
     if (!(v->gpu->mode & SIMGPU_MODE_REFILL))

@@ -120,6 +120,8 @@ struct simgpu_counters {
     __u64 bad_late_writes;    // a write in flight landed in memory that had been freed
     __u64 bad_use_after_free; // an access was translated to free memory
     __u64 bad_double_free;
+    __u64 bad_push_size;      // a push was longer than UVM gives one room for: it wrote into others'
+    __u64 bad_mixed_sizes;    // a TLB held an address while the tables mapped it by an entry of another size
     // Levels, not reset
     __u64 pma_live;    // 64 KiB units allocated
     __u64 tlb_entries; // translations held, both units

@@ -250,6 +250,8 @@ struct simgpu_counters sim_counters(unsigned gpu, bool reset)
         b->bad_late_writes -= io.c.bad_late_writes;
         b->bad_use_after_free -= io.c.bad_use_after_free;
         b->bad_double_free -= io.c.bad_double_free;
+        b->bad_push_size -= io.c.bad_push_size;
+        b->bad_mixed_sizes -= io.c.bad_mixed_sizes;
     }
     return io.c;
 }
@@ -279,6 +281,8 @@ void sim_check(unsigned gpu)
     CHECK_EQ(c.bad_late_writes - b->bad_late_writes, 0);
     CHECK_EQ(c.bad_use_after_free - b->bad_use_after_free, 0);
     CHECK_EQ(c.bad_double_free - b->bad_double_free, 0);
+    CHECK_EQ(c.bad_push_size - b->bad_push_size, 0);
+    CHECK_EQ(c.bad_mixed_sizes - b->bad_mixed_sizes, 0);
     sim_ioctl(SIMGPU_POISON_CHK, &p, "SIMGPU_POISON_CHK");
     CHECK_MSG(p.dirty_units == 0, "%llu units of free memory were written to, the first at 0x%llx",
               (unsigned long long)p.dirty_units, (unsigned long long)p.first_dirty);
