@@ -7,10 +7,12 @@
 #include "uvm_hal.h"
 #include "uvm_kvmalloc.h"
 
-// Room in a push that one window's entries take at most (32 separate writes), and that the end of a push takes
-// (membars, invalidates), both with a wide margin
+// Room in a push that one window's entries take at most (32 separate writes), that one directory entry takes, that a
+// PTE batch takes to write out what it has gathered beside the entries themselves, and that the end of a push takes
+// (membars, two sets of invalidates): all with a wide margin
 #define WINDOW_SPACE 6144
 #define PDE_SPACE 1024
+#define FLUSH_SPACE 512
 #define END_SPACE 4096
 
 static NV_STATUS push_begin(struct uvm_vmem_call *call)
@@ -54,7 +56,15 @@ static void ptes_end(struct uvm_vmem_call *call)
     call->batching = false;
 }
 
-// Make sure of room for `space` bytes and for ending the push, in a new push chained to this one if need be.
+// What the PTE batch has gathered in the push, or will put there: uvm_push_has_space() counts none of it before the
+// batch writes it out, which it does by itself only after 32 KiB of entries that lie side by side.
+static NvU32 ptes_space(const struct uvm_vmem_call *call)
+{
+    return call->batching ? call->ptes.pte_count * call->ptes.pte_entry_size + FLUSH_SPACE : 0;
+}
+
+// Make sure of room for `space` bytes and for ending the push, in a new push chained to this one if need be. The check
+// is good for nothing once a push is too long, since its subtraction wraps: no push may ever get there.
 static NV_STATUS push_reserve(struct uvm_vmem_call *call, NvU32 space)
 {
     bool batching = call->batching;
@@ -62,7 +72,7 @@ static NV_STATUS push_reserve(struct uvm_vmem_call *call, NvU32 space)
 
     if (call->fatal != NV_OK)
         return call->fatal;
-    if (uvm_push_has_space(&call->push, space + END_SPACE))
+    if (uvm_push_has_space(&call->push, space + ptes_space(call) + END_SPACE))
         return NV_OK;
 
     if (batching)

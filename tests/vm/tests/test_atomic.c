@@ -120,6 +120,71 @@ TEST(test_largest_batch)
     sim_check(0);
 }
 
+// What one call touches at most. Windows opened one after the other have tables that lie side by side in memory, and
+// UVM's PTE batch gathers entries of such tables inside the push without counting them.
+static void check_states(const struct uvm *u, uint8_t state, uint32_t page_size)
+{
+    static struct simgpu_pte ptes[GB(4) / SLOT];
+
+    sim_walk(u, 0, BASE + KB(1088), SLOT, ptes, COUNT(ptes));
+    for (unsigned i = 0; i < COUNT(ptes); i++)
+        CHECK_MSG(ptes[i].state == state && (!page_size || ptes[i].page_size == page_size),
+                  "slot %u is in state %u, size 0x%x", i, ptes[i].state, ptes[i].page_size);
+    sim_check(0);
+}
+
+TEST(test_largest_range)
+{
+    struct uvm u;
+    static struct uvm_vmem_op ops[UVM_VMEM_MAX_OPS];
+    struct uvm_vmem_batch b;
+    struct uvm_vmem_release r;
+    uint64_t h;
+
+    vm_start(&u, GB(4));
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
+    ops[0] = vm_op(BASE, GB(4), 0, 0, UVM_VMEM_UNMAP_OPEN);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 1, &b), NV_OK);
+    CHECK_EQ(b.out_waits, 1);
+    check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
+
+    for (unsigned i = 0; i < COUNT(ops); i++)
+        ops[i] = vm_op(BASE + i * MB(1), MB(1), h, 0, 0);
+    CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, GB(4));
+    check_states(&u, SIMGPU_PTE_VALID, KB(64));
+    CHECK_EQ(gpu_mark(&u, BASE, KB(64), 7), 0);
+    CHECK(gpu_marked(&u, BASE + GB(4) - MB(1), KB(64), 7, &(uint64_t){ 0 }));
+
+    CHECK_EQ(vm_release(&u, &h, 1, &r), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
+}
+
+// As many 2 MiB entries, and all of them cut in one call.
+TEST(test_largest_range_of_huge_entries)
+{
+    struct uvm u;
+    static struct uvm_vmem_op ops[GB(4) / SLOT];
+    struct uvm_vmem_batch b;
+    uint64_t h;
+
+    vm_start(&u, GB(4));
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
+    for (unsigned i = 0; i < COUNT(ops); i++)
+        ops[i] = vm_op(BASE + i * SLOT, SLOT, h, 0, 0);
+    CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
+    check_states(&u, SIMGPU_PTE_VALID, MB(2));
+
+    for (unsigned i = 0; i < COUNT(ops); i++)
+        ops[i] = vm_op(BASE + i * SLOT, KB(64), 0, 0, 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
+    CHECK_EQ(b.out_waits, 1);
+    check_states(&u, SIMGPU_PTE_VALID, KB(64));
+    CHECK_EQ(vm_unmap(&u, BASE, GB(4), 0), NV_OK);
+    check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
+}
+
 // 120 pages at 120 distant addresses, windows there: one push, one invalidate, one wait, no call into RM.
 TEST(test_batch_of_120_pages_costs_one_push)
 {
