@@ -116,12 +116,15 @@ static NvU32 window_writes(const struct uvm_vmem_window *window)
     return window->changed;
 }
 
-// A page that stays where it is while its 2 MiB entry becomes 64 KiB entries. The GPU must not hold an address that is
-// in use in entries of two sizes, or accesses to it lose their order: the 2 MiB entry goes first, then the others come.
-// Where every page changes there is no order to lose, and no moment without an entry.
-static bool window_keeps_page(const struct uvm_vmem_window *window)
+// Whether the 2 MiB entry of a window that is cut goes first, and the table comes after an invalidate. A TLB must not
+// hold an address in entries of two sizes, or accesses to it lose their order; UVM never goes in one step. With
+// uvm_vmem_one_step it is done where no page stays, so that there is no order to lose: not seen on hardware.
+static bool window_breaks(const struct uvm_vmem_window *window)
 {
-    return window->cut && !window->fresh && !window->taken && (window->pages & ~window->changed);
+    bool valid = window->taken || window->had_pages;
+    bool keeps = !window->taken && (window->had_pages & window->pages & ~window->changed);
+
+    return window->cut && valid && (keeps || !uvm_vmem_is_one_step());
 }
 
 static void huge_write(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
@@ -213,7 +216,7 @@ static NV_STATUS stage_entries(struct uvm_vmem_call *call)
     return NV_OK;
 }
 
-// Take the 2 MiB entries away that stand for pages which stay. Ends the PTE batch.
+// Take the 2 MiB entries away that become tables. Ends the PTE batch.
 static NV_STATUS stage_break(struct uvm_vmem_call *call)
 {
     NvU32 size = uvm_mmu_pte_size(call->tree, UVM_PAGE_SIZE_2M);
@@ -224,7 +227,7 @@ static NV_STATUS stage_break(struct uvm_vmem_call *call)
     list_for_each_entry(window, &call->touched, touched) {
         uvm_page_table_range_t *range = &window->map->pt_range_vec.ranges[0];
 
-        if (!window_keeps_page(window))
+        if (!window_breaks(window))
             continue;
         status = push_reserve(call, PDE_SPACE);
         if (status != NV_OK)

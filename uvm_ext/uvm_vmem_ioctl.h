@@ -55,10 +55,11 @@
 #define UVM_VMEM_NO_OP 0xFFFFFFFFu
 
 // out_caps
-#define UVM_VMEM_CAP_LIVE_REPLACE 0x1 // UVM_VMEM_MAP_REPLACE passes through no invalid entry
-#define UVM_VMEM_CAP_SPARSE 0x2       // unbacked parts of a window read as zero
-#define UVM_VMEM_CAP_TAKEOVER 0x4     // UVM_VMEM_TAKEOVER passes through no invalid entry
-#define UVM_VMEM_CAP_HUGE 0x8         // aligned 2 MiB pages get one 2 MiB entry
+#define UVM_VMEM_CAP_LIVE_REPLACE 0x1   // entries of a window are replaced by others of the same size in place
+#define UVM_VMEM_CAP_SPARSE 0x2         // unbacked parts of a window read as zero
+#define UVM_VMEM_CAP_TAKEOVER 0x4       // there is UVM_VMEM_TAKEOVER
+#define UVM_VMEM_CAP_HUGE 0x8           // aligned 2 MiB pages get one 2 MiB entry
+#define UVM_VMEM_CAP_LIVE_TAKEOVER 0x10 // a 2 MiB entry none of whose pages stays becomes a table in one step
 
 // What the module can do, on a GPU when gpu_uuid is given, and what this file holds there.
 //
@@ -212,9 +213,10 @@ struct uvm_vmem_op {
 // may access such a slot while a part of it is mapped, replaced or unmapped.
 #define UVM_VMEM_MAP_64K 0x2
 // MAP, UNMAP with UVM_VMEM_UNMAP_OPEN: slots that another mapping on this GPU's own memory (a CUDA backdrop) or a
-// sparse mapping covers may be taken: the whole slot becomes a window and loses that mapping, without a moment in which
-// an address is invalid. While it happens, an access sees the old memory or the new, and writes there have no order.
-// Without it: NV_ERR_UVM_ADDRESS_IN_USE.
+// sparse mapping covers may be taken: the whole slot becomes a window and loses that mapping. Where it has 64 KiB
+// entries they are replaced in place, as by UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the slot is invalid for a
+// moment, and no kernel may access it, unless QUERY says UVM_VMEM_CAP_LIVE_TAKEOVER; then an access sees the old memory
+// or the new, and writes there have no order. Without it: NV_ERR_UVM_ADDRESS_IN_USE.
 #define UVM_VMEM_TAKEOVER 0x100
 // Open windows where there are none: the backdrop, ahead of use. Without it such addresses are skipped.
 #define UVM_VMEM_UNMAP_OPEN 0x10

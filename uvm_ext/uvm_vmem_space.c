@@ -19,6 +19,12 @@ static bool uvm_vmem_confidential;
 module_param(uvm_vmem_confidential, bool, 0444);
 MODULE_PARM_DESC(uvm_vmem_confidential, "vMem: allow with confidential computing (default: no). Not tested there.");
 
+static bool uvm_vmem_one_step;
+module_param(uvm_vmem_one_step, bool, 0644);
+MODULE_PARM_DESC(uvm_vmem_one_step,
+                 "vMem: where no page stays, turn a 2 MiB entry into a table in one step, so that no address is invalid "
+                 "meanwhile (default: no). Not tested on hardware.");
+
 static LIST_HEAD(g_uvm_vmem_spaces);
 static DEFINE_MUTEX(g_uvm_vmem_spaces_lock);
 
@@ -27,6 +33,11 @@ NvU64 uvm_vmem_bytes_cap(void)
     unsigned int mbytes = READ_ONCE(uvm_vmem_max_mbytes);
 
     return mbytes ? (NvU64)mbytes << 20 : ~0ULL;
+}
+
+bool uvm_vmem_is_one_step(void)
+{
+    return READ_ONCE(uvm_vmem_one_step);
 }
 
 struct uvm_vmem_space *uvm_vmem_space_get(uvm_va_space_t *va_space)
@@ -142,6 +153,8 @@ static void query_gpu(struct uvm_vmem_space *space, uvm_gpu_t *gpu, struct uvm_v
     p->out_caps = UVM_VMEM_CAP_LIVE_REPLACE | UVM_VMEM_CAP_SPARSE | UVM_VMEM_CAP_TAKEOVER;
     if (uvm_vmem_gpu_has_huge(gpu))
         p->out_caps |= UVM_VMEM_CAP_HUGE;
+    if (uvm_vmem_is_one_step())
+        p->out_caps |= UVM_VMEM_CAP_LIVE_TAKEOVER;
     p->out_page_sizes = UVM_VMEM_PAGE_SIZES;
     p->out_bytes_total = gpu->mem_info.size;
     if (stats)

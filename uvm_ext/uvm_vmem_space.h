@@ -126,6 +126,9 @@ NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gp
 // Most bytes a file may hold, ~0 without a limit.
 NvU64 uvm_vmem_bytes_cap(void);
 
+// Whether a 2 MiB entry may become a table without an invalid entry between.
+bool uvm_vmem_is_one_step(void);
+
 // Call fn for every file with state. The list's lock is held, the file's is not.
 void uvm_vmem_spaces_for_each(void (*fn)(struct uvm_vmem_space *space, void *arg), void *arg);
 

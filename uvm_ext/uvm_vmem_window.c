@@ -101,6 +101,7 @@ static void touch(struct uvm_vmem_call *call,
     window->range = range;
     window->map = map;
     window->occupied = window->pages;
+    window->had_pages = window->pages;
     window->changed = 0;
     window->fresh = false;
     window->taken = false;

@@ -44,6 +44,7 @@ struct uvm_vmem_window {
     uvm_vmem_range_t *range;
     uvm_ext_gpu_map_t *map;
     NvU32 occupied; // the pages there would be after the elements so far
+    NvU32 had_pages; // the pages there were when the call began
     NvU32 changed;
     bool fresh; // opened by this call: the PTEs are invalid still
     bool taken; // taken over by this call: the PTEs are the former mapping's still

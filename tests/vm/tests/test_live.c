@@ -120,28 +120,63 @@ TEST(test_live_neighbours_never_invalid)
     sim_check(0);
 }
 
-// A backdrop that somebody else mapped becomes ours under a reader.
-TEST(test_live_takeover_never_invalid)
+// A backdrop that somebody else mapped becomes ours under a reader, who reads `at` bytes behind its start. The slot that
+// is taken is the second.
+static struct simgpu_loop takeover(uint32_t page_size, uint64_t at)
 {
     uint64_t h, base = BASE + GB(4);
-    struct uvm_vmem_op op;
     struct simgpu_loop l;
+    struct uvm_vmem_op op;
 
-    vm_start(&u, MB(4));
-    if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_TAKEOVER))
-        vmtest_skip("the module announces no UVM_VMEM_CAP_TAKEOVER");
     CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
+    CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, page_size == MB(2) ? 91 : 92), NV_OK);
+    CHECK_EQ(sim_pte(&u, base + MB(2)).page_size, page_size);
+    l = loop_start(base + at);
+    op = vm_op(base + MB(2), KB(64), h, 0, UVM_VMEM_TAKEOVER);
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    l = loop_end(l);
+    CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
+    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    return l;
+}
+
+static void takeover_start(bool one_step)
+{
+    FILE *f = fopen("/sys/module/nvidia_uvm/parameters/uvm_vmem_one_step", "w");
+
+    CHECK(f && fputs(one_step ? "1" : "0", f) >= 0 && fclose(f) == 0);
+    vm_start(&u, MB(4));
+    CHECK_EQ(!!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_LIVE_TAKEOVER), one_step);
     sim_mem(&u, 0, 91, MB(2), MB(8));
-    for (int round = 0; round < 20; round++) {
-        CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
-        CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
-        l = loop_start(base + MB(2) * (round % 4) + KB(128));
-        op = vm_op(base + MB(2), KB(64), h, 0, UVM_VMEM_TAKEOVER);
-        CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
-        check_no_gap(loop_end(l));
-        CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
+    sim_mem(&u, 0, 92, KB(64), MB(8));
+}
+
+// Of 64 KiB entries it is a replacement like any other, and the neighbours of a 2 MiB entry are left alone. The entry
+// itself goes before the table comes: a reader of that slot meets an invalid entry, and no TLB one of each size.
+TEST(test_live_takeover)
+{
+    takeover_start(false);
+    for (unsigned slot = 0; slot < 4; slot++) {
+        check_no_gap(takeover(KB(64), slot * SLOT + KB(128)));
+        if (slot != 1)
+            check_no_gap(takeover(MB(2), slot * SLOT + KB(128)));
     }
+    CHECK(takeover(MB(2), SLOT + KB(128)).invalid > 0);
     sim_check(0);
+}
+
+// Where it was asked for, a 2 MiB entry becomes a table in one step. That is what the simulated TLBs object to.
+TEST(test_live_takeover_in_one_step)
+{
+    struct simgpu_counters c = sim_counters(0, true);
+
+    takeover_start(true);
+    for (unsigned slot = 0; slot < 4; slot++)
+        check_no_gap(takeover(MB(2), slot * SLOT + KB(128)));
+    c = sim_counters(0, false);
+    CHECK(c.bad_mixed_sizes > 0);
+    takeover_start(false);
 }
 
 // The net itself: the driver's own remap does have a gap, and the loop sees it. Runs on both modules.
