@@ -153,6 +153,26 @@ struct vmem_kv_prefix_info {
 };
 int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out);
 
+// ---- blocks -------------------------------------------------------------------------------------------------
+//
+// For engines that keep their accounts in blocks (vLLM): a block number is a name for the pages behind `block_tokens`
+// rows of a slot, in all tensors. Named pages stay until the name is dropped, whatever becomes of the slot, and a new
+// request can start with them at other addresses. So the engine's block table becomes the GPU's page table. Only names
+// hold these pages: the engine decides which go first.
+
+// Makes names 0 to n_blocks - 1, once. block_tokens rows must be whole pages in every tensor, and tensors have no
+// windows (-EOPNOTSUPP).
+int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens);
+// ids[i] names the pages at block index[i] of slots[i]: rows from index[i] * block_tokens on, which the slot's last
+// step asked for. All or nothing; *bad, when not NULL, receives the element at fault. -EEXIST: the name is taken.
+int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
+                       size_t *bad);
+// Quiet. The slot, newly allocated, starts with the named pages in this order: they are mapped there a second time, and
+// its length becomes n * block_tokens. What the slot has behind them stays. -ENODATA: a name has no pages.
+int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
+// Takes names away, as far as they are taken. Pages that nobody else holds are released.
+int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
+
 // ---- swapping -----------------------------------------------------------------------------------------------
 
 // Bytes of CPU memory that vmem_kv_swap_out needs for the slot.

@@ -225,6 +225,7 @@ static void release(vmem_kv *kv)
     for (uint32_t i = 0; i < kv->cap_prefixes; i++)
         if (kv->prefixes[i])
             kv_prefix_drop(kv, kv->prefixes[i]);
+    kv_blocks_destroy(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vMemFree(kv->ctx, kv->addrs[i]);

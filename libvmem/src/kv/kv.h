@@ -134,6 +134,8 @@ struct vmem_kv {
     struct kv_prefix **prefixes;
     uint64_t cap_prefixes;
     uint32_t n_prefixes, prefix_generation;
+    vmem_page *named; // pages of block names, block_pages each, group after group, tensor after tensor; 0: not taken
+    uint32_t n_blocks, block_tokens, block_pages;
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
     bool cutting; // worker_cut is under way
@@ -274,6 +276,11 @@ int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
 // Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
 // before them.
 int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+
+// ---- block.c
+
+void kv_blocks_destroy(vmem_kv *kv); // drops all names
+int kv_check_blocks(const vmem_kv *kv);
 
 // ---- stats.c
 

@@ -259,5 +259,5 @@ int kv_check_books(vmem_kv *kv)
         return vmem__error(-EFAULT, "counted %" PRIu64 " pages, %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
                            ", %" PRIu64 " and %" PRIu64, pages + kv->pending, slots, only, kv->held, refs,
                            kv->prefix_only);
-    return 0;
+    return kv_check_blocks(kv);
 }

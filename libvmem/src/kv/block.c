@@ -1,0 +1,284 @@
+// Blocks: names that an engine has for pages.
+//
+// A name holds its pages as a prefix does (struct kv_ref counts both), so that slots, sharing and the books need to know
+// nothing of names. Prefixes themselves do not carry blocks: a prefix is one request's beginning, held and let go as a
+// whole, while an engine names each block when a request gets it, drops it when it hands the number to somebody else,
+// and starts a request with blocks that several others wrote.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <sys/mman.h>
+
+#include "kv/kv.h"
+
+static uint32_t block_pages_of(const vmem_kv *kv, const struct kv_group *g)
+{
+    return (uint32_t)((kv->block_tokens * g->row_bytes) >> kv->page_shift);
+}
+
+static vmem_page *pages_of(const vmem_kv *kv, uint32_t id)
+{
+    return kv->named + (uint64_t)id * kv->block_pages;
+}
+
+static int check_id(const vmem_kv *kv, uint32_t id)
+{
+    if (id >= kv->n_blocks)
+        return vmem__error(-EINVAL, "block %u: there are %u", id, kv->n_blocks);
+    return 0;
+}
+
+static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
+{
+    if (kv->named)
+        return vmem__error(-EINVAL, "this cache has %u blocks already", kv->n_blocks);
+    if (!n_blocks || n_blocks > INT32_MAX)
+        return vmem__error(-EINVAL, "n_blocks %u is not between 1 and %d", n_blocks, INT32_MAX);
+    if (!block_tokens || block_tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "block_tokens %u is not between 1 and max_tokens, %u", block_tokens,
+                           kv->max_tokens);
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint64_t bytes = block_tokens * g->row_bytes;
+        if (g->window || g->max_tokens != kv->max_tokens)
+            return vmem__error(-EOPNOTSUPP, "blocks need tensors of the cache's max_tokens and without windows");
+        if (bytes & (kv->page_size - 1))
+            return vmem__error(-EINVAL, "block_tokens %u: rows of %" PRIu64 " bytes make blocks of %" PRIu64
+                               ", not whole pages of %" PRIu64, block_tokens, g->row_bytes, bytes, kv->page_size);
+        pages += (bytes >> kv->page_shift) * g->n;
+    }
+    if (pages > UINT32_MAX)
+        return vmem__error(-EINVAL, "block_tokens %u: a block would have %" PRIu64 " pages", block_tokens, pages);
+    vmem_page *named = mmap(NULL, n_blocks * pages * sizeof(*named), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (named == MAP_FAILED)
+        return vmem__error(-ENOMEM, "no address space for a table of %u blocks", n_blocks);
+    kv->named = named;
+    kv->n_blocks = n_blocks;
+    kv->block_tokens = block_tokens;
+    kv->block_pages = (uint32_t)pages;
+    return 0;
+}
+
+int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
+{
+    int rc = kv_enter(kv);
+    return rc ? rc : kv_leave(kv, init(kv, n_blocks, block_tokens));
+}
+
+// ---- dropping -----------------------------------------------------------------------------------------------
+
+// Takes the name away; pages that nobody else holds are added to the list, which has room.
+static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
+{
+    vmem_page *pages = pages_of(kv, id);
+    for (uint32_t i = 0; i < kv->block_pages && pages[0]; i++) {
+        struct kv_ref *ref = kv_ref_find(&kv->refs, pages[i]);
+        if (!ref->slots && ref->prefixes == 1) {
+            unheld[(*n)++] = pages[i];
+            kv->prefix_only--;
+        }
+        if (--ref->prefixes == 0 && ref->slots <= 1)
+            kv_ref_remove(&kv->refs, ref);
+    }
+    for (uint32_t i = 0; i < kv->block_pages; i++)
+        pages[i] = 0;
+}
+
+static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
+{
+    struct kv_grow *l = &kv->grow; // for its list
+    int rc = 0;
+    for (size_t i = 0; i < n && !rc; i++)
+        rc = check_id(kv, ids[i]);
+    if (!rc)
+        rc = kv_room_for(&l->pages, &l->cap_pages, n * kv->block_pages, sizeof(*l->pages));
+    if (rc)
+        return rc;
+    uint64_t unheld = 0;
+    for (size_t i = 0; i < n; i++)
+        drop(kv, ids[i], l->pages, &unheld);
+    kv->held -= kv_release(kv, l->pages, unheld);
+    return 0;
+}
+
+int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = ids || !n ? drop_all(kv, ids, n) : vmem__error(-EINVAL, "ids must not be NULL");
+    return kv_leave(kv, rc);
+}
+
+void kv_blocks_destroy(vmem_kv *kv)
+{
+    for (uint32_t i = 0; i < kv->n_blocks; i++)
+        drop_all(kv, &i, 1);
+    if (kv->named)
+        munmap(kv->named, (uint64_t)kv->n_blocks * kv->block_pages * sizeof(*kv->named));
+    kv->named = NULL;
+    kv->n_blocks = 0;
+}
+
+// ---- binding ------------------------------------------------------------------------------------------------
+
+static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
+{
+    int rc = check_id(kv, id);
+    if (!rc)
+        rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (rc)
+        return rc;
+    vmem_page *to = pages_of(kv, id);
+    if (*to)
+        return vmem__error(-EEXIST, "block %u has pages already; drop it first", id);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        if (((uint64_t)index + 1) * block_pages_of(kv, g) > sp->need_hi)
+            return vmem__error(-EINVAL, "index %u: slot %u was not stepped to the end of that block", index, slot);
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t n = block_pages_of(kv, g);
+        for (uint32_t t = 0; t < g->n; t++) {
+            const vmem_page *from = kv_table(kv, g, slot, t) + (uint64_t)index * n;
+            for (uint32_t k = 0; k < n; k++) {
+                kv_ref_get(&kv->refs, from[k])->prefixes++;
+                *to++ = from[k];
+            }
+        }
+        sp->shared_hi = KV_MAX(sp->shared_hi, (index + 1) * n);
+    }
+    return 0;
+}
+
+int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
+                       size_t *bad)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (n && (!slots || !index || !ids))
+        rc = vmem__error(-EINVAL, "slots, index and ids must not be NULL");
+    if (!rc)
+        rc = kv_ref_reserve(&kv->refs, n * kv->block_pages);
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = bind(kv, slots[i], index[i], ids[i]);
+        if (rc && bad)
+            *bad = i;
+        // The pages are their slots' as well: nothing is released.
+        for (uint64_t none = 0; rc && i; i--)
+            drop(kv, ids[i - 1], NULL, &none);
+    }
+    return kv_leave(kv, rc);
+}
+
+// ---- attaching ----------------------------------------------------------------------------------------------
+
+// Maps the named pages at the slot's beginning, in the place of what it has there; those are listed in l->pages.
+static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n)
+{
+    struct kv_grow *l = &kv->grow;
+    uint64_t total = (uint64_t)n * kv->block_pages, at = 0;
+    int rc = kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
+    if (!rc)
+        rc = kv_room_for(&l->pages, &l->cap_pages, total, sizeof(*l->pages));
+    if (rc)
+        return rc;
+    l->n_pages = 0;
+    uint32_t offset = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t each = block_pages_of(kv, g);
+        for (uint32_t t = 0; t < g->n; t++, offset += each) {
+            const vmem_page *has = kv_table(kv, g, slot, t);
+            for (uint32_t p = 0; p < n * each; p++) {
+                l->fine[at++] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, p),
+                                                     .page = pages_of(kv, ids[p / each])[offset + p % each]};
+                if (p < kv_span(kv, slot, i)->hi)
+                    l->pages[l->n_pages++] = has[p];
+            }
+        }
+    }
+    return vMemMapBatch(kv->ctx, l->fine, at, VMEM_MAP_FINE | (l->n_pages ? VMEM_MAP_REPLACE : 0), NULL);
+}
+
+static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
+{
+    struct kv_slot *sl = &kv->slots[slot];
+    const struct vmem_map_op *op = kv->grow.fine;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = n * block_pages_of(kv, g);
+        for (uint32_t t = 0; t < g->n; t++) {
+            vmem_page *to = kv_table(kv, g, slot, t);
+            for (uint32_t p = 0; p < hi; p++, op++) {
+                to[p] = op->page;
+                kv->prefix_only -= !kv_ref_find(&kv->refs, op->page)->slots++;
+            }
+        }
+        kv->stats.attached_pages += (uint64_t)hi * g->n;
+        *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi), .need_hi = hi, .keep_hi = hi, .shared_hi = hi,
+                               .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
+    }
+    sl->tokens = sl->shared_tokens = n * kv->block_tokens;
+    kv_set_backed(kv, slot);
+}
+
+static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
+{
+    int rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (rc)
+        return rc;
+    if (!kv->slots[slot].fresh || kv->slots[slot].tokens)
+        return vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+    if (!n || !ids)
+        return vmem__error(-EINVAL, "ids: at least one is needed");
+    if (!kv->named || n > kv->max_tokens / kv->block_tokens)
+        return vmem__error(-EINVAL, "n %zu: max_tokens allows %u blocks", n,
+                           kv->named ? kv->max_tokens / kv->block_tokens : 0);
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = check_id(kv, ids[i]);
+        if (!rc && !*pages_of(kv, ids[i]))
+            rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
+        if (rc && bad)
+            *bad = i;
+    }
+    if (!rc && kv->slots[slot].dirty) { // what stays would be zeroed with the rest at the first step
+        rc = kv_cut_slot(kv, slot);
+        kv->slots[slot].dirty = rc != 0;
+    }
+    if (!rc)
+        rc = map_named(kv, slot, ids, (uint32_t)n);
+    if (rc)
+        return rc;
+    // Kept pages of a newly allocated slot are nobody else's.
+    kv->held -= kv_release(kv, kv->grow.pages, kv->grow.n_pages);
+    kv->grow.n_pages = 0;
+    commit_attach(kv, slot, (uint32_t)n);
+    return 0;
+}
+
+int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
+{
+    int rc = kv_enter(kv);
+    return rc ? rc : kv_leave(kv, attach(kv, slot, ids, n, bad));
+}
+
+int kv_check_blocks(const vmem_kv *kv)
+{
+    for (uint32_t id = 0; id < kv->n_blocks; id++) {
+        const vmem_page *pages = pages_of(kv, id);
+        for (uint32_t i = 0; i < kv->block_pages && pages[0]; i++) {
+            const struct kv_ref *ref = pages[i] ? kv_ref_find(&kv->refs, pages[i]) : NULL;
+            if (!ref || !ref->prefixes)
+                return vmem__error(-EFAULT, "block %u: page %u, %#" PRIx64 ", is not held", id, i, pages[i]);
+        }
+    }
+    return 0;
+}

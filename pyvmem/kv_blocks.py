@@ -1,0 +1,54 @@
+"""Blocks: names that an engine's block table has for pages of a KV cache (vmem_kv.h, "blocks").
+
+SPDX-License-Identifier: MIT
+"""
+
+import numpy as np
+
+from pyvmem._checks import uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import _check
+
+
+def _numbers(values):
+    array = np.ascontiguousarray(values, np.uint32)
+    return ffi.from_buffer("uint32_t[]", array), array.size
+
+
+class BlockNames:
+    """Names 0 to `blocks` - 1 for the pages behind `tokens` rows of a slot, in all tensors of `cache`.
+
+    Named pages stay until `drop`, whatever becomes of the slot, and a new request can start with them (`attach`).
+    Raises `ValueError` where `tokens` rows are not whole pages in each tensor, `VmemError` (EOPNOTSUPP) where tensors
+    have windows.
+    """
+
+    def __init__(self, cache, blocks, tokens):
+        _check(lib.vmem_kv_blocks_init(cache._use(), uint("blocks", blocks, 32), uint("tokens", tokens, 32)))
+        self._cache = cache
+        self.blocks = blocks
+        self.tokens = tokens
+
+    def bind(self, slots, index, ids):
+        """ids[i] names the pages at block index[i] of slots[i], which the slot's last step asked for. All or nothing.
+
+        Raises `VmemError` (EEXIST) when a name is taken.
+        """
+        (slots, n), (index, n_index), (ids, n_ids) = (_numbers(v) for v in (slots, index, ids))
+        if not n == n_index == n_ids:
+            raise ValueError(f"slots, index and ids have {n}, {n_index} and {n_ids} elements")
+        _check(lib.vmem_kv_block_bind(self._cache._use(), slots, index, ids, n, ffi.NULL))
+
+    def attach(self, slot, ids):
+        """Quiet. The newly allocated slot starts with these blocks; its length becomes ``len(ids) * tokens``.
+
+        The pages are mapped at the slot a second time, in one batch. Raises `VmemError` (ENODATA) when a name has no
+        pages.
+        """
+        ids, n = _numbers(ids)
+        _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), ids, n, ffi.NULL))
+
+    def drop(self, ids):
+        """Take names away, as far as they are taken; pages that nobody else holds are released."""
+        ids, n = _numbers(ids)
+        _check(lib.vmem_kv_block_drop(self._cache._use(), ids, n))
