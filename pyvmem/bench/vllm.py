@@ -1,0 +1,218 @@
+"""vLLM as it is and vLLM on vMem, in turns: two engines in processes of their own, with the same settings.
+
+Each engine has the same bytes of KV memory. Both stay up while the workloads go through them by turns, so that what
+changes on the machine over time changes for both; the one whose turn it is not is idle. Weights are made up unless
+--model names real ones, prompts are token numbers, and decoding is greedy.
+
+SPDX-License-Identifier: MIT
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench.records import Record
+
+ENGINES = ("vLLM", "vLLM on vMem")
+
+
+def arguments(parser):
+    """Arguments of this benchmark alone."""
+    group = parser.add_argument_group("vllm")
+    whole = argtypes.whole(1)
+    group.add_argument("--model", default="llama-3-8b", metavar="SHAPE|PATH",
+                       help="tiny, llama-3-8b, qwen-2.5-7b, mistral-7b with made-up weights, or a model (llama-3-8b)")
+    group.add_argument("--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory (40G)")
+    group.add_argument("--max-model-len", type=whole, default=8192, metavar="L", help="(8192)")
+    group.add_argument("--max-num-seqs", type=whole, default=256, metavar="B", help="(256)")
+    group.add_argument("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
+    group.add_argument("--prefix-caching", action="store_true", help="on in both engines")
+    group.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation: starts sooner")
+    group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs (1)")
+    group.add_argument("--load", action="append", metavar="NAME",
+                       help="equal, equal-hot, azure, decode, decode-short, decode-long, mooncake, hot; all that are "
+                            "possible by default")
+    argtypes.trace(group)
+    group.add_argument("--mooncake", type=argtypes.input_file, metavar="FILE", help="Mooncake's conversation trace")
+
+
+def loads(args):
+    """The workloads by name: dictionaries for `pyvmem.bench.vllm_engine`. decode-*: pairs whose difference counts."""
+    longest = args.max_model_len
+    most = min(1000, longest // 8)
+    n = args.requests or 512
+    made = {
+        "equal": dict(kind="ramp", batch=64, prompt=100, step=max(1, (longest - 300) // 80), output=64, tokens=True),
+    }
+
+    made["equal-hot"] = dict(kind="hot", batch=200, prefixes=8, prefix=longest // 8, suffix=64, ratio=0.5,
+                             cold=[64, longest // 4], output=[16, 128], seed=7, tokens=True)  # fmt: skip
+
+    def pair(batch, prompt):
+        prompt = min(prompt, longest - 300)
+        return [dict(kind="fixed", batch=batch, prompt=prompt, output=o) for o in (40, 240)]
+
+    made["decode"] = pair(min(32, args.max_num_seqs), 6000)
+    made["decode-short"] = pair(args.max_num_seqs, 900)
+    made["decode-long"] = pair(min(8, args.max_num_seqs), 32000)
+    if args.trace:
+        made["azure"] = dict(kind="trace", path=args.trace, batch=n, longest=longest, most_output=most)
+    if args.mooncake:
+        made["mooncake"] = dict(kind="mooncake", path=args.mooncake, batch=n, longest=longest, most_output=most)
+    made["hot"] = dict(kind="hot", batch=args.requests or 2500, prefixes=16, prefix=128, suffix=64, ratio=0.3,
+                       cold=[192, 1024], output=[16, 256], seed=1234)  # fmt: skip
+    wanted = args.load or [name for name in made if name != "hot" or args.prefix_caching]
+    unknown = [name for name in wanted if name not in made]
+    if unknown:
+        raise ValueError(f"--load {unknown[0]}: one of {', '.join(made)} is wanted (azure needs --trace, mooncake "
+                         "--mooncake)")  # fmt: skip
+    return {name: made[name] for name in wanted}
+
+
+class Engine:
+    """An engine's process."""
+
+    def __init__(self, args, vmem, log):
+        down, up = os.pipe(), os.pipe()
+        settings = dict(
+            shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=8192, enforce_eager=args.eager, enable_prefix_caching=args.prefix_caching,
+            kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=0.4,
+            tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
+        )  # fmt: skip
+        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+                           VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
+        if args.tensor_parallel == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        command = [sys.executable, "-m", "pyvmem.bench.vllm_engine", json.dumps(settings)]
+        self._process = subprocess.Popen(command, env=environment, pass_fds=(down[0], up[1]), stdout=log, stderr=log)
+        os.close(down[0])
+        os.close(up[1])
+        self._sink = os.fdopen(down[1], "w", encoding="utf-8")
+        self._source = os.fdopen(up[0], "r", encoding="utf-8")
+
+    def answer(self):
+        line = self._source.readline()
+        if not line:
+            raise RuntimeError(f"an engine ended (status {self._process.wait()}); its output is in the log")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def ask(self, load):
+        self._sink.write(json.dumps(load) + "\n")
+        self._sink.flush()
+        return self.answer()
+
+    def close(self):
+        self._sink.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Turns:
+    """Both engines, and the records of what they did."""
+
+    def __init__(self, args, device, log):
+        self._args = args
+        self._device = device
+        self.records = []
+        self.raw = []
+        self.engines = dict(zip(ENGINES, (Engine(args, vmem, log) for vmem in (False, True))))
+        for name, engine in self.engines.items():
+            answer = engine.answer()
+            self._add(name, "start", "s", answer["started"])
+            self.raw.append(dict(engine=name, load="start", **answer))
+
+    def _add(self, engine, metric, unit, samples):
+        if np.size(samples):
+            self.records.append(Record.of(samples, bench="vllm", backend=engine, device=self._device, page_size=None,
+                                          metric=metric, unit=unit))  # fmt: skip
+
+    def measure(self, name, load):
+        """One workload: `turns` times through each engine, after one more that warms up."""
+        if load.get("tokens") if isinstance(load, dict) else False:
+            for again in (0, 1):  # the second time the prefix cache knows the prompts
+                self._equal(name + (" again" if again else ""), load)
+            return
+        pair = load if isinstance(load, list) else [load]
+        found = {engine: [] for engine in self.engines}
+        for turn in range(self._args.turns + 1):
+            for offset, engine in enumerate(self.engines):
+                # A seed of its own for each turn, or the prefix cache would know the prompts from the turn before.
+                answers = [self.engines[engine].ask(dict(one, seed=one.get("seed", 0) + 1000 * turn + k))
+                           for k, one in enumerate(pair)]  # fmt: skip
+                if turn:
+                    found[engine].append(answers)
+                self.raw.append(dict(engine=engine, load=name, turn=turn, answers=answers))
+        for engine, turns in found.items():
+            if len(pair) == 2:
+                steps = pair[1]["output"] - pair[0]["output"]
+                self._add(engine, f"{name}: decode step", "ms",
+                          [(b["seconds"] - a["seconds"]) / steps * 1e3 for a, b in turns])  # fmt: skip
+                continue
+            results = [t[0] for t in turns]
+            self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
+            self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
+            self._add(engine, f"{name}: time between tokens", "ms", [1e3 * x for r in results for x in r["itl"]])
+            self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
+            self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
+            self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
+
+    def _kv(self, engine, name, states):
+        if not states:
+            return
+        self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
+        last = states[-1]
+        self._add(engine, f"{name}: steps that waited for a fence", "", last["fence_waits"])
+        self._add(engine, f"{name}: pages held when idle", "GiB",
+                  last["stats"]["held_pages"] * last["stats"]["page_size"] / 2**30)  # fmt: skip
+
+    def _equal(self, name, load):
+        answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
+        tokens = [a.pop("tokens") for a in answers.values()]
+        same = sum(a == b for a, b in zip(*tokens))
+        alike = sum(x == y for a, b in zip(*tokens) for x, y in zip(a, b))
+        self._add(ENGINES[1], f"{name}: requests with vLLM's tokens, of {len(tokens[0])}", "", same)
+        self._add(ENGINES[1], f"{name}: tokens, of {sum(map(len, tokens[0]))}", "", alike)
+        for engine, answer in answers.items():
+            self._add(engine, f"{name}: prompt tokens from the prefix cache", "", answer["cached"])
+            self._add(engine, f"{name}: preemptions", "", answer["preemptions"])
+            self.raw.append(dict(engine=engine, load=name, **answer))
+
+    def close(self):
+        for engine in self.engines.values():
+            engine.close()
+
+
+@benchmark("vllm", "vLLM as it is and vLLM on vMem in turns", arguments=arguments, order=900)
+def run(session):
+    """Records of both engines; none where there is no vLLM."""
+    args = session.args
+    if importlib.util.find_spec("vllm") is None:
+        print("vllm: vLLM is not installed (pip install pyvmem[vllm])", file=sys.stderr)
+        return []
+    chosen = loads(args)
+    import torch
+
+    log = os.environ.get("VMEM_VLLM_LOG", os.devnull)
+    with open(log, "a", encoding="utf-8") as file:
+        turns = Turns(args, torch.cuda.get_device_name(args.device), file)
+        try:
+            for name, load in session.track(list(chosen.items()), "workloads"):
+                turns.measure(name, load)
+        finally:
+            turns.close()
+    if os.environ.get("VMEM_VLLM_RAW"):
+        with open(os.environ["VMEM_VLLM_RAW"], "w", encoding="utf-8") as file:
+            json.dump(turns.raw, file)
+    return turns.records

@@ -1,0 +1,212 @@
+"""One vLLM engine for ``pyvmem bench vllm``, in a process of its own: workloads come as JSON lines, results go back.
+
+The parent starts it with ``VMEM_VLLM`` unset or 1, and with the numbers of two pipes.
+
+SPDX-License-Identifier: MIT
+"""
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+
+# Shapes of models; weights are made up (vLLM's load_format "dummy", the same in every engine).
+SHAPES = {
+    "tiny": dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
+                 num_key_value_heads=4, head_dim=128, vocab_size=32000, rope_theta=10000.0),
+    "llama-3-8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                       num_key_value_heads=8, head_dim=128, vocab_size=128256, rope_theta=500000.0),
+    "qwen-2.5-7b": dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=3584,
+                        intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                        head_dim=128, vocab_size=152064, rope_theta=1000000.0),
+    "mistral-7b": dict(model_type="mistral", architectures=["MistralForCausalLM"], hidden_size=4096,
+                       intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+                       head_dim=128, vocab_size=32768, rope_theta=1000000.0, sliding_window=None),
+}  # fmt: skip
+
+
+def write_config(folder, shape, max_model_len):
+    """config.json of a shape."""
+    common = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=max_model_len,
+        rms_norm_eps=1e-5, torch_dtype="bfloat16", hidden_act="silu", tie_word_embeddings=False, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+        json.dump({**common, **SHAPES[shape]}, file)
+
+
+def requests_of(load):
+    """[(prompt tokens, output tokens)] of a workload, the same in every engine."""
+    import numpy as np
+
+    rng = np.random.default_rng(load.get("seed", 0))
+    vocabulary = load.get("vocabulary", 30000)
+
+    def tokens(n):
+        return rng.integers(10, vocabulary, int(n)).tolist()
+
+    kind, longest = load["kind"], load.get("longest", 8192)
+    if kind == "fixed":
+        return [(tokens(load["prompt"]), load["output"]) for _ in range(load["batch"])]
+    if kind == "ramp":  # prompts of every length
+        return [(tokens(load["prompt"] + load["step"] * i), load["output"]) for i in range(load["batch"])]
+    if kind == "hot":  # some prompts begin alike
+        prefixes = [tokens(load["prefix"]) for _ in range(load["prefixes"])]
+        made = []
+        for _ in range(load["batch"]):
+            hot = rng.random() < load["ratio"]
+            low, high = load["cold"]
+            prompt = prefixes[rng.integers(len(prefixes))] + tokens(load["suffix"]) if hot else \
+                tokens(rng.integers(low, high + 1))  # fmt: skip
+            made.append((prompt, int(rng.integers(load["output"][0], load["output"][1] + 1))))
+        return made
+    from pyvmem.traces import read_trace
+
+    trace = read_trace(load["path"])
+    most = load.get("most_output", 1000)
+    if kind == "mooncake":  # equal hash ids are equal blocks of 512 tokens
+        with open(load["path"], encoding="utf-8") as file:
+            rows = [json.loads(line) for _, line in zip(range(load["batch"]), file)]
+        made = []
+        for row in rows:
+            prompt = [t for h in row["hash_ids"]
+                      for t in np.random.default_rng(h).integers(10, vocabulary, 512).tolist()]  # fmt: skip
+            prompt = prompt[: max(1, min(row["input_length"], longest - most))]
+            made.append((prompt, max(1, min(row["output_length"], most))))
+        return made
+    n = min(load["batch"], len(trace))
+    return [(tokens(max(1, min(p, longest - most))), int(max(1, min(o, most))))
+            for p, o in zip(trace.prompt[:n], trace.output[:n])]  # fmt: skip
+
+
+class Sampler:
+    """Most device memory in use while it runs, as the driver reports it."""
+
+    def __init__(self):
+        self._stop = threading.Event()
+        self.peak = 0
+
+    def used(self):
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def __enter__(self):
+        self.peak = self.used()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self):
+        while not self._stop.wait(0.05):
+            self.peak = max(self.peak, self.used())
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+
+def kv_state():
+    """What the KV caches of this process and its workers publish, and the worker's own counters."""
+    from pyvmem.vllm import worker
+
+    engine = worker.current()
+    if engine is None:
+        return None
+    from dataclasses import asdict
+
+    requests, times = engine.requests, list(engine.requests.step_seconds)
+    engine.requests.step_seconds.clear()
+    stats = asdict(engine.cache.stats())
+    device = engine.context.stats()
+    return dict(
+        stats=stats, step_seconds=times, fence_waits=requests.fence_waits, hit_blocks=requests.hit_blocks,
+        created=device.created, overhead=device.overhead, syscalls=device.syscalls, map_ops=device.map_ops,
+        map_runs=device.map_runs,
+    )  # fmt: skip
+
+
+def preemptions(llm):
+    """How often vLLM has preempted a request so far."""
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def run(llm, load):
+    """One workload, all requests at once; what came of it."""
+    from vllm import SamplingParams
+
+    wanted = requests_of(load)
+    prompts = [{"prompt_token_ids": p} for p, _ in wanted]
+    params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False) for _, o in wanted]
+    kv_state()
+    preempted = preemptions(llm)
+    gc.collect()
+    with Sampler() as memory:
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        time.sleep(1.0)
+        idle = memory.used()
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    times = [o.metrics for o in outputs if getattr(o, "metrics", None) is not None]
+    result = dict(
+        seconds=seconds,
+        prompt=sum(len(p) for p, _ in wanted),
+        output=sum(map(len, tokens)),
+        cached=sum(o.num_cached_tokens or 0 for o in outputs),
+        ttft=[m.first_token_latency for m in times],
+        itl=[(m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in times
+             if m.num_generation_tokens > 1],
+        preemptions=preemptions(llm) - preempted,
+        peak=memory.peak, idle=idle, kv=kv_state(),
+    )  # fmt: skip
+    if load.get("tokens"):
+        result["tokens"] = tokens
+    return result
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    source = os.fdopen(settings.pop("read"), "r", encoding="utf-8")
+    sink = os.fdopen(settings.pop("write"), "w", encoding="utf-8")
+
+    def say(**values):
+        sink.write(json.dumps(values) + "\n")
+        sink.flush()
+
+    shape = settings.pop("shape")
+    begin = time.perf_counter()
+    from vllm import LLM
+
+    imported = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model = shape
+        if shape in SHAPES:
+            write_config(folder, shape, settings["max_model_len"])
+            model = folder
+            settings.update(load_format="dummy", skip_tokenizer_init=True)
+        llm = LLM(model=model, disable_log_stats=False, **settings)
+        blocks = llm.llm_engine.vllm_config.cache_config
+        say(ready=True, imported=imported - begin, started=time.perf_counter() - imported, kv=kv_state(),
+            blocks=blocks.num_gpu_blocks, block_size=blocks.block_size)  # fmt: skip
+        for line in source:
+            load = json.loads(line)
+            try:
+                if "limit" in load:
+                    from pyvmem.vllm import worker
+
+                    worker.current().cache.set_budget(load["limit"])
+                    say(ok=True)
+                else:
+                    say(**run(llm, load))
+            except Exception as error:  # the parent says it; the engine may still serve
+                say(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

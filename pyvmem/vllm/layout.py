@@ -1,0 +1,107 @@
+"""Where a layer's K and V of a token lie: the virtual tensors, and vLLM's views of them.
+
+A layer keeps `row` bytes of a token. The layouts differ in what lies side by side:
+
+- ``token``: all layers' rows of one token. One virtual tensor, so that backing a prompt is one call to the driver; in
+  each layer, tokens are a constant stride apart.
+- ``block``: all tokens' rows of one layer, within a block. One virtual tensor as well.
+- ``layer``: a virtual tensor for each layer. Backing a prompt is one call for each layer.
+
+SPDX-License-Identifier: MIT
+"""
+
+import math
+from dataclasses import dataclass
+
+GRANULE = 64 << 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`layers` layers with rows of `row` bytes, in blocks of `tokens` tokens."""
+
+    kind: str
+    layers: int
+    row: int
+    tokens: int
+
+    @property
+    def tensors(self):
+        return self.layers if self.kind == "layer" else 1
+
+    @property
+    def tensor_row(self):
+        """Bytes of a token in one virtual tensor."""
+        return self.row if self.kind == "layer" else self.row * self.layers
+
+    @property
+    def block_bytes(self):
+        """Bytes of a block in all tensors."""
+        return self.layers * self.row * self.tokens
+
+    def page_size(self, sizes):
+        """The largest of the page sizes that divides a tensor's part of a block."""
+        part = self.tensor_row * self.tokens
+        fit = [s for s in sizes if part % s == 0]
+        if not fit:
+            raise ValueError(f"a block of {self.tokens} tokens has {part} bytes in a tensor, not whole pages of "
+                             f"{min(sizes)}")  # fmt: skip
+        return max(fit)
+
+    def slot_tokens(self, tokens):
+        """The fewest rows of a slot for `tokens` tokens, such that slots are whole blocks and can begin at 2 MiB."""
+        step = math.lcm(self.tokens, (2 << 20) // math.gcd(2 << 20, self.tensor_row))
+        return -(-tokens // step) * step
+
+    def strides(self, layer, kernel_tokens):
+        """(offset, stride of a kernel block, stride of a token) of a layer in its tensor, in bytes."""
+        if self.kind == "layer":
+            return 0, kernel_tokens * self.row, self.row
+        if self.kind == "token":
+            return layer * self.row, kernel_tokens * self.tensor_row, self.tensor_row
+        if kernel_tokens != self.tokens:
+            raise ValueError(f"VMEM_VLLM_LAYOUT=block: the attention kernel's blocks have {kernel_tokens} tokens, "
+                             f"vLLM's {self.tokens}")  # fmt: skip
+        return layer * self.row * self.tokens, self.tokens * self.tensor_row, self.row
+
+
+def block_tokens(kind, layers, row, base):
+    """The smallest multiple of `base` tokens whose block is whole pages of 64 KiB in each tensor."""
+    bytes = base * (row if kind == "layer" else row * layers)
+    return base * (GRANULE // math.gcd(GRANULE, bytes))
+
+
+def view(flat, layout, layer, dtype, shape, order):
+    """A layer's KV cache as its attention backend wants it.
+
+    Parameters
+    ----------
+    flat : torch.Tensor
+        The bytes of the layer's virtual tensor, one-dimensional.
+    dtype : torch.dtype
+    shape : tuple
+        The backend's logical shape, with as many kernel blocks as the tensor has.
+    order : tuple
+        The backend's stride order: how memory permutes the shape. Blocks come first; where rows of several layers lie
+        between a layer's tokens (``token``), tokens come second.
+
+    Raises `ValueError` where the backend's order does not suit the layout.
+    """
+    memory = [shape[i] for i in order]
+    if memory[0] != shape[0] or order[0] != 0:
+        raise ValueError(f"the attention backend's KV layout {tuple(order)} does not begin with blocks")
+    size = dtype.itemsize
+    inner = math.prod(memory[2:]) * size  # of a token, if tokens come second
+    tokens = memory[1]
+    if layout.kind == "token" and inner != layout.row:
+        raise ValueError(f"VMEM_VLLM_LAYOUT=token: the attention backend's KV layout {tuple(memory)} does not have "
+                         "tokens second; choose block or layer")  # fmt: skip
+    kernel_tokens = tokens if layout.kind == "token" else math.prod(memory[1:]) * size // layout.row
+    offset, block, token = layout.strides(layer, kernel_tokens)
+    strides = [block // size]
+    strides += [math.prod(memory[k + 1:]) for k in range(1, len(memory))]
+    if layout.kind == "token":
+        strides[1] = token // size
+    back = [order.index(i) for i in range(len(order))]
+    flat = flat.view(dtype)
+    return flat.as_strided(memory, strides, flat.storage_offset() + offset // size).permute(*back)

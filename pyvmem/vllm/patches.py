@@ -1,0 +1,95 @@
+"""The only list of what is replaced in vLLM, and of the versions that it was checked with.
+
+A replacement gets the function it replaces as its first argument. `install` looks everything up before it replaces
+anything: an unknown version of vLLM is refused as a whole, or tried as a whole.
+
+SPDX-License-Identifier: MIT
+"""
+
+import functools
+import importlib
+from dataclasses import dataclass
+
+CHECKED = ("0.26.0",)
+
+_RUNNER = "vllm.v1.worker.gpu"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """`name` (perhaps a method, ``Class.method``) of `module` is replaced by `by` of pyvmem.vllm.worker."""
+
+    module: str
+    name: str
+    by: str
+    parameters: tuple  # of vLLM's function; another list means that it is another function
+
+
+PATCHES = (
+    # The KV tensors, and how big a block is.
+    Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.get_kv_cache_spec", "get_kv_cache_spec", ("self",)),
+    Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.initialize_kv_cache", "initialize_kv_cache",
+          ("self", "kv_cache_config")),
+    Patch(f"{_RUNNER}.attn_utils", "_allocate_kv_cache", "allocate_kv_cache",
+          ("kv_cache_config", "shared_layers", "device")),
+    Patch(f"{_RUNNER}.attn_utils", "_reshape_kv_cache", "reshape_kv_cache",
+          ("attn_groups", "kv_cache_raw_tensors", "cache_dtype", "kernel_block_sizes", "shared_kv_cache_layers",
+           "kv_cache_config")),
+    # A step of the worker, in the order of its calls.
+    Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.finish_requests", "finish_requests", ("self", "scheduler_output")),
+    Patch(f"{_RUNNER}.states", "RequestState.remove_request", "remove_request", ("self", "req_id")),
+    Patch(f"{_RUNNER}.block_table", "BlockTables.append_block_ids", "append_block_ids",
+          ("self", "req_index", "new_block_ids", "overwrite")),
+    Patch(f"{_RUNNER}.block_table", "BlockTables.apply_staged_writes", "apply_staged_writes", ("self",)),
+    Patch("vllm.v1.worker.gpu_worker", "Worker.sleep", "sleep", ("self", "level")),
+    # The scheduler's block pool.
+    Patch("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "schedule", ("self", "throttle_prefills")),
+    Patch("vllm.v1.core.block_pool", "BlockPool.free_blocks", "free_blocks", ("self", "ordered_blocks")),
+    Patch("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", "reset_prefix_cache", ("self",)),
+)  # fmt: skip
+
+
+class UnknownVersion(RuntimeError):
+    """This vLLM is not one that the patches were checked with."""
+
+
+def _find(patch):
+    owner = importlib.import_module(patch.module)
+    *path, name = patch.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    found = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    code = found.__wrapped__.__code__ if hasattr(found, "__wrapped__") else found.__code__
+    parameters = code.co_varnames[: code.co_argcount]
+    if parameters != patch.parameters:
+        raise UnknownVersion(f"{patch.module}.{patch.name} takes {parameters}, not {patch.parameters}")
+    return owner, name, found
+
+
+def _replacement(original, by):
+    @functools.wraps(original)
+    def replaced(*args, **kwargs):
+        return by(original, *args, **kwargs)
+
+    replaced.vmem = True
+    return replaced
+
+
+def install(version, force=False):
+    """Replace every function of the list.
+
+    Raises `UnknownVersion` where that cannot be right; then nothing is changed.
+    """
+    if version not in CHECKED and not force:
+        raise UnknownVersion(
+            f"VMEM_VLLM=1: vLLM {version} is not among {', '.join(CHECKED)}; VMEM_VLLM_FORCE=1 tries it"
+        )
+    from pyvmem.vllm import worker
+
+    try:
+        found = [_find(p) for p in PATCHES]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise UnknownVersion(f"VMEM_VLLM=1: vLLM {version} lacks what is to be replaced: {error}") from error
+    for patch, (owner, name, original) in zip(PATCHES, found):
+        if not getattr(original, "vmem", False):
+            setattr(owner, name, _replacement(original, getattr(worker, patch.by)))

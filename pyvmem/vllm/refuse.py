@@ -1,0 +1,45 @@
+"""What cannot work on vMem is refused at start, with one line.
+
+SPDX-License-Identifier: MIT
+"""
+
+
+class Refused(ValueError):
+    """vLLM on vMem does not do this; the text says what and what to do."""
+
+
+def _config(c):
+    parallel, cache = c.parallel_config, c.cache_config
+    if getattr(c, "kv_transfer_config", None) is not None:
+        yield "KV connectors register KV memory and would see unbacked addresses; unset --kv-transfer-config"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism is not supported yet; use tensor parallelism"
+    if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
+        yield "context parallelism deals a request's blocks out to several GPUs; set its sizes to 1"
+    if not c.use_v2_model_runner:
+        yield "vLLM's model runner V2 is needed; set VLLM_USE_V2_MODEL_RUNNER=1 if the model allows it"
+    if getattr(c.model_config, "enable_return_routed_experts", False):
+        yield "routed experts are returned by block numbers of the scheduler; unset --enable-return-routed-experts"
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"):
+        yield f"KV cache dtype {cache.cache_dtype} is not supported; use auto or fp8"
+
+
+def _kv_cache(config):
+    if len(config.kv_cache_groups) != 1:
+        yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (sliding windows beside full "
+               "attention, Mamba); try --disable-hybrid-kv-cache-manager")  # fmt: skip
+        return
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec":
+        yield f"KV caches of kind {type(spec).__name__} are not supported; try --disable-hybrid-kv-cache-manager"
+        return
+    if any(len(t.shared_by) != 1 or getattr(t, "block_stride", 0) for t in config.kv_cache_tensors):
+        yield "layers that share a KV tensor are not supported"
+    if getattr(spec, "page_size_padded", None) is not None:
+        yield "padded KV pages are not supported"
+
+
+def worker(vllm_config, kv_cache_config):
+    """Raise `Refused` with the first reason why these configurations cannot work."""
+    for reason in (*_config(vllm_config), *_kv_cache(kv_cache_config)):
+        raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")

@@ -1,0 +1,241 @@
+"""Requests in slots: what vLLM's worker tells about its requests becomes calls to the KV cache.
+
+No vLLM is imported here. A request has an index in vLLM's tables for as long as it runs, and a slot of the cache. The
+two differ, since a slot outlives its request until the kernels that read it have ended. vLLM's scheduler names the
+blocks of each request; a block that a request gets anew is bound to the pages that stand at its place in the slot, and
+blocks of the prefix cache are mapped at the slot as well.
+
+Steps and fences. vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin_step` marks a fence behind
+all kernels enqueued so far, number k, and waits for fence k - 1, which was passed long ago when vLLM runs one step
+ahead. A slot whose request ends in step k is free when fence k is passed.
+
+SPDX-License-Identifier: MIT
+"""
+
+import collections
+import threading
+import time
+
+import numpy as np
+
+from pyvmem.errors import OutOfMemory
+
+
+class RequestSlots:
+    """The requests of one worker.
+
+    Parameters
+    ----------
+    cache : KVCache
+        With more slots than `max_requests`: slots of ended requests wait for their fence in the others.
+    block_tokens : int
+        Tokens of a block of the scheduler's.
+    max_requests : int
+    fences
+        ``mark()`` returns the next number, from 1 on; ``wait(n)`` and ``done(n)``: whether the kernels enqueued before
+        the mark are through.
+    names : BlockNames or None
+        None where there is no prefix cache: then blocks need no names.
+    wait_seconds : int
+        How long a step waits for memory that another process has before it gives up.
+    """
+
+    IDLE_SECONDS = 0.2
+
+    def __init__(self, cache, block_tokens, max_requests, fences, names=None, wait_seconds=60):
+        self.cache = cache
+        self.names = names
+        self.block_tokens = block_tokens
+        self.blocks_per_slot = cache.layout(0)[3] // block_tokens
+        self.lock = threading.RLock()
+        self._fences = fences
+        self._slots = [-1] * max_requests
+        self._lengths = np.zeros(cache.slots, np.int32)
+        self._ops = []  # of this step: (slot, first block, blocks, how many of them exist, is new)
+        self._retiring = collections.deque()  # (fence, slot)
+        self._now = 0
+        self._wait_seconds = wait_seconds
+        self._full_budget = self._budget = cache.stats().budget_pages
+        self.limit_pages = self._budget
+        self._last_step = time.monotonic()
+        self._trimmed = True
+        self.step_seconds = collections.deque(maxlen=100_000)
+        self.fence_waits = 0  # steps that waited for a fence because slots or pages were short
+        self.hit_blocks = 0
+
+    # ---- a step, in this order ---------------------------------------------------------------------------------
+
+    def begin_step(self, dropped=()):
+        """Before anything else of a step. dropped: blocks whose contents the scheduler has forgotten."""
+        with self.lock:
+            self._now = self._fences.mark()
+            self._fences.wait(self._now - 1)
+            self._reap()
+            if self.names is not None and len(dropped):
+                self.names.drop(dropped)
+
+    def finish(self, index):
+        """The request at `index` has ended, or is preempted. Kernels of the step before may still use its slot."""
+        slot = self._slots[index]
+        if slot < 0:
+            return
+        with self.lock:
+            self._slots[index] = -1
+            self._ops = [op for op in self._ops if op[0] != slot]
+            self._retiring.append((self._now, slot))
+
+    def start(self, index, ids, computed):
+        """A new request with these blocks, of which the rows of `computed` tokens exist; the numbers for its table."""
+        hits = min(-(-computed // self.block_tokens), len(ids))
+        if hits and self.names is None:
+            raise RuntimeError(f"a request starts with {computed} computed tokens, but there is no prefix cache")
+        with self.lock:
+            if self._slots[index] >= 0:
+                self.finish(index)
+            slot = self._alloc(len(ids) * self.block_tokens)
+            self._slots[index] = slot
+            self._ops.append((slot, 0, ids, hits, True))
+            self.hit_blocks += hits
+        return self._table(slot, 0, len(ids))
+
+    def extend(self, index, first, ids):
+        """The request's blocks from number `first` on. Returns its table's numbers for them."""
+        slot = self._slots[index]
+        self._ops.append((slot, first, ids, 0, False))
+        return self._table(slot, first, len(ids))
+
+    def back(self):
+        """Everything that the step's kernels touch gets its pages."""
+        self._last_step = time.monotonic()
+        if not self._ops and self._now % 64:
+            return
+        began = time.perf_counter()
+        with self.lock:
+            ops, self._ops = self._ops, []
+            self._trimmed = False
+            if self.names is None:
+                for slot, first, ids, *_ in ops:
+                    self._lengths[slot] = (first + len(ids)) * self.block_tokens
+                self._step()
+            else:
+                self._back_named(ops)
+        self.step_seconds.append(time.perf_counter() - began)
+
+    # ---- the rest ----------------------------------------------------------------------------------------------
+
+    def _table(self, slot, first, n):
+        first += slot * self.blocks_per_slot
+        return list(range(first, first + n))
+
+    def _back_named(self, ops):
+        # Requests that run come first, as in the schedule: a new one may share what they write in this very step.
+        ops.sort(key=lambda op: op[4])
+        # The names that changed hands let go before anything is backed: the scheduler counts on their pages.
+        changed = [i for _, _, ids, hits, _ in ops for i in ids[hits:]]
+        if changed:
+            self.names.drop(changed)
+        slots, index, ids, fresh = [], [], [], set()
+
+        def settle():
+            self._step()
+            if ids:
+                self.names.bind(slots, index, ids)
+            for made in (slots, index, ids, fresh):
+                made.clear()
+
+        for slot, first, blocks, hits, _ in ops:
+            if hits:
+                if not fresh.isdisjoint(blocks[:hits]):
+                    settle()  # it shares what a request before it writes in this very step
+                self.names.attach(slot, blocks[:hits])
+            n = len(blocks)
+            self._lengths[slot] = (first + n) * self.block_tokens
+            slots += [slot] * (n - hits)
+            index += range(first + hits, first + n)
+            ids += blocks[hits:]
+            fresh.update(blocks[hits:])
+        settle()
+
+    def _alloc(self, tokens):
+        slot = self.cache.alloc_reqid(tokens)
+        while slot < 0 and self._retiring:
+            self.fence_waits += 1
+            self._fences.wait(self._retiring[0][0])
+            self._reap()
+            slot = self.cache.alloc_reqid(tokens)
+        if slot < 0:
+            raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
+        return slot
+
+    def _reap(self):
+        """Free the slots whose kernels have ended."""
+        while self._retiring and self._fences.done(self._retiring[0][0]):
+            _, slot = self._retiring.popleft()
+            self._lengths[slot] = 0
+            self.cache.free_reqid(slot)
+
+    def _step(self):
+        deadline = None
+        while self.cache.step(self._lengths) == -1:
+            if self._retiring:
+                self.fence_waits += 1
+                self._fences.wait(self._retiring[-1][0])
+                self._reap()
+                continue
+            held = self.cache.stats().held_pages
+            want = held + self.cache.missing_pages
+            if self._budget < min(want, self._full_budget):
+                # The limit became smaller than what the scheduler has given out. It gives up prefixes and admits less
+                # from the next step on; this one is promised already.
+                self._set_budget(min(want, self._full_budget))
+                continue
+            # Another process has the memory.
+            now = time.monotonic()
+            deadline = now + self._wait_seconds if deadline is None else deadline
+            if now >= deadline:
+                raise OutOfMemory(12, f"no memory for {self.cache.missing_pages} pages of the KV cache within "
+                                  f"{self._wait_seconds} s (VMEM_VLLM_WAIT)")  # fmt: skip
+            time.sleep(0.001)
+
+    def _set_budget(self, pages):
+        self.cache.set_budget(pages * self.cache.page_size)
+        self._budget = pages
+
+    def poll_limit(self):
+        """Pages that the KV cache may have now: the budget as the user last set it."""
+        with self.lock:
+            stats = self.cache.stats()
+            if stats.budget_pages != self._budget:
+                self.limit_pages = self._budget = stats.budget_pages
+                self._full_budget = max(self._full_budget, self._budget)
+            elif self._budget > self.limit_pages >= stats.held_pages:
+                self._set_budget(self.limit_pages)
+            return self.limit_pages
+
+    def tend(self):
+        """From time to time, in the background: frees slots that are due; an idle cache gives back what is kept.
+
+        Returns whether there is something left to do soon.
+        """
+        if not self._retiring and self._trimmed:
+            return False
+        with self.lock:
+            self._reap()
+            idle = time.monotonic() - self._last_step > self.IDLE_SECONDS
+            if idle and not self._trimmed and not self._retiring and not any(s >= 0 for s in self._slots):
+                self.cache.reclaim()
+                self._trimmed = True
+            return not self._trimmed
+
+    def reset(self):
+        """Give everything up: no request runs, and no kernel."""
+        with self.lock:
+            for index in range(len(self._slots)):
+                self.finish(index)
+            self._ops = []
+            self._fences.wait(self._fences.mark())
+            self._reap()
+            if self.names is not None:
+                self.names.drop(np.arange(self.names.blocks, dtype=np.uint32))
+            self.cache.reclaim()
+            self._trimmed = True

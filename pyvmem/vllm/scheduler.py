@@ -1,0 +1,111 @@
+"""What the scheduler's block pool tells the worker, and what it is asked to keep free.
+
+vLLM's scheduler stays as it is. The keeper of a block pool watches it: blocks that the pool has forgotten (freed
+without a hash, or evicted) lose their pages with the next step; cached blocks beyond the cap are evicted, the least
+recently used first; and where the worker may have less memory than the pool has blocks, some blocks are taken out of
+circulation. They come off the front of the pool's free queue, so that free blocks go first, then cached prefixes, and
+after that the scheduler admits less.
+
+No vLLM is imported here: the pool is vLLM's BlockPool.
+
+SPDX-License-Identifier: MIT
+"""
+
+import time
+
+
+class PoolKeeper:
+    """Keeps one block pool.
+
+    Parameters
+    ----------
+    pool : vllm.v1.core.block_pool.BlockPool
+    cap : int or None
+        Most cached blocks that no request uses; None: as many as there are.
+    least : int
+        Blocks that always stay in circulation: what one request of the greatest length takes.
+    allowed : callable or None
+        How many blocks there may be now, or None; asked every `PERIOD` seconds.
+    """
+
+    PERIOD = 0.1
+
+    def __init__(self, pool, cap=None, least=1, allowed=None):
+        self.pool = pool
+        self.cap = cap
+        self.least = least
+        self._allowed = allowed
+        self._held_back = []
+        self._forgotten = []
+        self._freed = False
+        self._asked = 0.0
+
+    # ---- called by the pool's methods --------------------------------------------------------------------------
+
+    def freed(self, blocks):
+        """The pool has let go of these blocks."""
+        self._freed = True
+        self._forgotten += [b.block_id for b in blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null]
+
+    def resetting(self):
+        """The pool is about to forget everything, if no block is in use. Returns what `reset` is to be told."""
+        self._give_back(len(self._held_back))
+        return [b.block_id for b in self.pool.blocks if b.block_hash is not None]
+
+    def reset(self, blocks):
+        """The pool has forgotten these."""
+        self._forgotten += blocks
+
+    # ---- called by the scheduler's ---------------------------------------------------------------------------
+
+    def before_schedule(self):
+        """Hold the pool to the cap and to what may be had."""
+        if self._freed and self.cap is not None:
+            self._evict()
+        self._freed = False
+        now = time.monotonic()
+        if self._allowed is not None and now - self._asked >= self.PERIOD:
+            self._asked = now
+            allowed = self._allowed()
+            if allowed is not None:
+                self._hold_back(self.pool.num_gpu_blocks - max(allowed, self.least + 1))
+
+    def take_forgotten(self):
+        """Blocks whose contents the scheduler has forgotten since the last call."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    @property
+    def held_back(self):
+        """Blocks out of circulation."""
+        return len(self._held_back)
+
+    def _evict(self):
+        # Cached blocks stand behind the others in the free queue, in the order of their last use.
+        queue = self.pool.free_block_queue
+        block, kept, beyond = queue.fake_free_list_tail.prev_free_block, 0, set()
+        while block is not queue.fake_free_list_head and block.block_hash is not None:
+            if kept < self.cap:
+                kept += 1
+            else:
+                beyond.add(block.block_id)
+            block = block.prev_free_block
+        if beyond:
+            self.pool.evict_blocks(beyond)
+            self._forgotten += beyond
+
+    def _hold_back(self, wanted):
+        wanted = max(wanted, 0)
+        if wanted < len(self._held_back):
+            self._give_back(len(self._held_back) - wanted)
+        elif wanted > len(self._held_back):
+            n = min(wanted - len(self._held_back), self.pool.get_num_free_blocks())
+            taken = self.pool.get_new_blocks(n) if n > 0 else []
+            self._held_back += taken
+            self._forgotten += [b.block_id for b in taken]
+
+    def _give_back(self, n):
+        if n:
+            back = self._held_back[-n:]
+            del self._held_back[-n:]
+            self.pool.free_blocks(back)

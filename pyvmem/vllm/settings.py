@@ -1,0 +1,55 @@
+"""Settings of vLLM on vMem: environment variables, since vLLM's processes inherit them.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+from dataclasses import dataclass
+
+LAYOUTS = ("token", "block", "layer")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; see docs/vllm.md."""
+
+    on: bool = False
+    force: bool = False
+    layout: str = "token"
+    cache_tokens: int | None = None
+    spare_slots: int | None = None
+    wait_seconds: int = 60
+
+
+def _whole(name, text):
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{name}={text}: a whole number, 0 or more, is wanted")
+    return number
+
+
+def _flag(name, text):
+    if text.lower() not in ("0", "1", "false", "true", ""):
+        raise ValueError(f"{name}={text}: 0 or 1 is wanted")
+    return text.lower() in ("1", "true")
+
+
+def read(environ=os.environ):
+    """The `Settings` of an environment. Raises `ValueError` naming the variable."""
+    given = {}
+    for name, field, parse in (
+        ("VMEM_VLLM", "on", _flag),
+        ("VMEM_VLLM_FORCE", "force", _flag),
+        ("VMEM_VLLM_CACHE_TOKENS", "cache_tokens", _whole),
+        ("VMEM_VLLM_SPARE_SLOTS", "spare_slots", _whole),
+        ("VMEM_VLLM_WAIT", "wait_seconds", _whole),
+    ):
+        if environ.get(name):
+            given[field] = parse(name, environ[name])
+    layout = environ.get("VMEM_VLLM_LAYOUT") or "token"
+    if layout not in LAYOUTS:
+        raise ValueError(f"VMEM_VLLM_LAYOUT={layout}: one of {', '.join(LAYOUTS)} is wanted")
+    return Settings(layout=layout, **given)

@@ -1,0 +1,254 @@
+"""The worker's side: vLLM's KV tensors in a `KVCache`, and its request tables led to `RequestSlots`.
+
+The functions here stand in for vLLM's (see patches); each gets the one it replaces as its first argument.
+
+SPDX-License-Identifier: MIT
+"""
+
+import dataclasses
+import logging
+import threading
+
+import torch
+
+from pyvmem import Context
+from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv_blocks import BlockNames
+from pyvmem.vllm import layout as layouts
+from pyvmem.vllm import refuse, settings
+from pyvmem.vllm.requests import RequestSlots
+
+logger = logging.getLogger("vllm.vmem")
+
+_current = None  # the Engine of this process: vLLM has one worker in a process
+
+
+class CudaFences:
+    """Fences in the order of the device's current stream."""
+
+    def __init__(self, device):
+        self._device = device
+        self._events = {}
+        self._first = 1
+        self._last = 0
+
+    def mark(self):
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._last += 1
+        self._events[self._last] = event
+        return self._last
+
+    def _passed(self, n):
+        for k in range(self._first, n + 1):
+            self._events.pop(k, None)
+        self._first = max(self._first, n + 1)
+
+    def wait(self, n):
+        if n >= self._first:
+            self._events[n].synchronize()
+            self._passed(n)
+
+    def done(self, n):
+        if n >= self._first and not self._events[n].query():
+            return False
+        self._passed(n)
+        return True
+
+
+class Engine:
+    """The KV cache of this process's worker and its requests."""
+
+    def __init__(self, config, vllm_config, device, chosen):
+        scheduler = vllm_config.scheduler_config
+        spec = config.kv_cache_groups[0].kv_cache_spec
+        self.layers = [tensor.shared_by[0] for tensor in config.kv_cache_tensors]
+        row = spec.page_size_bytes // spec.block_size
+        self.layout = layouts.Layout(chosen.layout, len(self.layers), row, spec.block_size)
+        self.num_blocks = config.num_blocks
+        most = scheduler.max_num_seqs
+        spare = max(8, most // 4) if chosen.spare_slots is None else chosen.spare_slots
+        tokens = self.layout.slot_tokens(vllm_config.model_config.max_model_len + vllm_config.num_speculative_tokens)
+        self.context = Context(device=device.index or 0)
+        page = self.layout.page_size(self.context.page_sizes)
+        shape = (self.layout.tensor_row // spec.dtype.itemsize,)
+        specs = [TensorSpec(f"kv{i}", shape, spec.dtype) for i in range(self.layout.tensors)]
+        # Pages of requests that ended in the step before are free for the scheduler, but kernels may still read them.
+        budget = self.num_blocks * self.layout.block_bytes
+        budget += max(budget // 64, 16 * self.layout.block_bytes)
+        self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
+                             lazy=True, ahead_tokens=2 * spec.block_size, name="vllm")  # fmt: skip
+        caching = vllm_config.cache_config.enable_prefix_caching
+        names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
+        self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names,
+                                     chosen.wait_seconds)  # fmt: skip
+        self.step_dropped = ()
+        self._stop = threading.Event()
+        threading.Thread(target=self._tend, name="vmem", daemon=True).start()
+        logger.info(
+            "KV cache on vMem: backend %s, layout %s, %d slots of %d tokens, blocks of %d tokens and %d KiB in pages "
+            "of %d KiB, %.1f GiB at most, %s prefix cache", self.context.backend, chosen.layout, most + spare, tokens,
+            spec.block_size, self.layout.block_bytes >> 10, page >> 10, budget / 2**30,
+            "with" if caching else "without",
+        )  # fmt: skip
+
+    def _tend(self):
+        while not self._stop.wait(0.05):
+            self.requests.tend()
+
+    def allowed_blocks(self):
+        """Blocks that the scheduler may use now: what the limit and the device's other users leave."""
+        limit = self.requests.poll_limit()
+        stats = self.cache.stats()
+        free = self.context.info().memory_free
+        reachable = stats.held_pages + max(free - MARGIN, 0) // stats.page_size
+        pages = min(limit, reachable) * stats.page_size // self.layout.block_bytes
+        return min(pages, self.num_blocks)
+
+
+MARGIN = 256 << 20  # of device memory, for what other processes take until the next look
+
+
+def current():
+    """The `Engine` of this process, or None."""
+    return _current
+
+
+# ---- in the place of vLLM's functions ---------------------------------------------------------------------------
+
+
+def get_kv_cache_spec(original, runner):
+    """Blocks are whole pages: a multiple of vLLM's block size where need be."""
+    specs = original(runner)
+    chosen = settings.read()
+    rows = {s.page_size_bytes // s.block_size for s in specs.values()}
+    if len(rows) != 1:
+        return specs  # refused later, by name
+    base = next(iter(specs.values())).block_size
+    tokens = layouts.block_tokens(chosen.layout, len(specs), rows.pop(), base)
+    return {name: dataclasses.replace(spec, block_size=tokens) for name, spec in specs.items()}
+
+
+def initialize_kv_cache(original, runner, config):
+    """The tables of requests are told apart by the runner that has them."""
+    refuse.worker(runner.vllm_config, config)
+    global _current
+    _current = Engine(config, runner.vllm_config, runner.device, settings.read())
+    original(runner, config)
+    runner.req_states.vmem = runner.block_tables.vmem = _current
+    _current.states = runner.req_states
+
+
+def allocate_kv_cache(original, config, shared_layers, device):
+    """Bytes of the virtual tensors, by layer."""
+    engine = _current
+    flat = [engine.cache.flat(i).view(torch.int8).view(-1) for i in range(engine.layout.tensors)]
+    return {name: flat[i if len(flat) > 1 else 0] for i, name in enumerate(engine.layers)}
+
+
+def reshape_kv_cache(original, attn_groups, raw, cache_dtype, kernel_block_sizes, shared, config=None):
+    """Each layer's view of its virtual tensor."""
+    engine = _current
+    views = {}
+    for group in attn_groups:
+        spec = group.kv_cache_spec
+        tokens = kernel_block_sizes[group.kv_cache_group_id]
+        blocks = raw[engine.layers[0]].numel() // (engine.layout.tensor_row * tokens)
+        shape = group.backend.get_kv_cache_shape(
+            blocks, tokens, spec.num_kv_heads, spec.head_size, cache_dtype_str=cache_dtype
+        )
+        try:
+            order = group.backend.get_kv_cache_stride_order()
+        except (AttributeError, NotImplementedError):
+            order = tuple(range(len(shape)))
+        for name in group.layer_names:
+            if name not in shared:
+                layer = engine.layers.index(name)
+                views[name] = layouts.view(raw[name], engine.layout, layer, spec.dtype, shape, order)
+    for name, target in shared.items():
+        views[name] = views[target]
+    return views
+
+
+def finish_requests(original, runner, scheduler_output):
+    """The first thing of a step."""
+    if _current is not None:
+        _current.requests.begin_step(getattr(scheduler_output, "vmem_forgotten", ()))
+    return original(runner, scheduler_output)
+
+
+def remove_request(original, states, req_id):
+    index = original(states, req_id)
+    if index is not None and hasattr(states, "vmem"):
+        states.vmem.requests.finish(index)
+    return index
+
+
+def append_block_ids(original, tables, req_index, new_block_ids, overwrite):
+    """Blocks' names become the numbers of places in the request's slot."""
+    engine = getattr(tables, "vmem", None)
+    if engine is None:
+        return original(tables, req_index, new_block_ids, overwrite)
+    (ids,) = new_block_ids
+    if overwrite:
+        computed = int(engine.states.num_computed_tokens_np[req_index])
+        numbers = engine.requests.start(req_index, ids, computed)
+    else:
+        first = int(tables.num_blocks.np[0, req_index]) // tables.blocks_per_kv_block[0]
+        numbers = engine.requests.extend(req_index, first, ids)
+    return original(tables, req_index, (numbers,), overwrite)
+
+
+def apply_staged_writes(original, tables):
+    """The last thing before a step's kernels."""
+    if hasattr(tables, "vmem"):
+        tables.vmem.requests.back()
+    return original(tables)
+
+
+def sleep(original, worker, level=1):
+    if _current is not None:
+        _current.requests.reset()
+    return original(worker, level)
+
+
+# ---- in the scheduler's process ---------------------------------------------------------------------------------
+
+
+def keeper(scheduler):
+    """The `PoolKeeper` of a scheduler's block pool."""
+    from pyvmem.vllm.scheduler import PoolKeeper
+
+    pool = scheduler.kv_cache_manager.block_pool
+    if not hasattr(pool, "vmem"):
+        chosen = settings.read()
+        tokens = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        cap = None if chosen.cache_tokens is None else chosen.cache_tokens // tokens
+        least = -(-scheduler.vllm_config.model_config.max_model_len // tokens) + 1
+        pool.vmem = PoolKeeper(pool, cap, least, lambda: None if _current is None else _current.allowed_blocks())
+    return pool.vmem
+
+
+def schedule(original, scheduler, *args, **kwargs):
+    kept = keeper(scheduler)
+    kept.before_schedule()
+    output = original(scheduler, *args, **kwargs)
+    output.vmem_forgotten = kept.take_forgotten()
+    return output
+
+
+def free_blocks(original, pool, ordered_blocks):
+    blocks = list(ordered_blocks)
+    original(pool, blocks)
+    if hasattr(pool, "vmem"):
+        pool.vmem.freed(blocks)
+
+
+def reset_prefix_cache(original, pool):
+    if not hasattr(pool, "vmem"):
+        return original(pool)
+    known = pool.vmem.resetting()
+    done = original(pool)
+    if done:
+        pool.vmem.reset(known)
+    return done

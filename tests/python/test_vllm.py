@@ -1,0 +1,344 @@
+"""pyvmem.vllm without vLLM: requests in slots, under the stand-ins of vllm_standins."""
+
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+from vllm_standins import BlockPool, Gpu, Request, Runner, Scheduler
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv_blocks import BlockNames
+from pyvmem.vllm import layout, patches, refuse, settings
+from pyvmem.vllm.requests import RequestSlots
+from pyvmem.vllm.scheduler import PoolKeeper
+
+TOKENS, PAGE, MOST = 8, 64 << 10, 96  # tokens of a block, and of a request at most
+ROW = PAGE // TOKENS
+
+
+class Engine:
+    """Scheduler, worker and GPU, with the GPU a step behind the worker."""
+
+    def __init__(self, *, requests=6, blocks=64, spare=3, caching=True, cap=None, budget=40, tensors=1, allowed=None,
+                 slack=8, check=True):  # fmt: skip
+        specs = [TensorSpec(f"kv{i}", (ROW // 8,), torch.int64) for i in range(tensors)]
+        self.cache = KVCache(specs, requests + spare, MOST, (blocks + slack) * tensors * PAGE, backend="host",
+                             page_size=PAGE, check=check, lazy=True, ahead_tokens=TOKENS, eager=False,
+                             generous=False, name=None)  # fmt: skip
+        self.gpu = Gpu()
+        names = BlockNames(self.cache, blocks, TOKENS) if caching else None
+        self.slots = RequestSlots(self.cache, TOKENS, requests, self.gpu, names, wait_seconds=0)
+        rows = [self.cache.flat(i).numpy().view(np.uint64) for i in range(tensors)]
+        self.runner = Runner(self.slots, rows[-1], TOKENS, requests, MOST // TOKENS, self.gpu)
+        self.scheduler = Scheduler(blocks, TOKENS, requests, budget, caching)
+        self.keeper = PoolKeeper(self.scheduler.pool, cap, MOST // TOKENS, allowed)
+        self.keeper.PERIOD = 0
+        self.scheduler.free_blocks = self._free
+        self.random = random.Random(7)
+        self.flight = []
+
+    def _free(self, blocks):
+        blocks = list(blocks)
+        self.scheduler.pool.free_blocks(blocks)
+        self.keeper.freed(blocks)
+
+    def step(self):
+        """One step is prepared while the one before computes; what came of that is known afterwards."""
+        self.keeper.before_schedule()
+        output = self.scheduler.schedule()
+        self.runner.execute(output, self.keeper.take_forgotten())
+        if output.scheduled:
+            self.flight.append(output)
+        if len(self.flight) == 2 or (self.flight and not output.scheduled):
+            self.scheduler.output(self.flight.pop(0))
+
+    def run(self, requests, abort=0.0):
+        waiting = list(requests)
+        steps = 0
+        while waiting or self.scheduler.waiting or self.scheduler.running or self.flight:
+            while waiting and self.random.random() < 0.6:
+                self.scheduler.waiting.append(waiting.pop(0))
+            live = self.scheduler.running
+            if live and self.random.random() < abort:
+                self.scheduler.abort(self.random.choice(live))
+            self.step()
+            steps += 1
+            assert steps < 5000
+        self.step()
+        self.step()
+        self.gpu.wait(self.gpu.marked)
+        self.cache.wait()
+
+    def requests(self, n, shared=0.0):
+        prefixes = [[self.random.randrange(9) for _ in range(5 * TOKENS)] for _ in range(3)]
+        made = []
+        for i in range(n):
+            prompt = [self.random.randrange(9) for _ in range(self.random.randrange(1, 40))]
+            if self.random.random() < shared:
+                prompt = self.random.choice(prefixes) + prompt[:20]
+            made.append(Request(f"r{i}", prompt, self.random.randrange(1, 30)))
+        return made
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("tensors", [1, 3])
+def test_every_row_is_read_back_as_written(caching, tensors):
+    engine = Engine(caching=caching, tensors=tensors)
+    engine.run(engine.requests(40, shared=0.6))
+    assert engine.runner.read > 5000
+    assert bool(engine.scheduler.hits) == caching
+
+
+def test_preempted_and_aborted_requests_leave_the_others_alone():
+    engine = Engine(blocks=30)
+    engine.run(engine.requests(40, shared=0.4), abort=0.05)
+    assert engine.scheduler.preemptions
+    assert engine.runner.read > 5000
+
+
+def test_a_request_may_share_what_another_writes_in_the_same_step():
+    engine = Engine(budget=200)
+    prompt = [1, 2, 3] * 12
+    engine.scheduler.waiting.extend([Request("a", prompt, 3), Request("b", prompt, 3)])
+    engine.run([])
+    assert engine.scheduler.hits == 4
+    assert engine.cache.stats().attached_pages == 4
+
+
+def test_pages_in_use_are_the_blocks_that_the_scheduler_knows():
+    engine = Engine(requests=4)
+    engine.run(engine.requests(25, shared=0.5))
+    cached = len(engine.scheduler.pool.cached)
+    engine.cache.wait()
+    assert cached
+    assert engine.cache.stats().prefix_pages == cached
+    engine.slots.IDLE_SECONDS = -1
+    engine.slots.tend()
+    assert engine.cache.stats().held_pages == cached
+
+
+@pytest.mark.parametrize("cap", [0, 5])
+def test_cached_blocks_stay_up_to_the_cap_the_last_used(cap):
+    engine = Engine(cap=cap)
+    engine.run(engine.requests(20, shared=0.5))
+    engine.scheduler.waiting.append(Request("last", [5] * 45, 1))
+    engine.run([])
+    engine.slots.IDLE_SECONDS = -1
+    engine.slots.tend()
+    assert len(engine.scheduler.pool.cached) == cap
+    assert engine.cache.stats().held_pages == cap
+    if cap:
+        assert set(engine.scheduler.pool.cached) == {(5,) * k for k in range(TOKENS, 41, TOKENS)}
+
+
+def test_without_a_prefix_cache_pages_stay_in_their_slots_and_are_adopted():
+    engine = Engine(caching=False)
+    engine.run(engine.requests(30))
+    stats = engine.cache.stats()
+    assert stats.adopted_pages > 10
+    assert stats.kept_pages
+    engine.slots.IDLE_SECONDS = -1
+    assert engine.slots.tend() is False
+    assert engine.cache.stats().held_pages == 0
+
+
+def test_a_slot_is_free_only_when_the_kernels_of_its_last_step_are_through():
+    engine = Engine(spare=1, requests=2, caching=False)
+    slots = engine.slots
+    slots.begin_step()
+    first = slots.start(0, [1], 0)
+    slots.back()
+    slots.begin_step()
+    slots.finish(0)  # kernels of the first step may be running
+    second = slots.start(0, [2], 0)
+    assert first != second
+    third = slots.start(1, [3], 0)
+    assert third not in (first, second)
+    slots.finish(1)
+    assert slots.fence_waits == 0
+    assert slots.start(1, [4], 0) == first  # no other is left: this waited for them
+    assert slots.fence_waits == 1
+
+
+def test_a_smaller_limit_gives_up_cached_prefixes_then_admits_less():
+    engine = Engine(blocks=64, allowed=lambda: engine.slots.poll_limit())
+    engine.run(engine.requests(20, shared=0.3))
+    assert len(engine.scheduler.pool.cached) > 25
+    engine.cache.set_budget(24 * PAGE)
+    engine.run(engine.requests(30, shared=0.3))
+    assert engine.keeper.held_back >= 64 - 24
+    assert engine.cache.stats().budget_pages == 24
+    assert engine.cache.stats().held_pages <= 24
+    engine.cache.set_budget(72 * PAGE)
+    engine.run(engine.requests(10))
+    assert engine.keeper.held_back == 0
+
+
+def test_a_limit_in_the_middle_of_requests_fails_none_of_them():
+    engine = Engine(blocks=64, allowed=lambda: engine.slots.poll_limit())
+    made = engine.requests(20)
+    for request in made:
+        request.end = len(request.tokens) + 40
+    engine.scheduler.waiting.extend(made)
+    while engine.cache.stats().needed_pages <= 30:
+        engine.step()
+    engine.cache.set_budget(24 * PAGE)
+    engine.run([])
+    assert engine.cache.stats().budget_pages == 24
+
+
+def test_reset_of_the_prefix_cache_frees_its_pages():
+    engine = Engine(allowed=lambda: 40)
+    engine.run(engine.requests(20, shared=0.3))
+    assert engine.keeper.held_back
+    known = engine.keeper.resetting()
+    assert engine.scheduler.pool.reset_prefix_cache()
+    engine.keeper.reset(known)
+    engine.step()
+    assert engine.cache.stats().prefix_pages == 0
+
+
+def test_sleep_gives_everything_back():
+    engine = Engine()
+    engine.scheduler.waiting.extend(engine.requests(4))
+    for _ in range(4):
+        engine.step()
+    engine.slots.reset()
+    stats = engine.cache.stats()
+    assert (stats.held_pages, stats.active_slots) == (0, 0)
+
+
+def test_memory_that_another_process_has_is_waited_for_then_an_error():
+    engine = Engine(caching=False)
+    engine.slots._full_budget = 1  # the budget cannot be raised: as if the device had no more
+    engine.cache.set_budget(PAGE)
+    engine.slots._budget = 1
+    engine.slots.begin_step()
+    engine.slots.start(0, [1, 2, 3], 0)
+    with pytest.raises(OutOfMemory, match="within 0 s"):
+        engine.slots.back()
+
+
+def test_a_request_with_computed_tokens_needs_a_prefix_cache():
+    engine = Engine(caching=False)
+    engine.slots.begin_step()
+    with pytest.raises(RuntimeError, match="no prefix cache"):
+        engine.slots.start(0, [1, 2], 8)
+
+
+# ---- layout -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["token", "block", "layer"])
+def test_every_layer_has_bytes_of_its_own_and_slots_are_whole_blocks(kind):
+    shape = layout.Layout(kind, layers=3, row=64, tokens=16)
+    flat = torch.zeros(shape.tensors, 4 * 16 * shape.tensor_row, dtype=torch.int8)
+    for layer in range(3):
+        raw = flat[layer if shape.tensors > 1 else 0]
+        view = layout.view(raw, shape, layer, torch.bfloat16, (4, 2, 16, 16), (0, 2, 1, 3))
+        assert view.shape == (4, 2, 16, 16)
+        assert (view == 0).all()
+        view += layer + 1
+        if kind != "block":  # tokens of successive blocks are a constant stride apart
+            assert view.stride(0) == 16 * view.stride(2)
+    assert shape.slot_tokens(100) % 16 == 0
+
+
+def test_a_kernel_may_have_smaller_blocks_where_tokens_are_evenly_spaced():
+    shape = layout.Layout("token", layers=2, row=64, tokens=32)
+    flat = torch.zeros(4 * 32 * shape.tensor_row, dtype=torch.int8)
+    whole = layout.view(flat, shape, 1, torch.bfloat16, (4, 2, 32, 16), (0, 2, 1, 3))
+    halves = layout.view(flat, shape, 1, torch.bfloat16, (8, 2, 16, 16), (0, 2, 1, 3))
+    whole.copy_(torch.arange(whole.numel()).view(whole.shape))
+    assert (halves.transpose(1, 2).reshape(-1) == whole.transpose(1, 2).reshape(-1)).all()
+    with pytest.raises(ValueError, match="16 tokens, vLLM's 32"):
+        layout.view(flat, layout.Layout("block", 2, 64, 32), 1, torch.bfloat16, (8, 2, 16, 16), (0, 2, 1, 3))
+
+
+@pytest.mark.parametrize("layers, row, base, tokens", [(32, 4096, 16, 16), (4, 2048, 16, 16), (2, 512, 16, 64),
+                                                       (28, 2048, 16, 16), (1, 64, 16, 1024)])  # fmt: skip
+def test_blocks_grow_to_whole_pages(layers, row, base, tokens):
+    assert layout.block_tokens("token", layers, row, base) == tokens
+    assert tokens * layers * row % PAGE == 0
+
+
+# ---- settings, versions, refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, text", [("VMEM_VLLM", "yes"), ("VMEM_VLLM_CACHE_TOKENS", "-1"),
+                                        ("VMEM_VLLM_CACHE_TOKENS", "16k"), ("VMEM_VLLM_LAYOUT", "rows")])  # fmt: skip
+def test_a_wrong_setting_is_named(name, text):
+    with pytest.raises(ValueError, match=f"{name}={text}"):
+        settings.read({name: text})
+
+
+def test_unset_means_off():
+    assert not settings.read({}).on
+    assert settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_CACHE_TOKENS": "0"}).cache_tokens == 0
+
+
+def test_an_unknown_version_is_refused_with_a_way_to_insist():
+    with pytest.raises(patches.UnknownVersion, match="vLLM 9.9 is not among 0.26.0; VMEM_VLLM_FORCE=1 tries it"):
+        patches.install("9.9")
+
+
+def configuration(**changes):
+    parallel = types.SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1,
+                                     prefill_context_parallel_size=1)  # fmt: skip
+    made = types.SimpleNamespace(
+        parallel_config=parallel, cache_config=types.SimpleNamespace(cache_dtype="auto"), kv_transfer_config=None,
+        use_v2_model_runner=True, model_config=types.SimpleNamespace(enable_return_routed_experts=False),
+    )  # fmt: skip
+    for path, value in changes.items():
+        *owner, name = path.split("__")
+        setattr(getattr(made, owner[0]) if owner else made, name, value)
+    return made
+
+
+class FullAttentionSpec:
+    page_size_padded = None
+
+
+class MambaSpec:
+    pass
+
+
+def kv_config(groups=1, spec=FullAttentionSpec, shared=1):
+    return types.SimpleNamespace(
+        kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec()) for _ in range(groups)],
+        kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer"] * shared, block_stride=0)],
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, config, text",
+    [
+        ({"kv_transfer_config": object()}, {}, "KV connectors"),
+        ({"parallel_config__pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"use_v2_model_runner": False}, {}, "model runner V2"),
+        ({"model_config__enable_return_routed_experts": True}, {}, "routed experts"),
+        ({"cache_config__cache_dtype": "int4_per_token_head"}, {}, "int4_per_token_head"),
+        ({}, {"groups": 2}, "2 groups"),
+        ({}, {"spec": MambaSpec}, "MambaSpec"),
+        ({}, {"shared": 2}, "share a KV tensor"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_one_line(changes, config, text):
+    with pytest.raises(refuse.Refused, match=text) as caught:
+        refuse.worker(configuration(**changes), kv_config(**config))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_can_work_is_not_refused():
+    refuse.worker(configuration(), kv_config())
+
+
+def test_the_pool_keeper_holds_back_no_more_than_one_request_needs():
+    keeper = PoolKeeper(BlockPool(50), least=10, allowed=lambda: 3)
+    keeper.before_schedule()
+    assert keeper.held_back == 50 - 11
