@@ -219,6 +219,25 @@ static void odd_end(vmem_context *ctx)
     OK(vMemFree(ctx, odd));
 }
 
+// A page that starts inside a reservation and ends outside, behind one that it continues.
+static void last_sticks_out(vmem_context *ctx)
+{
+    for (uint64_t size = 2 * test_page; size <= VMEM_PAGE_2M; size *= 2) {
+        uint64_t odd;
+        vmem_page two[2];
+        size_t bad;
+        if (!(size & test_info.page_sizes))
+            continue;
+        OK(vMemReserve(ctx, size + test_page, 0, &odd));
+        OK(vMemCreate(ctx, size, 2, 0, two));
+        ERR_AT(vMemMapBatch(ctx, (struct vmem_map_op[]){{odd, two[0]}, {odd + size, two[1]}}, 2, 0, &bad), bad, 1,
+               EINVAL, "not inside one reservation");
+        CHECK_EQ(test_stats(ctx).mapped, 0);
+        OK(vMemReleaseBatch(ctx, two, 2, NULL));
+        OK(vMemFree(ctx, odd));
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -232,6 +251,7 @@ int main(int argc, char **argv)
     runs(ctx);
     sizes(ctx);
     odd_end(ctx);
+    last_sticks_out(ctx);
     vmem_context_destroy(ctx);
     return 0;
 }

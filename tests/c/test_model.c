@@ -8,12 +8,13 @@
 #include "checked.h"
 #include "harness.h"
 
-enum { MAX_RANGES = 6, MAX_PAGES = 96, RANGE_UNITS = 160 };
+enum { MAX_RANGES = 6, MAX_PAGES = 96, RANGE_UNITS = 160, BLOCK_64K = 32 };
 
 // Every 64 KiB of memory holds one byte value, but for its first word, which has a value of its own.
 struct page {
     vmem_page handle; // 0: free entry
     uint32_t units;
+    uint64_t frame;
     uint8_t fill[32];
     uint64_t word[32];
 };
@@ -49,6 +50,15 @@ static struct page *any_page(void)
         struct page *p = &pages[below(MAX_PAGES)];
         if (p->handle)
             return p;
+    }
+    return NULL;
+}
+// The page that follows p in physical memory and has its size, if there is one.
+static struct page *page_after(const struct page *p)
+{
+    for (int i = 0; p && i < MAX_PAGES; i++) {
+        if (pages[i].handle && pages[i].units == p->units && pages[i].frame == p->frame + p->units)
+            return &pages[i];
     }
     return NULL;
 }
@@ -122,6 +132,9 @@ static void step_reserve(void)
     if (r->addr)
         return;
     r->units = 1 + below(RANGE_UNITS);
+    // Often a little more or less than whole blocks: the last pages of a run then stick out of the end.
+    if (below(2))
+        r->units = BLOCK_64K * (1 + below(4)) + (below(2) ? 1 + below(3) : -1 - below(3));
     r->flags = test_info.caps & VMEM_CAP_BACKDROP ? below(2) : 0;
     OK(vMemReserve(ctx, r->units * UNIT, r->flags, &r->addr));
     reserved += r->units * UNIT;
@@ -170,6 +183,9 @@ static void step_create(void)
         struct page *p = free_page[i];
         p->handle = handles[i];
         p->units = (uint32_t)(size / UNIT);
+        struct vmem_page_info info;
+        OK(vmem_page_query(ctx, p->handle, &info));
+        p->frame = info.frame;
         OK(vMemMap(ctx, window, p->handle));
         if (zero)
             CHECK(all_words(ctx, window, size, 0));
@@ -219,12 +235,16 @@ static void step_map(void)
     struct range *r = any_range();
     uint32_t n = 1 + below(MAX), flags = below(4); // REPLACE and FINE in all combinations
     uint32_t next = r ? below(r->units) : 0, at_fault = n;
+    // Pages in a row, up to the end of the reservation and past it, as a batch for a tensor has them.
+    const bool in_a_row = below(2);
+    struct page *p = NULL;
     int err = 0;
     static bool taken[MAX_RANGES][RANGE_UNITS];
     memset(taken, 0, sizeof taken);
     for (uint32_t i = 0; i < n; i++) {
-        struct page *p = any_page();
-        if (below(6) == 0) {
+        if (!in_a_row || !(p = page_after(p)))
+            p = any_page();
+        if (below(in_a_row ? 24 : 6) == 0) {
             r = any_range();
             next = r ? below(r->units) : 0;
         }

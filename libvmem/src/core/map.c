@@ -77,7 +77,7 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
                            struct vmem__page *p)
 {
     const uint32_t units = p->units;
-    const uint64_t size = units * UNIT, range_end = s->b.addr + s->b.length;
+    const uint64_t size = units * UNIT, last = s->b.addr + s->b.length - size; // a page behind it would stick out
     const uint64_t *const slots_end = leaf->slots + LEAF_SLOTS;
     const struct vmem__page *const arena_end = a->pages + a->units;
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
@@ -87,7 +87,7 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
         frame += units;
         slot += units;
         p += units;
-        if (ops[i].addr != addr || slot == slots_end || addr == range_end || p == arena_end)
+        if (ops[i].addr != addr || slot == slots_end || addr > last || p == arena_end)
             break;
         if (p->state != UNIT_PAGE || p->units != units || p->token ||
             ops[i].page != ((vmem_page)p->generation << FRAME_BITS | frame))
