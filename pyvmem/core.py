@@ -199,8 +199,9 @@ class Context(_Owned):
 
     def info(self) -> Info:
         """The context's `Info`, with the memory that is free now."""
-        raw = ffi.new("struct vmem_info *")
+        raw, free = ffi.new("struct vmem_info *"), ffi.new("uint64_t *")
         _check(lib.vmem_context_info(self._use(), raw))
+        _check(lib.vmem_context_memory(self._use(), ffi.NULL, free))
         return Info(
             backend=ffi.string(raw.backend).decode(),
             device_name=ffi.string(raw.device_name).decode(errors="replace"),
@@ -211,7 +212,7 @@ class Context(_Owned):
             page_sizes=tuple(1 << bit for bit in range(64) if raw.page_sizes >> bit & 1),
             reserve_align=raw.reserve_align,
             memory_total=raw.memory_total,
-            memory_free=raw.memory_free,
+            memory_free=free[0],
         )
 
     def stats(self) -> Stats:

@@ -40,7 +40,8 @@ uint32_t vmem_version(void);
 #define VMEM_PAGE_256K (UINT64_C(256) << 10)
 #define VMEM_PAGE_2M (UINT64_C(2) << 20)
 
-// A physical page. Opaque; 0 is never a page. A released page's handle stays invalid for ever after.
+// A physical page. Opaque; 0 is never a page. A released page's handle stays invalid for ever after, and a page of one
+// context is no page of another.
 typedef uint64_t vmem_page;
 typedef struct vmem_context vmem_context;
 
@@ -60,8 +61,15 @@ struct vmem_options {
 
 // opts may be NULL: all defaults. On the GPU backends the device's primary CUDA context is retained.
 int vmem_context_create(const struct vmem_options *opts, vmem_context **out);
-// Unmaps, releases and frees all that the context still holds. NULL is allowed. No other call may be in flight.
+// Unmaps, releases and frees all that the context still holds. NULL is allowed. Waits for the calls that other threads
+// are in; none may start any more.
 void vmem_context_destroy(vmem_context *ctx);
+
+// Lets long calls be interrupted: vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after every 32 MiB or so
+// of their work, in the thread that made the call and with no lock held. If it returns other than 0, the call undoes
+// what it has done and returns -EINTR. The function may call libvmem, but must not destroy the context. NULL: none.
+// The calls that give something back are never interrupted.
+int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg);
 
 // Whether a context of this backend could be created: 0, or the error that stops it, with the one fact in
 // vmem_last_error(). opts->backend must name a backend.
@@ -86,9 +94,12 @@ struct vmem_info {
     uint64_t page_sizes;     // every supported page size, ORed
     uint64_t reserve_align;  // reservations start at a multiple of this; at least 2 MiB
     uint64_t memory_total;   // bytes of the device; on the host of the machine, or what its control group allows
-    uint64_t memory_free;    // of these
 };
+// What does not change while the context exists; costs nothing.
 int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
+// Bytes of the device as of now, and how many of them are free. Asks the driver, or reads /proc and the control group
+// (about 0.2 ms). Either pointer may be NULL.
+int vmem_context_memory(vmem_context *ctx, uint64_t *total, uint64_t *free);
 
 struct vmem_stats {
     uint64_t reserved;  // bytes of address space
@@ -120,6 +131,18 @@ int vmem_trim(vmem_context *ctx, uint64_t *freed);
 int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *addr);
 // addr: as returned by vMemReserve. -EBUSY while anything is mapped there.
 int vMemFree(vmem_context *ctx, uint64_t addr);
+// Gives up a reservation with all that is mapped there: pages of vmem_commit are released, others only unmapped. For
+// those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another call
+// works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
+int vmem_unreserve(vmem_context *ctx, uint64_t addr);
+
+struct vmem_reservation_info {
+    uint64_t addr, length;
+    uint64_t mapped; // bytes of it that pages back
+    uint32_t flags;  // VMEM_RESERVE_*
+};
+// The reservation that addr lies in.
+int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out);
 // Where the backdrop is established lazily (stock backend, in blocks of tens of MiB), make it readable over
 // [addr, addr+length) now. Mapping a page does this for the page's block and the one after it.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
@@ -134,6 +157,9 @@ int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, 
 // Unmaps the page wherever it is mapped, then frees it.
 int vMemRelease(vmem_context *ctx, vmem_page page);
 int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t *bad);
+// Releases pages for those who cannot do anything about a failure: what is no page (any more) is left out, and a page
+// that another call works on, or that cannot be unmapped for lack of memory, is released as soon as it can be.
+int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n);
 
 struct vmem_page_info {
     uint64_t page_size;
@@ -176,10 +202,12 @@ struct vmem_range {
 
 // Backs every unbacked part of the ranges with new pages of one size, consecutive where possible; what is backed stays
 // as it is. Ranges are multiples of page_size, each inside one reservation, and do not overlap. All or nothing.
-// *bytes, when not NULL, receives how much was newly backed.
+// *bytes, when not NULL, receives how much was newly backed. The pages belong to the addresses: one that is mapped nowhere
+// any more, because it was unmapped, replaced, or its reservation given up, is released.
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
                 uint64_t *bytes);
 // Releases every page mapped in the ranges, wherever else it is mapped. Ranges cut no page; unbacked parts are skipped.
+// *bytes, when not NULL, receives how many bytes of the ranges were backed.
 int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes);
 
 // ---- what is where ----------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ static void handles_wear_out(void)
     struct vmem__page *p = vmem__page_get(ctx, first, &a);
     p->generation = GENERATION_MAX - 1;
     vmem__unlock(ctx);
-    page = (vmem_page)(GENERATION_MAX - 1) << FRAME_BITS | (first & FRAME_MASK);
+    page = vmem__handle(ctx, p, (first ^ ctx->salt) & FRAME_MASK);
     uint64_t frame = query(ctx, page).frame;
     OK(vMemRelease(ctx, page));
     for (int i = 0; i < 3; i++) {

@@ -23,9 +23,10 @@ RANGE_UNITS = 4 * MIB // UNIT
 class Page:
     """What the shadow knows of a physical page: its bytes, and where it is mapped."""
 
-    def __init__(self, handle, size):
+    def __init__(self, handle, size, bound=False):
         self.handle = handle
         self.size = size
+        self.bound = bound  # made by commit: goes when it is mapped nowhere any more
         self.data = None  # not known before it is first written: memory is zero only if asked for
         self.places = set()  # (range, first unit)
 
@@ -64,8 +65,10 @@ class Memory(RuleBasedStateMachine):
 
     def teardown(self):
         self.check_every_byte()
-        for r in self.ranges:
+        for r in list(self.ranges):
             r.reservation.close()
+            self.clear(r, 0, len(r.units))
+        self.settle()
         if self.pages:
             self.context.release([p.handle for p in self.pages])
         stats = self.context.stats()
@@ -101,6 +104,11 @@ class Memory(RuleBasedStateMachine):
                 page, part = target.units[u]
                 page.places.discard((target, u - part))
                 target.units[u] = None
+
+    def settle(self):
+        """Forget the pages that went because nothing maps them any more: after a call, not in the middle of a batch."""
+        for page in [p for p in self.pages if p.bound and not p.places]:
+            self.forget(page)
 
     def define(self, page):
         """Give a page known contents, through the first address it is mapped at."""
@@ -175,6 +183,7 @@ class Memory(RuleBasedStateMachine):
         if self.attempt(faults, lambda: self.context.map_ops(ops, replace=replace, fine=fine)):
             for target, unit, page in places:
                 self.set_page(target, unit, page)
+            self.settle()
             for _, _, page in places:
                 self.define(page)
         else:
@@ -199,6 +208,7 @@ class Memory(RuleBasedStateMachine):
         faults = {errno.EINVAL} if cut else set()
         if self.attempt(faults, lambda: self.context.unmap(target.addr + unit * UNIT, count * UNIT)):
             self.clear(target, unit, count)
+            self.settle()
 
     @precondition(lambda self: self.pages)
     @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=5))
@@ -227,6 +237,7 @@ class Memory(RuleBasedStateMachine):
         target.reservation.close()
         self.clear(target, 0, len(target.units))
         self.ranges.remove(target)
+        self.settle()
 
     @precondition(lambda self: self.ranges and len(self.pages) < 40)
     @rule(r=st.integers(0, 99), size=st.integers(0, 3), first=st.integers(0, 99), count=st.integers(1, 8))
@@ -248,7 +259,7 @@ class Memory(RuleBasedStateMachine):
         addr, length = target.addr + slots[0] * UNIT, count * size
         if self.attempt(faults, lambda: self.context.commit(addr, length, size)):
             for u in holes:
-                page = Page(self.context.query(target.addr + u * UNIT)[0], size)
+                page = Page(self.context.query(target.addr + u * UNIT)[0], size, bound=True)
                 assert page.handle not in {p.handle for p in self.pages}
                 self.pages.append(page)
                 self.set_page(target, u, page)
@@ -261,10 +272,7 @@ class Memory(RuleBasedStateMachine):
         unit %= len(target.units)
         count = min(count, len(target.units) - unit)
         cut = cut_before(target.units[unit]) or cut_after(target.units[unit + count - 1])
-        gone = [target.units[u][0] for u in range(unit, unit + count) if target.units[u] and target.units[u][1] == 0]
-        twice = len(set(gone)) < len(gone)  # one page at two addresses of the range
-        if twice and not cut:
-            return
+        gone = {target.units[u][0] for u in range(unit, unit + count) if target.units[u] and target.units[u][1] == 0}
         faults = {errno.EINVAL} if cut else set()
         if self.attempt(faults, lambda: self.context.decommit(target.addr + unit * UNIT, count * UNIT)):
             for page in gone:

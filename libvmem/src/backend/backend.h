@@ -47,7 +47,7 @@ struct vmem__run {
 struct vmem__backend {
     const struct vmem__ops *ops;
     void *priv;
-    struct vmem_info info;       // filled by open(), but for memory_free
+    struct vmem_info info;       // filled by open()
     _Atomic uint64_t syscalls;   // counted by the backend
     _Atomic uint64_t overhead;   // bytes of device memory for backdrop and scratch, kept by the backend
     uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
@@ -62,10 +62,11 @@ struct vmem__ops {
     int (*open)(struct vmem__backend *b, const struct vmem_options *opts);
     // Everything was freed before, unless the process forked: then release nothing that the parent still uses.
     void (*close)(struct vmem__backend *b, bool forked);
-    // Free and total bytes of the device.
+    // Total and free bytes of the device.
     int (*memory)(struct vmem__backend *b, uint64_t *total, uint64_t *free);
 
     int (*reserve)(struct vmem__backend *b, struct vmem__range *r);
+    // Cannot fail. Something may still be mapped there if unmap() failed: that goes too.
     void (*unreserve)(struct vmem__backend *b, struct vmem__range *r);
     // Optional (NULL: the backdrop always covers the whole range).
     int (*backdrop)(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length);
@@ -92,6 +93,10 @@ struct vmem__ops {
 // Best first; NULL at the end.
 extern const struct vmem__ops *const vmem__backends[];
 extern const struct vmem__ops vmem__uvm_ops, vmem__stock_ops, vmem__cuda_ops, vmem__host_ops;
+
+// What the interrupt function of the context says: 0, or -EINTR with the text set. For loops that may take more than
+// some 50 ms in arena_new(), which then leave nothing behind. Not for anything that undoes.
+int vmem__interrupted(struct vmem__backend *b);
 
 // Sets the calling thread's error text and returns err (a negative errno), so that `return vmem__error(-EINVAL, ...)`.
 int vmem__error(int err, const char *fmt, ...) __attribute__((format(printf, 2, 3), cold));

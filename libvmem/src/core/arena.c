@@ -183,7 +183,7 @@ static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
         run = ctx->blocks[at].arena || ctx->blocks[at].generation > GENERATION_MAX ? 0 : run + 1;
     at -= run; // the last ones may be too few: the table grows by the rest
     if (at + need > ctx->n_blocks) {
-        if ((at + need) << BLOCK_SHIFT > FRAME_MASK)
+        if ((at + need) << BLOCK_SHIFT > FRAME_END)
             return -ENOSPC;
         if (at + need > ctx->cap_blocks) {
             size_t cap = (at + need) * 2;

@@ -3,22 +3,28 @@
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
 
-void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags)
+void vmem__batch_init(struct batch *b, vmem_context *ctx, uint32_t flags)
 {
     b->ctx = ctx;
     b->flags = flags;
     b->runs = b->few;
     b->n = 0;
     b->cap = BATCH_FEW;
-    vmem__lock(ctx);
+    b->ended = NULL;
     b->token = vmem__token(ctx);
+}
+
+void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags)
+{
+    vmem__begin(ctx);
+    vmem__batch_init(b, ctx, flags);
 }
 
 void vmem__batch_end(struct batch *b)
 {
     for (size_t i = 0; i < b->n; i++)
         ((struct vmem__space *)b->runs[i].range)->inflight--;
-    vmem__unlock(b->ctx);
+    vmem__end(b->ctx);
     if (b->runs != b->few)
         free(b->runs);
 }
@@ -46,12 +52,36 @@ int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const s
     size_t bad = 0;
     if (!b->n)
         return 0;
-    vmem__unlock(b->ctx);
-    int rc = call(&b->ctx->b, b->runs, b->n, &bad);
-    vmem__lock(b->ctx);
+    int rc = VMEM__UNLIKELY(b->ctx->accesses) ? vmem__check_accesses(b->ctx, b->runs, b->n, &bad) : 0;
+    if (!rc) {
+        vmem__unlock(b->ctx);
+        rc = call(&b->ctx->b, b->runs, b->n, &bad);
+        vmem__lock(b->ctx);
+    }
     if (rc)
         *op = b->runs[bad < b->n ? bad : 0].op;
     return rc;
+}
+
+void vmem__batch_give(struct batch *b)
+{
+    struct vmem__piece pieces[16];
+    while (b->ended) {
+        size_t n = 0;
+        while (b->ended && n < sizeof pieces / sizeof pieces[0]) {
+            struct vmem__arena_rec *a = vmem__frame_arena(b->ctx, b->ended_frame);
+            pieces[n++] = (struct vmem__piece){
+                .arena = a, .first = (uint32_t)(b->ended - a->pages), .units = b->ended->units, .committed = true};
+            const uint64_t next = b->ended->next;
+            b->ended = NULL;
+            if (next) {
+                b->ended_frame = next - 1;
+                a = vmem__frame_arena(b->ctx, b->ended_frame);
+                b->ended = &a->pages[b->ended_frame - a->base];
+            }
+        }
+        vmem__give(b->ctx, pieces, n);
+    }
 }
 
 int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad)

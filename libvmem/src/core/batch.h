@@ -18,14 +18,22 @@ struct batch {
     struct vmem__run *runs;
     size_t n, cap;
     struct vmem__run few[BATCH_FEW];
+    // Memory of pages that the batch has ended, consecutive pages as one piece: a list through the first units, by
+    // `next`, whose `units` are the piece's. It takes no memory, so that ending pages cannot fail.
+    struct vmem__page *ended;
+    uint64_t ended_frame;
 };
 
 void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags);
+// Without begin()'s lock, which the caller has.
+void vmem__batch_init(struct batch *b, vmem_context *ctx, uint32_t flags);
 void vmem__batch_end(struct batch *b);
 int vmem__batch_push(struct batch *b, const struct vmem__run *run);
 // Calls the backend without the lock. *op is then the element at fault.
 int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const struct vmem__run *, size_t, size_t *),
                     size_t *op);
+// Gives back what batch_end_page() collected. Drops the lock for a while: nothing of the batch may be half done.
+void vmem__batch_give(struct batch *b);
 // The end of a batch of n that failed at element i.
 int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad);
 
@@ -117,6 +125,32 @@ static inline void unlink_page(vmem_context *ctx, uint64_t addr, struct vmem__pa
 static inline uint64_t next_mapping(vmem_context *ctx, uint64_t addr, const struct vmem__page *p)
 {
     return p->mappings > 1 ? link_at(ctx, addr)->next : 0;
+}
+
+// Ends a page that is mapped nowhere; its memory waits for vmem__batch_give().
+static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p)
+{
+    const uint64_t frame = vmem__page_frame(a, p);
+    const uint32_t units = p->units;
+    p->generation++; // before the flags beside it: a word read after a byte's store waits for that
+    p->state = UNIT_IDLE;
+    for (uint32_t u = 0; u < units; u++)
+        p[u].dirty = 1;
+    b->ctx->created -= units * UNIT;
+    b->ctx->n_doomed -= p->doomed;
+    // Frames of different arenas are never consecutive, so the frames alone tell.
+    struct vmem__page *last = b->ended;
+    if (last && b->ended_frame + last->units == frame) {
+        last->units += units;
+        return;
+    }
+    p->next = last ? b->ended_frame + 1 : 0;
+    if (last && frame + units == b->ended_frame) {
+        p->next = last->next;
+        p->units += last->units;
+    }
+    b->ended = p;
+    b->ended_frame = frame;
 }
 
 // Bytes mapped at a range, more or less.

@@ -1,77 +1,119 @@
-// Committing: pages that belong to the addresses they back. Finds what to do in the shadow, and does it by the public
-// calls, which check again: a call that got in between makes them fail, and nothing is lost.
+// Committing: pages that belong to the addresses they back. Looks first whether there may be so many, then finds holes in
+// the shadow, a part at a time, and fills them by the public calls, which check again: a call that got in between makes
+// them fail, and all that was filled goes again.
 //
 // SPDX-License-Identifier: MIT
+#include <stdio.h>
+
 #include "core/core.h"
 
-// A vector that grows. Of map ops in a commit, of pages in a decommit.
-struct list {
-    void *items;
+#define PART 4096 // pages of a part
+// Slots looked at between two chances for other calls to have the lock.
+#define LOOK 65536
+
+// A vector that grows.
+struct pages {
+    vmem_page *items;
     size_t n, room;
 };
 
-static void *append(struct list *list, size_t item_size)
-{
-    if (list->n == list->room) {
-        size_t room = list->room ? 2 * list->room : 64;
-        void *items = realloc(list->items, room * item_size);
-        if (!items)
-            return NULL;
-        list->items = items;
-        list->room = room;
-    }
-    return (char *)list->items + item_size * list->n++;
-}
+// The place that is looked at next.
+struct place {
+    size_t range;
+    uint64_t done; // bytes of the range that lie behind
+};
 
-// With the lock held.
-static int check_range(vmem_context *ctx, const struct vmem_range *range, size_t i, uint64_t unit)
+static int make_room(struct pages *pages, size_t n)
 {
-    const struct vmem__space *s = vmem__space_find(ctx, range->addr);
-    if (!s || range->length > s->b.addr + s->b.length - range->addr)
-        return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", i,
-                           range->addr, range->length);
-    if (range->addr % unit || range->length % unit)
-        return vmem__error(-EINVAL, "ranges[%zu]: [0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples "
-                           "of %" PRIu64, i, range->addr, range->length, unit);
+    if (pages->n + n > pages->room) {
+        const size_t room = 2 * pages->room > pages->n + n ? 2 * pages->room : pages->n + n;
+        vmem_page *items = realloc(pages->items, room * sizeof(*items));
+        if (!items)
+            return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", room);
+        pages->items = items;
+        pages->room = room;
+    }
     return 0;
 }
 
-// Appends what is unbacked in the range. With the lock held.
-static int find_holes(vmem_context *ctx, const struct vmem_range *range, uint64_t page_size, struct list *ops)
+int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t unit)
 {
-    const struct vmem__space *s = vmem__space_find(ctx, range->addr);
-    for (uint64_t addr = range->addr; addr < range->addr + range->length; addr += page_size) {
-        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        uint64_t frame = leaf ? vmem__slot_frame(*vmem__slot_in(s, leaf, addr)) : 0;
-        if (!frame) {
-            struct vmem_map_op *op = append(ops, sizeof(*op));
-            if (!op)
-                return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", ops->n + 1);
-            op->addr = addr;
-        } else if (vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->units * UNIT < page_size) {
-            return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64, addr,
-                               page_size);
+    struct vmem__space *s;
+    int rc = vmem__space_of(ctx, range->addr, range->length, &s);
+    if (!rc && (range->addr % unit || range->length % unit))
+        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %" PRIu64,
+                         range->addr, range->length, unit);
+    return rc;
+}
+
+// The unbacked places from *at on, up to `most` of them; ops may be NULL: only counted. Returns after LOOK slots too,
+// with *at behind what it saw. With the lock held.
+static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size,
+                      struct place *at, size_t most, size_t *found, struct vmem_map_op *ops)
+{
+    size_t looks = 0;
+    for (; at->range < n; *at = (struct place){.range = at->range + 1}) {
+        const struct vmem_range *range = &ranges[at->range];
+        int rc = vmem__check_range(ctx, range, page_size);
+        if (rc)
+            return n > 1 ? vmem__error(rc, "ranges[%zu]: %s", at->range, vmem_last_error()) : rc;
+        const struct vmem__space *s = vmem__space_find(ctx, range->addr);
+        const uint64_t end = range->addr + range->length;
+        for (uint64_t addr = range->addr + at->done; addr < end; addr += page_size, at->done += page_size) {
+            if (*found >= most || looks++ == LOOK)
+                return 0;
+            struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
+            uint64_t frame = leaf ? vmem__slot_frame(*vmem__slot_in(s, leaf, addr)) : 0;
+            if (!frame) {
+                if (ops)
+                    ops[*found].addr = addr;
+                ++*found;
+            } else if (vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->units * UNIT < page_size) {
+                return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64,
+                                   addr, page_size);
+            }
         }
     }
     return 0;
 }
 
-static int commit(vmem_context *ctx, struct list *list, uint64_t page_size, uint32_t create_flags)
+// How many pages the call takes, or -ENOMEM as soon as they are more than there may be.
+static int count_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, size_t *found)
 {
-    struct vmem_map_op *ops = list->items;
-    vmem_page *pages = malloc(list->n * sizeof(*pages));
-    if (!pages)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", list->n);
-    int rc = vMemCreate(ctx, page_size, list->n, create_flags, pages);
-    if (!rc) {
-        for (size_t i = 0; i < list->n; i++)
-            ops[i].page = pages[i];
-        rc = vMemMapBatch(ctx, ops, list->n, 0, NULL);
-        if (rc)
-            vMemReleaseBatch(ctx, pages, list->n, NULL);
+    struct place at = {0};
+    int rc = 0;
+    for (*found = 0; !rc && at.range < n;) {
+        rc = find_holes(ctx, ranges, n, page_size, &at, SIZE_MAX, found, NULL);
+        if (!rc && *found)
+            rc = vmem__check_room(ctx, page_size, *found);
+        if (at.range < n) { // let others in
+            vmem__unlock(ctx);
+            vmem__lock(ctx);
+        }
     }
-    free(pages);
     return rc;
+}
+
+// Fills the next holes, up to `most`. *filled: how many.
+static int fill(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
+                struct place *at, struct vmem_map_op *ops, size_t most, struct pages *pages, size_t *filled)
+{
+    *filled = 0;
+    vmem__lock(ctx);
+    int rc = find_holes(ctx, ranges, n, page_size, at, most, filled, ops);
+    vmem__unlock(ctx);
+    if (!rc && *filled)
+        rc = make_room(pages, *filled);
+    if (rc || !*filled)
+        return rc;
+    vmem_page *part = pages->items + pages->n;
+    rc = vmem__create_near(ctx, page_size, *filled, pages->n ? part[-1] : 0, create_flags | VMEM__CREATE_BOUND, part);
+    if (rc)
+        return rc;
+    pages->n += *filled;
+    for (size_t i = 0; i < *filled; i++)
+        ops[i].page = part[i];
+    return vMemMapBatch(ctx, ops, *filled, 0, NULL);
 }
 
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
@@ -85,68 +127,42 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
         return rc;
     if (n && !ranges)
         return vmem__error(-EINVAL, "ranges is NULL");
-    struct list ops = {0};
-    vmem__lock(ctx);
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = check_range(ctx, &ranges[i], i, page_size);
-        if (!rc)
-            rc = find_holes(ctx, &ranges[i], page_size, &ops);
-    }
-    vmem__unlock(ctx);
-    if (!rc && ops.n)
-        rc = commit(ctx, &ops, page_size, create_flags);
-    if (!rc && bytes)
-        *bytes = ops.n * page_size;
-    free(ops.items);
-    return rc;
-}
+    if (create_flags & ~VMEM_CREATE_ZERO)
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", create_flags);
 
-// Appends the pages mapped in the range. With the lock held.
-static int find_pages(vmem_context *ctx, const struct vmem_range *range, struct list *pages, uint64_t *bytes)
-{
-    const struct vmem__space *s = vmem__space_find(ctx, range->addr);
-    uint64_t step;
-    for (uint64_t addr = range->addr, end = addr + range->length; addr < end; addr += step) {
-        struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        uint64_t frame = leaf ? vmem__slot_frame(*vmem__slot_in(s, leaf, addr)) : 0;
-        step = leaf ? UNIT : UNIT * LEAF_SLOTS - (addr - s->b.addr) % (UNIT * LEAF_SLOTS);
-        if (!frame)
-            continue;
-        const struct vmem__arena_rec *arena = vmem__frame_arena(ctx, frame - 1);
-        const struct vmem__page *page = vmem__frame_page(arena, frame - 1);
-        step = page->units * UNIT;
-        if (vmem__page_frame(arena, page) != frame - 1 || step > end - addr)
-            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page of %" PRIu64 " bytes at 0x%"
-                               PRIx64, range->addr, range->length, step, addr);
-        vmem_page *item = append(pages, sizeof(*item));
-        if (!item)
-            return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", pages->n + 1);
-        *item = (uint64_t)page->generation << FRAME_BITS | (frame - 1);
-        *bytes += step;
-    }
-    return 0;
-}
-
-int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes)
-{
-    int rc = vmem__enter(ctx);
-    if (rc)
-        return rc;
-    if (n && !ranges)
-        return vmem__error(-EINVAL, "ranges is NULL");
-    struct list pages = {0};
-    uint64_t found = 0;
-    vmem__lock(ctx);
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = check_range(ctx, &ranges[i], i, UNIT);
-        if (!rc)
-            rc = find_pages(ctx, &ranges[i], &pages, &found);
-    }
+    struct vmem_map_op few[16], *ops = few;
+    size_t most = sizeof(few) / sizeof(few[0]);
+    struct pages pages = {0};
+    struct place at = {0};
+    size_t holes, filled, since = 0;
+    vmem__begin(ctx);
+    rc = count_holes(ctx, ranges, n, page_size, &holes);
     vmem__unlock(ctx);
-    if (!rc && pages.n)
-        rc = vMemReleaseBatch(ctx, pages.items, pages.n, NULL);
+    if (!rc && holes > most) {
+        most = PART;
+        ops = malloc(most * sizeof(*ops));
+        rc = ops ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", holes);
+    }
+    while (!rc && holes && at.range < n) {
+        rc = fill(ctx, ranges, n, page_size, create_flags, &at, ops, most, &pages, &filled);
+        since += filled * page_size;
+        if (!rc && since >= VMEM__STEP && at.range < n) {
+            rc = vmem__interrupted(&ctx->b);
+            since = 0;
+        }
+    }
+    if (rc && pages.n) {
+        char text[256];
+        snprintf(text, sizeof(text), "%s", vmem_last_error());
+        vmem_drop(ctx, pages.items, pages.n);
+        vmem__error(rc, "%s", text);
+    }
+    vmem__lock(ctx);
+    vmem__end(ctx);
     if (!rc && bytes)
-        *bytes = found;
+        *bytes = pages.n * page_size;
+    if (ops != few)
+        free(ops);
     free(pages.items);
     return rc;
 }

@@ -52,6 +52,16 @@ int vmem_probe(const struct vmem_options *opts)
     return rc ? rc : ops->probe(&o);
 }
 
+// A different number for every context of the process (splitmix64 is a bijection), with the bit that no frame has.
+static uint64_t new_salt(void)
+{
+    static _Atomic uint64_t contexts;
+    uint64_t z = atomic_fetch_add(&contexts, 1) * UINT64_C(0x9e3779b97f4a7c15) + UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
+    return (z ^ z >> 31) | FRAME_END;
+}
+
 // ---- life ---------------------------------------------------------------------------------------------------
 
 int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_options *opts, vmem_context **out)
@@ -72,7 +82,9 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
         ctx->budget = opts->budget;
         ctx->b.ops = ops;
         snprintf(ctx->b.info.backend, sizeof ctx->b.info.backend, "%s", ops->name);
+        ctx->salt = new_salt();
         pthread_mutex_init(&ctx->lock, NULL);
+        pthread_cond_init(&ctx->idle, NULL);
         rc = ops->open(&ctx->b, opts);
     }
     if (rc) {
@@ -122,6 +134,11 @@ void vmem_context_destroy(vmem_context *ctx)
     // In a forked child the bookkeeping may be half-written and the lock held by a thread that does not exist here:
     // only the backend's own state goes, the rest is left to the process's end.
     if (!forked) {
+        vmem__lock(ctx);
+        ctx->closing = true;
+        while (ctx->calls)
+            pthread_cond_wait(&ctx->idle, &ctx->lock);
+        vmem__unlock(ctx);
         for (size_t i = 0; i < ctx->n_spaces; i++)
             vMemUnmap(ctx, ctx->spaces[i]->b.addr, ctx->spaces[i]->b.length);
         vmem__spaces_destroy(ctx);
@@ -129,8 +146,33 @@ void vmem_context_destroy(vmem_context *ctx)
     }
     ctx->b.ops->close(&ctx->b, forked);
     munmap((void *)ctx->owned, (size_t)sysconf(_SC_PAGESIZE));
-    pthread_mutex_destroy(&ctx->lock);
+    if (!forked) { // there the lock may be held, and threads may wait that do not exist
+        pthread_cond_destroy(&ctx->idle);
+        pthread_mutex_destroy(&ctx->lock);
+    }
     free(ctx);
+}
+
+int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    vmem__begin(ctx);
+    ctx->interrupted = interrupted;
+    ctx->interrupt_arg = arg;
+    vmem__end(ctx);
+    return 0;
+}
+
+int vmem__interrupted(struct vmem__backend *b)
+{
+    vmem_context *ctx = (vmem_context *)((char *)b - offsetof(vmem_context, b));
+    vmem__lock(ctx);
+    int (*interrupted)(void *) = ctx->interrupted;
+    void *arg = ctx->interrupt_arg;
+    vmem__unlock(ctx);
+    return interrupted && interrupted(arg) ? vmem__error(-EINTR, "interrupted") : 0;
 }
 
 int vmem__enter(const vmem_context *ctx)
@@ -151,14 +193,26 @@ int vmem_context_info(vmem_context *ctx, struct vmem_info *out)
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
-    uint64_t total, free;
-    rc = ctx->b.ops->memory(&ctx->b, &total, &free);
+    *out = ctx->b.info;
+    return 0;
+}
+
+int vmem_context_memory(vmem_context *ctx, uint64_t *total, uint64_t *free)
+{
+    uint64_t all = 0, left = 0;
+    int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    *out = ctx->b.info;
-    out->memory_total = total;
-    out->memory_free = free;
-    return 0;
+    vmem__begin(ctx);
+    vmem__unlock(ctx);
+    rc = ctx->b.ops->memory(&ctx->b, &all, &left);
+    vmem__lock(ctx);
+    vmem__end(ctx);
+    if (!rc && total)
+        *total = all;
+    if (!rc && free)
+        *free = left;
+    return rc;
 }
 
 int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
@@ -168,7 +222,7 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     *out = (struct vmem_stats){
         .reserved = ctx->reserved,
         .created = ctx->created,
@@ -181,6 +235,6 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
         .unmap_ops = ctx->unmap_ops,
         .unmap_runs = ctx->unmap_runs,
     };
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return 0;
 }

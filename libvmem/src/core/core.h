@@ -6,8 +6,12 @@
 //   - a page, by vmem__page.token: some call maps, unmaps or releases it;
 //   - a slot (64 KiB of addresses), by SLOT_PENDING: some call maps or unmaps there;
 //   - a range, by vmem__space.inflight: some backend call uses it, so it cannot be freed;
-//   - units of an arena that are in no free list and in no page: being committed, discarded or zeroed by their taker.
-// Whoever finds a mark that is not its own returns -EBUSY. Nobody waits.
+//   - units of an arena that are in no free list and in no page: being committed, discarded or zeroed by their taker;
+//   - addresses that vmem_copy_batch and vmem_fill touch, by a struct vmem__access in ctx->accesses.
+// Whoever finds a mark that is not its own returns -EBUSY. Nobody waits, but for vmem_context_destroy: every call counts
+// itself in ctx->calls between vmem__begin() and vmem__end().
+//
+// What must go but is marked by another call is doomed (drop.c), and goes when a call ends.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_INTERNAL_H
@@ -31,11 +35,16 @@
 #define BLOCK_SHIFT 5
 #define BLOCK_UNITS (1u << BLOCK_SHIFT)
 #define BLOCK VMEM_PAGE_2M
-// A page handle: the generation of its first frame, and the frame.
+// A page handle: the generation of its first frame, and the frame, XORed with the context's salt. A handle of another
+// context comes out as a frame that does not exist, or as a wrong generation. The salt has a bit that no frame has, so
+// that no handle is 0.
 #define FRAME_BITS 40
 #define FRAME_MASK ((UINT64_C(1) << FRAME_BITS) - 1)
+#define FRAME_END (UINT64_C(1) << (FRAME_BITS - 1))
 #define GENERATION_MAX ((1u << 24) - 1)
 #define MAX_RESERVE (UINT64_C(1) << 46)
+// Memory is committed and zeroed in steps of this many bytes, some 10 ms each, and between two a call can be interrupted.
+#define VMEM__STEP (UINT64_C(32) << 20)
 
 // ---- physical memory (arena.c, page.c) ----------------------------------------------------------------------
 
@@ -62,6 +71,8 @@ struct vmem__page {
     uint32_t units; // UNIT_PAGE: of the page. UNIT_REST: back to the page's first. UNIT_FREE: of the extent
     uint32_t generation : 24, state : 3;
     uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
+    uint32_t bound : 1;     // UNIT_PAGE: of vmem_commit, goes when it is mapped nowhere any more
+    uint32_t doomed : 1;    // UNIT_PAGE: to be released as soon as it can be
     uint32_t committed : 1; // first and last unit of a free extent: it holds device memory
 };
 
@@ -127,7 +138,18 @@ struct vmem__space {
     struct vmem__range b; // the backend's view
     uint64_t mapped;      // bytes
     uint64_t inflight;    // backend calls that use it
+    bool doomed;          // to be given up as soon as inflight is 0
     struct vmem__leaf **leaves;
+};
+
+// ---- data (data.c) ------------------------------------------------------------------------------------------
+
+// Addresses that a copy or a fill touches, while it does. On its caller's stack.
+struct vmem__access {
+    struct vmem__access *next;
+    const struct vmem_copy_op *ops;
+    size_t n;
+    bool fill; // without a source
 };
 
 // ---- contexts -----------------------------------------------------------------------------------------------
@@ -135,7 +157,17 @@ struct vmem__space {
 struct vmem_context {
     const unsigned char *owned; // reads 1; reads 0 in a forked child, whose kernel has wiped it. Not guarded.
     struct vmem__backend b;     // not guarded
+    uint64_t salt;              // of page handles; constant
     pthread_mutex_t lock;
+    uint64_t calls;      // in flight
+    bool closing;        // vmem_context_destroy waits for idle: calls has become 0
+    pthread_cond_t idle;
+    int (*interrupted)(void *arg);
+    void *interrupt_arg;
+    struct vmem__access *accesses;
+    uint64_t n_doomed; // pages and reservations
+    bool sweeping;     // some call looks after these
+    bool stuck;        // the kernel's or the driver's resources were exhausted, and nothing was unmapped since
 
     struct vmem__space **spaces; // by address
     size_t n_spaces, cap_spaces;
@@ -161,6 +193,21 @@ struct vmem_context {
 int vmem__enter(const vmem_context *ctx);
 static inline void vmem__lock(vmem_context *ctx) { pthread_mutex_lock(&ctx->lock); }
 static inline void vmem__unlock(vmem_context *ctx) { pthread_mutex_unlock(&ctx->lock); }
+// Every call that takes the lock takes it first by begin and drops it last by end. In between it may drop it.
+static inline void vmem__begin(vmem_context *ctx)
+{
+    vmem__lock(ctx);
+    ctx->calls++;
+}
+void vmem__sweep(vmem_context *ctx);
+static inline void vmem__end(vmem_context *ctx)
+{
+    if (VMEM__UNLIKELY(ctx->n_doomed && !ctx->sweeping && !ctx->stuck))
+        vmem__sweep(ctx);
+    if (VMEM__UNLIKELY(--ctx->calls == 0 && ctx->closing))
+        pthread_cond_signal(&ctx->idle);
+    vmem__unlock(ctx);
+}
 static inline uint32_t vmem__token(vmem_context *ctx)
 {
     if (++ctx->token == 0)
@@ -193,10 +240,14 @@ void vmem__arenas_destroy(vmem_context *ctx);
 // -EINVAL, naming page_size, unless the backend has such pages.
 int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
+#define VMEM__CREATE_BOUND 0x80000000u // among the flags: the pages are bound to their addresses
+// -ENOMEM unless there may be n pages more, by the budget and by what the device has. With the lock held.
+int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n);
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
 // The page a handle names, with its arena; NULL if there is none (any more).
 static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_page page, struct vmem__arena_rec **arena)
 {
+    page ^= ctx->salt;
     uint64_t frame = page & FRAME_MASK, block = frame >> BLOCK_SHIFT;
     if (VMEM__UNLIKELY(block >= ctx->n_blocks))
         return NULL;
@@ -208,6 +259,10 @@ static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_pa
         return NULL;
     *arena = a;
     return p;
+}
+static inline vmem_page vmem__handle(const vmem_context *ctx, const struct vmem__page *p, uint64_t frame)
+{
+    return ((vmem_page)p->generation << FRAME_BITS | frame) ^ ctx->salt;
 }
 // The arena of a frame that is known to exist.
 static inline struct vmem__arena_rec *vmem__frame_arena(const vmem_context *ctx, uint64_t frame)
@@ -225,12 +280,24 @@ static inline uint64_t vmem__page_frame(const struct vmem__arena_rec *a, const s
     return a->base + (uint64_t)(p - a->pages);
 }
 
+// commit.c. -EINVAL unless the range is inside one reservation and of whole units. With the lock held.
+int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t unit);
+
+// data.c. -EBUSY, with *bad, if a run lies where a copy or a fill is at work. With the lock held.
+int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, size_t n, size_t *bad);
+
 // range.c. With the lock held.
 //
 // The reservation that holds addr, or NULL.
 struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr);
 // The index of the first reservation that ends after addr.
 size_t vmem__space_after(const vmem_context *ctx, uint64_t addr);
+// -EINVAL, naming [addr, addr + length), unless it is inside one reservation, which is *out then.
+int vmem__space_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__space **out);
+// Takes a reservation, on which no call works, out of the table; the caller then ends it without the lock.
+void vmem__space_remove(vmem_context *ctx, struct vmem__space *s);
+void vmem__space_end(vmem_context *ctx, struct vmem__space *s);
+void vmem__space_free(struct vmem__space *s, bool leaves); // leaves: there are some
 struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr); // NULL: no memory
 void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr);
 static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uint64_t addr)

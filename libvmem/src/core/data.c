@@ -3,28 +3,110 @@
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 
-// Every part of [addr, addr + length) that lies in a reservation must be backed, or readable through a backdrop.
-// Addresses outside all reservations are the caller's own. With the lock held.
+// The first reservation that ends after addr, if it begins before the end; NULL: the addresses are the caller's own.
+static struct vmem__space *space_at(vmem_context *ctx, uint64_t addr, uint64_t length)
+{
+    const size_t i = vmem__space_after(ctx, addr);
+    return i < ctx->n_spaces && ctx->spaces[i]->b.addr < addr + length ? ctx->spaces[i] : NULL;
+}
+
+// Addresses that touch a reservation must lie inside it and be backed, or be readable through its backdrop, and no other
+// call may be mapping or unmapping there. With the lock held.
 static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint64_t length, bool write)
 {
     if (length > UINT64_MAX - addr)
         return vmem__error(-EINVAL, "%s 0x%" PRIx64 " + %" PRIu64 " is beyond the end of addresses", what, addr,
                            length);
-    const uint64_t end = addr + length;
-    for (size_t i = vmem__space_after(ctx, addr); i < ctx->n_spaces && ctx->spaces[i]->b.addr < end; i++) {
-        const struct vmem__space *s = ctx->spaces[i];
-        if (!write && (s->b.flags & VMEM_RESERVE_BACKDROP))
-            continue;
-        uint64_t at = addr > s->b.addr ? addr : s->b.addr;
-        uint64_t stop = end < s->b.addr + s->b.length ? end : s->b.addr + s->b.length;
-        for (at -= at % UNIT; at < stop; at += UNIT) {
-            struct vmem__leaf *leaf = vmem__leaf_get(s, at);
-            if (!leaf || !vmem__slot_frame(*vmem__slot_in(s, leaf, at)))
-                return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what,
-                                   addr, length, at);
+    const struct vmem__space *s = space_at(ctx, addr, length);
+    if (!s || !length)
+        return 0;
+    const uint64_t end = addr + length, last = s->b.addr + s->b.length;
+    if (addr < s->b.addr || end > last)
+        return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 " reaches %s the reservation of [0x%" PRIx64 ", 0x%"
+                           PRIx64 ")", what, addr, length, addr < s->b.addr ? "into" : "past the end of", s->b.addr,
+                           last);
+    const bool unbacked = !write && (s->b.flags & VMEM_RESERVE_BACKDROP);
+    uint64_t step;
+    for (uint64_t at = addr - addr % UNIT; at < end; at += step) {
+        struct vmem__leaf *leaf = vmem__leaf_get(s, at);
+        const uint64_t slot = leaf ? *vmem__slot_in(s, leaf, at) : 0;
+        step = leaf ? UNIT : LEAF_SLOTS * UNIT - (at - s->b.addr) % (LEAF_SLOTS * UNIT);
+        if (slot & SLOT_PENDING)
+            return vmem__error(-EBUSY, "%s 0x%" PRIx64 " + %" PRIu64 ": another call works on 0x%" PRIx64, what, addr,
+                               length, at);
+        if (!slot && !unbacked)
+            return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what,
+                               addr, length, at);
+    }
+    return 0;
+}
+
+static bool meets(const struct vmem__run *run, uint64_t addr, uint64_t length)
+{
+    return addr < run->addr + run->length && run->addr < addr + length;
+}
+
+int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, size_t n, size_t *bad)
+{
+    for (const struct vmem__access *a = ctx->accesses; a; a = a->next) {
+        for (size_t i = 0; i < a->n; i++) {
+            const struct vmem_copy_op *op = &a->ops[i];
+            for (size_t r = 0; r < n; r++) {
+                if (meets(&runs[r], op->dst, op->length) || (!a->fill && meets(&runs[r], op->src, op->length))) {
+                    *bad = r;
+                    return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call copies or fills there", runs[r].addr);
+                }
+            }
         }
     }
     return 0;
+}
+
+static void hold(vmem_context *ctx, uint64_t addr, uint64_t length, int by)
+{
+    struct vmem__space *s = length ? space_at(ctx, addr, length) : NULL;
+    if (s)
+        s->inflight += (uint64_t)by;
+}
+
+// The addresses are marked: no page leaves them, and no reservation goes. With the lock held.
+static void access_begin(vmem_context *ctx, struct vmem__access *a)
+{
+    a->next = ctx->accesses;
+    ctx->accesses = a;
+    for (size_t i = 0; i < a->n; i++) {
+        hold(ctx, a->ops[i].dst, a->ops[i].length, 1);
+        if (!a->fill)
+            hold(ctx, a->ops[i].src, a->ops[i].length, 1);
+    }
+}
+
+static void access_end(vmem_context *ctx, struct vmem__access *a)
+{
+    struct vmem__access **link = &ctx->accesses;
+    while (*link != a)
+        link = &(*link)->next;
+    *link = a->next;
+    for (size_t i = 0; i < a->n; i++) {
+        hold(ctx, a->ops[i].dst, a->ops[i].length, -1);
+        if (!a->fill)
+            hold(ctx, a->ops[i].src, a->ops[i].length, -1);
+    }
+}
+
+// Where the backdrop is lazy, sources must have it before they are read. With the lock held, which it drops.
+static int need_backdrop(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
+{
+    int rc = 0;
+    for (size_t i = 0; i < n && !rc && ctx->b.ops->backdrop; i++) {
+        struct vmem__space *s = ops[i].length ? space_at(ctx, ops[i].src, ops[i].length) : NULL;
+        if (!s || !(s->b.flags & VMEM_RESERVE_BACKDROP))
+            continue;
+        vmem__unlock(ctx);
+        rc = ctx->b.ops->backdrop(&ctx->b, &s->b, ops[i].src, ops[i].length);
+        vmem__lock(ctx);
+    }
+    return rc;
 }
 
 int vmem_copy_batch(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
@@ -34,7 +116,8 @@ int vmem_copy_batch(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
         return rc;
     if (n && !ops)
         return vmem__error(-EINVAL, "ops is NULL");
-    vmem__lock(ctx);
+    struct vmem__access access = {.ops = ops, .n = n};
+    vmem__begin(ctx);
     for (size_t i = 0; i < n && !rc; i++) {
         rc = check_access(ctx, "dst", ops[i].dst, ops[i].length, true);
         if (!rc)
@@ -42,8 +125,17 @@ int vmem_copy_batch(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
         if (rc)
             rc = vmem__error(rc, "ops[%zu]: %s", i, vmem_last_error());
     }
-    vmem__unlock(ctx);
-    return rc || !n ? rc : ctx->b.ops->copy(&ctx->b, ops, n);
+    if (!rc && n) {
+        access_begin(ctx, &access);
+        rc = need_backdrop(ctx, ops, n);
+        vmem__unlock(ctx);
+        if (!rc)
+            rc = ctx->b.ops->copy(&ctx->b, ops, n);
+        vmem__lock(ctx);
+        access_end(ctx, &access);
+    }
+    vmem__end(ctx);
+    return rc;
 }
 
 int vmem_fill(vmem_context *ctx, uint64_t addr, uint8_t value, uint64_t length)
@@ -51,8 +143,17 @@ int vmem_fill(vmem_context *ctx, uint64_t addr, uint8_t value, uint64_t length)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    vmem__lock(ctx);
+    const struct vmem_copy_op op = {.dst = addr, .length = length};
+    struct vmem__access access = {.ops = &op, .n = 1, .fill = true};
+    vmem__begin(ctx);
     rc = check_access(ctx, "addr", addr, length, true);
-    vmem__unlock(ctx);
-    return rc || !length ? rc : ctx->b.ops->fill(&ctx->b, addr, value, length);
+    if (!rc && length) {
+        access_begin(ctx, &access);
+        vmem__unlock(ctx);
+        rc = ctx->b.ops->fill(&ctx->b, addr, value, length);
+        vmem__lock(ctx);
+        access_end(ctx, &access);
+    }
+    vmem__end(ctx);
+    return rc;
 }

@@ -90,7 +90,7 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
         if (ops[i].addr != addr || slot == slots_end || addr > last || p == arena_end)
             break;
         if (p->state != UNIT_PAGE || p->units != units || p->token ||
-            ops[i].page != ((vmem_page)p->generation << FRAME_BITS | frame))
+            ops[i].page != vmem__handle(b->ctx, p, frame))
             break;
         uint64_t any = 0;
         for (uint32_t u = 0; u < units; u++)
@@ -174,6 +174,19 @@ static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
     count_mapped(ctx, s, -run->length);
 }
 
+// Ends what a run took the place of, where it is bound and mapped nowhere any more: after all runs, since a batch may
+// have moved it to another address.
+static void end_old(struct batch *b, const struct vmem__run *run)
+{
+    struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->old_arena;
+    struct vmem__page *p = &a->pages[run->old_offset >> UNIT_SHIFT], *const end = p + (run->length >> UNIT_SHIFT);
+    for (uint32_t units; p < end; p += units) {
+        units = p->state == UNIT_PAGE ? p->units : 1; // it may have ended with an earlier run
+        if (p->state == UNIT_PAGE && p->bound && !p->mappings)
+            batch_end_page(b, a, p);
+    }
+}
+
 // Writes the result of a run. A page may lie in several runs, its first unit in the first of them.
 static void commit_map(vmem_context *ctx, const struct vmem__run *run)
 {
@@ -246,10 +259,15 @@ int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uin
         rc = vmem__batch_run(&b, ctx->b.ops->map, &at);
     for (size_t r = 0; r < b.n; r++)
         rc ? undo_map(ctx, &b.runs[r]) : commit_map(ctx, &b.runs[r]);
+    for (size_t r = 0; r < b.n && !rc && (flags & VMEM_MAP_REPLACE); r++) {
+        if (b.runs[r].old_arena)
+            end_old(&b, &b.runs[r]);
+    }
     if (!rc) {
         ctx->map_ops += n;
         ctx->map_runs += b.n;
     }
+    vmem__batch_give(&b);
     vmem__batch_end(&b);
     return rc ? vmem__batch_fail(rc, "ops", n, at, bad) : 0;
 }
@@ -268,7 +286,7 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
         return rc;
     if (!page)
         return vmem__error(-EINVAL, "page is NULL");
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     struct vmem__space *s = vmem__space_find(ctx, addr);
     if (s) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
@@ -280,11 +298,11 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
             struct vmem__arena_rec *a;
             const struct vmem__page *p = slot_page(ctx, slot, &a);
             uint64_t frame = vmem__page_frame(a, p);
-            *page = (vmem_page)p->generation << FRAME_BITS | frame;
+            *page = vmem__handle(ctx, p, frame);
             if (offset)
                 *offset = (vmem__slot_frame(*slot) - 1 - frame) * UNIT + addr % UNIT;
         }
     }
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
 }

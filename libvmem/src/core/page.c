@@ -5,7 +5,8 @@
 
 #include "core/core.h"
 
-#define FEW 16 // pieces kept on the stack
+// Units of a part of a create call: the lock is held for as many at a time.
+#define PART_UNITS (UINT64_C(1) << 14)
 
 int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
 {
@@ -22,18 +23,21 @@ int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
 }
 
 // Makes pages of a piece, and their handles.
-static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_page *out)
+static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t units, bool bound,
+                       vmem_page *out)
 {
     struct vmem__arena_rec *a = piece->arena;
     for (uint32_t u = piece->first; u < piece->first + piece->units; u += units) {
         struct vmem__page *p = &a->pages[u];
         // Before the state beside it is written: a word read after a byte's store waits for that.
-        *out++ = (vmem_page)p->generation << FRAME_BITS | (a->base + u);
+        *out++ = vmem__handle(ctx, p, a->base + u);
         p->mapping = 0;
         p->mappings = 0;
         p->token = 0;
         p->units = units;
         p->state = UNIT_PAGE;
+        p->bound = bound;
+        p->doomed = 0;
         for (uint32_t i = 1; i < units; i++) {
             p[i].state = UNIT_REST;
             p[i].units = i;
@@ -45,45 +49,71 @@ static void pages_make(const struct vmem__piece *piece, uint32_t units, vmem_pag
 static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n)
 {
     struct vmem__run runs[64];
+    const uint32_t step = (uint32_t)(VMEM__STEP / UNIT);
+    uint32_t units = 0;
     size_t n_runs = 0;
     int rc = 0;
     for (size_t i = 0; i < n; i++) {
         const struct vmem__piece *p = &pieces[i];
         const struct vmem__page *unit = &p->arena->pages[p->first];
-        for (uint32_t u = 0, end; u < p->units && !rc; u = end + 1) {
-            for (end = u; end < p->units && unit[end].dirty;)
+        for (uint32_t u = 0, end; u < p->units && !rc; u = end) {
+            for (end = u; end < p->units && end - u < step && unit[end].dirty;)
                 end++;
-            if (end == u)
+            if (end == u) {
+                end++;
                 continue;
+            }
             runs[n_runs++] = (struct vmem__run){
                 .arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
-            if (n_runs == sizeof runs / sizeof runs[0]) {
+            units += end - u;
+            if (n_runs == sizeof runs / sizeof runs[0] || units >= step) {
                 rc = b->ops->zero(b, runs, n_runs);
                 n_runs = 0;
+            }
+            if (!rc && units >= step) {
+                rc = vmem__interrupted(b);
+                units = 0;
             }
         }
     }
     return rc || !n_runs ? rc : b->ops->zero(b, runs, n_runs);
 }
 
+// Commits the first *done bytes of a piece, as many as can be.
+static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64_t *done)
+{
+    const uint64_t length = p->units * UNIT;
+    int rc = 0;
+    for (*done = 0; !rc && *done < length;) {
+        const uint64_t step = length - *done < VMEM__STEP ? length - *done : VMEM__STEP;
+        rc = b->ops->populate(b, &p->arena->b, p->first * UNIT + *done, step);
+        *done += rc ? 0 : step;
+        if (!rc && *done < length)
+            rc = vmem__interrupted(b);
+    }
+    return rc;
+}
+
 // Commits the memory of the pieces that have none, and zeroes it where asked. Without the lock: the units are ours.
 static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size_t n, uint32_t flags)
 {
     struct vmem__backend *b = &ctx->b;
+    uint64_t length = 0;
     size_t done = 0;
     int rc = 0;
-    for (; done < n; done++) {
-        const struct vmem__piece *p = &pieces[done];
-        if (!p->committed && (rc = b->ops->populate(b, &p->arena->b, p->first * UNIT, p->units * UNIT)))
-            break;
+    for (; done < n && !rc; done++) {
+        if (!pieces[done].committed)
+            rc = populate(b, &pieces[done], &length);
     }
     if (!rc && (flags & VMEM_CREATE_ZERO))
         rc = zero_dirty(b, pieces, n);
-    // On failure give back what was committed here; the caller puts the units back.
+    // On failure give back what was committed here, of the last piece perhaps only a part; the caller puts the units
+    // back.
     for (size_t i = 0; rc && i < done; i++) {
         const struct vmem__piece *p = &pieces[i];
-        if (!p->committed)
-            b->ops->discard(b, &p->arena->b, p->first * UNIT, p->units * UNIT);
+        const uint64_t bytes = i == done - 1 && length ? length : p->units * UNIT;
+        if (!p->committed && (i < done - 1 || length))
+            b->ops->discard(b, &p->arena->b, p->first * UNIT, bytes);
     }
     return rc;
 }
@@ -93,7 +123,7 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
     int rc = vmem__check_page_size(ctx, page_size);
     if (rc)
         return rc;
-    if (flags & ~VMEM_CREATE_ZERO)
+    if (flags & ~(VMEM_CREATE_ZERO | VMEM__CREATE_BOUND))
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     if (n && !out)
         return vmem__error(-EINVAL, "pages is NULL");
@@ -102,32 +132,32 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
     return 0;
 }
 
-int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
+int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 {
-    int rc = vmem__enter(ctx);
-    if (!rc)
-        rc = check_create(ctx, page_size, n, flags, out);
-    if (rc || !n)
-        return rc;
+    const uint64_t total = ctx->b.info.memory_total;
+    if (ctx->budget && (ctx->created >= ctx->budget || n > (ctx->budget - ctx->created) / page_size))
+        return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64,
+                           n, page_size, ctx->created, ctx->budget);
+    if (n > (total > ctx->created ? total - ctx->created : 0) / page_size)
+        return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64
+                           " bytes of memory", n, page_size, ctx->created,
+                           ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,",
+                           total);
+    return 0;
+}
 
-    struct vmem__piece few[FEW], *pieces = few;
-    if (n > FEW && !(pieces = malloc(n * sizeof *pieces)))
+// Creates n pages, of which `left` units more will follow, continuing physically after page `near`. With the lock held,
+// which it drops for a while. *grown: new arenas were made.
+static int create_part(vmem_context *ctx, uint32_t units, size_t n, uint64_t more, vmem_page near, uint32_t flags,
+                       vmem_page *out, bool *grown)
+{
+    struct vmem__piece few[16], *pieces = few;
+    if (n > sizeof few / sizeof few[0] && !(pieces = malloc(n * sizeof *pieces)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
-    const uint32_t units = (uint32_t)(page_size >> UNIT_SHIFT);
-    const uint64_t bytes = n * page_size;
-    uint64_t left = (uint64_t)n * units;
+    uint64_t left = (uint64_t)n * units, fresh = 0;
     size_t n_pieces = 0;
     bool ready = true; // all is committed and clean enough
-    bool grown = false;
-
-    vmem__lock(ctx);
-    if (ctx->budget && (ctx->created >= ctx->budget || bytes > ctx->budget - ctx->created)) {
-        rc = vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64, n,
-                         page_size, ctx->created, ctx->budget);
-        goto out;
-    }
-    ctx->created += bytes;
-    vmem_page *next = out;
+    int rc = 0;
     while (left) {
         struct vmem__piece *p = &pieces[n_pieces];
         struct vmem__arena_rec *a;
@@ -139,8 +169,15 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
         got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, units, p) ||
               vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, units, p);
         if (!got) {
-            grown = true;
-            rc = vmem__grow(ctx, left, units);
+            const uint64_t space = ctx->space;
+            *grown = true;
+            rc = vmem__grow(ctx, left + more, units);
+            if (!rc && !ctx->b.ops->populate && (fresh += ctx->space - space) >= VMEM__STEP) {
+                vmem__unlock(ctx);
+                rc = vmem__interrupted(&ctx->b);
+                vmem__lock(ctx);
+                fresh = 0;
+            }
             if (rc)
                 break;
             continue;
@@ -151,8 +188,8 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
         }
         for (uint32_t u = 0; ready && (flags & VMEM_CREATE_ZERO) && u < p->units; u++)
             ready = !p->arena->pages[p->first + u].dirty;
-        pages_make(p, units, next);
-        next += p->units / units;
+        pages_make(ctx, p, units, flags & VMEM__CREATE_BOUND, out);
+        out += p->units / units;
         left -= p->units;
         n_pieces++;
     }
@@ -162,24 +199,60 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
         vmem__lock(ctx);
     }
     if (rc) {
-        ctx->created -= bytes;
         for (size_t i = 0; i < n_pieces; i++) {
             if (!pieces[i].committed)
                 ctx->committed -= pieces[i].units * UNIT;
         }
         vmem__give(ctx, pieces, n_pieces);
-        if (grown)
-            vmem__shrink(ctx);
     }
-out:
-    vmem__unlock(ctx);
     if (pieces != few)
         free(pieces);
     return rc;
 }
 
+int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
+{
+    int rc = vmem__enter(ctx);
+    if (!rc)
+        rc = check_create(ctx, page_size, n, flags, out);
+    if (rc || !n)
+        return rc;
+
+    const uint32_t units = (uint32_t)(page_size >> UNIT_SHIFT);
+    size_t done = 0;
+    bool grown = false;
+    vmem__begin(ctx);
+    rc = vmem__check_room(ctx, page_size, n);
+    const uint64_t bytes = rc ? 0 : n * page_size;
+    ctx->created += bytes;
+    while (!rc && done < n) {
+        const size_t part = n - done < PART_UNITS / units ? n - done : PART_UNITS / units;
+        rc = create_part(ctx, units, part, (n - done - part) * units, near, flags, out + done, &grown);
+        done += rc ? 0 : part;
+        if (rc || done == n)
+            break;
+        near = out[done - 1];
+        vmem__unlock(ctx);
+        rc = vmem__interrupted(&ctx->b);
+        vmem__lock(ctx);
+    }
+    if (rc) {
+        ctx->created -= bytes - done * page_size;
+        vmem__unlock(ctx);
+        if (done)
+            vmem_drop(ctx, out, done); // nobody else knows them
+        vmem__lock(ctx);
+        if (grown)
+            vmem__shrink(ctx);
+    }
+    vmem__end(ctx);
+    return rc;
+}
+
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
 {
+    if (flags & VMEM__CREATE_BOUND) // not the caller's to use
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     return vmem__create_near(ctx, page_size, n, 0, flags, pages);
 }
 
@@ -190,12 +263,12 @@ int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *ou
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     struct vmem__arena_rec *a;
     const struct vmem__page *p = vmem__page_get(ctx, page, &a);
     if (p)
         *out = (struct vmem_page_info){p->units * UNIT, vmem__page_frame(a, p), p->mappings};
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return p ? 0 : vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
 }
 
@@ -204,9 +277,9 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     ctx->budget = bytes;
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return 0;
 }
 
@@ -217,9 +290,11 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
         return rc;
     if (bytes > MAX_RESERVE)
         return vmem__error(-ENOMEM, "bytes: %" PRIu64 " is more than 2^46", bytes);
+    if (!bytes)
+        return 0;
     bytes = (bytes + UNIT - 1) / UNIT * UNIT;
 
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     const uint64_t kept = ctx->keep;
     if (ctx->budget && (ctx->created > ctx->budget || bytes > ctx->budget - ctx->created)) {
         rc = vmem__error(-ENOMEM, "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages exceed the budget of %" PRIu64,
@@ -229,15 +304,25 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
     // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not
     // move the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
     const uint64_t goal = ctx->created + bytes;
+    uint64_t since = 0; // the last look for an interrupt
     if (ctx->keep < goal)
         ctx->keep = goal;
     while (!rc && ctx->committed < goal && ctx->keep >= goal) {
-        uint64_t units = (goal - ctx->committed) >> UNIT_SHIFT;
+        const uint64_t units = (goal - ctx->committed) >> UNIT_SHIFT, space = ctx->space;
         struct vmem__piece p;
-        if (!ctx->b.ops->populate || !vmem__take(ctx, false, units, 1, &p)) {
-            rc = vmem__grow(ctx, units, BLOCK_UNITS);
+        if (since >= VMEM__STEP) {
+            since = 0;
+            vmem__unlock(ctx);
+            rc = vmem__interrupted(&ctx->b);
+            vmem__lock(ctx);
             continue;
         }
+        if (!ctx->b.ops->populate || !vmem__take(ctx, false, units < VMEM__STEP / UNIT ? units : VMEM__STEP / UNIT, 1, &p)) {
+            rc = vmem__grow(ctx, units, BLOCK_UNITS);
+            since += ctx->b.ops->populate ? 0 : ctx->space - space;
+            continue;
+        }
+        since += p.units * UNIT;
         ctx->committed += p.units * UNIT;
         vmem__unlock(ctx);
         rc = ctx->b.ops->populate(&ctx->b, &p.arena->b, p.first * UNIT, p.units * UNIT);
@@ -250,7 +335,7 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
         ctx->keep = kept;
         vmem__shrink(ctx);
     }
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return rc;
 }
 
@@ -259,12 +344,12 @@ int vmem_trim(vmem_context *ctx, uint64_t *freed)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     uint64_t before = ctx->committed;
     ctx->keep = 0;
     vmem__shrink(ctx);
     if (freed)
         *freed = before > ctx->committed ? before - ctx->committed : 0;
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return 0;
 }

@@ -34,6 +34,15 @@ struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr)
     return ctx->last_space = ctx->spaces[i];
 }
 
+int vmem__space_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__space **out)
+{
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (!s || length > s->b.addr + s->b.length - addr)
+        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
+    *out = s;
+    return 0;
+}
+
 static inline struct vmem__leaf **leaf_place(struct vmem__space *s, uint64_t addr)
 {
     return &s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
@@ -71,8 +80,10 @@ static size_t leaf_count(const struct vmem__space *s)
     return (s->b.length + span - 1) / span;
 }
 
-static void space_free(struct vmem__space *s)
+void vmem__space_free(struct vmem__space *s, bool leaves)
 {
+    for (size_t i = 0; leaves && i < leaf_count(s); i++)
+        free(s->leaves[i]);
     free(s->leaves);
     free(s);
 }
@@ -101,20 +112,23 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
         free(s);
         return vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation of %" PRIu64 " bytes", length);
     }
+    vmem__begin(ctx);
+    vmem__unlock(ctx);
     rc = ctx->b.ops->reserve(&ctx->b, &s->b);
+    vmem__lock(ctx);
     if (rc) {
-        space_free(s);
+        vmem__end(ctx);
+        vmem__space_free(s, false);
         return rc;
     }
-
-    vmem__lock(ctx);
     if (ctx->n_spaces == ctx->cap_spaces) {
         size_t cap = ctx->cap_spaces ? 2 * ctx->cap_spaces : 16;
         struct vmem__space **grown = realloc(ctx->spaces, cap * sizeof *grown);
         if (!grown) {
             vmem__unlock(ctx);
-            ctx->b.ops->unreserve(&ctx->b, &s->b);
-            space_free(s);
+            vmem__space_end(ctx, s);
+            vmem__lock(ctx);
+            vmem__end(ctx);
             return vmem__error(-ENOMEM, "no memory for bookkeeping");
         }
         ctx->spaces = grown;
@@ -125,8 +139,34 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
     ctx->spaces[at] = s;
     ctx->reserved += length;
     *addr = s->b.addr;
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return 0;
+}
+
+// With the lock held.
+static int find_start(vmem_context *ctx, uint64_t addr, struct vmem__space **out)
+{
+    struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (!s || s->b.addr != addr || s->doomed)
+        return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not the start of a reservation", addr);
+    *out = s;
+    return 0;
+}
+
+void vmem__space_remove(vmem_context *ctx, struct vmem__space *s)
+{
+    size_t at = vmem__space_after(ctx, s->b.addr);
+    memmove(&ctx->spaces[at], &ctx->spaces[at + 1], (--ctx->n_spaces - at) * sizeof *ctx->spaces);
+    if (ctx->last_space == s)
+        ctx->last_space = NULL;
+    ctx->reserved -= s->b.length;
+    ctx->n_doomed -= s->doomed;
+}
+
+void vmem__space_end(vmem_context *ctx, struct vmem__space *s)
+{
+    ctx->b.ops->unreserve(&ctx->b, &s->b);
+    vmem__space_free(s, false);
 }
 
 int vMemFree(vmem_context *ctx, uint64_t addr)
@@ -134,27 +174,56 @@ int vMemFree(vmem_context *ctx, uint64_t addr)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    vmem__lock(ctx);
-    size_t at = vmem__space_after(ctx, addr);
-    struct vmem__space *s = at < ctx->n_spaces ? ctx->spaces[at] : NULL;
-    if (!s || s->b.addr != addr)
-        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not the start of a reservation", addr);
-    else if (s->mapped)
+    struct vmem__space *s = NULL;
+    vmem__begin(ctx);
+    rc = find_start(ctx, addr, &s);
+    if (!rc && s->mapped)
         rc = vmem__error(-EBUSY, "addr 0x%" PRIx64 ": %" PRIu64 " bytes are still mapped there", addr, s->mapped);
-    else if (s->inflight)
+    if (!rc && s->inflight)
         rc = vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on this reservation", addr);
-    if (rc) {
+    if (!rc) {
+        vmem__space_remove(ctx, s);
         vmem__unlock(ctx);
-        return rc;
+        vmem__space_end(ctx, s);
+        vmem__lock(ctx);
+        ctx->stuck = false;
     }
-    memmove(&ctx->spaces[at], &ctx->spaces[at + 1], (--ctx->n_spaces - at) * sizeof *ctx->spaces);
-    if (ctx->last_space == s)
-        ctx->last_space = NULL;
-    ctx->reserved -= s->b.length;
-    vmem__unlock(ctx);
-    ctx->b.ops->unreserve(&ctx->b, &s->b);
-    space_free(s);
-    return 0;
+    vmem__end(ctx);
+    return rc;
+}
+
+int vmem_unreserve(vmem_context *ctx, uint64_t addr)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    struct vmem__space *s = NULL;
+    vmem__begin(ctx);
+    rc = find_start(ctx, addr, &s);
+    if (!rc) {
+        s->doomed = true;
+        ctx->n_doomed++;
+        ctx->stuck = false;
+    }
+    vmem__end(ctx); // sweeps
+    return rc;
+}
+
+int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__error(-EINVAL, "out is NULL");
+    vmem__begin(ctx);
+    const struct vmem__space *s = vmem__space_find(ctx, addr);
+    if (s)
+        *out = (struct vmem_reservation_info){s->b.addr, s->b.length, s->mapped, s->b.flags};
+    else
+        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
+    vmem__end(ctx);
+    return rc;
 }
 
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
@@ -162,22 +231,19 @@ int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    vmem__lock(ctx);
-    struct vmem__space *s = vmem__space_find(ctx, addr);
-    if (!s || length > s->b.addr + s->b.length - addr)
-        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
-    else if (!(s->b.flags & VMEM_RESERVE_BACKDROP))
+    struct vmem__space *s = NULL;
+    vmem__begin(ctx);
+    rc = vmem__space_of(ctx, addr, length, &s);
+    if (!rc && !(s->b.flags & VMEM_RESERVE_BACKDROP))
         rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " was reserved without VMEM_RESERVE_BACKDROP", addr);
-    else
+    if (!rc && length && ctx->b.ops->backdrop) {
         s->inflight++;
-    vmem__unlock(ctx);
-    if (rc)
-        return rc;
-    if (length && ctx->b.ops->backdrop)
+        vmem__unlock(ctx);
         rc = ctx->b.ops->backdrop(&ctx->b, &s->b, addr, length);
-    vmem__lock(ctx);
-    s->inflight--;
-    vmem__unlock(ctx);
+        vmem__lock(ctx);
+        s->inflight--;
+    }
+    vmem__end(ctx);
     return rc;
 }
 
@@ -185,10 +251,8 @@ void vmem__spaces_destroy(vmem_context *ctx)
 {
     while (ctx->n_spaces) {
         struct vmem__space *s = ctx->spaces[--ctx->n_spaces];
-        for (size_t i = 0; s->mapped && i < leaf_count(s); i++)
-            free(s->leaves[i]); // what could not be unmapped goes with the reservation
         ctx->b.ops->unreserve(&ctx->b, &s->b);
-        space_free(s);
+        vmem__space_free(s, s->mapped != 0); // what could not be unmapped goes with the reservation
     }
     free(ctx->spaces);
     for (struct vmem__leaf *leaf; (leaf = ctx->spare); free(leaf))

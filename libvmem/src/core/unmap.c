@@ -1,9 +1,7 @@
-// Unmapping and release.
+// Unmapping, release and decommit.
 //
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
-
-#define FEW 8 // pieces kept on the stack
 
 // ---- unmap --------------------------------------------------------------------------------------------------
 
@@ -21,9 +19,9 @@ static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t ad
 }
 
 // Marks the pages in `length` bytes from a slot that continue the run of the page at it: of its size, next to each
-// other, nobody's. They need no look-up. Returns their bytes.
-static uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length, struct vmem__arena_rec *a,
-                               struct vmem__page *p)
+// other, nobody's, and with `single` mapped nowhere else. They need no look-up. Returns their bytes.
+static inline uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length, struct vmem__arena_rec *a,
+                                      struct vmem__page *p, bool single)
 {
     const uint32_t units = p->units;
     const struct vmem__page *const arena_end = a->pages + a->units;
@@ -34,7 +32,7 @@ static uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length,
         frame += units;
         p += units;
         if (end - slot < units || *slot != frame || p == arena_end || p->state != UNIT_PAGE ||
-            p->units != units || p->token)
+            p->units != units || p->token || (single && p->mappings != 1))
             break;
         *slot |= SLOT_PENDING;
         p->token = b->token;
@@ -43,18 +41,32 @@ static uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length,
     return bytes;
 }
 
-static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t i)
+// Marks a page and all addresses it is mapped at; *s and *slot are the last of these.
+static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p, size_t i,
+                     struct vmem__space **s, uint64_t **slot)
+{
+    for (uint64_t addr = p->mapping; addr; addr = next_mapping(b->ctx, addr, p)) {
+        *s = vmem__space_find(b->ctx, addr);
+        *slot = vmem__slot_in(*s, vmem__leaf_get(*s, addr), addr);
+        int rc = mark_unmap(b, *s, addr, *slot, a, p, i);
+        if (rc)
+            return rc;
+    }
+    p->token = b->token;
+    return 0;
+}
+
+// Marks what is mapped in a range; with `whole` also wherever else these pages are mapped. *bytes grows by what the
+// range has of them.
+static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t i, bool whole, uint64_t *bytes)
 {
     vmem_context *ctx = b->ctx;
-    struct vmem__space *s = vmem__space_find(ctx, op->addr);
-    if (!s || op->length > s->b.addr + s->b.length - op->addr)
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", op->addr,
-                           op->length);
-    if (op->addr % UNIT || op->length % UNIT || !op->length)
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
-                           "the length not 0", op->addr, op->length);
-    const uint64_t end = op->addr + op->length;
-    for (uint64_t addr = op->addr, step; addr < end; addr += step) {
+    const uint64_t start = addr, end = addr + length;
+    struct vmem__space *s;
+    int rc = vmem__space_of(ctx, addr, length, &s);
+    if (rc)
+        return rc;
+    for (uint64_t step; addr < end; addr += step) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
         step = UNIT;
         if (!leaf) {
@@ -71,54 +83,91 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
         step = p->units * UNIT;
         const bool cuts_start = vmem__page_frame(a, p) != vmem__slot_frame(*slot) - 1;
         if (cuts_start || step > end - addr)
-            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", op->addr,
-                               op->length, cuts_start ? "start" : "end");
+            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", start,
+                               length, cuts_start ? "start" : "end");
         if (p->token && p->token != b->token)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
-        if (*slot & SLOT_PENDING)
-            continue; // an earlier element unmaps it
-        int rc = mark_unmap(b, s, addr, slot, a, p, i);
+        if (*slot & SLOT_PENDING) {
+            *bytes += step; // marked already: by an earlier element, or as another address of its page
+            continue;
+        }
+        const bool only = p->mappings == 1;
+        struct vmem__space *s2;
+        uint64_t *slot2;
+        rc = whole && !only ? mark_page(b, a, p, i, &s2, &slot2) : mark_unmap(b, s, addr, slot, a, p, i);
         if (rc)
             return rc;
-        step += continue_unmap(b, slot, leaf_end(s, addr, end) - addr, a, p);
+        if (!whole)
+            step += continue_unmap(b, slot, leaf_end(s, addr, end) - addr, a, p, false);
+        else if (only)
+            step += continue_unmap(b, slot, leaf_end(s, addr, end) - addr, a, p, true);
+        *bytes += step;
     }
     return 0;
 }
 
-// Takes back the marks of an unmapping batch, or empties its slots. The runs name every page in it.
-static void finish_unmap(struct batch *b, bool commit)
+static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t i)
+{
+    struct vmem__space *s;
+    uint64_t bytes = 0;
+    int rc = vmem__space_of(b->ctx, op->addr, op->length, &s);
+    if (!rc && (op->addr % UNIT || op->length % UNIT || !op->length))
+        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
+                         "the length not 0", op->addr, op->length);
+    return rc ? rc : prepare_range(b, op->addr, op->length, i, false, &bytes);
+}
+
+enum end {
+    TAKE_BACK, // the marks
+    UNMAPPED,  // empty the slots; bound pages that are mapped nowhere now end
+    RELEASED,  // empty the slots; all pages end
+};
+
+// Ends an unmapping batch. The runs name every page in it that is mapped.
+static void finish_unmap(struct batch *b, enum end end)
 {
     vmem_context *ctx = b->ctx;
     for (size_t r = 0; r < b->n; r++) {
         const struct vmem__run *run = &b->runs[r];
         struct vmem__space *s = (struct vmem__space *)run->range;
-        struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> UNIT_SHIFT];
+        struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
+        struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
         uint64_t addr = run->addr;
-        if (commit)
+        if (end != TAKE_BACK)
             count_mapped(ctx, s, -run->length);
-        for (const uint64_t end = addr + run->length; addr < end;) {
+        for (const uint64_t stop = addr + run->length; addr < stop;) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
             uint64_t *slot = vmem__slot_in(s, leaf, addr);
-            const uint64_t first = addr, stop = leaf_end(s, addr, end);
-            for (uint32_t units; addr < stop; addr += units * UNIT, slot += units, p += units) {
+            const uint64_t first = addr, leaf_stop = leaf_end(s, addr, stop);
+            for (uint32_t units; addr < leaf_stop; addr += units * UNIT, slot += units, p += units) {
                 units = p->units;
-                p->token = 0;
-                if (commit) {
-                    unlink_page(ctx, addr, p);
-                    ctx->unmap_ops++;
-                } else {
+                if (end == TAKE_BACK) {
+                    p->token = 0;
                     *slot &= ~SLOT_PENDING;
+                    continue;
+                }
+                unlink_page(ctx, addr, p);
+                ctx->unmap_ops++;
+                if (p->mappings) {
+                    if (end == UNMAPPED)
+                        p->token = 0;
+                } else if (end == RELEASED || p->bound) {
+                    batch_end_page(b, a, p);
+                } else {
+                    p->token = 0;
                 }
             }
-            if (commit) {
-                const uint32_t units = (uint32_t)((stop - first) / UNIT);
+            if (end != TAKE_BACK) {
+                const uint32_t units = (uint32_t)((leaf_stop - first) / UNIT);
                 memset(vmem__slot_in(s, leaf, first), 0, units * sizeof *slot);
                 vmem__leaf_put(ctx, s, leaf, first, units);
             }
         }
     }
-    if (commit)
+    if (end != TAKE_BACK && b->n) {
         ctx->unmap_runs += b->n;
+        ctx->stuck = false;
+    }
 }
 
 int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad)
@@ -138,7 +187,8 @@ int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n,
     }
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
-    finish_unmap(&b, !rc);
+    finish_unmap(&b, rc ? TAKE_BACK : UNMAPPED);
+    vmem__batch_give(&b);
     vmem__batch_end(&b);
     return rc ? vmem__batch_fail(rc, "ops", n, at, bad) : 0;
 }
@@ -164,7 +214,7 @@ static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n
         frame += units;
         p += units;
         if (p == arena_end || p->state != UNIT_PAGE || p->units != units || p->token || p->mappings != mappings ||
-            pages[i] != ((vmem_page)p->generation << FRAME_BITS | frame))
+            pages[i] != vmem__handle(b->ctx, p, frame))
             break;
         if (mappings) {
             addr += units * UNIT;
@@ -196,43 +246,27 @@ static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, si
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", page);
     struct vmem__space *s = NULL;
     uint64_t *slot = NULL;
-    for (uint64_t addr = p->mapping; addr; addr = next_mapping(ctx, addr, p)) {
-        s = vmem__space_find(ctx, addr);
-        slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
-        int rc = mark_unmap(b, s, addr, slot, a, p, i);
-        if (rc)
-            return rc;
-    }
-    p->token = b->token;
+    int rc = mark_page(b, a, p, i, &s, &slot);
+    if (rc)
+        return rc;
     if (p->mappings <= 1)
         *next += continue_release(b, pages + i, n - i, s, slot, a, p);
     return 0;
 }
 
-// Ends the pages and collects their memory in pieces. Returns how many.
-static size_t end_pages(vmem_context *ctx, const vmem_page *pages, size_t n, struct vmem__piece *pieces)
+// Ends the pages of a batch that were mapped nowhere, or takes their marks back.
+static void finish_unmapped(struct batch *b, const vmem_page *pages, size_t n, bool release)
 {
-    size_t n_pieces = 0;
     for (size_t i = 0; i < n; i++) {
-        struct vmem__arena_rec *a = NULL;
-        struct vmem__page *p = vmem__page_get(ctx, pages[i], &a);
-        uint32_t first = (uint32_t)(p - a->pages);
-        p->generation++; // before the flags beside it: a word read after a byte's store waits for that
-        p->state = UNIT_IDLE;
-        for (uint32_t u = 0; u < p->units; u++)
-            p[u].dirty = 1;
-        ctx->created -= p->units * UNIT;
-        struct vmem__piece *last = n_pieces ? &pieces[n_pieces - 1] : NULL;
-        if (last && last->arena == a && last->first + last->units == first) {
-            last->units += p->units;
-        } else if (last && last->arena == a && first + p->units == last->first) {
-            last->first = first;
-            last->units += p->units;
-        } else {
-            pieces[n_pieces++] = (struct vmem__piece){.arena = a, .first = first, .units = p->units, .committed = true};
-        }
+        struct vmem__arena_rec *a;
+        struct vmem__page *p = vmem__page_get(b->ctx, pages[i], &a);
+        if (!p || p->token != b->token)
+            continue;
+        if (release)
+            batch_end_page(b, a, p);
+        else
+            p->token = 0;
     }
-    return n_pieces;
 }
 
 int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t *bad)
@@ -243,9 +277,6 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
     if (n && !pages)
         return vmem__error(-EINVAL, "pages is NULL");
 
-    struct vmem__piece few[FEW], *pieces = few;
-    if (n > FEW && !(pieces = malloc(n * sizeof *pieces)))
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
     struct batch b;
     size_t marked = 0, at = 0;
     vmem__batch_begin(&b, ctx, 0);
@@ -255,22 +286,46 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
     }
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
-    finish_unmap(&b, !rc);
-    if (!rc) {
-        vmem__give(ctx, pieces, end_pages(ctx, pages, n, pieces));
-    } else {
-        for (size_t i = 0; i < marked; i++) {
-            struct vmem__arena_rec *a;
-            vmem__page_get(ctx, pages[i], &a)->token = 0;
-        }
-    }
+    finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
+    finish_unmapped(&b, pages, marked, !rc);
+    vmem__batch_give(&b);
     vmem__batch_end(&b);
-    if (pieces != few)
-        free(pieces);
     return rc ? vmem__batch_fail(rc, "pages", n, at, bad) : 0;
 }
 
 int vMemRelease(vmem_context *ctx, vmem_page page)
 {
     return vMemReleaseBatch(ctx, &page, 1, NULL);
+}
+
+// ---- decommit -----------------------------------------------------------------------------------------------
+
+int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (n && !ranges)
+        return vmem__error(-EINVAL, "ranges is NULL");
+
+    struct batch b;
+    uint64_t found = 0;
+    size_t at = 0;
+    vmem__batch_begin(&b, ctx, 0);
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = vmem__check_range(ctx, &ranges[i], UNIT);
+        if (!rc)
+            rc = prepare_range(&b, ranges[i].addr, ranges[i].length, i, true, &found);
+        at = i;
+    }
+    if (!rc)
+        rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
+    finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
+    vmem__batch_give(&b);
+    vmem__batch_end(&b);
+    if (rc)
+        return vmem__batch_fail(rc, "ranges", n, at, NULL);
+    if (bytes)
+        *bytes = found;
+    return 0;
 }

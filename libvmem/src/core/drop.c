@@ -1,0 +1,176 @@
+// What must go, for callers who cannot do anything about a failure. What another call works on is doomed: it goes when
+// that call ends. What the kernel or the driver refuses to unmap for lack of its own resources stays doomed until something
+// else was unmapped.
+//
+// SPDX-License-Identifier: MIT
+#include <stdio.h>
+
+#include "core/batch.h"
+
+#define FEW 64
+
+// ---- reservations -------------------------------------------------------------------------------------------
+
+// The page whose first slot is at addr or, on the way there, the next slot to look at; NULL at the end.
+static struct vmem__page *next_page(vmem_context *ctx, struct vmem__space *s, uint64_t *addr, struct vmem__arena_rec **a)
+{
+    const uint64_t end = s->b.addr + s->b.length;
+    for (; *addr < end; *addr += UNIT) {
+        struct vmem__leaf *leaf = vmem__leaf_get(s, *addr);
+        if (!leaf) {
+            *addr = leaf_end(s, *addr, end) - UNIT;
+            continue;
+        }
+        const uint64_t frame = vmem__slot_frame(*vmem__slot_in(s, leaf, *addr));
+        if (!frame)
+            continue;
+        *a = vmem__frame_arena(ctx, frame - 1);
+        struct vmem__page *p = &(*a)->pages[frame - 1 - (*a)->base];
+        if (p->state == UNIT_PAGE)
+            return p;
+    }
+    return NULL;
+}
+
+// Takes a reservation out of the table as it is, with what is mapped there, which the kernel or the driver would not
+// unmap: unreserve() takes it away. False: another call works on a page of it. With the lock held, which it drops.
+static bool force(vmem_context *ctx, struct vmem__space *s)
+{
+    const uint64_t start = s->b.addr;
+    struct vmem__arena_rec *a;
+    struct vmem__page *p;
+    struct batch b;
+
+    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += UNIT) {
+        if (p->token)
+            return false;
+    }
+    vmem__batch_init(&b, ctx, 0);
+    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += UNIT) {
+        unlink_page(ctx, addr, p);
+        p->token = b.token; // until the addresses are gone
+    }
+    count_mapped(ctx, s, -s->mapped);
+    vmem__space_remove(ctx, s);
+    vmem__unlock(ctx);
+    ctx->b.ops->unreserve(&ctx->b, &s->b);
+    vmem__lock(ctx);
+    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += UNIT) {
+        if (p->token != b.token)
+            continue; // seen at another address
+        if (p->bound && !p->mappings)
+            batch_end_page(&b, a, p);
+        else
+            p->token = 0;
+    }
+    vmem__space_free(s, true);
+    vmem__batch_give(&b);
+    return true;
+}
+
+// False: not yet. With the lock held, which it drops.
+static bool end_space(vmem_context *ctx, struct vmem__space *s)
+{
+    int rc = 0;
+    if (s->mapped) {
+        s->inflight++;
+        vmem__unlock(ctx);
+        rc = vMemUnmap(ctx, s->b.addr, s->b.length);
+        vmem__lock(ctx);
+        s->inflight--;
+    }
+    if (s->inflight || rc == -EBUSY)
+        return false; // the other call looks here again when it ends
+    if (s->mapped)
+        return force(ctx, s);
+    vmem__space_remove(ctx, s);
+    vmem__unlock(ctx);
+    vmem__space_end(ctx, s);
+    vmem__lock(ctx);
+    return true;
+}
+
+static bool sweep_spaces(vmem_context *ctx)
+{
+    for (size_t i = 0; i < ctx->n_spaces; i++) {
+        struct vmem__space *s = ctx->spaces[i];
+        if (s->doomed && !s->inflight && end_space(ctx, s)) {
+            ctx->stuck = false;
+            return true;
+        }
+    }
+    return false;
+}
+
+// ---- pages --------------------------------------------------------------------------------------------------
+
+static size_t find_doomed(const vmem_context *ctx, vmem_page *pages, size_t most)
+{
+    size_t n = 0;
+    for (const struct vmem__arena_rec *a = ctx->arenas; a; a = a->next) {
+        for (uint32_t u = 0; u < a->units && n < most; u++) {
+            const struct vmem__page *p = &a->pages[u];
+            if (p->state == UNIT_PAGE && p->doomed && !p->token)
+                pages[n++] = vmem__handle(ctx, p, a->base + u);
+        }
+    }
+    return n;
+}
+
+static bool sweep_pages(vmem_context *ctx)
+{
+    vmem_page pages[FEW];
+    const size_t n = find_doomed(ctx, pages, FEW);
+    bool some = false;
+    vmem__unlock(ctx);
+    if (n)
+        some = !vMemReleaseBatch(ctx, pages, n, NULL);
+    int rc = 0;
+    for (size_t i = 0; i < n && !some && (!rc || rc == -EBUSY); i++)
+        rc = vMemRelease(ctx, pages[i]);
+    vmem__lock(ctx);
+    ctx->stuck = rc && rc != -EBUSY && rc != -EINVAL;
+    return some || (n && !rc);
+}
+
+void vmem__sweep(vmem_context *ctx)
+{
+    char text[512];
+    snprintf(text, sizeof(text), "%s", vmem_last_error()); // may be what the caller is about to return
+    ctx->sweeping = true;
+    while (ctx->n_doomed && !ctx->stuck && (sweep_spaces(ctx) || sweep_pages(ctx)))
+        ;
+    ctx->sweeping = false;
+    vmem__error(0, "%s", text);
+}
+
+// Dooms a page that there still is.
+static void doom(vmem_context *ctx, vmem_page page, bool stuck)
+{
+    struct vmem__arena_rec *a;
+    vmem__begin(ctx);
+    struct vmem__page *p = vmem__page_get(ctx, page, &a);
+    if (p && !p->doomed) {
+        p->doomed = 1;
+        ctx->n_doomed++;
+        ctx->stuck = ctx->stuck || stuck;
+    }
+    vmem__end(ctx);
+}
+
+int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (n && !pages)
+        return vmem__error(-EINVAL, "pages is NULL");
+    if (!vMemReleaseBatch(ctx, pages, n, NULL))
+        return 0;
+    for (size_t i = 0; i < n; i++) {
+        rc = vMemRelease(ctx, pages[i]);
+        if (rc && rc != -EINVAL)
+            doom(ctx, pages[i], rc != -EBUSY);
+    }
+    return 0;
+}

@@ -1,0 +1,121 @@
+// Long calls that are interrupted: they end soon, with -EINTR, and have changed nothing.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+
+#include "harness.h"
+
+static vmem_context *ctx;
+static uint64_t addr;
+static unsigned asked, refuse_at; // refuse_at: the ask that is answered by "stop"; 0: none
+static pthread_t caller;
+
+static int interrupted(void *arg)
+{
+    CHECK(arg == &asked);
+    CHECK(pthread_equal(pthread_self(), caller));
+    // It may call the library: no lock is held.
+    uint64_t at;
+    OK(vMemReserve(ctx, MIB, 0, &at));
+    OK(vMemFree(ctx, at));
+    test_stats(ctx);
+    return ++asked == refuse_at;
+}
+
+enum { SIZE = 200 };
+static vmem_page pages[SIZE * 16];
+
+static int do_create(void) { return vMemCreate(ctx, test_page, SIZE * MIB / test_page, 0, pages); }
+static int do_create_2m(void) { return vMemCreate(ctx, VMEM_PAGE_2M, SIZE * MIB / VMEM_PAGE_2M, 0, pages); }
+static int do_create_zero(void) { return vMemCreate(ctx, test_page, SIZE * MIB / test_page, VMEM_CREATE_ZERO, pages); }
+static int do_prealloc(void) { return vmem_prealloc(ctx, SIZE * MIB); }
+static int do_commit(void)
+{
+    // Every second page, but for a long part: much to be mapped, and in several parts.
+    static struct vmem_range ranges[65];
+    for (uint64_t i = 0; i < 64; i++)
+        ranges[i] = (struct vmem_range){addr + 2 * i * test_page, test_page};
+    const uint64_t behind = 128 * test_page;
+    ranges[64] = (struct vmem_range){addr + behind, SIZE * MIB};
+    return vmem_commit(ctx, ranges, 65, test_page, 0, NULL);
+}
+
+static void nothing(void) {}
+static void dirty_memory(void) // committed, and written before
+{
+    OK(vmem_prealloc(ctx, SIZE * MIB));
+    OK(vMemCreate(ctx, test_page, SIZE * MIB / test_page, 0, pages));
+    OK(vMemReleaseBatch(ctx, pages, SIZE * MIB / test_page, NULL));
+}
+
+static void interrupt(const char *name, void (*before)(void), int (*call)(void))
+{
+    printf("%s\n", name);
+    asked = refuse_at = 0;
+    before();
+    const struct vmem_stats clean = test_stats(ctx);
+    asked = 0;
+    OK(call());
+    const unsigned asks = asked;
+    if (test_cpu() && asks < SIZE / 32 / 2) // where arenas are memory, a large one is one step
+        FAIL("%s asked %u times in %u MiB", name, asks, SIZE);
+    OK(vmem_trim(ctx, NULL));
+    OK(vmem_decommit(ctx, &(struct vmem_range){addr, 1 * GIB}, 1, NULL));
+    if (test_stats(ctx).created)
+        OK(vMemReleaseBatch(ctx, pages, test_stats(ctx).created / (call == do_create_2m ? VMEM_PAGE_2M : test_page),
+                            NULL));
+    OK(vmem_trim(ctx, NULL));
+    for (unsigned at = 1; at <= asks; at += asks > 3 ? asks / 3 : 1) {
+        refuse_at = 0;
+        before();
+        asked = 0;
+        refuse_at = at;
+        ERR(call(), EINTR, "interrupted");
+        CHECK_EQ(asked, at); // and nothing more of it is done
+        struct vmem_stats s = test_stats(ctx);
+        CHECK_EQ(s.created, clean.created);
+        CHECK_EQ(s.mapped, clean.mapped);
+        CHECK(s.overhead <= clean.overhead);
+        OK(vmem_trim(ctx, NULL));
+    }
+    // And without the function, all goes through.
+    OK(vmem_set_interrupt(ctx, NULL, NULL));
+    refuse_at = 1;
+    OK(call());
+    OK(vmem_decommit(ctx, &(struct vmem_range){addr, 1 * GIB}, 1, NULL));
+    if (test_stats(ctx).created)
+        OK(vMemReleaseBatch(ctx, pages, test_stats(ctx).created / (call == do_create_2m ? VMEM_PAGE_2M : test_page),
+                            NULL));
+    OK(vmem_trim(ctx, NULL));
+    OK(vmem_set_interrupt(ctx, interrupted, &asked));
+}
+
+// A short call does not ask: it would cost more than the call.
+static void short_calls(void)
+{
+    asked = 0;
+    refuse_at = 1;
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 4, 0, pages));
+    OK(vMemReleaseBatch(ctx, pages, 4, NULL));
+    OK(vmem_commit(ctx, &(struct vmem_range){addr, 8 * MIB}, 1, test_page, 0, NULL));
+    OK(vmem_decommit(ctx, &(struct vmem_range){addr, 8 * MIB}, 1, NULL));
+    CHECK_EQ(asked, 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    caller = pthread_self();
+    OK(vMemReserve(ctx, 1 * GIB, 0, &addr));
+    OK(vmem_set_interrupt(ctx, interrupted, &asked));
+    interrupt("create", nothing, do_create);
+    interrupt("create 2M", nothing, do_create_2m);
+    if (test_cpu()) // the cuda backend zeroes at the next map
+        interrupt("zero", dirty_memory, do_create_zero);
+    interrupt("prealloc", nothing, do_prealloc);
+    interrupt("commit", nothing, do_commit);
+    short_calls();
+    vmem_context_destroy(ctx);
+    return 0;
+}
