@@ -1,0 +1,288 @@
+"""Attention over virtual tensors beside cudaMalloc's memory and beside paged kernels: the paper's evaluation.
+
+Every figure and table of the vAttention paper that times attention has its grid here. What is timed is the attention
+of one layer (32 query and 8 KV heads of 128 in bfloat16, unless a table names a model), by CUDA graphs, in turns.
+
+SPDX-License-Identifier: MIT
+"""
+
+import argparse
+import importlib
+import importlib.util
+
+import numpy as np
+
+from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench.kv_load import MODELS
+from pyvmem.bench.session import size_text
+
+KIB = 1024
+SPLITS = (0, 1, 2, 4, 8)
+BLOCKS = (16, 32, 64, 128, 256)
+
+FIGURES = {
+    2: "prefill: what paging costs, paged beside unpaged kernels of the same library",
+    3: "decode: paged kernels by block size",
+    4: "decode: tokens per second by batch size, and the memory they need per second",
+    6: "prefill: tokens per second by context length",
+    7: "decode: tokens per second by batch size at 16K tokens",
+    11: "decode and prefill: pages of 64 KiB and 2 MiB, and cudaMalloc",
+}
+TABLES = {
+    5: "prefill: attention of all layers at 64K to 192K tokens, three models",
+    6: "decode: attention of all layers at 16K tokens, three models",
+    9: "decode: FlashAttention paged with blocks of 16 and 256",
+    10: "decode: FlashInfer over a constant table and paged",
+}
+WORKERS = {"Yi-6B": 1, "Llama-3-8B": 2, "Yi-34B": 2}
+
+# The paper's seconds of prefill attention (Table 5) and milliseconds of decode attention (Table 6), on A100s.
+PAPER_5 = {
+    "Yi-6B": {64: (7.0, 5.5, 6.0), 128: (30.3, 23.1, 25.4), 192: (70.0, 53.6, 58.3)},
+    "Llama-3-8B": {64: (3.4, 2.7, 3.0), 128: (15.4, 11.6, 12.8), 192: (35.6, 26.9, 29.7)},
+    "Yi-34B": {64: (13.2, 10.3, 11.2), 128: (56.9, 43.2, 46.7), 192: (131.8, 98.8, 104.7)},
+}  # FA_Paged, FA_vAttention, FI_Paged
+PAPER_6 = {
+    "Yi-6B": {16: (11.5, 11.3, 15.2), 32: (25.5, 25.3, 25.4)},
+    "Llama-3-8B": {16: (11.9, 11.8, 12.1), 32: (25.4, 25.3, 23.23)},
+    "Yi-34B": {12: (17.4, 17.4, 24.1), 16: (21.7, 21.8, 28.8)},
+}
+COLUMNS = ("fa3 paged", "fa3 contiguous", "flashinfer paged")  # that the paper's columns stand beside
+
+
+def arguments(parser):
+    """Arguments of this benchmark alone."""
+    group = parser.add_argument_group("attention")
+    for what, known in (("figure", FIGURES), ("table", TABLES)):
+        names = "; ".join(f"{n}: {text}" for n, text in known.items())
+        text = f"only these {what}s of the paper ({names})"
+        group.add_argument(f"--{what}", type=_numbers(known), metavar="N,N", help=text)
+    text = "whose FlashAttention-3: that of the package fa3-fwd, or vLLM's, which has paged kernels too (fa3-fwd)"
+    group.add_argument("--fa3", choices=("fa3-fwd", "vllm"), default="fa3-fwd", help=text)
+    group.add_argument("--pool", type=argtypes.size, metavar="SIZE", help="K of one kind of memory (4G; 256M if quick)")
+    group.add_argument("--seconds", type=argtypes.seconds, default=0.4, metavar="S", help="turns at one point (0.4)")
+
+
+def _numbers(known):
+    def numbers(text):
+        try:
+            found = [int(part) for part in text.split(",")]
+        except ValueError:
+            found = [-1]
+        if any(n not in known for n in found):
+            raise argparse.ArgumentTypeError(f"{text!r} must be some of {', '.join(map(str, known))}")
+        return found
+
+    return numbers
+
+
+# ---- the grid -------------------------------------------------------------------------------------------------------
+
+
+def grid(figures, tables, quick):
+    """{point: set of the kinds of runs wanted there}; kinds: see `runs_at`."""
+    from pyvmem.bench.attention_runs import Point
+
+    points = {}
+
+    def want(phase, batch, tokens, kinds, heads=(32, 8)):
+        points.setdefault(Point(phase, batch, tokens, *heads), set()).update(kinds)
+
+    base = {"memories", "paged"}
+    if quick:
+        sizes = [(1, 1), (32, 1), (8, 8), (1, 32)]
+        prompts, blocks, curve = (1, 8), [(8, 8)], (1, 8)
+    else:
+        sizes = [(1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (128, 2), (1, 4), (8, 4), (64, 4), (1, 8), (8, 8),
+                 (32, 8), (128, 8), (16, 16), (1, 32), (8, 32), (32, 32), (1, 64), (16, 64), (1, 128), (8, 128),
+                 (1, 192), (4, 192)]  # fmt: skip
+        prompts = 1, 2, 4, 8, 16, 32, 64, 128, 192
+        blocks, curve = [(4, 8), (1, 16), (8, 16), (32, 16)], (1, 2, 4, 8, 16, 32, 64)
+    if 11 in figures:
+        for batch, k in sizes:
+            want("decode", batch, k * KIB, base | {"others"})
+    if 4 in figures:
+        for batch in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            want("decode", batch, KIB, {"memories"})
+    if 7 in figures:
+        for batch in curve:
+            want("decode", batch, 16 * KIB, base)
+    if 3 in figures:
+        for batch, k in blocks:
+            want("decode", batch, k * KIB, {"memories", "blocks"})
+    if 9 in tables:
+        for batch in (1, 2, 4):
+            want("decode", batch, 16 * KIB, base)
+    if 10 in tables:
+        for k in (8,) if quick else (8, 16, 32):
+            for batch in (4, 8, 16):
+                want("decode", batch, k * KIB, {"flashinfer", "memories"})
+    if {2, 6, 11} & set(figures):
+        for k in prompts:
+            want("prefill", 1, k * KIB, base | {"others"})
+    for name, workers in WORKERS.items():
+        model = MODELS[name]
+        heads = model.query_heads // workers, model.kv_heads // workers
+        if 5 in tables and not quick:
+            for k in PAPER_5[name]:
+                want("prefill", 1, k * KIB, {"table"}, heads)
+        if 6 in tables:
+            for batch in PAPER_6[name]:
+                want("decode", batch, 16 * KIB, {"table"}, heads)
+    return points
+
+
+def runs_at(point, kinds, pools, have):
+    """{(name, backend, page size): run} of the kinds wanted at a point, of what is installed."""
+    from pyvmem.bench import attention_runs as r
+
+    decode = point.phase == "decode"
+    splits = SPLITS if decode else (0,)
+    plain, best = pools[-1], pools[0]
+    runs = {}
+
+    def add(run):
+        runs[run.name, run.pool.name] = run
+
+    first = have["contiguous"][0]
+    for pool in pools if "memories" in kinds else [best]:
+        add(r.Contiguous(first, point, pool, splits if first == "fa3" else (0,)))
+    if "others" in kinds:
+        for name in have["contiguous"][1:]:
+            add(r.Contiguous(name, point, best))
+        if have["flashinfer"] and not decode:
+            add(r.FlashInferRagged(point, best))
+            add(r.FlashInferPaged(point, plain, 16, backend="fa2"))
+    blocks = BLOCKS if "blocks" in kinds else (16, 256) if kinds & {"paged", "table"} else ()
+    for block in blocks:
+        if have["fa3 paged"]:
+            add(r.FA3Paged(point, plain, block, splits))
+        if have["flashinfer"] and (block == 16 or "blocks" in kinds):
+            add(r.FlashInferPaged(point, plain, block))
+        if have["triton"] and decode and ("blocks" in kinds or block == 16):
+            add(r.TritonPaged(point, plain, block))
+    if "flashinfer" in kinds and have["flashinfer"]:
+        add(r.FlashInferPaged(point, plain, 16))
+        add(r.Contiguous("flashinfer", point, best))
+    return runs
+
+
+def installed(device, say):
+    """What can be measured here."""
+    from pyvmem.attention import fa3
+
+    if device.type == "cpu":
+        return {"contiguous": ["sdpa"], "flashinfer": False, "fa3 paged": False, "triton": False}
+    have = {
+        "contiguous": ["fa3"] if fa3.build() is not None else [],
+        "flashinfer": importlib.util.find_spec("flashinfer") is not None,
+        "triton": importlib.util.find_spec("triton") is not None,
+        "fa3 paged": fa3.build() is not None and "PAGEDKV" not in fa3.build().disabled,
+    }
+    have["contiguous"] += ["fa2"] + ["triton"] * have["triton"] + ["flashinfer"] * have["flashinfer"]
+    build = fa3.build().name if fa3.build() else "not installed"
+    say(f"attention: FlashAttention-3 is {build}; paged: {have['fa3 paged']}; FlashInfer: {have['flashinfer']}")
+    return have
+
+
+def _load_vllm():
+    """Load vLLM's build of FlashAttention-3 without the rest of vLLM's start. Raises ValueError."""
+    try:
+        importlib.import_module("vllm.vllm_flash_attn")
+    except ImportError as error:
+        raise ValueError(f"--fa3 vllm: {error}") from None
+
+
+def hbm(pool, repeats=20):
+    """Bytes that a streaming kernel reads per microsecond out of cudaMalloc's memory."""
+    import torch
+
+    from pyvmem.triton_stream import stream
+
+    x = pool.k.view(torch.float32)[: 1 << 28]
+    out = torch.empty(len(x) // 4096, device=x.device)
+    rates = np.zeros(repeats)
+    for i in range(-2, repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        stream[(len(x) // 4096,)](x, out, BLOCK=4096)
+        end.record()
+        end.synchronize()
+        if i >= 0:
+            rates[i] = x.nbytes / start.elapsed_time(end) / 1e3
+    return rates
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+@benchmark("attention", "attention on virtual tensors, on cudaMalloc's, and paged", arguments=arguments, order=50)
+def run(session):
+    """All figures and tables, or those asked for."""
+    import torch
+
+    from pyvmem.bench.attention_runs import Pool, measure, prepare
+
+    args = session.args
+    figures, tables = args.figure, args.table
+    if figures is None and tables is None:
+        figures, tables = list(FIGURES), list(TABLES)
+    figures, tables = figures or [], tables or []
+    if args.fa3 == "vllm":
+        _load_vllm()
+    records = []
+    with session.context() as context:
+        gpu = "gpu" in context.info().capabilities
+        device = torch.device("cuda", context.info().device) if gpu else torch.device("cpu")
+        quick = session.quick or not gpu
+        points = grid(figures, tables, quick)
+        if not gpu:  # the memories alone, at what a CPU can do
+            points = {p: {"memories"} for p in points if p.batch * p.tokens <= KIB}
+        have = installed(device, lambda text: print(text, flush=True))
+        most = max((p.bytes // 4 for p in points), default=0)
+        elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 64 << 20)) // 2)
+        sizes = session.page_sizes(context)
+        kinds = [(size_text(size), context, size) for size in dict.fromkeys((sizes[0], sizes[-1]))]
+        pools = [Pool(name, elements, device, *rest) for name, *rest in (*kinds, ("cudaMalloc" if gpu else "malloc",))]
+        try:
+            records += _points(session, context, points, pools, have, measure, gpu)
+            for batch, tokens in ((32, 8 * KIB), (256, 2 * KIB)):
+                if gpu or batch == 32:
+                    found = prepare(batch, tokens, 16, device, 20 if quick else 100)
+                    for how, samples in found.items():
+                        records.append(session.record(samples, context, f"prepare B={batch} L={tokens}, {how}", "us"))
+        finally:
+            for pool in pools:
+                pool.close()
+    return records
+
+
+def _points(session, context, points, pools, have, measure, gpu):
+    records, checked = [], set()
+    rate = None
+    if gpu and have["triton"]:
+        rates = hbm(pools[-1])
+        rate = float(np.median(rates))
+        records.append(session.record(rates * 1e-3, context, "HBM read", "GB/s", backend="cudaMalloc"))
+    order = sorted(points, key=lambda p: (p.phase, p.batch * p.tokens))
+    for point in session.track(order, "attention"):
+        runs = runs_at(point, points[point], pools, have)
+        for (name, _), one in runs.items():  # each kind of call is checked once, where that costs little
+            if (name, point.phase) not in checked and point.batch * point.tokens <= 32 * KIB:
+                if point.phase == "decode" or point.tokens <= 2 * KIB:
+                    one.check()
+                    checked.add((name, point.phase))
+        found = measure(runs, seconds=session.args.seconds)
+        for (name, memory), (samples, split) in found.items():
+            virtual = memory not in ("cudaMalloc", "malloc")
+            size = next((s for s in context.page_sizes if size_text(s) == memory), None)
+            where = {"page_size": size} if virtual else {"backend": memory}
+            records.append(session.record(samples, context, f"{point}, {name}", "us", **where))
+            if len(runs[name, memory].splits) > 1:
+                metric = f"{point}, {name}, splits"
+                records.append(session.record(split, context, metric, "count", **where))
+        if rate and point.phase == "decode":
+            metric = f"{point}, HBM limit"
+            records.append(session.record(point.bytes / rate, context, metric, "us", backend="cudaMalloc"))
+        del runs, one
+    return records
