@@ -1,0 +1,212 @@
+"""The attention ``"vmem"`` of transformers' `AttentionInterface`: it reads a `VMemCache`'s slots by their lengths.
+
+No mask is built, nothing is concatenated, and K and V are never repeated for grouped queries. Padding, left, right or
+between, has no rows in the cache; each sequence has its own length. What the kernels of `pyvmem.attention` do not take
+(masks of other patterns, attention sinks) goes to torch's
+scaled_dot_product_attention over views of the same rows.
+
+SPDX-License-Identifier: MIT
+"""
+
+import math
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+
+from pyvmem import attention
+from pyvmem.attention.kernel import Shape, capability
+from pyvmem.attention.table import KERNELS, choose
+
+NAME = "vmem"
+
+
+def register():
+    """Make the attention known to transformers as ``"vmem"``. Importing `pyvmem.transformers` does it."""
+    AttentionInterface.register(NAME, vmem_attention)
+    AttentionMaskInterface.register(NAME, vmem_mask)
+
+
+def vmem_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
+              attention_mask=None, allow_is_causal_skip=True, local_size=None, config=None, **kwargs):  # fmt: skip
+    """What `vmem_attention` is given as its mask.
+
+    None where the pattern is causal (with a window or without) and nothing is padded; the 2D padding mask where
+    something is; a 4D mask, as sdpa would have it, for any other pattern.
+    """
+    if not allow_is_causal_skip or getattr(config, "attention_chunk_size", None):
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **kwargs,
+        )  # fmt: skip
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask
+
+
+def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None,
+                   softcap=None, s_aux=None, position_bias=None, **kwargs):  # fmt: skip
+    """Attention of queries ``[batch, query_heads, tokens, head_dim]``.
+
+    Returns ``(output, None)``, the output as ``[batch, tokens, query_heads, head_dim]``. key, value: what the cache's
+    ``update`` returned, or any K and V of a model that runs without a `VMemCache`.
+    """
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: the attention vmem has no weights to return; use eager")
+    handover = getattr(key, "vmem", None)
+    extras = (softcap, s_aux, position_bias)
+    if handover is None:
+        padded = attention_mask is not None and attention_mask.dim() == 2
+        columns = attention_mask.shape[1] if padded else key.shape[2]  # a sliding layer's K has not all of them
+        start, first = columns - query.shape[2], columns - key.shape[2]
+        mask = _dense_mask(query, key.shape[2], start, first, sliding_window, attention_mask)
+        return _dense(module, query, key, value, mask, dropout, scaling, *extras), None
+    layer = handover.layer
+    window = layer.window or sliding_window or 0
+    if not _by_kernel(query, key, value, attention_mask, dropout, window, *extras, getattr(module, "is_causal", True)):
+        handover.write(key, uniform=True)
+        keys, values = layer.view(handover.start)
+        mask = _dense_mask(query, keys.shape[2], handover.start, layer.length - keys.shape[2], window, attention_mask)
+        return _dense(module, query, keys, values, mask, dropout, scaling, *extras), None
+    plan = handover.write(key, attention_mask)
+    if attention_mask is not None and not layer.rows.ragged:  # earlier passes stored the padding too
+        keys, values = layer.view(handover.start)
+        mask = _dense_mask(query, keys.shape[2], handover.start, layer.length - keys.shape[2], window, attention_mask)
+        return _dense(module, query, keys, values, mask, dropout, scaling, *extras), None
+    return _by_length(layer, plan, query, scaling, window, softcap or 0.0), None
+
+
+# ---- by lengths ---------------------------------------------------------------------------------------------------
+
+
+def _shape(phase, query_heads, key, window, softcap, tile_rows=0):
+    device = key.device
+    where = capability(device.index if device.type == "cuda" else None)
+    heads, dim = key.shape[1], key.shape[3]
+    return Shape(
+        phase, query_heads, heads, dim, key.dtype, key.dtype, device.type, where, window, softcap, tile_rows
+    )
+
+
+def tile_rows(key, config, windows):
+    """What the cache of a model must be made with, for the kernels that will be chosen to be allowed.
+
+    key: ``[batch, heads, tokens, head_dim]``. windows: of the model's layers.
+    """
+    if key.device.type != "cuda":
+        return 1
+    softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+    rows = [1]
+    for phase in ("decode", "prefill"):
+        for window in set(windows):
+            shape = _shape(phase, config.num_attention_heads, key, window, softcap)
+            try:
+                rows.append(KERNELS[choose(shape).kernel].tile_rows(shape))
+            except ValueError:  # none takes it: the dense path will
+                pass
+    return math.lcm(*rows)
+
+
+_takes = {}
+
+
+def _by_kernel(query, key, value, mask, dropout, window, softcap, sinks, bias, causal):
+    """Whether the kernels of `pyvmem.attention` can compute this."""
+    if mask is not None and mask.dim() != 2:
+        return False
+    if sinks is not None or bias is not None or dropout or not causal:
+        return False
+    what = (query.shape[1], key.shape[1], key.shape[3], key.dtype, query.dtype, key.device, bool(window), softcap)
+    if what not in _takes:
+        _takes[what] = query.dtype == key.dtype and all(
+            _taken(_shape(phase, query.shape[1], key, window, float(softcap or 0.0))) for phase in ("decode", "prefill")
+        )
+    return _takes[what]
+
+
+def _taken(shape):
+    try:
+        choose(shape)
+    except ValueError:
+        return False
+    return True
+
+
+def _by_length(layer, plan, query, scaling, window, softcap):
+    rows = layer.rows
+    batch = rows.batch_of(plan)
+    n, heads, tokens, dim = query.shape
+    q = query.transpose(1, 2).reshape(-1, heads, dim)
+    if batch is None:  # nothing but padding
+        return q.new_zeros(n, tokens, heads, dim)
+    if plan.sources is not None:
+        q = q.index_select(0, plan.sources)
+    kv = layer.slot(0), layer.slot(1)
+    call = attention.decode if batch.max_query == 1 else attention.prefill
+    out = call(q, rows.kv, kv, batch, softmax_scale=scaling, window=window, softcap=softcap)
+    if plan.sources is not None:
+        out = out.new_zeros(n * tokens, heads, dim).index_copy_(0, plan.sources, out)
+    out = out.view(n, tokens, heads, dim)
+    for row, columns, ends in plan.padding:
+        out[row, columns] = _of_padding(query[row, :, columns], kv, rows.slots[row], ends, scaling, window)
+    return out
+
+
+def _of_padding(query, kv, slot, ends, scaling, window):
+    """What padding behind tokens sees, ``[columns, heads, dim]``: all rows before it.
+
+    Nothing reads what comes of it, but for ``generate()`` with padding on the right, which takes the first new token
+    from the last column whatever stands there.
+    """
+    end, groups = int(ends[-1]), query.shape[0] // kv[0].shape[2]
+    k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
+    ends = torch.as_tensor(ends, device=query.device)[:, None]
+    row = torch.arange(end, device=query.device)
+    mask = (row < ends) & (row >= ends - window) if window else row < ends
+    k, v = (repeat_kv(t, groups) for t in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scaling)
+    return out[0].transpose(0, 1)
+
+
+# ---- with a mask --------------------------------------------------------------------------------------------------
+
+
+def _dense_mask(query, kv_length, start, first, window, mask):
+    """A 4D mask (or None, for all or for torch's causal one) for queries from column `start` on.
+
+    K and V begin at column `first`. mask: None, the 2D padding mask, or a 4D one, which is taken as it is.
+    """
+    tokens = query.shape[2]
+    if mask is not None and mask.dim() == 4:
+        return mask
+    windowed = window and kv_length >= window
+    if mask is None and not windowed and (tokens == 1 or tokens == kv_length):
+        return None
+    pattern = sliding_window_causal_mask_function(window) if windowed else causal_mask_function
+    return sdpa_mask(
+        query.shape[0], tokens, kv_length, start, first, pattern, mask, allow_is_causal_skip=False,
+        device=query.device,
+    )  # fmt: skip
+
+
+def _dense(module, query, key, value, mask, dropout, scaling, softcap, sinks, bias):
+    if softcap is None and sinks is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, position_bias=bias)
+        return out
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ repeat_kv(key, groups).transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
+    weights = scores.float().softmax(-1).to(query.dtype)[..., : key.shape[2]]
+    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous()

@@ -1,0 +1,284 @@
+"""The layers of a `VMemCache`: views of the rows for stock attention, a hand-over for the one that goes by lengths.
+
+SPDX-License-Identifier: MIT
+"""
+
+import copy
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+
+class Handover:
+    """K and V of one layer on their way to the attention ``"vmem"``, which alone knows the padding.
+
+    The tensor of keys that `VMemLayer.update` returns carries one as its attribute ``vmem``.
+    """
+
+    __slots__ = ("layer", "start", "tokens", "value", "plan")
+
+    def __init__(self, layer, start, tokens, value):
+        self.layer = layer
+        self.start = start
+        self.tokens = tokens
+        self.value = value
+        self.plan = None
+
+    def write(self, key, mask=None, uniform=False):
+        """Store the rows, once; returns the pass's `Plan`.
+
+        mask: as in `Rows.begin`. uniform: padding is stored too.
+        """
+        if self.plan is None:
+            layer = self.layer
+            layer.rows.pending = None
+            plan = layer.rows.begin(self.start, self.tokens, key.shape[0], None if uniform else mask)
+            layer.store(plan, key, self.value)
+            self.plan = plan
+            self.value = None
+        return self.plan
+
+
+class VMemLayer(CacheLayerMixin):
+    """An attention layer whose rows are slots of a `KVCache`. `rows` is shared by the layers of a cache."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    window = 0
+
+    def __init__(self, rows, index, config):
+        self.rows = rows
+        self.index = index  # among the layers that keep rows
+        self.config = config
+        self.length = 0  # columns, padding included
+        self.is_initialized = False
+        self._version = -1  # of `rows`, when the views were made
+
+    @property
+    def dtype(self):
+        return self.rows.dtype
+
+    @property
+    def device(self):
+        return self.rows.device
+
+    @property
+    def batch_size(self):
+        return self.rows.batch
+
+    @property
+    def by_length(self):
+        """Whether the model's attention is ours."""
+        return self.config._attn_implementation == "vmem"
+
+    def lazy_initialization(self, key_states, value_states):
+        if self.by_length:
+            from pyvmem.transformers.attention import tile_rows
+
+            self.rows.open(self.index, key_states, value_states, tile_rows(key_states, self.config, self.rows.windows))
+        else:
+            self.rows.open(self.index, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Add the rows of `tokens` more columns: K and V, ``[batch, heads, tokens, head_dim]``.
+
+        Returns K and V of every column that the pass reads, as views; for the attention ``"vmem"`` the new ones as
+        they came, for it to store and read.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise ValueError("VMemCache keeps no gradients: call the model under torch.no_grad()")
+        start, tokens, rows = self.length, key_states.shape[2], self.rows
+        # Latents of two widths (MLA) are expanded after this, so the attention never sees them.
+        if self.by_length and key_states.shape[3] == value_states.shape[3]:
+            lost, rows.pending = rows.pending, None
+            if lost is not None:
+                raise RuntimeError(
+                    f"layer {lost.layer.index} did not hand the keys that the cache returned to transformers' "
+                    "AttentionInterface, so they were not stored: use another attention than vmem for this model"
+                )
+            rows.pending = key_states.vmem = Handover(self, start, tokens, value_states)
+            return key_states, value_states
+        rows.begin(start, tokens, key_states.shape[0])
+        if self._version != rows.version:
+            self._bind()
+        self._k.narrow(2, start, tokens).copy_(key_states)
+        self._v.narrow(2, start, tokens).copy_(value_states)
+        self.length = start + tokens
+        first = self._first(start)
+        return self._k.narrow(2, first, self.length - first), self._v.narrow(2, first, self.length - first)
+
+    def store(self, plan, key, value):
+        """Write the rows of a pass where its plan says."""
+        start, tokens = plan.start, plan.tokens
+        if plan.uniform:
+            if self._version != self.rows.version:
+                self._bind()
+            self._k.narrow(2, start, tokens).copy_(key)
+            self._v.narrow(2, start, tokens).copy_(value)
+        else:
+            self.rows.locate(plan)
+            for which, new in enumerate((key, value)):
+                new = new.transpose(1, 2).reshape(-1, new.shape[1], new.shape[3])
+                if plan.sources is not None:
+                    new = new.index_select(0, plan.sources)
+                self.slot(which).index_put_(plan.targets, new)
+        self.length = start + tokens
+
+    def __deepcopy__(self, memo):
+        new = copy.copy(self)
+        memo[id(self)] = new
+        views = {"_k": None, "_v": None, "_version": -1}  # of the rows that it is copied from
+        new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
+        return new
+
+    def slot(self, which):
+        """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``; backed as far as the lengths."""
+        return self.rows.kv.tensors[2 * self.index + which]
+
+    def _bind(self):
+        """The views of the batch, ``[batch, heads, max_tokens, head_dim]``."""
+        rows = self.rows
+        if rows.slots != list(range(rows.batch)) or rows.ragged:
+            raise ValueError(
+                "the sequences of this cache have lengths of their own, as the attention vmem keeps them: reset() it "
+                "before another attention uses it"
+            )
+        self._k, self._v = (self.slot(which)[: rows.batch].transpose(1, 2) for which in (0, 1))
+        self._version = rows.version
+
+    def view(self, start=None):
+        """K and V, as stock attention takes them, of the columns that a pass after `start` columns reads.
+
+        By default those that the next pass reads.
+        """
+        if self._version != self.rows.version:
+            self._bind()
+        first = self._first(self.length if start is None else start)
+        return tuple(t.narrow(2, first, self.length - first) for t in (self._k, self._v))
+
+    keys = property(lambda self: self.view()[0] if self.is_initialized else None)
+    values = property(lambda self: self.view()[1] if self.is_initialized else None)
+
+    def _first(self, start):
+        """The first column that a pass after `start` columns reads."""
+        return 0
+
+    def get_mask_sizes(self, query_length):
+        first = self._first(self.length)
+        return self.length + query_length - first, first
+
+    def get_seq_length(self):
+        return self.length
+
+    def get_max_length(self):
+        return self.rows.max_tokens
+
+    def crop(self, tokens_to_remove):
+        """As transformers' layers: so many tokens less, or with a positive number, at most so many left.
+
+        The layer's own count only; `VMemCache.crop` gives the pages back too.
+        """
+        self.length = cropped(self.length, tokens_to_remove)
+
+    def reset(self):
+        self.length = 0
+
+    def offload(self):
+        self.rows.swap_out()
+
+    def prefetch(self):
+        self.rows.swap_in()
+
+    def _whole(self, *args):
+        raise NotImplementedError("the layers of a VMemCache share their slots: call this method of the cache")
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _whole
+
+
+def cropped(length, tokens_to_remove):
+    """What `crop` leaves of a length."""
+    if tokens_to_remove > 0:
+        return min(length, tokens_to_remove)
+    return max(0, length + tokens_to_remove)
+
+
+class VMemSlidingLayer(VMemLayer):
+    """One with a sliding window (or chunks): rows that no later token reads are given up.
+
+    A crop reaches back over the last forward pass, whether recording was asked for or not.
+    """
+
+    is_sliding = True
+
+    def __init__(self, rows, index, config, window):
+        super().__init__(rows, index, config)
+        self.window = self.sliding_window = window
+
+    def activate_past_recording(self):
+        """Nothing to do: the rows that a crop of the last pass needs are there anyway."""
+
+    def _first(self, start):
+        return max(0, start - self.window + 1)
+
+    def get_max_length(self):
+        return self.window
+
+
+class _LinearAndRows(LinearAttentionLayer):
+    """What the two hybrid layers have in common: a linear-attention state, as transformers keeps it, beside rows.
+
+    Both parents have methods of these names; each does its part.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+    is_croppable = LinearAttentionLayer.is_croppable
+    dtype = device = None  # of the states; the rows know their own
+
+    def lazy_initialization(self, *args, **kwargs):
+        # Only `update` gives two positional arguments, K and V; states come by name.
+        if args:
+            VMemLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self):
+        LinearAttentionLayer.reset(self)
+        VMemLayer.reset(self)
+
+    def crop(self, tokens_to_remove):
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        VMemLayer.crop(self, tokens_to_remove)
+
+    def offload(self):
+        LinearAttentionLayer.offload(self)
+        VMemLayer.offload(self)
+
+    def prefetch(self):
+        LinearAttentionLayer.prefetch(self)
+        VMemLayer.prefetch(self)
+
+
+class VMemHybridLayer(_LinearAndRows, VMemLayer):
+    """A linear-attention state beside full attention."""
+
+    def __init__(self, rows, index, config, number_of_states=1):
+        VMemLayer.__init__(self, rows, index, config)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    get_max_length = VMemLayer.get_max_length
+
+
+class VMemHybridSlidingLayer(_LinearAndRows, VMemSlidingLayer):
+    """A linear-attention state beside attention with a sliding window."""
+
+    def __init__(self, rows, index, config, window, number_of_states=1):
+        VMemSlidingLayer.__init__(self, rows, index, config, window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    activate_past_recording = LinearAttentionLayer.activate_past_recording
+    get_max_length = VMemSlidingLayer.get_max_length

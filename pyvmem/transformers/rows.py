@@ -1,0 +1,512 @@
+"""The rows of a batch: one slot of a `KVCache` for each sequence, backed once a forward pass.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import os
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pyvmem.attention import Batch
+from pyvmem.errors import OutOfMemory, VmemError
+from pyvmem.kv import KVCache, TensorSpec
+
+MIB = 1 << 20
+
+
+@dataclass
+class Plan:
+    """One forward pass: which tokens it adds, and where their rows are.
+
+    Attributes
+    ----------
+    start, tokens : int
+        The pass adds the columns ``[start, start + tokens)`` of the batch, padding included.
+    lengths : list of int
+        Rows that each sequence has once the pass has run.
+    kept : numpy.ndarray or None
+        Bool ``[batch, tokens]``: the columns that are no padding and get a row. None: all of them.
+    uniform : bool
+        All sequences have as many rows, and their slots are in order.
+    batch : pyvmem.attention.Batch or None
+        Of the sequences that have queries in the pass.
+    padding : list of (int, numpy.ndarray, numpy.ndarray)
+        Sequences with padding behind tokens: which of the pass's columns it is, and how many rows stand before each.
+    targets : (torch.Tensor, torch.Tensor) or None
+        int64: slots and rows that the pass writes.
+    sources : torch.Tensor or None
+        int64: the tokens, of ``batch * tokens``, that go there; None for all.
+    """
+
+    start: int
+    tokens: int
+    lengths: list
+    kept: np.ndarray | None = None
+    uniform: bool = True
+    batch: object = None
+    located: bool = False
+    padding: tuple | list = ()
+    targets: tuple | None = None
+    sources: torch.Tensor | None = None
+
+
+def _finish(kv, device):
+    """Free a cache's memory once no kernel reads it any more."""
+    _wait(device)
+    kv.close()
+
+
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def default_budget(device):
+    """Bytes that a cache may take when nobody says: what is free on the GPU, or half of the machine's memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class Rows:
+    """Slots, lengths and pages of one `VMemCache`; all its layers share them.
+
+    Attributes
+    ----------
+    windows : list of int
+        Sliding window of each layer that keeps rows here, tokens; 0 for none.
+    kv : KVCache or None
+        Made when the first layer shows its shapes. All its slots are taken for good, used or not.
+    batch : int
+        Sequences.
+    slots : list of int
+        Slot of each sequence.
+    version : int
+        Changes with the tensors and with the batch: what layers derive from them holds for one version.
+    """
+
+    def __init__(self, windows, max_tokens, slots, budget, options):
+        self.windows = list(windows)
+        self.max_tokens = max_tokens
+        self.budget = budget
+        self.options = options
+        self.kv = self.device = self.dtype = self.plan = None
+        self.pending = None  # a `Handover` whose keys are on their way to the attention
+        self.batch = self.version = 0
+        self.slots = []
+        self.tile_rows = 1
+        self._least_slots = slots
+        self._shapes = [None] * len(self.windows)  # ((heads, head_dim) of K, of V)
+        self._known = [False] * len(self.windows)
+        self._kept = None  # bool [batch, max_tokens]: the columns that have rows; None: all columns
+        self._floor = []  # rows below these less a window may be gone
+        self._lengths = None  # of every slot, int32, as in the last step
+        self._fence = None
+        self._finalizer = None
+        self._swapped = False
+        self._batch = self._batch_shape = None
+
+    @property
+    def ragged(self):
+        """Whether sequences have lengths of their own: padding has no rows."""
+        return self._kept is not None
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def open(self, layer, key, value, tile_rows=1):
+        """A layer shows the shapes of its K and V, ``[batch, heads, tokens, head_dim]``."""
+        shapes = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        if self.kv is None:
+            if key.device.type not in ("cpu", "cuda"):
+                raise ValueError(f"device {key.device}: a VMemCache holds rows on cpu or cuda")
+            self.dtype, self.device, self.tile_rows = key.dtype, key.device, tile_rows
+            # Until a layer shows other shapes, every layer is taken to be like the first.
+            self._shapes = [shapes] * len(self.windows)
+            self._take(self._create(max(key.shape[0], self._least_slots)))
+            self._bind(key.shape[0])
+        elif (key.device, key.dtype) != (self.device, self.dtype):
+            raise ValueError(
+                f"layer {layer} keeps {key.dtype} on {key.device}, the layers before it {self.dtype} on {self.device}: "
+                "the rows of one VMemCache have one dtype and one device"
+            )
+        self._known[layer] = True
+        if self._shapes[layer] != shapes:
+            like = self.windows[layer]  # sliding layers are alike, and full ones are
+            self._shapes = [
+                shapes if i == layer or (window == like and not known) else old
+                for i, (old, window, known) in enumerate(zip(self._shapes, self.windows, self._known))
+            ]
+            self._rebuild(self.kv.slots)
+
+    def _create(self, slots):
+        specs = []
+        for i, ((k, v), window) in enumerate(zip(self._shapes, self.windows)):
+            specs += [TensorSpec(f"k{i}", k, self.dtype, window), TensorSpec(f"v{i}", v, self.dtype, window)]
+        options = {"lazy": True, "generous": False, "eager": False, "name": "transformers", **self.options}
+        if options.get("context") is None and self.device.type == "cpu":
+            options["backend"] = "host"
+        if options.get("context") is None:
+            options["device"] = self.device.index or 0
+        options.setdefault("tile_rows", self.tile_rows)
+        kv = KVCache(specs, slots, self.max_tokens, self.budget or default_budget(self.device), **options)
+        if kv.tensors[0].device != self.device:
+            backend = kv.context.backend
+            kv.close()
+            raise ValueError(f"the {backend} backend keeps no rows on {self.device}, where the model is")
+        for slot in range(slots):
+            kv.alloc_reqid(slot=slot)
+        return kv
+
+    def _take(self, kv):
+        self.kv = kv
+        self._finalizer = weakref.finalize(self, _finish, kv, self.device)
+        self._lengths = np.zeros(kv.slots, np.int32)
+        self.plan = None
+        self.version += 1
+
+    def _bind(self, batch):
+        """Start with so many empty sequences."""
+        if batch > self.kv.slots:
+            self._finalizer()
+            self._take(self._create(batch))
+        self.batch = batch
+        self.slots = list(range(batch))
+        self._floor = [0] * batch
+        self._kept = self.plan = self.pending = None
+        self._lengths[:] = 0
+        self.version += 1
+
+    def _rebuild(self, slots):
+        """Move the rows to tensors of other shapes, or with more slots."""
+        finalizer, lengths = self._finalizer, self._lengths
+        new = self._copied(slots)
+        self._take(new)
+        self._lengths[: len(lengths)] = lengths
+        finalizer()
+
+    def _copied(self, slots):
+        """A `KVCache` with the present shapes and copies of the rows, in the same slots."""
+        new = self._create(slots)
+        try:
+            lengths = np.zeros(slots, np.int32)
+            lengths[: len(self._lengths)] = self._lengths
+            if lengths.any():
+                self._back(new, lengths)
+            for i, (source, target) in enumerate(zip(self.kv.tensors, new.tensors)):
+                if source.shape[2:] != target.shape[2:]:  # of a layer that has no rows yet
+                    continue
+                window = self.windows[i // 2]
+                for slot, floor in zip(self.slots, self._floor):
+                    live = slice(max(0, floor - window) if window else 0, int(lengths[slot]))
+                    target[slot, live] = source[slot, live]
+        except BaseException:
+            _finish(new, self.device)
+            raise
+        return new
+
+    def copy(self):
+        """Rows of the same sequences, with memory of their own."""
+        other = Rows(self.windows, self.max_tokens, self._least_slots, self.budget, self.options)
+        if self.kv is None:
+            return other
+        if self._swapped:
+            self.swap_in()
+        for name in ("dtype", "device", "tile_rows", "batch"):
+            setattr(other, name, getattr(self, name))
+        other.slots, other._floor = self.slots[:], self._floor[:]
+        other._shapes, other._known = self._shapes[:], self._known[:]
+        other._kept = None if self._kept is None else self._kept.copy()
+        other._take(self._copied(self.kv.slots))
+        other._lengths[:] = self._lengths
+        return other
+
+    def close(self):
+        if self.kv is not None:
+            self._finalizer()
+            self.kv = self.plan = None
+            self.batch = 0
+            self._known = [False] * len(self.windows)
+
+    # ---- a forward pass --------------------------------------------------------------------------------------
+
+    def begin(self, start, tokens, batch, mask=None):
+        """The `Plan` of the pass that adds `tokens` columns after the first `start`; the first layer backs its rows.
+
+        mask: None, or bool ``[batch, start + tokens]``, False for padding. With one, padding gets no rows.
+        """
+        plan = self.plan
+        if plan is not None and plan.start == start and plan.tokens == tokens:
+            return plan
+        if self.kv is None:
+            raise ValueError("the cache is closed")
+        if self._swapped:
+            self.swap_in()
+        if batch != self.batch:
+            if start:
+                raise ValueError(f"the batch has {batch} sequences, the cache {self.batch}: reset() it first")
+            self.reset(batch)
+        if start + tokens > self.max_tokens:
+            raise ValueError(
+                f"{start + tokens} tokens: the cache was made for max_tokens={self.max_tokens}; make it with more"
+            )
+        plan = self._plan(start, tokens, mask)
+        before = self._stored(start)
+        want = self._lengths.copy()
+        for slot, length in zip(self.slots, plan.lengths):
+            want[slot] = max(length, want[slot])
+        if (want != self._lengths).any():
+            self._order_steps()
+            self._back(self.kv, want)
+            self._lengths = want
+        if any(self.windows):
+            least = min(w for w in self.windows if w)
+            self._floor = [max(f, b) if b > least else f for f, b in zip(self._floor, before)]
+        if plan.kept is not None and self._kept is None:
+            self._kept = np.ones((self.batch, self.max_tokens), bool)
+        if self._kept is not None:
+            self._kept[:, start : start + tokens] = True if plan.kept is None else plan.kept
+        self.plan = plan
+        return plan
+
+    def _stored(self, start):
+        """Rows that each sequence has of its first `start` columns."""
+        if self._kept is None:
+            return [start] * self.batch
+        return self._kept[:, :start].sum(1).tolist()
+
+    def _plan(self, start, tokens, mask):
+        before = self._stored(start)
+        kept = None
+        if mask is not None:
+            if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}: [{self.batch}, {start + tokens}] is needed"
+                )
+            mask = mask[:, : start + tokens]
+            past = mask[:, :start].sum(1, keepdim=True)
+            known = torch.cat([past, mask[:, start:].to(past.dtype)], 1).cpu().numpy()
+            if known[:, 0].tolist() == before:
+                kept = known[:, 1:] != 0
+                if kept.all():
+                    kept = None
+            elif self.ragged:  # else padding was stored like any other token, and is now
+                raise ValueError("attention_mask: tokens in the cache are masked that were not, or the other way round")
+        added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
+        lengths = [b + a for b, a in zip(before, added)]
+        ordered = self.slots == list(range(self.batch))
+        plan = Plan(start, tokens, lengths, kept)
+        plan.uniform = kept is None and ordered and self._kept is None
+        return plan
+
+    def locate(self, plan):
+        """Find the rows that a pass writes which has not the same columns for all: once a pass."""
+        if plan.located:
+            return
+        plan.located = True
+        before = np.array(self._stored(plan.start))[:, None]
+        kept = np.ones((self.batch, plan.tokens), bool) if plan.kept is None else plan.kept
+        rank = np.cumsum(kept, 1) - 1
+        slots = np.broadcast_to(np.array(self.slots)[:, None], kept.shape)
+        plan.targets = self._upload(slots[kept]), self._upload((before + rank)[kept])
+        if plan.kept is not None:
+            plan.sources = self._upload(np.flatnonzero(kept))
+            ends = before + rank + 1
+            late = ~kept & (ends > 0)
+            rows = np.flatnonzero(late.any(1))
+            plan.padding = [(row, np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
+
+    def batch_of(self, plan):
+        """The `pyvmem.attention.Batch` of a pass, made once; None where it has nothing but padding."""
+        if plan.batch is None:
+            queries = [plan.tokens] * self.batch if plan.kept is None else plan.kept.sum(1).tolist()
+            chosen = [(s, n, q) for s, n, q in zip(self.slots, plan.lengths, queries) if q]
+            if not chosen:
+                return None
+            slots, lengths, queries = zip(*chosen)
+            shape = (self.version, len(chosen), max(queries), sum(queries))
+            if shape == self._batch_shape:
+                self._batch.update(slots, lengths, queries)
+            else:
+                self._batch = Batch(self.kv, slots, lengths, queries, check=False)
+                self._batch_shape = shape
+            plan.batch = self._batch
+        return plan.batch
+
+    def _upload(self, array):
+        return torch.from_numpy(array).to(self.device)
+
+    def _order_steps(self):
+        """A step may overlap with the pass before it, not with the one before that: wait for that one."""
+        if self.device.type != "cuda":
+            return
+        fence = torch.cuda.Event()
+        fence.record(torch.cuda.current_stream(self.device))
+        if self._fence is not None:
+            self._fence.synchronize()
+        self._fence = fence
+
+    def _back(self, kv, lengths):
+        short = self._try_step(kv, lengths)
+        if short and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later is memory that pages can be had from
+            short = self._try_step(kv, lengths)
+        if short:
+            live = int((lengths > 0).sum())
+            raise OutOfMemory(
+                errno.ENOMEM,
+                f"{live} sequences of up to {int(lengths.max())} tokens need {short * kv.page_size / MIB:.1f} MiB more "
+                f"than is free of the budget of {kv.stats().budget_pages * kv.page_size / MIB:.1f} MiB: lower the "
+                "batch, the beams or max_new_tokens, or raise budget; the cache can be used on",
+            )
+
+    @staticmethod
+    def _try_step(kv, lengths):
+        """0, or the pages that are missing."""
+        try:
+            return kv.missing_pages if kv.step(lengths) else 0
+        except OutOfMemory:
+            return 1
+
+    # ---- sequences -------------------------------------------------------------------------------------------
+
+    def crop(self, columns):
+        """Forget every column from `columns` on."""
+        if self.kv is None:
+            return
+        if self._swapped:
+            self.swap_in()
+        lengths = self._stored(columns)
+        for row, (length, floor) in enumerate(zip(lengths, self._floor)):
+            if length < floor:
+                raise RuntimeError(
+                    f"crop: sequence {row} cannot go back to {length} tokens; a sliding window has given up rows that "
+                    f"they read (a crop reaches back over the last forward pass, here to {floor} tokens)"
+                )
+        self.plan = None
+        if all(self._lengths[slot] <= length for slot, length in zip(self.slots, lengths)):
+            return
+        _wait(self.device)
+        for slot, length in zip(self.slots, lengths):
+            if length < self._lengths[slot]:
+                self.kv.truncate(slot, length)
+                self._lengths[slot] = length
+
+    def reset(self, batch=None):
+        """Forget every sequence. Pages stay with the cache until they are needed elsewhere."""
+        if self.kv is None:
+            return
+        _wait(self.device)
+        for slot in np.flatnonzero(self._lengths).tolist():
+            self._empty(slot)
+        self._swapped = False
+        self._bind(self.batch if batch is None else batch)
+
+    def _empty(self, slot):
+        self.kv.free_reqid(slot)
+        self.kv.alloc_reqid(slot=slot)
+        self._lengths[slot] = 0
+
+    def select(self, sources, in_order=True):
+        """The batch becomes the sequences `sources` of it, with repetitions: they share pages, nothing is moved.
+
+        in_order: sequence i must be in slot i, as tensors with a batch dimension need it. Otherwise each sequence
+        that goes on keeps its slot.
+
+        Raises
+        ------
+        OutOfMemory
+            For the copies of the last, partial pages. The sequences are lost then, and the cache is empty.
+        """
+        if any(not 0 <= s < self.batch for s in sources):
+            raise IndexError(f"indices {sources} must lie between 0 and the batch, {self.batch}")
+        if self._swapped:
+            self.swap_in()
+        if len(sources) > self.kv.slots:
+            self._rebuild(len(sources))
+        old = self.slots
+        lengths = [int(self._lengths[slot]) for slot in old]
+        new = list(range(len(sources))) if in_order else self._keep_slots(sources)
+        moves = [(s, slot) for s, slot in zip(sources, new) if old[s] != slot]
+        self.plan = None
+        if moves or len(sources) != self.batch:
+            _wait(self.device)
+            try:
+                self._share(moves, old, lengths, new)
+            except BaseException:
+                self.reset()
+                raise
+        self.batch, self.slots = len(sources), new
+        self._floor = [self._floor[s] for s in sources]
+        if self._kept is not None:
+            self._kept = self._kept[sources]
+        self.version += 1
+
+    def _keep_slots(self, sources):
+        taken, new = set(), [None] * len(sources)
+        for i, s in enumerate(sources):
+            if self.slots[s] not in taken:
+                new[i] = self.slots[s]
+                taken.add(new[i])
+        free = iter([slot for slot in range(self.kv.slots) if slot not in taken])
+        return [next(free) if slot is None else slot for slot in new]
+
+    def _share(self, moves, old, lengths, new):
+        prefixes = {}
+        try:
+            for s in dict.fromkeys(s for s, _ in moves):
+                if lengths[s]:
+                    prefixes[s] = self.kv.save_prefix(old[s], lengths[s])
+            for slot in set(old) - set(new):
+                if self._lengths[slot]:
+                    self._empty(slot)
+            for s, slot in moves:
+                if self._lengths[slot] or slot in old:
+                    self._empty(slot)
+                if not lengths[s]:
+                    continue
+                if self.kv.attach_prefix(prefixes[s], slot):
+                    raise OutOfMemory(
+                        errno.ENOMEM,
+                        f"{self.kv.missing_pages} pages are missing for {len(new)} sequences of up to {max(lengths)} "
+                        "tokens: lower the batch, the beams or max_new_tokens, or raise budget; the cache is empty now",
+                    )
+                self._lengths[slot] = lengths[s]
+        finally:
+            for prefix in prefixes.values():
+                self.kv.drop_prefix(prefix)
+
+    # ---- swapping --------------------------------------------------------------------------------------------
+
+    def swap_out(self):
+        """Move the rows to CPU memory, and let their pages go."""
+        if self.kv is None or self._swapped:
+            return
+        _wait(self.device)
+        done = []
+        try:
+            for slot in np.flatnonzero(self._lengths).tolist():
+                self.kv.swap_out(slot)
+                done.append(slot)
+        except VmemError:
+            for slot in done:
+                self.kv.swap_in(slot)
+            raise
+        self._swapped = True
+
+    def swap_in(self):
+        """Bring them back."""
+        if not self._swapped:
+            return
+        for slot in np.flatnonzero(self._lengths).tolist():
+            if self.kv.slot(slot).state == "swapped" and self.kv.swap_in(slot):
+                raise OutOfMemory(
+                    errno.ENOMEM,
+                    f"{self.kv.missing_pages} pages are missing to bring {self.batch} sequences back from CPU memory: "
+                    "free other memory, lower the batch, or raise budget",
+                )
+        self._swapped = False
