@@ -22,6 +22,14 @@ have() { echo "#define $1 1"; }
     echo "#define SIM_RELEASE \"$release\""
     case $(declared nvUvmInterfaceAddressSpaceCreate) in *enableAts*) have SIM_HAVE_ADDRESS_SPACE_ATS ;; esac
     case $(declared nvUvmInterfaceFlushReplayableFaultBuffer) in *FaultInfo*) have SIM_HAVE_FLUSH_BY_FAULT_INFO ;; esac
+    case $(declared nvUvmInterfaceSetPageDirectory) in *dmaAddress*) have SIM_HAVE_PAGE_DIRECTORY_DMA ;; esac
+    case $(declared nvUvmInterfaceEnableAccessCntr) in
+        *const\ UvmGpuAccessCntrConfig*) have SIM_HAVE_CONST_ACCESS_COUNTER_CONFIG ;;
+    esac
+    ! grep -q 'nvUvmInterfaceRegisterUvmEvents(' "$iface" || have SIM_HAVE_UVM_EVENTS
+    ! grep -q 'nvUvmInterfaceGetNvlinkInfo(' "$iface" || have SIM_HAVE_NVLINK_INFO
+    ! [ -f "$inc/nv_uvm_user_types.h" ] || have SIM_HAVE_USER_TYPES
+    ! grep -q accessCntrBufferCount "$types" || have SIM_HAVE_ACCESS_COUNTER_COUNT
     ! grep -q maxVidmemPageSize "$types" || have SIM_HAVE_MAX_VIDMEM_PAGE_SIZE
     ! grep -q bUvmOwnsHwFaultBuffer "$types" || have SIM_HAVE_UVM_OWNS_FAULT_BUFFER
 } >"$out/sim_features.h"

@@ -20,6 +20,7 @@
 #include "nvmisc.h"
 #include "nv_uvm_interface.h"
 
+#include "sim_features.h"
 #include "simgpu_uapi.h"
 
 #define SIM_MAX_GPUS 2
@@ -45,8 +46,44 @@ enum {
     SIM_REG_COUNT
 };
 
+// A format of page-table entries. These all have: bit 0 says that it is a page, bits 2:1 are the aperture.
+struct sim_mmu_format {
+    u8 va_bits;
+    u8 top; // number of the directory that page tables start with
+    u64 (*table)(u64 e, bool vid);     // what a directory entry points to; vid: in video memory
+    u64 (*big_table)(u64 e, bool vid); // the same of the half of PDE0 that is for 64K pages
+    u64 (*page)(u64 e, bool vid);
+    bool (*sparse_page)(u64 e);  // of an entry that is not valid
+    bool (*sparse_table)(u64 e); // of an entry of a directory that leads nowhere
+    bool (*hides_small)(u64 e);  // of an invalid 64K entry: the 4K entries below are ignored
+    bool (*read_only)(u64 e);
+    u32 (*peer)(u64 e);
+    u64 (*make_pte)(u64 phys, int peer_id, bool read_only); // of video memory; peer_id < 0: the GPU's own
+};
+extern const struct sim_mmu_format sim_ver2, sim_ver3;
+#define SIM_ENTRY_VALID 1ULL
+#define SIM_APERTURE(e) ((e) >> 1 & 3)
+#define SIM_PTE_VID     0ULL
+#define SIM_PTE_PEER    1ULL
+
+struct sim_arch {
+    const char *name;
+    u32 arch, implementation, host_class, ce_class, compute_class;
+    const struct sim_mmu_format *mmu;
+    u64 page_sizes;      // one bit each
+    u64 rm_va_base;      // where RM's own mappings start: past 40 bits where channels can reach that
+    u32 sem_hi_mask;     // of the upper half of a semaphore's address
+    u32 graphics_engine; // number of the engine that the SMs' faults name
+    bool ce_physical_peers; // a copy engine takes physical addresses of a peer
+    bool ce_scrub;          // and fills without remapping
+    bool link_tlbs;         // an invalidate can leave out all TLBs but those of links
+    bool push_segments;     // a GPFIFO entry sets the upper bits of those after it
+    bool ack_is_membar;     // an invalidate acknowledged globally is a membar for the GPU's own memory
+};
+
 struct sim_gpu {
     u32 index;
+    const struct sim_arch *arch;
     u8 uuid[16];
     struct pci_dev *pdev;
     u32 registered;
@@ -109,6 +146,7 @@ struct sim_chan {
     u64 *gpfifo;
     u32 *gpput, *doorbell; // written by UVM
     u32 gpget;
+    u64 push_segment; // upper bits of push buffer addresses
     NvNotification *notifier;
     // The entry that is being executed
     const u32 *words;
@@ -141,6 +179,15 @@ struct sim_xlat {
     u8 state;  // SIMGPU_PTE_*
     bool hit;
 };
+
+#ifdef SIM_HAVE_UVM_EVENTS
+typedef struct UvmEventsLinux sim_uvm_events;
+#else
+typedef struct UvmOpsUvmEvents sim_uvm_events;
+#endif
+
+// sim_arch.c
+const struct sim_arch *sim_arch_find(const char *name); // NULL: there is none
 
 // sim_main.c
 extern struct mutex sim_lock;
@@ -194,7 +241,11 @@ void sim_translate(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x);
 // CPU pointer to what an entry maps at va, and how far it goes; NULL for a bad physical address. target: whose memory.
 void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target,
                    u64 *phys);
-void sim_pte_decode(const struct sim_xlat *x, struct simgpu_pte *out);
+void sim_pte_decode(struct sim_gpu *g, const struct sim_xlat *x, struct simgpu_pte *out);
+// Sparse addresses allow both.
+bool sim_xlat_allows(struct sim_gpu *g, const struct sim_xlat *x, bool write);
+// The table that a directory entry of g points to, if that is in video memory. big: the half of PDE0 for 64K pages.
+bool sim_pde_in_vidmem(struct sim_gpu *g, u64 e, bool big, u64 *table);
 // What an engine that is not the SM uses. NULL: no translation. Sparse addresses give the zero page or the sink.
 void *sim_va_ptr(struct sim_vas *v, u32 unit, u64 va, bool write, u64 *contig);
 struct sim_gpu *sim_peer(struct sim_gpu *g, u32 peer_id);
@@ -205,9 +256,9 @@ struct sim_tlbe {
     u64 va; // aligned to shift
     u64 e0, e1;
     u8 shift, unit, state;
-    s8 level; // 0..3: a directory entry (PDE3..PDE0); SIM_LEVEL_PTE: a translation
+    s8 level; // 0..4: an entry of that directory (PDE0..PDE4); SIM_LEVEL_PTE: a translation
 };
-#define SIM_LEVEL_PTE 4
+#define SIM_LEVEL_PTE -1
 struct sim_tlbe *sim_tlb_find(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va);
 bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x);
 void sim_tlb_add(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va, u64 e0, u64 e1, u8 state);
@@ -235,7 +286,7 @@ bool sim_chan_sem_write(struct sim_chan *c, u64 va, u32 payload, bool four_words
 bool sim_ce_method(struct sim_chan *c, u32 addr, u32 value);
 
 // sim_fault.c
-extern struct UvmOpsUvmEvents *sim_uvm_ops;
+extern sim_uvm_events *sim_uvm_ops;
 void sim_fault_init(struct sim_gpu *g);
 void sim_fault_irq_poll(struct sim_gpu *g);
 void sim_fault_irq_sync(void);

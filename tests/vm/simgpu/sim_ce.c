@@ -1,4 +1,4 @@
-// The copy engine, class C5B5: pitch copies, constant fills, semaphores, flushes.
+// The copy engine, classes C5B5 to CAB5: pitch copies, constant fills, semaphores, flushes.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
@@ -30,6 +30,7 @@ enum {
 #define LAUNCH_SRC_PHYS     BIT(12)
 #define LAUNCH_DST_PHYS     BIT(13)
 #define LAUNCH_REDUCTION    BIT(19)
+#define LAUNCH_SCRUB        BIT(23)
 #define LAUNCH_FLUSH_GL     BIT(25)
 #define REDUCTION_INC       6
 
@@ -38,11 +39,22 @@ enum {
 
 #define CE(c, r) ((c)->ce[(r) / 4])
 
-// mode: 0 this GPU's memory, 1 and 2 system memory (NULL)
+// mode: 0 this GPU's memory, 1 and 2 system memory (NULL), 3 a peer's
 static struct sim_gpu *phys_target(struct sim_chan *c, u32 mode, bool *ok)
 {
-    *ok = (mode & 3) != 3;
-    return (mode & 3) == 0 ? c->vas->gpu : NULL;
+    struct sim_gpu *g = c->vas->gpu, *peer;
+
+    *ok = true;
+    switch (mode & 3) {
+    case 0:
+        return g;
+    case 3:
+        peer = g->arch->ce_physical_peers ? sim_peer(g, (mode >> 6) & 7) : NULL;
+        *ok = peer != NULL;
+        return peer;
+    default:
+        return NULL;
+    }
 }
 
 static void *ce_ptr(struct sim_chan *c, bool phys, u32 mode, u64 addr, bool write, u64 *contig)
@@ -171,7 +183,14 @@ static void transfer(struct sim_chan *c, u32 launch)
         sim_chan_fault(c, "only pitch layouts are modelled", launch);
         return;
     }
-    if (launch & LAUNCH_REMAP) {
+    if ((launch & LAUNCH_SCRUB) && c->vas->gpu->arch->ce_scrub) {
+        // A fill whose length is in bytes
+        size = 8;
+        memcpy(elem, &CE(c, CE_REMAP_CONST_A), 4);
+        memcpy(elem + 4, &CE(c, CE_REMAP_CONST_B), 4);
+        n->ce_memsets++;
+        n->ce_memset_bytes += len * lines;
+    } else if (launch & LAUNCH_REMAP) {
         size = fill_element(c, elem);
         if (!size) {
             sim_chan_fault(c, "only fills with constants are modelled", launch);

@@ -1,5 +1,6 @@
 // Channels: allocation, and the engine thread that plays host (PBDMA): it polls every channel's GP_PUT, fetches the
-// push buffer and executes methods of the Turing host class (C46F). Copy engine methods go to sim_ce.c.
+// push buffer and executes methods of the host classes C46F to CA6F, which differ in little (struct sim_arch). Copy
+// engine methods go to sim_ce.c.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/delay.h>
@@ -20,7 +21,11 @@ enum {
     HOST_MEM_OP_D = 0x34,
 };
 enum { OP_MEMBAR = 0x5, OP_TLB_INVALIDATE = 0x9, OP_TLB_INVALIDATE_TARGETED = 0xa };
+#define INVALIDATE_SYSMEMBAR BIT(11) // of MEM_OP_A
+#define INVALIDATE_ACK(op_c) ((op_c) >> 5 & 3)
+#define GP_SET_SEGMENT 4 // opcode of a GPFIFO entry without a push buffer
 #define SUBCH_CE 4
+#define SUBCH_SOFTWARE 5
 // UVM_MAX_PUSH_SIZE, which UVM checks nowhere in a release build. A push is one entry of a channel's FIFO.
 #define MAX_PUSH (128 << 10)
 
@@ -94,7 +99,7 @@ NV_STATUS nvUvmInterfaceChannelAllocate(const uvmGpuTsgHandle tsg, const UvmGpuC
     info->gpPut = c->gpput;
     info->gpFifoEntries = (UvmGpuPointer *)c->gpfifo;
     info->numGpFifoEntries = c->entries;
-    info->channelClassNum = 0xC46F;
+    info->channelClassNum = v->gpu->arch->host_class;
     info->errorNotifier = c->notifier;
     info->hwRunlistId = 1;
     info->hwChannelId = c->id;
@@ -161,24 +166,33 @@ bool sim_chan_sem_write(struct sim_chan *c, u64 va, u32 payload, bool four_words
     return sem_store(c, va, &payload, 4);
 }
 
+static void membar(struct sim_chan *c, bool sys)
+{
+    struct sim_gpu *g = c->vas->gpu;
+
+    if (sys)
+        g->c.membar_sys++;
+    else
+        g->c.membar_gpu++;
+    sim_post_membar(g, c, sys);
+}
+
 static void mem_op(struct sim_chan *c, u32 d)
 {
     struct sim_gpu *g = c->vas->gpu;
     u32 a = HOST(c, HOST_MEM_OP_A), b = HOST(c, HOST_MEM_OP_B), op_c = HOST(c, HOST_MEM_OP_C), replay;
-    bool sys;
 
     switch (d >> 27) {
     case OP_MEMBAR:
-        sys = (op_c & 7) == 0;
-        if (sys)
-            g->c.membar_sys++;
-        else
-            g->c.membar_gpu++;
-        sim_post_membar(g, c, sys);
+        membar(c, (op_c & 7) == 0);
         break;
     case OP_TLB_INVALIDATE:
     case OP_TLB_INVALIDATE_TARGETED:
         sim_tlb_invalidate(g, a, b, op_c, d);
+        if (a & INVALIDATE_SYSMEMBAR)
+            membar(c, true);
+        else if (g->arch->ack_is_membar && INVALIDATE_ACK(op_c))
+            membar(c, false);
         replay = (op_c >> 2) & 7;
         if (replay)
             sim_fault_replay(g, replay, (u64)b << 32 | (a & ~0xfffu),
@@ -191,7 +205,8 @@ static void mem_op(struct sim_chan *c, u32 d)
 // False: the channel waits for a semaphore, try the method again later.
 static bool sem_execute(struct sim_chan *c, u32 v)
 {
-    u64 va = (u64)(HOST(c, HOST_SEM_ADDR_HI) & 0xff) << 32 | (HOST(c, HOST_SEM_ADDR_LO) & ~3u), contig;
+    u64 hi = HOST(c, HOST_SEM_ADDR_HI) & c->vas->gpu->arch->sem_hi_mask, contig;
+    u64 va = hi << 32 | (HOST(c, HOST_SEM_ADDR_LO) & ~3u);
     u32 want = HOST(c, HOST_SEM_PAYLOAD_LO), have, *p;
     bool done;
 
@@ -255,7 +270,7 @@ static bool method(struct sim_chan *c, u32 subch, u32 addr, u32 v)
         return true;
     }
     // The software class of fault cancellation needs no work here
-    if (subch != UVM_SW_OBJ_SUBCHANNEL)
+    if (subch != SUBCH_SOFTWARE)
         sim_chan_fault(c, "method on an unknown subchannel", (u64)subch << 32 | addr);
     return true;
 }
@@ -268,8 +283,10 @@ static bool fetch_entry(struct sim_chan *c)
         return false;
     smp_rmb();
     e = READ_ONCE(c->gpfifo[c->gpget]);
-    c->words_va = (e & 0xfffffffcULL) | ((e >> 32) & 0xff) << 32;
     c->words_left = (e >> 42) & 0x1fffff;
+    if (!c->words_left && c->vas->gpu->arch->push_segments && ((e >> 32) & 0xff) == GP_SET_SEGMENT)
+        c->push_segment = ((e >> 8) & 0x1ffff) << 40;
+    c->words_va = c->push_segment | (e & 0xfffffffcULL) | ((e >> 32) & 0xff) << 32;
     bytes = c->words_left * 4ULL;
     c->m_left = 0;
     c->in_entry = true;

@@ -63,7 +63,7 @@ static int do_walk(struct simgpu_walk *io)
     v = sim_vas_find(&io->vas);
     for (i = 0; v && i < io->count; i++) {
         sim_walk(v, io->va + i * io->stride, &x);
-        sim_pte_decode(&x, &out[i]);
+        sim_pte_decode(v->gpu, &x, &out[i]);
     }
     mutex_unlock(&sim_lock);
     if (!v)
@@ -85,7 +85,7 @@ static int do_tlb(struct simgpu_tlb *io)
     v = sim_vas_find(&io->vas);
     if (v) {
         io->cached = sim_tlb_find_pte(v, io->unit, io->va, &x);
-        sim_pte_decode(&x, &io->pte);
+        sim_pte_decode(v->gpu, &x, &io->pte);
     }
     mutex_unlock(&sim_lock);
     return v ? 0 : -ENODEV;

@@ -17,7 +17,7 @@
 #define REPLAY_CANCEL_TARGETED  3
 #define REPLAY_CANCEL_VA_GLOBAL 5
 
-struct UvmOpsUvmEvents *sim_uvm_ops;
+sim_uvm_events *sim_uvm_ops;
 static DECLARE_WAIT_QUEUE_HEAD(replay_wq);
 
 struct sim_wait {
@@ -31,7 +31,7 @@ struct sim_wait {
 static void irq_fn(struct irq_work *w)
 {
     struct sim_gpu *g = container_of(w, struct sim_gpu, irq);
-    struct UvmOpsUvmEvents *ops = READ_ONCE(sim_uvm_ops);
+    sim_uvm_events *ops = READ_ONCE(sim_uvm_ops);
     NvProcessorUuid uuid;
 
     if (!ops)
@@ -90,7 +90,7 @@ static bool push_fault(struct sim_vas *v, u64 va, u32 type, bool write)
     e[3] = va >> 32;
     e[4] = (u32)time;
     e[5] = time >> 32;
-    e[6] = 64; // graphics engine
+    e[6] = g->arch->graphics_engine;
     smp_wmb();
     // Replayable, access type, replay enabled, valid
     WRITE_ONCE(e[7], type | BIT(7) | (write ? BIT(16) : 0) | BIT(30) | BIT(31));
@@ -106,7 +106,7 @@ static u32 try_access(struct sim_vas *v, u64 va, u32 flags, struct sim_xlat *x)
     sim_translate(v, flags & SIMGPU_ACCESS_CE ? SIMGPU_UNIT_HUB : SIMGPU_UNIT_GPC, va, x);
     if (x->state == SIMGPU_PTE_INVALID)
         return FAULT_PTE + 1;
-    if (x->state == SIMGPU_PTE_VALID && (flags & SIMGPU_ACCESS_WRITE) && (x->pte & BIT(6)))
+    if (!sim_xlat_allows(v->gpu, x, flags & SIMGPU_ACCESS_WRITE))
         return FAULT_RO + 1;
     return 0;
 }

@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
-#include "sim_features.h"
 
 static int session_cookie;
 
@@ -57,21 +56,45 @@ NV_STATUS nvUvmInterfaceSessionDestroy(uvmGpuSessionHandle session)
 }
 EXPORT_SYMBOL(nvUvmInterfaceSessionDestroy);
 
-NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *ops)
+static NV_STATUS register_events(sim_uvm_events *ops)
 {
     SIM_CALL(&sim_gpus[0]);
     WRITE_ONCE(sim_uvm_ops, ops);
     return NV_OK;
 }
-EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmCallbacks);
 
-void nvUvmInterfaceDeRegisterUvmOps(void)
+static void deregister_events(void)
 {
     SIM_CALL(&sim_gpus[0]);
     WRITE_ONCE(sim_uvm_ops, NULL);
     sim_fault_irq_sync();
 }
+
+#ifdef SIM_HAVE_UVM_EVENTS
+NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *ops)
+{
+    return register_events(ops);
+}
+EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmEvents);
+
+void nvUvmInterfaceDeRegisterUvmEvents(void)
+{
+    deregister_events();
+}
+EXPORT_SYMBOL(nvUvmInterfaceDeRegisterUvmEvents);
+#else
+NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *ops)
+{
+    return register_events(ops);
+}
+EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmCallbacks);
+
+void nvUvmInterfaceDeRegisterUvmOps(void)
+{
+    deregister_events();
+}
 EXPORT_SYMBOL(nvUvmInterfaceDeRegisterUvmOps);
+#endif
 
 NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClientInfo *client, UvmGpuInfo *gi)
 {
@@ -83,11 +106,14 @@ NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClie
     memset(gi, 0, sizeof(*gi));
     snprintf(gi->name, sizeof(gi->name), "Simulated GPU %u", g->index);
     memcpy(gi->uuid.uuid, g->uuid, sizeof(g->uuid));
-    gi->gpuArch = 0x160; // Turing, TU102
-    gi->gpuImplementation = 2;
-    gi->hostClass = 0xC46F;
-    gi->ceClass = 0xC5B5;
-    gi->computeClass = 0xC5C0;
+    gi->gpuArch = g->arch->arch;
+    gi->gpuImplementation = g->arch->implementation;
+    gi->hostClass = g->arch->host_class;
+    gi->ceClass = g->arch->ce_class;
+    gi->computeClass = g->arch->compute_class;
+#ifdef SIM_HAVE_ACCESS_COUNTER_COUNT
+    gi->accessCntrBufferCount = 1;
+#endif
     gi->subdeviceCount = 1;
     gi->virtMode = UVM_VIRT_MODE_NONE;
     gi->gpcCount = 1;
@@ -155,6 +181,16 @@ NV_STATUS nvUvmInterfaceGetFbInfo(uvmGpuDeviceHandle device, UvmGpuFbInfo *fb)
     return NV_OK;
 }
 EXPORT_SYMBOL(nvUvmInterfaceGetFbInfo);
+
+#ifdef SIM_HAVE_NVLINK_INFO
+NV_STATUS nvUvmInterfaceGetNvlinkInfo(uvmGpuDeviceHandle device, UvmGpuNvlinkInfo *info)
+{
+    SIM_CALL_MAY_FAIL(dev_gpu(device));
+    memset(info, 0, sizeof(*info));
+    return NV_OK;
+}
+EXPORT_SYMBOL(nvUvmInterfaceGetNvlinkInfo);
+#endif
 
 NV_STATUS nvUvmInterfaceGetEccInfo(uvmGpuDeviceHandle device, UvmGpuEccInfo *ecc)
 {
@@ -266,8 +302,13 @@ NV_STATUS nvUvmInterfaceDestroyAccessCntrInfo(uvmGpuDeviceHandle device, UvmGpuA
 }
 EXPORT_SYMBOL(nvUvmInterfaceDestroyAccessCntrInfo);
 
+#ifdef SIM_HAVE_CONST_ACCESS_COUNTER_CONFIG
+NV_STATUS nvUvmInterfaceEnableAccessCntr(uvmGpuDeviceHandle device, UvmGpuAccessCntrInfo *a,
+                                         const UvmGpuAccessCntrConfig *config)
+#else
 NV_STATUS nvUvmInterfaceEnableAccessCntr(uvmGpuDeviceHandle device, UvmGpuAccessCntrInfo *a,
                                          UvmGpuAccessCntrConfig *config)
+#endif
 {
     SIM_CALL(dev_gpu(device));
     return NV_OK;

@@ -5,7 +5,6 @@
 #include <linux/sched.h>
 
 #include "sim.h"
-#include "sim_features.h"
 
 static unsigned int fb_mb = 256;
 module_param(fb_mb, uint, 0444);
@@ -13,6 +12,9 @@ MODULE_PARM_DESC(fb_mb, "video memory of each simulated GPU, MiB");
 static unsigned int gpus = 1;
 module_param(gpus, uint, 0444);
 MODULE_PARM_DESC(gpus, "simulated GPUs, 1 or 2; each takes the identity of one QEMU edu device");
+static char *arch = "turing";
+module_param(arch, charp, 0444);
+MODULE_PARM_DESC(arch, "turing, ampere, ada, hopper, blackwell or gb20x");
 bool sim_log_calls;
 module_param_named(log_calls, sim_log_calls, bool, 0644);
 MODULE_PARM_DESC(log_calls, "log every nvUvmInterface call");
@@ -80,12 +82,13 @@ int sim_inject_ioctl(struct simgpu_inject *io)
     return 0;
 }
 
-static int gpu_init(struct sim_gpu *g, u32 index, struct pci_dev *pdev)
+static int gpu_init(struct sim_gpu *g, u32 index, struct pci_dev *pdev, const struct sim_arch *what)
 {
     // The last byte tells the GPUs apart
     static const u8 uuid[16] = { 0x51, 0x4d, 0x47, 0x50, 0x55, 0, 0, 1, 0x80, 0, 0, 0, 0, 0, 0, 1 };
 
     g->index = index;
+    g->arch = what;
     memcpy(g->uuid, uuid, sizeof(uuid));
     g->uuid[15] += index;
     g->pdev = pdev;
@@ -120,9 +123,14 @@ static void exit_all(void)
 
 static int __init sim_init(void)
 {
+    const struct sim_arch *what = sim_arch_find(arch);
     struct pci_dev *pdev = NULL;
     int ret = 0;
 
+    if (!what) {
+        sim_log("arch=%s: there is turing, ampere, ada, hopper, blackwell and gb20x\n", arch);
+        return -EINVAL;
+    }
     while (!ret && sim_gpu_count < min_t(unsigned int, gpus, SIM_MAX_GPUS)) {
         pdev = pci_get_device(0x1234, 0x11e8, pdev);
         if (!pdev)
@@ -131,7 +139,7 @@ static int __init sim_init(void)
         pci_dev_get(pdev);
         ret = dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(64));
         if (!ret)
-            ret = gpu_init(&sim_gpus[sim_gpu_count], sim_gpu_count, pdev);
+            ret = gpu_init(&sim_gpus[sim_gpu_count], sim_gpu_count, pdev, what);
         sim_gpu_count++;
     }
     pci_dev_put(pdev);
@@ -150,7 +158,7 @@ static int __init sim_init(void)
         exit_all();
         return ret;
     }
-    sim_log("%u simulated GPU(s), %u MiB each\n", sim_gpu_count, fb_mb);
+    sim_log("%u simulated GPU(s), %s, %u MiB each\n", sim_gpu_count, arch, fb_mb);
     return 0;
 }
 

@@ -6,6 +6,12 @@
 #include "sim.h"
 #include "sim_rm.h"
 
+#ifdef SIM_HAVE_USER_TYPES
+#define READ_ONLY UvmGpuMappingTypeReadOnly
+#else
+#define READ_ONLY UvmRmGpuMappingTypeReadOnly
+#endif
+
 struct sim_mem {
     struct sim_gpu *gpu;
     u64 page_size, size, count;
@@ -348,11 +354,7 @@ NV_STATUS nvUvmInterfaceGetExternalAllocPtes(uvmGpuAddressSpaceHandle vas, NvHan
         u64 *e = x->pteBuffer + i * stride / 8, at = offset + i * page;
         u64 phys = m->pages[at / m->page_size] + at % m->page_size;
 
-        e[0] = BIT_ULL(0) | (phys >> 12) << 8 | 6ULL << 56; // valid, generic memory kind
-        if (m->gpu != g)
-            e[0] |= 1ULL << 1 | (u64)m->gpu->index << 33;
-        if (x->mappingType == UvmRmGpuMappingTypeReadOnly)
-            e[0] |= BIT_ULL(6);
+        e[0] = g->arch->mmu->make_pte(phys, m->gpu != g ? (int)m->gpu->index : -1, x->mappingType == READ_ONLY);
         if (stride == 16)
             e[1] = 0;
     }

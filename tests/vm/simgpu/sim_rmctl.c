@@ -9,7 +9,6 @@
 #include <linux/uaccess.h>
 
 #include "sim.h"
-#include "sim_features.h"
 #include "sim_rm.h"
 
 #define RM_MAJOR 195

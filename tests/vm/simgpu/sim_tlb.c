@@ -29,7 +29,7 @@ struct sim_tlbe *sim_tlb_find(struct sim_vas *v, u32 unit, int level, u32 shift,
     return NULL;
 }
 
-static const u8 pte_shifts[] = { 21, 16, 12 };
+static const u8 pte_shifts[] = { 38, 29, 21, 16, 12 };
 
 bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
 {
@@ -37,6 +37,8 @@ bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
     int i;
 
     for (i = 0; i < ARRAY_SIZE(pte_shifts); i++) {
+        if (!(v->gpu->arch->page_sizes & 1ULL << pte_shifts[i]))
+            continue;
         t = sim_tlb_find(v, unit, SIM_LEVEL_PTE, pte_shifts[i], va);
         if (t) {
             x->pte = t->e0;
@@ -101,21 +103,23 @@ void sim_tlb_drop_all(struct sim_vas *v)
 struct scope {
     bool targeted, gpc;
     u64 va, size;
-    u32 level; // PAGE_TABLE_LEVEL: 0 all, 1 PTEs only, 2 up to PDE0, ... 5 up to PDE3
+    u32 level; // PAGE_TABLE_LEVEL: 0 all, 1 PTEs only, 2 up to PDE0, ... 6 up to PDE4
 };
+
+// The number of the directory that an entry is in, -1 for a table of pages below PDE0.
+static int directory(const struct sim_tlbe *t)
+{
+    if (t->level != SIM_LEVEL_PTE)
+        return t->level;
+    return t->shift < 21 ? -1 : t->shift < 29 ? 0 : t->shift < 38 ? 1 : 2;
+}
 
 static bool covered(const struct scope *s, const struct sim_tlbe *t)
 {
     if (t->unit == SIMGPU_UNIT_GPC && !s->gpc)
         return false;
-    if (t->level < SIM_LEVEL_PTE) {
-        // level counts from the top, the field from the bottom
-        if (s->level && t->level < 5 - (int)s->level)
-            return false;
-    } else if (t->shift == 21 && s->level == 1) {
-        // A 2M translation lives where a PDE0 does
+    if (s->level && directory(t) > (int)s->level - 2)
         return false;
-    }
     return !s->targeted || (t->va < s->va + s->size && s->va < t->va + (1ULL << t->shift));
 }
 
@@ -204,6 +208,8 @@ void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
     bool all_pdbs = c & 1, vid = ((c >> 10) & 3) == 0, ack = ((c >> 5) & 3) != 0;
     struct sim_vas *v;
 
+    bool links_only = g->arch->link_tlbs && !replay && ((a >> 6) & 3) == 1;
+
     s.va = ((u64)b << 32 | (a & ~0xfffu)) & ~(s.size - 1);
     if (s.targeted)
         g->c.inval_targeted++;
@@ -213,7 +219,7 @@ void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
     if (sim_trace & 2)
         sim_log("TLB invalidate, targeted %d va 0x%llx size 0x%llx level %u gpc %d pdb 0x%llx ack %d\n", s.targeted,
                 s.va, s.size, s.level, s.gpc, pdb, ack);
-    if (g->mode & SIMGPU_MODE_BREAK_INVALIDATE)
+    if ((g->mode & SIMGPU_MODE_BREAK_INVALIDATE) || links_only)
         return;
     list_for_each_entry(v, &sim_vas_list, node) {
         if (v->gpu != g || !v->has_pdb || (!all_pdbs && (v->pdb != pdb || v->pdb_vid != vid)))
@@ -240,26 +246,25 @@ void sim_tlb_check_free(struct sim_gpu *g, u64 phys, u64 len)
                 struct sim_xlat x = { .pte = t->e0, .shift = t->shift, .state = t->state };
                 struct simgpu_pte pte;
 
-                sim_pte_decode(&x, &pte);
-                if (pte.state != SIMGPU_PTE_VALID || pte.aperture > 1 ||
-                    (pte.aperture == 1 ? sim_peer(v->gpu, pte.peer) : v->gpu) != g)
+                sim_pte_decode(v->gpu, &x, &pte);
+                if (pte.state != SIMGPU_PTE_VALID || pte.aperture > SIM_PTE_PEER ||
+                    (pte.aperture == SIM_PTE_PEER ? sim_peer(v->gpu, pte.peer) : v->gpu) != g)
                     continue;
-                if (pte.phys < phys + len && phys < pte.phys + pte.page_size) {
+                if (pte.phys < phys + len && phys < pte.phys + (1ULL << t->shift)) {
                     g->c.bad_tlb_at_free++;
                     sim_walk(v, t->va, &x);
                     sim_log("free of 0x%llx while the TLB of unit %u maps 0x%llx (%u) to 0x%llx; now %u, 0x%llx (%u)\n",
                             phys, t->unit, t->va, t->shift, pte.phys, x.state, x.pte, x.shift);
                 }
             } else if (v->gpu == g) {
-                // Directory entry, video memory: the address of the table it points to, in whichever half
-                u64 big = t->level == 3 && ((t->e0 >> 1) & 3) == 1 ? ((t->e0 >> 4) & 0x1fffffff) << 8 : ~0ULL;
-                u64 e = t->level == 3 ? t->e1 : t->e0;
-                u64 small = ((e >> 1) & 3) == 1 ? ((e >> 8) & 0x1ffffff) << 12 : ~0ULL;
+                // The table that it points to, of PDE0 in either half
+                u64 big, small;
+                bool hit = t->level == 0 && sim_pde_in_vidmem(g, t->e0, true, &big) && big - phys < len;
 
-                if ((big >= phys && big < phys + len) || (small >= phys && small < phys + len)) {
+                hit |= sim_pde_in_vidmem(g, t->level ? t->e0 : t->e1, false, &small) && small - phys < len;
+                if (hit) {
                     g->c.bad_pde_at_free++;
-                    sim_log("free of 0x%llx while a directory cache of level %d holds it for 0x%llx\n", phys, t->level,
-                            t->va);
+                    sim_log("free of 0x%llx while a cache of PDE%d holds it for 0x%llx\n", phys, t->level, t->va);
                 }
             }
         }

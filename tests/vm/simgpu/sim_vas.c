@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
-#include "sim_features.h"
 
 static u32 next_instance = 1;
 
@@ -34,7 +33,7 @@ static NV_STATUS vas_new(struct sim_gpu *g, bool dup, u32 h_client, u32 h_vaspac
     v->gpu = g;
     INIT_LIST_HEAD(&v->allocs);
     hash_init(v->tlb);
-    v->next_va = 0x10000000;
+    v->next_va = g->arch->rm_va_base;
     v->is_dup = dup;
     v->h_client = h_client;
     v->h_vaspace = h_vaspace;
@@ -92,12 +91,20 @@ void nvUvmInterfaceAddressSpaceDestroy(uvmGpuAddressSpaceHandle h)
 }
 EXPORT_SYMBOL(nvUvmInterfaceAddressSpaceDestroy);
 
+#ifdef SIM_HAVE_PAGE_DIRECTORY_DMA
+NV_STATUS nvUvmInterfaceSetPageDirectory(uvmGpuAddressSpaceHandle h, NvU64 phys, unsigned entries, NvBool vid,
+                                         NvU32 pasid, NvU64 *dma)
+#else
 NV_STATUS nvUvmInterfaceSetPageDirectory(uvmGpuAddressSpaceHandle h, NvU64 phys, unsigned entries, NvBool vid,
                                          NvU32 pasid)
+#endif
 {
     struct sim_vas *v = to_vas(h);
 
     SIM_CALL_MAY_FAIL(v->gpu);
+#ifdef SIM_HAVE_PAGE_DIRECTORY_DMA
+    *dma = phys;
+#endif
     mutex_lock(&sim_lock);
     sim_tlb_drop_all(v);
     v->pdb = phys;

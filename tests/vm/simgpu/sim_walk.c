@@ -1,25 +1,18 @@
-// Page tables of the "VER2" format (Pascal to Ada): five levels, 49 bits.
+// Page tables: the walk that every format has in common. From the top (PDE4 or PDE3) down to PDE0, then tables of
+// pages. The formats' entries are in sim_ver2.c and sim_ver3.c.
 //
-//   level 0 PDE3 48:47, 1 PDE2 46:38, 2 PDE1 37:29, 3 PDE0 28:21 (dual: 2M PTE, or 64K and 4K tables), then PTEs
+// A directory is named by the number that the hardware's manuals give it: PDE0 covers 2M with each entry, and is dual
+// (a page of 2M, or tables of 64K and of 4K pages); an entry of PDE1 or PDE2 may be a page on some architectures.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/mm.h>
 
 #include "sim.h"
 
-static const struct {
-    u8 shift, bits;
-} levels[] = { { 47, 2 }, { 38, 9 }, { 29, 9 }, { 21, 8 } };
+static const u8 shifts[] = { 21, 29, 38, 47, 56 };
 
-#define PTE_VALID BIT_ULL(0)
-#define PTE_VOL   BIT_ULL(3) // of an invalid entry: sparse
-#define PTE_PRIV  BIT_ULL(5) // of an invalid 64K entry: the 4K entries below are ignored
-#define PTE_RO    BIT_ULL(6)
-#define APERTURE(e) (((e) >> 1) & 3)
-#define APERTURE_PTE_VID  0
-#define APERTURE_PTE_PEER 1
-#define APERTURE_PDE_NONE 0
-#define APERTURE_PDE_VID  1
+#define PDE_APERTURE_NONE 0
+#define PDE_APERTURE_VID  1
 
 // What a sparse address reads, and where writes to it go. One page each: no access is larger.
 static u8 zero_page[PAGE_SIZE] __aligned(PAGE_SIZE);
@@ -35,11 +28,6 @@ void *sim_phys_ptr(struct sim_gpu *g, u64 phys, u64 *contig)
     return __va(phys);
 }
 
-static u64 pde_phys(u64 e, bool vid)
-{
-    return (vid ? (e >> 8) & 0x1ffffff : (e >> 8) & 0x3fffffffffffULL) << 12;
-}
-
 static bool read_entry(struct sim_vas *v, bool vid, u64 phys, u64 *e)
 {
     u64 contig, *p = sim_phys_ptr(vid ? v->gpu : NULL, phys, &contig);
@@ -50,49 +38,77 @@ static bool read_entry(struct sim_vas *v, bool vid, u64 phys, u64 *e)
     return true;
 }
 
+// Where an entry of a directory, or a half of one, leads. False: nowhere.
+static bool follow(const struct sim_mmu_format *f, u64 e, bool big, u64 *table, bool *vid)
+{
+    if (SIM_APERTURE(e) == PDE_APERTURE_NONE)
+        return false;
+    *vid = SIM_APERTURE(e) == PDE_APERTURE_VID;
+    *table = big ? f->big_table(e, *vid) : f->table(e, *vid);
+    return true;
+}
+
+bool sim_pde_in_vidmem(struct sim_gpu *g, u64 e, bool big, u64 *table)
+{
+    bool vid;
+
+    return follow(g->arch->mmu, e, big, table, &vid) && vid;
+}
+
+static u8 page_state(const struct sim_mmu_format *f, u64 e)
+{
+    if (e & SIM_ENTRY_VALID)
+        return SIMGPU_PTE_VALID;
+    return f->sparse_page(e) ? SIMGPU_PTE_SPARSE : SIMGPU_PTE_INVALID;
+}
+
+// An entry of a directory that is a page, or neither that nor a table. True: x is the answer.
+static bool ends_here(struct sim_vas *v, u32 level, u64 e, bool leads_on, struct sim_xlat *x)
+{
+    const struct sim_arch *arch = v->gpu->arch;
+
+    x->shift = shifts[level];
+    x->pte = e;
+    x->state = SIMGPU_PTE_INVALID;
+    if (e & SIM_ENTRY_VALID) {
+        if (arch->page_sizes & 1ULL << x->shift)
+            x->state = SIMGPU_PTE_VALID;
+        else
+            sim_log("violation: PDE%u has a page, 0x%llx, which %s has not\n", level, e, arch->name);
+        return true;
+    }
+    if (leads_on)
+        return false;
+    if (arch->mmu->sparse_table(e))
+        x->state = SIMGPU_PTE_SPARSE;
+    return true;
+}
+
 // The last step: from a PDE0 (both halves) to the entry that decides.
 static void walk_pde0(struct sim_vas *v, u64 va, u64 e0, u64 e1, struct sim_xlat *x)
 {
-    u64 pte;
+    const struct sim_mmu_format *f = v->gpu->arch->mmu;
+    u64 big = 0, small = 0, pte;
+    bool big_vid = false, small_vid = false;
+    bool has_big = follow(f, e0, true, &big, &big_vid), has_small = follow(f, e1, false, &small, &small_vid);
 
-    x->state = SIMGPU_PTE_INVALID;
-    x->shift = 21;
-    x->pte = e0;
-    if (e0 & PTE_VALID) {
-        x->state = SIMGPU_PTE_VALID;
+    if (ends_here(v, 0, e0, has_big || has_small, x))
         return;
-    }
-    if (APERTURE(e0) == APERTURE_PDE_NONE && APERTURE(e1) == APERTURE_PDE_NONE) {
-        if (e0 & PTE_VOL)
-            x->state = SIMGPU_PTE_SPARSE;
-        return;
-    }
-    if (APERTURE(e0) != APERTURE_PDE_NONE) {
-        bool vid = APERTURE(e0) == APERTURE_PDE_VID;
-        u64 table = (vid ? (e0 >> 4) & 0x1fffffff : (e0 >> 4) & 0x3ffffffffffffULL) << 8;
-
+    if (has_big) {
         x->shift = 16;
-        if (!read_entry(v, vid, table + ((va >> 16) & 31) * 8, &pte))
+        if (!read_entry(v, big_vid, big + ((va >> 16) & 31) * 8, &pte))
             return;
         x->pte = pte;
-        if (pte & PTE_VALID)
-            x->state = SIMGPU_PTE_VALID;
-        else if (pte & PTE_VOL)
-            x->state = SIMGPU_PTE_SPARSE;
-        if (x->state != SIMGPU_PTE_INVALID || (pte & PTE_PRIV))
+        x->state = page_state(f, pte);
+        if (x->state != SIMGPU_PTE_INVALID || f->hides_small(pte))
             return;
     }
-    if (APERTURE(e1) != APERTURE_PDE_NONE) {
-        bool vid = APERTURE(e1) == APERTURE_PDE_VID;
-
+    if (has_small) {
         x->shift = 12;
-        if (!read_entry(v, vid, pde_phys(e1, vid) + ((va >> 12) & 511) * 8, &pte))
+        if (!read_entry(v, small_vid, small + ((va >> 12) & 511) * 8, &pte))
             return;
         x->pte = pte;
-        if (pte & PTE_VALID)
-            x->state = SIMGPU_PTE_VALID;
-        else if (pte & PTE_VOL)
-            x->state = SIMGPU_PTE_SPARSE;
+        x->state = page_state(f, pte);
     }
 }
 
@@ -100,48 +116,47 @@ static void walk_pde0(struct sim_vas *v, u64 va, u64 e0, u64 e1, struct sim_xlat
 // is read on the way.
 static void walk(struct sim_vas *v, int unit, u64 va, struct sim_xlat *x)
 {
-    bool vid = v->pdb_vid;
+    const struct sim_mmu_format *f = v->gpu->arch->mmu;
+    bool vid = v->pdb_vid, leads_on;
     u64 table = v->pdb, e0, e1;
-    int level = 0;
+    int level = f->top;
 
     memset(x, 0, sizeof(*x));
-    x->shift = 47;
-    if (!v->has_pdb || va >> 49)
+    x->shift = shifts[level];
+    if (!v->has_pdb || va >> f->va_bits)
         return;
     if (unit >= 0) {
-        for (level = 3; level >= 0; level--) {
-            struct sim_tlbe *t = sim_tlb_find(v, unit, level, levels[level].shift, va);
+        struct sim_tlbe *t = NULL;
 
-            if (!t)
-                continue;
-            if (level == 3) {
-                walk_pde0(v, va, t->e0, t->e1, x);
-                return;
-            }
-            vid = APERTURE(t->e0) == APERTURE_PDE_VID;
-            table = pde_phys(t->e0, vid);
-            break;
+        for (level = 0; level <= f->top && !t; level++)
+            t = sim_tlb_find(v, unit, level, shifts[level], va);
+        if (t && t->level == 0) {
+            walk_pde0(v, va, t->e0, t->e1, x);
+            return;
         }
-        level++;
+        level = t ? t->level - 1 : f->top;
+        if (t)
+            follow(f, t->e0, false, &table, &vid);
     }
-    for (; level < 3; level++) {
-        u64 index = (va >> levels[level].shift) & ((1 << levels[level].bits) - 1);
+    for (; level > 0; level--) {
+        u64 next = level == f->top ? f->va_bits : shifts[level + 1];
 
-        x->shift = levels[level].shift;
-        if (!read_entry(v, vid, table + index * 8, &e0) || APERTURE(e0) == APERTURE_PDE_NONE)
+        x->shift = shifts[level];
+        if (!read_entry(v, vid, table + ((va >> shifts[level]) & ((1ULL << (next - shifts[level])) - 1)) * 8, &e0))
+            return;
+        leads_on = follow(f, e0, false, &table, &vid);
+        if (ends_here(v, level, e0, leads_on, x))
             return;
         if (unit >= 0)
-            sim_tlb_add(v, unit, level, levels[level].shift, va, e0, 0, SIMGPU_PTE_VALID);
-        vid = APERTURE(e0) == APERTURE_PDE_VID;
-        table = pde_phys(e0, vid);
+            sim_tlb_add(v, unit, level, shifts[level], va, e0, 0, SIMGPU_PTE_VALID);
     }
     table += ((va >> 21) & 0xff) * 16;
     x->shift = 21;
     if (!read_entry(v, vid, table, &e0) || !read_entry(v, vid, table + 8, &e1))
         return;
-    if (unit >= 0 && !(e0 & PTE_VALID) &&
-        (APERTURE(e0) != APERTURE_PDE_NONE || APERTURE(e1) != APERTURE_PDE_NONE))
-        sim_tlb_add(v, unit, 3, 21, va, e0, e1, SIMGPU_PTE_VALID);
+    if (unit >= 0 && !(e0 & SIM_ENTRY_VALID) &&
+        (SIM_APERTURE(e0) != PDE_APERTURE_NONE || SIM_APERTURE(e1) != PDE_APERTURE_NONE))
+        sim_tlb_add(v, unit, 0, 21, va, e0, e1, SIMGPU_PTE_VALID);
     walk_pde0(v, va, e0, e1, x);
 }
 
@@ -170,28 +185,23 @@ void sim_translate(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
         sim_tlb_add(v, unit, SIM_LEVEL_PTE, min_t(u32, x->shift, 16), va, 0, 0, SIMGPU_PTE_INVALID);
 }
 
-static u64 pte_phys(u64 pte)
-{
-    if (APERTURE(pte) <= APERTURE_PTE_PEER)
-        return ((pte >> 8) & 0x1ffffff) << 12;
-    return ((pte >> 8) & 0x3fffffffffffULL) << 12;
-}
-
 void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target,
                    u64 *phys)
 {
     u64 size = 1ULL << x->shift, off = va & (size - 1), len;
+    struct simgpu_pte pte;
     void *p;
 
+    sim_pte_decode(v->gpu, x, &pte);
     *target = NULL;
-    if (APERTURE(x->pte) == APERTURE_PTE_VID)
+    if (pte.aperture == SIM_PTE_VID)
         *target = v->gpu;
-    else if (APERTURE(x->pte) == APERTURE_PTE_PEER) {
-        *target = sim_peer(v->gpu, (x->pte >> 33) & 7);
+    else if (pte.aperture == SIM_PTE_PEER) {
+        *target = sim_peer(v->gpu, pte.peer);
         if (!*target)
             return NULL;
     }
-    *phys = pte_phys(x->pte) + off;
+    *phys = pte.phys + off;
     p = sim_phys_ptr(*target, *phys, &len);
     if (!p)
         return NULL;
@@ -201,19 +211,28 @@ void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *con
     return p;
 }
 
-void sim_pte_decode(const struct sim_xlat *x, struct simgpu_pte *out)
+void sim_pte_decode(struct sim_gpu *g, const struct sim_xlat *x, struct simgpu_pte *out)
 {
+    const struct sim_mmu_format *f = g->arch->mmu;
+
     memset(out, 0, sizeof(*out));
     out->bits = x->pte;
     out->page_size = x->shift < 32 ? 1U << x->shift : 0;
     out->state = x->state;
     if (x->state != SIMGPU_PTE_VALID)
         return;
-    out->phys = pte_phys(x->pte);
-    out->aperture = APERTURE(x->pte);
-    out->read_only = !!(x->pte & PTE_RO);
-    if (out->aperture == APERTURE_PTE_PEER)
-        out->peer = (x->pte >> 33) & 7;
+    out->aperture = SIM_APERTURE(x->pte);
+    out->phys = f->page(x->pte, out->aperture <= SIM_PTE_PEER);
+    out->read_only = f->read_only(x->pte);
+    if (out->aperture == SIM_PTE_PEER)
+        out->peer = f->peer(x->pte);
+}
+
+bool sim_xlat_allows(struct sim_gpu *g, const struct sim_xlat *x, bool write)
+{
+    if (x->state != SIMGPU_PTE_VALID)
+        return x->state == SIMGPU_PTE_SPARSE;
+    return !write || !g->arch->mmu->read_only(x->pte);
 }
 
 void *sim_va_ptr(struct sim_vas *v, u32 unit, u64 va, bool write, u64 *contig)
@@ -230,7 +249,7 @@ void *sim_va_ptr(struct sim_vas *v, u32 unit, u64 va, bool write, u64 *contig)
         *contig = PAGE_SIZE - offset_in_page(va);
         return (write ? sink_page : zero_page) + offset_in_page(va);
     }
-    if (x.state != SIMGPU_PTE_VALID || (write && (x.pte & PTE_RO)))
+    if (!sim_xlat_allows(v->gpu, &x, write))
         return NULL;
     return sim_xlat_ptr(v, &x, va, contig, &target, &phys);
 }
