@@ -278,7 +278,8 @@ TEST(test_err_reserve)
     CHECK_EQ(vm_reserve(&u, BASE + GB(1), MB(2) + KB(64)), NV_ERR_INVALID_ADDRESS);
     CHECK_EQ(vm_reserve(&u, BASE + GB(1), 0), NV_ERR_INVALID_ADDRESS);
     CHECK_EQ(vm_reserve(&u, ~0ull - MB(2) + 1, MB(4)), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_reserve(&u, 1ull << 50, MB(2)), NV_ERR_OUT_OF_RANGE); // between the halves that a GPU can address
+    // Between the halves that a GPU can address, whether with 49 bits or with 57
+    CHECK_EQ(vm_reserve(&u, 1ull << 60, MB(2)), NV_ERR_OUT_OF_RANGE);
     CHECK_EQ(vm_reserve(&u, BASE, MB(8)), NV_ERR_UVM_ADDRESS_IN_USE);
     CHECK_EQ(vm_reserve(&u, BASE + MB(6), MB(4)), NV_ERR_UVM_ADDRESS_IN_USE);
     CHECK_EQ(vm_reserve(&u, BASE - MB(2), MB(4)), NV_ERR_UVM_ADDRESS_IN_USE);
