@@ -20,12 +20,23 @@ RELEASES = ("550.163.01", "535.261.03")
 VARIANTS = ("stock", "patched")
 
 
-def driver_source(release):
-    """NVIDIA's tree of that release, and the release in full."""
+def driver_source(release, source=None):
+    """NVIDIA's tree of that release, and the release in full. `source`: the tree, or a checkout that holds it."""
     try:
-        return nvidia_source.nvidia(os.environ.get("NVIDIA_SRC"), release, TOP / "build" / "nvidia")
+        return nvidia_source.nvidia(source or os.environ.get("NVIDIA_SRC"), release, TOP / "build" / "nvidia")
     except nvidia_source.SourceError as e:
         raise Missing(str(e)) from None
+
+
+# The simulated GPU's architectures, and how the driver's source names them.
+ARCHITECTURES = {"turing": "TU100", "ampere": "GA100", "ada": "AD100", "hopper": "GH100", "blackwell": "GB100",
+                 "gb20x": "GB200"}  # fmt: skip
+
+
+def architectures(src):
+    """Those of ARCHITECTURES that the driver in tree `src` knows."""
+    known = (src / "nvidia-uvm" / "uvm_hal.c").read_text()
+    return [name for name, id in ARCHITECTURES.items() if f"ARCH_INFO_ARCHITECTURE_{id}" in known]
 
 
 def _make(args, cwd, log, what):
@@ -129,9 +140,9 @@ def rebuild(tree, kernel, sim, uvm_type="release"):
     return _strip(_compile(tree, kernel, uvm_type, sim / "Module.symvers"))
 
 
-def all_modules(release, kernel, variants=VARIANTS, uvm_type="release"):
+def all_modules(release, kernel, variants=VARIANTS, uvm_type="release", source=None):
     """Everything the guest loads for one release: {path in the guest: path here}, and the driver's source tree."""
-    src, release = driver_source(release)
+    src, release = driver_source(release, source)
     with build_lock():
         sim = simgpu(src, release, kernel)
         files = {"mod/nvidia.ko": _strip(sim / "nvidia.ko"), "mod/failmem.ko": failmem(kernel)}

@@ -37,6 +37,7 @@ class Size:
     eviction: bool = True  # managed memory again, on a GPU that has too little of it
     leave_out: str = ""  # of UVM's own tests, by parts of their names
     slow: float = 1.0  # times every time limit
+    only: tuple = ()  # the steps that the tier has, by parts of their names; (): all
 
 
 # Each takes minutes in a checked kernel, and none meets what vMem adds: range trees, page tables of fake GPUs, kernel
@@ -48,10 +49,15 @@ SIZES = {
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
     "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, pushed_kb=4096,
                   eviction=False, leave_out=LONG_UNDER_CHECKS, slow=6.0),
+    # What differs from one architecture to the next: entries, levels, invalidates, membars, methods
+    "arch": Size(ops=2000, fuzz=5_000, kills=3, race=1, remaps=2_000, stress=40,
+                 only=("selftest", "test_calls", "test_errors", "test_atomic", "test_lifetime", "test_live patched",
+                       "test_random")),
 }
 
 
-def _load(variant, params="", gpu=""):
+def _load(variant, arch, params="", gpu=""):
+    gpu = f"arch={arch} {gpu}".strip()
     return Step(f"load {variant} {params} {gpu}".strip(),
                 f"load_gpu {gpu} && load_uvm {variant} {params}", 60, quiet=True)  # fmt: skip
 
@@ -63,11 +69,11 @@ def _unload(variant):
 BUILTIN = "uvm_enable_builtin_tests=1"
 
 
-def _eviction(variant, size):
+def _eviction(variant, size, arch):
     """Managed memory again on a GPU that has too little of it."""
     if not size.eviction:
         return []
-    return [_load(variant, BUILTIN, gpu="fb_mb=64"),
+    return [_load(variant, arch, BUILTIN, gpu="fb_mb=64"),
             Step(f"test_uvm eviction {variant}", f"STRESS={size.stress} /tests/test_uvm managed_stress", 120),
             _unload(variant)]  # fmt: skip
 
@@ -77,26 +83,26 @@ def _test_uvm(variant, size):
     return Step(f"test_uvm {variant}", f"{env} /tests/test_uvm", 240)
 
 
-def _stock(size):
+def _stock(size, arch):
     return [
-        _load("stock", gpu="gpus=2"),
+        _load("stock", arch, gpu="gpus=2"),
         Step("selftest", "/tests/selftest", 120),
         _unload("stock"),
-        _load("stock", BUILTIN),
+        _load("stock", arch, BUILTIN),
         _test_uvm("stock", size),
         Step("test_live stock", f"REMAPS={size.remaps} /tests/test_live stock_remap", 120),
         _unload("stock"),
-        *_eviction("stock", size),
+        *_eviction("stock", size, arch),
     ]
 
 
-def _patched(size):
+def _patched(size, arch):
     return [
-        _load("patched", BUILTIN),
+        _load("patched", arch, BUILTIN),
         _test_uvm("patched", size),
         _unload("patched"),
-        *_eviction("patched", size),
-        _load("patched", gpu="gpus=2"),
+        *_eviction("patched", size, arch),
+        _load("patched", arch, gpu="gpus=2"),
         Step("test_calls", "/tests/test_calls", 180),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
@@ -104,7 +110,7 @@ def _patched(size):
         Step("test_live patched", f"REMAPS={size.remaps} /tests/test_live", 240),
         Step("test_cost", "/tests/test_cost", 120),
         _unload("patched"),
-        _load("patched"),
+        _load("patched", arch),
         Step("test_process", f"KILLS={size.kills} /tests/test_process", 240),
         Step("test_race", f"SECONDS_EACH={size.race} /tests/test_race", 120 + 10 * size.race),
         Step("test_random", f"OPS={size.ops} /tests/test_random", 120 + size.ops // 40),
@@ -113,7 +119,7 @@ def _patched(size):
     ]
 
 
-def unload_with_state():
+def unload_with_state(arch):
     """The module refuses to go while a file holds pages, and goes without a leak once the holder was killed."""
     hold = "HOLD=1 /tests/test_lifetime hold_everything > /tmp/hold & pid=$!; "
     wait = ("for i in $(seq 600); do grep -q holding /tmp/hold && break; sleep 0.1; done; "
@@ -121,12 +127,12 @@ def unload_with_state():
     refuse = "if rmmod nvidia_uvm; then echo 'not ok unload - rmmod succeeded while pages are held'; exit 1; fi; "
     kill = ("for p in $(pidof test_lifetime); do kill -9 $p; done; wait $pid; sleep 0.5; "
             "echo ok module_unload_with_state")  # fmt: skip
-    return [_load("patched"), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
+    return [_load("patched", arch), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
 
 
-def fail_nth():
+def fail_nth(arch):
     return [
-        _load("patched"),
+        _load("patched", arch),
         Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True),
         Step("test_failnth", "/tests/test_failnth", 600),
         Step("remove failmem", "rmmod failmem", 20, quiet=True),
@@ -134,17 +140,32 @@ def fail_nth():
     ]
 
 
-def fatal():
+def fatal(arch):
     """A channel of the driver's faults in the middle of each call: fatal to UVM, so the module is loaded anew."""
     steps = []
     for case in ("map_with_window", "map_no_window", "unmap", "release", "create", "huge_split"):
-        steps += [_load("patched"), Step(f"test_fatal {case}", f"/tests/test_fatal in_{case}_", 60), _unload("patched")]
+        test = Step(f"test_fatal {case}", f"/tests/test_fatal in_{case}_", 60)
+        steps += [_load("patched", arch), test, _unload("patched")]
     return steps
 
 
-def steps(tier, only=None):
+DEFAULT_ARCH = "turing"
+
+
+def _of_one(size, arch):
+    """The steps on one architecture; their names end with its own unless it is the default."""
+    out = _stock(size, arch) + _patched(size, arch) + unload_with_state(arch) + fail_nth(arch) + fatal(arch)
+    if size.only:
+        out = select(out, size.only)
+    if arch != DEFAULT_ARCH:
+        for step in out:
+            step.name += f" {arch}"
+    return out
+
+
+def steps(tier, only=None, archs=(DEFAULT_ARCH,)):
     size = SIZES[tier]
-    out = _stock(size) + _patched(size) + unload_with_state() + fail_nth() + fatal()
+    out = [step for arch in archs for step in _of_one(size, arch)]
     if tier == "debug":  # last, in every guest
         leaks = "/sys/kernel/debug/kmemleak"
         out += [Step("kmemleak", f"echo scan > {leaks}; sleep 6; echo scan > {leaks}; sleep 1; "

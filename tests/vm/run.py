@@ -54,9 +54,9 @@ def test_programs(src, release):
     return files
 
 
-def gather(release, kernel, variants=modules.VARIANTS, uvm_type="release"):
-    """Everything the guest needs for one release."""
-    files, src, release = modules.all_modules(release, kernel, variants, uvm_type)
+def gather(release, kernel, variants=modules.VARIANTS, uvm_type="release", source=None):
+    """Everything the guest needs for one release, from the driver's tree `source` or one that is found."""
+    files, src, release = modules.all_modules(release, kernel, variants, uvm_type, source)
     files |= test_programs(src, release)
     return files, release
 
@@ -137,17 +137,44 @@ def side_by_side(args, kernel, files, shares, *, label, **options):
 
 def same_set(results):
     """UVM's own tests must give the same answers on both modules; returns what differs."""
-    sets = {}
+    sets = {}  # {architecture: {variant: names by what they said}}
     for result in results:
-        if result.step.name in ("test_uvm stock", "test_uvm patched"):
+        test, variant, *arch = result.step.name.split()[:3] + [""] * 2
+        if test == "test_uvm" and variant in modules.VARIANTS:
             said = (result.passed, result.failed, result.skipped)
             names = [frozenset(line.split()[0] for line in lines) for lines in said]
-            sets[result.step.name.split()[1]] = names
-    if len(sets) < 2 or sets["stock"] == sets["patched"]:
-        return []
+            sets.setdefault(arch[0], {})[variant] = names
     kinds = ("passed", "failed", "skipped")
-    return [f"UVM's own tests differ: {sorted(a ^ b)} {kind} on one module only"
-            for kind, a, b in zip(kinds, sets["stock"], sets["patched"]) if a != b]  # fmt: skip
+    return [f"UVM's own tests differ{arch and f' on {arch}'}: {sorted(a ^ b)} {kind} on one module only"
+            for arch, variants in sets.items() if len(variants) == 2
+            for kind, a, b in zip(kinds, *variants.values()) if a != b]  # fmt: skip
+
+
+def drivers(args):
+    """The drivers to test: [(release or its beginning, tree or None)]."""
+    if not args.source:
+        return [(release, None) for release in args.release or modules.RELEASES]
+    trees = [modules.driver_source(None, source) for source in args.source]
+    out = []
+    for want in args.release or [release for _, release in trees]:
+        found = [(release, src) for src, release in trees if f"{release}.".startswith(f"{want}.")]
+        if not found:
+            have = ", ".join(release for _, release in trees)
+            raise Missing(f"--release {want}: the trees that --source names are of {have}")
+        out += found
+    return out
+
+
+def architectures(args, src, release):
+    """The architectures to test on a driver: those that were asked for, which it must know."""
+    known = modules.architectures(src)
+    wanted = args.arch or [plan.DEFAULT_ARCH]
+    if "all" in wanted:
+        return known
+    for arch in wanted:
+        if arch not in known:
+            raise Missing(f"--arch {arch}: driver {release} knows {', '.join(known)}")
+    return wanted
 
 
 def record(path, tier, release, kernel, results, seconds, ok):
@@ -166,21 +193,24 @@ def test(args):
     debug = args.tier == "debug"
     kernel = kernels.debug() if debug else kernels.debian()
     bad = []
-    steps = plan.steps(args.tier, args.only)
-    variants = [v for v in modules.VARIANTS if any(s.name.startswith(f"load {v}") for s in steps)]
-    for release in args.release or modules.RELEASES:
-        files, release = gather(release, kernel, variants, args.uvm_type or ("debug" if debug else "release"))
-        print(f"simulated GPU, driver {release}, kernel {kernel.release}, {args.tier} tier", flush=True)
+    for want, source in drivers(args):
+        src, release = modules.driver_source(want, source)
+        archs = architectures(args, src, release)
+        steps = plan.steps(args.tier, args.only, archs)
+        variants = [v for v in modules.VARIANTS if any(s.name.startswith(f"load {v}") for s in steps)]
+        files, release = gather(release, kernel, variants, args.uvm_type or ("debug" if debug else "release"), src)
+        print(f"simulated GPU ({', '.join(archs)}), driver {release}, kernel {kernel.release}, {args.tier} tier",
+              flush=True)  # fmt: skip
         t0 = time.monotonic()
-        label = "-".join([args.tier, release, *(args.only or ())]).replace(" ", "_")
+        which = [] if archs == [plan.DEFAULT_ARCH] else archs
+        label = "-".join([args.tier, release, *which, *(args.only or ())]).replace(" ", "_")
         ok, results = side_by_side(args, kernel, files, plan.shares(steps, args.jobs), label=label,
                                    memory=3072 if debug else 1536)  # fmt: skip
         for line in same_set(results):
             print(f"  {line}")
             ok = False
         if not args.only:
-            record(CACHE / "results" / f"{args.tier}-{release}.json", args.tier, release, kernel, results,
-                   time.monotonic() - t0, ok)  # fmt: skip
+            record(CACHE / "results" / f"{label}.json", args.tier, release, kernel, results, time.monotonic() - t0, ok)
         print(f"  {'passed' if ok else 'FAILED'} in {time.monotonic() - t0:.0f} s", flush=True)
         bad += [] if ok else [release]
     return 1 if bad else 0
@@ -189,7 +219,8 @@ def test(args):
 def script(args):
     """One boot that runs the given shell lines, each as a step."""
     kernel = kernels.debug() if args.tier == "debug" else kernels.debian()
-    files, release = gather((args.release or modules.RELEASES)[0], kernel, uvm_type=args.uvm_type or "release")
+    want, source = drivers(args)[0]
+    files, release = gather(want, kernel, uvm_type=args.uvm_type or "release", source=source)
     steps = [plan.Step(line, line, 600) for line in args.lines]
     ok, guest = boot(args, kernel, files, steps, label="script")
     for result in guest.results:
@@ -203,6 +234,11 @@ def main():
     parser.add_argument("lines", nargs="*", help="script: shell lines to run; mutants: their names")
     parser.add_argument("--tier", choices=sorted(plan.SIZES), default="short")
     parser.add_argument("--release", action="append", help="driver release, as 550; default: all")
+    parser.add_argument("--source", action="append", help="a tree of the driver's source, or a checkout with one; "
+                        "default: what the system has, or Debian's packages")  # fmt: skip
+    parser.add_argument("--arch", action="append", choices=(*modules.ARCHITECTURES, "all"),
+                        help=f"architecture of the simulated GPU; default: {plan.DEFAULT_ARCH}; all: those that the "
+                        "driver knows")  # fmt: skip
     parser.add_argument("--only", action="append", help="only the steps whose names contain this")
     parser.add_argument("--uvm-type", choices=("release", "develop", "debug"), help="build type of nvidia-uvm.ko")
     parser.add_argument("--accel", choices=("tcg", "kvm"), default=os.environ.get("VM_ACCEL", "tcg"))

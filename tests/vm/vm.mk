@@ -3,20 +3,29 @@
 
 VM := $(PYTHON) tests/vm/run.py
 # driver releases that the test tiers run on; 535 is the other one that Debian has
-VM_RELEASES ?= 550
+VM_RELEASES ?= $(if $(VM_SOURCE),,550)
+# trees of the driver's source for other releases, as NVIDIA's open-gpu-kernel-modules at a tag
+VM_SOURCE ?=
+# architectures of the simulated GPU: turing, ampere, ada, hopper, blackwell, gb20x, or all that the release knows
+VM_ARCH ?= turing
 # processors of the guest; 1 takes about half the time of a machine's, and leaves the tests of concurrency less to see
 VM_CPUS ?= 2
 # guests side by side, each with a part of a tier's steps
 VM_JOBS ?= 1
-VM_TEST := $(VM) test $(VM_RELEASES:%=--release %) --cpus $(VM_CPUS) --jobs $(VM_JOBS)
+VM_TEST = $(VM) test $(VM_RELEASES:%=--release %) $(VM_SOURCE:%=--source %) $(VM_ARCH:%=--arch %) \
+	--cpus $(VM_CPUS) --jobs $(VM_JOBS)
 
-.PHONY: test-vm test-vm-quick test-vm-long test-vm-debug test-vm-python vm-shell mutants
+.PHONY: test-vm test-vm-quick test-vm-arch test-vm-long test-vm-debug test-vm-python vm-shell mutants
 
 test-vm: ## The kernel module on a simulated GPU: the short tier (VM_RELEASES="550 535" for both)
 	$(Q)$(VM_TEST)
 
 test-vm-quick: ## Of the short tier what needs the least time; part of `make test`
 	$(Q)$(VM_TEST) $(foreach step,test_calls test_errors test_atomic test_lifetime test_process,--only $(step))
+
+test-vm-arch: VM_ARCH := all
+test-vm-arch: ## What the architectures differ in, on each that the driver knows
+	$(Q)$(VM_TEST) --tier arch
 
 test-vm-long: ## The same with 100,000 random operations and a million bad calls
 	$(Q)$(VM_TEST) --tier long
