@@ -34,7 +34,7 @@ def test_programs(src, release):
     """Static test binaries for one release's ioctl headers: {path in the guest: path here}."""
     common = [TESTS / "vmtest.c", TESTS / "gpu.c", TESTS / "calls.c"]
     headers = [*TESTS.glob("*.h"), TOP / "uvm_ext" / "uvm_vmem_ioctl.h", HERE / "simgpu" / "simgpu_uapi.h",
-               HERE / "failmem" / "failmem_uapi.h"]
+               HERE / "simgpu" / "uvm_free.h", HERE / "failmem" / "failmem_uapi.h"]
     files = {}
     for name in plan.PROGRAMS:
         source, with_ = TESTS / f"{name}.c", common

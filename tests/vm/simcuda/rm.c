@@ -12,7 +12,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include "uvm_linux_ioctl.h"
+#include "uvm_free.h"
 
 struct rm_alloc {
     uint32_t client, parent, object, class_id;
@@ -184,7 +184,7 @@ CUresult simcuda_uvm_range(uint64_t addr, uint64_t length)
 
 CUresult simcuda_uvm_free(uint64_t addr, uint64_t length)
 {
-    UVM_FREE_PARAMS p = {.base = addr, .length = length};
+    UVM_FREE_PARAMS p = uvm_free_params(addr, length);
 
     return ioctl(simcuda.uvm_fd, UVM_FREE, &p) ? CUDA_ERROR_UNKNOWN : simcuda_status(p.rmStatus);
 }

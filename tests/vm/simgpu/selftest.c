@@ -17,6 +17,7 @@
 #include "uvm_linux_ioctl.h"
 
 #include "simgpu_uapi.h"
+#include "uvm_free.h"
 
 #define PAGE (64ul << 10)
 #define BIG (2ul << 20)
@@ -101,7 +102,7 @@ static uint32_t range_new(uint64_t base, uint64_t length)
 
 static uint32_t range_free(uint64_t base, uint64_t length)
 {
-    UVM_FREE_PARAMS p = {.base = base, .length = length};
+    UVM_FREE_PARAMS p = uvm_free_params(base, length);
 
     return UVM(UVM_FREE, &p);
 }

@@ -3,6 +3,8 @@
 // SPDX-License-Identifier: MIT
 #include "vmtest.h"
 
+#include "uvm_free.h"
+
 #define RM_CTRL_FD (-1) // the simulated RM looks at handles alone
 
 int sim_fd(void)
@@ -115,7 +117,7 @@ void uvm_close(struct uvm *u)
 
 NV_STATUS uvm_free_range(struct uvm *u, uint64_t va, uint64_t length)
 {
-    UVM_FREE_PARAMS p = { .base = va, .length = length };
+    UVM_FREE_PARAMS p = uvm_free_params(va, length);
 
     CHECK(ioctl(u->fd, UVM_FREE, &p) == 0);
     return p.rmStatus;
