@@ -54,7 +54,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu ../../build/fakegpu/libcuda.so.1
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock,cuda \
 	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py \
-	        tests/python/test_owned.py
+	        tests/python/test_owned.py tests/python/test_interrupt.py
 
 test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"

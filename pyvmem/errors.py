@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import errno
 import os
+import threading
 from typing import Any
 
 from pyvmem._ffi import ffi, lib
@@ -63,11 +64,44 @@ def _error(number: int, text: str, index: int | None = None) -> VmemError:
     return _TYPES.get(number, VmemError)(number, text, index)
 
 
+# What a signal's handler raised in the middle of a native call, until the call has ended.
+_raised: list[BaseException] = []
+
+
+def _keep(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    _raised.append(error)
+
+
+@ffi.def_extern(error=1, onerror=_keep)  # type: ignore[untyped-decorator]
+def pv_run_handlers() -> int:
+    for _ in range(2):  # the interpreter runs them when a function begins and when a loop goes round
+        pass
+    return 0
+
+
+def _watch_signals() -> None:
+    """Long calls of the main thread run the handlers of signals (pyvmem/native/signals.c)."""
+    lib.pv_watch_signals(threading.main_thread().ident, lib.pv_run_handlers)
+
+
+_watch_signals()
+os.register_at_fork(after_in_child=_watch_signals)  # the thread that forked is the main thread
+
+
 def _check(rc: int, bad: Any = None) -> None:
     """Raise what a call's return code says. bad: the ``size_t *`` that received the element at fault."""
-    if rc:
-        index = None if bad is None or bad[0] == lib.PV_NO_INDEX else int(bad[0])
-        text = ffi.string(lib.vmem_last_error()).decode(errors="replace")
-        for c, python in _NAMES.items():
-            text = text.replace(c, python)
-        raise _error(-rc, text, index)
+    if rc or _raised:
+        _raise(rc, bad)
+
+
+def _raise(rc: int, bad: Any) -> None:
+    # The main thread's call was undone, or came to its end all the same.
+    if _raised and threading.get_ident() == threading.main_thread().ident:
+        raise _raised.pop()
+    if not rc:
+        return
+    index = None if bad is None or bad[0] == lib.PV_NO_INDEX else int(bad[0])
+    text = ffi.string(lib.vmem_last_error()).decode(errors="replace")
+    for c, python in _NAMES.items():
+        text = text.replace(c, python)
+    raise _error(-rc, text, index)

@@ -254,7 +254,10 @@ class Reservation(_Owned):
         pages._homes[id(self)] = self
 
     def unmap(self, offset: Any = 0, length: Any = None) -> None:
-        """Unmap `length` bytes from `offset` on (arrays for several ranges, all or none); by default everything."""
+        """Unmap `length` bytes from `offset` on (arrays for several ranges, all or none); by default everything.
+
+        What `commit` put there and nothing else maps is released.
+        """
         try:
             first, size = operator.index(offset), None if length is None else operator.index(length)
         except TypeError:
@@ -294,12 +297,14 @@ class Reservation(_Owned):
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
         """Give back what `commit` put into a range, which must not cut a page; returns the bytes backed until then.
 
-        `Pages` that are mapped there are unmapped and keep their memory.
+        `Pages` that are mapped there are unmapped and keep their memory; `Context.decommit` releases them too.
         """
         first, size = self._part(offset, length)
-        done = ffi.new("uint64_t *")
-        _check(lib.pv_range_decommit(self._owned(), first, size, done))
-        return int(done[0])
+        if not size:
+            return 0
+        backed = sum(length for _, length in self.backed(first, size))
+        _check(lib.pv_range_unmap(self._owned(), first, size))
+        return backed
 
     def backdrop(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> None:
         """Make the unbacked addresses of a range readable now. Only for a reservation with ``backdrop=True``.

@@ -221,7 +221,7 @@ class VirtualTensor(Uncopyable):
         # A signal's handler may commit while this thread does.
         self._lock = threading.RLock()
         length = max(-(-self.nbytes // page_size) * page_size, page_size)
-        self._range = Reservation(context, length, backdrop=backdrop, device=device.index or 0 if gpu else -2)
+        self._range = Reservation(context, length, backdrop=backdrop, device=device.index if gpu else None)
         self._tensor: torch.Tensor | None = tensor_at(self._range._owner, self._range.addr, shape, dtype, device)
         _guard(self._tensor, self._range._owner, self.nbytes)
 

@@ -44,12 +44,17 @@ int pv_range_unmap(pv_owner *owner, uint64_t offset, uint64_t length);
 int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
 int pv_range_commit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t page_size, uint32_t flags,
                     uint64_t *bytes);
-int pv_range_decommit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *bytes);
 int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length);
 // Bytes backed now.
 int pv_range_mapped(pv_owner *owner, uint64_t *bytes);
 // The first run of backed addresses in [offset, offset + length); *found is 0 where there is none.
 int pv_range_next_mapped(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *first, uint64_t *found);
+
+// The interpreter's main thread, and what runs the handlers of signals that are pending, which returns other than 0 if one
+// of them raised.
+void pv_watch_signals(unsigned long thread, int (*run)(void));
+// Long calls of the context run handlers, and end with -EINTR if one raises.
+int pv_interruptible(vmem_context *ctx);
 
 // A DLPack tensor of `length` bytes at addr, on device (type, id), which keeps owner: a DLManagedTensor to be wrapped
 // in a capsule named "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory.

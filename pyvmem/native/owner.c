@@ -60,9 +60,10 @@ static void destroy_context(void *thing)
 int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_context **ctx)
 {
     int rc = vmem_context_create(opts, ctx);
-    if (!rc)
-        pv_owner_set(owner, destroy_context, *ctx);
-    return rc;
+    if (rc)
+        return rc;
+    pv_owner_set(owner, destroy_context, *ctx);
+    return pv_interruptible(*ctx);
 }
 
 static vmem_context *context_of(const pv_owner *child)
@@ -74,7 +75,7 @@ static vmem_context *context_of(const pv_owner *child)
 
 struct range {
     vmem_context *ctx;
-    struct vmem_range range;
+    uint64_t addr;
     int device; // of the tensors that stand over it, whose kernels may still be queued; -1: none
 };
 
@@ -99,14 +100,9 @@ static void destroy_range(void *thing)
     struct range *r = thing;
     struct vmem_range_info info;
     // In a forked child every call refuses, which is right: the parent still uses it all.
-    if (!vmem_range_query(r->ctx, r->range.addr, &info)) {
-        if (r->device >= 0)
-            wait_for_kernels(r->device);
-        if (r->device != -1)
-            vmem_decommit(r->ctx, &r->range, 1, NULL);
-        vMemUnmap(r->ctx, r->range.addr, r->range.length);
-        vMemFree(r->ctx, r->range.addr);
-    }
+    if (r->device >= 0 && !vmem_range_query(r->ctx, r->addr, &info))
+        wait_for_kernels(r->device);
+    vmem_unreserve(r->ctx, r->addr);
     free(r);
 }
 
@@ -115,13 +111,13 @@ int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, int device, u
     struct range *r = malloc(sizeof(*r));
     if (!r)
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    *r = (struct range){.ctx = context_of(owner), .range = {.length = length}, .device = device};
-    int rc = vMemReserve(r->ctx, length, flags, &r->range.addr);
+    *r = (struct range){.ctx = context_of(owner), .device = device};
+    int rc = vMemReserve(r->ctx, length, flags, &r->addr);
     if (rc) {
         free(r);
         return rc;
     }
-    *addr = r->range.addr;
+    *addr = r->addr;
     pv_owner_set(owner, destroy_range, r);
     return 0;
 }
@@ -136,7 +132,7 @@ int pv_range_map(pv_owner *owner, uint64_t offset, uint64_t page_size, const vme
     if (n > FEW && !(ops = malloc(n * sizeof(*ops))))
         return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
     for (size_t i = 0; i < n; i++)
-        ops[i] = (struct vmem_map_op){r->range.addr + offset + i * page_size, pages[i]};
+        ops[i] = (struct vmem_map_op){r->addr + offset + i * page_size, pages[i]};
     int rc = vMemMapBatch(r->ctx, ops, n, flags, bad);
     if (ops != few)
         free(ops);
@@ -152,7 +148,7 @@ int pv_range_map_batch(pv_owner *owner, const struct vmem_map_op *ops, size_t n,
 int pv_range_unmap(pv_owner *owner, uint64_t offset, uint64_t length)
 {
     const struct range *r = owner->thing;
-    return vMemUnmap(r->ctx, r->range.addr + offset, length);
+    return vMemUnmap(r->ctx, r->addr + offset, length);
 }
 
 int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_t n, size_t *bad)
@@ -161,37 +157,25 @@ int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_
     return vMemUnmapBatch(r->ctx, ops, n, bad);
 }
 
-static struct vmem_range part(const struct range *r, uint64_t offset, uint64_t length)
-{
-    return (struct vmem_range){r->range.addr + offset, length};
-}
-
 int pv_range_commit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t page_size, uint32_t flags,
                     uint64_t *bytes)
 {
     const struct range *r = owner->thing;
-    const struct vmem_range range = part(r, offset, length);
+    const struct vmem_range range = {r->addr + offset, length};
     return vmem_commit(r->ctx, &range, 1, page_size, flags, bytes);
-}
-
-int pv_range_decommit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *bytes)
-{
-    const struct range *r = owner->thing;
-    const struct vmem_range range = part(r, offset, length);
-    return vmem_decommit(r->ctx, &range, 1, bytes);
 }
 
 int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length)
 {
     const struct range *r = owner->thing;
-    return vmem_backdrop(r->ctx, r->range.addr + offset, length);
+    return vmem_backdrop(r->ctx, r->addr + offset, length);
 }
 
 int pv_range_mapped(pv_owner *owner, uint64_t *bytes)
 {
     const struct range *r = owner->thing;
     struct vmem_range_info info;
-    int rc = vmem_range_query(r->ctx, r->range.addr, &info);
+    int rc = vmem_range_query(r->ctx, r->addr, &info);
     if (!rc)
         *bytes = info.mapped;
     return rc;
@@ -201,9 +185,9 @@ int pv_range_next_mapped(pv_owner *owner, uint64_t offset, uint64_t length, uint
 {
     const struct range *r = owner->thing;
     struct vmem_range run;
-    int rc = vmem_next_mapped(r->ctx, r->range.addr + offset, length, &run);
+    int rc = vmem_next_mapped(r->ctx, r->addr + offset, length, &run);
     if (!rc) {
-        *first = run.addr - r->range.addr;
+        *first = run.addr - r->addr;
         *found = run.length;
     }
     return rc;
@@ -220,9 +204,7 @@ struct pages {
 static void destroy_pages(void *thing)
 {
     struct pages *pages = thing;
-    if (vMemReleaseBatch(pages->ctx, pages->page, pages->n, NULL))
-        for (size_t i = 0; i < pages->n; i++)
-            vMemRelease(pages->ctx, pages->page[i]);
+    vmem_drop(pages->ctx, pages->page, pages->n);
     free(pages);
 }
 

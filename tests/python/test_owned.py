@@ -167,6 +167,78 @@ def test_resident_bytes_do_not_depend_on_who_backs(context):
     assert range_.resident_bytes == size
 
 
+def test_a_reservation_takes_along_what_was_committed_there(context, page_size):
+    before = context.stats().created
+    for commit in (
+        lambda r: r.commit(0, 8 * page_size, page_size),
+        lambda r: context.commit(r.addr, 8 * page_size, page_size),
+    ):
+        for end in (lambda r: r.close(), lambda r: r.unmap(), lambda r: r.decommit()):
+            range_ = context.reserve(16 * page_size)
+            commit(range_)
+            assert context.stats().created == before + 8 * page_size
+            end(range_)
+            assert context.stats().created == before
+
+
+def test_a_reservation_leaves_other_objects_pages(context, page_size):
+    pages, handles = context.create(page_size, 2), context.create_handles(page_size, 2)
+    home = context.reserve(4 * page_size)
+    home.map(pages)
+    context.fill(home.addr, 7, 2 * page_size)
+    for end in (lambda r: r.close(), lambda r: r.unmap(), lambda r: r.decommit()):
+        range_ = context.reserve(16 * page_size)
+        range_.commit(0, 4 * page_size, page_size)
+        range_.map(pages, 8 * page_size)
+        context.map(range_.addr + np.arange(12, 14, dtype=np.uint64) * np.uint64(page_size), handles)
+        end(range_)
+        assert context.stats().created == 4 * page_size
+        assert context.read(home.addr, 2 * page_size) == b"\7" * (2 * page_size)
+        assert [context.page_info(h).mappings for h in handles] == [0, 0]
+
+
+def test_a_committed_page_lives_while_it_is_mapped_somewhere(context, page_size):
+    first, second = context.reserve(2 * page_size), context.reserve(2 * page_size)
+    first.commit(0, page_size, page_size)
+    context.fill(first.addr, 9, page_size)
+    page, _ = context.query(first.addr)
+    context.map(second.addr, page)
+    first.close()
+    assert context.read(second.addr, page_size) == b"\x09" * page_size
+    second.close()
+    assert context.stats().created == 0
+
+
+def test_what_another_thread_holds_goes_when_it_lets_go(context, page_size):
+    """Closing beside a long call of another thread neither waits nor fails nor leaks."""
+    inside, closed = threading.Event(), threading.Event()
+    errors = []
+
+    range_ = context.reserve(16 * page_size)
+    pages = context.create(page_size, 8)
+
+    def work():
+        owner = range_._owned()
+        inside.set()
+        assert closed.wait(60)
+        try:
+            assert context.stats().reserved == 16 * page_size  # the call's argument keeps it
+        except AssertionError as error:
+            errors.append(error)
+        del owner
+
+    range_.map(pages)
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(60)
+    range_.close()
+    pages.close()
+    closed.set()
+    thread.join()
+    assert not errors
+    assert (context.stats().reserved, context.stats().created) == (0, 0)
+
+
 # ---- copies -------------------------------------------------------------------------------------------------
 
 

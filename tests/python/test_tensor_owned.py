@@ -61,6 +61,18 @@ def test_resident_bytes_follow_what_others_do(empty, context):
     assert v.resident_bytes == 0
 
 
+def test_a_tensor_leaves_other_objects_pages(empty, context):
+    size = min(context.page_sizes)
+    mine = context.create(size, 2)
+    for end in (lambda v: v.close(), lambda v: v.decommit()):
+        v = empty((16, size // 4))
+        v.commit(rows=slice(0, 4))
+        context.map([v.addr + 8 * size, v.addr + 9 * size], mine)
+        assert v.resident_bytes == 6 * size
+        end(v)
+        assert context.stats().created == 2 * size
+
+
 @pytest.mark.parametrize("shape", [(5, 0), (5, 0, 3), (5, 3, 0)])
 def test_rows_of_no_bytes(empty, shape):
     v = empty(shape)

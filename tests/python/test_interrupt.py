@@ -1,0 +1,170 @@
+"""Signals in the middle of long calls: handlers run there, and one that raises ends the call as if it had not begun.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import signal
+import threading
+
+import pytest
+
+import pyvmem
+from pyvmem import errors
+from pyvmem._ffi import ffi, lib
+
+MIB = 1 << 20
+LENGTH = 160 * MIB
+
+
+def long_calls(context):
+    """Calls that take long, by name; each returns what undoes it."""
+    size = min(context.page_sizes)
+    range_ = context.reserve(LENGTH)
+
+    def create():
+        return context.create(size, LENGTH // size).close
+
+    def handles():
+        pages = context.create_handles(size, LENGTH // size)
+        return lambda: context.release(pages)
+
+    def commit():
+        range_.commit()
+        return range_.decommit
+
+    def commit_by_address():
+        context.commit(range_.addr, LENGTH, size)
+        return range_.decommit
+
+    def prealloc():
+        context.prealloc(LENGTH)
+        return context.trim
+
+    return {f.__name__: f for f in (create, handles, commit, commit_by_address, prealloc)}
+
+
+@pytest.fixture
+def alarm():
+    """Sets the handler of SIGALRM for one test."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handler: signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_handlers_run_in_the_middle_of_a_call(context, alarm):
+    frames = set()
+
+    def handler(number, frame):
+        frames.add(frame.f_code.co_name)
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
+
+    alarm(handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    create = long_calls(context)["create"]
+    for _ in range(200):
+        create()()
+        if "pv_run_handlers" in frames:
+            return
+    raise AssertionError(f"handlers ran between calls only: {frames}")
+
+
+@pytest.fixture
+def interrupting():
+    """Every look for signals in the middle of a call finds Ctrl-C."""
+
+    @ffi.callback("int(void)", error=1, onerror=errors._keep)
+    def run():
+        signal.raise_signal(signal.SIGINT)
+        return errors.pv_run_handlers()
+
+    lib.pv_watch_signals(threading.main_thread().ident, run)
+    yield
+    errors._watch_signals()
+    assert not errors._raised
+
+
+@pytest.mark.parametrize("name", ["create", "handles", "commit", "commit_by_address", "prealloc"])
+def test_an_interrupted_call_leaves_nothing(context, interrupting, name):
+    if (name, context.backend) == ("prealloc", "stock"):
+        return  # there so little is one call of the driver
+    call = long_calls(context)[name]
+    context.trim()
+    before = context.stats()
+    for _ in range(50):
+        try:
+            undo = call()
+        except KeyboardInterrupt:
+            break
+        undo()  # it was too quick to be interrupted
+        context.trim()
+    else:
+        raise AssertionError("never interrupted")
+    after = context.stats()
+    assert (after.created, after.mapped, after.reserved) == (before.created, before.mapped, before.reserved)
+    errors._watch_signals()
+    call()()
+    context.trim()
+    after = context.stats()
+    assert (after.created, after.mapped, after.reserved) == (before.created, before.mapped, before.reserved)
+
+
+def test_an_interrupted_tensor_is_as_before(context, interrupting):
+    pytest.importorskip("torch")
+    if context.backend != "host":
+        return
+    size = min(context.page_sizes)
+    v = pyvmem.virtual_empty((LENGTH // size, size // 4), context=context)
+    v.commit(rows=slice(3, 5))
+    for _ in range(200):
+        try:
+            v.commit()
+        except KeyboardInterrupt:
+            break
+        v.decommit(rows=slice(0, 3))
+        v.decommit(rows=slice(5, LENGTH // size))
+    assert v.resident_bytes == context.stats().created == 2 * size
+
+
+def test_other_threads_are_not_interrupted(context, interrupting):
+    done = []
+
+    def work():
+        for call in long_calls(context).values():
+            call()()
+        done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+    assert done
+
+
+def test_a_handler_may_use_the_context(context, alarm):
+    """A handler that calls pyvmem in the middle of a call does not hang, and the call goes on."""
+    size = min(context.page_sizes)
+    range_ = context.reserve(LENGTH)
+    seen = []
+
+    def handler(number, frame):
+        try:
+            range_.commit(0, size)
+        except pyvmem.VmemError as error:
+            assert error.errno == errno.EBUSY
+        with context.create(size, 2):
+            seen.append(frame.f_code.co_name)
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
+
+    alarm(handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    for _ in range(200):
+        try:
+            range_.commit()
+        except pyvmem.VmemError as error:
+            assert error.errno in (errno.EEXIST, errno.EBUSY)  # the handler was there first
+        range_.decommit()
+        if "pv_run_handlers" in seen:
+            return
+    raise AssertionError("the handler never ran in the middle of a call")
