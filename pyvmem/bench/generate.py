@@ -1,0 +1,202 @@
+"""transformers' ``generate()`` with VMemCache beside transformers' own caches: time and memory.
+
+SPDX-License-Identifier: MIT
+"""
+
+import gc
+from time import perf_counter
+
+import numpy as np
+
+from pyvmem.bench import argtypes, benchmark
+
+GIB = 1 << 30
+# Name: (attention, what the rows are in).
+CACHES = {
+    "vmem": ("vmem", "VMemCache"),
+    "vmem-sdpa": ("sdpa", "VMemCache"),
+    "dynamic": ("sdpa", "DynamicCache"),
+    "static": ("sdpa", "StaticCache"),
+}
+
+
+def _caches(text):
+    names = text.split(",")
+    for name in names:
+        if name not in CACHES:
+            raise argtypes.argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(CACHES)}")
+    return names
+
+
+def arguments(parser):
+    """Arguments of this benchmark alone."""
+    group = parser.add_argument_group("generate")
+    whole = argtypes.whole
+    group.add_argument("--batch", type=whole(1), default=None, metavar="N", help="sequences (8; 2 on a CPU)")
+    group.add_argument(
+        "--prompt", type=whole(2), default=None, metavar="N", help="tokens of each prompt (8192; 64 on a CPU)"
+    )
+    group.add_argument("--new", type=whole(2), default=None, metavar="N", help="tokens to generate (48; 4 on a CPU)")
+    group.add_argument(
+        "--chunk", type=whole(0), default=2048, metavar="N", help="prefill so many tokens at a time; 0 for all (2048)"
+    )
+    group.add_argument("--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"of {','.join(CACHES)}")
+    group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each, in turns (3)")
+
+
+def llama(device, small):
+    """A model of Llama-3-8B's shape in bf16 with random weights; a small one of the same class otherwise."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
+    }  # fmt: skip
+    if small:
+        size = {
+            "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 8, "num_key_value_heads": 2,
+        }  # fmt: skip
+    config = LlamaConfig(
+        **size, max_position_embeddings=131072, pad_token_id=0, bos_token_id=1, eos_token_id=None, dtype=torch.bfloat16
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Clock:
+    """A stopping criterion that never stops: when each token was there."""
+
+    def __init__(self, wait):
+        self.times = []
+        self._wait = wait
+
+    def __call__(self, input_ids, scores, **kwargs):
+        import torch
+
+        self._wait()
+        self.times.append(perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class Bench:
+    """Runs of ``generate()`` on one model."""
+
+    def __init__(self, session, context):
+        import torch
+
+        import pyvmem.transformers  # noqa: F401  it registers the attention
+
+        self.session = session
+        self.gpu = "gpu" in context.info().capabilities
+        self.backend = context.backend
+        self.device = torch.device("cuda", session.args.device) if self.gpu else torch.device("cpu")
+        self.model = llama(self.device, small=not self.gpu)
+        self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def wait(self):
+        import torch
+
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+
+    def cache(self, kind, batch, tokens):
+        from transformers import DynamicCache, StaticCache
+
+        from pyvmem.transformers import VMemCache
+
+        if kind == "VMemCache":
+            return VMemCache(self.model, tokens, backend=self.backend, slots=batch, name=None)
+        if kind == "DynamicCache":
+            return DynamicCache(config=self.model.config)
+        return StaticCache(config=self.model.config, max_cache_len=tokens)
+
+    def run(self, name, batch, prompt, new, chunk, seed=0):
+        """(seconds of the prefill, seconds of each decode step, bytes at most beside the weights, bytes of pages)."""
+        import torch
+        from transformers import StoppingCriteriaList
+
+        attention, kind = CACHES[name]
+        self.model.set_attn_implementation(attention)
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(2, 250, (batch, prompt), generator=generator).to(self.device)
+        gc.collect()
+        if self.gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        cache, clock = self.cache(kind, batch, prompt + new), _Clock(self.wait)
+        options = {"prefill_chunk_size": chunk} if 0 < chunk < prompt else {}
+        self.wait()
+        start = perf_counter()
+        self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
+            stopping_criteria=StoppingCriteriaList([clock]), disable_compile=True, **options,
+        )  # fmt: skip
+        pages = 0
+        if kind == "VMemCache":
+            stats = cache.stats()
+            pages = stats.held_pages * stats.page_size
+            cache.close()
+        most = torch.cuda.max_memory_allocated(self.device) - self.weights if self.gpu else 0
+        steps = np.diff(clock.times)
+        return clock.times[0] - start, steps, most + pages, pages
+
+
+@benchmark("generate", "transformers' generate() with VMemCache, DynamicCache and StaticCache", arguments=arguments)
+def run(session):
+    """A batch of long prompts, then of short ones, with each cache in turns."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("generate needs transformers (pip install 'pyvmem[transformers]')") from None
+    import torch
+
+    transformers.logging.set_verbosity_error()
+    args = session.args
+    with session.context() as context, torch.no_grad():
+        bench = Bench(session, context)
+        batch = args.batch or (8 if bench.gpu else 2)
+        prompt = args.prompt or (8192 if bench.gpu else 64)
+        new = args.new or (48 if bench.gpu else 4)
+        brief, few = (128, 32) if bench.gpu else (16, 4)
+        repeats = 1 if session.quick else args.repeats
+        records = []
+
+        def note(samples, name, metric, unit):
+            attention, kind = CACHES[name]
+            backend = f"{context.backend}, {attention}" if kind == "VMemCache" else f"{kind}, {attention}"
+            records.append(session.record(samples, context, metric, unit, backend=backend))
+
+        for name in args.caches:  # what is compiled or planned at the first call
+            bench.run(name, batch, brief, 4, 0)
+        found = {name: [] for name in args.caches}
+        order = [name for i in range(repeats) for name in args.caches[:: 1 if i % 2 == 0 else -1]]
+        for name in session.track(order, "long prompts"):
+            found[name].append(bench.run(name, batch, prompt, new, args.chunk))
+        text = f"{batch} x {prompt} tokens"
+        for name, runs in found.items():
+            note([1e3 * r[0] for r in runs], name, f"prefill, {text}", "ms")
+            note(np.concatenate([1e3 * r[1][1:] for r in runs]), name, f"decode step, {text}", "ms")
+            if bench.gpu:
+                note([r[2] / GIB for r in runs], name, f"most memory beside the weights, {text}", "GiB")
+            if runs[0][3]:
+                note([r[3] / GIB for r in runs], name, f"of it pages, {text}", "GiB")
+        config = bench.model.config
+        row = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        records.append(session.record(
+            batch * (prompt + new - 1) * row / GIB, context, f"rows of keys and values, {text}", "GiB", backend="needed"
+        ))  # fmt: skip
+        short = {name: [] for name in args.caches}
+        for name in session.track(3 * order, "short prompts"):
+            prefill, steps, _, _ = bench.run(name, batch, brief, few, 0)
+            short[name].append(1e3 * (prefill + steps.sum()))
+        for name, times in short.items():
+            note(times, name, f"{batch} x {brief} tokens and {few} new ones", "ms")
+    return records
