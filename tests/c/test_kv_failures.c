@@ -112,7 +112,7 @@ static const struct {
     {"first step", running, do_first_step, {-1, -2, -1, -1}, 2},
     {"step with little memory", tight, do_shorter_step, {-1, -1, -1, -1}, 4},
     {"first step with little memory", tight, do_first_step, {-1, -2, -1, -1}, 4},
-    {"free", saved, do_free, {-3, -1, -1, -1}, 1},
+    {"free", saved, do_free, {-3, -1, -1, -1}, 0},
     {"prefix_save", running, do_save, {-1, -1, -1, -1}, 2},
     {"prefix_attach", saved, do_attach, {-1, 99, -1, -1}, 5},
     {"prefix_drop", saved, do_drop, {-1, -1, -1, -1}, 0},

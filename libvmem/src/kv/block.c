@@ -72,15 +72,16 @@ int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 // Takes the name away; pages that nobody else holds are added to the list, which has room.
 static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 {
-    vmem_page *pages = pages_of(kv, id);
-    for (uint32_t i = 0; i < kv->block_pages && pages[0]; i++) {
-        struct kv_ref *ref = kv_ref_find(&kv->refs, pages[i]);
-        if (!ref->slots && ref->prefixes == 1) {
-            unheld[(*n)++] = pages[i];
-            kv->prefix_only--;
+    vmem_page *pages = pages_of(kv, id), *row = pages;
+    for (uint32_t i = 0; i < kv->n_groups && pages[0]; i++) {
+        uint32_t each = block_pages_of(kv, &kv->groups[i]);
+        for (uint32_t k = 0; k < each; k++) {
+            struct kv_ref *ref = kv_ref_find(&kv->refs, row[k]);
+            for (uint32_t t = 0; t < ref->n && !ref->slots && ref->prefixes == 1; t++)
+                unheld[(*n)++] = row[t * each + k];
+            kv_ref_hold(&kv->refs, ref, 0, -1);
         }
-        if (--ref->prefixes == 0 && ref->slots <= 1)
-            kv_ref_remove(&kv->refs, ref);
+        row += kv->groups[i].n * each;
     }
     for (uint32_t i = 0; i < kv->block_pages; i++)
         pages[i] = 0;
@@ -97,8 +98,11 @@ static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
     if (rc)
         return rc;
     uint64_t unheld = 0;
+    kv_wait_cut(kv);
     for (size_t i = 0; i < n; i++)
         drop(kv, ids[i], l->pages, &unheld);
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        kv_unmark_shared(kv, s);
     kv->held -= kv_release(kv, l->pages, unheld);
     return 0;
 }
@@ -146,9 +150,10 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
         uint32_t n = block_pages_of(kv, g);
         for (uint32_t t = 0; t < g->n; t++) {
             const vmem_page *from = kv_table(kv, g, slot, t) + (uint64_t)index * n;
-            for (uint32_t k = 0; k < n; k++) {
-                kv_ref_get(&kv->refs, from[k])->prefixes++;
-                *to++ = from[k];
+            for (uint32_t k = 0; k < n; k++, to++) {
+                *to = from[k];
+                if (!t)
+                    kv_ref_hold(&kv->refs, kv_ref_get(&kv->refs, from[k], g->n), 0, 1);
             }
         }
         sp->shared_hi = KV_MAX(sp->shared_hi, (index + 1) * n);
@@ -179,32 +184,24 @@ int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index
 
 // ---- attaching ----------------------------------------------------------------------------------------------
 
-// Maps the named pages at the slot's beginning, in the place of what it has there; those are listed in l->pages.
+// Maps the named pages at the slot's beginning, where it has none.
 static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n)
 {
     struct kv_grow *l = &kv->grow;
     uint64_t total = (uint64_t)n * kv->block_pages, at = 0;
     int rc = kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
-    if (!rc)
-        rc = kv_room_for(&l->pages, &l->cap_pages, total, sizeof(*l->pages));
     if (rc)
         return rc;
-    l->n_pages = 0;
     uint32_t offset = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint32_t each = block_pages_of(kv, g);
-        for (uint32_t t = 0; t < g->n; t++, offset += each) {
-            const vmem_page *has = kv_table(kv, g, slot, t);
-            for (uint32_t p = 0; p < n * each; p++) {
+        for (uint32_t t = 0; t < g->n; t++, offset += each)
+            for (uint32_t p = 0; p < n * each; p++)
                 l->fine[at++] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, p),
                                                      .page = pages_of(kv, ids[p / each])[offset + p % each]};
-                if (p < kv_span(kv, slot, i)->hi)
-                    l->pages[l->n_pages++] = has[p];
-            }
-        }
     }
-    return vMemMapBatch(kv->ctx, l->fine, at, VMEM_MAP_FINE | (l->n_pages ? VMEM_MAP_REPLACE : 0), NULL);
+    return vMemMapBatch(kv->ctx, l->fine, at, VMEM_MAP_FINE, NULL);
 }
 
 static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
@@ -217,11 +214,11 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
         uint32_t hi = n * block_pages_of(kv, g);
         for (uint32_t t = 0; t < g->n; t++) {
             vmem_page *to = kv_table(kv, g, slot, t);
-            for (uint32_t p = 0; p < hi; p++, op++) {
+            for (uint32_t p = 0; p < hi; p++, op++)
                 to[p] = op->page;
-                kv->prefix_only -= !kv_ref_find(&kv->refs, op->page)->slots++;
-            }
         }
+        for (uint32_t p = 0; p < hi; p++)
+            kv_ref_hold(&kv->refs, kv_row(kv, slot, i, p), 1, 0);
         kv->stats.attached_pages += (uint64_t)hi * g->n;
         *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi), .need_hi = hi, .keep_hi = hi, .shared_hi = hi,
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
@@ -249,17 +246,13 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
         if (rc && bad)
             *bad = i;
     }
-    if (!rc && kv->slots[slot].dirty) { // what stays would be zeroed with the rest at the first step
-        rc = kv_cut_slot(kv, slot);
-        kv->slots[slot].dirty = rc != 0;
-    }
+    kv_wait_cut(kv);
+    if (!rc)
+        rc = kv_keep_tail(kv, slot, (uint32_t)n * kv->block_tokens, false);
     if (!rc)
         rc = map_named(kv, slot, ids, (uint32_t)n);
     if (rc)
         return rc;
-    // Kept pages of a newly allocated slot are nobody else's.
-    kv->held -= kv_release(kv, kv->grow.pages, kv->grow.n_pages);
-    kv->grow.n_pages = 0;
     commit_attach(kv, slot, (uint32_t)n);
     return 0;
 }
@@ -273,11 +266,16 @@ int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t
 int kv_check_blocks(const vmem_kv *kv)
 {
     for (uint32_t id = 0; id < kv->n_blocks; id++) {
-        const vmem_page *pages = pages_of(kv, id);
-        for (uint32_t i = 0; i < kv->block_pages && pages[0]; i++) {
-            const struct kv_ref *ref = pages[i] ? kv_ref_find(&kv->refs, pages[i]) : NULL;
-            if (!ref || !ref->prefixes)
-                return vmem__error(-EFAULT, "block %u: page %u, %#" PRIx64 ", is not held", id, i, pages[i]);
+        const vmem_page *row = pages_of(kv, id);
+        for (uint32_t i = 0; i < kv->n_groups && pages_of(kv, id)[0]; i++) {
+            uint32_t each = block_pages_of(kv, &kv->groups[i]);
+            for (uint32_t k = 0; k < each; k++) {
+                const struct kv_ref *ref = row[k] ? kv_ref_find(&kv->refs, row[k]) : NULL;
+                if (!ref || !ref->prefixes)
+                    return vmem__error(-EFAULT, "block %u, group %u: page %u, %#" PRIx64 ", is not held", id, i, k,
+                                       row[k]);
+            }
+            row += kv->groups[i].n * each;
         }
     }
     return 0;

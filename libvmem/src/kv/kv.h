@@ -40,6 +40,7 @@ struct kv_span {
     uint32_t keep_lo, keep_hi; // what kernels of the last two steps touch
     uint32_t shared_hi;        // pages from here on are nobody else's
     uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page
+    uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
 };
 
 struct kv_slot {
@@ -47,10 +48,12 @@ struct kv_slot {
     uint32_t tokens;
     uint32_t shared_tokens;
     uint32_t fit;    // tokens of the request that had this free slot last
+    uint32_t from;   // of these, so many were shared: there is no page in their place
     uint32_t backed; // tokens up to which a step has nothing to map
     bool fresh;      // no step since it was allocated or swapped in: no kernel can be touching it
     bool busy;       // the worker is at it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
+    bool stale;      // some span has stale mappings
     bool skip;       // the worker failed here: not again before the next step
     uint64_t parked; // when it was freed
 };
@@ -63,14 +66,19 @@ struct kv_prefix {
     vmem_page *pages;  // group after group, tensor after tensor
 };
 
-// Who holds a page, for pages that a prefix holds or that several slots have mapped.
+// Who holds a row of pages (one page number in the tensors of a group), for rows that a prefix holds or that several
+// slots have mapped.
 struct kv_ref {
-    vmem_page page; // 0: empty
+    vmem_page page; // of the group's first tensor; 0: empty
     uint32_t slots, prefixes;
+    uint32_t n; // pages
 };
 struct kv_refs {
     struct kv_ref *entries;
     uint64_t size, used; // size: a power of two
+    uint64_t pages;      // of all rows here
+    uint64_t shared;     // of these, with several holders
+    uint64_t only;       // of these, held by prefixes alone
 };
 
 // Parts of spans to be backed, and what that takes.
@@ -130,7 +138,6 @@ struct vmem_kv {
     uint64_t pending;      // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
     uint64_t clock;
     struct kv_refs refs;
-    uint64_t prefix_only; // pages that only prefixes hold
     struct kv_prefix **prefixes;
     uint64_t cap_prefixes;
     uint32_t n_prefixes, prefix_generation;
@@ -138,7 +145,7 @@ struct vmem_kv {
     uint32_t n_blocks, block_tokens, block_pages;
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
-    bool cutting; // worker_cut is under way
+    bool cutting; // the worker unmaps pages that others may hold or release
     uint32_t *todo; // slots that a step has to extend
     struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
@@ -211,6 +218,9 @@ int kv_clear_slot(vmem_kv *kv, uint32_t slot);
 // Plans to back pages [from, to) of a span, next to what it has. coarse_hi as in struct kv_part.
 int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                 uint32_t coarse_hi);
+// Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
+int kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+               uint32_t coarse_hi);
 // Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->held.
 int kv_grow_run(vmem_kv *kv, struct kv_grow *l);
 // Makes it part of the spans.
@@ -228,6 +238,13 @@ int kv_cut_run(vmem_kv *kv, struct kv_cut *c);
 void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
 int kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
 int kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
+// A request ends: its own pages stay in the span, shared ones are let go of, and their mappings go stale.
+int kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
+// Unmaps what is stale in a slot: begin collects, run needs no lock.
+int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
+int kv_stale_run(vmem_kv *kv, struct kv_cut *c);
+void kv_stale_end(vmem_kv *kv, uint32_t slot);
+int kv_stale_now(vmem_kv *kv, uint32_t slot);
 
 // ---- reclaim.c
 
@@ -258,6 +275,8 @@ void kv_worker_stop(vmem_kv *kv);
 void kv_worker_wake(vmem_kv *kv);
 void kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
+// Until it unmaps nothing that others may hold: whoever maps, unmaps or releases such pages waits here first.
+void kv_wait_cut(vmem_kv *kv);
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void kv_worker_hold(vmem_kv *kv);
 void kv_worker_release(vmem_kv *kv);
@@ -265,14 +284,26 @@ void kv_worker_release(vmem_kv *kv);
 // ---- refs.c
 
 struct kv_ref *kv_ref_find(const struct kv_refs *r, vmem_page page);
+static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    return kv->refs.used ? kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
+}
+// How many rows of [from, to) of a span others hold as well.
+uint32_t kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 // The entry, made with slots = 1 if there was none; NULL: out of memory.
-struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page);
+struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
 int kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` kv_ref_get do not fail
-void kv_ref_remove(struct kv_refs *r, struct kv_ref *ref);
+// Adds holders. The entry goes when no prefix and at most one slot holds the row.
+void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
 
 // ---- prefix.c
 
 int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
+// Rows at the end of the shared ones that nobody else holds any more are the slot's own.
+void kv_unmark_shared(vmem_kv *kv, uint32_t slot);
+// A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as
+// far as it is of use, the rest goes. gap: also where pages between them are still to be backed.
+int kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap);
 // Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
 // before them.
 int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);

@@ -32,6 +32,16 @@ int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, u
     return 0;
 }
 
+int kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+               uint32_t coarse_hi)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    if (s->lo == s->hi)
+        return kv_grow_add(kv, l, slot, group, from, to, coarse_hi);
+    int rc = kv_grow_add(kv, l, slot, group, from, s->lo, coarse_hi);
+    return rc ? rc : kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
+}
+
 void kv_grow_reset(struct kv_grow *l)
 {
     l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0;
@@ -123,8 +133,11 @@ void kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
         struct kv_span *s = kv_span(kv, p->slot, p->group);
         if (s->lo == s->hi) // begins here
             *s = (struct kv_span){.lo = p->from, .need_lo = p->from, .need_hi = p->from, .keep_lo = p->from,
-                                  .keep_hi = p->from, .shared_hi = 0, .coarse_hi = 0};
-        s->hi = p->to;
+                                  .keep_hi = p->from, .stale_lo = s->stale_lo, .stale_hi = s->stale_hi};
+        if (p->to == s->lo && s->lo < s->hi)
+            s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step asked for anything yet
+        else
+            s->hi = p->to;
         s->coarse_hi = KV_MAX(s->coarse_hi, p->coarse_hi);
         kv_set_backed(kv, p->slot);
     }
@@ -146,15 +159,13 @@ static int cut_part(vmem_kv *kv, struct kv_cut *c, uint32_t from, uint32_t to)
     if (rc)
         return rc;
     uint32_t shared = KV_MIN(KV_MAX(c->before.shared_hi, from), to);
+    for (uint32_t i = from; i < shared; i++)
+        for (uint32_t t = 0; t < g->n && !kv_row(kv, c->slot, c->group, i); t++)
+            c->pages[c->n_pages++] = kv_table(kv, g, c->slot, t)[i];
     for (uint32_t t = 0; t < g->n; t++) {
         c->ops[c->n_ops++] = (struct vmem_unmap_op){
             .addr = kv_addr(kv, g, c->slot, t, from), .length = (uint64_t)(to - from) << kv->page_shift};
         const vmem_page *pages = kv_table(kv, g, c->slot, t);
-        for (uint32_t i = from; i < shared; i++) {
-            const struct kv_ref *ref = kv_ref_find(&kv->refs, pages[i]);
-            if (!ref || ref->slots + ref->prefixes == 1)
-                c->pages[c->n_pages++] = pages[i];
-        }
         memcpy(c->pages + c->n_pages, pages + shared, (to - shared) * sizeof(*pages));
         c->n_pages += to - shared;
     }
@@ -201,21 +212,12 @@ int kv_cut_run(vmem_kv *kv, struct kv_cut *c)
     return rc;
 }
 
-static void let_go(vmem_kv *kv, const struct kv_cut *c, uint32_t from, uint32_t to)
+static void let_go(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
-    const struct kv_group *g = &kv->groups[c->group];
-    for (uint32_t t = 0; t < g->n; t++) {
-        const vmem_page *pages = kv_table(kv, g, c->slot, t);
-        for (uint32_t i = from; i < to; i++) {
-            struct kv_ref *ref = kv_ref_find(&kv->refs, pages[i]);
-            if (!ref)
-                continue;
-            ref->slots--;
-            if (!ref->slots && ref->prefixes)
-                kv->prefix_only++;
-            else if (ref->slots + ref->prefixes == 0 || (ref->slots == 1 && !ref->prefixes))
-                kv_ref_remove(&kv->refs, ref);
-        }
+    for (uint32_t i = from; i < to; i++) {
+        struct kv_ref *ref = kv_row(kv, slot, group, i);
+        if (ref)
+            kv_ref_hold(&kv->refs, ref, -1, 0);
     }
 }
 
@@ -238,14 +240,15 @@ void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
     if (b->shared_hi) {
         // An empty span was cut as a whole.
         uint32_t lo = c->lo == c->hi ? b->hi : c->lo, hi = c->lo == c->hi ? b->hi : c->hi;
-        let_go(kv, c, b->lo, KV_MIN(lo, b->shared_hi));
-        let_go(kv, c, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
+        let_go(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
+        let_go(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
     }
     kv->held -= c->n_pages;
 }
 
 int kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
+    kv_wait_cut(kv);
     int rc = kv_cut_begin(kv, &kv->cut, slot, group, lo, hi);
     if (rc)
         return rc;
@@ -264,4 +267,81 @@ int kv_cut_slot(vmem_kv *kv, uint32_t slot)
             return rc;
     }
     return 0;
+}
+
+// ---- freed slots ----------------------------------------------------------------------------------------------
+
+int kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_group *g = &kv->groups[group];
+    struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_cut *c = &kv->cut;
+    uint32_t end = s->lo; // of what is shared
+    for (uint32_t p = s->lo; p < KV_MIN(s->shared_hi, s->hi); p++)
+        end = kv_row(kv, slot, group, p) ? p + 1 : end;
+    // Pages of its own between shared ones are rare: prefixes that were dropped.
+    uint64_t own = end - s->lo - kv_rows_shared(kv, slot, group, s->lo, end), n = 0;
+    int rc = own ? kv_room_for(&c->pages, &c->cap_pages, own * g->n, sizeof(*c->pages)) : 0;
+    if (rc)
+        return rc;
+    for (uint32_t p = s->lo; p < end && own; p++)
+        for (uint32_t t = 0; t < g->n && !kv_row(kv, slot, group, p); t++)
+            c->pages[n++] = kv_table(kv, g, slot, t)[p];
+    rc = n ? vMemReleaseBatch(kv->ctx, c->pages, n, NULL) : 0;
+    if (rc)
+        return rc;
+    kv->held -= n;
+    let_go(kv, slot, group, s->lo, end);
+    struct kv_span now = {.lo = end, .hi = s->hi, .stale_lo = s->lo, .stale_hi = end, .coarse_hi = s->coarse_hi};
+    if (end == s->lo) { // of a request that never began, perhaps: what was stale is
+        now.stale_lo = s->stale_lo;
+        now.stale_hi = s->stale_hi;
+    }
+    if (now.lo == now.hi)
+        now.lo = now.hi = now.coarse_hi = 0;
+    now.need_lo = now.need_hi = now.keep_lo = now.keep_hi = now.lo;
+    kv->slots[slot].stale |= now.stale_lo < now.stale_hi;
+    *s = now;
+    kv_set_backed(kv, slot);
+    return 0;
+}
+
+int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
+{
+    int rc = kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
+    c->n_ops = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        for (uint32_t t = 0; t < g->n && s->stale_lo < s->stale_hi; t++)
+            c->ops[c->n_ops++] = (struct vmem_unmap_op){
+                .addr = kv_addr(kv, g, slot, t, s->stale_lo),
+                .length = (uint64_t)(s->stale_hi - s->stale_lo) << kv->page_shift};
+    }
+    return rc;
+}
+
+int kv_stale_run(vmem_kv *kv, struct kv_cut *c)
+{
+    return c->n_ops ? vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL) : 0;
+}
+
+void kv_stale_end(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        kv_span(kv, slot, i)->stale_lo = kv_span(kv, slot, i)->stale_hi = 0;
+    kv->slots[slot].stale = false;
+}
+
+int kv_stale_now(vmem_kv *kv, uint32_t slot)
+{
+    if (!kv->slots[slot].stale)
+        return 0;
+    kv_wait_cut(kv);
+    int rc = kv_stale_begin(kv, &kv->cut, slot);
+    if (!rc)
+        rc = kv_stale_run(kv, &kv->cut);
+    if (!rc)
+        kv_stale_end(kv, slot);
+    return rc;
 }

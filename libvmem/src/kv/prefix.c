@@ -92,12 +92,11 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t n = p->hi[i] - p->lo[i];
-        for (uint32_t t = 0; t < kv->groups[i].n; t++) {
-            vmem_page *pages = pages_of(kv, p, i) + (uint64_t)t * n;
-            memcpy(pages, kv_table(kv, &kv->groups[i], slot, t) + p->lo[i], n * sizeof(*pages));
-            for (uint32_t k = 0; k < n; k++)
-                kv_ref_get(&kv->refs, pages[k])->prefixes++;
-        }
+        vmem_page *pages = pages_of(kv, p, i);
+        for (uint32_t t = 0; t < kv->groups[i].n; t++)
+            memcpy(pages + (uint64_t)t * n, kv_table(kv, &kv->groups[i], slot, t) + p->lo[i], n * sizeof(*pages));
+        for (uint32_t k = 0; k < n; k++)
+            kv_ref_hold(&kv->refs, kv_ref_get(&kv->refs, pages[k], kv->groups[i].n), 0, 1);
         if (n)
             sp->shared_hi = KV_MAX(sp->shared_hi, p->hi[i]);
     }
@@ -120,28 +119,52 @@ int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *p
     return kv_leave(kv, rc ? rc : save(kv, slot, tokens, prefix));
 }
 
+static bool nobody_else(const vmem_kv *kv, vmem_page page)
+{
+    const struct kv_ref *ref = kv_ref_find(&kv->refs, page);
+    return !ref->slots && ref->prefixes == 1;
+}
+
+void kv_unmark_shared(vmem_kv *kv, uint32_t slot)
+{
+    bool some = false;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        if (!sp->shared_hi)
+            continue;
+        while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
+            sp->shared_hi--;
+        sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
+        some |= sp->shared_hi;
+    }
+    kv->slots[slot].shared_tokens *= some;
+}
+
 int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
 {
+    kv_wait_cut(kv);
     struct kv_grow *l = &kv->grow; // for its list
     int rc = kv_room_for(&l->pages, &l->cap_pages, p->n_pages, sizeof(*l->pages));
     if (rc)
         return rc;
     uint64_t n = 0;
-    for (uint64_t i = 0; i < p->n_pages; i++) {
-        const struct kv_ref *ref = kv_ref_find(&kv->refs, p->pages[i]);
-        if (!ref->slots && ref->prefixes == 1)
-            l->pages[n++] = p->pages[i];
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const vmem_page *pages = pages_of(kv, p, i);
+        uint32_t rows = p->hi[i] - p->lo[i];
+        for (uint32_t t = 0; t < kv->groups[i].n; t++)
+            for (uint32_t k = 0; k < rows; k++)
+                if (nobody_else(kv, pages[k]))
+                    l->pages[n++] = pages[(uint64_t)t * rows + k];
     }
     rc = n ? vMemReleaseBatch(kv->ctx, l->pages, n, NULL) : 0;
     if (rc)
         return rc;
     kv->held -= n;
-    kv->prefix_only -= n;
-    for (uint64_t i = 0; i < p->n_pages; i++) {
-        struct kv_ref *ref = kv_ref_find(&kv->refs, p->pages[i]);
-        if (--ref->prefixes == 0 && ref->slots <= 1)
-            kv_ref_remove(&kv->refs, ref);
-    }
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
+            kv_ref_hold(&kv->refs, kv_ref_find(&kv->refs, pages_of(kv, p, i)[k]), 0, -1);
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        kv_unmark_shared(kv, s);
     kv->prefixes[(p->id & UINT32_MAX) - 1] = NULL;
     kv->n_prefixes--;
     free(p);
@@ -168,10 +191,9 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
     if (rc)
         return kv_leave(kv, rc);
     *out = (struct vmem_kv_prefix_info){.tokens = p->tokens, .min_tokens = p->min_tokens, .pages = p->n_pages};
-    for (uint64_t i = 0; i < p->n_pages; i++) {
-        const struct kv_ref *ref = kv_ref_find(&kv->refs, p->pages[i]);
-        out->own_pages += !ref->slots && ref->prefixes == 1;
-    }
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
+            out->own_pages += nobody_else(kv, pages_of(kv, p, i)[k]) ? kv->groups[i].n : 0;
     return kv_leave(kv, 0);
 }
 
@@ -256,18 +278,16 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
         struct split s = split(kv, g, tokens);
         if (s.lo == s.hi)
             continue;
-        *kv_span(kv, slot, i) = (struct kv_span){.lo = s.lo, .hi = s.hi, .need_lo = s.lo, .need_hi = s.hi,
-                                                 .keep_lo = s.lo, .keep_hi = s.hi,
-                                                 .shared_hi = s.full > s.lo ? s.full : 0};
-        for (uint32_t t = 0; t < g->n; t++) {
-            vmem_page *to = kv_table(kv, g, slot, t);
-            const vmem_page *from = pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
-            for (uint32_t k = s.lo; k < s.full; k++) {
-                to[k] = from[k - p->lo[i]];
-                struct kv_ref *ref = kv_ref_find(&kv->refs, to[k]);
-                kv->prefix_only -= !ref->slots++;
-            }
-        }
+        struct kv_span *sp = kv_span(kv, slot, i);
+        *sp = (struct kv_span){.lo = s.lo, .hi = KV_MAX(s.hi, sp->hi), .need_lo = s.lo, .need_hi = s.hi,
+                               .keep_lo = s.lo, .keep_hi = s.hi, .shared_hi = s.full > s.lo ? s.full : 0,
+                               .coarse_hi = sp->coarse_hi};
+        for (uint32_t t = 0; t < g->n; t++)
+            memcpy(kv_table(kv, g, slot, t) + s.lo,
+                   pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
+                   (s.full - s.lo) * sizeof(vmem_page));
+        for (uint32_t k = s.lo; k < s.full; k++)
+            kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = tokens;
@@ -276,17 +296,42 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
     kv_set_backed(kv, slot);
 }
 
+int kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
+{
+    int rc = kv_stale_now(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        struct split s = split(kv, &kv->groups[i], tokens);
+        uint32_t hi = sp->lo > (gap ? s.hi : s.full) ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
+        rc = kv_cut_now(kv, slot, i, s.full, hi);
+    }
+    if (!rc && kv->slots[slot].dirty)
+        rc = kv_clear_slot(kv, slot);
+    kv->slots[slot].dirty &= rc != 0;
+    return rc;
+}
+
+// Pages that the slot has and the prefix's rows will lie in are not to be taken back meanwhile.
+static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->keep_hi = on ? KV_MIN(KV_MAX(split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi) : sp->need_hi;
+    }
+}
+
 static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
     struct kv_grow *l = &kv->grow;
-    int rc = kv_cut_slot(kv, slot);
+    kv_wait_cut(kv);
+    int rc = kv_keep_tail(kv, slot, tokens, true);
     if (rc)
         return rc;
-    kv->slots[slot].dirty = false;
+    hold_tail(kv, slot, tokens, true);
     kv_grow_reset(l);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
-        rc = kv_grow_add(kv, l, slot, i, s.full, s.hi, 0);
+        rc = kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
     }
     uint64_t total = l->total, n_shared = 0;
     if (!rc)
@@ -296,23 +341,23 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         if (rc == -ENOMEM && missing)
             *missing = total;
     }
-    if (rc) {
-        kv_grow_reset(l);
-        return rc;
-    }
-    rc = map_shared(kv, p, slot, tokens, &n_shared);
-    bool mapped = !rc;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
-        uint32_t n = p->hi[i] - p->lo[i];
-        if (s.part && s.full < s.hi)
-            rc = copy_pages(kv, &kv->groups[i], pages_of(kv, p, i) + (s.full - p->lo[i]), n, false, slot, s.full,
-                            s.part);
-    }
-    if (rc) {
-        if (mapped)
+    if (!rc) {
+        rc = map_shared(kv, p, slot, tokens, &n_shared);
+        bool mapped = !rc;
+        for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+            struct split s = split(kv, &kv->groups[i], tokens);
+            uint32_t n = p->hi[i] - p->lo[i];
+            if (s.part && s.full < s.hi)
+                rc = copy_pages(kv, &kv->groups[i], pages_of(kv, p, i) + (s.full - p->lo[i]), n, false, slot, s.full,
+                                s.part);
+        }
+        if (rc && mapped)
             unmap_shared(kv, slot, tokens);
-        kv_grow_undo(kv, l);
+        if (rc)
+            kv_grow_undo(kv, l);
+    }
+    if (rc) {
+        hold_tail(kv, slot, tokens, false);
         kv_grow_reset(l);
         return rc;
     }
@@ -351,7 +396,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     struct kv_grow *l = &kv->grow;
     int rc = kv_make_room(kv, g->n, NULL);
     if (!rc)
-        rc = kv_room_for(&l->pages, &l->cap_pages, 2 * (uint64_t)g->n, sizeof(*l->pages));
+        rc = kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
     if (!rc)
         rc = kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
     if (!rc)
@@ -368,30 +413,21 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         return rc;
     }
     kv->held += g->n;
-    uint64_t n = 0;
-    for (uint32_t t = 0; t < g->n; t++) {
-        vmem_page *p = &kv_table(kv, g, slot, t)[page];
-        struct kv_ref *ref = kv_ref_find(&kv->refs, *p);
-        if (!ref) {
-            l->pages[g->n + n++] = *p;
-        } else if (--ref->slots == 0) {
-            kv->prefix_only++;
-        } else if (ref->slots == 1 && !ref->prefixes) {
-            kv_ref_remove(&kv->refs, ref);
-        }
-        *p = l->pages[t];
-    }
-    kv->held -= kv_release(kv, l->pages + g->n, n);
+    kv_ref_hold(&kv->refs, kv_row(kv, slot, group, page), -1, 0);
+    for (uint32_t t = 0; t < g->n; t++)
+        kv_table(kv, g, slot, t)[page] = l->pages[t];
     return 0;
 }
 
 int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
+    kv_wait_cut(kv);
     // First what can fail for want of memory; the copies are of whole pages, so that nothing is lost if it does.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
         const struct kv_span *sp = kv_span(kv, slot, i);
-        int rc = s.part && s.full < sp->shared_hi ? replace(kv, slot, i, s.full) : 0;
+        bool shared = s.part && s.full < sp->shared_hi && kv_row(kv, slot, i, s.full);
+        int rc = shared ? replace(kv, slot, i, s.full) : 0;
         if (rc)
             return rc;
     }

@@ -23,8 +23,8 @@ uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
             n = s->hi - s->lo;
         } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
             n = s->hi - tail(kv, slot, s);
-            if (s->keep_lo > KV_MAX(s->lo, s->shared_hi))
-                n += s->keep_lo - KV_MAX(s->lo, s->shared_hi);
+            if (s->keep_lo > s->lo)
+                n += s->keep_lo - s->lo - kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->keep_lo, s->shared_hi));
         }
         pages += n * kv->groups[i].n;
     }

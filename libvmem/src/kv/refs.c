@@ -1,4 +1,6 @@
-// Who holds a page: a hash table, open addressing, of the pages that prefixes hold or several slots have mapped.
+// Who holds a row of pages: a hash table, open addressing, of the rows that prefixes hold or several slots have mapped. A
+// row is what the tensors of a group have at one page number; they are shared together, so that the first tensor's page
+// stands for all.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
@@ -27,7 +29,9 @@ int kv_ref_reserve(struct kv_refs *r, uint64_t more)
         size *= 2;
     if (size == r->size)
         return 0;
-    struct kv_refs bigger = {.entries = calloc(size, sizeof(struct kv_ref)), .size = size, .used = r->used};
+    struct kv_refs bigger = *r;
+    bigger.entries = calloc(size, sizeof(struct kv_ref));
+    bigger.size = size;
     if (!bigger.entries)
         return vmem__error(-ENOMEM, "no memory for references to %llu pages", (unsigned long long)more);
     for (uint64_t i = 0; i < r->size; i++)
@@ -42,7 +46,7 @@ int kv_ref_reserve(struct kv_refs *r, uint64_t more)
     return 0;
 }
 
-struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page)
+struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n)
 {
     struct kv_ref *found = kv_ref_find(r, page);
     if (found)
@@ -52,12 +56,13 @@ struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page)
     uint64_t i = home(r, page);
     while (r->entries[i].page)
         i = (i + 1) & (r->size - 1);
-    r->entries[i] = (struct kv_ref){.page = page, .slots = 1};
+    r->entries[i] = (struct kv_ref){.page = page, .slots = 1, .n = n};
     r->used++;
+    r->pages += n;
     return &r->entries[i];
 }
 
-void kv_ref_remove(struct kv_refs *r, struct kv_ref *ref)
+static void remove_entry(struct kv_refs *r, struct kv_ref *ref)
 {
     uint64_t mask = r->size - 1, hole = (uint64_t)(ref - r->entries);
     for (uint64_t i = (hole + 1) & mask; r->entries[i].page; i = (i + 1) & mask)
@@ -67,4 +72,32 @@ void kv_ref_remove(struct kv_refs *r, struct kv_ref *ref)
         }
     r->entries[hole].page = 0;
     r->used--;
+}
+
+static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
+{
+    uint64_t shared = ref->slots + ref->prefixes > 1 ? ref->n : 0, only = ref->slots ? 0 : ref->n;
+    r->shared += on ? shared : -shared;
+    r->only += on ? only : -only;
+}
+
+void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
+{
+    count(r, ref, false);
+    ref->slots += (uint32_t)slots;
+    ref->prefixes += (uint32_t)prefixes;
+    if (ref->prefixes || ref->slots > 1) {
+        count(r, ref, true);
+        return;
+    }
+    r->pages -= ref->n;
+    remove_entry(r, ref);
+}
+
+uint32_t kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+{
+    uint32_t n = 0;
+    for (uint32_t p = from; p < to; p++)
+        n += kv_row(kv, slot, group, p) != NULL;
+    return n;
 }

@@ -56,21 +56,36 @@ static bool fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
     return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
 }
 
+// For a request that begins with a prefix: the tokens behind it that the slot has pages for, less those whose pages the
+// prefix would take the place of.
+static int64_t gain_of(const struct kv_slot *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
+{
+    int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->from);
+    int64_t lost = (int64_t)KV_MIN(prefix_tokens, fit) - s->from;
+    return KV_MAX(used, 0) - KV_MAX(lost, 0);
+}
+
 uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint32_t best = UINT32_MAX, best_fit = 0;
     if (!tokens)
         tokens = kv->eager_tokens;
+    int64_t best_gain = INT64_MIN;
     for (uint32_t i = 0; i < kv->n_slots; i++) {
         const struct kv_slot *s = &kv->slots[i];
         if (s->state != VMEM_KV_FREE)
             continue;
         uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : s->backed;
-        // A prefix takes the place of what is kept: as little of it as possible.
-        bool better = prefix_tokens ? fit < best_fit : fits_better(fit, best_fit, tokens);
-        if (best == UINT32_MAX || better) {
+        int64_t gain = prefix_tokens ? gain_of(s, fit, tokens, prefix_tokens) : 0;
+        if (prefix_tokens)
+            fit = 0;
+        else if (s->from) // what is of use of pages that do not begin at the first row
+            fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
+        if (best == UINT32_MAX || gain > best_gain || fits_better(fit, best_fit, tokens) ||
+            (gain == best_gain && fit == best_fit && s->from < kv->slots[best].from)) {
             best = i;
             best_fit = fit;
+            best_gain = gain;
         }
     }
     return best;
@@ -145,22 +160,19 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
     struct kv_slot *s = &kv->slots[slot];
     bool fresh = s->fresh;
     s->fresh = true;
-    // Kept pages begin at the slot's first row and are nobody else's.
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        if (!(kv->flags & VMEM_KV_DEFER) || sp->lo || sp->shared_hi)
-            rc = kv_cut_now(kv, slot, i, 0, 0);
-    }
+    kv_wait_cut(kv);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        rc = kv->flags & VMEM_KV_DEFER ? kv_park(kv, slot, i) : kv_cut_now(kv, slot, i, 0, 0);
     if (rc) {
         s->fresh = fresh;
         return kv_leave(kv, rc);
     }
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
-        sp->need_lo = sp->need_hi = sp->keep_lo = sp->keep_hi = sp->lo;
-    }
     s->dirty = kv->flags & VMEM_KV_ZERO && s->backed;
     s->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
+    s->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
+    for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
+        s->from = KV_MAX(s->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
+                                             kv->groups[i].row_bytes));
     s->state = VMEM_KV_FREE;
     s->tokens = s->shared_tokens = 0;
     s->skip = false;
@@ -218,11 +230,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         const struct kv_span *sp = kv_span(kv, slot, i);
         out->pages += (uint64_t)(sp->hi - sp->lo) * g->n;
         out->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
-        for (uint32_t t = 0; t < g->n; t++)
-            for (uint32_t p = sp->lo; p < KV_MIN(sp->shared_hi, sp->hi); p++) {
-                const struct kv_ref *ref = kv_ref_find(&kv->refs, kv_table(kv, g, slot, t)[p]);
-                out->shared_pages += ref && ref->slots + ref->prefixes > 1;
-            }
+        out->shared_pages += (uint64_t)kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
     }
     return kv_leave(kv, 0);
 }

@@ -54,8 +54,8 @@ void kv_summarise(vmem_kv *kv)
     }
     uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
     st->free_pages = kv->budget_pages > fixed ? kv->budget_pages - fixed : 0;
-    st->shared_pages = kv->refs.used;
-    st->prefix_pages = kv->prefix_only;
+    st->shared_pages = kv->refs.shared;
+    st->prefix_pages = kv->refs.only;
     st->zeroed_bytes = kv->zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->n_prefixes;
@@ -192,6 +192,8 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     for (uint32_t t = 0; t < g->n; t++)
         for (uint32_t p = sp->lo ? sp->lo - 1 : 0; p < KV_MIN(sp->hi + 1, g->slot_pages); p++) {
             vmem_page page, want = p >= sp->lo && p < sp->hi ? kv_table(kv, g, slot, t)[p] : 0;
+            if (p >= sp->stale_lo && p < sp->stale_hi)
+                continue;
             int rc = vmem_query(kv->ctx, kv_addr(kv, g, slot, t, p), &page, NULL);
             if (rc)
                 return rc;
@@ -206,17 +208,15 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
 static uint64_t shared_in_cut(const vmem_kv *kv)
 {
     const struct kv_cut *c = &kv->worker_cut;
-    const struct kv_group *g = &kv->groups[c->group];
     uint64_t n = 0;
-    for (uint32_t t = 0; kv->cutting && t < g->n; t++)
-        for (uint32_t p = c->before.lo; p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
-            n += (p < c->lo || p >= c->hi) && kv_ref_find(&kv->refs, kv_table(kv, g, c->slot, t)[p]);
+    for (uint32_t p = c->before.lo; kv->cutting && p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
+        n += (p < c->lo || p >= c->hi) && kv_row(kv, c->slot, c->group, p);
     return n;
 }
 
 int kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->refs.used, slots = shared_in_cut(kv), refs = 0, only = 0;
+    uint64_t pages = kv->refs.pages, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
     kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // which may have grown
     if (kv->held > kv->ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);
@@ -233,16 +233,18 @@ int kv_check_books(vmem_kv *kv)
                 return vmem__error(-EFAULT, "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi "
                                    "%u shared %u coarse %u", s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi,
                                    sp->keep_hi, sp->hi, sp->shared_hi, sp->coarse_hi);
-            if (sl->state == VMEM_KV_FREE && (sp->lo || sp->shared_hi || sp->need_hi))
+            if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
                 return vmem__error(-EFAULT, "slot %u is free but not clean", s);
-            for (uint32_t t = 0; t < g->n; t++)
-                for (uint32_t p = sp->lo; p < sp->hi; p++) {
-                    const struct kv_ref *ref = kv_ref_find(&kv->refs, kv_table(kv, g, s, t)[p]);
-                    if (ref && p >= sp->shared_hi)
-                        return vmem__error(-EFAULT, "slot %u, page %u is shared", s, p);
-                    pages += !ref;
-                    slots += ref != NULL;
-                }
+            for (uint32_t p = sp->lo; p < sp->hi; p++) {
+                const struct kv_ref *ref = kv_row(kv, s, i, p);
+                if (ref && p >= sp->shared_hi)
+                    return vmem__error(-EFAULT, "slot %u, page %u is shared", s, p);
+                pages += ref ? 0 : g->n;
+                slots += ref != NULL;
+            }
+            if (sp->stale_lo < sp->stale_hi && (!sl->stale || (sp->lo < sp->hi && sp->stale_hi > sp->lo)))
+                return vmem__error(-EFAULT, "slot %u, group %u: stale [%u, %u) beside lo %u", s, i, sp->stale_lo,
+                                   sp->stale_hi, sp->lo);
             int rc = sl->busy ? 0 : check_mapped(kv, s, i);
             if (rc)
                 return rc;
@@ -251,13 +253,14 @@ int kv_check_books(vmem_kv *kv)
     for (uint64_t i = 0; i < kv->refs.size; i++) {
         const struct kv_ref *ref = &kv->refs.entries[i];
         refs += ref->page ? ref->slots : 0;
-        only += ref->page && !ref->slots;
+        only += ref->page && !ref->slots ? ref->n : 0;
+        shared += ref->page && ref->slots + ref->prefixes > 1 ? ref->n : 0;
         if (ref->page && ref->slots + ref->prefixes < 2 && !ref->prefixes)
             return vmem__error(-EFAULT, "page %#" PRIx64 " is counted as shared", ref->page);
     }
-    if (pages + kv->pending != kv->held || slots != refs || only != kv->prefix_only)
-        return vmem__error(-EFAULT, "counted %" PRIu64 " pages, %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
-                           ", %" PRIu64 " and %" PRIu64, pages + kv->pending, slots, only, kv->held, refs,
-                           kv->prefix_only);
+    if (pages + kv->pending != kv->held || slots != refs || only != kv->refs.only || shared != kv->refs.shared)
+        return vmem__error(-EFAULT, "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %"
+                           PRIu64 ", %" PRIu64 ", %" PRIu64 " and %" PRIu64, pages + kv->pending, slots, only, shared,
+                           kv->held, refs, kv->refs.only, kv->refs.shared);
     return kv_check_blocks(kv);
 }

@@ -32,14 +32,14 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 static void new_need(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t tokens, uint32_t *lo, uint32_t *hi)
 {
     const struct kv_group *g = &kv->groups[group];
-    *lo = g->window ? kv_need_lo(kv, g, KV_MIN(kv->slots[slot].tokens, tokens - 1)) : 0;
+    *lo = g->window ? kv_need_lo(kv, g, KV_MIN(kv->slots[slot].tokens, tokens)) : 0;
     *hi = kv_need_hi(kv, g, tokens);
 }
 
 static int check_windows(const vmem_kv *kv, const int32_t *lengths)
 {
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
-        for (uint32_t i = 0; i < kv->n_groups && lengths[s]; i++) {
+        for (uint32_t i = 0; i < kv->n_groups && lengths[s] && kv->slots[s].tokens; i++) {
             uint32_t lo, hi;
             new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
             if (lo < kv_span(kv, s, i)->lo)
@@ -69,6 +69,13 @@ static uint32_t find_todo(vmem_kv *kv, const int32_t *lengths, bool *waited)
     return n;
 }
 
+// Whether a step that needs pages up to hi can go on from what the span has. What an earlier request left further back,
+// behind a prefix, is of no use.
+static bool usable(const struct kv_span *sp, uint32_t hi)
+{
+    return sp->lo < sp->hi && sp->lo <= hi;
+}
+
 static uint64_t missing_in(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     uint64_t pages = 0;
@@ -76,8 +83,10 @@ static uint64_t missing_in(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t lo, hi;
         new_need(kv, slot, i, tokens, &lo, &hi);
-        lo = sp->lo == sp->hi ? lo : sp->hi;
-        pages += hi > lo ? (uint64_t)(hi - lo) * kv->groups[i].n : 0;
+        uint32_t n = hi - lo;
+        if (usable(sp, hi))
+            n = (lo < sp->lo ? sp->lo - lo : 0) + (hi > sp->hi ? hi - sp->hi : 0);
+        pages += (uint64_t)n * kv->groups[i].n;
     }
     return pages;
 }
@@ -92,8 +101,8 @@ static void protect(vmem_kv *kv, const int32_t *lengths, struct kv_span *was)
             uint32_t lo, hi;
             was[(uint64_t)s * kv->n_groups + i] = *sp;
             new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
-            hi = KV_MIN(hi, sp->hi);
-            lo = KV_MIN(lo, hi);
+            hi = KV_MIN(KV_MAX(hi, sp->lo), sp->hi);
+            lo = KV_MIN(KV_MAX(lo, sp->lo), hi);
             bool none = sp->need_lo == sp->need_hi;
             sp->keep_lo = none ? lo : KV_MIN(sp->need_lo, lo);
             sp->keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
@@ -116,16 +125,19 @@ static void unprotect(vmem_kv *kv, const int32_t *lengths, const struct kv_span 
 static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
+    int failed = kv_stale_now(kv, slot);
+    if (failed)
+        return failed;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = kv_need_hi(kv, &kv->groups[i], tokens);
-        if (sp->coarse_hi > hi) {
+        if (sp->coarse_hi > hi || !usable(sp, hi)) {
             int rc = kv_cut_now(kv, slot, i, sp->lo, hi);
             if (rc)
                 return rc;
         }
-        if (!s->tokens)
-            kv->stats.adopted_pages += (uint64_t)KV_MIN(hi, sp->hi) * kv->groups[i].n;
+        if (!s->tokens && usable(sp, hi))
+            kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
     }
     if (s->dirty) {
         int rc = kv_clear_slot(kv, slot);
@@ -148,16 +160,15 @@ static int plan(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t m
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
             new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
-            lo = sp->lo == sp->hi ? lo : sp->hi;
-            if (lo >= hi)
+            if (sp->lo < sp->hi && sp->lo <= lo && hi <= sp->hi)
                 continue;
             uint32_t to = KV_MIN((hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
             uint64_t extra = (uint64_t)(to - hi) * g->n;
-            if (extra > spare)
+            if (extra > spare || hi <= sp->hi)
                 to = hi;
             else
                 spare -= extra;
-            int rc = kv_grow_add(kv, &kv->grow, s, i, lo, to, hi);
+            int rc = kv_grow_to(kv, &kv->grow, s, i, lo, to, hi);
             if (rc)
                 return rc;
         }
@@ -348,8 +359,9 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
                 }
                 lo = from;
                 hi = KV_MAX(hi, kv->slots[slot].fresh ? 0 : sp->coarse_hi);
-                if (sp->shared_hi > sp->lo && from > sp->lo) // shared pages that a window has passed
-                    pages += (uint64_t)(KV_MIN(sp->shared_hi, from) - sp->lo) * g->n;
+                // Shared pages that a window has passed free nothing when they are let go of.
+                if (from > sp->lo)
+                    pages += (uint64_t)kv_rows_shared(kv, (uint32_t)slot, i, sp->lo, KV_MIN(sp->shared_hi, from)) * g->n;
             }
             pages += (uint64_t)(hi - KV_MIN(lo, hi)) * g->n;
         }

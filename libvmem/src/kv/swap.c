@@ -173,7 +173,7 @@ int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
         return rc;
     uint64_t got = 0;
     kv_worker_hold(kv);
-    rc = kv_reclaim(kv, (bytes + kv->page_size - 1) >> kv->page_shift, &got);
+    rc = kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), &got);
     kv_worker_release(kv);
     vmem_trim(kv->ctx, NULL);
     if (freed)

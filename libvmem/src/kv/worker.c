@@ -24,6 +24,12 @@ void kv_wait_slot(vmem_kv *kv, uint32_t slot)
         wait_for_worker(kv);
 }
 
+void kv_wait_cut(vmem_kv *kv)
+{
+    while (kv->cutting)
+        wait_for_worker(kv);
+}
+
 void kv_wait_idle(vmem_kv *kv)
 {
     while (kv->has_worker && (kv->work_due || kv->working))
@@ -117,6 +123,27 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v)
     return true;
 }
 
+// Unmaps what freed requests had shared.
+static bool unmap_stale_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        struct kv_slot *sl = &kv->slots[s];
+        if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
+            continue;
+        int rc = kv_stale_begin(kv, &kv->worker_cut, s);
+        kv->cutting = true;
+        begin(kv, s, 0);
+        if (!rc)
+            rc = kv_stale_run(kv, &kv->worker_cut);
+        end(kv, s, rc);
+        kv->cutting = false;
+        if (!rc)
+            kv_stale_end(kv, s);
+        return true;
+    }
+    return false;
+}
+
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     uint64_t want = KV_MIN((uint64_t)kv->slots[slot].tokens + ahead, kv->max_tokens);
@@ -207,13 +234,14 @@ static bool clear_one(vmem_kv *kv)
 static bool eager_one(vmem_kv *kv)
 {
     uint32_t slot = kv->flags & VMEM_KV_EAGER && plentiful(kv) ? kv_choose(kv, 0, 0) : UINT32_MAX;
-    if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy)
+    if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         uint32_t to = kv_need_hi(kv, &kv->groups[i], kv->eager_tokens);
         if (kv->flags & VMEM_KV_GENEROUS)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
-        if (kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        if (sp->lo <= to && kv_grow_to(kv, &kv->worker_grow, slot, i, 0, to, 0))
             kv->slots[slot].skip = true;
     }
     uint64_t total = kv->worker_grow.total;
@@ -233,7 +261,7 @@ static void *work(void *arg)
             continue;
         }
         kv->working = true;
-        bool did = extend_one(kv) || release_one(kv) || clear_one(kv) || eager_one(kv);
+        bool did = extend_one(kv) || release_one(kv) || unmap_stale_one(kv) || clear_one(kv) || eager_one(kv);
         kv->working = false;
         if (!did)
             kv->work_due = false;
