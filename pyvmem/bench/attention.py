@@ -13,6 +13,7 @@ import importlib.util
 import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench.attention_plots import draw
 from pyvmem.bench.kv_load import MODELS
 from pyvmem.bench.session import size_text
 
@@ -216,12 +217,14 @@ def hbm(pool, repeats=20):
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-@benchmark("attention", "attention on virtual tensors, on cudaMalloc's, and paged", arguments=arguments, order=50)
+@benchmark(
+    "attention", "attention on virtual tensors, on cudaMalloc's, and paged", arguments=arguments, plot=draw, order=50
+)
 def run(session):
     """All figures and tables, or those asked for."""
     import torch
 
-    from pyvmem.bench.attention_runs import Pool, measure, prepare
+    from pyvmem.bench.attention_runs import Point, Pool, measure, prepare
 
     args = session.args
     figures, tables = args.figure, args.table
@@ -237,10 +240,10 @@ def run(session):
         quick = session.quick or not gpu
         points = grid(figures, tables, quick)
         if not gpu:  # the memories alone, at what a CPU can do
-            points = {p: {"memories"} for p in points if p.batch * p.tokens <= KIB}
+            points = {Point("decode", 1, KIB, 32, 8): {"memories"}, Point("prefill", 1, 128, 32, 8): {"memories"}}
         have = installed(device, lambda text: print(text, flush=True))
         most = max((p.bytes // 4 for p in points), default=0)
-        elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 64 << 20)) // 2)
+        elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 8 << 20)) // 2)
         sizes = session.page_sizes(context)
         kinds = [(size_text(size), context, size) for size in dict.fromkeys((sizes[0], sizes[-1]))]
         pools = [Pool(name, elements, device, *rest) for name, *rest in (*kinds, ("cudaMalloc" if gpu else "malloc",))]
@@ -254,6 +257,55 @@ def run(session):
         finally:
             for pool in pools:
                 pool.close()
+    return records
+
+
+def _ratios(session, context, point, found):
+    """Of each turn: virtual over cudaMalloc's memory, and the best contiguous over the best paged kernel."""
+    records = []
+    samples = {key: value for key, (value, _) in found.items()}
+    for (name, memory), value in samples.items():
+        plain = samples.get((name, "cudaMalloc"), samples.get((name, "malloc")))
+        size = next((s for s in context.page_sizes if size_text(s) == memory), None)
+        if size and plain is not None:
+            metric = f"{point}, {name}, of the same on plain memory"
+            records.append(session.record(value / plain, context, metric, "ratio", page_size=size))
+    smallest = size_text(min(context.page_sizes))
+    ours = {key: v for key, v in samples.items() if key[0].endswith(" contiguous") and key[1] == smallest}
+    paged = {key: v for key, v in samples.items() if " paged " in key[0]}
+    if ours and paged:
+        best, other = (min(group, key=lambda key: np.median(group[key])) for group in (ours, paged))
+        metric = f"{point}, {best[0]}, of the best paged ({other[0]})"
+        size = min(context.page_sizes)
+        records.append(session.record(samples[best] / samples[other], context, metric, "ratio", page_size=size))
+    return records
+
+
+def _table(session, context, point, found):
+    """What the paper's Tables 5 and 6 say of a point: one layer's time, times the model's layers."""
+    records = []
+    for name, workers in WORKERS.items():
+        model = MODELS[name]
+        if (model.query_heads // workers, model.kv_heads // workers) != (point.query_heads, point.kv_heads):
+            continue
+        if point.phase == "prefill":
+            number, paper, unit, scale = 5, PAPER_5[name].get(point.tokens // KIB), "s", 1e-6
+        else:
+            number, paper, unit, scale = 6, PAPER_6[name].get(point.batch), "ms", 1e-3
+        if paper is None or (point.phase == "decode" and point.tokens != 16 * KIB):
+            continue
+        for column, value in zip(COLUMNS, paper):
+            mine = {key: v for key, (v, _) in found.items() if key[0].startswith(column) and key[1] in
+                    (size_text(min(context.page_sizes)), "cudaMalloc")}  # fmt: skip
+            if column == "fa3 contiguous":
+                mine = {key: v for key, v in mine.items() if key[1] != "cudaMalloc"}
+            if mine:
+                best = min(mine, key=lambda key: np.median(mine[key]))
+                metric = f"Table {number}, {name}, {workers} GPU{'s' * (workers > 1)}, {point}, {best[0]}, all layers"
+                where = {} if column == "fa3 contiguous" else {"backend": "cudaMalloc"}
+                size = min(context.page_sizes) if column == "fa3 contiguous" else None
+                records.append(session.record(mine[best] * model.layers * scale, context, metric, unit, page_size=size,
+                                              paper=value, **where))  # fmt: skip
     return records
 
 
@@ -284,5 +336,7 @@ def _points(session, context, points, pools, have, measure, gpu):
         if rate and point.phase == "decode":
             metric = f"{point}, HBM limit"
             records.append(session.record(point.bytes / rate, context, metric, "us", backend="cudaMalloc"))
+        records += _ratios(session, context, point, found)
+        records += _table(session, context, point, found)
         del runs, one
     return records

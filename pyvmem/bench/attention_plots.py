@@ -1,0 +1,191 @@
+"""Pictures of `pyvmem bench attention`, one panel for each figure of the vAttention paper.
+
+``python -m pyvmem.bench.attention_plots RECORDS.json FOLDER`` draws each into a PNG of its own.
+
+SPDX-License-Identifier: MIT
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from pyvmem.bench.plots import COLOURS
+from pyvmem.bench.session import size_text
+
+METRIC = re.compile(r"(decode|prefill) B=(\d+) L=(\d+) heads (\d+)/(\d+), (.+)")
+
+
+class Timed:
+    """The medians of one run's records: ``at(phase, batch, tokens)`` is {series: microseconds}."""
+
+    def __init__(self, records, heads=(32, 8)):
+        self._at = {}
+        for r in records:
+            found = METRIC.fullmatch(r.metric)
+            if not found or r.unit != "us" or (int(found[4]), int(found[5])) != heads:
+                continue
+            phase, batch, tokens, name = found[1], int(found[2]), int(found[3]), found[6]
+            memory = size_text(r.page_size) or r.backend
+            if "paged " in name or "HBM" in name:
+                series = name
+            else:
+                series = f"{name.removesuffix(' contiguous')}, {memory}"
+            self._at.setdefault((phase, batch, tokens), {})[series] = r.median
+
+    def at(self, phase, batch, tokens):
+        return self._at.get((phase, batch, tokens), {})
+
+    def points(self, phase, **fixed):
+        """(batch, tokens) that were measured, sorted; batch or tokens may be fixed."""
+        found = sorted((b, t) for p, b, t in self._at if p == phase)
+        return [(b, t) for b, t in found if fixed.get("batch", b) == b and fixed.get("tokens", t) == t]
+
+    def lines(self, phase, points):
+        """{series: {point: microseconds}}, of the series that stand at two points at least."""
+        lines = {}
+        for point in points:
+            for series, value in self.at(phase, *point).items():
+                lines.setdefault(series, {})[point] = value
+        return {series: values for series, values in lines.items() if len(values) > 1 or len(points) == 1}
+
+
+def _lines(axes, lines, x, value, xlabel, ylabel, log=True):
+    for i, (series, values) in enumerate(sorted(lines.items())):
+        look = {"color": COLOURS[i % len(COLOURS)], "marker": "os^vDP"[i // len(COLOURS) % 6], "markersize": 3}
+        axes.plot([x(p) for p in values], [value(p, v) for p, v in values.items()], label=series, linewidth=1, **look)
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    if lines:
+        axes.legend(fontsize="xx-small")
+
+
+def _kilo(n):
+    return size_text(n) if n >= 1024 else str(n)
+
+
+def figure_2(axes, timed):
+    """Paged over unpaged kernels of the same library, prefill."""
+    points = timed.points("prefill", batch=1)
+    pairs = (("fa3 paged 16", "fa3, cudaMalloc"), ("fa3 paged 256", "fa3, cudaMalloc"),
+             ("flashinfer paged 16", "flashinfer unpaged, 64K"), ("flashinfer-fa2 paged 16", "fa3, 64K"))  # fmt: skip
+    width, drawn = 0.2, 0
+    for i, (paged, plain) in enumerate(pairs):
+        both = [(n, timed.at("prefill", *p)) for n, p in enumerate(points)]
+        at = [(n, 100 * (v[paged] / v[plain] - 1)) for n, v in both if paged in v and plain in v]
+        if at:
+            axes.bar([n + (i - 1.5) * width for n, _ in at], [v for _, v in at], width, color=COLOURS[i],
+                     label=f"{paged} over {plain}")  # fmt: skip
+            drawn += 1
+    axes.set_xticks(range(len(points)), [_kilo(t) for _, t in points])
+    axes.set_ylabel("more time, %")
+    axes.set_xlabel("tokens of the prompt")
+    axes.axhline(0, color="black", linewidth=0.5)
+    if drawn:
+        axes.legend(fontsize="xx-small")
+
+
+def figure_3(axes, timed):
+    """Decode of paged kernels by block size."""
+    i = 0
+    for point in timed.points("decode"):
+        values = timed.at("decode", *point)
+        for library in ("fa3", "flashinfer", "triton"):
+            names = {block: f"{library} paged {block}" for block in (16, 32, 64, 128, 256)}
+            blocks = {block: values[name] for block, name in names.items() if name in values}
+            if len(blocks) > 2:
+                label, colour = f"{library}, B={point[0]} L={_kilo(point[1])}", COLOURS[i % len(COLOURS)]
+                of_16 = [v / blocks[16] for v in blocks.values()]
+                axes.plot(list(blocks), of_16, marker="o", markersize=3, label=label, color=colour)
+                i += 1
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("rows of a block")
+    axes.set_ylabel("time, of blocks of 16")
+    if i:
+        axes.legend(fontsize="xx-small")
+
+
+def figure_4(axes, timed):
+    """Decode tokens per second by batch, at 1K tokens."""
+    lines = timed.lines("decode", timed.points("decode", tokens=1024))
+    lines = {s: v for s, v in lines.items() if s.endswith((", 64K", ", cudaMalloc"))}
+    _lines(axes, lines, lambda p: p[0], lambda p, us: p[0] / us * 1e6, "requests", "tokens per second, one layer")
+
+
+def figure_6(axes, timed):
+    """Prefill tokens per second by context length."""
+    lines = timed.lines("prefill", timed.points("prefill", batch=1))
+    _lines(axes, lines, lambda p: p[1], lambda p, us: p[1] / us * 1e6, "tokens of the prompt",
+           "tokens per second, one layer")  # fmt: skip
+
+
+def figure_7(axes, timed):
+    """Decode tokens per second by batch, at 16K tokens."""
+    lines = timed.lines("decode", timed.points("decode", tokens=16384))
+    _lines(axes, lines, lambda p: p[0], lambda p, us: p[0] / us * 1e6, "requests", "tokens per second, one layer")
+
+
+def figure_11(axes, timed):
+    """Virtual tensors over cudaMalloc's memory."""
+    drawn = 0
+    names = []
+    for phase in ("decode", "prefill"):
+        names += [(phase, p) for p in timed.points(phase) if any(s.endswith(", 64K") for s in timed.at(phase, *p))]
+    for i, size in enumerate(("64K", "2M")):
+        at = []
+        for n, (phase, point) in enumerate(names):
+            values = timed.at(phase, *point)
+            if f"fa3, {size}" in values and "fa3, cudaMalloc" in values:
+                at.append((n, values[f"fa3, {size}"] / values["fa3, cudaMalloc"]))
+        if at:
+            axes.plot([n for n, _ in at], [v for _, v in at], "o", markersize=4 - i, color=COLOURS[2 * i], label=size)
+            drawn += 1
+    axes.set_xticks(range(len(names)), [f"{phase[0]} {b}x{_kilo(t)}" for phase, (b, t) in names], rotation=90,
+                    fontsize="xx-small")  # fmt: skip
+    axes.axhline(1, color="black", linewidth=0.5)
+    axes.set_ylabel("time, of cudaMalloc's")
+    if drawn:
+        axes.legend(fontsize="small")
+
+
+PANELS = {
+    2: ("Figure 2: what paging costs a prefill", figure_2),
+    3: ("Figure 3: paged decode by block size", figure_3),
+    4: ("Figure 4: decode by batch, 1K tokens", figure_4),
+    6: ("Figure 6: prefill", figure_6),
+    7: ("Figure 7: decode by batch, 16K tokens", figure_7),
+    11: ("Figure 11: FlashAttention-3 by page size", figure_11),
+}
+
+
+def draw(records, figure):
+    """All panels in one figure."""
+    timed = Timed(records)
+    figure.set_size_inches(16, 9)
+    for i, (title, panel) in enumerate(PANELS.values()):
+        axes = figure.add_subplot(2, 3, i + 1)
+        panel(axes, timed)
+        axes.set_title(title, fontsize="medium")
+    figure.tight_layout()
+
+
+def main(records, folder):
+    """One PNG for each panel."""
+    from matplotlib.figure import Figure
+
+    from pyvmem.bench.records import load
+
+    timed = Timed(load(records))
+    for number, (title, panel) in PANELS.items():
+        figure = Figure((7, 4.5))
+        axes = figure.add_subplot()
+        panel(axes, timed)
+        axes.set_title(title, fontsize="medium")
+        figure.tight_layout()
+        figure.savefig(Path(folder, f"attention-figure-{number}.png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
