@@ -274,6 +274,69 @@ def test_the_cache_knows_the_rows_of_its_slots():
         assert cache.tokens(slots[3:5]) == [0, 0]
 
 
+# ---- the benchmark --------------------------------------------------------------------------------------------------
+
+
+def bench(*args, check=True):
+    done = subprocess.run([sys.executable, "-m", "pyvmem", "bench", "attention", "--quick", "--backend", "host", *args],
+                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def test_bench_attention_times_virtual_beside_plain_memory(tmp_path):
+    pytest.importorskip("matplotlib")
+    from pyvmem.bench.records import load
+
+    bench("--figure", "7", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png"))
+    records = load(tmp_path / "r.json")
+    times = {(r.backend, r.page_size) for r in records if r.metric == "decode B=1 L=1024 heads 32/8, sdpa contiguous"}
+    assert times == {("host", 64 << 10), ("host", 2 << 20), ("malloc", None)}
+    assert {r.unit for r in records if r.metric.endswith("of the same on plain memory")} == {"ratio"}
+    assert {r.metric.split(", ")[1] for r in records if r.metric.startswith("prepare")} >= {"slots and lengths"}
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("args, text", [
+    (["--figure", "5"], "'5' must be some of 2, 3, 4, 6, 7, 11"),
+    (["--table", "5,x"], "'5,x' must be some of 5, 6, 9, 10"),
+    (["--fa3", "vllm"], "--fa3 vllm: No module named 'vllm'"),
+])  # fmt: skip
+def test_err_bench_attention(args, text):
+    done = bench(*args, check=False)
+    assert done.returncode and text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_figure_has_a_panel(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from pyvmem.bench.attention import FIGURES
+    from pyvmem.bench.attention_plots import PANELS, draw, main
+    from pyvmem.bench.records import Record, dump
+
+    assert set(PANELS) == set(FIGURES)
+    records = []
+    for phase, batch, tokens in (("decode", 1, 1024), ("decode", 4, 1024), ("decode", 1, 16384), ("decode", 2, 16384),
+                                 ("prefill", 1, 1024), ("prefill", 1, 8192)):  # fmt: skip
+        paged = [(f"fa3 paged {block}", "cudaMalloc", None) for block in (16, 32, 64, 128, 256)]
+        for name, backend, size in (
+            ("fa3 contiguous", "stock", 64 << 10), ("fa3 contiguous", "stock", 2 << 20),
+            ("fa3 contiguous", "cudaMalloc", None), ("flashinfer unpaged", "stock", 64 << 10), *paged,
+        ):  # fmt: skip
+            records.append(Record.of(
+                [batch * tokens + 1.0], bench="attention", backend=backend, device="d", page_size=size, unit="us",
+                metric=f"{phase} B={batch} L={tokens} heads 32/8, {name}",
+            ))  # fmt: skip
+    figure = Figure()
+    draw(records, figure)
+    assert [bool(axes.lines or axes.patches) for axes in figure.axes] == [True] * len(PANELS)
+    assert len(figure.axes[3].lines) == 9  # prefill: three memories, FlashInfer's, and five block sizes
+    dump(records, tmp_path / "r.json")
+    main(tmp_path / "r.json", tmp_path)
+    assert len(list(tmp_path.glob("attention-figure-*.png"))) == len(PANELS)
+
+
 # ---- masks and tables of kernels that need a GPU, on the CPU ---------------------------------------------------------
 
 

@@ -30,9 +30,12 @@ MAX_TOKENS = 1024
 
 
 class Bare:
-    """K and V of a layer over pages that end with each slot's last tile; slots stand in no order."""
+    """K and V of a layer over pages that end with each slot's last tile; slots stand in no order.
 
-    def __init__(self, backend, lengths, kv_heads, dim, dtype, tile, fused=False):
+    passed: a window; the pages wholly before the tile in which it begins are missing as well.
+    """
+
+    def __init__(self, backend, lengths, kv_heads, dim, dtype, tile, fused=False, passed=0):
         self.context = pyvmem.Context(backend)
         page = min(self.context.page_sizes)
         self.slots, self.max_tokens, self.tile_rows = 17, MAX_TOKENS, tile
@@ -46,8 +49,9 @@ class Bare:
             range_ = self.context.reserve(self.slots * slot)
             for s, length in zip(self.order, lengths):
                 rows = min(-(-length // tile) * tile, MAX_TOKENS)
-                n = -(-rows * row // page)
-                range_.map(self.context.create(page, n, zero=True), s * slot)
+                first = max(length - passed, 0) // tile * tile * row // page if passed else 0
+                n = -(-rows * row // page) - first
+                range_.map(self.context.create(page, n, zero=True), s * slot + first * page)
             heads = (2, kv_heads, dim) if fused else (kv_heads, dim)
             strides = (slot // dtype.itemsize, row // dtype.itemsize, *((kv_heads * dim,) if fused else ()), dim, 1)
             x = tensor_at(range_._owner, range_.addr, (self.slots, MAX_TOKENS, *heads), dtype, "cuda", strides)
@@ -55,8 +59,9 @@ class Bare:
             both += [x[:, :, 0], x[:, :, 1]] if fused else [x]
         k, v = both
         for s, length in zip(self.order, lengths):
+            first = max(length - passed, 0) if passed else 0
             for x in (k, v):
-                x[s, :length].copy_(torch.randn(length, kv_heads, dim, device="cuda").to(dtype))
+                x[s, first:length].copy_(torch.randn(length - first, kv_heads, dim, device="cuda").to(dtype))
         self.keys, self.values = [k], [v]
 
     def tokens(self, slots):
@@ -75,13 +80,13 @@ def lengths_for(tile):
 
 
 def one(backend, kernel, *, heads=(8, 8), dim=128, dtype=BF16, q_dtype=None, window=0, softcap=0.0, fused=False,
-        splits=0, phases=("decode", "prefill")):  # fmt: skip
+        splits=0, passed=False, phases=("decode", "prefill")):  # fmt: skip
     """Decode, and chunked prefill, of ragged lengths; what the kernel does not take must be refused in one line."""
     q_heads, kv_heads = heads
     q_dtype = q_dtype or dtype
     tile = attention.tile_rows(kernel, q_heads, kv_heads, dim, dtype, window)
     lengths = lengths_for(tile)
-    cache = Bare(backend, lengths, kv_heads, dim, dtype, tile, fused)
+    cache = Bare(backend, lengths, kv_heads, dim, dtype, tile, fused, window if passed else 0)
     slots, seen, k, v = cache.order, {}, cache.keys[0], cache.values[0]
     options = {"window": window, "softcap": softcap}
     counts = [min(n, c) for n, c in zip(lengths, (1, 30, 31, 32, 1, 100, 77, 128, 2, 64, 129, 300, MAX_TOKENS))]
@@ -102,7 +107,13 @@ def one(backend, kernel, *, heads=(8, 8), dim=128, dtype=BF16, q_dtype=None, win
             raise AssertionError(f"not refused: {refused}")
         out = call(q, cache, 0, batch, kernel=kernel, num_splits=splits, **options)
         torch.cuda.synchronize()
-        wrong = error(out, reference(q, k, v, slots, lengths, many, **options))
+        dense = (k, v)
+        if passed:  # the reference multiplies the rows before a window by zero: they must be there
+            dense = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+            for s, length in zip(slots, lengths):
+                for x, y in zip((k, v), dense):
+                    y[s, max(length - window, 0) : length] = x[s, max(length - window, 0) : length]
+        wrong = error(out, reference(q, *dense, slots, lengths, many, **options))
         assert wrong < BOUND[dtype], (phase, wrong)
         seen[phase] = round(wrong, 6)
         if phase == "prefill":  # one request alone takes another path in some kernels
@@ -179,6 +190,7 @@ CASES = {
     "bf16 D256": case(heads=(8, 4), dim=256),
     "bf16 D64 MHA fused": case(heads=(8, 8), dim=64, fused=True),
     "bf16 D128 window": case(heads=(32, 8), window=200),
+    "bf16 D128 window, passed rows given up": case(heads=(32, 8), window=200, passed=True, phases=("decode",)),
     "bf16 D128 softcap": case(heads=(32, 8), softcap=30.0),
     "fp8 D128": case(heads=(32, 8), dtype=FP8),
     "bf16 over fp8": case(heads=(32, 8), dtype=FP8, q_dtype=BF16),
