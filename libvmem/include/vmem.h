@@ -80,7 +80,7 @@ const char *const *vmem_backends(void);
 // What the layers above may rely on.
 #define VMEM_CAP_GPU 0x1u          // addresses are GPU addresses
 #define VMEM_CAP_CUDA_POINTER 0x2u // CUDA accepts the addresses: cuMemcpy, cuPointerGetAttribute, Triton, torch
-#define VMEM_CAP_LIVE_REMAP 0x4u   // VMEM_MAP_REPLACE never passes through an invalid entry
+#define VMEM_CAP_LIVE_REMAP 0x4u   // VMEM_MAP_REPLACE works beside running kernels: see there
 #define VMEM_CAP_BACKDROP 0x8u     // VMEM_RESERVE_BACKDROP is supported
 #define VMEM_CAP_FAULT 0x10u       // an access to an unbacked address without a backdrop faults (host: SIGSEGV)
 
@@ -180,7 +180,11 @@ struct vmem_unmap_op {
 };
 
 // Take the place of what is mapped there (which must not stick out of the new page). Without it: -EEXIST.
-// On a backend without VMEM_CAP_LIVE_REMAP no kernel may touch the addresses during the call.
+// On a backend without VMEM_CAP_LIVE_REMAP no kernel may touch the addresses during the call. With it no access faults;
+// kernels launched after the call use the new page alone, and so do the stores, atomics and L2 loads (volatile, or
+// relaxed at gpu scope) of those that ran already. Their weak loads may still return what an L1 read from the old page:
+// give both the same content first, if a running kernel must not notice. The first page in 2 MiB of addresses is no
+// replacement: on uvm it interrupts reads of the backdrop in these 2 MiB for a moment.
 #define VMEM_MAP_REPLACE 0x1u
 // Keep every page separately unmappable beside running kernels. Without it a 2 MiB aligned run of small pages may be
 // mapped by 2 MiB entries, and unmapping a part of it later interrupts the rest of those 2 MiB for a moment.

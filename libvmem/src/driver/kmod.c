@@ -40,7 +40,8 @@ int vmem__kmod_probe(void)
     return err;
 }
 
-// The kernel's word on one descriptor: 0 it is the one, -EOPNOTSUPP stock module, -ENODEV another one of the process.
+// The kernel's word on one descriptor: 0 it is the one, -EOPNOTSUPP stock module. Others of the process: -ENODEV no
+// address space, -ENXIO one without the GPU, -EFAULT one of the GPU without the address.
 static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
 {
     struct uvm_vmem_op look = {.va = addr, .length = UVM_VMEM_GRANULE};
@@ -51,14 +52,18 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
     memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
     if (ioctl(fd, UVM_VMEM_QUERY, &query))
         return errno == EINVAL ? -EOPNOTSUPP : -ENODEV;
-    if (query.rmStatus == STATUS_ILLEGAL_ACTION || query.rmStatus == STATUS_INVALID_DEVICE)
+    if (query.rmStatus == STATUS_ILLEGAL_ACTION)
         return -ENODEV;
+    if (query.rmStatus == STATUS_INVALID_DEVICE)
+        return -ENXIO;
     if (query.rmStatus)
         return vmem__rm_error(query.rmStatus, "query");
     // A program can have more than one address space. Unmapping no page of vMem's changes nothing, but it is refused
     // as an address of no range everywhere but where CUDA made one.
     if (ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == STATUS_INVALID_ADDRESS)
-        return -ENODEV;
+        return -EFAULT;
+    if (batch.rmStatus)
+        return vmem__rm_error(batch.rmStatus, "look for CUDA's addresses");
     k->max_ops = query.out_max_ops;
     k->max_bytes = query.out_max_bytes;
     k->caps = query.out_caps;
@@ -69,21 +74,26 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
 int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
 {
     int fds[MAX_DESCRIPTORS], n = vmem__cuda_uvm_fds(fds, MAX_DESCRIPTORS), err = -ENODEV;
+    bool gpu_known = false, gpu_unknown = false;
 
     k->fd = -1;
     memcpy(k->uuid, uuid, sizeof(k->uuid));
-    for (int i = 0; i < n && err == -ENODEV; i++) {
+    for (int i = 0; i < n; i++) {
         err = try_descriptor(k, fds[i], addr);
         if (!err) {
             k->fd = fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
             return k->fd >= 0 ? 0 : vmem__error(-errno, "duplicate a descriptor: %s", strerror(errno));
         }
+        if (err == -EOPNOTSUPP)
+            return vmem__error(err, "the loaded nvidia-uvm.ko is the stock one, without vMem");
+        if (err != -ENODEV && err != -ENXIO && err != -EFAULT)
+            return err;
+        gpu_known |= err == -EFAULT;
+        gpu_unknown |= err == -ENXIO;
     }
-    if (err == -EOPNOTSUPP)
-        return vmem__error(err, "the loaded nvidia-uvm.ko is the stock one, without vMem");
-    if (err == -ENODEV)
-        return vmem__error(err, "none of this process' %d descriptors of /dev/nvidia-uvm has CUDA's addresses", n);
-    return err;
+    if (gpu_unknown && !gpu_known)
+        return vmem__error(-EOPNOTSUPP, "nvidia-uvm has this GPU by another UUID than CUDA's: no MIG instances");
+    return vmem__error(-ENODEV, "none of this process' %d descriptors of /dev/nvidia-uvm has CUDA's addresses", n);
 }
 
 void vmem__kmod_close(struct vmem__kmod *k)
