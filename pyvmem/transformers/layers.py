@@ -201,6 +201,7 @@ class VMemLayer(CacheLayerMixin):
 
 def cropped(length, tokens_to_remove):
     """What `crop` leaves of a length."""
+    tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts on the device
     if tokens_to_remove > 0:
         return min(length, tokens_to_remove)
     return max(0, length + tokens_to_remove)

@@ -135,6 +135,7 @@ def test_assisted_decoding(name, attention, make, device):
     cache = make(model)
     got = generate(model, ids, cache, attention, new=24, assistant_model=assistant)
     assert got.tolist() == reference(model, ids, new=24).tolist()
+    assert type(cache.get_seq_length()) is int  # generate() crops by a tensor
 
 
 def test_prompt_lookup(make, device):
