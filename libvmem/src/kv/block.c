@@ -7,6 +7,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 
 #include "kv/kv.h"
@@ -50,11 +51,18 @@ static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
     }
     if (pages > UINT32_MAX)
         return vmem__error(-EINVAL, "block_tokens %u: a block would have %" PRIu64 " pages", block_tokens, pages);
+    // Zeros, and address space where nothing is used.
+    uint64_t *marks = calloc(n_blocks, sizeof(*marks));
     vmem_page *named = mmap(NULL, n_blocks * pages * sizeof(*named), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (named == MAP_FAILED)
-        return vmem__error(-ENOMEM, "no address space for a table of %u blocks", n_blocks);
+    if (named == MAP_FAILED || !marks) {
+        if (named != MAP_FAILED)
+            munmap(named, n_blocks * pages * sizeof(*named));
+        free(marks);
+        return vmem__error(-ENOMEM, "no memory for a table of %u blocks", n_blocks);
+    }
     kv->named = named;
+    kv->marks = marks;
     kv->n_blocks = n_blocks;
     kv->block_tokens = block_tokens;
     kv->block_pages = (uint32_t)pages;
@@ -122,7 +130,9 @@ void kv_blocks_destroy(vmem_kv *kv)
         drop_all(kv, &i, 1);
     if (kv->named)
         munmap(kv->named, (uint64_t)kv->n_blocks * kv->block_pages * sizeof(*kv->named));
+    free(kv->marks);
     kv->named = NULL;
+    kv->marks = NULL;
     kv->n_blocks = 0;
 }
 
@@ -239,10 +249,15 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
     if (!kv->named || n > kv->max_tokens / kv->block_tokens)
         return vmem__error(-EINVAL, "n %zu: max_tokens allows %u blocks", n,
                            kv->named ? kv->max_tokens / kv->block_tokens : 0);
+    kv->mark++;
     for (size_t i = 0; i < n && !rc; i++) {
         rc = check_id(kv, ids[i]);
         if (!rc && !*pages_of(kv, ids[i]))
             rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
+        if (!rc && kv->marks[ids[i]] == kv->mark) // no page is in a slot twice
+            rc = vmem__error(-EINVAL, "block %u is named twice", ids[i]);
+        if (!rc)
+            kv->marks[ids[i]] = kv->mark;
         if (rc && bad)
             *bad = i;
     }

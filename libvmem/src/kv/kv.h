@@ -143,6 +143,7 @@ struct vmem_kv {
     uint32_t n_prefixes, prefix_generation;
     vmem_page *named; // pages of block names, block_pages each, group after group, tensor after tensor; 0: not taken
     uint32_t n_blocks, block_tokens, block_pages;
+    uint64_t *marks, mark; // blocks that the call numbered `mark` has seen
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
     bool cutting; // the worker unmaps pages that others may hold or release
