@@ -20,7 +20,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 
 .DEFAULT_GOAL := all
 .PHONY: all help lib venv bench lint wheel clean
-.PHONY: test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu
+.PHONY: test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu test-vllm
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
 
@@ -59,6 +59,9 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
 	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q tests/python
+
+test-vllm: venv ## vLLM's own answers against its answers on vMem, on a GPU (vLLM must be installed)
+	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py
 
 bench: venv ## Run every benchmark, quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick

@@ -94,7 +94,17 @@ class Engine:
 
     def _tend(self):
         while not self._stop.wait(0.05):
-            self.requests.tend()
+            with self.requests.lock:
+                if not self._stop.is_set():
+                    self.requests.tend()
+
+    def close(self):
+        """Free the KV cache, unless views of it still stand somewhere. No request runs."""
+        with self.requests.lock:
+            self._stop.set()
+            self.requests.reset()
+            self.cache.close()
+            self.context.close()
 
     def allowed_blocks(self):
         """Blocks that the scheduler may use now: what the limit and the device's other users leave."""

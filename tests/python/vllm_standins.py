@@ -1,6 +1,6 @@
 """What pyvmem.vllm sees of vLLM, in small: a block pool, a scheduler, a runner with its request tables, and a "GPU".
 
-The GPU computes a step behind. tests/python/gpu/test_vllm.py checks the interfaces against vLLM's own.
+The GPU computes a step behind. tests/python/gpu/test_vllm_answers.py checks the interfaces against vLLM's own.
 
 The model of the GPU is strict where a real one is not: every token's row holds a number made of the tokens before it,
 and every step reads all rows of its requests back through their block tables.

@@ -1,0 +1,211 @@
+"""vLLM engines for test_vllm_answers.py, one after the other in one process: the cases' answers go back as JSON lines.
+
+Run with VMEM_VLLM=0 or 1 and the number of a pipe. Models have made-up weights.
+
+SPDX-License-Identifier: MIT
+"""
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import traceback
+
+# name: (settings of the engine, what is run with it)
+CASES = {
+    "plain": ({}, "mixed"),
+    "prefix_caching": (dict(enable_prefix_caching=True), "shared"),
+    "preemption": (dict(enable_prefix_caching=True, num_gpu_blocks_override=130), "crowd"),
+    "preemption_without_prefix_cache": (dict(num_gpu_blocks_override=130), "crowd"),
+    "chunked_prefill": (dict(max_num_batched_tokens=256, enable_prefix_caching=True), "shared"),
+    "no_async_scheduling": (dict(async_scheduling=False, enable_prefix_caching=True), "shared"),
+    "cuda_graphs": (dict(enforce_eager=False, enable_prefix_caching=True), "shared"),
+    "fp8_kv": (dict(kv_cache_dtype="fp8"), "mixed"),
+    "sliding_window": (dict(shape="window"), "mixed"),
+    "sampling": ({}, "sampled"),
+    "abort": (dict(enable_prefix_caching=True), "aborts"),
+    "sleep": (dict(enable_sleep_mode=True, enable_prefix_caching=True), "sleeps"),
+    "reset_prefix_cache": (dict(enable_prefix_caching=True), "resets"),
+    "lora": (dict(enable_lora=True, max_lora_rank=8), "adapters"),
+    "layer_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="layer"), "shared"),
+    "block_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="block"), "shared"),
+    "triton_attention": (dict(attention_backend="TRITON_ATTN", VMEM_VLLM_LAYOUT="block"), "mixed"),
+    "refused": (dict(shape="hybrid"), "mixed"),
+}  # fmt: skip
+
+HIDDEN = 512
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=HIDDEN, intermediate_size=1024,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=128, vocab_size=4096,
+    max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=10000.0, torch_dtype="bfloat16", hidden_act="silu",
+    tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+SHAPES = {
+    "llama": LLAMA,
+    "window": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
+    "hybrid": {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 128,
+               "layer_types": ["sliding_attention", "full_attention"], "hidden_activation": "gelu_pytorch_tanh",
+               "query_pre_attn_scalar": 128, "rope_local_base_freq": 10000.0},
+}  # fmt: skip
+
+
+def prompts(n, shared=0):
+    import numpy as np
+
+    rng = np.random.default_rng(5)
+    common = [rng.integers(10, 4000, shared).tolist() for _ in range(3)]
+    return [{"prompt_token_ids": (common[i % 3] if i % 4 else []) + rng.integers(10, 4000, 20 + 29 * i % 500).tolist()}
+            for i in range(n)]  # fmt: skip
+
+
+def generate(llm, made, output=24, **sampling):
+    from vllm import SamplingParams
+
+    lora = sampling.pop("lora", None)
+    options = dict(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False, **sampling)
+    outputs = llm.generate(made, SamplingParams(**options), use_tqdm=False, lora_request=lora)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def mixed(llm):
+    return generate(llm, prompts(40))
+
+
+def shared(llm):
+    made = prompts(40, shared=200)
+    return [generate(llm, made), generate(llm, made)]
+
+
+def crowd(llm):
+    made = prompts(40, shared=64)
+    return generate(llm, made, output=100)
+
+
+def sampled(llm):
+    return generate(llm, prompts(20), seed=3, top_p=0.9, top_k=50) + generate(llm, prompts(8), logprobs=2)
+
+
+def aborts(llm):
+    """Every third request is aborted after some steps; the others are not disturbed."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    found, steps = {}, 0
+    for i, prompt in enumerate(prompts(30, shared=100)):
+        engine.add_request(f"a{i}", prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True,
+                                                           detokenize=False))  # fmt: skip
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps in (3, 9, 15):
+            engine.abort_request([f"a{i}" for i in range(steps // 3, 30, 9)])
+    aborted = {i for k in (1, 3, 5) for i in range(k, 30, 9)}
+    others = [found[f"a{i}"] for i in range(30) if i not in aborted]
+    return [others, generate(llm, prompts(10, shared=100))]
+
+
+def sleeps(llm):
+    import torch
+
+    first = generate(llm, prompts(10, shared=100))
+    llm.sleep(level=1)
+    asleep = torch.cuda.mem_get_info()[0]
+    held = held_bytes()
+    llm.wake_up()
+    second = generate(llm, prompts(10, shared=100))
+    assert held in (None, 0), f"{held} bytes of KV memory are held asleep, {asleep} free"
+    return [first, second]
+
+
+def resets(llm):
+    first = generate(llm, prompts(10, shared=100))
+    assert llm.reset_prefix_cache()
+    return [first, generate(llm, prompts(10, shared=100))]
+
+
+def adapters(llm):
+    from vllm.lora.request import LoRARequest
+
+    folder = adapter()
+    return [generate(llm, prompts(8)), generate(llm, prompts(8), lora=LoRARequest("one", 1, folder))]
+
+
+def adapter():
+    """A LoRA adapter for q_proj with numbers of a seed."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tempfile.mkdtemp()
+    torch.manual_seed(0)
+    weights = {}
+    for layer in range(LLAMA["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, HIDDEN).bfloat16() * 0.2
+        weights[f"{name}.lora_B.weight"] = torch.randn(512, 8).bfloat16() * 0.2
+    save_file(weights, os.path.join(folder, "adapter_model.safetensors"))
+    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+        json.dump(dict(peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj"], bias="none",
+                       base_model_name_or_path="", task_type="CAUSAL_LM"), file)  # fmt: skip
+    return folder
+
+
+def held_bytes():
+    from pyvmem.vllm import worker
+
+    engine = worker.current()
+    if engine is None:
+        return None
+    stats = engine.cache.stats()
+    return stats.held_pages * stats.page_size
+
+
+def preemptions(llm):
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def run(name):
+    from vllm import LLM
+
+    changes, what = CASES[name]
+    changes = dict(changes)
+    os.environ["VMEM_VLLM_LAYOUT"] = changes.pop("VMEM_VLLM_LAYOUT", "token")
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(SHAPES[changes.pop("shape", "llama")], file)
+        settings = dict(
+            load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=24, enforce_eager=True,
+            enable_prefix_caching=False, gpu_memory_utilization=0.2, kv_cache_memory_bytes=256 << 20, block_size=32,
+            disable_log_stats=False, disable_hybrid_kv_cache_manager=name == "sliding_window",
+        )  # fmt: skip
+        llm = LLM(model=folder, **{**settings, **changes})
+        tokens = globals()[what](llm)
+        answer = dict(tokens=tokens, preemptions=preemptions(llm))
+        from pyvmem.vllm import worker
+
+        engine = worker.current()
+        if engine is not None:
+            answer.update(backend=engine.context.backend, hits=engine.requests.hit_blocks,
+                          steps=engine.cache.stats().steps, waits=engine.requests.fence_waits)  # fmt: skip
+            engine.close()
+        del llm
+    gc.collect()
+    return answer
+
+
+def main():
+    sink = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    for name in sys.argv[2:] or CASES:
+        try:
+            answer = run(name)
+        except BaseException as error:  # the parent says it
+            traceback.print_exc()
+            answer = dict(error=f"{type(error).__name__}: {error}")
+        sink.write(json.dumps(dict(name=name, **answer)) + "\n")
+        sink.flush()
+
+
+if __name__ == "__main__":
+    main()
