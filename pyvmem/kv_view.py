@@ -17,7 +17,7 @@ from pathlib import Path
 from pyvmem._ffi import ffi, lib
 
 _number = itertools.count()
-_GAUGES = {
+GAUGES = {
     "page_size", "budget_pages", "held_pages", "needed_pages", "kept_pages", "ahead_pages", "shared_pages",
     "prefix_pages", "free_pages", "live_bytes", "active_slots", "swapped_slots", "slots", "prefixes",
 }  # fmt: skip
@@ -136,7 +136,7 @@ def prometheus(stats, prefix="pyvmem_kv_", labels=None):
     text = f"{{{text}}}" if text else ""
     lines = []
     for name, value in stats.items():
-        gauge = name in _GAUGES
+        gauge = name in GAUGES
         full = prefix + name + ("" if gauge else "_total")
         lines += [f"# TYPE {full} {'gauge' if gauge else 'counter'}", f"{full}{text} {value}"]
     return "\n".join(lines) + "\n"

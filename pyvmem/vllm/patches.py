@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 import functools
 import importlib
+import inspect
 from dataclasses import dataclass
 
 CHECKED = ("0.26.0",)
@@ -67,9 +68,12 @@ def _find(patch):
 
 
 def _replacement(original, by):
+    """A function that is called as the original is, and calls `by` with the original and all arguments by position."""
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def replaced(*args, **kwargs):
-        return by(original, *args, **kwargs)
+        return by(original, *(signature.bind(*args, **kwargs).args if kwargs else args))
 
     replaced.vmem = True
     return replaced

@@ -20,8 +20,9 @@ def register():
             return
         import vllm
 
-        from pyvmem.vllm import patches
+        from pyvmem.vllm import metrics, patches
 
         patches.install(vllm.__version__, chosen.force)
+        metrics.register()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"pyvmem: {error}")

@@ -6,7 +6,7 @@ SPDX-License-Identifier: MIT
 import os
 from dataclasses import dataclass
 
-LAYOUTS = ("token", "block", "layer")
+LAYOUTS = ("block", "token", "layer")
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Settings:
 
     on: bool = False
     force: bool = False
-    layout: str = "token"
+    layout: str = "block"
     cache_tokens: int | None = None
     spare_slots: int | None = None
     wait_seconds: int = 60
@@ -49,7 +49,7 @@ def read(environ=os.environ):
     ):
         if environ.get(name):
             given[field] = parse(name, environ[name])
-    layout = environ.get("VMEM_VLLM_LAYOUT") or "token"
+    layout = environ.get("VMEM_VLLM_LAYOUT") or "block"
     if layout not in LAYOUTS:
         raise ValueError(f"VMEM_VLLM_LAYOUT={layout}: one of {', '.join(LAYOUTS)} is wanted")
     return Settings(layout=layout, **given)

@@ -1,5 +1,8 @@
 """pyvmem.vllm without vLLM: requests in slots, under the stand-ins of vllm_standins."""
 
+import importlib
+import inspect
+import os
 import random
 import types
 
@@ -11,7 +14,7 @@ from vllm_standins import BlockPool, Gpu, Request, Runner, Scheduler
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
-from pyvmem.vllm import layout, patches, refuse, settings
+from pyvmem.vllm import layout, metrics, patches, refuse, settings
 from pyvmem.vllm.requests import RequestSlots
 from pyvmem.vllm.scheduler import PoolKeeper
 
@@ -285,6 +288,19 @@ def test_an_unknown_version_is_refused_with_a_way_to_insist():
         patches.install("9.9")
 
 
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda p: p.name)
+def test_a_replacement_takes_what_vllm_gives_it_by_position_or_by_name(patch, monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    by = getattr(worker, patch.by)
+    given = {name: object() for name in patch.parameters}
+    inspect.signature(by).bind("original", *given.values())
+    lines = [f"def original({', '.join(patch.parameters)}):", f"    return ({', '.join(patch.parameters)},)"]
+    scope = {}
+    exec("\n".join(lines), scope)
+    replaced = patches._replacement(scope["original"], lambda original, *args: original(*args))
+    assert replaced(**given) == replaced(*given.values()) == tuple(given.values())
+
+
 def configuration(**changes):
     parallel = types.SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1,
                                      prefill_context_parallel_size=1)  # fmt: skip
@@ -342,3 +358,34 @@ def test_the_pool_keeper_holds_back_no_more_than_one_request_needs():
     keeper = PoolKeeper(BlockPool(50), least=10, allowed=lambda: 3)
     keeper.before_schedule()
     assert keeper.held_back == 50 - 11
+
+
+# ---- metrics ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def small_cache(name):
+    return KVCache([TensorSpec("kv", (ROW,), torch.uint8)], 2, 64, 8 * PAGE, backend="host", page_size=PAGE, name=name)
+
+
+def test_metrics_are_of_this_servers_caches(runtime):
+    with small_cache("vllm") as cache, small_cache("another"):
+        (view,) = metrics.own_views()
+        assert view.stats["budget_pages"] == cache.stats().budget_pages == 8
+        assert metrics.own_views(2**30) == []
+        assert len(metrics.own_views(os.getppid())) == 1
+
+
+def test_metrics_come_with_vllms_own(runtime):
+    core = pytest.importorskip("prometheus_client")
+    registry = core.CollectorRegistry()
+    registry.register(metrics.Collector())
+    with small_cache("vllm"):
+        labels = {"pid": str(os.getpid()), "device": "host:0"}
+        assert registry.get_sample_value("vllm:vmem_kv_budget_pages", labels) == 8
+        assert registry.get_sample_value("vllm:vmem_kv_steps_total", labels) == 0
+    assert registry.get_sample_value("vllm:vmem_kv_budget_pages", labels) is None

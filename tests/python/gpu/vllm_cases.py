@@ -29,8 +29,8 @@ CASES = {
     "reset_prefix_cache": (dict(enable_prefix_caching=True), "resets"),
     "lora": (dict(enable_lora=True, max_lora_rank=8), "adapters"),
     "layer_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="layer"), "shared"),
-    "block_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="block"), "shared"),
-    "triton_attention": (dict(attention_backend="TRITON_ATTN", VMEM_VLLM_LAYOUT="block"), "mixed"),
+    "token_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="token"), "shared"),
+    "triton_attention": (dict(attention_backend="TRITON_ATTN"), "mixed"),
     "refused": (dict(shape="hybrid"), "mixed"),
 }  # fmt: skip
 
@@ -171,7 +171,7 @@ def run(name):
 
     changes, what = CASES[name]
     changes = dict(changes)
-    os.environ["VMEM_VLLM_LAYOUT"] = changes.pop("VMEM_VLLM_LAYOUT", "token")
+    os.environ["VMEM_VLLM_LAYOUT"] = changes.pop("VMEM_VLLM_LAYOUT", "block")
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
             json.dump(SHAPES[changes.pop("shape", "llama")], file)

@@ -1,0 +1,68 @@
+"""The KV caches of this server's processes in vLLM's own Prometheus endpoint, beside vLLM's metrics.
+
+Workers publish their statistics in files (`pyvmem.kv_view`), so the API server reads them when it is scraped and no
+process sends anything.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+
+from pyvmem.kv_view import GAUGES, read_views
+
+PREFIX = "vllm:vmem_kv_"
+
+
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def own_views(pid=None):
+    """Views of KV caches named "vllm" in process `pid` (this one) and in processes that it started."""
+    pid = os.getpid() if pid is None else pid
+    found = []
+    for view in read_views():
+        ancestor = view.pid
+        while ancestor not in (0, 1, pid):
+            ancestor = _parent(ancestor)
+        if view.name == "vllm" and ancestor == pid:
+            found.append(view)
+    return found
+
+
+class Collector:
+    """For a registry of prometheus_client."""
+
+    def collect(self):
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families = {}
+        for view in own_views():
+            labels = (str(view.pid), f"{view.backend}:{view.device}")
+            for name, value in view.stats.items():
+                if name not in families:
+                    kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+                    families[name] = kind(PREFIX + name, f"{name.replace('_', ' ')} of the KV cache on vMem",
+                                          labels=("pid", "device"))  # fmt: skip
+                families[name].add_metric(labels, value)
+        return families.values()
+
+
+_registered = False
+
+
+def register():
+    """Add the collector to prometheus_client's own registry, once.
+
+    vLLM serves that one, unless it has several API servers: those have a registry of their own.
+    """
+    global _registered
+    if not _registered:
+        from prometheus_client import REGISTRY
+
+        REGISTRY.register(Collector())
+        _registered = True
