@@ -135,15 +135,7 @@ int vMemFree(vmem_context *ctx, uint64_t addr);
 // those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another call
 // works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
-
-struct vmem_reservation_info {
-    uint64_t addr, length;
-    uint64_t mapped; // bytes of it that pages back
-    uint32_t flags;  // VMEM_RESERVE_*
-};
-// The reservation that addr lies in.
-int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out);
-// Where the backdrop is established lazily (stock backend, in blocks of tens of MiB), make it readable over
+// Where the backdrop is established lazily (cuda and stock backends, in blocks of tens of MiB), make it readable over
 // [addr, addr+length) now. Mapping a page does this for the page's block and the one after it.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 

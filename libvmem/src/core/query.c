@@ -13,28 +13,29 @@ int vmem_range_query(vmem_context *ctx, uint64_t addr, struct vmem_range_info *o
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
-    vmem__lock(ctx);
+    vmem__begin(ctx);
     const struct vmem__space *s = vmem__space_find(ctx, addr);
     if (s)
         *out = (struct vmem_range_info){
             .addr = s->b.addr, .length = s->b.length, .mapped = s->mapped, .flags = s->b.flags};
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
 }
 
 int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out)
 {
     const uint64_t span = UNIT * LEAF_SLOTS;
+    struct vmem__space *s;
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
-    vmem__lock(ctx);
-    const struct vmem__space *s = vmem__space_find(ctx, addr);
-    if (!s || length > s->b.addr + s->b.length - addr) {
-        vmem__unlock(ctx);
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
+    vmem__begin(ctx);
+    rc = vmem__space_of(ctx, addr, length, &s);
+    if (rc) {
+        vmem__end(ctx);
+        return rc;
     }
     const uint64_t end = addr + length;
     uint64_t first = end, at = addr - addr % UNIT;
@@ -47,7 +48,7 @@ int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct v
             break;
         at += leaf ? UNIT : span - (at - s->b.addr) % span;
     }
-    vmem__unlock(ctx);
+    vmem__end(ctx);
     *out = (struct vmem_range){first, first == end ? 0 : (at < end ? at : end) - first};
     return 0;
 }

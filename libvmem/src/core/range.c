@@ -209,23 +209,6 @@ int vmem_unreserve(vmem_context *ctx, uint64_t addr)
     return rc;
 }
 
-int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out)
-{
-    int rc = vmem__enter(ctx);
-    if (rc)
-        return rc;
-    if (!out)
-        return vmem__error(-EINVAL, "out is NULL");
-    vmem__begin(ctx);
-    const struct vmem__space *s = vmem__space_find(ctx, addr);
-    if (s)
-        *out = (struct vmem_reservation_info){s->b.addr, s->b.length, s->mapped, s->b.flags};
-    else
-        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
-    vmem__end(ctx);
-    return rc;
-}
-
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
 {
     int rc = vmem__enter(ctx);
