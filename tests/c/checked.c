@@ -19,6 +19,7 @@
 static const struct vmem__ops *inner;
 static struct vmem__ops wrapper;
 static bool eager; // arenas are populated whole
+static bool unmap_failed;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 // ---- fault points -------------------------------------------------------------------------------------------
@@ -33,10 +34,14 @@ void checked_fail(unsigned long n)
     hit = false;
     armed = n != 0;
 }
+static _Thread_local bool always;
+void checked_fail_always(bool on) { always = on; }
 bool checked_failed(void) { return hit; }
 
 static bool fault(void)
 {
+    if (always)
+        return true;
     if (!armed || !countdown || --countdown)
         return false;
     return hit = true;
@@ -231,6 +236,17 @@ static int reserve(struct vmem__backend *b, struct vmem__range *r)
 static void unreserve(struct vmem__backend *b, struct vmem__range *r)
 {
     locked(true);
+    struct object *o = find(ranges, r);
+    MUST(o && (!o->mapped || unmap_failed)); // what would not be unmapped may go with the range
+    for (uint64_t at = r->addr; o->mapped && at < r->addr + r->length; at += UNIT) {
+        struct unit *u = unit_at(at);
+        MUST(!u->busy);
+        if (u->arena) {
+            find(arenas, u->arena)->mapped -= UNIT;
+            o->mapped -= UNIT;
+            u->arena = NULL;
+        }
+    }
     drop(ranges, r);
     locked(false);
     inner->unreserve(b, r);
@@ -310,6 +326,7 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
         rc = (unmap ? inner->unmap : inner->map)(b, runs, n, bad);
     }
     locked(true);
+    unmap_failed = unmap_failed || (unmap && rc);
     finish_runs(runs, n, unmap, !rc);
     locked(false);
     return rc;
@@ -321,6 +338,20 @@ static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, 
 static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     return change(b, runs, n, true, bad);
+}
+static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
+    locked(true);
+    hold_here();
+    locked(false);
+    return inner->copy(b, ops, n);
+}
+static int fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
+    locked(true);
+    hold_here();
+    locked(false);
+    return inner->fill(b, addr, value, length);
 }
 static int open_(struct vmem__backend *b, const struct vmem_options *opts)
 {
@@ -360,6 +391,9 @@ int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_c
     wrapper.zero = zero;
     wrapper.map = map;
     wrapper.unmap = unmap;
+    wrapper.copy = copy;
+    wrapper.fill = fill;
+    unmap_failed = false;
     struct vmem_options opts = {.size = sizeof opts, .backend = name, .budget = budget};
     return vmem__context_create_ops(&wrapper, &opts, out);
 }

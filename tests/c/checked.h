@@ -13,10 +13,13 @@ int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_c
 // Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program
 // linked with malloc, calloc and realloc wrapped, an allocation by the library.
 void checked_fail(unsigned long n);
+// Every fault point of this thread fails, until told otherwise.
+void checked_fail_always(bool on);
 // Whether that fault point was reached.
 bool checked_failed(void);
 
-// The next backend call that maps, unmaps, populates, discards or zeroes stops before it does so, in whatever thread;
+// The next backend call that maps, unmaps, populates, discards, zeroes, copies or fills stops before it does so, in
+// whatever thread;
 // checked_held() waits until it has, and checked_resume() lets it go on.
 void checked_hold(void);
 void checked_held(void);

@@ -53,6 +53,11 @@ static void backdrop_reads_zero(vmem_context *ctx)
         return;
     uint64_t addr;
     vmem_page page;
+    // Also where the backdrop is lazy, far behind what there is.
+    OK(vMemReserve(ctx, 1 * GIB, VMEM_RESERVE_BACKDROP, &addr));
+    CHECK(all_words(ctx, addr + 700 * MIB, 4 * MIB, 0));
+    CHECK_EQ(get_word(ctx, addr + 1 * GIB - 8), 0);
+    OK(vMemFree(ctx, addr));
     OK(vMemReserve(ctx, 64 * MIB, VMEM_RESERVE_BACKDROP, &addr));
     OK(vmem_backdrop(ctx, addr, 4 * MIB));
     CHECK(all_words(ctx, addr, 4 * MIB, 0));
@@ -74,7 +79,7 @@ static void copy_and_fill(vmem_context *ctx)
 {
     const uint64_t P = test_page;
     static uint64_t words[512], back[512];
-    uint64_t addr, back_addr = 0;
+    uint64_t addr, full, back_addr = 0;
     vmem_page page[2];
     OK(vMemReserve(ctx, 8 * P, 0, &addr));
     OK(vMemCreate(ctx, P, 2, 0, page));
@@ -82,6 +87,8 @@ static void copy_and_fill(vmem_context *ctx)
     OK(vMemMap(ctx, addr + 2 * P, page[1]));
     for (int i = 0; i < 512; i++)
         words[i] = (uint64_t)i * 3 + 1;
+    OK(vMemReserve(ctx, 2 * P, 0, &full));
+    OK(vmem_commit(ctx, &(struct vmem_range){full, 2 * P}, 1, P, 0, NULL));
     // In order: each element reads what the one before wrote. Across the border of two pages, and unaligned.
     const uint64_t mid = addr + 2 * P - 1000;
     const struct vmem_copy_op ops[] = {
@@ -102,6 +109,9 @@ static void copy_and_fill(vmem_context *ctx)
         {(uintptr_t)back, addr, 4 * P},
         {addr + 7 * P, addr + P, 8},
         {addr - 8, (uintptr_t)words, 16},             // begins outside the reservation
+        {full + 2 * P - 8, (uintptr_t)words, 16},     // ends outside, and all inside is backed
+        {(uintptr_t)back, full + 2 * P - 8, 16},
+        {(uintptr_t)back, full - 8, 16},
     };
     for (size_t i = 0; i < COUNT(wrong); i++) {
         const struct vmem_copy_op pair[] = {ops[0], wrong[i]};
@@ -111,6 +121,11 @@ static void copy_and_fill(vmem_context *ctx)
     ERR(vmem_fill(ctx, addr, 1, 8), EFAULT, "nothing is mapped at");
     ERR(vmem_fill(ctx, addr + P, 1, 2 * P + 1), EFAULT, "nothing is mapped at");
     ERR(vmem_fill(ctx, addr + P, 1, UINT64_MAX), EINVAL, "beyond the end");
+    ERR(vmem_fill(ctx, full, 1, 2 * P + 1), EFAULT, "past the end of the reservation");
+    ERR(vmem_fill(ctx, full - 1, 1, 8), EFAULT, "into the reservation");
+    ERR(vmem_fill(ctx, full + P, 1, 4 * GIB), EFAULT, "past the end of the reservation");
+    OK(vmem_fill(ctx, full, 1, 2 * P));
+    OK(vmem_unreserve(ctx, full));
     OK(vmem_fill(ctx, addr, 1, 0));
     OK(vmem_fill(ctx, addr + P, 0x77, 2 * P));
     CHECK(all_words(ctx, addr + P, 2 * P, UINT64_C(0x7777777777777777)));
@@ -120,7 +135,6 @@ static void copy_and_fill(vmem_context *ctx)
     if (test_info.caps & VMEM_CAP_BACKDROP) {
         // A backdrop may be read and not written.
         OK(vMemReserve(ctx, 8 * P, VMEM_RESERVE_BACKDROP, &back_addr));
-        OK(vmem_backdrop(ctx, back_addr, 8 * P));
         CHECK_EQ(get_word(ctx, back_addr + P), 0);
         ERR(vmem_fill(ctx, back_addr, 1, 8), EFAULT, "nothing is mapped at");
         ERR(vmem_copy_batch(ctx, &(struct vmem_copy_op){back_addr, addr + P, 8}, 1), EFAULT, "dst");

@@ -47,6 +47,37 @@ static void budget_caps_arenas(bool whole_arenas)
     vmem_context_destroy(ctx);
 }
 
+// A commit of far more than there is fails at once: it would take 4 GiB of lists to describe.
+static void commit_looks_first(void)
+{
+    vmem_context *ctx = test_context(4 * VMEM_PAGE_2M);
+    uint64_t addr;
+    OK(vMemReserve(ctx, 16 * TIB, 0, &addr));
+    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "of a budget of");
+    OK(vmem_commit(ctx, &(struct vmem_range){addr + 8 * TIB, 2 * VMEM_PAGE_2M}, 1, test_page, 0, NULL));
+    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "of a budget of");
+    OK(vmem_set_budget(ctx, 0));
+    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "bytes of memory");
+    CHECK_EQ(test_stats(ctx).created, 2 * VMEM_PAGE_2M);
+    OK(vmem_unreserve(ctx, addr));
+    vmem_context_destroy(ctx);
+}
+
+static void prealloc_of_nothing(void)
+{
+    vmem_context *ctx = test_context(0);
+    vmem_page page[100];
+    const uint64_t base = test_stats(ctx).overhead;
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 100, 0, page));
+    OK(vmem_prealloc(ctx, 0));
+    OK(vMemReleaseBatch(ctx, page, 100, NULL));
+    if (ctx->b.ops->populate)
+        CHECK_EQ(test_stats(ctx).overhead, base);
+    else
+        CHECK(test_stats(ctx).overhead - base <= 64 * MIB); // an arena may stay
+    vmem_context_destroy(ctx);
+}
+
 static void prealloc(void)
 {
     vmem_context *ctx = test_context(0);
@@ -133,6 +164,8 @@ int main(int argc, char **argv)
     budget();
     budget_caps_arenas(false);
     budget_caps_arenas(true);
+    commit_looks_first();
+    prealloc_of_nothing();
     prealloc();
     shrinks();
     return 0;

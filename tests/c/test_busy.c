@@ -104,6 +104,124 @@ static void during_prealloc(bool trim)
     OK(vmem_trim(ctx, NULL));
 }
 
+static uint64_t word;
+static int do_fill(void) { return vmem_fill(ctx, addr, 0x11, 2 * test_page); }
+static int do_read(void)
+{
+    return vmem_copy_batch(ctx, &(struct vmem_copy_op){(uintptr_t)&word, addr + test_page, 8}, 1);
+}
+static int do_write(void)
+{
+    return vmem_copy_batch(ctx, &(struct vmem_copy_op){addr + test_page, (uintptr_t)&word, 8}, 1);
+}
+
+// Nothing goes from under a copy or a fill.
+static void during_data(const char *name, int (*held)(void))
+{
+    const struct vmem_range both = {addr, 2 * test_page};
+    const uint64_t second = addr + test_page;
+    pthread_t t;
+    printf("%s\n", name);
+    OK(vmem_commit(ctx, &both, 1, test_page, 0, NULL));
+    const vmem_page under = page_at(ctx, second);
+    OK(vMemMap(ctx, addr + 8 * test_page, under)); // an alias, which nobody touches
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)held));
+    checked_held();
+    ERR(vmem_decommit(ctx, &both, 1, NULL), EBUSY, "another call copies or fills there");
+    ERR(vMemUnmap(ctx, second, test_page), EBUSY, "another call copies or fills there");
+    ERR(vMemRelease(ctx, under), EBUSY, "another call copies or fills there");
+    ERR(vMemMapBatch(ctx, &(struct vmem_map_op){second, page[3]}, 1, VMEM_MAP_REPLACE, NULL), EBUSY,
+        "another call copies or fills there");
+    ERR(vMemFree(ctx, addr), EBUSY, "");
+    OK(vMemUnmap(ctx, addr + 8 * test_page, test_page));
+    CHECK_EQ(page_at(ctx, second), under);
+    OK(vmem_drop(ctx, &under, 1)); // later
+    CHECK_EQ(page_at(ctx, second), under);
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    CHECK_EQ(page_at(ctx, second), 0);
+    OK(vmem_decommit(ctx, &both, 1, NULL));
+}
+
+// And neither of them starts where another call maps or unmaps.
+static void data_during(int (*held)(void), bool mapped_now)
+{
+    pthread_t t;
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)held));
+    checked_held();
+    ERR(vmem_fill(ctx, addr, 1, 8), EBUSY, "another call works on");
+    ERR(vmem_copy_batch(ctx, &(struct vmem_copy_op){(uintptr_t)&word, addr, 8}, 1), EBUSY, "another call works on");
+    ERR(vmem_copy_batch(ctx, &(struct vmem_copy_op){addr, (uintptr_t)&word, 8}, 1), EBUSY, "another call works on");
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    CHECK_EQ(page_at(ctx, addr) != 0, mapped_now);
+}
+
+// What cannot be given up at once goes with the call that is at work there.
+static void gives_up_later(void)
+{
+    pthread_t t;
+    const struct vmem_stats before = test_stats(ctx);
+    vmem_page own;
+    uint64_t keep = addr;
+    OK(vMemReserve(ctx, 16 * MIB, 0, &addr));
+    OK(vMemCreate(ctx, test_page, 1, 0, &own));
+    const vmem_page page0 = page[0];
+    page[0] = own;
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_map));
+    checked_held();
+    OK(vmem_drop(ctx, &own, 1));
+    OK(vmem_unreserve(ctx, addr));
+    ERR(vmem_unreserve(ctx, addr), EINVAL, "not the start of a reservation");
+    ERR(vMemFree(ctx, addr), EINVAL, "not the start of a reservation");
+    CHECK_EQ(test_stats(ctx).reserved, before.reserved + 16 * MIB);
+    CHECK_EQ(test_stats(ctx).created, before.created + test_page);
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    CHECK_EQ(test_stats(ctx).reserved, before.reserved);
+    CHECK_EQ(test_stats(ctx).created, before.created);
+    CHECK_EQ(test_stats(ctx).mapped, before.mapped);
+    page[0] = page0;
+    addr = keep;
+}
+
+static _Atomic bool gone;
+static void *destroy(void *unused)
+{
+    vmem_context_destroy(ctx);
+    gone = true;
+    return unused;
+}
+
+// The context goes after the calls that are in flight.
+static void destroy_waits(void)
+{
+    pthread_t t, u;
+    OK(checked_context(test_backend, 0, false, &ctx));
+    OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
+    OK(vMemCreate(ctx, test_page, 4, 0, page));
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_map));
+    checked_held();
+    CHECK(!pthread_create(&u, NULL, destroy, NULL));
+    for (bool closing = false; !closing; sched_yield()) {
+        vmem__lock(ctx);
+        closing = ctx->closing;
+        vmem__unlock(ctx);
+    }
+    CHECK(!gone);
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK(!pthread_join(u, NULL));
+    CHECK_EQ(result, 0);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -130,6 +248,14 @@ int main(int argc, char **argv)
     CHECK_EQ(test_stats(ctx).mapped, 0);
     during_prealloc(false);
     during_prealloc(true);
+    during_data("fill", do_fill);
+    during_data("read", do_read);
+    during_data("write", do_write);
+    OK(vMemCreate(ctx, test_page, 1, 0, &page[0]));
+    data_during(do_map, true);
+    data_during(do_unmap, false);
+    gives_up_later();
     vmem_context_destroy(ctx);
+    destroy_waits();
     return 0;
 }

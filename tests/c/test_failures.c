@@ -55,6 +55,22 @@ static int do_map(void)
 }
 static int do_replace(void) { return vMemMapBatch(ctx, ops, 24, VMEM_MAP_REPLACE, NULL); }
 static int do_unmap(void) { return vMemUnmap(ctx, addr, 64 * test_page); }
+static struct vmem_range two[2];
+static void committed(void)
+{
+    two[0] = (struct vmem_range){addr, 24 * test_page};
+    two[1] = (struct vmem_range){addr + 32 * test_page, 2 * test_page};
+    OK(vmem_commit(ctx, two, 2, test_page, 0, NULL));
+    OK(vMemMap(ctx, addr + 60 * test_page, page_at(ctx, addr + 3 * test_page))); // an alias
+}
+static int do_commit(void)
+{
+    two[0] = (struct vmem_range){addr, 24 * test_page};
+    two[1] = (struct vmem_range){addr + 32 * test_page, 24 * test_page};
+    return vmem_commit(ctx, two, 2, test_page, 0, NULL);
+}
+static int do_decommit(void) { return vmem_decommit(ctx, two, 2, NULL); }
+static int do_unmap_committed(void) { return vMemUnmap(ctx, addr, 64 * test_page); }
 static int do_release(void) { return vMemReleaseBatch(ctx, page, 24, NULL); }
 
 static const struct {
@@ -73,6 +89,9 @@ static const struct {
     {"replace", mapped_and_more, do_replace, 2},
     {"unmap", mapped, do_unmap, 1},
     {"release", mapped, do_release, 2},
+    {"commit", nothing, do_commit, 4},
+    {"decommit", committed, do_decommit, 1},
+    {"unmap what was committed", committed, do_unmap_committed, 1},
 };
 
 // All that can be seen from outside.
@@ -159,6 +178,68 @@ static void element_at_fault(void)
     vmem_context_destroy(ctx);
 }
 
+// Giving up does not fail, whatever else does.
+static void giving_up(void)
+{
+    for (unsigned long n = 1, reached = true; reached; n++) {
+        uint64_t other;
+        vmem_page own[3];
+        start();
+        committed();
+        OK(vMemReserve(ctx, 8 * test_page, 0, &other));
+        OK(vMemCreate(ctx, test_page, 3, 0, own));
+        OK(vMemMap(ctx, addr + 40 * test_page, own[0]));
+        OK(vMemMap(ctx, addr + 41 * test_page, own[0]));
+        OK(vMemMap(ctx, addr + 42 * test_page, own[1]));
+        OK(vMemMap(ctx, other, own[1]));
+        OK(vMemMap(ctx, other + test_page, page_at(ctx, addr)));
+        OK(vmem_fill(ctx, other, 0x33, 2 * test_page));
+        checked_fail(n);
+        OK(vmem_unreserve(ctx, addr));
+        reached = checked_failed();
+        checked_fail(0);
+        CHECK_EQ(test_stats(ctx).reserved, 8 * test_page);
+        CHECK_EQ(test_stats(ctx).created, 4 * test_page);
+        CHECK_EQ(test_stats(ctx).mapped, 2 * test_page);
+        for (uint64_t i = 0; i < 2 * test_page; i += 64 * KIB)
+            CHECK_EQ(get_word(ctx, other + i), UINT64_C(0x3333333333333333));
+        OK(vMemMap(ctx, other + 2 * test_page, own[0])); // no mark is left
+        OK(vMemReleaseBatch(ctx, own, 3, NULL));
+        OK(vMemUnmap(ctx, other, 8 * test_page));
+        CHECK_EQ(test_stats(ctx).created, 0);
+        vmem_context_destroy(ctx);
+        if (n == 1)
+            CHECK(reached);
+    }
+}
+
+// A page that cannot be unmapped goes as soon as something else could be.
+static void dropping(void)
+{
+    start();
+    mapped();
+    OK(vMemCreate(ctx, test_page, 1, 0, more));
+    OK(vMemMap(ctx, addr + 50 * test_page, more[0]));
+    for (unsigned long n = 1; n < 4; n++) {
+        checked_fail(1);
+        ERR(vMemReleaseBatch(ctx, page, 24, NULL), ENOMEM, "");
+        checked_fail(1);
+        ERR(vMemRelease(ctx, page[0]), ENOMEM, "injected failure");
+        checked_fail_always(true);
+        OK(vmem_drop(ctx, page, 24));
+        test_stats(ctx); // does not even try
+        checked_fail_always(false);
+    }
+    CHECK_EQ(test_stats(ctx).created, 25 * test_page);
+    CHECK_EQ(page_at(ctx, addr), page[0]);
+    OK(vMemUnmap(ctx, addr + 50 * test_page, test_page));
+    CHECK_EQ(test_stats(ctx).created, test_page);
+    CHECK_EQ(test_stats(ctx).mapped, 0);
+    ERR(vMemRelease(ctx, page[0]), EINVAL, "is not a page");
+    OK(vMemRelease(ctx, more[0]));
+    vmem_context_destroy(ctx);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -167,6 +248,8 @@ int main(int argc, char **argv)
         for (size_t c = 0; c < COUNT(calls); c++)
             sweep(c);
         element_at_fault();
+        giving_up();
+        dropping();
     }
     return 0;
 }
