@@ -170,16 +170,18 @@ static int create_part(vmem_context *ctx, uint32_t units, size_t n, uint64_t mor
               vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, units, p);
         if (!got) {
             const uint64_t space = ctx->space;
-            *grown = true;
-            rc = vmem__grow(ctx, left + more, units);
-            if (!rc && !ctx->b.ops->populate && (fresh += ctx->space - space) >= VMEM__STEP) {
+            if (fresh >= VMEM__STEP) {
                 vmem__unlock(ctx);
                 rc = vmem__interrupted(&ctx->b);
                 vmem__lock(ctx);
                 fresh = 0;
             }
+            if (!rc)
+                rc = vmem__grow(ctx, left + more, units);
             if (rc)
                 break;
+            *grown = true;
+            fresh += ctx->b.ops->populate ? 0 : ctx->space - space;
             continue;
         }
         if (!p->committed) {
