@@ -68,18 +68,18 @@ void vmem__batch_give(struct batch *b)
     struct vmem__piece pieces[16];
     while (b->ended) {
         size_t n = 0;
-        while (b->ended && n < sizeof pieces / sizeof pieces[0]) {
-            struct vmem__arena_rec *a = vmem__frame_arena(b->ctx, b->ended_frame);
+        do {
+            struct vmem__page *head = b->ended;
+            struct vmem__arena_rec *a = b->ended_arena;
             pieces[n++] = (struct vmem__piece){
-                .arena = a, .first = (uint32_t)(b->ended - a->pages), .units = b->ended->units, .committed = true};
-            const uint64_t next = b->ended->next;
+                .arena = a, .first = (uint32_t)(head - a->pages), .units = head->units, .committed = true};
             b->ended = NULL;
-            if (next) {
-                b->ended_frame = next - 1;
-                a = vmem__frame_arena(b->ctx, b->ended_frame);
-                b->ended = &a->pages[b->ended_frame - a->base];
+            if (head->next) {
+                b->ended_frame = head->next - 1;
+                b->ended_arena = vmem__frame_arena(b->ctx, b->ended_frame);
+                b->ended = &b->ended_arena->pages[b->ended_frame - b->ended_arena->base];
             }
-        }
+        } while (b->ended && n < sizeof pieces / sizeof pieces[0]);
         vmem__give(b->ctx, pieces, n);
     }
 }

@@ -21,6 +21,7 @@ struct batch {
     // Memory of pages that the batch has ended, consecutive pages as one piece: a list through the first units, by
     // `next`, whose `units` are the piece's. It takes no memory, so that ending pages cannot fail.
     struct vmem__page *ended;
+    struct vmem__arena_rec *ended_arena;
     uint64_t ended_frame;
 };
 
@@ -150,6 +151,7 @@ static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, st
         p->units += last->units;
     }
     b->ended = p;
+    b->ended_arena = a;
     b->ended_frame = frame;
 }
 

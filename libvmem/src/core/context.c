@@ -175,13 +175,10 @@ int vmem__interrupted(struct vmem__backend *b)
     return interrupted && interrupted(arg) ? vmem__error(-EINTR, "interrupted") : 0;
 }
 
-int vmem__enter(const vmem_context *ctx)
+int vmem__refuse(const vmem_context *ctx)
 {
-    if (VMEM__UNLIKELY(!ctx))
-        return vmem__error(-EINVAL, "ctx is NULL");
-    if (VMEM__UNLIKELY(!*ctx->owned))
-        return vmem__error(-EPERM, "the context belongs to the process that forked this one");
-    return 0;
+    return ctx ? vmem__error(-EPERM, "the context belongs to the process that forked this one")
+               : vmem__error(-EINVAL, "ctx is NULL");
 }
 
 // ---- information --------------------------------------------------------------------------------------------

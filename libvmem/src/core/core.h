@@ -190,7 +190,11 @@ struct vmem_context {
 };
 
 // Entry of every call: the context's process may go on.
-int vmem__enter(const vmem_context *ctx);
+int vmem__refuse(const vmem_context *ctx) __attribute__((cold));
+static inline int vmem__enter(const vmem_context *ctx)
+{
+    return VMEM__LIKELY(ctx && *ctx->owned) ? 0 : vmem__refuse(ctx);
+}
 static inline void vmem__lock(vmem_context *ctx) { pthread_mutex_lock(&ctx->lock); }
 static inline void vmem__unlock(vmem_context *ctx) { pthread_mutex_unlock(&ctx->lock); }
 // Every call that takes the lock takes it first by begin and drops it last by end. In between it may drop it.
@@ -238,10 +242,17 @@ void vmem__arenas_destroy(vmem_context *ctx);
 // page.c
 //
 // -EINVAL, naming page_size, unless the backend has such pages.
-int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size);
+int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size) __attribute__((cold));
+static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
+{
+    if (VMEM__LIKELY(page_size && !(page_size & (page_size - 1)) && (page_size & ctx->b.info.page_sizes)))
+        return 0;
+    return vmem__bad_page_size(ctx, page_size);
+}
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
 #define VMEM__CREATE_BOUND 0x80000000u // among the flags: the pages are bound to their addresses
-// -ENOMEM unless there may be n pages more, by the budget and by what the device has. With the lock held.
+// -ENOMEM unless there may be n pages more, at most 2^46 bytes, by the budget and by what the device has. With the lock
+// held.
 int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n);
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
 // The page a handle names, with its arena; NULL if there is none (any more).

@@ -8,11 +8,9 @@
 // Units of a part of a create call: the lock is held for as many at a time.
 #define PART_UNITS (UINT64_C(1) << 14)
 
-int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
+int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 {
     char sizes[64] = "";
-    if (page_size && !(page_size & (page_size - 1)) && (page_size & ctx->b.info.page_sizes))
-        return 0;
     for (uint64_t size = UNIT; size <= VMEM_PAGE_2M; size *= 2) {
         const size_t used = strlen(sizes);
         if (size & ctx->b.info.page_sizes)
@@ -127,18 +125,18 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     if (n && !out)
         return vmem__error(-EINVAL, "pages is NULL");
-    if (n > MAX_RESERVE / page_size)
+    if (n > MAX_RESERVE >> __builtin_ctzll(page_size))
         return vmem__error(-ENOMEM, "n: %zu pages of %" PRIu64 " bytes are more than 2^46 bytes", n, page_size);
     return 0;
 }
 
 int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 {
-    const uint64_t total = ctx->b.info.memory_total;
-    if (ctx->budget && (ctx->created >= ctx->budget || n > (ctx->budget - ctx->created) / page_size))
+    const uint64_t total = ctx->b.info.memory_total, created = ctx->created, bytes = n * page_size;
+    if (ctx->budget && (created >= ctx->budget || bytes > ctx->budget - created))
         return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64,
                            n, page_size, ctx->created, ctx->budget);
-    if (n > (total > ctx->created ? total - ctx->created : 0) / page_size)
+    if (bytes > total || created > total - bytes)
         return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64
                            " bytes of memory", n, page_size, ctx->created,
                            ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,",
@@ -191,7 +189,7 @@ static int create_part(vmem_context *ctx, uint32_t units, size_t n, uint64_t mor
         for (uint32_t u = 0; ready && (flags & VMEM_CREATE_ZERO) && u < p->units; u++)
             ready = !p->arena->pages[p->first + u].dirty;
         pages_make(ctx, p, units, flags & VMEM__CREATE_BOUND, out);
-        out += p->units / units;
+        out += p->units >> __builtin_ctz(units);
         left -= p->units;
         n_pieces++;
     }
@@ -228,7 +226,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     const uint64_t bytes = rc ? 0 : n * page_size;
     ctx->created += bytes;
     while (!rc && done < n) {
-        const size_t part = n - done < PART_UNITS / units ? n - done : PART_UNITS / units;
+        const size_t part = (n - done) * units <= PART_UNITS ? n - done : PART_UNITS / units;
         rc = create_part(ctx, units, part, (n - done - part) * units, near, flags, out + done, &grown);
         done += rc ? 0 : part;
         if (rc || done == n)

@@ -123,8 +123,8 @@ enum end {
     RELEASED,  // empty the slots; all pages end
 };
 
-// Ends an unmapping batch. The runs name every page in it that is mapped.
-static void finish_unmap(struct batch *b, enum end end)
+// The runs name every page in the batch that is mapped.
+static inline __attribute__((always_inline)) void finish_runs(struct batch *b, const enum end end)
 {
     vmem_context *ctx = b->ctx;
     for (size_t r = 0; r < b->n; r++) {
@@ -148,10 +148,10 @@ static void finish_unmap(struct batch *b, enum end end)
                 }
                 unlink_page(ctx, addr, p);
                 ctx->unmap_ops++;
-                if (p->mappings) {
-                    if (end == UNMAPPED)
-                        p->token = 0;
-                } else if (end == RELEASED || p->bound) {
+                if (end == RELEASED) { // the token stays while it is mapped elsewhere
+                    if (VMEM__LIKELY(!p->mappings))
+                        batch_end_page(b, a, p);
+                } else if (VMEM__UNLIKELY(p->bound && !p->mappings)) {
                     batch_end_page(b, a, p);
                 } else {
                     p->token = 0;
@@ -168,6 +168,17 @@ static void finish_unmap(struct batch *b, enum end end)
         ctx->unmap_runs += b->n;
         ctx->stuck = false;
     }
+}
+
+// Ends an unmapping batch: a loop for each way, without questions.
+static void finish_unmap(struct batch *b, enum end end)
+{
+    if (end == TAKE_BACK)
+        finish_runs(b, TAKE_BACK);
+    else if (end == UNMAPPED)
+        finish_runs(b, UNMAPPED);
+    else
+        finish_runs(b, RELEASED);
 }
 
 int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad)
@@ -286,7 +297,8 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
     }
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
-    finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
+    if (b.n)
+        finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
     finish_unmapped(&b, pages, marked, !rc);
     vmem__batch_give(&b);
     vmem__batch_end(&b);
