@@ -356,12 +356,13 @@ class Rows:
             torch.cuda.empty_cache()  # what torch keeps for later is memory that pages can be had from
             short = self._try_step(kv, lengths)
         if short:
-            live = int((lengths > 0).sum())
+            live, stats = int((lengths > 0).sum()), kv.stats()
             raise OutOfMemory(
                 errno.ENOMEM,
-                f"{live} sequences of up to {int(lengths.max())} tokens need {short * kv.page_size / MIB:.1f} MiB more "
-                f"than is free of the budget of {kv.stats().budget_pages * kv.page_size / MIB:.1f} MiB: lower the "
-                "batch, the beams or max_new_tokens, or raise budget; the cache can be used on",
+                f"{live} sequences of up to {int(lengths.max())} tokens: {short * kv.page_size / MIB:.1f} MiB of pages "
+                f"are missing ({stats.held_pages * kv.page_size / MIB:.1f} MiB held, budget "
+                f"{stats.budget_pages * kv.page_size / MIB:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
+                "raise budget; the cache can be used on",
             )
 
     @staticmethod
