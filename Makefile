@@ -8,6 +8,9 @@ WARN   := -Wall -Wextra -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith
           -Werror=implicit-function-declaration -Werror=incompatible-pointer-types -Werror=int-conversion \
           -Werror=return-type
 CPPFLAGS += -D_GNU_SOURCE -Ilibvmem/include -Ilibvmem/src
+PREFIX ?= /usr/local
+DEST    = $(DESTDIR)$(PREFIX)
+VERSION = $(shell sed -n 's/.*VMEM_VERSION_[A-Z]* \([0-9]*\)$$/\1/p' libvmem/include/vmem.h | paste -sd.)
 VENV   := .venv
 PY     := $(VENV)/bin/python
 Q      := $(if $(V),,@)
@@ -19,7 +22,7 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib venv bench lint wheel clean
+.PHONY: all help lib install venv bench lint wheel clean
 .PHONY: test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu test-vllm
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
@@ -28,6 +31,15 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
 lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
+
+install: lib ## Install headers, libraries and vmem.pc under PREFIX (/usr/local); DESTDIR stages
+	$(Q)install -d $(DEST)/include $(DEST)/lib/pkgconfig
+	$(Q)install -m 644 libvmem/include/vmem.h libvmem/include/vmem_kv.h $(DEST)/include
+	$(Q)install -m 644 build/libvmem.a $(DEST)/lib
+	$(Q)install -m 755 build/libvmem.so $(DEST)/lib/libvmem.so.$(VERSION)
+	$(Q)ln -sf libvmem.so.$(VERSION) $(DEST)/lib/libvmem.so.0
+	$(Q)ln -sf libvmem.so.0 $(DEST)/lib/libvmem.so
+	$(Q)sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' libvmem/vmem.pc.in > $(DEST)/lib/pkgconfig/vmem.pc
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
@@ -69,7 +81,7 @@ bench: venv ## Run every benchmark, quickly, on the best backend
 lint: venv ## Compile with -Werror, and check the Python code where ruff is installed
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
 	$(Q)if ! command -v ruff >/dev/null; then echo "ruff is not installed"; \
-	    else ruff check pyvmem tests/python .ci setup.py; fi
+	    else ruff check pyvmem tests/python examples .ci setup.py; fi
 
 wheel: | toolchain ## Build the source distribution and the manylinux wheel into build/dist, and try the wheel
 	$(Q)$(PYTHON) .ci/make_wheel.py build/dist
