@@ -1,0 +1,109 @@
+"""Every example runs on host memory, and says what it should.
+
+SPDX-License-Identifier: MIT
+"""
+
+import importlib.util
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", TOP / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*command, **env):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**QUIET, **env}, cwd=TOP)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_continuous_batching_gives_the_models_own_tokens():
+    """Chunks, prefixes and preemptions change no token; each stands for itself in the stream."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    module = example("continuous_batching")
+    model = module.small_model()
+    draw = random.Random(1)
+    system = [draw.randrange(2, 512) for _ in range(96)]
+    prompts = [system + [draw.randrange(2, 512) for _ in range(draw.randrange(5, 150))] for _ in range(9)]
+    want = []
+    for prompt in prompts:
+        model.set_attn_implementation("sdpa")
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        want.append(out[0, len(prompt) :].tolist())
+    engine = module.Engine(model, slots=4, max_tokens=512, budget=2 << 20, chunk=50, check=True)
+    for i, prompt in enumerate(prompts):
+        engine.submit(module.Request(i, prompt, 12))
+    got = {i: [] for i in range(len(prompts))}
+    for request, token in engine.run():
+        got[request.id].append(token)
+    assert list(got.values()) == want
+    assert engine.preemptions > 0 and engine.prefixes.hit_tokens > 0
+    assert engine.cache.stats().active_slots == 0
+    with pytest.raises(ValueError, match="request 9: 500 [+] 20 tokens; 512 at most"):
+        engine.submit(module.Request(9, [2] * 500, 20))
+    engine.submit(module.Request(10, [2] * 500, 5))
+    with pytest.raises(MemoryError, match="alone needs more than the budget"):
+        engine.prefixes.clear()
+        engine.cache.set_budget(4 * engine.cache.page_size)
+        list(engine.run())
+    engine.close()
+
+
+def test_continuous_batching_streams():
+    pytest.importorskip("transformers")
+    said = run(sys.executable, "examples/continuous_batching.py", "--requests", "3").splitlines()
+    assert len([line for line in said if line.startswith("request ")]) == 3 * 20
+    assert re.fullmatch(r"\d+ preemptions, \d+ tokens from prefixes, \d+ iterations", said[-1])
+
+
+@pytest.mark.parametrize("attention", ["vmem", "sdpa"])
+def test_generate(attention):
+    pytest.importorskip("transformers")
+    said = run(sys.executable, "examples/generate.py", "--attention", attention, "--new", "5", "two", "prompts")
+    lines = [line for line in said.splitlines() if "->" in line]
+    assert [line.split(" -> ")[0] for line in lines] == ["two", "prompts"]
+    assert all(len(line.split("[")[1].split(",")) == 5 for line in lines)
+    assert "KiB of addresses" in said
+
+
+def test_two_models_share_one_pool():
+    pytest.importorskip("transformers")
+    said = run(sys.executable, "examples/two_models.py")
+    assert len(re.findall(r"^(llama|qwen): \d", said, re.M)) == 6
+    assert "gives" in said, "the pool was large enough for both at once"
+    held = [tuple(map(float, pair)) for pair in re.findall(r"llama holds (\S+) MiB, qwen holds (\S+) MiB", said)]
+    assert all(a + b <= 8 for a, b in held)
+
+
+@pytest.mark.parametrize("kind", ["engine", "engine-static"])
+def test_an_engine_by_the_c_api_alone(kind, tmp_path):
+    """`make install` into an empty folder, then a program that is built with pkg-config alone."""
+    if not shutil.which("pkg-config") or not shutil.which(os.environ.get("CC", "cc")):
+        pytest.skip("there is no pkg-config or no C compiler")
+    run("make", "-s", "install", "PREFIX=/opt/vmem", f"DESTDIR={tmp_path}", f"PYTHON={sys.executable}")
+    assert "prefix=/opt/vmem\n" in (tmp_path / "opt/vmem/lib/pkgconfig/vmem.pc").read_text()
+    run("make", "-s", "install", f"PREFIX={tmp_path}", f"PYTHON={sys.executable}")
+    assert (tmp_path / "lib/libvmem.so.0").is_symlink()
+    run("make", "-C", "examples", f"BUILD={tmp_path}", kind, PKG_CONFIG_PATH=str(tmp_path / "lib/pkgconfig"))
+    said = run(tmp_path / kind, LD_LIBRARY_PATH=str(tmp_path / "lib"))
+    found = re.fullmatch(
+        r"12 requests, (\d+) preemptions, (\d+) began with the prefix, \d+ iterations, (\d+) pages of the budget's 64",
+        said.strip(),
+    )
+    assert found and int(found[1]) > 0 and int(found[2]) > 0 and int(found[3]) <= 64
