@@ -239,19 +239,15 @@ class Reservation(_Owned):
                     bad,
                 )
             else:
-                self._part(first, len(handles) * size)
-                _check(
-                    lib.pv_range_map(
-                        self._owned(), first, size, as_buffer("vmem_page[]", handles), len(handles),
-                        map_flags(replace, fine), bad,
-                    ),
-                    bad,
-                )  # fmt: skip
+                n, flags = len(handles), map_flags(replace, fine)
+                self._part(first, n * size)
+                _check(lib.pv_range_map(self._owned(), first, size, pages._buffer, n, flags, bad), bad)
         except BaseException:
             if not known:
                 self._pages.discard(pages)
             raise
-        pages._homes[id(self)] = self
+        if not known:
+            pages._homes[id(self)] = self
 
     def unmap(self, offset: Any = 0, length: Any = None) -> None:
         """Unmap `length` bytes from `offset` on (arrays for several ranges, all or none); by default everything.
@@ -359,8 +355,8 @@ class Pages(_Owned):
         self.handles = new_handles(n)
         owner = self._new_owner(context._owned())
         flags = lib.VMEM_CREATE_ZERO if zero else 0
-        buffer = as_buffer("vmem_page[]", self.handles)
-        _check(lib.pv_own_pages(owner, page_size, len(self.handles), flags, buffer))
+        self._buffer = as_buffer("vmem_page[]", self.handles)
+        _check(lib.pv_own_pages(owner, page_size, len(self.handles), flags, self._buffer))
         self._own(owner)
         self.handles.flags.writeable = False
         self.context = context
