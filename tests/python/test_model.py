@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import errno
+import functools
 
 import hypothesis.strategies as st
 import numpy as np
@@ -60,8 +61,12 @@ class Memory(RuleBasedStateMachine):
         super().__init__()
         self.context = pyvmem.Context(self.backend)
         self.sizes = self.context.page_sizes
-        self.can_backdrop = "backdrop" in self.context.info().capabilities
+        self.can_backdrop = "backdrop" in self.context.capabilities
         self.ranges, self.pages, self.stale = [], [], []
+        self.objects = []  # (Pages, [Page])
+        self.closed = []  # Reservations and Pages
+        self.other = pyvmem.Context(self.backend)  # with pages whose numbers may be those of ours
+        self.others = [self.other.create(size, 4) for size in self.sizes]
 
     def teardown(self):
         self.check_every_byte()
@@ -69,10 +74,16 @@ class Memory(RuleBasedStateMachine):
             r.reservation.close()
             self.clear(r, 0, len(r.units))
         self.settle()
-        if self.pages:
-            self.context.release([p.handle for p in self.pages])
+        for pages, _ in self.objects:
+            self.context.release([h for h in pages.handles if int(h) in {p.handle for p in self.pages}])
+            pages.close()
+        mine = {p.handle for p in self.pages} - {int(h) for pages, _ in self.objects for h in pages.handles}
+        if mine:
+            self.context.release(sorted(mine))
         stats = self.context.stats()
         self.context.close()
+        assert self.other.stats().created == sum(4 * size for size in self.sizes)
+        self.other.close()
         assert (stats.reserved, stats.created, stats.mapped) == (0, 0, 0)
 
     # ---- the shadow's view of a call -------------------------------------------------------------------------
@@ -139,6 +150,8 @@ class Memory(RuleBasedStateMachine):
         self.reserve(RANGE_UNITS // 2, False)
         for size in range(len(self.sizes)):
             self.create(size, 2, zero)
+        self.create_object(0, 3)
+        self.map_object(0, 0, 8, 1, False)
 
     @precondition(lambda self: len(self.ranges) < 5)
     @rule(units=st.integers(1, RANGE_UNITS), backdrop=st.booleans())
@@ -191,6 +204,97 @@ class Memory(RuleBasedStateMachine):
                 self.context.map_ops(ops, replace=replace, fine=fine)
             assert caught.value.index == at_fault
 
+    @precondition(lambda self: len(self.pages) < 24)
+    @rule(size=st.integers(0, 3), n=st.integers(1, 4))
+    def create_object(self, size, n):
+        size = self.sizes[size % len(self.sizes)]
+        pages = self.context.create(size, n)
+        self.objects.append((pages, [Page(int(handle), size) for handle in pages.handles]))
+        self.pages += self.objects[-1][1]
+
+    @precondition(lambda self: self.ranges and self.objects)
+    @rule(
+        r=st.integers(0, 99),
+        o=st.integers(0, 99),
+        unit=st.integers(0, RANGE_UNITS + 8),
+        apart=st.integers(0, 3),
+        replace=st.booleans(),
+    )
+    def map_object(self, r, o, unit, apart, replace):
+        """Through the reservation, by offset: one after another, or by an array of offsets; past its end too."""
+        target, (pages, members) = self.ranges[r % len(self.ranges)], self.objects[o % len(self.objects)]
+        step = pages.page_size // UNIT
+        unit -= unit % step
+        units = [unit + i * (step + apart * step) for i in range(len(members))]
+        offset = unit * UNIT if apart == 0 else np.array(units).reshape(1, -1) * UNIT
+        faults, taken = set(), set()
+        if any(u + step > len(target.units) for u in units):
+            with pytest.raises(pyvmem.InvalidArgument, match="within the reservation's"):
+                target.reservation.map(pages, offset, replace=replace)
+            return
+        if any(p not in self.pages for p in members):
+            faults = {errno.EINVAL}
+        for u, page in zip(units, members):
+            if not faults:
+                faults = self.verdict(target, u, page, replace, taken)
+            taken |= {(target, u + i) for i in range(step)}
+        if self.attempt(faults, lambda: target.reservation.map(pages, offset, replace=replace)):
+            for u, page in zip(units, members):
+                self.set_page(target, u, page)
+            self.settle()
+            for page in members:
+                self.define(page)
+
+    @precondition(lambda self: self.objects)
+    @rule(o=st.integers(0, 99))
+    def close_object(self, o):
+        pages, members = self.objects.pop(o % len(self.objects))
+        pages.close()
+        self.closed.append(pages)
+        for page in members:
+            if page in self.pages:
+                self.forget(page)
+
+    @precondition(lambda self: self.closed)
+    @rule(c=st.integers(0, 99), r=st.integers(0, 99), unit=st.integers(0, RANGE_UNITS))
+    def use_closed(self, c, r, unit):
+        """What is closed does nothing to what has taken its place."""
+        thing = self.closed[c % len(self.closed)]
+        if isinstance(thing, pyvmem.Pages):
+            calls = [lambda: self.context.release(thing), lambda: self.context.map(0, thing)]
+            calls += [lambda: r.reservation.map(thing) for r in self.ranges]
+        else:
+            offset = unit * UNIT % thing.length
+            calls = [lambda: thing.unmap(offset), lambda: thing.commit(offset), lambda: thing.decommit(offset)]
+            calls += [lambda: thing.map(pages) for pages, _ in self.objects]
+            assert thing.resident_bytes == 0
+        for call in calls:
+            with pytest.raises(ValueError, match="closed"):
+                call()
+        thing.close()
+
+    @precondition(lambda self: self.ranges)
+    @rule(r=st.integers(0, 99), o=st.integers(0, 99), unit=st.integers(0, RANGE_UNITS), replace=st.booleans())
+    def use_pages_of_another_context(self, r, o, unit, replace):
+        target, pages = self.ranges[r % len(self.ranges)], self.others[o % len(self.others)]
+        addr = target.addr + unit % len(target.units) * UNIT
+        for theirs in (pages, pages.handles, int(pages.handles[o % 4])):
+            self.attempt({errno.EINVAL}, lambda: self.context.map(addr, theirs, replace=replace))
+            self.attempt({errno.EINVAL}, lambda: self.context.release(theirs))
+        self.attempt({errno.EINVAL}, lambda: target.reservation.map(pages, replace=replace))
+
+    @precondition(lambda self: self.ranges)
+    @rule(r=st.integers(0, 99), unit=st.integers(0, RANGE_UNITS + 2), more=st.integers(1, 40))
+    def past_the_end(self, r, unit, more):
+        target = self.ranges[r % len(self.ranges)]
+        offset, length = unit * UNIT, (max(len(target.units) - unit, 0) + more) * UNIT
+        range_ = target.reservation
+        calls = [range_.unmap, range_.commit, range_.decommit, range_.backdrop, range_.backed]
+        calls.append(lambda offset, length: range_.unmap([0, offset], [UNIT, length]))
+        for call in calls:
+            with pytest.raises(pyvmem.InvalidArgument, match="within the reservation's"):
+                call(offset, length)
+
     @precondition(lambda self: self.ranges and self.stale)
     @rule(r=st.integers(0, 99), p=st.integers(0, 999))
     def map_stale(self, r, p):
@@ -199,14 +303,32 @@ class Memory(RuleBasedStateMachine):
         self.attempt({errno.EINVAL}, lambda: self.context.release(handle))
 
     @precondition(lambda self: self.ranges)
-    @rule(r=st.integers(0, 99), unit=st.integers(0, RANGE_UNITS), count=st.integers(1, RANGE_UNITS))
-    def unmap(self, r, unit, count):
+    @rule(
+        r=st.integers(0, 99),
+        unit=st.integers(0, RANGE_UNITS),
+        count=st.integers(1, RANGE_UNITS),
+        how=st.sampled_from(["decommit", "offset", "offsets", "address"]),
+        whole=st.booleans(),
+    )
+    def unmap(self, r, unit, count, how, whole):
+        """By address or through the reservation, where decommit is the same: what commit put there goes."""
         target = self.ranges[r % len(self.ranges)]
         unit %= len(target.units)
         count = min(count, len(target.units) - unit)
+        if whole:  # which cuts no page
+            unit, count = 0, len(target.units)
         cut = cut_before(target.units[unit]) or cut_after(target.units[unit + count - 1])
         faults = {errno.EINVAL} if cut else set()
-        if self.attempt(faults, lambda: self.context.unmap(target.addr + unit * UNIT, count * UNIT)):
+        call = {
+            "address": lambda: self.context.unmap(target.addr + unit * UNIT, count * UNIT),
+            "offset": lambda: target.reservation.unmap(unit * UNIT, count * UNIT),
+            "offsets": lambda: target.reservation.unmap([unit * UNIT], [count * UNIT]),
+            "decommit": lambda: target.reservation.decommit(unit * UNIT, count * UNIT),
+        }[how]
+        backed = sum(map(bool, target.units[unit : unit + count])) * UNIT
+        said = []
+        if self.attempt(faults, lambda: said.append(call())):
+            assert how != "decommit" or said == [backed]
             self.clear(target, unit, count)
             self.settle()
 
@@ -237,11 +359,18 @@ class Memory(RuleBasedStateMachine):
         target.reservation.close()
         self.clear(target, 0, len(target.units))
         self.ranges.remove(target)
+        self.closed.append(target.reservation)
         self.settle()
 
     @precondition(lambda self: self.ranges and len(self.pages) < 40)
-    @rule(r=st.integers(0, 99), size=st.integers(0, 3), first=st.integers(0, 99), count=st.integers(1, 8))
-    def commit(self, r, size, first, count):
+    @rule(
+        r=st.integers(0, 99),
+        size=st.integers(0, 3),
+        first=st.integers(0, 99),
+        count=st.integers(1, 8),
+        by_offset=st.booleans(),
+    )
+    def commit(self, r, size, first, count, by_offset):
         target, size = self.ranges[r % len(self.ranges)], self.sizes[size % len(self.sizes)]
         step = size // UNIT
         whole = len(target.units) // step
@@ -257,7 +386,13 @@ class Memory(RuleBasedStateMachine):
         holes = [u for u in slots if not target.units[u]]
         faults = {errno.EEXIST} if clash else set()
         addr, length = target.addr + slots[0] * UNIT, count * size
-        if self.attempt(faults, lambda: self.context.commit(addr, length, size)):
+        said = []
+        if by_offset:
+            call = functools.partial(target.reservation.commit, addr - target.addr, length, size)
+        else:
+            call = functools.partial(self.context.commit, addr, length, size)
+        if self.attempt(faults, lambda: said.append(call())):
+            assert said == [len(holes) * size]
             for u in holes:
                 page = Page(self.context.query(target.addr + u * UNIT)[0], size, bound=True)
                 assert page.handle not in {p.handle for p in self.pages}
@@ -298,11 +433,15 @@ class Memory(RuleBasedStateMachine):
         assert stats.reserved == sum(len(r.units) * UNIT for r in self.ranges)
         assert stats.created == sum(p.size for p in self.pages)
         assert stats.mapped == sum(p.size * len(p.places) for p in self.pages)
+        for r in self.ranges:
+            assert r.reservation.resident_bytes == sum(map(bool, r.units)) * UNIT
 
     @precondition(lambda self: self.ranges)
     @rule()
     def check_every_byte(self):
         for target in self.ranges:
+            backed = {u for first, n in target.reservation.backed() for u in range(first // UNIT, (first + n) // UNIT)}
+            assert backed == {u for u, what in enumerate(target.units) if what}
             for unit, what in enumerate(target.units):
                 addr = target.addr + unit * UNIT
                 if what is None:
@@ -323,6 +462,7 @@ class Memory(RuleBasedStateMachine):
 for _name in BACKENDS:
     _machine = type(f"Memory_{_name}", (Memory,), {"backend": _name})
     _case = _machine.TestCase
-    _case.settings = settings(stateful_step_count=40)
+    _more = 3 if _name == "host" else 1  # there a step costs least
+    _case.settings = settings(stateful_step_count=40, max_examples=_more * settings.default.max_examples)
     globals()[f"Test_{_name}"] = _case
 del _machine, _case
