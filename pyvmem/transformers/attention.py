@@ -64,7 +64,8 @@ def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scali
         return _dense(module, query, key, value, mask, dropout, scaling, *extras), None
     layer = handover.layer
     window = layer.window or sliding_window or 0
-    if not _by_kernel(query, key, value, attention_mask, dropout, window, *extras, getattr(module, "is_causal", True)):
+    causal = getattr(module, "is_causal", True)
+    if not _by_kernel(layer, query, key, attention_mask, dropout, window, *extras, causal):
         handover.write(key, uniform=True)
         keys, values = layer.view(handover.start)
         mask = _dense_mask(query, keys.shape[2], handover.start, layer.length - keys.shape[2], window, attention_mask)
@@ -108,21 +109,15 @@ def tile_rows(key, config, windows):
     return math.lcm(*rows)
 
 
-_takes = {}
-
-
-def _by_kernel(query, key, value, mask, dropout, window, softcap, sinks, bias, causal):
+def _by_kernel(layer, query, key, mask, dropout, window, softcap, sinks, bias, causal):
     """Whether the kernels of `pyvmem.attention` can compute this."""
-    if mask is not None and mask.dim() != 2:
+    if (mask is not None and mask.dim() != 2) or sinks is not None or bias is not None or dropout or not causal:
         return False
-    if sinks is not None or bias is not None or dropout or not causal:
-        return False
-    what = (query.shape[1], key.shape[1], key.shape[3], key.dtype, query.dtype, key.device, bool(window), softcap)
-    if what not in _takes:
-        _takes[what] = query.dtype == key.dtype and all(
-            _taken(_shape(phase, query.shape[1], key, window, float(softcap or 0.0))) for phase in ("decode", "prefill")
-        )
-    return _takes[what]
+    asked = (softcap, query.dtype, query.shape[1])
+    if layer.taken is None or layer.taken[0] != asked:
+        shapes = [_shape(phase, query.shape[1], key, window, float(softcap or 0.0)) for phase in ("decode", "prefill")]
+        layer.taken = asked, query.dtype == key.dtype and all(map(_taken, shapes))
+    return layer.taken[1]
 
 
 def _taken(shape):

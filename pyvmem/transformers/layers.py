@@ -51,8 +51,10 @@ class VMemLayer(CacheLayerMixin):
         self.rows = rows
         self.index = index  # among the layers that keep rows
         self.config = config
+        self._settings = vars(config)
         self.length = 0  # columns, padding included
         self.is_initialized = False
+        self.taken = None  # what the kernels were last asked to take of this layer, and whether they do
         self._version = -1  # of `rows`, when the views were made
 
     @property
@@ -69,8 +71,9 @@ class VMemLayer(CacheLayerMixin):
 
     @property
     def by_length(self):
-        """Whether the model's attention is ours."""
-        return self.config._attn_implementation == "vmem"
+        """Whether the model's attention is ours; it may change between passes."""
+        # The property costs microseconds in every layer: a config looks every name up in several tables.
+        return self._settings.get("_attn_implementation_internal") == "vmem"
 
     def lazy_initialization(self, key_states, value_states):
         if self.by_length:
@@ -131,8 +134,10 @@ class VMemLayer(CacheLayerMixin):
     def __deepcopy__(self, memo):
         new = copy.copy(self)
         memo[id(self)] = new
-        views = {"_k": None, "_v": None, "_version": -1}  # of the rows that it is copied from
+        # Views of the rows that it is copied from; and the model's own settings, which it goes on to follow.
+        views = {"_k": None, "_v": None, "_version": -1, "_settings": None}
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
+        new._settings = vars(new.config)
         return new
 
     def slot(self, which):
