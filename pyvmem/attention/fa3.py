@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import functools
 import importlib
 import importlib.util
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,7 @@ class _Build:
     def __init__(self, name, op, disabled):
         self.name = name
         self.disabled = disabled
+        self.varlen_only = name == "vLLM's build"  # it was built without the rest, for its size
         self._op = op.default
         arguments = self._op._schema.arguments
         self._names = [a.name for a in arguments]
@@ -68,7 +70,7 @@ def build():
 
 
 def _tiles(vllm, head_dim, fp8, window, softcap):
-    """Rows of K in a tile: the least common multiple over the kernels that decode and prefill may launch."""
+    """Rows of K in a tile: the least common multiple over the masked kernels of decode and prefill."""
     if fp8 and vllm:
         sizes = ((64, 128), (96, 128), (128, 192), (192, 96), (256, 64 if window else 128))
     elif fp8:
@@ -82,6 +84,14 @@ def _tiles(vllm, head_dim, fp8, window, softcap):
         sizes = ((64, 128), (96, 128 if window else 144), (128, 128), (192, 96 if window else 112),
                  (256, 64 if window else 80))  # fmt: skip
     return next((rows for most, rows in sizes if head_dim <= most), 128)
+
+
+def _options(call):
+    window = call.shape.window
+    return {
+        "softmax_scale": call.softmax_scale, "is_causal": True, "window_size_left": window - 1 if window else -1,
+        "window_size_right": 0 if window else -1, "softcap": call.shape.softcap,
+    }  # fmt: skip
 
 
 class FlashAttention3(Kernel):
@@ -98,13 +108,23 @@ class FlashAttention3(Kernel):
         return tuple((d, d) for d in dtypes)
 
     def tile_rows(self, shape):
-        """Whole tiles. 128 rows for head_dim 128 in bfloat16."""
+        """Whole tiles, 128 rows at head_dim 128 in bfloat16; 1 for prefill, which can be kept within each length."""
+        return 1 if shape.phase == "prefill" and not shape.window else self._tiles(shape)
+
+    def _tiles(self, shape):
         vllm = hasattr(torch.ops._vllm_fa3_C, "fwd")
         return _tiles(vllm, shape.head_dim, shape.kv_dtype.itemsize == 1, shape.window, shape.softcap)
 
+    def _wide(self, shape):
+        """Whether decode may take the kernel without a mask, whose tiles have 176 rows: the cache must back those."""
+        return shape.phase == "decode" and 96 < shape.head_dim <= 128 and shape.kv_dtype.itemsize == 2 \
+            and shape.tile_rows % 176 == 0  # fmt: skip
+
     def refusal(self, shape):
-        reason = super().refusal(shape)
+        reason = super().refusal(replace(shape, tile_rows=0) if self._wide(shape) else shape)
         have = build()
+        if reason is None and shape.window and shape.phase == "decode":
+            reason = f"window {shape.window} in decode (its tiles begin at the window there, and end past those backed)"
         if reason is None and have is not None:
             if shape.window and "LOCAL" in have.disabled:
                 reason = f"window {shape.window} (the package fa3-fwd is built without)"
@@ -123,31 +143,53 @@ class FlashAttention3(Kernel):
             return f"the package fa3-fwd is installed but does not load: {str(_fa3_fwd()).splitlines()[0]}"
         return "FlashAttention-3 is not installed (pip install fa3-fwd, or import vllm.vllm_flash_attn)"
 
+    def plan(self, batch, shape, call):
+        if batch.fixed and not self._joint(shape) and shape.phase == "prefill":
+            raise ValueError(
+                f"kernel fa3 does not take a prefill batch with max_length on a cache of tile_rows {shape.tile_rows}"
+                f" (a multiple of {self._tiles(shape)})"
+            )
+
+    def _joint(self, shape):
+        """Whether one launch may serve requests of several lengths: tiles past each of them are backed."""
+        return shape.tile_rows % self._tiles(shape) == 0 and not shape.window
+
     def run(self, call):
-        batch, window = call.batch, call.shape.window
-        shared = {
-            "softmax_scale": call.softmax_scale, "is_causal": True, "window_size_left": window - 1 if window else -1,
-            "window_size_right": 0 if window else -1, "softcap": call.shape.softcap, "out": call.out,
-        }  # fmt: skip
-        if call.shape.phase == "prefill" and len(batch) == 1 and not batch.fixed:
-            # One request: K and V as tensors of exactly its rows, and no scheduling for lengths that differ.
-            slot, length = int(batch.slots[0]), int(batch.lengths[0])
-            k, v = (x[slot : slot + 1, :length] for x in (call.k, call.v))
-            if call.out is not None:
-                shared["out"] = call.out[None]
-            return build()(q=call.q[None], k=k, v=v, num_splits=call.num_splits, **shared)[0]
+        batch, shape = call.batch, call.shape
+        if shape.phase == "prefill" and not batch.fixed and (len(batch) == 1 or not self._joint(shape)):
+            return self._one_by_one(call)
         # Its extent of K is what the kernel's own choice of splits goes by.
         k, v = (x[:, : batch.max_length] for x in (call.k, call.v))
-        # With a longest query of 1 it would drop the mask and take tiles of 176 rows where those of the masked kernel,
-        # with 128, are the same for decode and prefill.
+        # A longest query of 1 drops the mask and takes tiles of 176 rows in place of 128.
+        most = 1 if self._wide(shape) else max(batch.max_query, 2)
         return build()(
-            q=call.q, k=k, v=v, cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=max(batch.max_query, 2),
-            seqused_k=batch.lengths_t, kv_batch_idx=batch.slots_t, num_splits=self._splits(call), **shared,
+            q=call.q, k=k, v=v, out=call.out, cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=most,
+            seqused_k=batch.lengths_t, kv_batch_idx=batch.slots_t, num_splits=self._splits(call), **_options(call),
         )  # fmt: skip
+
+    def _one_by_one(self, call):
+        """Prefill with K and V as tensors of exactly each request's rows: TMA reads none past them."""
+        batch, out, start = call.batch, call.out, 0
+        if out is None:
+            out = torch.empty(call.q.shape, dtype=BF16 if call.q.dtype == FP8 else call.q.dtype, device=call.q.device)
+        run, options = build(), {**_options(call), "num_splits": call.num_splits}
+        for i, (slot, length, queries) in enumerate(
+            zip(batch.slots.tolist(), batch.lengths.tolist(), batch.query_lengths.tolist())
+        ):
+            rows = slice(start, start + queries)
+            q, o = call.q[rows], out[rows]
+            k, v = (x[slot : slot + 1, :length] for x in (call.k, call.v))
+            if run.varlen_only:
+                ends = batch.cu_seqlens_q[i : i + 2] - start if start else batch.cu_seqlens_q[:2]
+                run(q=q, k=k, v=v, out=o, cu_seqlens_q=ends, max_seqlen_q=queries, **options)
+            else:
+                run(q=q[None], k=k, v=v, out=o[None], **options)
+            start += queries
+        return out
 
     def _splits(self, call):
         """1 where requests and heads fill the GPU: the kernel's own choice costs up to 4 % there."""
         if call.num_splits or call.shape.phase == "prefill":
             return call.num_splits
-        filled = len(call.batch) * call.shape.kv_heads >= 1.5 * multiprocessors(call.q.device.index)
+        filled = len(call.batch) * call.shape.kv_heads >= 0.9 * multiprocessors(call.q.device.index)
         return 1 if filled else 0

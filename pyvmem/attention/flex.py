@@ -7,6 +7,7 @@ SPDX-License-Identifier: MIT
 """
 
 import functools
+import types
 
 import torch
 
@@ -15,12 +16,24 @@ from pyvmem.attention.kernel import BF16, FP16, FP32, Kernel, flat_rows, slot_ro
 BLOCK = 128
 
 
-@functools.cache
-def _attention(device):
+def _call(q, k, v, score_mod, block_mask, scale, enable_gqa):
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Without compilation it computes every score of every slot: for tests of the mask alone.
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa)
+
+
+@functools.cache
+def _attention(shape):
+    """FlexAttention compiled for a shape; torch gives up on a function that it has compiled too often.
+
+    Without compilation every score of every slot is computed, unbacked rows included, so it must not be silently left
+    out (`fullgraph`). On a CPU it is: for tests of the mask alone.
+    """
+    if shape.device != "cuda":
+        return _call
+    # torch counts by code object.
+    own = types.FunctionType(_call.__code__.replace(co_name=f"flex_{shape.phase}"), globals())
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def _ranges(first, count, columns):
@@ -32,7 +45,7 @@ class _Mask:
     """The block mask of a batch, and its scores' modification."""
 
     def __init__(self, batch, shape, rows, total_rows):
-        self.rows, self.window, self.softcap = rows, shape.window, shape.softcap
+        self.rows, self.window, self.score_mod = rows, shape.window, _soft_cap(shape.softcap)
         self.total = total_rows
         self.queries = batch.max_query
         self.refresh(batch)
@@ -78,11 +91,11 @@ class _Mask:
             BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(self.queries, self.total), compute_q_blocks=False,
         )  # fmt: skip
 
-    @property
-    def score_mod(self):
-        """The soft cap as FlexAttention wants it; None without."""
-        cap = self.softcap
-        return (lambda score, b, h, i, row: cap * torch.tanh(score / cap)) if cap else None
+
+@functools.cache
+def _soft_cap(cap):
+    """The soft cap as FlexAttention wants it; None without."""
+    return (lambda score, b, h, i, row: cap * torch.tanh(score / cap)) if cap else None
 
 
 class FlexAttention(Kernel):
@@ -122,9 +135,9 @@ class FlexAttention(Kernel):
             place = torch.arange(batch.total_queries, device=q.device) - batch.cu_seqlens_q[request]
             queries[request, place] = q
         k, v = (flat_rows(x).transpose(0, 1)[None] for x in (call.k, call.v))
-        out = _attention(shape.device)(
-            queries.transpose(1, 2), k, v, score_mod=call.plan.score_mod, block_mask=call.plan.block_mask,
-            scale=call.softmax_scale, enable_gqa=shape.group > 1,
-        ).transpose(1, 2)  # fmt: skip
+        mask = call.plan
+        out = _attention(shape)(
+            queries.transpose(1, 2), k, v, mask.score_mod, mask.block_mask, call.softmax_scale, shape.group > 1
+        ).transpose(1, 2)
         out = out.flatten(0, 1) if even else out[request, place]
         return out.contiguous() if call.out is None else call.out.copy_(out)

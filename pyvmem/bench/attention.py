@@ -60,8 +60,10 @@ def arguments(parser):
         group.add_argument(f"--{what}", type=_numbers(known), metavar="N,N", help=text)
     text = "whose FlashAttention-3: that of the package fa3-fwd, or vLLM's, which has paged kernels too (fa3-fwd)"
     group.add_argument("--fa3", choices=("fa3-fwd", "vllm"), default="fa3-fwd", help=text)
+    text = "leave these libraries out, as if they were not installed"
+    group.add_argument("--without", action="append", choices=("fa3", "flashinfer", "triton"), default=[], help=text)
     group.add_argument("--pool", type=argtypes.size, metavar="SIZE", help="K of one kind of memory (4G; 256M if quick)")
-    group.add_argument("--seconds", type=argtypes.seconds, default=0.4, metavar="S", help="turns at one point (0.4)")
+    group.add_argument("--seconds", type=argtypes.seconds, default=0.3, metavar="S", help="turns at one point (0.3)")
 
 
 def _numbers(known):
@@ -148,12 +150,15 @@ def runs_at(point, kinds, pools, have):
     first = have["contiguous"][0]
     for pool in pools if "memories" in kinds else [best]:
         add(r.Contiguous(first, point, pool, splits if first == "fa3" else (0,)))
-    if "others" in kinds:
+    if first == "fa3" and decode and kinds & {"paged", "table"}:
+        add(r.Contiguous(first, point, best, splits, wide=True))
+    if "others" in kinds and (decode or point.tokens <= 64 * KIB):  # a second or more each from there on
         for name in have["contiguous"][1:]:
             add(r.Contiguous(name, point, best))
         if have["flashinfer"] and not decode:
-            add(r.FlashInferRagged(point, best))
             add(r.FlashInferPaged(point, plain, 16, backend="fa2"))
+    if "others" in kinds and have["flashinfer"] and not decode:
+        add(r.FlashInferRagged(point, best))
     blocks = BLOCKS if "blocks" in kinds else (16, 256) if kinds & {"paged", "table"} else ()
     for block in blocks:
         if have["fa3 paged"]:
@@ -168,20 +173,20 @@ def runs_at(point, kinds, pools, have):
     return runs
 
 
-def installed(device, say):
+def installed(device, without, say):
     """What can be measured here."""
     from pyvmem.attention import fa3
 
     if device.type == "cpu":
         return {"contiguous": ["sdpa"], "flashinfer": False, "fa3 paged": False, "triton": False}
+    there = fa3.build() if "fa3" not in without else None
     have = {
-        "contiguous": ["fa3"] if fa3.build() is not None else [],
-        "flashinfer": importlib.util.find_spec("flashinfer") is not None,
-        "triton": importlib.util.find_spec("triton") is not None,
-        "fa3 paged": fa3.build() is not None and "PAGEDKV" not in fa3.build().disabled,
+        name: name not in without and importlib.util.find_spec(name) is not None for name in ("triton", "flashinfer")
     }
-    have["contiguous"] += ["fa2"] + ["triton"] * have["triton"] + ["flashinfer"] * have["flashinfer"]
-    build = fa3.build().name if fa3.build() else "not installed"
+    libraries = {"fa3": there is not None, "fa2": True, **have}
+    have["contiguous"] = [name for name, here in libraries.items() if here]
+    have["fa3 paged"] = there is not None and "PAGEDKV" not in there.disabled
+    build = there.name if there else "not installed"
     say(f"attention: FlashAttention-3 is {build}; paged: {have['fa3 paged']}; FlashInfer: {have['flashinfer']}")
     return have
 
@@ -241,7 +246,7 @@ def run(session):
         points = grid(figures, tables, quick)
         if not gpu:  # the memories alone, at what a CPU can do
             points = {Point("decode", 1, KIB, 32, 8): {"memories"}, Point("prefill", 1, 128, 32, 8): {"memories"}}
-        have = installed(device, lambda text: print(text, flush=True))
+        have = installed(device, args.without, lambda text: print(text, flush=True))
         most = max((p.bytes // 4 for p in points), default=0)
         elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 8 << 20)) // 2)
         sizes = session.page_sizes(context)

@@ -21,6 +21,8 @@ from pyvmem.bench.vmm import backdrop_flag, scattered
 from pyvmem.tensor import tensor_at
 
 TILE_ROWS = math.lcm(64, 80, 96, 112, 128, 144, 160, 192, 224, 384)  # of every kernel: the pools are backed whole
+WIDE_TILE_ROWS = 176 * TILE_ROWS  # so that FlashAttention-3 decodes with its kernel of 176 rows
+SLOW = 10e-3  # seconds of a call from which a CUDA graph saves nothing
 L2_BYTES = 512 << 20  # what the sets of a point hold together at least: eight times the L2 of an H200
 
 
@@ -91,10 +93,10 @@ class Pool:
 class _Cache:
     """What `pyvmem.attention` needs of a cache: the sets stand for layers."""
 
-    def __init__(self, point, pool):
+    def __init__(self, point, pool, tile_rows=TILE_ROWS):
         both = [pool.views(point, i) for i in range(pool.sets(point))]
         self.keys, self.values = ([pair[n] for pair in both] for n in (0, 1))
-        self.slots, self.max_tokens, self.tile_rows = point.batch, point.tokens, TILE_ROWS
+        self.slots, self.max_tokens, self.tile_rows = point.batch, point.tokens, tile_rows
 
     def tokens(self, slots):
         return [self.max_tokens] * len(slots)
@@ -143,10 +145,10 @@ class Run:
 class Contiguous(Run):
     """An adapter of `pyvmem.attention` by name, over slots in random order."""
 
-    def __init__(self, kernel, point, pool, splits=(0,)):
-        super().__init__(f"{kernel} contiguous", point, pool, splits)
+    def __init__(self, kernel, point, pool, splits=(0,), wide=False):
+        super().__init__(f"{kernel}{'-176' if wide else ''} contiguous", point, pool, splits)
         self.kernel = kernel
-        self.cache = _Cache(point, pool)
+        self.cache = _Cache(point, pool, WIDE_TILE_ROWS if wide else TILE_ROWS)
         self.order = np.random.default_rng(0).permutation(point.batch)
         self.lengths = np.full(point.batch, point.tokens)
         queries = None if point.phase == "decode" else self.lengths
@@ -286,11 +288,12 @@ class Timer:
         once = self._warm()
         self.calls = run.sets * max(1, min(64, round(target / (once * run.sets))))
         self.seconds = once * self.calls
-        if self.gpu:
+        self.graph = None
+        if self.gpu and once < SLOW:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._loop()
-            self._samples = []
+            self.result(self.start())  # the first replay uploads the graph
 
     def _loop(self):
         for i in range(self.calls):
@@ -307,10 +310,9 @@ class Timer:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.run(0)
-            self.run(1)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            self.run(2)
+            self.run(1)
             end.record()
         end.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
@@ -324,7 +326,7 @@ class Timer:
             return (perf_counter() - begin) / self.calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self.graph.replay()
+        self.graph.replay() if self.graph else self._loop()
         end.record()
         return start, end
 
@@ -336,7 +338,7 @@ class Timer:
         return started[0].elapsed_time(started[1]) * 1e3 / self.calls
 
 
-def measure(runs, turns=11, seconds=0.5):
+def measure(runs, turns=11, seconds=0.4):
     """Time runs in turns. Returns {name: (microseconds[turns], splits chosen)}.
 
     Where a run has several numbers of splits, the fastest of three tries each is taken first. Turns are fewer where
@@ -353,8 +355,6 @@ def measure(runs, turns=11, seconds=0.5):
                 del timer
             run.split = min(tried, key=tried.get)
         timers[name] = Timer(run)
-        # One replay to settle: the first one uploads the graph.
-        timers[name].result(timers[name].start())
     whole = sum(t.seconds for t in timers.values())
     turns = max(3, min(turns, int(seconds / max(whole, 1e-9))))
     samples = {name: np.zeros(turns) for name in timers}

@@ -211,7 +211,8 @@ REFUSED = {
         "q_dtype": torch.float32, "kv_dtype": torch.float32
     },
     ("fa3", "a cache of tile_rows 1 (a multiple of 128, since it loads whole tiles)"): {"tile_rows": 1},
-    ("fa3", "a cache of tile_rows 176 (a multiple of 128, since it loads whole tiles)"): {"tile_rows": 176},
+    ("fa3", "a cache of tile_rows 192 (a multiple of 128, since it loads whole tiles)"): {"tile_rows": 192},
+    ("fa3", "window 100 in decode (its tiles begin at the window there, and end past those backed)"): {"window": 100},
     ("fa3", "head_dim 512 (multiples of 8 up to 256)"): {"head_dim": 512},
     ("fa2", "softcap 30.0 (none)"): {"softcap": 30.0},
     ("fa2", "head_dim 65 (multiples of 8 up to 256)"): {"head_dim": 65},
@@ -256,6 +257,18 @@ def test_best_says_why_not_the_others(monkeypatch):
         assert attention.best("decode", cache, 8).kernel == "sdpa"
         assert attention.best("prefill", cache, 8).kernel == "sdpa"
         assert attention.kernels("decode", cache, 8)["fa2"] == "device cpu (only cuda)"
+
+
+def test_fa3_takes_what_its_tiles_allow():
+    fa3 = table.KERNELS["fa3"]
+    for tile_rows, phase, reason in ((128, "decode", None), (176, "decode", None), (1, "prefill", None),
+                                     (1408, "decode", None)):  # fmt: skip
+        assert fa3.refusal(replace(HOPPER, tile_rows=tile_rows, phase=phase)) == reason
+    assert "tile_rows 1 " in fa3.refusal(replace(HOPPER, phase="prefill", window=100, tile_rows=1))
+    # 176 rows are those of the kernel without a mask at head_dim 128 in 16 bits alone.
+    assert "tile_rows 176" in fa3.refusal(replace(HOPPER, tile_rows=176, head_dim=64))
+    fp8 = {"q_dtype": torch.float8_e4m3fn, "kv_dtype": torch.float8_e4m3fn}
+    assert "tile_rows 176" in fa3.refusal(replace(HOPPER, tile_rows=176, **fp8))
 
 
 def test_tile_rows():

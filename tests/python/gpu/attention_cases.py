@@ -80,11 +80,11 @@ def lengths_for(tile):
 
 
 def one(backend, kernel, *, heads=(8, 8), dim=128, dtype=BF16, q_dtype=None, window=0, softcap=0.0, fused=False,
-        splits=0, passed=False, phases=("decode", "prefill")):  # fmt: skip
+        splits=0, passed=False, tile=None, phases=("decode", "prefill")):  # fmt: skip
     """Decode, and chunked prefill, of ragged lengths; what the kernel does not take must be refused in one line."""
     q_heads, kv_heads = heads
     q_dtype = q_dtype or dtype
-    tile = attention.tile_rows(kernel, q_heads, kv_heads, dim, dtype, window)
+    tile = tile or attention.tile_rows(kernel, q_heads, kv_heads, dim, dtype, window)
     lengths = lengths_for(tile)
     cache = Bare(backend, lengths, kv_heads, dim, dtype, tile, fused, window if passed else 0)
     slots, seen, k, v = cache.order, {}, cache.keys[0], cache.values[0]
@@ -196,6 +196,8 @@ CASES = {
     "bf16 over fp8": case(heads=(32, 8), dtype=FP8, q_dtype=BF16),
     "fp8 D64": case(heads=(32, 8), dim=64, dtype=FP8),
     "fp8 D256": case(heads=(16, 4), dim=256, dtype=FP8),
+    "bf16 D128 tile_rows 1": case(heads=(32, 8), tile=1),
+    "bf16 D128 tile_rows 176": case(heads=(32, 8), tile=176),
     "bf16 D128 splits 3": case(heads=(32, 8), splits=3),
     "bf16 D80": case(heads=(8, 8), dim=80),
     "fp16 D256 window softcap": case(heads=(8, 4), dim=256, dtype=FP16, window=100, softcap=20.0),

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 CASES = (
     "bf16 D128 MHA;bf16 D128 GQA 4;graph;fp16 D64 GQA 8;bf16 D256;bf16 D64 MHA fused;bf16 D128 window;"
     "bf16 D128 window, passed rows given up;bf16 D128 softcap;fp8 D128;bf16 over fp8;fp8 D64;fp8 D256;"
-    "bf16 D128 splits 3;bf16 D80;fp16 D256 window softcap"
+    "bf16 D128 tile_rows 1;bf16 D128 tile_rows 176;bf16 D128 splits 3;bf16 D80;fp16 D256 window softcap"
 ).split(";")
 GPU = [name for name in BACKENDS if name != "host" and "cuda_pointer" in pyvmem.Context(name).info().capabilities]
 
