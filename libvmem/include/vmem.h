@@ -12,7 +12,9 @@
 //   - Every function may be called from any thread. Two calls in flight at once on the same page or the same
 //     addresses: one of them gets -EBUSY and nothing is lost.
 //   - A context belongs to the process that created it. After fork() the child's calls return -EPERM, and
-//     destroying the context there leaves the parent's memory alone.
+//     destroying the context there leaves the parent's memory alone. What was mapped on the host backend, the child
+//     may go on reading: it sees what the parent's pages hold at that time (zero once they were released), until it
+//     writes to a page of 4 KiB itself. What it writes stays its own. GPU memory is none of a child's.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_H

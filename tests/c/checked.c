@@ -53,6 +53,19 @@ void *__real_realloc(void *p, size_t n);
 void *__wrap_malloc(size_t n);
 void *__wrap_calloc(size_t n, size_t size);
 void *__wrap_realloc(void *p, size_t n);
+
+static _Atomic int munmaps;
+void checked_fail_munmap(int n) { munmaps = n; }
+int __real_munmap(void *at, size_t length);
+int __wrap_munmap(void *at, size_t length);
+int __wrap_munmap(void *at, size_t length)
+{
+    if (munmaps && munmaps--) {
+        errno = ENOMEM;
+        return -1;
+    }
+    return __real_munmap(at, length);
+}
 void *__wrap_malloc(size_t n) { return fault() ? NULL : __real_malloc(n); }
 void *__wrap_calloc(size_t n, size_t size) { return fault() ? NULL : __real_calloc(n, size); }
 void *__wrap_realloc(void *p, size_t n) { return fault() ? NULL : __real_realloc(p, n); }

@@ -15,6 +15,8 @@ int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_c
 void checked_fail(unsigned long n);
 // Every fault point of this thread fails, until told otherwise.
 void checked_fail_always(bool on);
+// The next n calls of munmap() by the library fail, as they may at vm.max_map_count.
+void checked_fail_munmap(int n);
 // Whether that fault point was reached.
 bool checked_failed(void);
 

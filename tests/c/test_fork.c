@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -105,6 +106,125 @@ static void killed(void)
     FAIL("processes that are killed leave memory behind");
 }
 
+// ---- a child's accesses -------------------------------------------------------------------------------------
+
+static int to_child[2], to_parent[2];
+
+static void tell(const int *pipe) { CHECK(write(pipe[1], "x", 1) == 1); }
+static void wait_for(const int *pipe)
+{
+    char c;
+    CHECK(read(pipe[0], &c, 1) == 1);
+}
+
+static uint64_t load(uint64_t at) { return *(volatile uint64_t *)(uintptr_t)at; }
+static void store(uint64_t at, uint64_t value) { *(volatile uint64_t *)(uintptr_t)at = value; }
+
+static void read_all(uint64_t at, uint64_t length)
+{
+    for (uint64_t i = 0; i < length; i += 4 * KIB)
+        load(at + i);
+}
+
+// As a worker process of a data loader would: reads what it finds, and writes into what it takes for its own.
+static void worker(vmem_context *unused)
+{
+    const uint64_t P = test_page;
+    (void)unused;
+    signal(SIGSEGV, SIG_DFL);
+    CHECK_EQ(load(addr), 0x1111);
+    CHECK_EQ(load(addr + 3 * P), 0x1111); // the same page once more
+    store(addr, 0x2222);
+    CHECK_EQ(load(addr), 0x2222);
+    store(addr + P, 0x3333);
+    tell(to_parent); // which now writes, unmaps, releases and fills anew
+    wait_for(to_child);
+    read_all(addr, 8 * P);
+    CHECK_EQ(load(addr), 0x2222);
+    store(addr + 2 * P, 0x4444); // which in the parent is another tensor's by now
+    store(addr + P, 0x5555);
+    tell(to_parent);
+    wait_for(to_child); // the parent's context is gone
+    read_all(addr, 8 * P);
+    CHECK_EQ(load(addr + 2 * P), 0x4444);
+    _exit(0);
+}
+
+static void child_keeps_reading(vmem_context *ctx)
+{
+    const uint64_t P = test_page;
+    vmem_page own;
+    int status;
+    CHECK(!pipe(to_child) && !pipe(to_parent));
+    OK(vMemReserve(ctx, 8 * P, VMEM_RESERVE_BACKDROP, &addr));
+    OK(vMemCreate(ctx, P, 1, 0, &own));
+    OK(vMemMap(ctx, addr, own));
+    OK(vMemMap(ctx, addr + 3 * P, own));
+    OK(vmem_commit(ctx, &(struct vmem_range){addr + P, 2 * P}, 1, P, 0, NULL));
+    for (int i = 0; i < 4; i++)
+        put_word(ctx, addr + i * P, 0x1111);
+    fflush(NULL);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (!pid)
+        worker(ctx);
+    wait_for(to_parent);
+    for (int i = 0; i < 4; i++)
+        CHECK_EQ(get_word(ctx, addr + i * P), 0x1111);
+    OK(vmem_decommit(ctx, &(struct vmem_range){addr + P, 2 * P}, 1, NULL));
+    OK(vmem_commit(ctx, &(struct vmem_range){addr + 4 * P, 4 * P}, 1, P, VMEM_CREATE_ZERO, NULL));
+    OK(vmem_commit(ctx, &(struct vmem_range){addr + P, 2 * P}, 1, P, VMEM_CREATE_ZERO, NULL));
+    CHECK(all_words(ctx, addr + P, 2 * P, 0));
+    tell(to_child);
+    wait_for(to_parent);
+    CHECK(all_words(ctx, addr + P, 2 * P, 0));
+    CHECK(all_words(ctx, addr + 4 * P, 4 * P, 0));
+    vmem_context_destroy(ctx);
+    tell(to_child);
+    CHECK(waitpid(pid, &status, 0) == pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    for (int i = 0; i < 2; i++) {
+        close(to_child[i]);
+        close(to_parent[i]);
+    }
+}
+
+static void reads(vmem_context *unused)
+{
+    (void)unused;
+    read_all(addr, 4 * MIB);
+    CHECK_EQ(load(addr), 0x1111);
+    _exit(0);
+}
+static void writes(vmem_context *unused)
+{
+    (void)unused;
+    signal(SIGSEGV, SIG_DFL);
+    store(addr, 0x2222);
+    _exit(0);
+}
+
+// Where a child cannot find out what it has: it may read, and a write kills it.
+static void no_descriptor_left(void)
+{
+    vmem_context *ctx = test_context(0);
+    struct rlimit limit, none;
+    CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
+    none = limit;
+    OK(vMemReserve(ctx, 4 * MIB, VMEM_RESERVE_BACKDROP, &addr));
+    OK(vmem_commit(ctx, &(struct vmem_range){addr, 2 * MIB}, 1, test_page, 0, NULL));
+    put_word(ctx, addr, 0x1111);
+    none.rlim_cur = 0;
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    int status = run(reads, ctx);
+    const int after_write = run(writes, ctx);
+    CHECK(!setrlimit(RLIMIT_NOFILE, &limit));
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(WIFSIGNALED(after_write) && WTERMSIG(after_write) == SIGSEGV);
+    CHECK_EQ(get_word(ctx, addr), 0x1111);
+    vmem_context_destroy(ctx);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -127,5 +247,11 @@ int main(int argc, char **argv)
     struct vmem_stats s = test_stats(ctx);
     CHECK_EQ(s.created + s.mapped + s.reserved, 0);
     vmem_context_destroy(ctx);
+    if (test_cpu()) {
+        vmem_context *second = test_context(0); // its file is another one
+        child_keeps_reading(test_context(0));
+        vmem_context_destroy(second);
+        no_descriptor_left();
+    }
     return 0;
 }

@@ -6,6 +6,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include "harness.h"
 #include "backend/host/memory.h"
 
@@ -119,6 +122,28 @@ static void no_meminfo(void)
     ERR(vmem__host_memory(root, &m), ENODATA, "/proc/meminfo");
 }
 
+// That no descriptor is left says nothing about the machine, nor about the group's limit.
+static void no_descriptor(void)
+{
+    struct vmem__host_memory m;
+    struct rlimit limit, none;
+    machine("0::/\n");
+    file("/sys/fs/cgroup/memory.max", "2147483648\n");
+    file("/sys/fs/cgroup/memory.current", "0\n");
+    CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
+    none = limit;
+    const int next = dup(0); // the number that the next descriptor would have
+    close(next);
+    none.rlim_cur = (rlim_t)next;
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    ERR(vmem__host_memory(root, &m), EMFILE, "/proc/meminfo: Too many open files");
+    none.rlim_cur++; // /proc/self/cgroup is open when the group's files are looked for
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    ERR(vmem__host_memory(root, &m), EMFILE, "memory.max: Too many open files");
+    CHECK(!setrlimit(RLIMIT_NOFILE, &limit));
+    EXPECT(2 * GIB, 2 * GIB, true);
+}
+
 int main(void)
 {
     CHECK(mkdtemp(root));
@@ -128,5 +153,6 @@ int main(void)
     groups_above();
     version_1();
     no_meminfo();
+    no_descriptor();
     return 0;
 }

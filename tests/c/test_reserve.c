@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <unistd.h>
 
+#include "checked.h"
 #include "harness.h"
 
 static void errors(vmem_context *ctx)
@@ -117,6 +118,47 @@ static void huge(vmem_context *ctx, uint32_t flags)
     OK(vMemFree(ctx, addr));
 }
 
+// Whether the process has anything mapped in [at, at + length).
+static bool anything(uint64_t at, uint64_t length)
+{
+    unsigned long lo, hi;
+    char line[512];
+    bool found = false;
+    FILE *f = fopen("/proc/self/maps", "r");
+    CHECK(f);
+    while (fgets(line, sizeof line, f)) {
+        CHECK(sscanf(line, "%lx-%lx", &lo, &hi) == 2);
+        found = found || (lo < at + length && hi > at);
+    }
+    fclose(f);
+    return found;
+}
+
+// At vm.max_map_count the kernel may refuse even to unmap. The addresses go when it does not any more.
+static void refused_munmap(void)
+{
+    if (!test_cpu())
+        return;
+    vmem_context *ctx = test_context(0);
+    uint64_t one, two, three, four;
+    OK(vMemReserve(ctx, 64 * MIB, 0, &one));
+    OK(vMemReserve(ctx, 64 * MIB, 0, &two));
+    OK(vMemReserve(ctx, 64 * MIB, 0, &three));
+    checked_fail_munmap(3); // the call, the ballast, and the call again
+    OK(vMemFree(ctx, one));
+    CHECK(anything(one, 64 * MIB));
+    checked_fail_munmap(1);
+    OK(vmem_unreserve(ctx, two)); // the second try does it, for both
+    checked_fail_munmap(0);
+    CHECK(!anything(one, 64 * MIB) && !anything(two, 64 * MIB));
+    checked_fail_munmap(2); // the tail, and what is then given up
+    ERR(vMemReserve(ctx, 64 * MIB, 0, &four), ENOMEM, "munmap");
+    CHECK_EQ(test_stats(ctx).reserved, 64 * MIB);
+    checked_fail_munmap(0);
+    OK(vMemFree(ctx, three));
+    vmem_context_destroy(ctx);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -129,5 +171,6 @@ int main(int argc, char **argv)
     if (test_info.caps & VMEM_CAP_BACKDROP)
         huge(ctx, VMEM_RESERVE_BACKDROP);
     vmem_context_destroy(ctx);
+    refused_munmap();
     return 0;
 }

@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +23,7 @@
 #include <unistd.h>
 
 #include "backend/backend.h"
+#include "backend/host/host.h"
 #include "backend/host/memory.h"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -35,11 +37,12 @@
 #define BALLAST_PAGES 8
 
 struct host {
-    int fd;
+    struct host_file file;
     _Atomic uint64_t end;    // of the part of the file that was given to arenas
     _Atomic uint64_t arenas; // bytes of those that exist
     pthread_rwlock_t lock;   // read: changing mappings. write: undoing changes, with the ballast dropped
     char *ballast;           // BALLAST_PAGES mappings of one page, or NULL
+    struct host_range *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
     bool cgroup;             // a control group allows less than the machine has
     _Atomic int64_t unasked; // bytes that may be populated before it is asked again
 };
@@ -120,11 +123,13 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     struct host *h = calloc(1, sizeof *h);
     if (!h)
         return vmem__error(-ENOMEM, "no memory for a context");
-    rc = h->fd = file_new();
-    if (rc >= 0 && ftruncate(h->fd, FILE_SIZE)) {
+    rc = h->file.fd = file_new();
+    if (rc >= 0 && ftruncate(h->file.fd, FILE_SIZE)) {
         rc = vmem__error(-errno, "ftruncate of a memfd: %s", strerror(errno));
-        close(h->fd);
+        close(h->file.fd);
     }
+    if (rc >= 0 && (rc = host_file_add(&h->file)))
+        close(h->file.fd);
     if (rc < 0) {
         free(h);
         return rc;
@@ -142,40 +147,119 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     return 0;
 }
 
+// Unmapping a part of what the kernel has joined into one mapping takes another one, and may fail at vm.max_map_count.
+// Tries again what did. With the lock for writing, or alone.
+static void unmap_lost(struct host *h, bool last_time)
+{
+    struct host_range *r, *next, *still = NULL;
+    for (r = h->lost; r; r = next) {
+        next = r->next;
+        if (!munmap((void *)(uintptr_t)r->addr, r->length) || last_time) {
+            free(r);
+        } else {
+            r->next = still;
+            still = r;
+        }
+    }
+    h->lost = still;
+}
+
+// Unmaps addresses, now or when other mappings have gone, and frees r.
+static void give_up(struct host *h, struct host_range *r)
+{
+    const bool gone = !munmap((void *)(uintptr_t)r->addr, r->length);
+    if (gone)
+        free(r);
+    if (gone && !h->lost)
+        return;
+    pthread_rwlock_wrlock(&h->lock);
+    if (!gone) {
+        r->next = h->lost;
+        h->lost = r;
+    }
+    ballast_drop(h);
+    unmap_lost(h, false);
+    ballast_take(h);
+    pthread_rwlock_unlock(&h->lock);
+}
+
 // A forked child's descriptor and mappings are copies: closing them takes nothing from the parent.
 static void close_(struct vmem__backend *b, bool forked)
 {
     struct host *h = b->priv;
-    (void)forked;
+    host_file_remove(&h->file);
     ballast_drop(h);
-    close(h->fd);
-    pthread_rwlock_destroy(&h->lock);
+    close(h->file.fd);
+    if (!forked) { // there another thread may have held it
+        unmap_lost(h, true);
+        pthread_rwlock_destroy(&h->lock);
+    }
     free(h);
+}
+
+// The error of a call that makes or splits mappings.
+__attribute__((format(printf, 2, 3))) static int map_error(int err, const char *fmt, ...)
+{
+    char what[64];
+    int limit = 0;
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    FILE *f = err == -ENOMEM ? fopen("/proc/sys/vm/max_map_count", "re") : NULL;
+    if (f) {
+        if (fscanf(f, "%d", &limit) != 1)
+            limit = 0;
+        fclose(f);
+    }
+    if (!limit)
+        return vmem__error(err, "%s: %s", what, strerror(-err));
+    return vmem__error(err, "%s: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
+                       "run of pages and for every gap; raise it, or use larger pages", what, strerror(-err), limit);
 }
 
 // ---- address space ------------------------------------------------------------------------------------------
 
 static int reserve(struct vmem__backend *b, struct vmem__range *r)
 {
+    struct host *h = b->priv;
     b->syscalls++;
     const int prot = r->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
     const uint64_t slack = VMEM_PAGE_2M;
+    struct host_range *range = malloc(sizeof *range);
+    if (!range)
+        return vmem__error(-ENOMEM, "no memory for a reservation");
     char *at = mmap(NULL, r->length + slack, prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED)
-        return vmem__error(-ENOMEM, "length %" PRIu64 ": mmap: %s", r->length, strerror(errno));
-    char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1));
-    if (start > at)
-        munmap(at, (size_t)(start - at));
-    if (at + slack > start)
-        munmap(start + r->length, (size_t)(at + slack - start));
+    if (at == MAP_FAILED) {
+        free(range);
+        return map_error(-errno, "length %" PRIu64 ": mmap", r->length);
+    }
+    char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1)), *end = at + r->length + slack;
+    int err = 0;
+    if (end > start + r->length && munmap(start + r->length, (size_t)(end - start) - r->length))
+        err = -errno;
+    else
+        end = start + r->length;
+    if (!err && start > at && munmap(at, (size_t)(start - at)))
+        err = -errno;
+    else if (!err)
+        at = start;
+    *range = (struct host_range){.addr = (uintptr_t)at, .length = (uint64_t)(end - at)};
+    if (err) {
+        give_up(h, range);
+        return map_error(err, "length %" PRIu64 ": munmap", r->length);
+    }
+    host_range_add(&h->file, range);
     r->addr = (uintptr_t)start;
+    r->priv = range;
     return 0;
 }
 
 static void unreserve(struct vmem__backend *b, struct vmem__range *r)
 {
     b->syscalls++;
-    munmap((void *)(uintptr_t)r->addr, r->length);
+    host_range_remove(r->priv);
+    give_up(b->priv, r->priv);
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------
@@ -203,7 +287,7 @@ static int discard(struct vmem__backend *b, struct vmem__arena *a, uint64_t offs
 {
     struct host *h = b->priv;
     b->syscalls++;
-    if (fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)file_offset(a, offset), (off_t)length))
+    if (fallocate(h->file.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)file_offset(a, offset), (off_t)length))
         return vmem__error(-errno, "fallocate to punch a hole: %s", strerror(errno));
     return 1;
 }
@@ -244,7 +328,7 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
         return rc;
     for (;;) {
         b->syscalls++;
-        if (!fallocate(h->fd, 0, (off_t)file_offset(a, offset), (off_t)length))
+        if (!fallocate(h->file.fd, 0, (off_t)file_offset(a, offset), (off_t)length))
             return 0;
         if (errno != EINTR)
             break;
@@ -262,7 +346,7 @@ static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
         uint64_t at = file_offset(runs[i].arena, runs[i].offset), end = at + runs[i].length;
         while (at < end) {
             size_t part = end - at < sizeof zeros ? end - at : sizeof zeros;
-            ssize_t done = pwrite(h->fd, zeros, part, (off_t)at);
+            ssize_t done = pwrite(h->file.fd, zeros, part, (off_t)at);
             b->syscalls++;
             if (done < 0 && errno != EINTR)
                 return vmem__error(-errno, "zeroing pages: pwrite: %s", strerror(errno));
@@ -282,25 +366,10 @@ static int put(struct vmem__backend *b, const struct vmem__range *range, uint64_
     const int unbacked = range->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
     void *at = (void *)(uintptr_t)addr;
     b->syscalls++;
-    void *got = a ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->fd,
+    void *got = a ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->file.fd,
                          (off_t)file_offset(a, offset))
                   : mmap(at, length, unbacked, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     return got == MAP_FAILED ? -errno : 0;
-}
-
-static int map_error(int err)
-{
-    int limit = 0;
-    FILE *f = err == -ENOMEM ? fopen("/proc/sys/vm/max_map_count", "re") : NULL;
-    if (f) {
-        if (fscanf(f, "%d", &limit) != 1)
-            limit = 0;
-        fclose(f);
-    }
-    if (!limit)
-        return vmem__error(err, "mmap: %s", strerror(-err));
-    return vmem__error(err, "mmap: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
-                       "run of pages and for every gap; raise it, or use larger pages", strerror(-err), limit);
 }
 
 // Does run *done, and when unmapping those after it whose addresses follow: wherever their memory is, one call takes
@@ -344,7 +413,7 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
         undo(b, &runs[done], unmap);
     ballast_take(h);
     pthread_rwlock_unlock(&h->lock);
-    return map_error(rc);
+    return map_error(rc, "mmap");
 }
 
 static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)

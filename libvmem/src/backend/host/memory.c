@@ -21,47 +21,65 @@ static const struct version {
     "/sys/fs/cgroup", "memory.max", "memory.current", {"inactive_file ", "active_file "},
 };
 
-// Reads the number behind key, which starts a line of the file. False: there is none ("max", or no such file).
-static bool number(const char *folder, const char *file, const char *key, uint64_t *value)
+// Opens a file to read; *out is NULL where there is none for us. An error is only what says nothing about the file: no
+// descriptor is left, for one.
+static int open_file(const char *path, FILE **out)
+{
+    *out = fopen(path, "re");
+    if (*out || errno == ENOENT || errno == ENOTDIR || errno == EACCES || errno == EPERM)
+        return 0;
+    return vmem__error(-errno, "%s: %s", path, strerror(errno));
+}
+
+// Reads the number behind key, which starts a line of the file. *found: there is one (not "max", or no such file).
+static int number(const char *folder, const char *file, const char *key, uint64_t *value, bool *found)
 {
     char path[2 * PATH_MAX], line[128];
+    FILE *f;
     snprintf(path, sizeof path, "%s/%s", folder, file);
-    FILE *f = fopen(path, "re");
-    bool found = false;
-    while (f && !found && fgets(line, sizeof line, f))
-        found = !strncmp(line, key, strlen(key)) && sscanf(line + strlen(key), "%" SCNu64, value) == 1;
+    int rc = open_file(path, &f);
+    *found = false;
+    while (f && !*found && fgets(line, sizeof line, f))
+        *found = !strncmp(line, key, strlen(key)) && sscanf(line + strlen(key), "%" SCNu64, value) == 1;
     if (f)
         fclose(f);
-    return found;
+    return rc;
 }
 
 // What one group allows, where that is less. Pages of files count as used, but the kernel gives them up first, so they
 // are available here as they are in MemAvailable. The pages of a memfd are not among those.
-static void restrict_to(const char *group, const struct version *v, struct vmem__host_memory *m)
+static int restrict_to(const char *group, const struct version *v, struct vmem__host_memory *m)
 {
     uint64_t limit, used, cache;
-    if (!number(group, v->limit, "", &limit) || !number(group, v->used, "", &used))
-        return;
-    for (int i = 0; i < 2; i++) {
-        if (number(group, "memory.stat", v->cache[i], &cache))
+    bool found;
+    int rc = number(group, v->limit, "", &limit, &found);
+    if (!rc && found)
+        rc = number(group, v->used, "", &used, &found);
+    if (rc || !found)
+        return rc;
+    for (int i = 0; i < 2 && !rc; i++) {
+        rc = number(group, "memory.stat", v->cache[i], &cache, &found);
+        if (found)
             used -= cache < used ? cache : used;
     }
     const uint64_t left = limit > used ? limit - used : 0;
     m->cgroup = m->cgroup || limit < m->total;
     m->total = limit < m->total ? limit : m->total;
     m->available = left < m->available ? left : m->available;
+    return rc;
 }
 
 // A group is bound by all groups above it. In a container the path may be the one outside it, with nothing there, while
 // the mount's top is the container's own group: going up finds that too.
-static void restrict_to_all(const char *root, const struct version *v, const char *path, struct vmem__host_memory *m)
+static int restrict_to_all(const char *root, const struct version *v, const char *path, struct vmem__host_memory *m)
 {
     char group[2 * PATH_MAX];
     const int top = snprintf(group, sizeof group, "%s%s", root, v->mount);
     snprintf(group + top, sizeof group - (size_t)top, "%s", path);
-    for (char *end; (end = strrchr(group + top, '/')); *end = '\0')
-        restrict_to(group, v, m);
-    restrict_to(group, v, m);
+    int rc = 0;
+    for (char *end; !rc && (end = strrchr(group + top, '/')); *end = '\0')
+        rc = restrict_to(group, v, m);
+    return rc ? rc : restrict_to(group, v, m);
 }
 
 // Whether a list of controllers, with commas, has "memory".
@@ -78,29 +96,35 @@ static bool has_memory(const char *list)
 int vmem__host_memory(const char *root, struct vmem__host_memory *out)
 {
     char path[2 * PATH_MAX], line[PATH_MAX + 128];
+    bool total, available = false;
+    FILE *f;
     snprintf(path, sizeof path, "%s/proc", root);
     *out = (struct vmem__host_memory){0};
-    if (!number(path, "meminfo", "MemTotal:", &out->total) ||
-        !number(path, "meminfo", "MemAvailable:", &out->available))
-        return vmem__error(-ENODATA, "%s/meminfo does not say how much memory there is", path);
+    int rc = number(path, "meminfo", "MemTotal:", &out->total, &total);
+    if (!rc)
+        rc = number(path, "meminfo", "MemAvailable:", &out->available, &available);
+    if (!rc && !(total && available))
+        rc = vmem__error(-ENODATA, "%s/meminfo does not say how much memory there is", path);
+    if (rc)
+        return rc;
     out->total <<= 10;
     out->available <<= 10;
 
     // Lines "number:controllers:path"; version 2 is the one without controllers.
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "re");
-    while (f && fgets(line, sizeof line, f)) {
+    rc = open_file(path, &f);
+    while (f && !rc && fgets(line, sizeof line, f)) {
         char *controllers = strchr(line, ':'), *group = controllers ? strchr(controllers + 1, ':') : NULL;
         if (!group)
             continue;
         *group++ = '\0';
         group[strcspn(group, "\n")] = '\0';
         if (!controllers[1])
-            restrict_to_all(root, &v2, group, out);
+            rc = restrict_to_all(root, &v2, group, out);
         else if (has_memory(controllers + 1))
-            restrict_to_all(root, &v1, group, out);
+            rc = restrict_to_all(root, &v1, group, out);
     }
     if (f)
         fclose(f);
-    return 0;
+    return rc;
 }
