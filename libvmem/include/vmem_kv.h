@@ -172,6 +172,10 @@ int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index
 int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
 // Takes names away, as far as they are taken. Pages that nobody else holds are released.
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
+// Gives unused device memory back to the system as vmem_kv_reclaim does, and moves pages that only names hold close
+// together where that gives more. *freed, when not NULL: bytes of device memory. Takes some ms for each GiB that is moved;
+// for idle times.
+int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed);
 
 // ---- swapping -----------------------------------------------------------------------------------------------
 

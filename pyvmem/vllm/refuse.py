@@ -27,11 +27,11 @@ def _config(c):
 def _kv_cache(config):
     if len(config.kv_cache_groups) != 1:
         yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (sliding windows beside full "
-               "attention, Mamba); try --disable-hybrid-kv-cache-manager")  # fmt: skip
+               "attention, Mamba, cross attention), which is not supported yet")  # fmt: skip
         return
     spec = config.kv_cache_groups[0].kv_cache_spec
     if type(spec).__name__ != "FullAttentionSpec":
-        yield f"KV caches of kind {type(spec).__name__} are not supported; try --disable-hybrid-kv-cache-manager"
+        yield f"KV caches of kind {type(spec).__name__} are not supported yet"
         return
     if any(len(t.shared_by) != 1 or getattr(t, "block_stride", 0) for t in config.kv_cache_tensors):
         yield "layers that share a KV tensor are not supported"

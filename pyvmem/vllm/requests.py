@@ -223,8 +223,7 @@ class RequestSlots:
             self._reap()
             idle = time.monotonic() - self._last_step > self.IDLE_SECONDS
             if idle and not self._trimmed and not self._retiring and not any(s >= 0 for s in self._slots):
-                self.cache.reclaim()
-                self._trimmed = True
+                self._trim()
             return not self._trimmed
 
     def reset(self):
@@ -237,5 +236,11 @@ class RequestSlots:
             self._reap()
             if self.names is not None:
                 self.names.drop(np.arange(self.names.blocks, dtype=np.uint32))
-            self.cache.reclaim()
-            self._trimmed = True
+            self._trim()
+
+    def _trim(self):
+        self.cache.wait()  # or the background thread would back the next slot afterwards
+        self.cache.reclaim()
+        if self.names is not None:
+            self.names.compact()
+        self._trimmed = True

@@ -127,9 +127,19 @@ def current():
 # ---- in the place of vLLM's functions ---------------------------------------------------------------------------
 
 
+def _full(spec):
+    """The spec of a layer with a sliding window that keeps its passed blocks, as vLLM makes it for mixed models."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    names = {f.name for f in dataclasses.fields(FullAttentionSpec)}
+    return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name in names})
+
+
 def get_kv_cache_spec(original, runner):
-    """Blocks are whole pages: a multiple of vLLM's block size where need be."""
+    """Blocks are whole pages: a multiple of vLLM's block size where need be. Sliding windows keep what they passed."""
     specs = original(runner)
+    if len({(type(s).__name__, getattr(s, "sliding_window", None)) for s in specs.values()}) == 1:
+        specs = {n: _full(s) if type(s).__name__ == "SlidingWindowSpec" else s for n, s in specs.items()}
     chosen = settings.read()
     rows = {s.page_size_bytes // s.block_size for s in specs.values()}
     if len(rows) != 1:

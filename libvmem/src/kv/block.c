@@ -12,11 +12,6 @@
 
 #include "kv/kv.h"
 
-static uint32_t block_pages_of(const vmem_kv *kv, const struct kv_group *g)
-{
-    return (uint32_t)((kv->block_tokens * g->row_bytes) >> kv->page_shift);
-}
-
 static vmem_page *pages_of(const vmem_kv *kv, uint32_t id)
 {
     return kv->named + (uint64_t)id * kv->block_pages;
@@ -82,7 +77,7 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 {
     vmem_page *pages = pages_of(kv, id), *row = pages;
     for (uint32_t i = 0; i < kv->n_groups && pages[0]; i++) {
-        uint32_t each = block_pages_of(kv, &kv->groups[i]);
+        uint32_t each = kv_block_pages(kv, &kv->groups[i]);
         for (uint32_t k = 0; k < each; k++) {
             struct kv_ref *ref = kv_ref_find(&kv->refs, row[k]);
             for (uint32_t t = 0; t < ref->n && !ref->slots && ref->prefixes == 1; t++)
@@ -151,13 +146,13 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (((uint64_t)index + 1) * block_pages_of(kv, g) > sp->need_hi)
+        if (((uint64_t)index + 1) * kv_block_pages(kv, g) > sp->need_hi)
             return vmem__error(-EINVAL, "index %u: slot %u was not stepped to the end of that block", index, slot);
     }
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t n = block_pages_of(kv, g);
+        uint32_t n = kv_block_pages(kv, g);
         for (uint32_t t = 0; t < g->n; t++) {
             const vmem_page *from = kv_table(kv, g, slot, t) + (uint64_t)index * n;
             for (uint32_t k = 0; k < n; k++, to++) {
@@ -205,7 +200,7 @@ static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n
     uint32_t offset = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        uint32_t each = block_pages_of(kv, g);
+        uint32_t each = kv_block_pages(kv, g);
         for (uint32_t t = 0; t < g->n; t++, offset += each)
             for (uint32_t p = 0; p < n * each; p++)
                 l->fine[at++] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, p),
@@ -221,7 +216,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = n * block_pages_of(kv, g);
+        uint32_t hi = n * kv_block_pages(kv, g);
         for (uint32_t t = 0; t < g->n; t++) {
             vmem_page *to = kv_table(kv, g, slot, t);
             for (uint32_t p = 0; p < hi; p++, op++)
@@ -283,7 +278,7 @@ int kv_check_blocks(const vmem_kv *kv)
     for (uint32_t id = 0; id < kv->n_blocks; id++) {
         const vmem_page *row = pages_of(kv, id);
         for (uint32_t i = 0; i < kv->n_groups && pages_of(kv, id)[0]; i++) {
-            uint32_t each = block_pages_of(kv, &kv->groups[i]);
+            uint32_t each = kv_block_pages(kv, &kv->groups[i]);
             for (uint32_t k = 0; k < each; k++) {
                 const struct kv_ref *ref = row[k] ? kv_ref_find(&kv->refs, row[k]) : NULL;
                 if (!ref || !ref->prefixes)

@@ -311,6 +311,11 @@ int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 
 // ---- block.c
 
+// Pages of a block in each tensor of the group.
+static inline uint32_t kv_block_pages(const vmem_kv *kv, const struct kv_group *g)
+{
+    return (uint32_t)((kv->block_tokens * g->row_bytes) >> kv->page_shift);
+}
 void kv_blocks_destroy(vmem_kv *kv); // drops all names
 int kv_check_blocks(const vmem_kv *kv);
 

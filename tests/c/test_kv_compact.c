@@ -1,0 +1,126 @@
+// After a busy time a few named pages lie in many arenas: they are moved together, keep their bytes, and the arenas go
+// back. On a host backend whose arenas are memory, as those of GPUs are.
+//
+// SPDX-License-Identifier: MIT
+#include "checked.h"
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 8
+#define PLACES 256 // blocks of a slot
+#define TOKENS 16
+#define EVERY 9 // so many blocks, of which one stays
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+static struct vmem_kv_layout layouts[2];
+
+static uint64_t word_addr(uint32_t t, uint32_t slot, uint32_t place)
+{
+    return layouts[t].addr + slot * layouts[t].slot_stride + (place * TOKENS + 3) * layouts[t].row_bytes;
+}
+
+static uint64_t device_bytes(void) { return test_stats(ctx).created + test_stats(ctx).overhead; }
+
+static uint32_t busy_time(uint32_t *kept)
+{
+    static uint32_t slots[SLOTS * PLACES], index[SLOTS * PLACES], ids[SLOTS * PLACES], gone[SLOTS * PLACES];
+    int32_t lengths[SLOTS];
+    uint32_t n = 0, n_kept = 0, n_gone = 0;
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        uint32_t slot;
+        OK(vmem_kv_alloc(kv, 0, &slot));
+        lengths[s] = PLACES * TOKENS;
+    }
+    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    for (uint32_t s = 0; s < SLOTS; s++)
+        for (uint32_t p = 0; p < PLACES; p++, n++) {
+            slots[n] = s;
+            index[n] = p;
+            ids[n] = n;
+            if (n % EVERY == 5)
+                kept[n_kept++] = n;
+            else
+                gone[n_gone++] = n;
+            for (uint32_t t = 0; t < 2; t++)
+                put_word(ctx, word_addr(t, s, p), n * 10 + t);
+        }
+    OK(vmem_kv_block_bind(kv, slots, index, ids, n, NULL));
+    for (uint32_t s = 0; s < SLOTS; s++)
+        OK(vmem_kv_free(kv, s));
+    OK(vmem_kv_block_drop(kv, gone, n_gone));
+    OK(vmem_kv_wait(kv));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
+    return n_kept;
+}
+
+static void verify(const uint32_t *kept, uint32_t n)
+{
+    uint32_t slot;
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(vmem_kv_block_attach(kv, slot, kept, n, NULL));
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t t = 0; t < 2; t++)
+            CHECK_EQ(get_word(ctx, word_addr(t, slot, i)), kept[i] * 10 + t);
+    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_wait(kv));
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    OK(checked_context(test_backend, 0, true, &ctx));
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = 8192}, {.row_bytes = 4096}};
+    struct vmem_kv_config config = {
+        .size = sizeof(config), .flags = VMEM_KV_DEFER | VMEM_KV_LAZY | VMEM_KV_CHECK, .tensors = tensors,
+        .n_tensors = 2, .slots = SLOTS, .max_tokens = PLACES * TOKENS, .page_size = VMEM_PAGE_64K,
+        .budget = 2 * GIB,
+    };
+    static uint32_t kept[SLOTS * PLACES];
+    struct vmem_kv_stats st;
+    uint64_t freed = 99;
+    OK(vmem_kv_create(ctx, &config, &kv));
+    OK(vmem_kv_block_compact(kv, &freed)); // no names, nothing held
+    CHECK_EQ(freed, 0);
+    OK(vmem_kv_blocks_init(kv, SLOTS * PLACES, TOKENS));
+    for (uint32_t t = 0; t < 2; t++)
+        OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    uint32_t n = busy_time(kept);
+    uint64_t before = device_bytes();
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK_EQ(st.held_pages, n * 3);
+    CHECK(before > 3 * n * 3 * VMEM_PAGE_64K);
+    OK(vmem_kv_block_compact(kv, &freed));
+    CHECK_EQ(freed, before - device_bytes());
+    CHECK(device_bytes() <= 64 * MIB); // the smallest arena, into which they fit
+    verify(kept, n);
+    OK(vmem_kv_block_compact(kv, &freed));
+    CHECK_EQ(freed, 0);
+
+    // Those that are in use stay where they are; the rest moves.
+    uint32_t slot;
+    OK(vmem_kv_block_drop(kv, kept, n));
+    n = busy_time(kept);
+    before = device_bytes();
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(vmem_kv_block_attach(kv, slot, kept, 2, NULL));
+    OK(vmem_kv_block_compact(kv, &freed));
+    CHECK(device_bytes() < before);
+    CHECK_EQ(get_word(ctx, word_addr(1, slot, 1)), kept[1] * 10 + 1);
+    OK(vmem_kv_free(kv, slot));
+    verify(kept, n);
+
+    // Without memory to move them they stay.
+    OK(vmem_kv_block_drop(kv, kept, n));
+    n = busy_time(kept);
+    before = device_bytes();
+    OK(vmem_set_budget(ctx, test_stats(ctx).created));
+    OK(vmem_kv_block_compact(kv, &freed));
+    CHECK_EQ(freed, 0);
+    CHECK_EQ(device_bytes(), before);
+    verify(kept, n);
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}
