@@ -141,7 +141,7 @@ def _layer(cache, layer):
     return k, v
 
 
-def _shape(phase, cache, k, query_heads, q_dtype, window, softcap):
+def _shape(phase, cache, k, query_heads, q_dtype, window, softcap, requests=1):
     if phase not in ("decode", "prefill"):
         raise ValueError(f"phase {phase!r} must be decode or prefill")
     kv_heads = k.shape[2]
@@ -153,7 +153,7 @@ def _shape(phase, cache, k, query_heads, q_dtype, window, softcap):
         raise ValueError(f"softcap {softcap!r} must be positive, or 0 for none")
     return Shape(
         phase, query_heads, kv_heads, k.shape[3], q_dtype, k.dtype, k.device.type, capability(k.device.index),
-        window, float(softcap), cache.tile_rows, slot_rows(k), k.shape[0],
+        window, float(softcap), cache.tile_rows, slot_rows(k), k.shape[0], requests,
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_s
     if k.shape[0] < cache.slots or k.shape[1] < batch.max_length:
         have, need = f"{k.shape[1]} rows in {k.shape[0]} slots", f"{batch.max_length} rows in {cache.slots} slots"
         raise ValueError(f"layer: K has {have}; the batch goes up to {need}")
-    shape = _shape(phase, cache, k, q.shape[1], q.dtype, window, softcap)
+    shape = _shape(phase, cache, k, q.shape[1], q.dtype, window, softcap, len(batch))
     name = choose(shape).kernel if kernel == "best" else kernel
     chosen = demand(name, shape)
     call = Call(q, k, v, batch, shape, scale, num_splits, None, None)

@@ -136,6 +136,11 @@ class FlashAttention3(Kernel):
             reason = f"a GPU of compute capability {shape.capability[0]}.{shape.capability[1]} (only 9.0)"
         return reason
 
+    def reluctance(self, shape):
+        if shape.phase == "prefill" and shape.requests > 8 and not self._joint(shape):
+            return f"{shape.requests} launches, one a request (one in all where tile_rows is {self._tiles(shape)})"
+        return None
+
     def unavailable(self, shape):
         if build() is not None:
             return None

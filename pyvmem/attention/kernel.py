@@ -39,6 +39,8 @@ class Shape:
     slot_rows : int
         Rows from one slot's begin to the next one's.
     slots : int
+    requests : int
+        In the batch; 1 where no batch is known.
     """
 
     phase: str
@@ -54,6 +56,7 @@ class Shape:
     tile_rows: int = 1
     slot_rows: int = 0
     slots: int = 1
+    requests: int = 1
 
     @property
     def group(self):
@@ -142,6 +145,9 @@ class Kernel:
         if shape.tile_rows % tile:
             return f"a cache of tile_rows {shape.tile_rows} (a multiple of {tile}, since it loads whole tiles)"
         return None
+
+    def reluctance(self, shape):
+        """Why another kernel should be preferred although this one takes the shape, in one line; None by default."""
 
     def pairs(self):
         """The pairs of dtypes (q, K and V) that it takes."""

@@ -48,17 +48,25 @@ def stops(name, shape):
 
 def choose(shape):
     """The `Choice` for a shape. Raises ValueError where no kernel takes it."""
-    refused = {}
+    refused, second = {}, []
     for name in ORDER[shape.phase]:
         reason = stops(name, shape)
         if reason is None:
-            first = "the fastest measured" if not refused else "the fastest of those that take it"
-            where = "a CPU" if shape.device == "cpu" else f"a GPU of compute capability {shape.capability[0]}"
-            text = f"{name}: {first} for {shape.phase} on {where}"
-            missing = "; ".join(f"not {n}: {r}" for n, r in refused.items())
-            return Choice(name, f"{text}; {missing}" if missing else text, refused)
+            reason = KERNELS[name].reluctance(shape)
+            if reason is None:
+                return _choice(name, shape, refused)
+            second.append(name)
         refused[name] = reason
+    if second:
+        return _choice(second[0], shape, {n: r for n, r in refused.items() if n not in second})
     raise ValueError("no kernel takes this: " + "; ".join(f"{n}: {r}" for n, r in refused.items()))
+
+
+def _choice(name, shape, refused):
+    first = "the fastest of those that take it" if refused else "the fastest measured"
+    where = "a CPU" if shape.device == "cpu" else f"a GPU of compute capability {'.'.join(map(str, shape.capability))}"
+    why = "".join(f"; not {n}: {r}" for n, r in refused.items())
+    return Choice(name, f"{name}: {first} for {shape.phase} on {where}{why}", refused)
 
 
 def demand(name, shape):

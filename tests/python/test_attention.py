@@ -271,6 +271,20 @@ def test_fa3_takes_what_its_tiles_allow():
     assert "tile_rows 176" in fa3.refusal(replace(HOPPER, tile_rows=176, **fp8))
 
 
+def test_best_prefers_one_launch_to_one_a_request(monkeypatch):
+    for name in ("fa3", "fa2"):
+        monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: None)
+    prompts = replace(HOPPER, phase="prefill", tile_rows=1)
+    assert table.choose(prompts).kernel == "fa3"
+    assert table.choose(replace(prompts, requests=100, tile_rows=128)).kernel == "fa3"
+    many = table.choose(replace(prompts, requests=100))
+    assert many.kernel == "fa2" and "100 launches, one a request" in many.why
+    for name in table.KERNELS:  # rather so than not at all
+        if name != "fa3":
+            monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: "not here")
+    assert table.choose(replace(prompts, requests=100)).kernel == "fa3"
+
+
 def test_tile_rows():
     assert attention.tile_rows("triton", 32, 8, 128) == attention.tile_rows("fa2", 32, 8, 128) == 1
     assert attention.tile_rows("fa3", 32, 8, 128) == 128
