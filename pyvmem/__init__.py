@@ -4,6 +4,9 @@ SPDX-License-Identifier: MIT
 """
 
 import importlib as _importlib
+import importlib.util as _importlib_util
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from pyvmem._ffi import lib as _lib
 from pyvmem.core import Context, Info, PageInfo, Pages, Reservation, Stats, backends, default_context, probe
@@ -20,6 +23,12 @@ from pyvmem.paper import (
     vMemUnmapBatch,
 )
 
+if _TYPE_CHECKING:
+    from pyvmem.distributed import TensorParallelKVCache
+    from pyvmem.kv import KVCache, TensorSpec, model_specs
+    from pyvmem.kv_prefix import PrefixCache
+    from pyvmem.tensor import VirtualTensor, virtual_empty
+
 __version__ = ".".join(str(_lib.vmem_version() >> shift & 0xFF) for shift in (16, 8, 0))
 
 __all__ = [
@@ -30,11 +39,14 @@ __all__ = [
     "OutOfMemory",
     "PageInfo",
     "Pages",
+    "PrefixCache",
     "Reservation",
     "Stats",
+    "TensorParallelKVCache",
     "TensorSpec",
     "VirtualTensor",
     "VmemError",
+    "__version__",
     "backends",
     "default_context",
     "model_specs",
@@ -54,15 +66,17 @@ __all__ = [
 
 # torch is imported where tensors are made, and only then.
 _NEED_TORCH = {
-    "VirtualTensor": "tensor",
-    "virtual_empty": "tensor",
     "KVCache": "kv",
+    "PrefixCache": "kv_prefix",
+    "TensorParallelKVCache": "distributed",
     "TensorSpec": "kv",
+    "VirtualTensor": "tensor",
     "model_specs": "kv",
+    "virtual_empty": "tensor",
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> _Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'pyvmem' has no attribute {name!r}")
     try:
@@ -71,4 +85,11 @@ def __getattr__(name):
         if e.name != "torch":
             raise
         raise ModuleNotFoundError(f"pyvmem.{name} needs torch: pip install pyvmem[torch]", name="torch") from None
-    return getattr(module, name)
+    found = globals()[name] = getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    """Everything public, but for what needs torch where there is none: help() looks at all of it."""
+    torch = _importlib_util.find_spec("torch") is not None
+    return sorted(name for name in __all__ if torch or name not in _NEED_TORCH)

@@ -50,6 +50,13 @@ def uints(name: str, values: Any) -> UInts:
     return np.ascontiguousarray(array, dtype=np.uint64).reshape(-1)
 
 
+def flag(name: str, value: Any) -> bool:
+    """value as a bool, which it must be. Raises TypeError."""
+    if value is True or value is False or isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
 def one_of(name: str, value: T, choices: Iterable[T]) -> T:
     """value, which must be one of the choices. Raises `InvalidArgument`."""
     choices = tuple(choices)

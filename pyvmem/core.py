@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import UInts, one_of, uint, uints
+from pyvmem._checks import UInts, flag, one_of, uint, uints
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import VmemError, _check, _error
 from pyvmem.owned import (
@@ -29,14 +29,32 @@ from pyvmem.owned import (
     Reservation,
     _Owned,
     as_buffer,
+    create_flags,
     make_ops,
     map_flags,
     new_handles,
     no_index,
 )
 
+__all__ = [
+    "COPY_OP",
+    "MAP_OP",
+    "UNMAP_OP",
+    "Context",
+    "Info",
+    "PageInfo",
+    "Pages",
+    "Reservation",
+    "Stats",
+    "backends",
+    "default_context",
+    "probe",
+]
+
 KIB = 1 << 10
 MIB = 1 << 20
+
+_FIRST_ADDRESS, _END_OF_ADDRESSES = 64 * KIB, 1 << 57  # what Linux maps for nobody; x86-64's five-level page tables
 
 _CAPS = {
     "gpu": lib.VMEM_CAP_GPU,
@@ -90,7 +108,8 @@ class PageInfo:
 
 def _names() -> dict[str, Any]:
     """libvmem's own strings with the names of all backends, best first: they live for ever."""
-    names, found = lib.vmem_backends(), {}
+    names = lib.vmem_backends()
+    found: dict[str, Any] = {}
     while names[len(found)] != ffi.NULL:
         name = names[len(found)]
         found[ffi.string(name).decode()] = name
@@ -119,7 +138,7 @@ def _options(backend: str | None, device: SupportsIndex, budget: SupportsIndex, 
     names = _names()
     options = ffi.new("struct vmem_options *")
     options.size = ffi.sizeof("struct vmem_options")
-    options.flags = lib.VMEM_OPT_UNKNOWN_DRIVER if unknown_driver else 0
+    options.flags = lib.VMEM_OPT_UNKNOWN_DRIVER if flag("unknown_driver", unknown_driver) else 0
     options.backend = ffi.NULL if backend is None else names[one_of("backend", backend, names)]
     options.device = uint("device", device, 31)
     options.budget = uint("budget", budget)
@@ -261,8 +280,8 @@ class Context(_Owned):
         """As `create`, but returns the bare handles, uint64[n]: they exist until `release` or the context's end."""
         one_of("page_size", page_size, self.page_sizes)
         handles, owner = new_handles(n), self._new_owner(self._owned())
-        flags = lib.VMEM_CREATE_ZERO if zero else 0
-        _check(lib.pv_own_pages(owner, page_size, len(handles), flags, as_buffer("vmem_page[]", handles)))
+        buffer = as_buffer("vmem_page[]", handles)
+        _check(lib.pv_own_pages(owner, page_size, len(handles), create_flags(zero), buffer))
         lib.pv_disown_pages(owner)  # the last step: until here they go with the owner
         return handles
 
@@ -348,9 +367,8 @@ class Context(_Owned):
         """
         one_of("page_size", page_size, self.page_sizes)
         ops, done = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths), ffi.new("uint64_t *")
-        flags = lib.VMEM_CREATE_ZERO if zero else 0
         buffer = as_buffer("struct vmem_range[]", ops)
-        _check(lib.vmem_commit(self._use(), buffer, len(ops), page_size, flags, done))
+        _check(lib.vmem_commit(self._use(), buffer, len(ops), page_size, create_flags(zero), done))
         return int(done[0])
 
     def decommit(self, addrs: Any, lengths: Any) -> int:
@@ -367,14 +385,20 @@ class Context(_Owned):
     def copy(self, dst: Any, src: Any, lengths: Any) -> None:
         """Copy between addresses (scalars or arrays; device or CPU; lengths in bytes), in order; done on return.
 
-        Raises `VmemError` (EFAULT) for unbacked addresses of a reservation. CPU addresses are not checked.
+        Raises `VmemError` (EFAULT) for unbacked addresses of a reservation; where it has a backdrop, they can be read.
+        Other addresses are the caller's own and are not checked: the process ends where it has no memory.
         """
         ops = make_ops(COPY_OP, dst=dst, src=src, lengths=lengths)
+        for name in ("dst", "src"):
+            _check_addresses(name, ops[name][ops["length"] > 0])
         _check(lib.vmem_copy_batch(self._use(), as_buffer("struct vmem_copy_op[]", ops), len(ops)))
 
     def fill(self, addr: SupportsIndex, value: SupportsIndex, length: SupportsIndex) -> None:
         """Set `length` bytes at `addr` to `value` (0 to 255); done on return. Raises as `copy` does."""
-        _check(lib.vmem_fill(self._use(), uint("addr", addr), uint("value", value, 8), uint("length", length)))
+        addr, value, length = uint("addr", addr), uint("value", value, 8), uint("length", length)
+        if length:
+            _check_addresses("addr", np.array([addr], np.uint64))
+        _check(lib.vmem_fill(self._use(), addr, value, length))
 
     def read(self, addr: SupportsIndex, length: SupportsIndex) -> bytes:
         """`length` bytes at `addr`, as a bytes object. Raises as `copy` does."""
@@ -394,6 +418,13 @@ class Context(_Owned):
             raise TypeError(f"data must be a contiguous bytes-like object, not {_kind(data)}") from None
         source = np.frombuffer(view, np.uint8) if len(view) else np.empty(0, np.uint8)
         self.copy(uint("addr", addr), source.ctypes.data, source.nbytes)
+
+
+def _check_addresses(name: str, addrs: UInts) -> None:
+    """Refuse what is no process's address on any machine; what else is no address of this one faults."""
+    if addrs.size and (addrs.min() < _FIRST_ADDRESS or addrs.max() >= _END_OF_ADDRESSES):
+        wrong = addrs[(addrs < _FIRST_ADDRESS) | (addrs >= _END_OF_ADDRESSES)][0]
+        raise _error(errno.EFAULT, f"{name} {wrong:#x} is no address: those begin at 64 KiB and end before 2^57")
 
 
 def _kind(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import UInts, integer, one_of, uint, uints
+from pyvmem._checks import UInts, flag, integer, one_of, uint, uints
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check
 
@@ -56,7 +56,11 @@ def no_index() -> Any:
 
 
 def map_flags(replace: bool, fine: bool) -> int:
-    return (lib.VMEM_MAP_REPLACE if replace else 0) | (lib.VMEM_MAP_FINE if fine else 0)
+    return (lib.VMEM_MAP_REPLACE if flag("replace", replace) else 0) | (lib.VMEM_MAP_FINE if flag("fine", fine) else 0)
+
+
+def create_flags(zero: bool) -> int:
+    return lib.VMEM_CREATE_ZERO if flag("zero", zero) else 0
 
 
 def new_handles(n: SupportsIndex) -> UInts:
@@ -165,7 +169,7 @@ class Reservation(_Owned):
         self, context: Context, length: SupportsIndex, *, backdrop: bool = False, device: int | None = None
     ) -> None:
         length = uint("length", length)
-        if backdrop and "backdrop" not in context.capabilities:
+        if flag("backdrop", backdrop) and "backdrop" not in context.capabilities:
             raise VmemError(errno.EOPNOTSUPP, f"backdrop=True: the {context.backend} backend has no backdrop")
         flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
         owner, addr = self._new_owner(context._owned()), ffi.new("uint64_t *")
@@ -286,8 +290,8 @@ class Reservation(_Owned):
         sizes = self.context.page_sizes
         page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
         first, size = self._part(offset, length)
-        flags, done = lib.VMEM_CREATE_ZERO if zero else 0, ffi.new("uint64_t *")
-        _check(lib.pv_range_commit(self._owned(), first, size, page_size, flags, done))
+        done = ffi.new("uint64_t *")
+        _check(lib.pv_range_commit(self._owned(), first, size, page_size, create_flags(zero), done))
         return int(done[0])
 
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
@@ -354,9 +358,8 @@ class Pages(_Owned):
         one_of("page_size", page_size, context.page_sizes)
         self.handles = new_handles(n)
         owner = self._new_owner(context._owned())
-        flags = lib.VMEM_CREATE_ZERO if zero else 0
         self._buffer = as_buffer("vmem_page[]", self.handles)
-        _check(lib.pv_own_pages(owner, page_size, len(self.handles), flags, self._buffer))
+        _check(lib.pv_own_pages(owner, page_size, len(self.handles), create_flags(zero), self._buffer))
         self._own(owner)
         self.handles.flags.writeable = False
         self.context = context

@@ -5,52 +5,61 @@ Addresses and page handles are plain integers; `Context`, `Reservation` and `Pag
 SPDX-License-Identifier: MIT
 """
 
-from pyvmem._checks import uint
+from typing import Any, SupportsIndex
+
+from pyvmem._checks import UInts, flag, uint
 from pyvmem._ffi import ffi, lib
+from pyvmem.core import Context
 from pyvmem.errors import _check
 
 
-def vMemReserve(context, length, *, backdrop=False):
+def _context(context: Context) -> Context:
+    if not isinstance(context, Context):
+        raise TypeError(f"context must be a Context, not {context!r}")
+    return context
+
+
+def vMemReserve(context: Context, length: SupportsIndex, *, backdrop: bool = False) -> int:
     """Reserve `length` bytes of addresses; returns the first. The caller owes `vMemFree`."""
     addr = ffi.new("uint64_t *")
-    flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
-    _check(lib.vMemReserve(context._use(), uint("length", length), flags, addr))
-    return addr[0]
+    flags = lib.VMEM_RESERVE_BACKDROP if flag("backdrop", backdrop) else 0
+    _check(lib.vMemReserve(_context(context)._use(), uint("length", length), flags, addr))
+    return int(addr[0])
 
 
-def vMemFree(context, addr):
+def vMemFree(context: Context, addr: SupportsIndex) -> None:
     """Free what `vMemReserve` returned. Raises `VmemError` (EBUSY) while anything is mapped there."""
-    _check(lib.vMemFree(context._use(), uint("addr", addr)))
+    _check(lib.vMemFree(_context(context)._use(), uint("addr", addr)))
 
 
-def vMemCreate(context, page_size, n=1, *, zero=False):
+def vMemCreate(context: Context, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> UInts:
     """Create `n` physical pages; returns their handles, uint64[n]. The caller owes `vMemRelease`."""
-    return context.create_handles(page_size, n, zero=zero)
+    return _context(context).create_handles(page_size, n, zero=zero)
 
 
-def vMemMap(context, addr, page):
+def vMemMap(context: Context, addr: SupportsIndex, page: SupportsIndex) -> None:
     """Map one page at an address, with access: cuMemMap and cuMemSetAccess in one."""
-    _check(lib.vMemMap(context._use(), uint("addr", addr), uint("page", page)))
+    _check(lib.vMemMap(_context(context)._use(), uint("addr", addr), uint("page", page)))
 
 
-def vMemMapBatch(context, addrs, pages, *, replace=False, fine=False):
+def vMemMapBatch(context: Context, addrs: Any, pages: Any, *, replace: bool = False, fine: bool = False) -> None:
     """Map many pages at as many addresses, all or none."""
-    context.map(addrs, pages, replace=replace, fine=fine)
+    _context(context).map(addrs, pages, replace=replace, fine=fine)
 
 
-def vMemUnmap(context, addr, length):
+def vMemUnmap(context: Context, addr: SupportsIndex, length: SupportsIndex) -> None:
     """Unmap `length` bytes at `addr`; the pages stay."""
-    _check(lib.vMemUnmap(context._use(), uint("addr", addr), uint("length", length)))
+    _check(lib.vMemUnmap(_context(context)._use(), uint("addr", addr), uint("length", length)))
 
 
-def vMemUnmapBatch(context, addrs, lengths):
+def vMemUnmapBatch(context: Context, addrs: Any, lengths: Any) -> None:
     """Unmap many ranges, all or none."""
-    context.unmap(addrs, lengths)
+    _context(context).unmap(addrs, lengths)
 
 
-def vMemRelease(context, pages):
+def vMemRelease(context: Context, pages: Any) -> None:
     """Unmap a page, or an array of pages, wherever they are mapped, and free them."""
-    context.release(pages)
+    _context(context).release(pages)
 
 
 vMemReleaseBatch = vMemRelease

@@ -13,14 +13,15 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import IO, Any, SupportsIndex, cast
+from typing import IO, Any, Literal, SupportsIndex, cast
 
 import torch
+import torch.utils.dlpack
 
-from pyvmem._checks import integer, one_of
+from pyvmem._checks import flag, integer, one_of
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context, Reservation, default_context
 from pyvmem.errors import InvalidArgument, OutOfMemory, _check
@@ -75,7 +76,7 @@ def tensor_at(
     if managed == ffi.NULL:
         raise OutOfMemory(errno.ENOMEM, "no memory for a tensor's description")
     capsule = _new_capsule(int(ffi.cast("uintptr_t", managed)), b"dltensor", _free_capsule)
-    storage = cast(torch.Tensor, torch.from_dlpack(capsule)).untyped_storage()
+    storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
 
 
@@ -83,7 +84,7 @@ def _device(device: str | torch.device) -> torch.device:
     """The torch.device meant, with its ordinal where it is CUDA's."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"device {device!r} must be cpu or cuda[:ordinal]") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r} must be cpu or cuda[:ordinal]")
@@ -114,7 +115,8 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _reduce(owner: Any, nbytes: int, tensor: weakref.ref[torch.Tensor], protocol: SupportsIndex) -> Any:
     _backed_whole(owner, nbytes, "pickling or torch.save")
-    return _alias(cast(torch.Tensor, tensor())).__reduce_ex__(protocol)
+    reduce: Callable[[SupportsIndex], Any] = _alias(cast(torch.Tensor, tensor())).__reduce_ex__
+    return reduce(protocol)
 
 
 def _deepcopy(owner: Any, nbytes: int, tensor: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> Any:
@@ -135,6 +137,14 @@ def _guard(tensor: torch.Tensor, owner: Any, nbytes: int) -> None:
     own["__reduce_ex__"] = functools.partial(_reduce, owner, nbytes, weakref.ref(tensor))
     own["__deepcopy__"] = functools.partial(_deepcopy, owner, nbytes, weakref.ref(tensor))
     own["share_memory_"] = _share_memory
+
+
+def _open(file: Any, mode: Literal["rb", "wb"]) -> AbstractContextManager[IO[bytes]]:
+    if isinstance(file, str | os.PathLike):
+        return open(file, mode)
+    if not hasattr(file, "read" if mode == "rb" else "write"):
+        raise TypeError(f"file must be a path or a binary file object, not {file!r}")
+    return nullcontext(file)
 
 
 def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]:
@@ -214,7 +224,7 @@ class VirtualTensor(Uncopyable):
             backdrop = "backdrop" in context.capabilities
         self.context = context
         self.page_size = page_size
-        self.zero = zero
+        self.zero = flag("zero", zero)
         self.nbytes = math.prod(shape) * dtype.itemsize
         self._rows = shape[0] if shape else 1
         self._row_bytes = self.nbytes // self._rows if self._rows else 0
@@ -335,7 +345,7 @@ class VirtualTensor(Uncopyable):
         self._span(None, None)
         parts = self._range.backed(0, self.nbytes)
         about = {"shape": list(self.tensor.shape), "dtype": str(self.tensor.dtype).split(".")[1], "parts": parts}
-        with open(file, "wb") if isinstance(file, str | os.PathLike) else nullcontext(file) as out:
+        with _open(file, "wb") as out:
             out.write(_MAGIC + json.dumps(about).encode() + b"\n")
             for first, length in parts:
                 for at in range(first, first + length, _PIECE):
@@ -357,7 +367,7 @@ class VirtualTensor(Uncopyable):
 
         Raises ValueError for a file that `save` did not write, or not to its end, and `OutOfMemory`.
         """
-        with open(file, "rb") if isinstance(file, str | os.PathLike) else nullcontext(file) as source:
+        with _open(file, "rb") as source:
             if source.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError("file does not hold a virtual tensor")
             shape, dtype, parts = _header(source.readline())
@@ -442,7 +452,8 @@ def virtual_empty(
     >>> v.tensor[:16].fill_(1.0).sum().item()
     65536.0
     """
-    dtype = dtype or torch.get_default_dtype()
+    if dtype is None:
+        dtype = torch.get_default_dtype()
     return VirtualTensor(
         shape, dtype, device, page_size=page_size, backdrop=backdrop, zero=zero, context=context
     )

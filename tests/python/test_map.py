@@ -239,3 +239,23 @@ def test_copy_moves_data_between_reservations_and_host_memory(context, page_size
     context.copy(range_.addr, data.ctypes.data, page_size)
     context.copy([range_.addr + page_size, range_.addr + 3 * page_size], range_.addr, page_size)
     assert context.read(range_.addr + 3 * page_size, page_size) == data.tobytes()
+
+
+def test_unbacked_addresses_are_read_through_the_backdrop_anywhere(context):
+    """GPU backends establish the backdrop in blocks: reads far from any page need theirs first."""
+    if "backdrop" not in context.capabilities:
+        with pytest.raises(pyvmem.VmemError, match="backdrop"):
+            context.reserve(2 * MIB, backdrop=True)
+        return
+    size = min(context.page_sizes)
+    range_ = context.reserve(512 * MIB, backdrop=True)
+    range_.commit(0, size)
+    context.fill(range_.addr, 1, size)
+    for offset in (size, 40 * MIB, 130 * MIB, 511 * MIB):
+        assert context.read(range_.addr + offset, 4096) == bytes(4096)
+    range_.backdrop(200 * MIB, 100 * MIB)
+    for offset in (200 * MIB, 300 * MIB - 4096):
+        assert context.read(range_.addr + offset, 4096) == bytes(4096)
+    range_.backdrop()
+    assert context.read(range_.addr + size - 1, 2) == b"\1\0"
+    assert range_.resident_bytes == size
