@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
-"""Everything vMem inserts into NVIDIA's files: six hooks, each at an anchor that must match exactly once.
+"""Everything vMem inserts into NVIDIA's files: five hooks, each at an anchor that must match exactly once.
 
 An anchor is one or more whole lines of the vendor's file, without leading text of their own: they are compared
 literally, so a release that moved or rewrote them is refused instead of patched by guess.
@@ -44,13 +44,6 @@ HOOKS = (
         after="    // vMem: NULL until the file's first vMem ioctl\n"
         "    struct uvm_vmem_space *vmem;\n"
         "\n",
-    ),
-    Hook(
-        name="range",
-        file="nvidia-uvm/uvm_va_range.h",
-        anchor="    uvm_va_range_type_t type;\n",
-        # above a member of four bytes, where no structure grows by it
-        before="    bool vmem_reserved; // vMem: its RESERVE made this range\n",
     ),
     Hook(
         name="unregister GPU",

@@ -1,16 +1,23 @@
 // MAP and UNMAP: every element checked, every window and table at hand, before the first entry changes.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
+#include "uvm_vmem_api.h"
+#include "uvm_vmem_commit.h"
 #include "uvm_vmem_memory.h"
-#include "uvm_vmem_window.h"
 
 #include "uvm_kvmalloc.h"
 #include "uvm_range_tree.h"
 
 #include <linux/uaccess.h>
 
-// Most units of 64 KiB that one handle is mapped at: what one RELEASE has to clear.
-#define MAX_MAPPED (UVM_VMEM_MAX_BYTES / UVM_VMEM_GRANULE)
+// One MAP or UNMAP.
+struct batch {
+    const NvU8 *uuid;
+    const struct uvm_vmem_op *ops;
+    NvU32 count;
+    NvU32 failed;
+    bool map;
+};
 
 // Copy one element of another version than ours.
 static NV_STATUS op_copy(struct uvm_vmem_op *op, const void __user *from, NvU32 size)
@@ -88,10 +95,25 @@ static NV_STATUS op_find(struct uvm_vmem_call *call,
     return NV_OK;
 }
 
+// Open the slot behind a window, if it can be.
+static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_window *window, uvm_vmem_open_t open)
+{
+    NvU64 va = window->end + 1;
+    uvm_vmem_range_t *range = uvm_vmem_range_find(call->va_space, va);
+    struct uvm_vmem_window *next;
+    NV_STATUS status;
+
+    if (!range || va != uvm_vmem_slot(va) || !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_SLOT))
+        return NV_OK;
+    status = uvm_vmem_window_touch(call, range, va, open, false, &next);
+    return status == NV_ERR_UVM_ADDRESS_IN_USE ? NV_OK : status;
+}
+
 static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
 {
     NvU64 va = op->va;
     NvU64 end = op->va + op->length - 1;
+    struct uvm_vmem_window *window = NULL;
     struct uvm_vmem_handle *handle;
     uvm_vmem_range_t *range;
     NV_STATUS status;
@@ -103,15 +125,10 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
     if (!handle)
         return NV_ERR_INVALID_OBJECT_HANDLE;
 
-    if (handle->mapped + handle->pending + op->length / UVM_VMEM_GRANULE > MAX_MAPPED)
-        return NV_ERR_INSUFFICIENT_RESOURCES;
-    handle->pending += op->length / UVM_VMEM_GRANULE;
-
     huge = !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_SLOT && va == uvm_vmem_slot(va) &&
            uvm_vmem_gpu_has_huge(call->gpu);
 
     while (va <= end) {
-        struct uvm_vmem_window *window;
         struct uvm_vmem_piece piece;
         NvU32 mask;
 
@@ -137,7 +154,10 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         if (status != NV_OK)
             return status;
         va += piece.count * UVM_VMEM_GRANULE;
+        cond_resched();
     }
+    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !window->had_pages)
+        return open_ahead(call, window, op_open(op, true));
     return NV_OK;
 }
 
@@ -224,19 +244,19 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
         if (status != NV_OK)
             return status;
         va += piece.count * UVM_VMEM_GRANULE;
+        cond_resched();
     }
     return NV_OK;
 }
 
 // LOCKING: the VA space lock in write mode.
-static NV_STATUS batch_locked(struct uvm_vmem_call *call, struct uvm_vmem_batch *p, struct uvm_vmem_op *ops, bool map)
+static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
 {
+    struct batch *b = arg;
     NV_STATUS status;
     NvU32 i;
 
-    status = call->space->dead;
-    if (status == NV_OK)
-        status = uvm_vmem_gpu_lookup(call->va_space, p->gpu_uuid, &call->gpu, &call->tree);
+    status = uvm_vmem_gpu_lookup(call->va_space, b->uuid, &call->gpu, &call->tree);
     if (status != NV_OK)
         return status;
 
@@ -248,24 +268,16 @@ static NV_STATUS batch_locked(struct uvm_vmem_call *call, struct uvm_vmem_batch 
     if (!call->vgpu)
         return NV_ERR_NO_MEMORY;
 
-    for (i = 0; i < p->count; i++) {
-        status = map ? map_op(call, &ops[i]) : unmap_op(call, &ops[i]);
+    for (i = 0; i < b->count; i++) {
+        status = b->map ? map_op(call, &b->ops[i]) : unmap_op(call, &b->ops[i]);
         if (status != NV_OK) {
-            p->out_failed = i;
+            b->failed = i;
             break;
         }
     }
 
-    // Of this call only; elements that failed left theirs.
-    for (i = 0; map && i < p->count; i++) {
-        struct uvm_vmem_handle *handle = uvm_vmem_handle_find(call->space, ops[i].handle);
-
-        if (handle)
-            handle->pending = 0;
-    }
-
     if (status == NV_OK)
-        status = uvm_vmem_call_cut(call);
+        status = uvm_vmem_windows_cut(call);
     if (status != NV_OK) {
         uvm_vmem_call_undo(call);
         return status;
@@ -275,10 +287,11 @@ static NV_STATUS batch_locked(struct uvm_vmem_call *call, struct uvm_vmem_batch 
 
 static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
 {
-    uvm_va_space_t *va_space = uvm_va_space_get(filp);
-    struct uvm_vmem_op *ops;
+    struct batch b = { .uuid = p->gpu_uuid, .count = p->count, .failed = UVM_VMEM_NO_OP, .map = map };
+    struct uvm_vmem_space *space;
     struct uvm_vmem_call *call;
-    NV_STATUS status, wait;
+    struct uvm_vmem_op *ops;
+    NV_STATUS status;
 
     p->out_failed = UVM_VMEM_NO_OP;
     p->out_pushes = 0;
@@ -291,26 +304,23 @@ static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
     status = ops_copy(p, map, &ops);
     if (status != NV_OK)
         return status;
-    status = uvm_vmem_call_begin(&call, va_space);
-    if (status != NV_OK) {
-        uvm_kvfree(ops);
-        return status;
+
+    space = uvm_vmem_space_get(filp);
+    call = space ? uvm_kvmalloc(sizeof(*call)) : NULL;
+    if (call) {
+        b.ops = ops;
+        uvm_vmem_call_init(call, space);
+        status = uvm_vmem_call_run(call, change, NULL, &b);
+        p->out_failed = b.failed;
+        p->out_pushes = call->push.pushes;
+        p->out_invalidates = call->push.invalidates;
+        p->out_waits = call->push.waits;
+        uvm_vmem_call_deinit(call);
+        uvm_kvfree(call);
     }
-
-    uvm_va_space_down_write(va_space);
-    status = batch_locked(call, p, ops, map);
-    uvm_va_space_downgrade_write(va_space);
-
-    // Also after a failure: windows may have been cut.
-    wait = uvm_vmem_call_wait(call);
-    if (status == NV_OK)
-        status = wait;
-    uvm_va_space_up_read(va_space);
-
-    p->out_pushes = call->pushes;
-    p->out_invalidates = call->invalidates;
-    p->out_waits = call->waits;
-    uvm_vmem_call_end(call);
+    else {
+        status = NV_ERR_NO_MEMORY;
+    }
     uvm_kvfree(ops);
     return status;
 }

@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_pure.h"
 
-#define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_TAKEOVER)
+#define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
 #define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER)
 
 static bool misaligned(__u64 value, __u64 to)
@@ -16,29 +16,6 @@ NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
     if (p->flags || p->reserved[0] || p->reserved[1] || p->reserved[2] || p->reserved[3] || p->pad)
         return NV_ERR_INVALID_ARGUMENT;
     return NV_OK;
-}
-
-static NV_STATUS check_range(__u64 base, __u64 length)
-{
-    if (!base || !length || misaligned(base, UVM_VMEM_SLOT) || misaligned(length, UVM_VMEM_SLOT))
-        return NV_ERR_INVALID_ADDRESS;
-    if (base + length < base)
-        return NV_ERR_INVALID_ADDRESS;
-    return NV_OK;
-}
-
-NV_STATUS uvm_vmem_check_reserve(const struct uvm_vmem_reserve *p)
-{
-    if (p->flags || p->reserved || p->pad)
-        return NV_ERR_INVALID_ARGUMENT;
-    return check_range(p->base, p->length);
-}
-
-NV_STATUS uvm_vmem_check_free(const struct uvm_vmem_free *p)
-{
-    if (p->flags || p->reserved || p->pad)
-        return NV_ERR_INVALID_ARGUMENT;
-    return check_range(p->base, p->length);
 }
 
 NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p)

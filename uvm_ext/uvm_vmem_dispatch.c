@@ -1,8 +1,9 @@
 // One table of calls, one place where their structures are copied in and out.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
+#include "uvm_vmem_api.h"
+#include "uvm_vmem_compat.h"
 #include "uvm_vmem_hooks.h"
-#include "uvm_vmem_space.h"
 
 #include <linux/nospec.h>
 #include <linux/uaccess.h>
@@ -20,8 +21,6 @@ struct call {
 static const struct call calls[] =
 {
     CALL(QUERY, query),
-    CALL(RESERVE, reserve),
-    CALL(FREE, free),
     CALL(CREATE, create),
     CALL(RELEASE, release),
     CALL(MAP, map),
@@ -41,8 +40,6 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
     NV_STATUS status;
 
     CHECK_PARAMS(uvm_vmem_query);
-    CHECK_PARAMS(uvm_vmem_reserve);
-    CHECK_PARAMS(uvm_vmem_free);
     CHECK_PARAMS(uvm_vmem_create);
     CHECK_PARAMS(uvm_vmem_release);
     CHECK_PARAMS(uvm_vmem_batch);

@@ -9,6 +9,9 @@
 // end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table:
 // never an address, never used twice in the life of the file, and without meaning to another file.
 //
+// Addresses are those of external ranges of the file's address space, which CUDA makes where it maps memory, or the
+// caller by UVM_CREATE_EXTERNAL_RANGE; UVM_FREE gives them back, with the windows in them.
+//
 // A *window* is what the module keeps for each 2 MiB slot of address space (or the part of it that a range covers) that
 // it maps something in. Every 64 KiB of a window is a page, sparse (reads return zero, writes are dropped), or invalid
 // (accesses fault). A window opens with all of it sparse. It closes with its range or by UVM's own calls (UVM_FREE,
@@ -25,7 +28,8 @@
 //                                of 8, or non-zero bytes in the part of an element that this module does not know
 //   NV_ERR_INVALID_POINTER       an array of the caller cannot be read
 //   NV_ERR_INVALID_LIMIT         more elements or more bytes than QUERY allows in one call
-//   NV_ERR_INVALID_DEVICE        the GPU is not registered on this file, or (RESERVE, MAP, UNMAP) has no address space
+//   NV_ERR_INVALID_DEVICE        the GPU is not registered on this file, or (MAP, UNMAP) has no address space. With MIG
+//                                a GPU's UUID is that of the instance, as the driver registered it
 //   NV_ERR_NOT_SUPPORTED         the GPU cannot do it: SR-IOV heavy, no sparse entries, confidential computing (unless
 //                                the module parameter uvm_vmem_confidential allows it)
 //   NV_ERR_NO_MEMORY             out of device or system memory
@@ -55,7 +59,7 @@
 #define UVM_VMEM_NO_OP 0xFFFFFFFFu
 
 // out_caps
-#define UVM_VMEM_CAP_LIVE_REPLACE 0x1   // entries of a window are replaced by others of the same size in place
+#define UVM_VMEM_CAP_LIVE_REPLACE 0x1   // UVM_VMEM_MAP_REPLACE writes entries of the same size in place
 #define UVM_VMEM_CAP_SPARSE 0x2         // unbacked parts of a window read as zero
 #define UVM_VMEM_CAP_TAKEOVER 0x4       // there is UVM_VMEM_TAKEOVER
 #define UVM_VMEM_CAP_HUGE 0x8           // aligned 2 MiB pages get one 2 MiB entry
@@ -67,12 +71,11 @@
 // flags, reserved     zero
 // out_abi             UVM_VMEM_ABI of the module
 // out_max_ops         elements one call accepts
-// out_max_bytes       bytes one call accepts: length summed over the elements; page_size * count for CREATE; bytes of
-//                     address space where the handles are mapped for RELEASE
+// out_max_bytes       bytes one call accepts: length summed over the elements; page_size * count for CREATE
 // out_caps            UVM_VMEM_CAP_*
 // out_page_sizes      sizes that CREATE takes, ORed
-// out_bytes_cap       most physical bytes that one file may hold over all GPUs (module parameter uvm_vmem_max_mbytes);
-//                     ~0 without a limit
+// out_bytes_cap       most physical bytes that all files of one user (who opened them) may hold over all GPUs (module
+//                     parameter uvm_vmem_max_mbytes); ~0 without a limit
 // out_bytes_held      physical bytes that this file holds on the GPU, free parts of 2 MiB slabs included
 // out_bytes_created   of these, bytes of handles
 // out_bytes_mapped    bytes of address space of this GPU backed by pages now (at most: see UVM's own calls above)
@@ -106,41 +109,6 @@ struct uvm_vmem_query {
     __u32 rmStatus;
 };
 
-// Make [base, base + length) an external range of the file's address space, with nothing mapped. The caller picks
-// addresses that nothing else uses, as a rule those of a PROT_NONE mapping of its own. Ranges that CUDA made need no
-// RESERVE.
-//
-// base, length        multiples of 2 MiB, not zero
-// gpu_uuid            of the GPU that must be able to address it; any GPU of the file may map there
-// flags, reserved     zero
-// Errors: the common ones; NV_ERR_INVALID_ADDRESS bad alignment or overflow; NV_ERR_OUT_OF_RANGE the GPU cannot address
-// it; NV_ERR_UVM_ADDRESS_IN_USE it overlaps another range.
-struct uvm_vmem_reserve {
-    __u64 base;
-    __u64 length;
-    __u8 gpu_uuid[16];
-    __u32 flags;
-    __u32 reserved;
-    __u32 pad;
-    __u32 rmStatus;
-};
-
-// Give back a range that RESERVE made, whole. Its windows are closed.
-//
-// base, length        as given to RESERVE
-// flags, reserved     zero
-// Errors: the common ones; NV_ERR_INVALID_ADDRESS no such range; NV_ERR_INVALID_OWNER RESERVE did not make it: it is
-// for whoever made it (CUDA) to free, by UVM_FREE; NV_ERR_IN_USE a page, or a mapping that is not vMem's, is still in
-// it; NV_ERR_BUSY_RETRY the process is being killed: a part of the windows is closed.
-struct uvm_vmem_free {
-    __u64 base;
-    __u64 length;
-    __u32 flags;
-    __u32 reserved;
-    __u32 pad;
-    __u32 rmStatus;
-};
-
 // `count` pages of physical memory of the GPU, all or none. They read as zero. Small pages are cut from 2 MiB slabs,
 // kept per GPU and page size; a slab goes back to the GPU with its last page.
 //
@@ -149,7 +117,7 @@ struct uvm_vmem_free {
 // count               1 to out_max_ops
 // flags, reserved     zero
 // out_handle          the first page's handle; the others follow it: out_handle + 1, ...
-// Errors: the common ones; NV_ERR_INSUFFICIENT_RESOURCES it would pass out_bytes_cap.
+// Errors: the common ones; NV_ERR_INSUFFICIENT_RESOURCES the user would pass out_bytes_cap.
 struct uvm_vmem_create {
     __u8 gpu_uuid[16];
     __u64 page_size;
@@ -164,14 +132,18 @@ struct uvm_vmem_create {
 // Unmap pages wherever this file maps them (to sparse), then free them, all or none. When it returns, no GPU access can
 // reach the memory through vMem's mappings any more. The pages are all of one GPU.
 //
+// It needs no memory, and cannot fail for want of it: once the handles are known to be good, only a fatal error of the
+// GPU or of UVM is left. Where a page has a 2 MiB entry, sparse ones need a page table: without memory for it these
+// addresses become invalid instead. Pages mapped at very many addresses are taken away step by step, and other calls of
+// the file come in between; none of them finds the handles.
+//
 // handles             address of __u64[count]; no handle twice
 // count               1 to out_max_ops
 // flags, reserved     zero
 // out_failed          index of the element at fault, or UVM_VMEM_NO_OP
-// out_pushes, out_invalidates, out_waits  of this call
+// out_pushes, out_invalidates, out_waits  of this call, all steps together
 // Errors: the common ones; NV_ERR_INVALID_OBJECT_HANDLE no such handle, the same one twice, or another GPU's than the
-// first; NV_ERR_INVALID_LIMIT can also mean
-// that the handles are mapped at more than out_max_bytes of addresses: release fewer at a time (one always works).
+// first. (NV_ERR_NO_MEMORY only as a file's very first vMem call.)
 struct uvm_vmem_release {
     __u64 handles;
     __u32 count;
@@ -191,7 +163,7 @@ struct uvm_vmem_release {
 // MAP:
 // handle, offset      what to put there: bytes [offset, offset + length) of the handle's page; offset a multiple of
 //                     64 KiB. A large handle can so serve as a slab of the caller's own.
-// flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_TAKEOVER
+// flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_MAP_AHEAD, UVM_VMEM_TAKEOVER
 // UNMAP:
 // handle, offset      0, 0: whatever is there. Else what must be mapped there; anything else is an error
 // flags               UVM_VMEM_UNMAP_OPEN (with or without UVM_VMEM_TAKEOVER) or UVM_VMEM_UNMAP_INVALID
@@ -204,14 +176,25 @@ struct uvm_vmem_op {
     __u32 reserved;
 };
 
-// Pages may be mapped there already: each entry is overwritten in place by the new one, so a kernel that accesses the
-// page meanwhile sees the old page or the new, never a fault. Without it: NV_ERR_UVM_ADDRESS_IN_USE.
+// Pages may be mapped there already: each entry is overwritten in place by the new one, so that a kernel which accesses
+// the page meanwhile meets no fault. What it sees:
+//   - a kernel launched after the call returned: the new page alone;
+//   - a kernel that runs meanwhile: the old page or the new before the call returns. After that its stores, atomics and
+//     loads that are served by the L2 (volatile, relaxed or stronger at gpu scope, ld.cg) use the new page. A weak load
+//     (plain ld, ld.ca) may still be served by a line that its SM's L1 read from the old page, until the line is evicted
+//     or the kernel ends: no call can invalidate an L1 that is indexed by virtual addresses.
+// The content is the caller's to make equal, by a copy that is complete before the call, if no kernel is to notice.
+// Without the flag: NV_ERR_UVM_ADDRESS_IN_USE.
 #define UVM_VMEM_MAP_REPLACE 0x1
 // 64 KiB entries even where a 2 MiB one would do. Without it a 2 MiB entry is used where all of a slot that has no
 // window (or has a 2 MiB entry) is mapped to all of a 2 MiB handle. Cutting a 2 MiB entry later, when a part of it
 // changes, makes the slot invalid for a moment: the GPU must not hold one address in entries of two sizes. So no kernel
 // may access such a slot while a part of it is mapped, replaced or unmapped.
 #define UVM_VMEM_MAP_64K 0x2
+// Where the element ends in a slot that held no page, open the slot behind it too (with UVM_VMEM_TAKEOVER by taking it),
+// if an external range is there and nothing that cannot be taken. Kernels that load whole tiles read past the last page:
+// so their slot is open with 64 KiB entries by the time that a page comes to it, and no entry they read is ever cut.
+#define UVM_VMEM_MAP_AHEAD 0x4
 // MAP, UNMAP with UVM_VMEM_UNMAP_OPEN: slots that another mapping on this GPU's own memory (a CUDA backdrop) or a
 // sparse mapping covers may be taken: the whole slot becomes a window and loses that mapping. Where it has 64 KiB
 // entries they are replaced in place, as by UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the slot is invalid for a
@@ -225,7 +208,7 @@ struct uvm_vmem_op {
 
 // MAP: put pages behind addresses. UNMAP: take them away. The elements take effect in order, as one: they are checked
 // first, a failure changes no page (windows opened for it may stay), and one TLB invalidate makes them visible. When
-// the call returns, accesses of the GPU use the new entries.
+// the call returns, the GPU translates by the new entries: UVM_VMEM_MAP_REPLACE says what a running kernel sees.
 //
 // gpu_uuid            of the GPU whose address space changes; a page can be mapped on its own GPU only
 // ops                 address of the first element
@@ -241,8 +224,8 @@ struct uvm_vmem_op {
 // NV_ERR_OUT_OF_RANGE the GPU cannot address it; NV_ERR_INVALID_OBJECT_HANDLE no such handle, or another GPU's;
 // NV_ERR_INVALID_OFFSET offset misaligned or offset + length past the page's end; NV_ERR_UVM_ADDRESS_IN_USE see above,
 // or a foreign mapping that cannot be taken (system memory, another GPU's, 4 KiB or 512 MiB entries);
-// NV_ERR_OBJECT_NOT_FOUND (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES (MAP) a
-// page would be mapped at more than out_max_bytes of addresses.
+// NV_ERR_OBJECT_NOT_FOUND (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES the kernel
+// memory behind all windows of the user would pass the module parameter uvm_vmem_max_kernel_mbytes.
 struct uvm_vmem_batch {
     __u8 gpu_uuid[16];
     __u64 ops;
@@ -260,11 +243,9 @@ struct uvm_vmem_batch {
 };
 
 #define UVM_VMEM_QUERY _IOWR(UVM_VMEM_IOCTL_TYPE, 1, struct uvm_vmem_query)
-#define UVM_VMEM_RESERVE _IOWR(UVM_VMEM_IOCTL_TYPE, 2, struct uvm_vmem_reserve)
-#define UVM_VMEM_FREE _IOWR(UVM_VMEM_IOCTL_TYPE, 3, struct uvm_vmem_free)
-#define UVM_VMEM_CREATE _IOWR(UVM_VMEM_IOCTL_TYPE, 4, struct uvm_vmem_create)
-#define UVM_VMEM_RELEASE _IOWR(UVM_VMEM_IOCTL_TYPE, 5, struct uvm_vmem_release)
-#define UVM_VMEM_MAP _IOWR(UVM_VMEM_IOCTL_TYPE, 6, struct uvm_vmem_batch)
-#define UVM_VMEM_UNMAP _IOWR(UVM_VMEM_IOCTL_TYPE, 7, struct uvm_vmem_batch)
+#define UVM_VMEM_CREATE _IOWR(UVM_VMEM_IOCTL_TYPE, 2, struct uvm_vmem_create)
+#define UVM_VMEM_RELEASE _IOWR(UVM_VMEM_IOCTL_TYPE, 3, struct uvm_vmem_release)
+#define UVM_VMEM_MAP _IOWR(UVM_VMEM_IOCTL_TYPE, 4, struct uvm_vmem_batch)
+#define UVM_VMEM_UNMAP _IOWR(UVM_VMEM_IOCTL_TYPE, 5, struct uvm_vmem_batch)
 
 #endif

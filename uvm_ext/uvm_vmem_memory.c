@@ -3,6 +3,7 @@
 // Slabs are kernel chunks: pinned, never evicted, and cut by us, since the PMM has no chunks of 128 or 256 KiB.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
+#include "uvm_vmem_api.h"
 #include "uvm_vmem_memory.h"
 
 #include "uvm_channel.h"
@@ -38,7 +39,16 @@ struct create {
 
 struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64 id)
 {
-    return xa_load(&space->handles, id);
+    struct uvm_vmem_handle *handle = xa_load(&space->handles, id);
+
+    return handle && !handle->leaving ? handle : NULL;
+}
+
+struct uvm_vmem_handle *uvm_vmem_handle_leaving(struct uvm_vmem_space *space, NvU64 id)
+{
+    struct uvm_vmem_handle *handle = xa_load(&space->handles, id);
+
+    return handle && handle->leaving ? handle : NULL;
 }
 
 static NvU32 page_class(NvU32 units)
@@ -62,7 +72,7 @@ static void slab_free(struct uvm_vmem_slab *slab)
 
     list_del(&slab->node);
     vgpu->bytes_held -= UVM_VMEM_SLOT;
-    vgpu->space->bytes_held -= UVM_VMEM_SLOT;
+    uvm_vmem_user_uncharge(vgpu->space->user, UVM_VMEM_DEVICE_BYTES, UVM_VMEM_SLOT);
     uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);
     uvm_kvfree(slab);
 }
@@ -125,6 +135,7 @@ void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu)
             continue;
         xa_erase(&vgpu->space->handles, id);
         uvm_vmem_handle_free(handle);
+        cond_resched();
     }
     UVM_ASSERT(!vgpu->bytes_held);
 }
@@ -138,8 +149,8 @@ static NV_STATUS slabs_alloc(struct create *c)
     NvU32 per_slab = UVM_VMEM_UNITS / c->units;
     NvU32 free = 0;
     NvU32 left;
-    NvU64 cap;
-    NV_STATUS status;
+    NvU32 charged; // slabs that are paid for and not there yet
+    NV_STATUS status = NV_OK;
 
     list_for_each_entry(slab, &c->vgpu->slabs[c->class], node) {
         NvU32 n = uvm_vmem_slab_free(slab->used, c->units);
@@ -150,11 +161,11 @@ static NV_STATUS slabs_alloc(struct create *c)
     }
     left = free >= c->count ? 0 : DIV_ROUND_UP(c->count - free, per_slab);
 
-    cap = uvm_vmem_bytes_cap();
-    if (left && (c->space->bytes_held > cap || left * UVM_VMEM_SLOT > cap - c->space->bytes_held))
+    charged = left;
+    if (left && !uvm_vmem_user_charge(c->space->user, UVM_VMEM_DEVICE_BYTES, left * UVM_VMEM_SLOT))
         return NV_ERR_INSUFFICIENT_RESOURCES;
 
-    while (left) {
+    while (left && status == NV_OK) {
         NvU32 n = min_t(NvU32, left, CHUNKS_AT_ONCE);
         NvU32 i;
 
@@ -165,14 +176,15 @@ static NV_STATUS slabs_alloc(struct create *c)
                                           chunks,
                                           &c->tracker);
         if (status != NV_OK)
-            return status;
+            break;
 
         for (i = 0; i < n; i++) {
             slab = uvm_kvmalloc_zero(sizeof(*slab));
             if (!slab) {
                 while (i < n)
                     uvm_pmm_gpu_free(&c->vgpu->gpu->pmm, chunks[i++], NULL);
-                return NV_ERR_NO_MEMORY;
+                status = NV_ERR_NO_MEMORY;
+                break;
             }
             slab->owner = c->vgpu;
             slab->chunk = chunks[i];
@@ -180,12 +192,14 @@ static NV_STATUS slabs_alloc(struct create *c)
             slab->dirty = chunks[i]->is_zero ? 0 : ~0U;
             list_add_tail(&slab->node, &c->slabs);
             c->vgpu->bytes_held += UVM_VMEM_SLOT;
-            c->space->bytes_held += UVM_VMEM_SLOT;
+            charged--;
         }
         left -= n;
         cond_resched();
     }
-    return NV_OK;
+    if (charged)
+        uvm_vmem_user_uncharge(c->space->user, UVM_VMEM_DEVICE_BYTES, charged * UVM_VMEM_SLOT);
+    return status;
 }
 
 static void push_end(struct create *c)
@@ -392,7 +406,7 @@ NV_STATUS uvm_vmem_api_create(void *params, struct file *filp)
     INIT_LIST_HEAD(&c->slabs);
     uvm_tracker_init(&c->tracker);
 
-    c->space = uvm_vmem_space_get(va_space);
+    c->space = uvm_vmem_space_get(filp);
     c->handles = handles_array_alloc(p->count);
     if (!c->space || !c->handles) {
         status = NV_ERR_NO_MEMORY;

@@ -6,10 +6,15 @@
 
 #include "uvm_vmem_space.h"
 
-// The handle with this id, or NULL.
+// The handle with this id, or NULL. None that a RELEASE is at.
 //
 // LOCKING: the VA space lock in write mode.
 struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64 id);
+
+// The handle with this id that a RELEASE is at, or NULL: its GPU was unregistered meanwhile.
+//
+// LOCKING: the VA space lock in write mode.
+struct uvm_vmem_handle *uvm_vmem_handle_leaving(struct uvm_vmem_space *space, NvU64 id);
 
 // Free a page that no PTE and no TLB entry reaches any more and that is out of the table.
 //

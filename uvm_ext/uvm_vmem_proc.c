@@ -1,6 +1,7 @@
 // /proc/driver/nvidia-uvm/vmem: what each file holds, for a person to read.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
+#include "uvm_vmem_proc.h"
 #include "uvm_vmem_space.h"
 
 #include "nv-procfs.h"
@@ -11,20 +12,46 @@
 #define PROC_NAME "driver/nvidia-uvm/vmem"
 
 #ifdef CONFIG_PROC_FS
-static void show_space(struct uvm_vmem_space *space, void *arg)
+// A file at a time, with a reference and without the lock of their list: what holds up a reader at one of them holds up
+// nobody's first or last call.
+static void *vmem_seq_start(struct seq_file *s, loff_t *pos)
 {
-    struct seq_file *s = arg;
+    return *pos ? uvm_vmem_space_nth(*pos - 1) : SEQ_START_TOKEN;
+}
+
+static void vmem_seq_stop(struct seq_file *s, void *v)
+{
+    if (v && v != SEQ_START_TOKEN)
+        uvm_vmem_space_put(v);
+}
+
+static void *vmem_seq_next(struct seq_file *s, void *v, loff_t *pos)
+{
+    vmem_seq_stop(s, v);
+    ++*pos;
+    return uvm_vmem_space_nth(*pos - 1);
+}
+
+static int vmem_seq_show(struct seq_file *s, void *v)
+{
+    struct uvm_vmem_space *space = v;
     struct uvm_vmem_gpu *vgpu;
+
+    if (v == SEQ_START_TOKEN) {
+        seq_printf(s, "abi %d\n", UVM_VMEM_ABI);
+        return 0;
+    }
 
     mutex_lock(&space->lock);
     seq_printf(s,
-               "process %d %s: handles %llu, pushes %llu, invalidates %llu, waits %llu\n",
+               "process %d %s: handles %llu, pushes %llu, invalidates %llu, waits %llu, looks %llu\n",
                space->tgid,
                space->comm,
                space->num_handles,
                (NvU64)atomic64_read(&space->pushes),
                (NvU64)atomic64_read(&space->invalidates),
-               (NvU64)atomic64_read(&space->waits));
+               (NvU64)atomic64_read(&space->waits),
+               (NvU64)atomic64_read(&space->looks));
     list_for_each_entry(vgpu, &space->gpus, node) {
         seq_printf(s,
                    "  gpu %s: held %llu, created %llu, mapped %llu, windows %llu\n",
@@ -35,18 +62,20 @@ static void show_space(struct uvm_vmem_space *space, void *arg)
                    (NvU64)atomic64_read(&vgpu->windows));
     }
     mutex_unlock(&space->lock);
-}
-
-static int uvm_vmem_proc_show(struct seq_file *s, void *arg)
-{
-    seq_printf(s, "abi %d\n", UVM_VMEM_ABI);
-    uvm_vmem_spaces_for_each(show_space, s);
     return 0;
 }
 
+static const struct seq_operations vmem_seq_ops =
+{
+    .start = vmem_seq_start,
+    .next = vmem_seq_next,
+    .stop = vmem_seq_stop,
+    .show = vmem_seq_show,
+};
+
 static int uvm_vmem_proc_open(struct inode *inode, struct file *filp)
 {
-    return single_open(filp, uvm_vmem_proc_show, NULL);
+    return seq_open(filp, &vmem_seq_ops);
 }
 
 static const nv_proc_ops_t proc_ops =
@@ -55,16 +84,16 @@ static const nv_proc_ops_t proc_ops =
     .NV_PROC_OPS_OPEN = uvm_vmem_proc_open,
     .NV_PROC_OPS_READ = seq_read,
     .NV_PROC_OPS_LSEEK = seq_lseek,
-    .NV_PROC_OPS_RELEASE = single_release,
+    .NV_PROC_OPS_RELEASE = seq_release,
 };
 
 void uvm_vmem_proc_init(void)
 {
     static atomic_t made;
 
-    // Without the file only the statistics are missing.
+    // For the administrator alone: it names processes of all users. Without the file only the statistics are missing.
     if (!atomic_xchg(&made, 1))
-        (void)proc_create_data(PROC_NAME, 0444, NULL, &proc_ops, NULL);
+        (void)proc_create_data(PROC_NAME, 0400, NULL, &proc_ops, NULL);
 }
 #else
 void uvm_vmem_proc_init(void)

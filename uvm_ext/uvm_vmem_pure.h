@@ -109,8 +109,6 @@ static inline bool uvm_vmem_whole_units(__u64 *start, __u64 *end)
 
 // Check everything in a call's structure that can be checked without looking at the file's state.
 NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p);
-NV_STATUS uvm_vmem_check_reserve(const struct uvm_vmem_reserve *p);
-NV_STATUS uvm_vmem_check_free(const struct uvm_vmem_free *p);
 NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p);
 NV_STATUS uvm_vmem_check_release(const struct uvm_vmem_release *p);
 NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p);

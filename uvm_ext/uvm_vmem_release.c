@@ -1,160 +1,172 @@
-// RELEASE: pages unmapped wherever they are, then freed.
+// RELEASE: pages unmapped wherever they are, then freed. It needs no memory, so that it cannot fail for want of it, and
+// holds the VA space lock for a bounded time, wherever the pages are mapped.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
+#include "uvm_vmem_api.h"
+#include "uvm_vmem_commit.h"
 #include "uvm_vmem_memory.h"
-#include "uvm_vmem_window.h"
+#include "uvm_vmem_release.h"
 
 #include "uvm_kvmalloc.h"
 
 #include <linux/uaccess.h>
 
-#define MAX_MAPPED (UVM_VMEM_MAX_BYTES / UVM_VMEM_GRANULE)
+// Mappings taken away under one hold of the VA space lock
+#define UNMAP_AT_ONCE 4096
 
-// Whether the window is still what maps at va.
-static bool window_is_live(struct uvm_vmem_call *call,
-                           struct uvm_vmem_window *window,
-                           NvU64 va,
-                           uvm_vmem_range_t **range)
+// What a RELEASE works with: one at a time in a file. Made with the file's state.
+struct uvm_vmem_release_room {
+    struct mutex lock;
+    struct uvm_vmem_call call;
+    NvU64 ids[UVM_VMEM_MAX_OPS];
+};
+
+// One RELEASE.
+struct release {
+    const NvU64 *ids;
+    NvU32 count;
+    NvU32 failed;
+    bool claimed;   // the handles are all there, and out of reach for other calls
+    NvU32 unmapped; // the first handles, that no entry maps any more
+    NvU32 freed;    // of these, the first
+};
+
+struct uvm_vmem_release_room *uvm_vmem_release_room_alloc(void)
 {
-    uvm_ext_gpu_map_t *map;
+    struct uvm_vmem_release_room *room = uvm_kvmalloc(sizeof(*room));
 
-    *range = uvm_vmem_range_find(call->va_space, va);
-    if (!*range)
-        return false;
-    map = uvm_vmem_map_at(*range, call->gpu, va);
-    return map && uvm_vmem_window_of(map) == window;
+    if (room)
+        mutex_init(&room->lock);
+    return room;
 }
 
-// Add a piece for everywhere that the handle is mapped.
-static NV_STATUS handle_collect(struct uvm_vmem_call *call, struct uvm_vmem_handle *handle)
+void uvm_vmem_release_room_free(struct uvm_vmem_release_room *room)
 {
-    struct uvm_vmem_window *window, *touched;
-    struct uvm_vmem_entry *entry, *next;
-    struct uvm_vmem_piece piece;
-    uvm_vmem_range_t *range;
-    NV_STATUS status;
-    NvU64 va;
-
-restart:
-    list_for_each_entry_safe(entry, next, &handle->entries, node) {
-        window = uvm_vmem_entry_window(entry);
-        va = uvm_vmem_slot(window->start) + entry->index * UVM_VMEM_GRANULE;
-
-        // UVM has unmapped the address since.
-        if (!call->tree || !window_is_live(call, window, va, &range)) {
-            uvm_vmem_entry_clear(window, entry->index);
-            continue;
-        }
-
-        status = uvm_vmem_window_touch(call, range, va, UVM_VMEM_LOOK, false, &touched);
-        if (status != NV_OK)
-            return status;
-
-        // What UVM left of a window got a window of its own; the entries moved there, so the list is another.
-        if (touched != window)
-            goto restart;
-    }
-
-    list_for_each_entry(entry, &handle->entries, node) {
-        window = uvm_vmem_entry_window(entry);
-        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M)
-            window->cut_wanted = true;
-
-        piece.window = window;
-        piece.handle = NULL;
-        piece.first = entry->index;
-        piece.count = 1;
-        piece.unit = 0;
-        piece.invalid = false;
-        status = uvm_vmem_piece_add(call, &piece);
-        if (status != NV_OK)
-            return status;
-    }
-    return NV_OK;
+    uvm_kvfree(room);
 }
 
-// Find the handles. Sets call->vgpu and call->gpu, and call->tree when the GPU has an address space.
-static NV_STATUS handles_find(struct uvm_vmem_call *call,
-                              struct uvm_vmem_handle **handles,
-                              const NvU64 *ids,
-                              struct uvm_vmem_release *p)
+// Take the handles out of the reach of other calls, all or none. Sets call->vgpu.
+static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
 {
-    uvm_gpu_va_space_t *gpu_va_space;
-    NV_STATUS status = NV_OK;
-    NvU64 mapped = 0;
-    NvU32 i, found;
+    NvU32 i;
 
-    for (found = 0; found < p->count; found++) {
-        struct uvm_vmem_handle *handle = uvm_vmem_handle_find(call->space, ids[found]);
+    for (i = 0; i < r->count; i++) {
+        struct uvm_vmem_handle *handle = uvm_vmem_handle_find(call->space, r->ids[i]);
 
-        if (!handle || handle->marked || (call->vgpu && handle->slab->owner != call->vgpu)) {
-            status = NV_ERR_INVALID_OBJECT_HANDLE;
+        if (!handle || (call->vgpu && handle->slab->owner != call->vgpu))
             break;
-        }
-        mapped += handle->mapped;
-        if (mapped > MAX_MAPPED) {
-            status = NV_ERR_INVALID_LIMIT;
-            break;
-        }
         call->vgpu = handle->slab->owner;
-        handle->marked = true;
-        handles[found] = handle;
+        handle->leaving = true;
     }
-    for (i = 0; i < found; i++)
-        handles[i]->marked = false;
-
-    if (status != NV_OK) {
-        p->out_failed = found;
-        return status;
+    if (i == r->count) {
+        r->claimed = true;
+        return NV_OK;
     }
+    r->failed = i;
+    while (i)
+        uvm_vmem_handle_leaving(call->space, r->ids[--i])->leaving = false;
+    return NV_ERR_INVALID_OBJECT_HANDLE;
+}
 
-    call->gpu = call->vgpu->gpu;
-    gpu_va_space = uvm_gpu_va_space_get(call->va_space, call->gpu);
-    call->tree = gpu_va_space ? &gpu_va_space->page_tables : NULL;
-    return NV_OK;
+// Take the page out of all of a window with a 2 MiB entry, which is one page's alone.
+static NvU32 huge_unmap(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+{
+    // There is no sparse entry of 2 MiB. Without memory for a table the addresses become invalid instead.
+    bool invalid = uvm_vmem_window_cut(call, window) != NV_OK;
+    NvU32 i;
+
+    for (i = 0; i < UVM_VMEM_UNITS; i++)
+        uvm_vmem_entry_unmap(call, window, i, invalid);
+    return UVM_VMEM_UNITS;
+}
+
+// Take the page out of up to *budget entries. False when there are more.
+static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *handle, NvU32 *budget)
+{
+    while (!list_empty(&handle->entries)) {
+        struct uvm_vmem_entry *entry = list_first_entry(&handle->entries, struct uvm_vmem_entry, node);
+        struct uvm_vmem_window *window = uvm_vmem_entry_window(entry);
+        NvU32 done = 1;
+
+        if (!*budget)
+            return false;
+        atomic64_inc(&call->space->looks);
+
+        if (!call->tree || !uvm_vmem_window_touch_entry(call, window, entry->index))
+            uvm_vmem_entry_clear(window, entry->index); // UVM has unmapped the address since
+        else if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M && !window->cut)
+            done = huge_unmap(call, window);
+        else
+            uvm_vmem_entry_unmap(call, window, entry->index, false);
+
+        *budget -= min(*budget, done);
+        if (!(*budget % 64))
+            cond_resched();
+    }
+    return true;
 }
 
 // LOCKING: the VA space lock in write mode.
-static NV_STATUS release_locked(struct uvm_vmem_call *call,
-                                struct uvm_vmem_handle **handles,
-                                const NvU64 *ids,
-                                struct uvm_vmem_release *p)
+static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
 {
+    struct release *r = arg;
+    NvU32 budget = UNMAP_AT_ONCE;
+    uvm_gpu_va_space_t *gpu_va_space;
     NV_STATUS status;
-    NvU32 i;
 
     uvm_vmem_windows_reap(call->space, UVM_VMEM_REAP_PER_CALL);
 
-    status = call->space->dead;
-    if (status == NV_OK)
-        status = handles_find(call, handles, ids, p);
-    if (status != NV_OK)
-        return status;
-
-    for (i = 0; i < p->count && status == NV_OK; i++) {
-        status = handle_collect(call, handles[i]);
+    if (!r->claimed) {
+        status = handles_claim(call, r);
         if (status != NV_OK)
-            p->out_failed = i;
-    }
-    if (status == NV_OK)
-        status = uvm_vmem_call_cut(call);
-    if (status != NV_OK) {
-        uvm_vmem_call_undo(call);
-        return status;
+            return status;
+        call->gpu = call->vgpu->gpu;
     }
 
-    return uvm_vmem_call_commit(call);
+    // The GPU can be unregistered between two steps: then its handles are gone, and it may be.
+    call->tree = NULL;
+    if (uvm_vmem_handle_leaving(call->space, r->ids[r->unmapped])) {
+        gpu_va_space = uvm_gpu_va_space_get(call->va_space, call->gpu);
+        call->tree = gpu_va_space ? &gpu_va_space->page_tables : NULL;
+    }
+
+    for (; r->unmapped < r->count; r->unmapped++) {
+        struct uvm_vmem_handle *handle = uvm_vmem_handle_leaving(call->space, r->ids[r->unmapped]);
+
+        if (handle && !handle_unmap(call, handle, &budget))
+            break;
+    }
+    status = uvm_vmem_call_commit(call);
+    if (status == NV_OK && r->unmapped < r->count)
+        status = NV_WARN_MORE_PROCESSING_REQUIRED;
+    return status;
+}
+
+// Who looks for a handle needs the VA space lock in write mode, so nobody found these since they were unmapped. After a
+// fatal error the GPU may reach the pages still: they stay until it is unregistered.
+//
+// LOCKING: the VA space lock in read mode.
+static void changed(struct uvm_vmem_call *call, void *arg)
+{
+    struct release *r = arg;
+
+    mutex_lock(&call->space->lock);
+    for (; r->freed < r->unmapped; r->freed++) {
+        struct uvm_vmem_handle *handle = xa_erase(&call->space->handles, r->ids[r->freed]);
+
+        if (handle)
+            uvm_vmem_handle_free(handle);
+    }
+    mutex_unlock(&call->space->lock);
 }
 
 NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
 {
     struct uvm_vmem_release *p = params;
-    uvm_va_space_t *va_space = uvm_va_space_get(filp);
-    struct uvm_vmem_handle **handles;
-    struct uvm_vmem_call *call;
-    NV_STATUS status, wait;
-    NvU64 *ids;
-    NvU32 i;
+    struct uvm_vmem_space *space;
+    struct uvm_vmem_release_room *room;
+    struct release r = { .count = p->count, .failed = UVM_VMEM_NO_OP };
+    NV_STATUS status;
 
     p->out_failed = UVM_VMEM_NO_OP;
     p->out_pushes = 0;
@@ -165,46 +177,25 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
     if (status != NV_OK)
         return status;
 
-    handles = uvm_kvmalloc(p->count * sizeof(*handles));
-    ids = uvm_kvmalloc(p->count * sizeof(*ids));
-    if (!handles || !ids) {
-        status = NV_ERR_NO_MEMORY;
-        goto out;
-    }
-    if (copy_from_user(ids, u64_to_user_ptr(p->handles), p->count * sizeof(*ids))) {
+    space = uvm_vmem_space_get(filp);
+    if (!space)
+        return NV_ERR_NO_MEMORY;
+    room = space->release;
+
+    mutex_lock(&room->lock);
+    if (copy_from_user(room->ids, u64_to_user_ptr(p->handles), p->count * sizeof(*room->ids))) {
         status = NV_ERR_INVALID_POINTER;
-        goto out;
     }
-    status = uvm_vmem_call_begin(&call, va_space);
-    if (status != NV_OK)
-        goto out;
-
-    uvm_va_space_down_write(va_space);
-    status = release_locked(call, handles, ids, p);
-    uvm_va_space_downgrade_write(va_space);
-    wait = uvm_vmem_call_wait(call);
-
-    // Who looks for a handle needs the VA space lock in write mode, so nobody found these since they were unmapped.
-    // After a fatal error the GPU may reach the pages still: they stay until it is unregistered.
-    if (status == NV_OK && wait == NV_OK) {
-        mutex_lock(&call->space->lock);
-        for (i = 0; i < p->count; i++) {
-            xa_erase(&call->space->handles, ids[i]);
-            uvm_vmem_handle_free(handles[i]);
-        }
-        mutex_unlock(&call->space->lock);
+    else {
+        r.ids = room->ids;
+        uvm_vmem_call_init(&room->call, space);
+        status = uvm_vmem_call_run(&room->call, change, changed, &r);
+        p->out_failed = r.failed;
+        p->out_pushes = room->call.push.pushes;
+        p->out_invalidates = room->call.push.invalidates;
+        p->out_waits = room->call.push.waits;
+        uvm_vmem_call_deinit(&room->call);
     }
-    uvm_va_space_up_read(va_space);
-
-    if (status == NV_OK)
-        status = wait;
-    p->out_pushes = call->pushes;
-    p->out_invalidates = call->invalidates;
-    p->out_waits = call->waits;
-    uvm_vmem_call_end(call);
-
-out:
-    uvm_kvfree(ids);
-    uvm_kvfree(handles);
+    mutex_unlock(&room->lock);
     return status;
 }

@@ -2,18 +2,17 @@
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_space.h"
+#include "uvm_vmem_api.h"
 #include "uvm_vmem_hooks.h"
 #include "uvm_vmem_memory.h"
+#include "uvm_vmem_proc.h"
+#include "uvm_vmem_release.h"
 #include "uvm_vmem_window.h"
 
 #include "uvm_kvmalloc.h"
 #include "uvm_pmm_gpu.h"
 
 #include <linux/random.h>
-
-static unsigned int uvm_vmem_max_mbytes;
-module_param(uvm_vmem_max_mbytes, uint, 0644);
-MODULE_PARM_DESC(uvm_vmem_max_mbytes, "vMem: most device memory that one file may hold, in MiB; 0: no limit.");
 
 static bool uvm_vmem_confidential;
 module_param(uvm_vmem_confidential, bool, 0444);
@@ -28,58 +27,97 @@ MODULE_PARM_DESC(uvm_vmem_one_step,
 static LIST_HEAD(g_uvm_vmem_spaces);
 static DEFINE_MUTEX(g_uvm_vmem_spaces_lock);
 
-NvU64 uvm_vmem_bytes_cap(void)
-{
-    unsigned int mbytes = READ_ONCE(uvm_vmem_max_mbytes);
-
-    return mbytes ? (NvU64)mbytes << 20 : ~0ULL;
-}
-
 bool uvm_vmem_is_one_step(void)
 {
     return READ_ONCE(uvm_vmem_one_step);
 }
 
-struct uvm_vmem_space *uvm_vmem_space_get(uvm_va_space_t *va_space)
+static void space_free(nv_kref_t *ref)
 {
+    struct uvm_vmem_space *space = container_of(ref, struct uvm_vmem_space, refs);
+
+    if (space->user)
+        uvm_vmem_user_put(space->user);
+    uvm_vmem_release_room_free(space->release);
+    xa_destroy(&space->handles);
+    uvm_kvfree(space);
+}
+
+void uvm_vmem_space_put(struct uvm_vmem_space *space)
+{
+    nv_kref_put(&space->refs, space_free);
+}
+
+static struct uvm_vmem_space *space_alloc(struct file *filp)
+{
+    struct uvm_vmem_space *space = uvm_kvmalloc_zero(sizeof(*space));
+
+    if (!space)
+        return NULL;
+
+    nv_kref_init(&space->refs);
+    space->va_space = uvm_va_space_get(filp);
+    mutex_init(&space->lock);
+    INIT_LIST_HEAD(&space->gpus);
+    INIT_LIST_HEAD(&space->windows);
+    xa_init(&space->handles);
+
+    // Handles of different files differ, so that one taken from another file is as good as never found.
+    space->next_handle = (((NvU64)get_random_u32() & 0xFFFF) << 32) + 1;
+    space->tgid = task_tgid_nr(current);
+    get_task_comm(space->comm, current);
+
+    space->user = uvm_vmem_user_get(filp->f_cred->uid);
+    space->release = uvm_vmem_release_room_alloc();
+    if (space->user && space->release)
+        return space;
+    uvm_vmem_space_put(space);
+    return NULL;
+}
+
+struct uvm_vmem_space *uvm_vmem_space_get(struct file *filp)
+{
+    uvm_va_space_t *va_space = uvm_va_space_get(filp);
     struct uvm_vmem_space *space = smp_load_acquire(&va_space->vmem);
+    struct uvm_vmem_space *made;
 
     if (space)
         return space;
 
     uvm_vmem_proc_init();
 
+    made = space_alloc(filp);
+    if (!made)
+        return NULL;
+
     mutex_lock(&g_uvm_vmem_spaces_lock);
     space = va_space->vmem;
     if (!space) {
-        space = uvm_kvmalloc_zero(sizeof(*space));
-        if (space) {
-            space->va_space = va_space;
-            mutex_init(&space->lock);
-            INIT_LIST_HEAD(&space->gpus);
-            INIT_LIST_HEAD(&space->windows);
-            xa_init(&space->handles);
-
-            // Handles of different files differ, so that one taken from another file is as good as never found.
-            space->next_handle = (((NvU64)get_random_u32() & 0xFFFF) << 32) + 1;
-            space->tgid = task_tgid_nr(current);
-            get_task_comm(space->comm, current);
-            list_add_tail(&space->node, &g_uvm_vmem_spaces);
-            smp_store_release(&va_space->vmem, space);
-        }
+        space = made;
+        list_add_tail(&space->node, &g_uvm_vmem_spaces);
+        smp_store_release(&va_space->vmem, space);
     }
     mutex_unlock(&g_uvm_vmem_spaces_lock);
+
+    if (space != made)
+        uvm_vmem_space_put(made);
     return space;
 }
 
-void uvm_vmem_spaces_for_each(void (*fn)(struct uvm_vmem_space *space, void *arg), void *arg)
+struct uvm_vmem_space *uvm_vmem_space_nth(loff_t n)
 {
-    struct uvm_vmem_space *space;
+    struct uvm_vmem_space *space, *found = NULL;
 
     mutex_lock(&g_uvm_vmem_spaces_lock);
-    list_for_each_entry(space, &g_uvm_vmem_spaces, node)
-        fn(space, arg);
+    list_for_each_entry(space, &g_uvm_vmem_spaces, node) {
+        if (!n--) {
+            nv_kref_get(&space->refs);
+            found = space;
+            break;
+        }
+    }
     mutex_unlock(&g_uvm_vmem_spaces_lock);
+    return found;
 }
 
 struct uvm_vmem_gpu *uvm_vmem_gpu_find(struct uvm_vmem_space *space, uvm_gpu_t *gpu, bool make)
@@ -183,7 +221,7 @@ NV_STATUS uvm_vmem_api_query(void *params, struct file *filp)
     if (status != NV_OK)
         return status;
 
-    space = uvm_vmem_space_get(va_space);
+    space = uvm_vmem_space_get(filp);
     if (!space)
         return NV_ERR_NO_MEMORY;
 
@@ -193,7 +231,7 @@ NV_STATUS uvm_vmem_api_query(void *params, struct file *filp)
     p->out_pad = 0;
     p->out_caps = 0;
     p->out_page_sizes = 0;
-    p->out_bytes_cap = uvm_vmem_bytes_cap();
+    p->out_bytes_cap = uvm_vmem_user_limit(UVM_VMEM_DEVICE_BYTES);
     p->out_bytes_held = 0;
     p->out_bytes_created = 0;
     p->out_bytes_mapped = 0;
@@ -250,7 +288,6 @@ void uvm_vmem_destroy(uvm_va_space_t *va_space)
     UVM_ASSERT(list_empty(&space->windows));
     UVM_ASSERT(xa_empty(&space->handles));
 
-    xa_destroy(&space->handles);
     va_space->vmem = NULL;
-    uvm_kvfree(space);
+    uvm_vmem_space_put(space);
 }

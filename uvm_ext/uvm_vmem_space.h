@@ -2,7 +2,7 @@
 //
 // Locking. In the order of uvm_lock.h, with ours between:
 //
-//   VA space lock   write mode: MAP, UNMAP, RELEASE, FREE while they change windows, entries and the handle table; GPU
+//   VA space lock   write mode: MAP, UNMAP, RELEASE while they change windows, entries and the handle table; GPU
 //                   unregister. Never while user memory is copied, and no RM calls below it.
 //                   read mode: CREATE and QUERY; waiting for a push, after a downgrade.
 //   space->lock     what CREATE changes while it holds the VA space lock in read mode only: handle table, slabs, byte
@@ -11,8 +11,8 @@
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions ask. No range tree or page tree lock is taken
 //                   while a push is open.
 //
-// g_uvm_vmem_spaces' lock is taken outside the VA space lock, by open, destroy and the proc file; space->lock nests in
-// it.
+// A RELEASE takes the lock of the file's room for it before all others. The lock of the list of files is taken for steps
+// in the list alone, with none of these inside: a reader of the proc file holds nobody up.
 //
 // Lifetime. A window's UVM side (uvm_ext_gpu_map_t) can be destroyed by UVM at any time that the VA space lock is not
 // held; its PTEs are cleared and invalidated by then. Our side is told by the reference count of the memory handle that
@@ -23,6 +23,7 @@
 #ifndef UVM_VMEM_SPACE_H
 #define UVM_VMEM_SPACE_H
 
+#include "uvm_vmem_account.h"
 #include "uvm_vmem_compat.h"
 #include "uvm_vmem_pure.h"
 
@@ -52,6 +53,7 @@ struct uvm_vmem_gpu {
 
 struct uvm_vmem_space {
     struct list_head node; // in the list of all
+    nv_kref_t refs;        // the file's, and that of each reader of the proc file
     uvm_va_space_t *va_space;
     struct mutex lock;
 
@@ -59,7 +61,8 @@ struct uvm_vmem_space {
     struct xarray handles;
     NvU64 next_handle;
     NvU64 num_handles;
-    NvU64 bytes_held;
+    struct uvm_vmem_user *user; // whose limits apply: who opened the file
+    struct uvm_vmem_release_room *release;
 
     // All windows, those longest not looked at first. VA space lock in write mode
     struct list_head windows;
@@ -72,6 +75,7 @@ struct uvm_vmem_space {
     atomic64_t pushes;
     atomic64_t invalidates;
     atomic64_t waits;
+    atomic64_t looks; // at records of entries, by RELEASE
 
     // Who made the first call, for a reader of the proc file
     pid_t tgid;
@@ -94,12 +98,10 @@ struct uvm_vmem_handle {
     struct uvm_vmem_slab *slab;
     NvU8 first; // unit in the slab
     NvU8 units;
-    bool marked; // within one RELEASE
+    bool leaving; // a RELEASE is at it: no other call finds it. VA space lock in write mode
 
-    // Where it is mapped: uvm_vmem_entry.node, and their number. VA space lock in write mode
+    // Where it is mapped: uvm_vmem_entry.node. VA space lock in write mode
     struct list_head entries;
-    NvU32 mapped;
-    NvU32 pending; // within one MAP
 };
 
 static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle)
@@ -108,7 +110,7 @@ static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle
 }
 
 // The state of the file, made on first use. NULL when out of memory.
-struct uvm_vmem_space *uvm_vmem_space_get(uvm_va_space_t *va_space);
+struct uvm_vmem_space *uvm_vmem_space_get(struct file *filp);
 
 // The file's record of the GPU; with make, made when there is none yet. NULL when there is none or no memory.
 //
@@ -123,25 +125,11 @@ NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu);
 // LOCKING: the VA space lock.
 NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gpu_t **gpu, uvm_page_tree_t **tree);
 
-// Most bytes a file may hold, ~0 without a limit.
-NvU64 uvm_vmem_bytes_cap(void);
-
 // Whether a 2 MiB entry may become a table without an invalid entry between.
 bool uvm_vmem_is_one_step(void);
 
-// Call fn for every file with state. The list's lock is held, the file's is not.
-void uvm_vmem_spaces_for_each(void (*fn)(struct uvm_vmem_space *space, void *arg), void *arg);
-
-// Make the proc file once; it goes with UVM's own proc directory when the module is unloaded.
-void uvm_vmem_proc_init(void);
-
-// The calls. params is the call's structure, checked for nothing yet.
-NV_STATUS uvm_vmem_api_query(void *params, struct file *filp);
-NV_STATUS uvm_vmem_api_reserve(void *params, struct file *filp);
-NV_STATUS uvm_vmem_api_free(void *params, struct file *filp);
-NV_STATUS uvm_vmem_api_create(void *params, struct file *filp);
-NV_STATUS uvm_vmem_api_release(void *params, struct file *filp);
-NV_STATUS uvm_vmem_api_map(void *params, struct file *filp);
-NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp);
+// The nth file with state, NULL behind the last. It stays until uvm_vmem_space_put(), but what it holds may go.
+struct uvm_vmem_space *uvm_vmem_space_nth(loff_t n);
+void uvm_vmem_space_put(struct uvm_vmem_space *space);
 
 #endif

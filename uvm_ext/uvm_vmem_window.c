@@ -6,13 +6,26 @@
 #include "uvm_kvmalloc.h"
 #include "uvm_range_tree.h"
 
+// Kernel memory behind one window: ours, and what UVM allocates for the mapping and its page table
+#define WINDOW_BYTES (sizeof(struct uvm_vmem_window) + sizeof(struct uvm_vmem_loan) + sizeof(uvm_ext_gpu_map_t) + \
+                      sizeof(uvm_page_table_range_t) + sizeof(uvm_page_directory_t))
+
 // Windows looked at each time that a new one is made, to find the dead ones: there are never more of these than in
 // proportion to the live ones.
 #define REAP_PER_WINDOW 2
 
-static void window_release(nv_kref_t *ref)
+// And before one is refused because there are too many
+#define REAP_AT_LIMIT 4096
+
+static void loan_free(nv_kref_t *ref)
 {
-    uvm_kvfree(container_of(container_of(ref, uvm_ext_gpu_mem_handle, ref_count), struct uvm_vmem_window, mem));
+    uvm_kvfree(container_of(container_of(ref, uvm_ext_gpu_mem_handle, ref_count), struct uvm_vmem_loan, mem));
+}
+
+// UVM's reference of a mapping.
+static void loan_put(struct uvm_vmem_loan *loan)
+{
+    nv_kref_put(&loan->mem.ref_count, loan_free);
 }
 
 void uvm_vmem_entry_clear(struct uvm_vmem_window *window, NvU32 index)
@@ -20,7 +33,6 @@ void uvm_vmem_entry_clear(struct uvm_vmem_window *window, NvU32 index)
     struct uvm_vmem_entry *entry = &window->entries[index];
 
     list_del(&entry->node);
-    entry->handle->mapped--;
     entry->handle = NULL;
     window->pages &= ~(1U << index);
     atomic64_sub(UVM_VMEM_GRANULE, &window->vgpu->bytes_mapped);
@@ -36,10 +48,11 @@ void uvm_vmem_window_drop(struct uvm_vmem_window *window)
     }
     list_del(&window->node);
     atomic64_dec(&window->vgpu->windows);
-    window->vgpu = NULL;
+    uvm_vmem_user_uncharge(window->vgpu->space->user, UVM_VMEM_KERNEL_BYTES, WINDOW_BYTES);
 
-    // UVM may still hold it on a deferred free list.
-    nv_kref_put(&window->mem.ref_count, window_release);
+    // UVM may still hold the loan on a deferred free list.
+    loan_put(window->loan);
+    kfree(window);
 }
 
 void uvm_vmem_windows_forget(struct uvm_vmem_gpu *vgpu)
@@ -49,6 +62,7 @@ void uvm_vmem_windows_forget(struct uvm_vmem_gpu *vgpu)
     list_for_each_entry_safe(window, next, &vgpu->space->windows, node) {
         if (window->vgpu == vgpu)
             uvm_vmem_window_drop(window);
+        cond_resched();
     }
 }
 
@@ -64,23 +78,37 @@ void uvm_vmem_windows_reap(struct uvm_vmem_space *space, NvU32 count)
     }
 }
 
-// Make a window with nothing but sparse entries and two references, ours and that of the mapping it is made for.
-static struct uvm_vmem_window *window_alloc(struct uvm_vmem_call *call, NvU64 start, NvU64 end)
+// Make a window with nothing but sparse entries, and two references to its loan: its own and that of the mapping it is
+// made for.
+static NV_STATUS window_alloc(struct uvm_vmem_call *call, NvU64 start, NvU64 end, struct uvm_vmem_window **out_window)
 {
     struct uvm_vmem_window *window;
     NvU32 i;
 
-    BUILD_BUG_ON(offsetof(struct uvm_vmem_window, mem) != 0);
+    BUILD_BUG_ON(offsetof(struct uvm_vmem_loan, mem) != 0);
 
     uvm_vmem_windows_reap(call->space, REAP_PER_WINDOW);
 
-    window = uvm_kvmalloc_zero(sizeof(*window));
-    if (!window)
-        return NULL;
+    if (!uvm_vmem_user_charge(call->space->user, UVM_VMEM_KERNEL_BYTES, WINDOW_BYTES)) {
+        uvm_vmem_windows_reap(call->space, REAP_AT_LIMIT);
+        if (!uvm_vmem_user_charge(call->space->user, UVM_VMEM_KERNEL_BYTES, WINDOW_BYTES))
+            return NV_ERR_INSUFFICIENT_RESOURCES;
+    }
 
-    window->mem.gpu = call->gpu;
-    nv_kref_init(&window->mem.ref_count);
-    nv_kref_get(&window->mem.ref_count);
+    // By far the most of what a window costs: charged to the caller's memory cgroup, which UVM's allocators cannot.
+    window = kzalloc(sizeof(*window), NV_UVM_GFP_FLAGS_ACCOUNT);
+    if (window)
+        window->loan = uvm_kvmalloc_zero(sizeof(*window->loan));
+    if (!window || !window->loan) {
+        kfree(window);
+        uvm_vmem_user_uncharge(call->space->user, UVM_VMEM_KERNEL_BYTES, WINDOW_BYTES);
+        return NV_ERR_NO_MEMORY;
+    }
+
+    window->loan->window = window;
+    window->loan->mem.gpu = call->gpu;
+    nv_kref_init(&window->loan->mem.ref_count);
+    nv_kref_get(&window->loan->mem.ref_count);
     window->vgpu = call->vgpu;
     window->start = start;
     window->end = end;
@@ -90,7 +118,8 @@ static struct uvm_vmem_window *window_alloc(struct uvm_vmem_call *call, NvU64 st
         window->entries[i].index = i;
     list_add_tail(&window->node, &call->space->windows);
     atomic64_inc(&call->vgpu->windows);
-    return window;
+    *out_window = window;
+    return NV_OK;
 }
 
 static void touch(struct uvm_vmem_call *call,
@@ -113,15 +142,17 @@ static void touch(struct uvm_vmem_call *call,
 
 // UVM has unmapped a part of the window and left this piece of it: give the piece a window of its own. What stays
 // behind in the old one is forgotten when UVM's last reference to it goes.
-static struct uvm_vmem_window *window_adopt(struct uvm_vmem_call *call,
-                                            struct uvm_vmem_window *old,
-                                            uvm_ext_gpu_map_t *map)
+static NV_STATUS window_adopt(struct uvm_vmem_call *call,
+                              struct uvm_vmem_window *old,
+                              uvm_ext_gpu_map_t *map,
+                              struct uvm_vmem_window **out_window)
 {
-    struct uvm_vmem_window *window = window_alloc(call, map->node.start, map->node.end);
+    struct uvm_vmem_window *window;
+    NV_STATUS status = window_alloc(call, map->node.start, map->node.end, &window);
     NvU32 cover, i;
 
-    if (!window)
-        return NULL;
+    if (status != NV_OK)
+        return status;
 
     cover = uvm_vmem_cover(window->start, window->end);
     window->pages = old->pages & cover;
@@ -137,9 +168,10 @@ static struct uvm_vmem_window *window_adopt(struct uvm_vmem_call *call,
         list_replace(&old->entries[i].node, &window->entries[i].node);
     }
 
-    map->mem_handle = &window->mem;
-    nv_kref_put(&old->mem.ref_count, window_release);
-    return window;
+    map->mem_handle = &window->loan->mem;
+    loan_put(old->loan);
+    *out_window = window;
+    return NV_OK;
 }
 
 uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU64 va)
@@ -188,7 +220,7 @@ static NV_STATUS map_create(struct uvm_vmem_call *call,
         uvm_kvfree(map);
         return status;
     }
-    map->mem_handle = &window->mem;
+    map->mem_handle = &window->loan->mem;
     *out_map = map;
     return NV_OK;
 }
@@ -218,13 +250,13 @@ static NV_STATUS window_open(struct uvm_vmem_call *call,
 
     huge = huge && start == uvm_vmem_slot(va) && end == uvm_vmem_slot_end(va);
 
-    window = window_alloc(call, start, end);
-    if (!window)
-        return NV_ERR_NO_MEMORY;
+    status = window_alloc(call, start, end, &window);
+    if (status != NV_OK)
+        return status;
 
     status = map_create(call, range, window, &map);
     if (status != NV_OK) {
-        nv_kref_put(&window->mem.ref_count, window_release);
+        loan_put(window->loan);
         uvm_vmem_window_drop(window);
         return status;
     }
@@ -347,10 +379,10 @@ static NV_STATUS window_take(struct uvm_vmem_call *call,
         uvm_tracker_init(&former->tracker);
     }
 
-    window = window_alloc(call, start, end);
-    if (!window) {
+    status = window_alloc(call, start, end, &window);
+    if (status != NV_OK) {
         uvm_kvfree(former);
-        return NV_ERR_NO_MEMORY;
+        return status;
     }
 
     if (former) {
@@ -358,7 +390,7 @@ static NV_STATUS window_take(struct uvm_vmem_call *call,
         former->gpu = map->gpu;
         former->owning_gpu = map->owning_gpu;
     }
-    map->mem_handle = &window->mem;
+    map->mem_handle = &window->loan->mem;
     map->owning_gpu = call->gpu;
 
     touch(call, window, range, map);
@@ -397,9 +429,10 @@ NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
 
     if (list_empty(&window->touched)) {
         if (map->node.start != window->start || map->node.end != window->end) {
-            window = window_adopt(call, window, map);
-            if (!window)
-                return NV_ERR_NO_MEMORY;
+            NV_STATUS status = window_adopt(call, window, map, &window);
+
+            if (status != NV_OK)
+                return status;
         }
         touch(call, window, range, map);
     }
@@ -407,27 +440,61 @@ NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
     return NV_OK;
 }
 
-NV_STATUS uvm_vmem_call_cut(struct uvm_vmem_call *call)
+bool uvm_vmem_window_touch_entry(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 index)
 {
-    struct uvm_vmem_window *window;
-    NV_STATUS status;
+    NvU64 va = uvm_vmem_slot(window->start) + index * UVM_VMEM_GRANULE;
+    uvm_vmem_range_t *range;
+    uvm_ext_gpu_map_t *map;
 
-    list_for_each_entry(window, &call->touched, touched) {
-        if (!window->cut_wanted)
-            continue;
-        status = uvm_page_tree_alloc_table(call->tree,
-                                           UVM_PAGE_SIZE_64K,
-                                           UVM_PMM_ALLOC_FLAGS_EVICT,
-                                           &window->map->pt_range_vec.ranges[0],
-                                           &window->table);
-        if (status != NV_OK)
-            return status;
-        window->cut = true;
+    // A mapping behind all of it is there for the whole call.
+    if (!list_empty(&window->touched) && window->map)
+        return true;
+
+    range = uvm_vmem_range_find(call->va_space, va);
+    map = range ? uvm_vmem_map_at(range, call->gpu, va) : NULL;
+    if (!map || uvm_vmem_window_of(map) != window)
+        return false;
+
+    if (list_empty(&window->touched)) {
+        bool whole = map->node.start == window->start && map->node.end == window->end;
+
+        touch(call, window, range, whole ? map : NULL);
     }
-    return NV_OK;
+    return true;
 }
 
-static void window_undo(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+uvm_ext_gpu_map_t *uvm_vmem_window_map(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 index)
+{
+    NvU64 va = uvm_vmem_slot(window->start) + index * UVM_VMEM_GRANULE;
+
+    return window->map ? window->map : uvm_vmem_map_at(uvm_vmem_range_find(call->va_space, va), call->gpu, va);
+}
+
+NV_STATUS uvm_vmem_window_cut(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+{
+    NV_STATUS status = uvm_page_tree_alloc_table(call->tree,
+                                                 UVM_PAGE_SIZE_64K,
+                                                 UVM_PMM_ALLOC_FLAGS_EVICT,
+                                                 &window->map->pt_range_vec.ranges[0],
+                                                 &window->table);
+
+    window->cut = status == NV_OK;
+    return status;
+}
+
+NV_STATUS uvm_vmem_windows_cut(struct uvm_vmem_call *call)
+{
+    struct uvm_vmem_window *window;
+    NV_STATUS status = NV_OK;
+
+    list_for_each_entry(window, &call->touched, touched) {
+        if (window->cut_wanted && status == NV_OK)
+            status = uvm_vmem_window_cut(call, window);
+    }
+    return status;
+}
+
+void uvm_vmem_window_undo(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
 {
     uvm_ext_gpu_map_t *map = window->map;
     uvm_ext_gpu_map_t *former = window->former;
@@ -444,22 +511,7 @@ static void window_undo(struct uvm_vmem_call *call, struct uvm_vmem_window *wind
         map->mem_handle = former ? former->mem_handle : NULL;
         map->owning_gpu = former ? former->owning_gpu : NULL;
         uvm_kvfree(former);
-        nv_kref_put(&window->mem.ref_count, window_release);
+        loan_put(window->loan);
         uvm_vmem_window_drop(window);
     }
-}
-
-void uvm_vmem_call_undo(struct uvm_vmem_call *call)
-{
-    struct uvm_vmem_window *window, *next;
-    bool any_cut = false;
-
-    list_for_each_entry_safe(window, next, &call->touched, touched) {
-        if (window->cut)
-            any_cut = true;
-        else
-            window_undo(call, window);
-    }
-    if (any_cut)
-        uvm_vmem_call_commit_cuts(call);
 }

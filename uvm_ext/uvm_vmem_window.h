@@ -1,19 +1,14 @@
-// Windows: what is mapped in a 2 MiB slot of address space, and the work of one call on them.
+// Windows: what is mapped in a 2 MiB slot of address space.
 //
-// A window stands behind one uvm_ext_gpu_map_t, through the memory handle that both share: a handle without an RM
-// object, so that UVM's own destroy path clears the PTEs, invalidates, and makes no RM call for it. Its page table is
-// one table of 64 KiB entries, or one 2 MiB entry.
+// A window stands behind one uvm_ext_gpu_map_t, through the memory handle that it lends: a handle without an RM object,
+// so that UVM's own destroy path clears the PTEs, invalidates, and makes no RM call for it. Its page table is one table
+// of 64 KiB entries, or one 2 MiB entry.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_WINDOW_H
 #define UVM_VMEM_WINDOW_H
 
-#include "uvm_vmem_space.h"
-
-#include "uvm_pte_batch.h"
-#include "uvm_push.h"
-#include "uvm_tlb_batch.h"
-#include "uvm_tracker.h"
+#include "uvm_vmem_call.h"
 
 // The page behind 64 KiB of a window.
 struct uvm_vmem_entry {
@@ -23,10 +18,15 @@ struct uvm_vmem_entry {
     NvU8 index; // of this entry
 };
 
-struct uvm_vmem_window {
-    // First: UVM frees it as the start of an allocation if its reference is the last one.
-    uvm_ext_gpu_mem_handle mem;
+// The memory handle that a window lends to its mappings: one reference is the window's, one is UVM's per mapping. UVM
+// frees it as its own if its reference is the last one.
+struct uvm_vmem_loan {
+    uvm_ext_gpu_mem_handle mem; // first
+    struct uvm_vmem_window *window;
+};
 
+struct uvm_vmem_window {
+    struct uvm_vmem_loan *loan;
     struct list_head node; // in uvm_vmem_space.windows
     struct uvm_vmem_gpu *vgpu;
 
@@ -42,7 +42,7 @@ struct uvm_vmem_window {
     // The rest is used by one call at a time, under the VA space lock in write mode.
     struct list_head touched; // in uvm_vmem_call.touched
     uvm_vmem_range_t *range;
-    uvm_ext_gpu_map_t *map;
+    uvm_ext_gpu_map_t *map; // NULL (RELEASE alone): UVM left pieces of the window, each with a mapping
     NvU32 occupied; // the pages there would be after the elements so far
     NvU32 had_pages; // the pages there were when the call began
     NvU32 changed;
@@ -58,50 +58,6 @@ struct uvm_vmem_window {
     uvm_ext_gpu_map_t *former;
 };
 
-// What one piece of an element puts into one window.
-struct uvm_vmem_piece {
-    struct uvm_vmem_window *window;
-    struct uvm_vmem_handle *handle; // NULL: no page
-    NvU8 first;
-    NvU8 count;
-    NvU8 unit;
-    bool invalid; // without a page: invalid instead of sparse
-};
-
-// One MAP, UNMAP or RELEASE on one GPU.
-struct uvm_vmem_call {
-    struct uvm_vmem_space *space;
-    uvm_va_space_t *va_space;
-    uvm_gpu_t *gpu;
-    struct uvm_vmem_gpu *vgpu;
-    uvm_page_tree_t *tree;
-
-    struct list_head touched;
-    struct uvm_vmem_piece *pieces;
-    NvU32 num_pieces;
-    NvU32 max_pieces;
-
-    // Handles of mappings that were taken over, to be freed without the VA space lock
-    struct list_head deferred_free;
-
-    // The commit's. An open push is not complete, a closed one is in the tracker.
-    uvm_tracker_t tracker;
-    uvm_push_t push;
-    bool pushing;
-    bool batching;
-    uvm_pte_batch_t ptes;
-    uvm_tlb_batch_t tlb;
-    NvU64 run_start; // addresses to invalidate, gathered while they are contiguous
-    NvU64 run_end;
-    bool run_huge;
-    bool downgrade; // an entry that was valid loses its page
-    NV_STATUS fatal;
-
-    NvU32 pushes;
-    NvU32 invalidates;
-    NvU32 waits;
-};
-
 typedef enum
 {
     UVM_VMEM_LOOK, // only a window that is there
@@ -109,9 +65,10 @@ typedef enum
     UVM_VMEM_TAKE, // and where something is
 } uvm_vmem_open_t;
 
+// Of a window that a call touches. Of 2 MiB entries UVM leaves no pieces.
 static inline uvm_vmem_page_size_t uvm_vmem_window_page_size(const struct uvm_vmem_window *window)
 {
-    return window->map->pt_range_vec.page_size;
+    return window->map ? window->map->pt_range_vec.page_size : UVM_PAGE_SIZE_64K;
 }
 
 // The window that maps, or NULL when the mapping is not vMem's.
@@ -120,7 +77,7 @@ static inline struct uvm_vmem_window *uvm_vmem_window_of(uvm_ext_gpu_map_t *map)
     // Every other mapping has an RM object, or no handle at all.
     if (!map->mem_handle || map->mem_handle->rm_handle)
         return NULL;
-    return container_of(map->mem_handle, struct uvm_vmem_window, mem);
+    return container_of(map->mem_handle, struct uvm_vmem_loan, mem)->window;
 }
 
 static inline struct uvm_vmem_window *uvm_vmem_entry_window(struct uvm_vmem_entry *entry)
@@ -135,7 +92,7 @@ uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU6
 
 // Add the window at va to the call, opened if need be. With huge, a new one gets a 2 MiB entry if it fills its slot.
 // *window is NULL, and the status NV_OK, when UVM_VMEM_LOOK finds none. What was done is undone by
-// uvm_vmem_call_undo().
+// uvm_vmem_window_undo().
 NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
                                 uvm_vmem_range_t *range,
                                 NvU64 va,
@@ -143,31 +100,21 @@ NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
                                 bool huge,
                                 struct uvm_vmem_window **window);
 
-// Add a piece to the call, joined to the last one where it continues it.
-NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_piece *piece);
+// For RELEASE, which needs no memory: add the window to the call, if it still maps the entry. False when UVM has unmapped
+// it since.
+bool uvm_vmem_window_touch_entry(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 index);
 
-// Get page tables for all windows of the call that are to be cut. The last step before uvm_vmem_call_commit().
-NV_STATUS uvm_vmem_call_cut(struct uvm_vmem_call *call);
+// The mapping behind an entry of a window that the call touches.
+uvm_ext_gpu_map_t *uvm_vmem_window_map(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 index);
 
-// Give up: leave every page as it is. Windows that were to be cut are, since their tables cannot be taken back without
-// passing through an invalid entry; those taken over and cut are open and all sparse.
-void uvm_vmem_call_undo(struct uvm_vmem_call *call);
+// Get a page table for a window that is to be cut.
+NV_STATUS uvm_vmem_window_cut(struct uvm_vmem_call *call, struct uvm_vmem_window *window);
 
-// Apply the pieces in order to the records and the page tables. Fails before any change, or fatally (space->dead).
-// When it returns, the push is on its way: downgrade the lock, call uvm_vmem_call_wait(), release the lock, then call
-// uvm_vmem_call_end().
-NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call);
+// The same for all windows of the call with cut_wanted. The last step of a MAP or UNMAP that can fail.
+NV_STATUS uvm_vmem_windows_cut(struct uvm_vmem_call *call);
 
-// LOCKING: the VA space lock in read mode.
-NV_STATUS uvm_vmem_call_wait(struct uvm_vmem_call *call);
-
-NV_STATUS uvm_vmem_call_begin(struct uvm_vmem_call **call, uvm_va_space_t *va_space);
-
-// LOCKING: none.
-void uvm_vmem_call_end(struct uvm_vmem_call *call);
-
-// Commit what the windows in call->touched need without a piece applied: the second half of uvm_vmem_call_undo().
-void uvm_vmem_call_commit_cuts(struct uvm_vmem_call *call);
+// Forget that the call touched the window, which is not cut.
+void uvm_vmem_window_undo(struct uvm_vmem_call *call, struct uvm_vmem_window *window);
 
 // Take the page out of an entry's record. The PTE is changed already, or will be before the page is freed.
 void uvm_vmem_entry_clear(struct uvm_vmem_window *window, NvU32 index);
@@ -178,7 +125,7 @@ void uvm_vmem_window_drop(struct uvm_vmem_window *window);
 // Whether UVM has destroyed its side of the window.
 static inline bool uvm_vmem_window_is_dead(const struct uvm_vmem_window *window)
 {
-    return nv_kref_read(&window->mem.ref_count) == 1;
+    return nv_kref_read(&window->loan->mem.ref_count) == 1;
 }
 
 // Look at `count` windows, those longest not looked at, and drop the dead ones.

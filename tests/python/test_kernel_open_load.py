@@ -11,7 +11,7 @@ import pytest
 KERNEL_OPEN = Path(__file__).resolve().parents[2] / "kernel-open"
 KERNEL = "6.1.0-test"
 RELEASE = "550.163.01"
-PARAMETER = "uvm_vmem_max_mbytes:most physical megabytes of one file (uint)"
+PARAMETER = "uvm_vmem_max_mbytes:most physical megabytes of one user (uint)"
 
 # A module is a text file of "field: value" lines. insmod refuses one with a line "refused: WHY", and loads one with a
 # line "hides: yes" without its parameters; what it loads shows up under /sys/module. Each call leaves a log line.

@@ -13,12 +13,10 @@
 #define SIZE(type, size) _Static_assert(sizeof(struct type) == (size), #type " changed its size")
 
 NUMBER(UVM_VMEM_QUERY, 0xC0A8BA01);
-NUMBER(UVM_VMEM_RESERVE, 0xC030BA02);
-NUMBER(UVM_VMEM_FREE, 0xC020BA03);
-NUMBER(UVM_VMEM_CREATE, 0xC038BA04);
-NUMBER(UVM_VMEM_RELEASE, 0xC030BA05);
-NUMBER(UVM_VMEM_MAP, 0xC048BA06);
-NUMBER(UVM_VMEM_UNMAP, 0xC048BA07);
+NUMBER(UVM_VMEM_CREATE, 0xC038BA02);
+NUMBER(UVM_VMEM_RELEASE, 0xC030BA03);
+NUMBER(UVM_VMEM_MAP, 0xC048BA04);
+NUMBER(UVM_VMEM_UNMAP, 0xC048BA05);
 
 SIZE(uvm_vmem_query, 168);
 AT(uvm_vmem_query, flags, 16);
@@ -37,16 +35,6 @@ AT(uvm_vmem_query, out_pushes, 104);
 AT(uvm_vmem_query, out_invalidates, 112);
 AT(uvm_vmem_query, out_waits, 120);
 AT(uvm_vmem_query, rmStatus, 164);
-
-SIZE(uvm_vmem_reserve, 48);
-AT(uvm_vmem_reserve, base, 0);
-AT(uvm_vmem_reserve, length, 8);
-AT(uvm_vmem_reserve, gpu_uuid, 16);
-AT(uvm_vmem_reserve, rmStatus, 44);
-
-SIZE(uvm_vmem_free, 32);
-AT(uvm_vmem_free, length, 8);
-AT(uvm_vmem_free, rmStatus, 28);
 
 SIZE(uvm_vmem_create, 56);
 AT(uvm_vmem_create, page_size, 16);
@@ -84,16 +72,12 @@ int main(void)
 #define CALL(name) printf("call %s 0x%lX\n", #name, (unsigned long)(name))
 #define STATUS(name) printf("status %s 0x%X\n", #name, (unsigned int)(name))
     CALL(UVM_VMEM_QUERY);
-    CALL(UVM_VMEM_RESERVE);
-    CALL(UVM_VMEM_FREE);
     CALL(UVM_VMEM_CREATE);
     CALL(UVM_VMEM_RELEASE);
     CALL(UVM_VMEM_MAP);
     CALL(UVM_VMEM_UNMAP);
     STATUS(NV_OK);
-    STATUS(NV_ERR_BUSY_RETRY);
     STATUS(NV_ERR_ILLEGAL_ACTION);
-    STATUS(NV_ERR_IN_USE);
     STATUS(NV_ERR_INSUFFICIENT_RESOURCES);
     STATUS(NV_ERR_INVALID_ADDRESS);
     STATUS(NV_ERR_INVALID_ARGUMENT);
@@ -101,7 +85,6 @@ int main(void)
     STATUS(NV_ERR_INVALID_LIMIT);
     STATUS(NV_ERR_INVALID_OBJECT_HANDLE);
     STATUS(NV_ERR_INVALID_OFFSET);
-    STATUS(NV_ERR_INVALID_OWNER);
     STATUS(NV_ERR_INVALID_PARAM_STRUCT);
     STATUS(NV_ERR_INVALID_POINTER);
     STATUS(NV_ERR_NO_MEMORY);

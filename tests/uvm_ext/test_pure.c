@@ -168,38 +168,6 @@ static void test_check_query(void)
     STATUS(uvm_vmem_check_query(&p), NV_OK);
 }
 
-static void test_check_ranges(void)
-{
-    struct uvm_vmem_reserve good = {.base = 1ull << 40, .length = 4 * UVM_VMEM_SLOT}, p;
-
-    STATUS(uvm_vmem_check_reserve(&good), NV_OK);
-    p = good, p.flags = 1;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ARGUMENT);
-    p = good, p.reserved = 1;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ARGUMENT);
-    p = good, p.pad = 1;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ARGUMENT);
-    p = good, p.base = 0;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ADDRESS);
-    p = good, p.length = 0;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ADDRESS);
-    p = good, p.base += UVM_VMEM_GRANULE;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ADDRESS);
-    p = good, p.length -= UVM_VMEM_GRANULE;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ADDRESS);
-    p = good, p.base = ~0ull - UVM_VMEM_SLOT + 1, p.length = UVM_VMEM_SLOT; // ends at 2^64
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ADDRESS);
-    p = good, p.length = ~0ull - UVM_VMEM_SLOT + 1;
-    STATUS(uvm_vmem_check_reserve(&p), NV_ERR_INVALID_ADDRESS);
-
-    struct uvm_vmem_free f = {.base = good.base, .length = good.length};
-    STATUS(uvm_vmem_check_free(&f), NV_OK);
-    f.flags = 2;
-    STATUS(uvm_vmem_check_free(&f), NV_ERR_INVALID_ARGUMENT);
-    f.flags = 0, f.length = 1;
-    STATUS(uvm_vmem_check_free(&f), NV_ERR_INVALID_ADDRESS);
-}
-
 static void test_check_create(void)
 {
     struct uvm_vmem_create good = {.page_size = 1u << 16, .count = 1}, p;
@@ -315,7 +283,7 @@ static void test_check_op(void)
     }
 
     // Flags belong to one of the two.
-    op = good, op.flags = UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_TAKEOVER;
+    op = good, op.flags = UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER;
     STATUS(op_status(op, true), NV_OK);
     op.flags = UVM_VMEM_MAP_REPLACE;
     STATUS(op_status(op, false), NV_ERR_INVALID_ARGUMENT);
@@ -363,7 +331,6 @@ int main(void)
     test_slots();
     test_whole_units();
     test_check_query();
-    test_check_ranges();
     test_check_create();
     test_check_release();
     test_check_batch();

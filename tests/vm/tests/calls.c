@@ -17,23 +17,6 @@ struct uvm_vmem_query vm_query(const struct uvm *u, unsigned gpu)
     return q;
 }
 
-NV_STATUS vm_reserve(const struct uvm *u, uint64_t base, uint64_t length)
-{
-    struct uvm_vmem_reserve p = { .base = base, .length = length };
-
-    memcpy(p.gpu_uuid, &u->uuid[0], 16);
-    CALL(u, UVM_VMEM_RESERVE, &p);
-    return p.rmStatus;
-}
-
-NV_STATUS vm_free(const struct uvm *u, uint64_t base, uint64_t length)
-{
-    struct uvm_vmem_free p = { .base = base, .length = length };
-
-    CALL(u, UVM_VMEM_FREE, &p);
-    return p.rmStatus;
-}
-
 NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint64_t page_size, uint32_t count, uint64_t *first)
 {
     struct uvm_vmem_create p = { .page_size = page_size, .count = count };
@@ -116,7 +99,7 @@ void vm_start(struct uvm *u, uint64_t length)
     uvm_start(u);
     if (ioctl(u->fd, UVM_VMEM_QUERY, &q) && errno == EINVAL)
         FAIL("this nvidia-uvm.ko does not know vMem's ioctls");
-    CHECK_EQ(vm_reserve(u, BASE, length), NV_OK);
+    CHECK_EQ(uvm_create_external(u, BASE, length), NV_OK);
 }
 
 void vm_state_take(const struct uvm *u, uint64_t va, uint64_t length, struct vm_state *s)

@@ -11,12 +11,10 @@
 #define SLOT UVM_VMEM_SLOT
 #define GRANULE UVM_VMEM_GRANULE
 
-// Where the cases reserve; nothing of theirs lives there.
+// Where the cases map; nothing else lives there.
 #define BASE 0x200000000000ull
 
 struct uvm_vmem_query vm_query(const struct uvm *u, unsigned gpu);
-NV_STATUS vm_reserve(const struct uvm *u, uint64_t base, uint64_t length);
-NV_STATUS vm_free(const struct uvm *u, uint64_t base, uint64_t length);
 NV_STATUS vm_create(const struct uvm *u, uint64_t page_size, uint32_t count, uint64_t *first);
 NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint64_t page_size, uint32_t count, uint64_t *first);
 NV_STATUS vm_release(const struct uvm *u, const uint64_t *handles, uint32_t count, struct uvm_vmem_release *out);
@@ -33,7 +31,7 @@ NV_STATUS vm_unmap_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_
 NV_STATUS vm_map(const struct uvm *u, uint64_t va, uint64_t length, uint64_t handle, uint64_t offset, uint32_t flags);
 NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length, uint32_t flags);
 
-// Starts a VA space on GPU 0 with [BASE, BASE + length) reserved.
+// Starts a VA space on GPU 0 with an external range over [BASE, BASE + length), as CUDA makes them.
 void vm_start(struct uvm *u, uint64_t length);
 
 // Everything of a file that a failed call must leave alone, in one value: what QUERY says and every entry of a range.

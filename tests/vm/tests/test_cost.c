@@ -48,7 +48,7 @@ TEST(cost_of_120_pages)
         CHECK_EQ(vm_unmap_ops(&u, 0, ops, N, NULL), NV_OK);
         unmap[r] = seconds() - t0;
     }
-    CHECK_EQ(vm_free(&u, BASE, MB(2) * N), NV_OK);
+    CHECK_EQ(uvm_free_range(&u, BASE, MB(2) * N), NV_OK);
 
     CHECK_EQ(uvm_create_external(&u, BASE, MB(2) * N), NV_OK);
     sim_mem(&u, 0, 60, KB(64), N * KB(64));

@@ -3,6 +3,8 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
+#include <sys/stat.h>
+
 static struct uvm u;
 static uint64_t pages[4]; // 64, 128, 256 KiB, 2 MiB; the first is mapped at BASE + 64 KiB
 
@@ -61,13 +63,13 @@ TEST(test_err_unknown_call)
     uvm_start(&u);
     errno = 0;
     CHECK(ioctl(u.fd, _IOWR(UVM_VMEM_IOCTL_TYPE, 99, struct uvm_vmem_query), &q) == -1 && errno == EINVAL);
-    CHECK(ioctl(u.fd, _IOWR(UVM_VMEM_IOCTL_TYPE, 1, struct uvm_vmem_free), &q) == -1 && errno == EINVAL);
+    CHECK(ioctl(u.fd, _IOWR(UVM_VMEM_IOCTL_TYPE, 1, struct uvm_vmem_batch), &q) == -1 && errno == EINVAL);
 }
 
 TEST(test_err_structure_unreadable)
 {
-    static const unsigned long cmds[] = { UVM_VMEM_QUERY, UVM_VMEM_RESERVE, UVM_VMEM_FREE, UVM_VMEM_CREATE,
-                                          UVM_VMEM_RELEASE, UVM_VMEM_MAP, UVM_VMEM_UNMAP };
+    static const unsigned long cmds[] = { UVM_VMEM_QUERY, UVM_VMEM_CREATE, UVM_VMEM_RELEASE, UVM_VMEM_MAP,
+                                          UVM_VMEM_UNMAP };
     struct vm_state s;
     void *ro;
 
@@ -92,8 +94,6 @@ TEST(test_err_flags_and_reserved)
     struct uvm_vmem_batch b;
     struct uvm_vmem_query q;
     struct uvm_vmem_create c;
-    struct uvm_vmem_reserve r;
-    struct uvm_vmem_free f;
     struct uvm_vmem_release l;
 
     start(&s);
@@ -106,11 +106,6 @@ TEST(test_err_flags_and_reserved)
     } while (0)
     BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, flags, 1, 0);
     BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, reserved[3], 1, 0);
-#define R .base = BASE + GB(1), .length = MB(2), .gpu_uuid = { 0 }
-    BAD_FIELD(struct uvm_vmem_reserve, r, UVM_VMEM_RESERVE, flags, 1, R);
-    BAD_FIELD(struct uvm_vmem_reserve, r, UVM_VMEM_RESERVE, reserved, 1, R);
-    BAD_FIELD(struct uvm_vmem_free, f, UVM_VMEM_FREE, flags, 0x80000000u, .base = BASE, .length = MB(8));
-    BAD_FIELD(struct uvm_vmem_free, f, UVM_VMEM_FREE, reserved, 1, .base = BASE, .length = MB(8));
     BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, flags, 2, .page_size = KB(64), .count = 1);
     BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, reserved, 2, .page_size = KB(64), .count = 1);
     BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, flags, 1, .handles = (uintptr_t)&pages[1], .count = 1);
@@ -241,7 +236,6 @@ TEST(test_err_device)
     struct uvm_vmem_batch b;
     struct uvm_vmem_query q = { .gpu_uuid = { 1, 2, 3 } };
     struct uvm_vmem_create c = { .gpu_uuid = { 1, 2, 3 }, .page_size = KB(64), .count = 1 };
-    struct uvm_vmem_reserve r = { .base = BASE + GB(1), .length = MB(2), .gpu_uuid = { 1, 2, 3 } };
     struct uvm bare;
     uint64_t h;
 
@@ -250,8 +244,6 @@ TEST(test_err_device)
     CHECK_EQ(q.rmStatus, NV_ERR_INVALID_DEVICE);
     CHECK(ioctl(u.fd, UVM_VMEM_CREATE, &c) == 0);
     CHECK_EQ(c.rmStatus, NV_ERR_INVALID_DEVICE);
-    CHECK(ioctl(u.fd, UVM_VMEM_RESERVE, &r) == 0);
-    CHECK_EQ(r.rmStatus, NV_ERR_INVALID_DEVICE);
     op = vm_op(BASE + MB(2), KB(64), pages[3], 0, 0);
     b = batch_of(&op, 1);
     b.gpu_uuid[3] ^= 0xff;
@@ -261,83 +253,12 @@ TEST(test_err_device)
     // registered, but without an address space: memory yes, mappings no
     uvm_open(&bare);
     CHECK_EQ(uvm_register(&bare, 0), NV_OK);
-    CHECK_EQ(vm_reserve(&bare, BASE, MB(2)), NV_ERR_INVALID_DEVICE);
+    CHECK_EQ(uvm_create_external(&bare, BASE, MB(8)), NV_OK);
     CHECK_EQ(vm_create(&bare, KB(64), 1, &h), NV_OK);
     op.handle = h;
     CHECK_EQ(vm_map_ops(&bare, 0, &op, 1, NULL), NV_ERR_INVALID_DEVICE);
     CHECK_EQ(vm_unmap_ops(&bare, 0, &op, 1, NULL), NV_ERR_INVALID_DEVICE);
     CHECK_EQ(vm_release_one(&bare, h), NV_OK);
-}
-
-TEST(test_err_reserve)
-{
-    struct vm_state s;
-
-    start(&s);
-    CHECK_EQ(vm_reserve(&u, BASE + GB(1) + KB(64), MB(2)), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_reserve(&u, BASE + GB(1), MB(2) + KB(64)), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_reserve(&u, BASE + GB(1), 0), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_reserve(&u, ~0ull - MB(2) + 1, MB(4)), NV_ERR_INVALID_ADDRESS);
-    // Between the halves that a GPU can address, whether with 49 bits or with 57
-    CHECK_EQ(vm_reserve(&u, 1ull << 60, MB(2)), NV_ERR_OUT_OF_RANGE);
-    CHECK_EQ(vm_reserve(&u, BASE, MB(8)), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(vm_reserve(&u, BASE + MB(6), MB(4)), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(vm_reserve(&u, BASE - MB(2), MB(4)), NV_ERR_UVM_ADDRESS_IN_USE);
-    UNCHANGED(&s);
-}
-
-TEST(test_err_free)
-{
-    struct vm_state s;
-
-    start(&s);
-    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_ERR_IN_USE); // a page is mapped there
-    CHECK_EQ(vm_free(&u, BASE, MB(6)), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_free(&u, BASE + MB(2), MB(6)), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_free(&u, BASE + GB(1), MB(8)), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_free(&u, 0, ~0ull), NV_ERR_INVALID_ADDRESS);
-    UNCHANGED(&s);
-    // after the page has gone it may be freed, and only once
-    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
-    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
-    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_ERR_INVALID_ADDRESS);
-}
-
-// A mapping of the driver's own inside a reserved range.
-TEST(test_err_free_with_a_foreign_mapping)
-{
-    struct vm_state s;
-
-    start(&s);
-    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
-    sim_mem(&u, 0, 17, MB(2), MB(2));
-    CHECK_EQ(uvm_map_external(&u, 0, BASE + MB(4), MB(2), 0, 17), NV_OK);
-    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_ERR_IN_USE);
-    CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(4), MB(2)), NV_OK);
-    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
-}
-
-// A range that CUDA made: it can be mapped in, but freeing it is CUDA's.
-TEST(test_err_free_of_a_range_not_reserved)
-{
-    uint64_t other = BASE + GB(1);
-    struct vm_state s;
-
-    start(&s);
-    CHECK_EQ(uvm_create_external(&u, other, MB(4)), NV_OK);
-    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
-    CHECK_EQ(vm_map(&u, other, KB(64), pages[0], 0, 0), NV_OK);
-    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
-    CHECK_EQ(vm_unmap(&u, other, KB(64), 0), NV_OK);
-    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
-    CHECK_EQ(uvm_free_range(&u, other, MB(4)), NV_OK);
-    // whose the addresses are is said of each range anew
-    CHECK_EQ(vm_reserve(&u, other, MB(4)), NV_OK);
-    CHECK_EQ(uvm_free_range(&u, other, MB(4)), NV_OK);
-    CHECK_EQ(uvm_create_external(&u, other, MB(4)), NV_OK);
-    CHECK_EQ(vm_free(&u, other, MB(4)), NV_ERR_INVALID_OWNER);
-    CHECK_EQ(uvm_free_range(&u, other, MB(4)), NV_OK);
-    UNCHANGED(&s);
 }
 
 TEST(test_err_create)
@@ -372,10 +293,13 @@ TEST(test_err_out_of_memory)
     sim_check(0);
 }
 
-static void set_cap(unsigned mbytes)
+static void set_limit(const char *what, unsigned mbytes)
 {
-    FILE *f = fopen("/sys/module/nvidia_uvm/parameters/uvm_vmem_max_mbytes", "w");
+    char path[80];
+    FILE *f;
 
+    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/uvm_vmem_max_%smbytes", what);
+    f = fopen(path, "w");
     CHECK(f);
     CHECK(fprintf(f, "%u", mbytes) > 0);
     CHECK(fclose(f) == 0);
@@ -387,19 +311,102 @@ TEST(test_err_cap)
     uint64_t h;
 
     start(&s); // 4 slabs, one for each size
-    set_cap(12);
+    set_limit("", 12);
     CHECK_EQ(vm_query(&u, 0).out_bytes_cap, MB(12));
     CHECK_EQ(vm_create(&u, MB(2), 3, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
     UNCHANGED(&s);
     CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
     CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
     CHECK_EQ(vm_create(&u, KB(64), 31, NULL), NV_OK); // in a slab that is there
-    set_cap(2); // under what is held already: only stops more
+    set_limit("", 2); // under what is held already: only stops more
     CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
     CHECK_EQ(vm_map(&u, BASE + MB(4), MB(2), h, 0, 0), NV_OK);
-    set_cap(0);
+    set_limit("", 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_cap, ~0ull);
     CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
+}
+
+// All files that a user opened count together, and no other user's.
+TEST(test_err_cap_is_a_users)
+{
+    struct uvm second;
+    uint64_t h;
+    pid_t pid;
+
+    vm_start(&u, MB(8));
+    uvm_start(&second);
+    set_limit("", 8);
+    CHECK_EQ(vm_create(&u, MB(2), 3, &h), NV_OK);
+    CHECK_EQ(vm_create(&second, MB(2), 2, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_EQ(vm_create(&second, MB(2), 1, NULL), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+    uvm_close(&second); // gives its part back
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
+
+    CHECK(chmod("/dev/nvidia-uvm", 0666) == 0 && chmod("/dev/simgpu", 0666) == 0);
+    pid = fork();
+    if (!pid) {
+        struct uvm other;
+
+        CHECK(setuid(1000) == 0);
+        uvm_start(&other);
+        CHECK_EQ(vm_create(&other, MB(2), 4, NULL), NV_OK);
+        CHECK_EQ(vm_create(&other, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+        _exit(0);
+    }
+    CHECK_EQ(wait_child(pid), 0);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
+    set_limit("", 0);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
+}
+
+// Addresses that are kept open cost kernel memory: it is bounded, by user too, and comes back.
+TEST(test_err_kernel_memory)
+{
+    struct uvm_vmem_op op = vm_op(BASE, GB(4), 0, 0, UVM_VMEM_UNMAP_OPEN);
+    struct uvm_vmem_batch b;
+    struct uvm second;
+    NV_STATUS status = NV_OK;
+    uint64_t open;
+
+    vm_start(&u, GB(4));
+    set_limit("kernel_", 1);
+    b = batch_of(&op, 1);
+    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_EQ(b.out_failed, 0);
+    for (open = 0; open < GB(4) && status == NV_OK; open += SLOT)
+        status = vm_unmap(&u, BASE + open, SLOT, UVM_VMEM_UNMAP_OPEN);
+    CHECK_EQ(status, NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_MSG(open > MB(2) * 256 && open < MB(2) * 1024, "%llu windows in 1 MiB", (unsigned long long)open / SLOT);
+    vm_start(&second, MB(8));
+    CHECK_EQ(vm_unmap(&second, BASE, SLOT, UVM_VMEM_UNMAP_OPEN), NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_EQ(uvm_free_range(&u, BASE, GB(4)), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
+    // what UVM closed is found by and by, by the calls that follow
+    for (unsigned i = 0; i < 200 && vm_unmap(&u, BASE, SLOT, UVM_VMEM_UNMAP_OPEN) != NV_OK; i++)
+        ;
+    CHECK_EQ(vm_unmap(&u, BASE, MB(64), UVM_VMEM_UNMAP_OPEN), NV_OK);
+    set_limit("kernel_", 0);
+    CHECK_EQ(vm_unmap(&u, BASE, GB(4), UVM_VMEM_UNMAP_OPEN), NV_OK);
+}
+
+// The list of who holds what names processes of all users: it is the administrator's.
+TEST(test_err_proc_file)
+{
+    char text[4096];
+    struct stat st;
+    FILE *f;
+    size_t n;
+
+    vm_start(&u, MB(8));
+    CHECK(stat("/proc/driver/nvidia-uvm/vmem", &st) == 0);
+    CHECK_EQ(st.st_mode & 0777, 0400);
+    f = fopen("/proc/driver/nvidia-uvm/vmem", "r");
+    CHECK(f);
+    n = fread(text, 1, sizeof(text) - 1, f);
+    text[n] = 0;
+    CHECK(strstr(text, "abi 1\n") == text && strstr(text, "looks 0\n"));
+    fclose(f);
 }
 
 TEST(test_err_release)
@@ -471,6 +478,18 @@ TEST(test_err_map_elements)
     UNCHANGED(&s);
 }
 
+// Between the halves that a GPU can address, whether with 49 bits or with 57.
+TEST(test_err_out_of_reach)
+{
+    struct vm_state s;
+
+    start(&s);
+    CHECK_EQ(uvm_create_external(&u, 1ull << 60, MB(2)), NV_OK);
+    CHECK_EQ(vm_map(&u, 1ull << 60, KB(64), pages[0], 0, 0), NV_ERR_OUT_OF_RANGE);
+    CHECK_EQ(vm_unmap(&u, 1ull << 60, KB(64), UVM_VMEM_UNMAP_OPEN), NV_ERR_OUT_OF_RANGE);
+    UNCHANGED(&s);
+}
+
 TEST(test_err_unmap_elements)
 {
     struct vm_state s;
@@ -513,7 +532,7 @@ TEST(test_err_unmap_elements)
 TEST(test_err_numbers_are_apart)
 {
     uvm_start(&u);
-    for (unsigned nr = 1; nr <= 7; nr++)
+    for (unsigned nr = 1; nr <= 5; nr++)
         CHECK(nr == 1 || ioctl(u.fd, _IO(UVM_VMEM_IOCTL_TYPE, nr), NULL) == -1);
     CHECK(_IOC_TYPE(UVM_VMEM_QUERY) > _IOC_TYPE(UVM_INITIALIZE));
 }

@@ -18,6 +18,7 @@ struct scenario {
     void (*prepare)(void); // state before the call
     NV_STATUS (*call)(void);
     void (*undo)(void);    // takes a successful call back
+    bool never_fails;      // for want of memory
 };
 
 static void nothing(void) { }
@@ -34,8 +35,6 @@ static void undo_create_huge(void)
     for (unsigned i = 0; i < 3; i++)
         CHECK_EQ(vm_release_one(&u, made + i), NV_OK);
 }
-static NV_STATUS reserve(void) { return vm_reserve(&u, BASE + GB(1), MB(4)); }
-static void undo_reserve(void) { CHECK_EQ(vm_free(&u, BASE + GB(1), MB(4)), NV_OK); }
 
 static void close_windows(void)
 {
@@ -79,7 +78,29 @@ static void release_mapped(void)
         CHECK_EQ(vm_map(&u, BASE + i * KB(192), KB(64), h + i, 0, 0), NV_OK);
     }
 }
+// UVM's own call leaves pieces of a window, which RELEASE is the first to meet.
+static void release_pieces(void)
+{
+    release_mapped();
+    for (unsigned i = 0; i < 5; i++)
+        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * KB(192) + KB(64), KB(64)), NV_OK);
+}
+static void release_huge(void)
+{
+    close_windows();
+    for (unsigned i = 0; i < 6; i++) {
+        CHECK_EQ(vm_create(&u, MB(2), 1, &victims[i]), NV_OK);
+        if (i < 3)
+            CHECK_EQ(vm_map(&u, BASE + i * SLOT, MB(2), victims[i], 0, 0), NV_OK);
+    }
+}
 static NV_STATUS release(void) { return vm_release(&u, victims, 6, NULL); }
+static void released(void)
+{
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    CHECK_EQ(vm_release_one(&u, victims[0]), NV_ERR_INVALID_OBJECT_HANDLE);
+    sim_check(0);
+}
 static void foreign(void)
 {
     CHECK_EQ(uvm_create_external(&u, BASE + GB(2), MB(6)), NV_OK);
@@ -105,14 +126,15 @@ static const struct scenario scenarios[] = {
     { "query", nothing, query, nothing },
     { "create_small", nothing, create_small, undo_create_small },
     { "create_huge", nothing, create_huge, undo_create_huge },
-    { "reserve", nothing, reserve, undo_reserve },
     { "map_no_window", close_windows, map_some, undo_map },
     { "map", open_windows, map_some, undo_map },
     { "map_huge", close_windows, map_huge, undo_map_huge },
     { "split_huge", huge_mapped, split, undo_map },
     { "unmap", some_mapped, unmap, nothing },
     { "unmap_open", close_windows, unmap_open, nothing },
-    { "release", release_mapped, release, nothing },
+    { "release", release_mapped, release, released, true },
+    { "release_pieces", release_pieces, release, released, true },
+    { "release_huge", release_huge, release, released, true },
     { "takeover", foreign, takeover, undo_foreign },
 };
 
@@ -163,6 +185,7 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
             continue;
         }
         refused++;
+        CHECK_MSG(!s->never_fails, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file, f.line, status);
         CHECK_MSG(status == NV_ERR_NO_MEMORY, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file,
                   f.line, status);
         vm_state_same(&u, BASE, &before, true);

@@ -179,7 +179,7 @@ TEST(test_uvm_free_takes_windows_not_pages)
     CHECK(gpu_access(&u, 0, false, BASE, &(uint64_t){ 0 }, 8) < 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_created, 2 * KB(256));
     CHECK_EQ(vm_map(&u, BASE, KB(256), h, 0, 0), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(vm_reserve(&u, BASE, MB(8)), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, BASE, MB(8)), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(2), KB(256), h, 0, 0), NV_OK);
     CHECK(gpu_marked(&u, BASE + MB(2), KB(256), 4, NULL));
     CHECK_EQ(vm_release_one(&u, h), NV_OK);
@@ -209,7 +209,7 @@ TEST(test_unmap_external_closes_a_window)
     CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(6), MB(2)), NV_OK);
     CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
     CHECK_EQ(vm_release_one(&u, h), NV_OK);
-    CHECK_EQ(vm_free(&u, BASE, MB(8)), NV_OK);
+    CHECK_EQ(uvm_free_range(&u, BASE, MB(8)), NV_OK);
     sim_check(0);
 }
 

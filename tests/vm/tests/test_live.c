@@ -166,6 +166,33 @@ TEST(test_live_takeover)
     sim_check(0);
 }
 
+// A tensor that grows over a backdrop of 2 MiB entries while a kernel reads whole tiles, past its last page: from one slot
+// into the next, the reader meets no gap. The first slot is entered before it starts.
+TEST(test_live_growth_over_a_backdrop)
+{
+    const uint32_t flags = UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD;
+    uint64_t h, base = BASE + GB(4);
+    struct simgpu_loop l[2];
+
+    takeover_start(false);
+    CHECK_EQ(vm_create(&u, KB(256), 32, &h), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
+    CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
+    CHECK_EQ(vm_map(&u, base, KB(256), h, 0, flags), NV_OK);
+    CHECK_EQ(sim_pte(&u, base + SLOT).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, base + 2 * SLOT).page_size, MB(2));
+    for (unsigned i = 1; i < 32; i++) {
+        // what is behind the last page, and the last page
+        l[0] = loop_start(base + i * KB(256) + KB(64));
+        l[1] = loop_start(base + (i - 1) * KB(256));
+        CHECK_EQ(vm_map(&u, base + i * KB(256), KB(256), h + i, 0, flags), NV_OK);
+        check_no_gap(loop_end(l[0]));
+        check_no_gap(loop_end(l[1]));
+    }
+    CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
+    sim_check(0);
+}
+
 // Where it was asked for, a 2 MiB entry becomes a table in one step. That is what the simulated TLBs object to.
 TEST(test_live_takeover_in_one_step)
 {

@@ -63,11 +63,8 @@ static void *uvm_freer(void *arg)
 
     while (!stop) {
         uint64_t va = BASE + rng_below(&rng, SLOTS) * SLOT;
-        if (rng_below(&rng, 2))
-            EXPECT(uvm_free_range(&u, va, SLOT), NV_OK, NV_ERR_INVALID_ADDRESS);
-        else
-            EXPECT(vm_free(&u, va, SLOT), NV_OK, NV_ERR_INVALID_ADDRESS, NV_ERR_IN_USE);
-        EXPECT(vm_reserve(&u, va, SLOT), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
+        EXPECT(uvm_free_range(&u, va, SLOT), NV_OK, NV_ERR_INVALID_ADDRESS);
+        EXPECT(uvm_create_external(&u, va, SLOT), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
         calls[1] += 2;
         usleep(rng_below(&rng, 2000));
     }
@@ -117,7 +114,7 @@ static void run(void *(*const who[])(void *), unsigned n)
     pthread_t threads[8];
 
     for (unsigned i = 0; i < SLOTS; i++)
-        EXPECT(vm_reserve(&u, BASE + i * SLOT, SLOT), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
+        EXPECT(uvm_create_external(&u, BASE + i * SLOT, SLOT), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
     for (unsigned i = 0; i < n; i++)
         CHECK(pthread_create(&threads[i], NULL, who[i], (void *)(uintptr_t)(i + 1)) == 0);
     usleep(env_long("SECONDS_EACH", 2) * 1000000);

@@ -396,7 +396,7 @@ TEST(test_random_operations_against_a_shadow)
             CHECK_EQ(vm_release_one(&u, now.pages[i].handle), NV_OK);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-    CHECK_EQ(vm_free(&u, BASE, SLOTS * SLOT), NV_OK);
+    CHECK_EQ(uvm_free_range(&u, BASE, SLOTS * SLOT), NV_OK);
     sim_check(0);
     vmtest_figure("random_operations", total, "operations");
     vmtest_figure("random_seconds", seconds() - t0, "s");
