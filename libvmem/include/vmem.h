@@ -177,8 +177,8 @@ struct vmem_unmap_op {
 // On a backend without VMEM_CAP_LIVE_REMAP no kernel may touch the addresses during the call. With it no access faults;
 // kernels launched after the call use the new page alone, and so do the stores, atomics and L2 loads (volatile, or
 // relaxed at gpu scope) of those that ran already. Their weak loads may still return what an L1 read from the old page:
-// give both the same content first, if a running kernel must not notice. The first page in 2 MiB of addresses is no
-// replacement: on uvm it interrupts reads of the backdrop in these 2 MiB for a moment.
+// give both the same content first, if a running kernel must not notice. A first page is no replacement: on uvm one
+// in an aligned 2 MiB whose predecessor holds no small page interrupts reads of the backdrop there for a moment.
 #define VMEM_MAP_REPLACE 0x1u
 // Keep every page separately unmappable beside running kernels. Without it a 2 MiB aligned run of small pages may be
 // mapped by 2 MiB entries, and unmapping a part of it later interrupts the rest of those 2 MiB for a moment.

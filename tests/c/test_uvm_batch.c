@@ -356,8 +356,8 @@ static void test_only_2m_pages_may_get_2m_entries(void)
     runs[1] = run(2 * MIB, 2 * MIB, &arena, 2 * MIB, 0);
     runs[1].page_size = VMEM_PAGE_2M;
     CHECK_EQ(uvm_map(&uvm, runs, 2, &bad), 0);
-    CHECK(module.entry[0].flags & UVM_VMEM_MAP_64K);
-    CHECK(!(module.entry[32].flags & UVM_VMEM_MAP_64K));
+    CHECK(module.entry[0].flags & UVM_VMEM_MAP_64K && module.entry[0].flags & UVM_VMEM_MAP_AHEAD);
+    CHECK(!(module.entry[32].flags & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD)));
     end();
 }
 

@@ -46,7 +46,8 @@ static void kmod_set(struct mapping *m, uint64_t va, struct memory *page, uint64
 
 static uint32_t kmod_check(const struct uvm_vmem_op *op, bool map)
 {
-    const uint32_t flags = UVM_VMEM_TAKEOVER | (map ? UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K : UVM_VMEM_UNMAP_OPEN);
+    const uint32_t flags = UVM_VMEM_TAKEOVER | (map ? UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD
+                                                    : UVM_VMEM_UNMAP_OPEN);
     struct mapping *m = mapping_at(op->va, op->length);
     struct memory *page = memory_find(op->handle, KMOD_CLIENT);
 

@@ -42,8 +42,9 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
         op->handle = arena->first[page / arena->chunk] + page % arena->chunk;
         op->offset = offset % VMEM_PAGE_2M;
         op->length = min(op->length, VMEM_PAGE_2M - op->offset);
-        // A 2 MiB entry is never cut beside running kernels: it holds one page, which is replaced as a whole.
-        op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0) |
+        // A 2 MiB entry is never cut beside running kernels: one that holds a page is replaced as a whole, and those of
+        // the backdrop are cut a slot ahead of the kernels that read past the last small page.
+        op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD : 0) |
                     (run->flags & VMEM_MAP_REPLACE ? UVM_VMEM_MAP_REPLACE : 0);
     }
     at->done += op->length;
