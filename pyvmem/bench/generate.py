@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import gc
 from time import perf_counter
 
@@ -11,12 +12,15 @@ import numpy as np
 from pyvmem.bench import argtypes, benchmark
 
 GIB = 1 << 30
-# Name: (attention, what the rows are in).
+# Name: (attention, what the rows are in, decode steps as CUDA graphs, cuDNN's attention allowed).
 CACHES = {
-    "vmem": ("vmem", "VMemCache"),
-    "vmem-sdpa": ("sdpa", "VMemCache"),
-    "dynamic": ("sdpa", "DynamicCache"),
-    "static": ("sdpa", "StaticCache"),
+    "vmem": ("vmem", "VMemCache", False, True),
+    "vmem-graphs": ("vmem", "VMemCache", True, True),
+    "vmem-sdpa": ("sdpa", "VMemCache", False, True),
+    "dynamic": ("sdpa", "DynamicCache", False, True),
+    "dynamic-nocudnn": ("sdpa", "DynamicCache", False, False),
+    "static": ("sdpa", "StaticCache", False, True),
+    "static-nocudnn": ("sdpa", "StaticCache", False, False),
 }
 
 
@@ -38,7 +42,7 @@ def arguments(parser):
     )
     group.add_argument("--new", type=whole(2), default=None, metavar="N", help="tokens to generate (48; 4 on a CPU)")
     group.add_argument(
-        "--chunk", type=whole(0), default=2048, metavar="N", help="prefill so many tokens at a time; 0 for all (2048)"
+        "--chunk", type=whole(0), default=1024, metavar="N", help="prefill so many tokens at a time; 0 for all (1024)"
     )
     group.add_argument("--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"of {','.join(CACHES)}")
     group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each, in turns (3)")
@@ -123,7 +127,10 @@ class Bench:
         import torch
         from transformers import StoppingCriteriaList
 
-        attention, kind = CACHES[name]
+        from pyvmem.transformers import DecodeGraphs
+
+        attention, kind, graphs, cudnn = CACHES[name]
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         self.model.set_attn_implementation(attention)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, 250, (batch, prompt), generator=generator).to(self.device)
@@ -135,10 +142,11 @@ class Bench:
         options = {"prefill_chunk_size": chunk} if 0 < chunk < prompt else {}
         self.wait()
         start = perf_counter()
-        self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
-            stopping_criteria=StoppingCriteriaList([clock]), disable_compile=True, **options,
-        )  # fmt: skip
+        with DecodeGraphs(self.model) if graphs else contextlib.nullcontext():
+            self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
+                stopping_criteria=StoppingCriteriaList([clock]), disable_compile=True, **options,
+            )  # fmt: skip
         pages = 0
         if kind == "VMemCache":
             stats = cache.stats()
@@ -167,11 +175,15 @@ def run(session):
         new = args.new or (48 if bench.gpu else 4)
         brief, few = (128, 32) if bench.gpu else (16, 4)
         repeats = 1 if session.quick else args.repeats
+        if not bench.gpu:  # there is no cuDNN, and no graph
+            args.caches = [name for name in args.caches if name != "vmem-graphs" and not name.endswith("-nocudnn")]
         records = []
+        allowed = torch.backends.cuda.cudnn_sdp_enabled()
 
         def note(samples, name, metric, unit):
-            attention, kind = CACHES[name]
-            backend = f"{context.backend}, {attention}" if kind == "VMemCache" else f"{kind}, {attention}"
+            attention, kind, graphs, cudnn = CACHES[name]
+            backend = f"{context.backend if kind == 'VMemCache' else kind}, {attention}"
+            backend += ", graphs" * graphs + ", no cuDNN" * (not cudnn)
             records.append(session.record(samples, context, metric, unit, backend=backend))
 
         for name in args.caches:  # what is compiled or planned at the first call
@@ -194,9 +206,10 @@ def run(session):
             batch * (prompt + new - 1) * row / GIB, context, f"rows of keys and values, {text}", "GiB", backend="needed"
         ))  # fmt: skip
         short = {name: [] for name in args.caches}
-        for name in session.track(3 * order, "short prompts"):
+        for name in session.track(2 * order, "short prompts"):
             prefill, steps, _, _ = bench.run(name, batch, brief, few, 0)
             short[name].append(1e3 * (prefill + steps.sum()))
         for name, times in short.items():
             note(times, name, f"{batch} x {brief} tokens and {few} new ones", "ms")
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
     return records

@@ -16,7 +16,8 @@ if int(_transformers.__version__.split(".")[0]) < 5:
 
 from pyvmem.transformers.attention import register
 from pyvmem.transformers.cache import VMemCache
+from pyvmem.transformers.graphs import DecodeGraphs
 
 register()
 
-__all__ = ["VMemCache", "register"]
+__all__ = ["DecodeGraphs", "VMemCache", "register"]

@@ -90,6 +90,12 @@ def _shape(phase, query_heads, key, window, softcap, tile_rows=0):
     )
 
 
+def decode_shape(layer, query_heads, softcap=0.0):
+    """The `Shape` of a decode step of a `VMemLayer`."""
+    key = layer.slot(0)[:, :1].transpose(1, 2)
+    return _shape("decode", query_heads, key, layer.window, softcap, layer.rows.kv.tile_rows)
+
+
 def tile_rows(key, config, windows):
     """What the cache of a model must be made with, for the kernels that will be chosen to be allowed.
 

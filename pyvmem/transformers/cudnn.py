@@ -1,0 +1,34 @@
+"""cuDNN's attention behind torch's scaled_dot_product_attention, which plans every new length anew.
+
+A plan costs tens of milliseconds, so a decode step whose rows grow by one costs more for it than for everything else.
+
+SPDX-License-Identifier: MIT
+"""
+
+import threading
+import weakref
+
+import torch
+
+_lock = threading.Lock()
+_users = 0
+
+
+def keep_off(owner):
+    """Keep cuDNN's attention switched off in this process for as long as `owner` lives, or until the call of what this
+    returns. None where it is off already, or not there."""
+    global _users
+    with _lock:
+        if not _users and not torch.backends.cuda.cudnn_sdp_enabled():
+            return None
+        _users += 1
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return weakref.finalize(owner, _let_go)
+
+
+def _let_go():
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            torch.backends.cuda.enable_cudnn_sdp(True)

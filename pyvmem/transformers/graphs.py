@@ -1,0 +1,256 @@
+"""Decode steps as CUDA graphs: the GPU runs a step without waiting for Python to launch its kernels.
+
+A step of an 8B model is some 1,300 kernels, which eager transformers needs twice as long to launch as the GPU to run.
+Addresses of a `VMemCache`'s rows never change, and the attention ``"vmem"`` reads slots and lengths from the device. So
+one captured step serves all that follow, while pages come and go under it; between two steps only a few integers are
+uploaded.
+
+SPDX-License-Identifier: MIT
+"""
+
+import contextlib
+import functools
+import weakref
+
+import numpy as np
+import torch
+
+from pyvmem.attention import Batch
+from pyvmem.attention.table import KERNELS, choose
+from pyvmem.transformers.attention import decode_shape
+from pyvmem.transformers.cache import VMemCache
+from pyvmem.transformers.layers import VMemLayer
+
+_SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
+_TAKEN = {"input_ids", "attention_mask", "position_ids", "past_key_values", *_SETTINGS}
+_LEAST = 1024  # rows that a graph's kernels are launched for at least; they double from there
+
+
+class CudaGraph:
+    """What captures a function's kernels, and runs them again."""
+
+    def __init__(self):
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, function):
+        # Not torch.cuda.graph: that gives torch's free memory back first, and every later allocation pays for it.
+        current = torch.cuda.current_stream()
+        stream = _capture_stream(current.device_index)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            # Other threads may call CUDA meanwhile: the cache's own maps pages ahead of need.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                output = function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what went wrong is on its way already
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        current.wait_stream(stream)
+        return output
+
+    def replay(self):
+        self._graph.replay()
+
+
+@functools.cache
+def _capture_stream(device):
+    return torch.cuda.Stream(device)
+
+
+class _Step:
+    """One captured decode step of a batch, for lengths up to `limit`. Its inputs lie in buffers of fixed addresses."""
+
+    def __init__(self, rows, batch, limit, recorder):
+        self.limit = limit
+        self.recorder = recorder
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
+        self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
+        self.targets = torch.zeros(2, batch, dtype=torch.int64, device=rows.device)
+        self.batch = Batch(rows.kv, list(range(batch)), [1] * batch, max_length=limit, check=False)
+        self.output = None
+
+    def load(self, rows, plan, ids, positions):
+        """Put a pass's numbers where the graph reads them."""
+        self.ids.copy_(ids)
+        if positions is None:
+            self.positions.fill_(plan.start)
+        else:
+            self.positions.copy_(positions)
+        where = torch.from_numpy(np.array([rows.slots, [n - 1 for n in plan.lengths]]))
+        self.targets.copy_(where.pin_memory() if rows.device.type == "cuda" else where, non_blocking=True)
+        self.batch.update(rows.slots, plan.lengths)
+        # The pass's rows go through these buffers, whoever computes it.
+        plan.uniform, plan.located, plan.batch = False, True, self.batch
+        plan.targets, plan.sources = tuple(self.targets), None
+
+
+class DecodeGraphs:
+    """Replaces a model's decode steps with a `VMemCache` by a captured one, until `close`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Its attention must be ``"vmem"`` for a step to be captured.
+    recorder : callable
+        Makes what captures and replays; `CudaGraph`.
+
+    Attributes
+    ----------
+    captured, replayed : int
+        Steps captured so far, and steps run from a captured one.
+    refused : str or None
+        Why the last step that was not captured was not.
+
+    Notes
+    -----
+    All other calls go to the model as before: prompts, other caches, models with linear-attention layers, steps whose
+    tokens are padding, calls that ask for hidden states. A model whose step cannot be captured, since it waits for the
+    GPU (some mixtures of experts), runs as before too.
+
+    Examples
+    --------
+    >>> with DecodeGraphs(model):                                          # doctest: +SKIP
+    ...     model.generate(**inputs, past_key_values=VMemCache(model))
+    """
+
+    def __init__(self, model, recorder=CudaGraph):
+        if "forward" in vars(model):
+            raise ValueError("model: its forward is replaced already")
+        self.model = model
+        self.captured = self.replayed = 0
+        self.refused = None
+        self._recorder = recorder
+        self._forward = model.forward
+        self._kv = None  # weak: graphs are of one KVCache
+        self._steps = {}
+        self._seen = set()
+        self._failed = False
+
+        @functools.wraps(self._forward)
+        def forward(*args, **kwargs):
+            return self._run(args, kwargs)
+
+        model.forward = forward
+
+    def close(self):
+        """The model's own forward again; what was captured is freed."""
+        if self.model is not None:
+            del self.model.forward
+            self.model = None
+        self._drop()
+
+    def _drop(self):
+        self._steps.clear()
+        self._kv = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    # ---- a call ----------------------------------------------------------------------------------------------
+
+    def _run(self, args, kwargs):
+        self.refused = self._stops(args, kwargs)
+        if self.refused is not None:
+            return self._forward(*args, **kwargs)
+        cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs.get("attention_mask")
+        rows, start = cache.rows, cache.layers[0].length
+        if mask is not None:
+            mask = mask.to(rows.device, torch.bool)
+            if mask.all():
+                mask = None
+        plan = rows.begin(start, 1, len(ids), mask)
+        if plan.kept is not None or (mask is not None and not rows.ragged):
+            self.refused = "padding that is new, or that was stored"
+            return self._forward(*args, **kwargs)
+        step = self._step(cache, rows, len(ids), max(plan.lengths), kwargs)
+        if step is None:
+            return self._forward(*args, **kwargs)
+        step.load(rows, plan, ids, kwargs.get("position_ids"))
+        if step.output is None and not self._capture(step, cache, start, kwargs):
+            plan.batch, plan.located = None, False
+            return self._forward(*args, **kwargs)
+        step.recorder.replay()
+        for layer in cache.layers:
+            layer.length = start + 1
+        self.replayed += 1
+        output = type(step.output)(step.output)  # the next step writes the logits anew
+        output["logits"] = output["logits"].clone()
+        return output
+
+    def _stops(self, args, kwargs):
+        """Why a call cannot be a captured step; None where it can."""
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if self._failed:
+            return "the model's step could not be captured"
+        if args or not isinstance(cache, VMemCache) or ids is None:
+            return "not called by name with input_ids and a VMemCache"
+        extra = [name for name, value in kwargs.items() if value is not None and name not in _TAKEN]
+        if extra or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
+            return f"asked for {', '.join(extra) or 'no cache, or a tuple'}"
+        layer = cache.layers[0]
+        if not all(isinstance(each, VMemLayer) and each.supports_early_init for each in cache.layers):
+            return "layers that are not attention"
+        if ids.shape[1] != 1 or not layer.is_initialized or not layer.length or not layer.by_length:
+            return "not a decode step with the attention vmem"
+        if len(ids) != cache.rows.batch or torch.is_grad_enabled() or ids.device != cache.rows.device:
+            return "another batch, autograd, or tokens on another device"
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+            return "a mask that is not 2D"
+        return None
+
+    def _step(self, cache, rows, batch, length, kwargs):
+        """The `_Step` to use, captured or not yet; None in the first step of its kind, which runs as it is."""
+        if self._kv is None or self._kv() is not rows.kv:
+            self._drop()
+            self._kv = weakref.ref(rows.kv)
+        limit = _LEAST
+        while limit < length:
+            limit *= 2
+        limit = min(limit, rows.max_tokens)
+        key = (batch, limit, kwargs.get("logits_to_keep"))
+        if key not in self._steps:
+            # The first step compiles kernels and allocates what libraries keep: nothing to be captured.
+            kind = (batch, rows.dtype)
+            if kind not in self._seen:
+                self._seen.add(kind)
+                self.refused = "the first step of its kind"
+                return None
+            heads = cache.config.num_attention_heads
+            for layer in cache.layers:
+                try:
+                    name = choose(decode_shape(layer, heads)).kernel
+                except ValueError as error:
+                    self.refused = str(error)
+                    return None
+                if self._recorder is CudaGraph and not KERNELS[name].capturable:
+                    self.refused = f"kernel {name} cannot be captured"
+                    return None
+            self._steps[key] = _Step(rows, batch, limit, self._recorder())
+        return self._steps[key]
+
+    def _capture(self, step, cache, start, kwargs):
+        given = {name: kwargs[name] for name in _SETTINGS if name in kwargs}
+        try:
+            step.output = step.recorder.capture(
+                lambda: self._forward(
+                    input_ids=step.ids, position_ids=step.positions, attention_mask=None, past_key_values=cache, **given
+                )
+            )
+        except RuntimeError as error:  # CUDA's refusals while it captures
+            if self._recorder is CudaGraph and "captur" not in str(error):
+                raise
+            self._failed, self.refused = True, str(error).splitlines()[0]
+            self._drop()
+        for layer in cache.layers:
+            layer.length = start
+        cache.rows.pending = None
+        if step.output is None:
+            return False
+        self.captured += 1
+        return True
