@@ -42,7 +42,7 @@ def arguments(parser):
 
 
 def loads(args):
-    """The workloads by name: dictionaries for `pyvmem.bench.vllm_engine`. decode-*: pairs whose difference counts."""
+    """The workloads by name: dictionaries for `pyvmem.bench.vllm_engine`."""
     longest = args.max_model_len
     most = min(1000, longest // 8)
     n = args.requests or 512
@@ -53,13 +53,13 @@ def loads(args):
     made["equal-hot"] = dict(kind="hot", batch=200, prefixes=8, prefix=longest // 8, suffix=64, ratio=0.5,
                              cold=[64, longest // 4], output=[16, 128], seed=7, tokens=True)  # fmt: skip
 
-    def pair(batch, prompt):
-        prompt = min(prompt, longest - 300)
-        return [dict(kind="fixed", batch=batch, prompt=prompt, output=o) for o in (40, 240)]
+    def decode(batch, prompt):
+        batch, prompt = min(batch, args.max_num_seqs), min(prompt, longest - 300)
+        return dict(kind="fixed", batch=batch, prompt=prompt, output=200, decode=True)
 
-    made["decode"] = pair(min(32, args.max_num_seqs), 6000)
-    made["decode-short"] = pair(args.max_num_seqs, 900)
-    made["decode-long"] = pair(min(8, args.max_num_seqs), 32000)
+    made["decode"] = decode(32, 6000)
+    made["decode-short"] = decode(256, 900)
+    made["decode-long"] = decode(8, 32000)
     if args.trace:
         made["azure"] = dict(kind="trace", path=args.trace, batch=n, longest=longest, most_output=most)
     if args.mooncake:
@@ -140,50 +140,59 @@ class Turns:
 
     def measure(self, name, load):
         """One workload: `turns` times through each engine, after one more that warms up."""
-        if load.get("tokens") if isinstance(load, dict) else False:
+        if load.get("tokens"):
             for again in (0, 1):  # the second time the prefix cache knows the prompts
                 self._equal(name + (" again" if again else ""), load)
             return
-        pair = load if isinstance(load, list) else [load]
         found = {engine: [] for engine in self.engines}
         for turn in range(self._args.turns + 1):
-            for offset, engine in enumerate(self.engines):
-                # A seed of its own for each turn, or the prefix cache would know the prompts from the turn before.
-                answers = [self.engines[engine].ask(dict(one, seed=one.get("seed", 0) + 1000 * turn + k))
-                           for k, one in enumerate(pair)]  # fmt: skip
-                if turn:
-                    found[engine].append(answers)
-                self.raw.append(dict(engine=engine, load=name, turn=turn, answers=answers))
-        for engine, turns in found.items():
-            if len(pair) == 2:
-                steps = pair[1]["output"] - pair[0]["output"]
-                self._add(engine, f"{name}: decode step", "ms",
-                          [(b["seconds"] - a["seconds"]) / steps * 1e3 for a, b in turns])  # fmt: skip
-                continue
-            results = [t[0] for t in turns]
-            self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
-            self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
-            self._add(engine, f"{name}: time between tokens", "ms", [1e3 * x for r in results for x in r["itl"]])
-            self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
-            self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
-            self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
+            # A seed of its own for each turn, or the prefix cache would know the prompts from the turn before.
+            self.turn(name, dict(load, seed=load.get("seed", 0) + 1000 * turn, tokens=not turn), turn, found)
+        for engine, results in found.items():
+            self._results(engine, name, load, results)
+
+    def turn(self, name, load, turn, found):
+        """One workload through each engine; the first warms up, and its tokens are compared."""
+        answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
+        if load["tokens"]:
+            self._compare(name, [a.pop("tokens") for a in answers.values()])
+        for engine, answer in answers.items():
+            if turn:
+                found[engine].append(answer)
+            self.raw.append(dict(engine=engine, load=name, turn=turn, **answer))
+
+    def _results(self, engine, name, load, results):
+        if not results:
+            return
+        if load.get("decode"):
+            # The request that was admitted last has seen nothing but decode steps.
+            self._add(engine, f"{name}: decode step", "ms", [1e3 * min(r["itl"]) for r in results])
+            return
+        self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
+        self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
+        self._add(engine, f"{name}: time between tokens", "ms", [1e3 * x for r in results for x in r["itl"]])
+        self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
+        self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
+        self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
+        self._add(engine, f"{name}: KV memory, 1 s idle", "GiB", [r["kv_idle"] / 2**30 for r in results])
+        self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
+        self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
+        self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
 
     def _kv(self, engine, name, states):
-        if not states:
-            return
-        self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
-        last = states[-1]
-        self._add(engine, f"{name}: steps that waited for a fence", "", last["fence_waits"])
-        self._add(engine, f"{name}: pages held when idle", "GiB",
-                  last["stats"]["held_pages"] * last["stats"]["page_size"] / 2**30)  # fmt: skip
+        if states:
+            self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
+            self._add(engine, f"{name}: steps that waited for a fence", "", [k["fence_waits"] for k in states])
 
-    def _equal(self, name, load):
-        answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
-        tokens = [a.pop("tokens") for a in answers.values()]
+    def _compare(self, name, tokens):
         same = sum(a == b for a, b in zip(*tokens))
         alike = sum(x == y for a, b in zip(*tokens) for x, y in zip(a, b))
         self._add(ENGINES[1], f"{name}: requests with vLLM's tokens, of {len(tokens[0])}", "", same)
         self._add(ENGINES[1], f"{name}: tokens, of {sum(map(len, tokens[0]))}", "", alike)
+
+    def _equal(self, name, load):
+        answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
+        self._compare(name, [a.pop("tokens") for a in answers.values()])
         for engine, answer in answers.items():
             self._add(engine, f"{name}: prompt tokens from the prefix cache", "", answer["cached"])
             self._add(engine, f"{name}: preemptions", "", answer["preemptions"])

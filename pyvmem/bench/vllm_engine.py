@@ -84,11 +84,12 @@ def requests_of(load):
 
 
 class Sampler:
-    """Most device memory in use while it runs, as the driver reports it."""
+    """Most device memory in use while it runs, as the driver reports it, and of that the KV cache's."""
 
-    def __init__(self):
+    def __init__(self, kv_memory):
         self._stop = threading.Event()
-        self.peak = 0
+        self._kv_memory = kv_memory
+        self.peak = self.kv_peak = 0
 
     def used(self):
         import torch
@@ -96,15 +97,29 @@ class Sampler:
         free, total = torch.cuda.mem_get_info()
         return total - free
 
+    def kv(self):
+        """Device memory of the KV cache: all that vLLM set aside at its start, or what vMem has now."""
+        from pyvmem.vllm import worker
+
+        engine = worker.current()
+        if engine is None:
+            return self._kv_memory
+        stats = engine.context.stats()
+        return stats.created + stats.overhead
+
     def __enter__(self):
-        self.peak = self.used()
+        self._look()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self
 
+    def _look(self):
+        self.peak = max(self.peak, self.used())
+        self.kv_peak = max(self.kv_peak, self.kv())
+
     def _run(self):
         while not self._stop.wait(0.05):
-            self.peak = max(self.peak, self.used())
+            self._look()
 
     def __exit__(self, *_):
         self._stop.set()
@@ -146,12 +161,12 @@ def run(llm, load):
     kv_state()
     preempted = preemptions(llm)
     gc.collect()
-    with Sampler() as memory:
+    with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
         time.sleep(1.0)
-        idle = memory.used()
+        idle, kv_idle = memory.used(), memory.kv()
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     times = [o.metrics for o in outputs if getattr(o, "metrics", None) is not None]
     result = dict(
@@ -163,7 +178,7 @@ def run(llm, load):
         itl=[(m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in times
              if m.num_generation_tokens > 1],
         preemptions=preemptions(llm) - preempted,
-        peak=memory.peak, idle=idle, kv=kv_state(),
+        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv=kv_state(),
     )  # fmt: skip
     if load.get("tokens"):
         result["tokens"] = tokens
