@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import argparse
 import importlib
 import importlib.util
+from time import monotonic
 
 import numpy as np
 
@@ -62,6 +63,8 @@ def arguments(parser):
     group.add_argument("--fa3", choices=("fa3-fwd", "vllm"), default="fa3-fwd", help=text)
     text = "leave these libraries out, as if they were not installed"
     group.add_argument("--without", action="append", choices=("fa3", "flashinfer", "triton"), default=[], help=text)
+    text = "measure no further point once so many seconds have passed; the cheapest come first"
+    group.add_argument("--stop-after", type=argtypes.seconds, metavar="S", help=text)
     group.add_argument("--pool", type=argtypes.size, metavar="SIZE", help="K of one kind of memory (4G; 256M if quick)")
     group.add_argument("--seconds", type=argtypes.seconds, default=0.3, metavar="S", help="turns at one point (0.3)")
 
@@ -161,7 +164,7 @@ def runs_at(point, kinds, pools, have):
         add(r.FlashInferRagged(point, best))
     blocks = BLOCKS if "blocks" in kinds else (16, 256) if kinds & {"paged", "table"} else ()
     for block in blocks:
-        if have["fa3 paged"]:
+        if have["fa3 paged"] and (block == 256 or kinds & {"paged", "blocks"}):
             add(r.FA3Paged(point, plain, block, splits))
         if have["flashinfer"] and (block == 16 or "blocks" in kinds):
             add(r.FlashInferPaged(point, plain, block))
@@ -321,8 +324,12 @@ def _points(session, context, points, pools, have, measure, gpu):
         rates = hbm(pools[-1])
         rate = float(np.median(rates))
         records.append(session.record(rates * 1e-3, context, "HBM read", "GB/s", backend="cudaMalloc"))
-    order = sorted(points, key=lambda p: (p.phase, p.batch * p.tokens))
-    for point in session.track(order, "attention"):
+    order = sorted(points, key=lambda p: (p.phase, points[p] == {"table"}, p.batch * p.tokens))
+    begin = monotonic()
+    for number, point in enumerate(session.track(order, "attention")):
+        if session.args.stop_after is not None and monotonic() - begin > session.args.stop_after:
+            print(f"attention: stopped after {number} of {len(order)} points; next {point}", flush=True)
+            break
         runs = runs_at(point, points[point], pools, have)
         for (name, _), one in runs.items():  # each kind of call is checked once, where that costs little
             if (name, point.phase) not in checked and point.batch * point.tokens <= 32 * KIB:

@@ -341,19 +341,20 @@ class Timer:
 def measure(runs, turns=11, seconds=0.4):
     """Time runs in turns. Returns {name: (microseconds[turns], splits chosen)}.
 
-    Where a run has several numbers of splits, the fastest of three tries each is taken first. Turns are fewer where
-    they would take more than `seconds`, but at least three.
+    Where a run has several numbers of splits, the fastest of two tries each is taken first; the kind of memory does
+    not change it. Turns are fewer where they would take more than `seconds`, but at least three.
     """
-    timers = {}
+    timers, chosen = {}, {}
     for name, run in runs.items():
-        if len(run.splits) > 1:
+        if len(run.splits) > 1 and run.name not in chosen:
             tried = {}
             for split in run.splits:
                 run.split = split
                 timer = Timer(run)
-                tried[split] = min(timer.result(timer.start()) for _ in range(3))
+                tried[split] = min(timer.result(timer.start()) for _ in range(2))
                 del timer
-            run.split = min(tried, key=tried.get)
+            chosen[run.name] = min(tried, key=tried.get)
+        run.split = chosen.get(run.name, run.split)
         timers[name] = Timer(run)
     whole = sum(t.seconds for t in timers.values())
     turns = max(3, min(turns, int(seconds / max(whole, 1e-9))))

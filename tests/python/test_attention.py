@@ -315,7 +315,7 @@ def test_bench_attention_times_virtual_beside_plain_memory(tmp_path):
     pytest.importorskip("matplotlib")
     from pyvmem.bench.records import load
 
-    bench("--figure", "7", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png"))
+    bench("--figure", "7", "--stop-after", "100", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png"))
     records = load(tmp_path / "r.json")
     times = {(r.backend, r.page_size) for r in records if r.metric == "decode B=1 L=1024 heads 32/8, sdpa contiguous"}
     assert times == {("host", 64 << 10), ("host", 2 << 20), ("malloc", None)}
