@@ -32,16 +32,18 @@
 #define FILE_SIZE (INT64_C(1) << 62)
 #define ARENA_MIN (UINT64_C(64) << 20)
 #define ARENA_MAX (UINT64_C(1) << 46)
-// Mappings kept in hand, so that a batch that ran into vm.max_map_count can be undone. Undoing one step takes three at
-// most for a moment: a mapping cut in two, and the new one.
-#define BALLAST_PAGES 8
+// Mappings kept in hand, so that a batch that ran into vm.max_map_count can be undone, and pages can be unmapped there.
+// One step takes three at most for a moment: a mapping cut in two, and the new one. At the limit the last two cannot be
+// taken back in hand, hence some more.
+#define BALLAST_PAGES 64
 
 struct host {
     struct host_file file;
     _Atomic uint64_t end;    // of the part of the file that was given to arenas
     _Atomic uint64_t arenas; // bytes of those that exist
     pthread_rwlock_t lock;   // read: changing mappings. write: undoing changes, with the ballast dropped
-    char *ballast;           // BALLAST_PAGES mappings of one page, or NULL
+    char *ballast;           // BALLAST_PAGES mappings of one page, or fewer
+    bool light;              // fewer
     struct host_range *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
     bool cgroup;             // a control group allows less than the machine has
     _Atomic int64_t unasked; // bytes that may be populated before it is asked again
@@ -81,14 +83,11 @@ static void ballast_take(struct host *h)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     char *at = mmap(NULL, BALLAST_PAGES * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED)
+    h->light = at == MAP_FAILED;
+    if (h->light)
         return;
-    for (size_t i = 1; i < BALLAST_PAGES; i += 2) {
-        if (mprotect(at + i * page, page, PROT_READ)) {
-            munmap(at, BALLAST_PAGES * page);
-            return;
-        }
-    }
+    for (size_t i = 1; i < BALLAST_PAGES && !h->light; i += 2)
+        h->light = mprotect(at + i * page, page, PROT_READ) != 0;
     h->ballast = at;
 }
 
@@ -401,19 +400,23 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     pthread_rwlock_rdlock(&h->lock);
     while (done < n && !rc)
         rc = step(b, runs, n, unmap, &done);
+    const bool light = unmap && h->light;
     pthread_rwlock_unlock(&h->lock);
-    if (!rc)
+    if (!rc && !light)
         return 0;
     *bad = done;
-    // mmap() refuses even to reduce the number of mappings once there are too many: drop the ballast, and go back the
-    // way we came, on which there never were more.
+    // mmap() refuses even to reduce the number of mappings once there are too many: drop the ballast. What unmaps goes
+    // on, for that is the way out; what maps goes back the way it came, on which there never were more.
     pthread_rwlock_wrlock(&h->lock);
     ballast_drop(h);
-    while (done--)
+    if (unmap && rc)
+        for (rc = 0; done < n && !rc;)
+            rc = step(b, runs, n, unmap, &done);
+    while (rc && done--)
         undo(b, &runs[done], unmap);
     ballast_take(h);
     pthread_rwlock_unlock(&h->lock);
-    return map_error(rc, "mmap");
+    return rc ? map_error(rc, "mmap") : 0;
 }
 
 static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
