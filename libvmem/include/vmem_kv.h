@@ -111,13 +111,15 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot);
 // no part in it (what the slot holds stays). n must be the number of slots. On return the rows are backed.
 // -ENOMEM: *missing pages (NULL is allowed) more must become free first: free or swap out a request and try again.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
-// The answer vmem_kv_step would give now, without doing anything.
+// The answer vmem_kv_step would give now, without doing anything (but taking over a budget that another process wants).
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
 // How many tokens the slot could have at most in the next step, if no other slot grew; slot -1: a new request.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Forgets the rows from `tokens` on (rejected speculation); a shared page that is to be written again is copied.
 // Should it fail, rows from `tokens` on may be lost, but none before; call it again.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+// The answer that would give now, without doing anything.
+int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
 // Returns when the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
@@ -144,6 +146,8 @@ int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *p
 // The slot, newly allocated, starts with the prefix's first `tokens` rows; its length becomes `tokens`. Quiet.
 // -ENODATA when a window tensor does not have the rows that the next token reads. -ENOMEM as in vmem_kv_step.
 int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing);
+// Whether attaching would find its memory: 0, or -ENOMEM as it. The slot need not be allocated yet.
+int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing);
 // Pages that nobody else holds are released.
 int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix);
 
@@ -185,6 +189,8 @@ int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes);
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes);
 // The rows come back, to the addresses they had. -ENOMEM as in vmem_kv_step. Shared pages come back as copies.
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing);
+// Whether that would find its memory.
+int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
@@ -223,8 +229,27 @@ struct vmem_kv_stats {
     uint64_t attached_pages, copied_pages; // by prefix_attach; copied by it and by truncate
     uint64_t swap_out_bytes, swap_in_bytes;
     uint64_t worker_errors;           // background operations that failed (the step does them again)
+    uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
+
+// What a call was short of that returned -ENOMEM, or -ENOSPC, and what could help.
+enum vmem_kv_reason {
+    VMEM_KV_SHORT_OF_NOTHING,
+    VMEM_KV_SHORT_OF_BUDGET,   // end or swap out a request, drop prefixes, raise the budget
+    VMEM_KV_SHORT_OF_DEVICE,   // the budget allows more than the device has: free memory elsewhere, or end a request
+    VMEM_KV_SHORT_OF_MAPPINGS, // host: vm.max_map_count. Raise it, use larger pages, or end a request
+    VMEM_KV_SHORT_OF_SLOTS,    // end a request
+};
+struct vmem_kv_shortage {
+    uint32_t size;          // sizeof(struct vmem_kv_shortage), set by the caller
+    uint32_t reason;        // enum vmem_kv_reason
+    uint64_t missing_pages; // as in *missing
+    uint64_t prefix_pages;  // what dropping all prefixes would free
+    uint64_t requests;      // that hold pages
+};
+// Of the calling thread's last call of this kind; reason 0 when it was not short of anything.
+int vmem_kv_last_shortage(struct vmem_kv_shortage *out);
 
 // ---- what other processes see -------------------------------------------------------------------------------
 
@@ -238,7 +263,8 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    uint64_t wanted_budget;  // written by others: bytes; taken over at the next step. 0: nothing is wanted
+    uint64_t wanted_budget;  // written by others: bytes; taken over by the next check, or after the next step. 0: none
+    uint64_t memory_total;   // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
 };
 // Keeps a struct vmem_kv_view up to date in the file at path (created, mode 0600; removed by vmem_kv_destroy), at every

@@ -184,6 +184,7 @@ struct vmem_context {
     uint32_t token;
     uint64_t budget;
     uint64_t keep; // bytes of device memory that release does not give back: vmem_prealloc
+    struct vmem_kv *caches; // KV caches over this context; theirs to read and write, under the lock
     uint64_t space, space_free; // bytes of arenas; of free extents in them
     uint64_t committed; // bytes of device memory in arenas
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
@@ -249,6 +250,8 @@ static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_s
         return 0;
     return vmem__bad_page_size(ctx, page_size);
 }
+// vmem_trim, keeping `ahead` bytes besides the pages that exist.
+int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
 #define VMEM__CREATE_BOUND 0x80000000u // among the flags: the pages are bound to their addresses
 // -ENOMEM unless there may be n pages more, at most 2^46 bytes, by the budget and by what the device has. With the lock

@@ -341,12 +341,17 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
 
 int vmem_trim(vmem_context *ctx, uint64_t *freed)
 {
+    return vmem__trim_to(ctx, 0, freed);
+}
+
+int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed)
+{
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
     vmem__begin(ctx);
     uint64_t before = ctx->committed;
-    ctx->keep = 0;
+    ctx->keep = ahead ? ctx->created + ahead : 0;
     vmem__shrink(ctx);
     if (freed)
         *freed = before > ctx->committed ? before - ctx->committed : 0;

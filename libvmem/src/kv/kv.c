@@ -92,8 +92,8 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return vmem__error(-EINVAL, "size %u is not sizeof(struct vmem_kv_config), %zu", c->size, sizeof(*c));
     if (c->flags & ~(VMEM_KV_LAZY * 2 - 1))
         return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
-    if (!c->n_tensors || !c->tensors)
-        return vmem__error(-EINVAL, "tensors: at least one is needed");
+    if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
+        return vmem__error(-EINVAL, "tensors: %u is not between 1 and 65536", c->n_tensors);
     if (!c->slots || c->slots > 65536)
         return vmem__error(-EINVAL, "slots %u is not between 1 and 65536", c->slots);
     if (!c->max_tokens || c->max_tokens > INT32_MAX)
@@ -233,8 +233,7 @@ static void release(vmem_kv *kv)
         vMemUnmap(kv->ctx, kv->scratch, kv->n_tensors * kv->page_size);
         vMemFree(kv->ctx, kv->scratch);
     }
-    if (kv->budget_pages)
-        vmem_trim(kv->ctx, NULL);
+    kv_part(kv);
 }
 
 static void free_grow(struct kv_grow *l)
@@ -319,8 +318,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     rc = reserve(kv);
     if (rc)
         return rc;
+    kv_join(kv);
     if (!(c->flags & VMEM_KV_LAZY))
-        rc = vmem_prealloc(kv->ctx, c->budget);
+        rc = kv_take_ahead(kv, c->budget >> kv->page_shift);
     if (rc)
         return rc;
     kv->budget_pages = c->budget >> kv->page_shift;

@@ -94,6 +94,7 @@ struct kv_grow {
     uint64_t n_pages, cap_pages;
     struct vmem_map_op *fine, *coarse;
     uint64_t n_fine, cap_fine, n_coarse, cap_coarse;
+    enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a run came that failed
 };
 // A part of a span to be given up: the front, the tail, or both.
 struct kv_cut {
@@ -132,7 +133,11 @@ struct vmem_kv {
     bool has_worker, stop, work_due, working;
     uint32_t hold; // calls that want the worker to pause
 
+    vmem_kv *next;         // the context's next cache
     uint64_t budget_pages; // most pages there may be
+    uint64_t promise;      // pages there can be without asking the device. Written with stats_lock, too
+    uint64_t device_limit; // kv_limit, as the statistics saw it last
+    uint64_t device_asked; // when
     uint64_t held;         // pages there are, pending ones included
     uint64_t ceiling;      // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
     uint64_t pending;      // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
@@ -262,7 +267,9 @@ bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_vic
 int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
 // Makes room for `pages` more: 0, or -ENOMEM with what is missing.
 int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-// kv_make_room, then kv_grow_run and kv_grow_commit, trying harder when the device has less than the budget says.
+// kv_grow_run and kv_grow_commit.
+int kv_grow_try(vmem_kv *kv, struct kv_grow *l);
+// The same after kv_make_room, taking back more where the device has less than the budget says, or no mappings.
 int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
 
 // ---- worker.c
@@ -308,6 +315,7 @@ int kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap);
 // Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
 // before them.
 int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+uint64_t kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens); // that it has to make
 
 // ---- block.c
 
@@ -322,6 +330,7 @@ int kv_check_blocks(const vmem_kv *kv);
 // ---- stats.c
 
 #define KV_VIEW_NS 5000000 // how far the published view may be behind
+#define KV_DEVICE_NS 100000000 // and what it says of the device's memory
 uint64_t kv_now(void);            // ns, to a few ms
 void kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
 void kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
@@ -332,6 +341,32 @@ int kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 // VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now.
 int kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 
-int kv_set_budget(vmem_kv *kv, uint64_t bytes); // with the locks held
+// ---- memory.c. With the locks held.
+
+int kv_set_budget(vmem_kv *kv, uint64_t bytes);
+// A context's caches, linked. Parting gives back what the cache took ahead.
+void kv_join(vmem_kv *kv);
+void kv_part(vmem_kv *kv);
+// Takes device memory for that many pages in all, or gives back what is more.
+int kv_take_ahead(vmem_kv *kv, uint64_t pages);
+void kv_give_ahead(vmem_kv *kv, uint64_t pages);
+// Pages that the device could make now.
+uint64_t kv_device_pages(const vmem_kv *kv);
+// Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
+// so that the device is not asked where they are at hand; 0: it is. Exact while the worker makes and releases nothing.
+uint64_t kv_limit(const vmem_kv *kv, uint64_t pages);
+// Pauses the worker where the device counts; true: to be released.
+bool kv_hold_to_count(vmem_kv *kv);
+// Takes over the budget that another process asked for, if one did.
+void kv_take_wanted(vmem_kv *kv);
+// Whether so many pages more could be had, taking back what can be.
+int kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// The answers to too little, remembered for vmem_kv_last_shortage.
+void kv_enough(void);
+int kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
+int kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int kv_short_of_slots(vmem_kv *kv);
+void kv_count_shortage(vmem_kv *kv); // in the statistics, of a call that really needed them
 
 #endif

@@ -105,6 +105,7 @@ int kv_grow_run(vmem_kv *kv, struct kv_grow *l)
     if (!rc)
         rc = kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
     l->n_pages = l->n_fine = l->n_coarse = 0;
+    l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
     for (uint64_t i = 0; i < l->n_parts && !rc; i++) {
         const struct kv_part *p = &l->parts[i];
         uint32_t b = kv->block, head = KV_MIN((p->from + b - 1) / b * b, p->to), tail = p->to / b * b;
@@ -117,6 +118,7 @@ int kv_grow_run(vmem_kv *kv, struct kv_grow *l)
         if (!rc)
             rc = create(kv, l, p, KV_MAX(head, coarse), p->to, false);
     }
+    l->at = rc ? l->at : KV_GROW_MAP;
     if (!rc && l->n_coarse)
         rc = vMemMapBatch(kv->ctx, l->coarse, l->n_coarse, 0, NULL);
     if (!rc && l->n_fine)

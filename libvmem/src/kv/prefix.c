@@ -338,8 +338,9 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         rc = kv_make_room(kv, total, missing);
     if (!rc && total) {
         rc = kv_grow_run(kv, l);
-        if (rc == -ENOMEM && missing)
-            *missing = total;
+        if (rc == -ENOMEM && l->at != KV_GROW_LISTS)
+            rc = l->at == KV_GROW_CREATE ? kv_short_of_device(kv, total, missing)
+                                         : kv_short_of_mappings(kv, total, missing);
     }
     if (!rc) {
         rc = map_shared(kv, p, slot, tokens, &n_shared);
@@ -366,6 +367,18 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
     return 0;
 }
 
+// The prefix, if that many rows of it can be attached.
+static int find_rows(const vmem_kv *kv, uint64_t id, uint32_t tokens, struct kv_prefix **out)
+{
+    int rc = find(kv, id, out);
+    if (!rc && (!tokens || tokens > (*out)->tokens))
+        rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the prefix's %u", tokens, (*out)->tokens);
+    if (!rc && tokens < (*out)->min_tokens)
+        rc = vmem__error(-ENODATA, "tokens %u: the prefix's window tensors begin too late; %u or more", tokens,
+                         (*out)->min_tokens);
+    return rc;
+}
+
 int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
     int rc = kv_enter(kv);
@@ -374,17 +387,32 @@ int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t 
     if (missing)
         *missing = 0;
     struct kv_prefix *p = NULL;
-    rc = find(kv, prefix, &p);
+    kv_enough();
+    rc = find_rows(kv, prefix, tokens, &p);
     if (!rc)
         rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
-    if (!rc && (!tokens || tokens > p->tokens))
-        rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the prefix's %u", tokens, p->tokens);
-    if (!rc && tokens < p->min_tokens)
-        rc = vmem__error(-ENODATA, "tokens %u: the prefix's window tensors begin too late; %u or more", tokens,
-                         p->min_tokens);
-    return kv_leave(kv, rc ? rc : attach(kv, p, slot, tokens, missing));
+    if (!rc && (rc = attach(kv, p, slot, tokens, missing)) == -ENOMEM)
+        kv_count_shortage(kv);
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    struct kv_prefix *p = NULL;
+    rc = find_rows(kv, prefix, tokens, &p);
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        pages += (uint64_t)(s.hi - s.full) * kv->groups[i].n;
+    }
+    return kv_leave(kv, rc ? rc : kv_would_fit(kv, pages, missing));
 }
 
 // ---- writing again ------------------------------------------------------------------------------------------
@@ -419,15 +447,27 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     return 0;
 }
 
+// Whether a shared page of the group has to be copied: the one that row `tokens` lies in.
+static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct split s)
+{
+    return s.part && s.full < kv_span(kv, slot, group)->shared_hi && kv_row(kv, slot, group, s.full);
+}
+
+uint64_t kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        pages += cuts_shared(kv, slot, i, split(kv, &kv->groups[i], tokens)) ? kv->groups[i].n : 0;
+    return pages;
+}
+
 int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     kv_wait_cut(kv);
     // First what can fail for want of memory; the copies are of whole pages, so that nothing is lost if it does.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        bool shared = s.part && s.full < sp->shared_hi && kv_row(kv, slot, i, s.full);
-        int rc = shared ? replace(kv, slot, i, s.full) : 0;
+        int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;
         if (rc)
             return rc;
     }

@@ -112,6 +112,8 @@ int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
         if (!kv_victim(kv, left, true, &v) && !kv_victim(kv, left, false, &v))
             break;
         rc = kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
+        if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE) // a part may need a mapping more; the whole, none
+            rc = kv_cut_now(kv, v.slot, v.group, 0, 0);
     }
     kv->stats.reclaimed_pages += start - kv->held;
     if (got)
@@ -123,55 +125,78 @@ int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     if (missing)
         *missing = 0;
+    kv->grow.at = KV_GROW_LISTS;
     if (pages <= kv_unused(kv) || !pages)
         return 0;
     kv_worker_hold(kv);
-    uint64_t fixed = kv->held - kv_reclaimable(kv), want = fixed + pages;
+    uint64_t want = kv->held - kv_reclaimable(kv) + pages;
     int rc = 0;
     if (want > kv->budget_pages) {
-        uint64_t short_of = want - kv->budget_pages;
-        if (missing)
-            *missing = short_of;
-        rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing: %" PRIu64 " of the budget's %" PRIu64
-                         " cannot be taken back", short_of, fixed, kv->budget_pages);
+        rc = kv_short_of_budget(kv, want, missing);
     } else if (kv->held + pages > kv->budget_pages) {
         rc = kv_reclaim(kv, kv->held + pages - kv->budget_pages, NULL);
-        uint64_t over = kv->held + pages > kv->budget_pages ? kv->held + pages - kv->budget_pages : 0;
-        if (!rc && over) { // never more than the budget, whatever was counted on
-            if (missing)
-                *missing = over;
-            rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing, which could not be taken back", over);
-        }
+        if (!rc && kv->held + pages > kv->budget_pages) // never more than the budget, whatever was counted on
+            rc = kv_short_of_budget(kv, kv->held + pages, missing);
     }
     kv_worker_release(kv);
     return rc;
 }
 
-int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+// The device has refused pages: takes back as many as it lacks, if there are so many.
+static int make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    kv_worker_hold(kv);
+    uint64_t device = kv_device_pages(kv), kept = kv_reclaimable(kv);
+    int rc;
+    if (pages > device && pages - device > kept)
+        rc = kv_short_of_device(kv, pages - device - kept, missing);
+    else if (!kept)
+        rc = kv_short_of_device(kv, pages, missing);
+    else
+        rc = kv_reclaim(kv, pages > device ? pages - device : pages, NULL);
+    kv_worker_release(kv);
+    return rc;
+}
+
+// There are no mappings to be had: gives up the kept pages of free slots, which takes none.
+static int make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    uint64_t before = kv->held;
+    kv_worker_hold(kv);
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].state == VMEM_KV_FREE && !kv_stale_now(kv, s))
+            kv_cut_slot(kv, s);
+    kv_worker_release(kv);
+    return kv->held < before ? 0 : kv_short_of_mappings(kv, pages, missing);
+}
+
+int kv_grow_try(vmem_kv *kv, struct kv_grow *l)
 {
     uint64_t total = l->total;
-    int rc = kv_make_room(kv, total, missing);
-    if (!rc) {
-        kv->held += total;
-        rc = kv_grow_run(kv, l);
-        if (rc == -ENOMEM) { // the budget allows more than the device has
-            kv->held -= total;
-            kv_worker_hold(kv);
-            uint64_t got = 0;
-            kv_reclaim(kv, total, &got);
-            kv_worker_release(kv);
-            kv->held += total;
-            if (got)
-                rc = kv_grow_run(kv, l);
-            if (rc == -ENOMEM && missing)
-                *missing = total;
-        }
+    kv->held += total;
+    int rc = kv_grow_run(kv, l);
+    if (rc)
+        kv->held -= total;
+    else
+        kv_grow_commit(kv, l);
+    return rc;
+}
+
+int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+{
+    int rc = kv_make_room(kv, l->total, missing);
+    if (!rc)
+        rc = kv_grow_try(kv, l);
+    for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
+        bool create = l->at == KV_GROW_CREATE;
+        rc = create ? make_device_room(kv, l->total, missing) : make_mappings(kv, l->total, missing);
         if (rc)
-            kv->held -= total;
+            break;
+        rc = kv_grow_try(kv, l);
+        if (rc == -ENOMEM && tries == 1)
+            rc = create ? kv_short_of_device(kv, l->total, missing) : kv_short_of_mappings(kv, l->total, missing);
     }
     if (rc)
         kv_grow_reset(l);
-    else
-        kv_grow_commit(kv, l);
     return rc;
 }

@@ -129,7 +129,7 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
         return kv_leave(kv, rc);
     uint32_t chosen = wanted ? o.slot : kv_choose(kv, o.tokens, o.prefix_tokens);
     if (chosen == UINT32_MAX)
-        return kv_leave(kv, vmem__error(-ENOSPC, "all %u slots are taken", kv->n_slots));
+        return kv_leave(kv, kv_short_of_slots(kv));
     kv_wait_slot(kv, chosen);
     struct kv_slot *s = &kv->slots[chosen];
     s->state = VMEM_KV_ACTIVE;
@@ -186,17 +186,34 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
     return kv_leave(kv, 0);
 }
 
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = kv_enter(kv);
-    if (rc)
-        return rc;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    int rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         if (kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->lo)
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
+    return rc;
+}
+
+int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    rc = check_truncate(kv, slot, tokens);
+    return kv_leave(kv, rc ? rc : kv_would_fit(kv, kv_unshare_pages(kv, slot, tokens), missing));
+}
+
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = check_truncate(kv, slot, tokens);
     if (rc)
         return kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];

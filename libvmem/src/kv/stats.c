@@ -53,7 +53,14 @@ void kv_summarise(vmem_kv *kv)
             reclaimable += kv_reclaimable_in(kv, s);
     }
     uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
-    st->free_pages = kv->budget_pages > fixed ? kv->budget_pages - fixed : 0;
+    if (kv->promise >= kv->budget_pages) {
+        kv->device_limit = kv->budget_pages;
+    } else if (!kv->device_asked || kv_now() - kv->device_asked > KV_DEVICE_NS) {
+        kv->device_limit = kv_limit(kv, 0);
+        kv->device_asked = kv_now();
+    }
+    uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages);
+    st->free_pages = limit > fixed ? limit - fixed : 0;
     st->shared_pages = kv->refs.shared;
     st->prefix_pages = kv->refs.only;
     st->zeroed_bytes = kv->zeroed_bytes;
@@ -148,6 +155,7 @@ int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
     v->pid = (uint32_t)kv->pid;
     v->size = sizeof(*v);
     v->device = info.device;
+    v->memory_total = info.memory_total;
     memcpy(v->backend, info.backend, sizeof(v->backend));
     strncpy(v->name, name, sizeof(v->name) - 1);
     kv->view = v;

@@ -148,11 +148,16 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-static int plan(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t missing)
+// What may be mapped beyond the missing pages: while memory is plentiful, whole 2 MiB blocks, for a call that maps many
+// pages costs what a call for one costs.
+static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
-    // While memory is plentiful, whole 2 MiB blocks: a call that maps many pages costs what a call for one costs.
     uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
-    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
+    return kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
+}
+
+static int plan(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t spare)
+{
     kv_grow_reset(&kv->grow);
     for (uint32_t k = 0; k < n_todo; k++)
         for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -179,6 +184,7 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
 {
     uint64_t pages = 0;
     int rc = 0;
+    kv_enough();
     protect(kv, lengths, kv->saved);
     for (uint32_t k = 0; k < n_todo; k++)
         pages += missing_in(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
@@ -187,10 +193,20 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
         if (kv->slots[kv->todo[k]].fresh)
             rc = adopt(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
     if (!rc)
-        rc = plan(kv, lengths, n_todo, pages);
+        rc = plan(kv, lengths, n_todo, spare_for(kv, pages));
     uint64_t total = kv->grow.total;
-    if (!rc && total) {
+    if (!rc && total > pages) {
+        rc = kv_grow_try(kv, &kv->grow);
+        if (rc == -ENOMEM) { // the device has less than the budget says: then what is needed, and no more
+            rc = plan(kv, lengths, n_todo, 0);
+            total = kv->grow.total;
+            if (!rc)
+                rc = kv_grow_all(kv, &kv->grow, missing);
+        }
+    } else if (!rc && total) {
         rc = kv_grow_all(kv, &kv->grow, missing);
+    }
+    if (!rc && total) {
         kv->stats.step_maps += !rc;
         kv->stats.step_mapped_pages += rc ? 0 : total;
     }
@@ -268,11 +284,6 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
         return rc;
     if (missing)
         *missing = 0;
-    uint64_t wanted = kv_wanted_budget(kv);
-    if (wanted) {
-        kv_may_take_long(kv);
-        kv_set_budget(kv, wanted); // what could not be had stays visible in the view
-    }
     rc = check_lengths(kv, lengths, n);
     bool waited = false;
     uint32_t n_todo = rc ? 0 : find_todo(kv, lengths, &waited);
@@ -284,10 +295,16 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
         rc = extend(kv, lengths, n_todo, missing);
     kv->stats.steps++;
     kv->stats.step_waits += waited;
-    if (rc)
+    if (rc) {
         kv->stats.step_failures++;
-    else
+        if (rc == -ENOMEM)
+            kv_count_shortage(kv);
+    } else {
         commit(kv, lengths);
+    }
+    // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
+    if (kv->view && kv->view->wanted_budget)
+        kv_take_wanted(kv);
     return kv_leave(kv, rc);
 }
 
@@ -298,25 +315,29 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
         return rc;
     if (missing)
         *missing = 0;
+    kv_take_wanted(kv);
     rc = check_lengths(kv, lengths, n);
     if (rc)
         return kv_leave(kv, rc);
+    bool held = kv_hold_to_count(kv);
     rc = check_windows(kv, lengths);
     uint64_t pages = 0;
     for (uint32_t s = 0; s < n; s++)
         if (lengths[s] && ((uint32_t)lengths[s] > kv->slots[s].backed || kv->slots[s].fresh))
             pages += missing_in(kv, s, (uint32_t)lengths[s]);
-    if (!rc && pages > kv_unused(kv)) {
+    uint64_t limit = pages ? kv_limit(kv, pages) : 0;
+    kv_enough();
+    if (!rc && pages && kv->held + pages > limit) {
         protect(kv, lengths, kv->saved);
         // What the worker is mapping now either counts as missing here or can be taken back.
         uint64_t want = kv->held - kv->pending - kv_reclaimable(kv) + pages;
         unprotect(kv, lengths, kv->saved);
-        if (want > kv->budget_pages) {
-            if (missing)
-                *missing = want - kv->budget_pages;
-            rc = vmem__error(-ENOMEM, "%" PRIu64 " pages are missing", want - kv->budget_pages);
-        }
+        if (want > limit)
+            rc = want > kv->budget_pages ? kv_short_of_budget(kv, want, missing)
+                                         : kv_short_of_device(kv, want - limit, missing);
     }
+    if (held)
+        kv_worker_release(kv);
     return kv_leave(kv, rc);
 }
 
@@ -334,6 +355,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     *tokens = 0;
     if (slot < 0 && kv_choose(kv, 0, 0) == UINT32_MAX)
         return kv_leave(kv, 0);
+    bool held = kv_hold_to_count(kv);
     // Pages that a length asks for grow with it: the largest that fits, by bisection.
     uint64_t fixed = kv->held - kv->pending - kv_reclaimable(kv);
     if (slot >= 0) // less what this slot has and cannot give back; what its new length keeps is counted below
@@ -342,6 +364,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
             fixed += kv_reclaimable_in(kv, (uint32_t)slot) * (i == 0);
             fixed -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
         }
+    uint64_t limit = kv_limit(kv, 0);
     uint32_t least = slot < 0 ? 0 : KV_MAX(kv->slots[slot].tokens, kv->slots[slot].backed), most = kv->max_tokens;
     while (least < most) {
         uint32_t middle = least + (most - least + 1) / 2;
@@ -365,11 +388,13 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
             }
             pages += (uint64_t)(hi - KV_MIN(lo, hi)) * g->n;
         }
-        if (pages <= kv->budget_pages)
+        if (pages <= limit)
             least = middle;
         else
             most = middle - 1;
     }
     *tokens = least;
+    if (held)
+        kv_worker_release(kv);
     return kv_leave(kv, 0);
 }

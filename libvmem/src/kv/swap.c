@@ -1,4 +1,4 @@
-// Swapping requests out to CPU memory and back, and the budget.
+// Swapping requests out to CPU memory and back.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -135,48 +135,19 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     return kv_leave(kv, 0);
 }
 
-// ---- memory -------------------------------------------------------------------------------------------------
-
-int kv_set_budget(vmem_kv *kv, uint64_t bytes)
-{
-    uint64_t pages = bytes >> kv->page_shift, held = kv->held;
-    bool lazy = kv->flags & VMEM_KV_LAZY;
-    if (!pages)
-        return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
-    if (pages > kv->budget_pages) {
-        int rc = lazy ? 0 : vmem_prealloc(kv->ctx, (pages - KV_MIN(held, pages)) << kv->page_shift);
-        if (!rc)
-            kv->budget_pages = pages;
-        return rc;
-    }
-    kv->budget_pages = pages;
-    kv_worker_hold(kv);
-    int rc = kv->held > pages ? kv_reclaim(kv, kv->held - pages, NULL) : 0;
-    kv_worker_release(kv);
-    vmem_trim(kv->ctx, NULL);
-    // What the budget still allows stays at hand. Should another process have been faster, pages are made when needed.
-    if (!lazy && kv->held < pages)
-        vmem_prealloc(kv->ctx, (pages - kv->held) << kv->page_shift);
-    return rc;
-}
-
-int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
-{
-    int rc = kv_enter(kv);
-    return rc ? rc : kv_leave(kv, kv_set_budget(kv, bytes));
-}
-
-int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
 {
     int rc = kv_enter(kv);
     if (rc)
         return rc;
-    uint64_t got = 0;
-    kv_worker_hold(kv);
-    rc = kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), &got);
-    kv_worker_release(kv);
-    vmem_trim(kv->ctx, NULL);
-    if (freed)
-        *freed = got << kv->page_shift;
-    return kv_leave(kv, rc);
+    if (missing)
+        *missing = 0;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t tokens = kv->slots[slot].tokens;
+        pages += (uint64_t)(kv_need_hi(kv, g, tokens) - kv_need_lo(kv, g, tokens)) * g->n;
+    }
+    return kv_leave(kv, rc ? rc : kv_would_fit(kv, pages, missing));
 }

@@ -1,0 +1,252 @@
+// The budget, the device's memory behind it, and why there is not enough.
+//
+// Caches of one context are linked (vmem_context.caches), so that what one takes ahead or gives back leaves the others
+// what they took. A cache's promise is what it took ahead: that many pages can be made without asking the device. Where
+// it is less than the budget (VMEM_KV_LAZY, and after memory was given back), the device may refuse.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "core/core.h"
+#include "kv/kv.h"
+
+// ---- why ------------------------------------------------------------------------------------------------------
+
+static _Thread_local struct vmem_kv_shortage last;
+
+int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
+{
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
+    if (out->size < sizeof(last))
+        return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, sizeof(last));
+    uint32_t size = out->size;
+    *out = last;
+    out->size = size;
+    return 0;
+}
+
+void kv_enough(void)
+{
+    last = (struct vmem_kv_shortage){0};
+}
+
+static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
+{
+    last = (struct vmem_kv_shortage){.reason = reason, .missing_pages = missing, .prefix_pages = kv->refs.only};
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
+    if (out)
+        *out = missing;
+}
+
+int kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
+{
+    uint64_t n = want - kv->budget_pages;
+    note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
+    return vmem__error(-ENOMEM, "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
+                       "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
+                       "raise the budget", n, kv->budget_pages, kv->refs.only);
+}
+
+int kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    note(kv, VMEM_KV_SHORT_OF_DEVICE, pages, missing);
+    return vmem__error(-ENOMEM, "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
+                       "memory for them; free some elsewhere, or end a request", pages, kv->budget_pages);
+}
+
+int kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages, missing);
+    return vmem__error(-ENOMEM, "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
+                       "raise vm.max_map_count, use larger pages, or end a request", pages);
+}
+
+int kv_short_of_slots(vmem_kv *kv)
+{
+    note(kv, VMEM_KV_SHORT_OF_SLOTS, 0, NULL);
+    kv->stats.short_slots++;
+    return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
+}
+
+void kv_count_shortage(vmem_kv *kv)
+{
+    kv->stats.short_budget += last.reason == VMEM_KV_SHORT_OF_BUDGET;
+    kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
+    kv->stats.short_mappings += last.reason == VMEM_KV_SHORT_OF_MAPPINGS;
+}
+
+// ---- the device -----------------------------------------------------------------------------------------------
+
+// Bytes that the other caches of the context took ahead and have not used. With the context's lock.
+static uint64_t ahead_of_others(const vmem_kv *kv)
+{
+    uint64_t bytes = 0;
+    for (vmem_kv *c = kv->ctx->caches; c; c = c->next) {
+        if (c == kv)
+            continue;
+        pthread_mutex_lock(&c->stats_lock);
+        uint64_t held = c->shown.held_pages;
+        bytes += (c->promise > held ? c->promise - held : 0) << c->page_shift;
+        pthread_mutex_unlock(&c->stats_lock);
+    }
+    return bytes;
+}
+
+static uint64_t locked_ahead_of_others(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    uint64_t bytes = ahead_of_others(kv);
+    vmem__unlock(kv->ctx);
+    return bytes;
+}
+
+static void promise(vmem_kv *kv, uint64_t pages)
+{
+    pthread_mutex_lock(&kv->stats_lock);
+    kv->promise = pages;
+    pthread_mutex_unlock(&kv->stats_lock);
+}
+
+void kv_join(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    kv->next = kv->ctx->caches;
+    kv->ctx->caches = kv;
+    vmem__unlock(kv->ctx);
+}
+
+void kv_part(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    struct vmem_kv **at = &kv->ctx->caches;
+    while (*at && *at != kv)
+        at = &(*at)->next;
+    bool joined = *at;
+    if (joined)
+        *at = kv->next;
+    vmem__unlock(kv->ctx);
+    if (joined)
+        vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL);
+}
+
+int kv_take_ahead(vmem_kv *kv, uint64_t pages)
+{
+    uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
+    int rc = vmem_prealloc(kv->ctx, own ? own + locked_ahead_of_others(kv) : 0);
+    if (!rc)
+        promise(kv, pages);
+    return rc;
+}
+
+void kv_give_ahead(vmem_kv *kv, uint64_t pages)
+{
+    promise(kv, pages);
+    uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
+    vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
+}
+
+static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
+{
+    vmem_context *ctx = kv->ctx;
+    vmem__lock(ctx);
+    uint64_t spare = ctx->committed > ctx->created ? ctx->committed - ctx->created : 0, others = ahead_of_others(kv);
+    *room = !ctx->budget ? UINT64_MAX : ctx->budget > ctx->created ? ctx->budget - ctx->created : 0;
+    vmem__unlock(ctx);
+    spare -= KV_MIN(spare, others);
+    return KV_MIN(spare, *room) >> kv->page_shift;
+}
+
+uint64_t kv_device_pages(const vmem_kv *kv)
+{
+    uint64_t total, free, room, spare = spare_pages(kv, &room);
+    if (kv->ctx->b.ops->memory(&kv->ctx->b, &total, &free))
+        return UINT64_MAX >> kv->page_shift; // it does not say: whoever asks for pages will see
+    return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
+}
+
+uint64_t kv_limit(const vmem_kv *kv, uint64_t pages)
+{
+    uint64_t room;
+    if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
+        return kv->budget_pages;
+    return KV_MIN(kv->budget_pages, kv->held + kv_device_pages(kv));
+}
+
+bool kv_hold_to_count(vmem_kv *kv)
+{
+    bool uncertain = kv->promise < kv->budget_pages;
+    if (uncertain)
+        kv_worker_hold(kv);
+    return uncertain;
+}
+
+// ---- the budget -----------------------------------------------------------------------------------------------
+
+int kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    uint64_t pages = bytes >> kv->page_shift;
+    bool lazy = kv->flags & VMEM_KV_LAZY;
+    if (!pages)
+        return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
+    if (pages > kv->budget_pages) {
+        int rc = lazy ? 0 : kv_take_ahead(kv, pages);
+        if (!rc)
+            kv->budget_pages = pages;
+        return rc;
+    }
+    kv->budget_pages = pages;
+    kv_worker_hold(kv);
+    int rc = kv->held > pages ? kv_reclaim(kv, kv->held - pages, NULL) : 0;
+    kv_worker_release(kv);
+    kv_give_ahead(kv, lazy ? 0 : pages);
+    // What the budget still allows stays at hand. Should another process have been faster, pages are made when needed.
+    if (!lazy && kv_take_ahead(kv, pages))
+        promise(kv, 0);
+    return rc;
+}
+
+void kv_take_wanted(vmem_kv *kv)
+{
+    uint64_t wanted = kv_wanted_budget(kv);
+    if (!wanted)
+        return;
+    kv_may_take_long(kv);
+    kv_set_budget(kv, wanted); // what could not be had stays visible in the view
+}
+
+int kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    bool held = kv_hold_to_count(kv);
+    uint64_t limit = kv_limit(kv, pages), want = kv->held - kv->pending - kv_reclaimable(kv) + pages;
+    int rc = 0;
+    kv_enough();
+    if (pages && want > limit)
+        rc = want > kv->budget_pages ? kv_short_of_budget(kv, want, missing)
+                                     : kv_short_of_device(kv, want - limit, missing);
+    if (held)
+        kv_worker_release(kv);
+    return rc;
+}
+
+int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = kv_enter(kv);
+    return rc ? rc : kv_leave(kv, kv_set_budget(kv, bytes));
+}
+
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    uint64_t got = 0;
+    kv_worker_hold(kv);
+    rc = kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), &got);
+    kv_worker_release(kv);
+    kv_give_ahead(kv, 0);
+    if (freed)
+        *freed = got << kv->page_shift;
+    return kv_leave(kv, rc);
+}

@@ -1,0 +1,193 @@
+// The memory behind a budget: devices that have less, several caches of one context, and processes without mappings.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 4
+
+static vmem_context *ctx;
+
+// 32 rows to a page.
+static vmem_kv *make(uint32_t flags, uint32_t n, uint64_t pages)
+{
+    const struct vmem_kv_tensor tensors[4] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32},
+                                              {.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
+    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK, .tensors = tensors,
+                                 .n_tensors = n, .slots = SLOTS, .max_tokens = 4000, .page_size = test_page,
+                                 .budget = pages * test_page};
+    vmem_kv *kv;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    return kv;
+}
+
+static int step(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t *missing)
+{
+    int32_t lengths[SLOTS] = {0};
+    uint64_t predicted;
+    lengths[slot] = tokens;
+    int expect = vmem_kv_check(kv, lengths, SLOTS, &predicted), rc = vmem_kv_step(kv, lengths, SLOTS, missing);
+    CHECK_EQ(rc, expect);
+    CHECK(!missing || *missing == predicted);
+    return rc;
+}
+
+static uint32_t reason(void)
+{
+    struct vmem_kv_shortage s = {.size = sizeof s};
+    OK(vmem_kv_last_shortage(&s));
+    return s.reason;
+}
+
+static struct vmem_kv_stats stats(vmem_kv *kv)
+{
+    struct vmem_kv_stats st;
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+// A device with memory for 100 pages under a budget of 1000: generosity gives way to need, and the answers know it.
+static void test_a_device_with_less_than_the_budget(void)
+{
+    uint64_t missing;
+    uint32_t slot, room;
+    OK(vmem_set_budget(ctx, 100 * test_page));
+    vmem_kv *kv = make(VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_LAZY, 4, 1000);
+    CHECK_EQ(stats(kv).free_pages, 100);
+    OK(vmem_kv_alloc(kv, 32, &slot));
+    OK(step(kv, slot, 32, &missing)); // 4 pages; 4 blocks of 2 MiB would be more than there are
+    CHECK(stats(kv).held_pages <= 100);
+    OK(vmem_kv_room(kv, (int32_t)slot, &room));
+    CHECK_EQ(room, 25 * 32);
+    CHECK_EQ(step(kv, slot, 26 * 32, &missing), -ENOMEM);
+    CHECK_EQ(missing, 4);
+    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
+    CHECK_EQ(stats(kv).short_device, 1);
+    OK(step(kv, slot, 25 * 32, &missing));
+    OK(vmem_kv_free(kv, slot));
+    // What is kept gives way, too.
+    uint32_t other;
+    struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot ^ 1};
+    OK(vmem_kv_alloc_with(kv, &o, &other));
+    OK(step(kv, other, 20 * 32, &missing));
+    OK(vmem_set_budget(ctx, 0));
+    CHECK_EQ(step(kv, other, 4000, &missing), 0);
+    vmem_kv_destroy(kv);
+}
+
+static void test_every_cache_keeps_what_it_took_ahead(void)
+{
+    const uint64_t pages = 64 * MIB / test_page;
+    vmem_kv *a = make(VMEM_KV_DEFER, 2, pages), *b = make(VMEM_KV_DEFER, 2, pages);
+    CHECK(test_stats(ctx).overhead >= 128 * MIB);
+    OK(vmem_kv_reclaim(a, 0, NULL));
+    CHECK(test_stats(ctx).overhead >= 64 * MIB);
+    CHECK(test_stats(ctx).overhead < 128 * MIB);
+    OK(vmem_kv_set_budget(a, 32 * MIB));
+    CHECK(test_stats(ctx).overhead >= 96 * MIB);
+    vmem_kv_destroy(a);
+    CHECK(test_stats(ctx).overhead >= 64 * MIB);
+    uint32_t slot;
+    OK(vmem_kv_alloc(b, 0, &slot));
+    OK(step(b, slot, 320, NULL));
+    vmem_kv_destroy(b);
+    CHECK(test_stats(ctx).overhead < 64 * MIB);
+}
+
+static void test_the_reasons(void)
+{
+    uint64_t missing;
+    uint32_t slot;
+    vmem_kv *kv = make(VMEM_KV_DEFER, 2, 20);
+    for (int i = 0; i < SLOTS; i++)
+        OK(vmem_kv_alloc(kv, 0, &slot));
+    ERR(vmem_kv_alloc(kv, 0, &slot), ENOSPC, "all 4 slots");
+    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_SLOTS);
+    OK(step(kv, 0, 10, &missing));
+    CHECK_EQ(step(kv, 1, 500, &missing), -ENOMEM);
+    CHECK(strstr(vmem_last_error(), "budget"));
+    struct vmem_kv_shortage s = {.size = sizeof s};
+    OK(vmem_kv_last_shortage(&s));
+    CHECK(s.reason == VMEM_KV_SHORT_OF_BUDGET && s.missing_pages == missing && s.requests == 1);
+    CHECK_EQ(stats(kv).short_budget, 1);
+    CHECK_EQ(stats(kv).short_slots, 1);
+    s.size = 8;
+    ERR(vmem_kv_last_shortage(&s), EINVAL, "size");
+    vmem_kv_destroy(kv);
+}
+
+// ---- vm.max_map_count -----------------------------------------------------------------------------------------
+
+static uint64_t filler;
+static size_t n_filler;
+
+// Takes all mappings that the process may have. Single pages at every second address: none can be merged.
+static void fill(unsigned limit)
+{
+    vmem_page page[2];
+    if (!filler)
+        OK(vMemReserve(ctx, (uint64_t)limit * test_page, 0, &filler));
+    OK(vMemCreate(ctx, test_page, 2, 0, page));
+    for (size_t batch = 1000; batch;) {
+        struct vmem_map_op *ops = malloc(batch * sizeof *ops);
+        for (size_t i = 0; i < batch; i++)
+            ops[i] = (struct vmem_map_op){filler + 2 * (n_filler + i) * test_page, page[i % 2]};
+        if (vMemMapBatch(ctx, ops, batch, 0, NULL))
+            batch /= 2;
+        else
+            n_filler += batch;
+        free(ops);
+    }
+}
+
+static void test_no_mappings(void)
+{
+    unsigned limit = 0;
+    FILE *f = test_cpu() ? fopen("/proc/sys/vm/max_map_count", "r") : NULL;
+    if (!f || fscanf(f, "%u", &limit) != 1 || limit > 200000)
+        limit = 0;
+    if (f)
+        fclose(f);
+    if (!limit)
+        return;
+    uint64_t missing;
+    uint32_t slot;
+    vmem_kv *kv = make(VMEM_KV_DEFER, 2, 400);
+    for (int i = 0; i < 2; i++)
+        OK(vmem_kv_alloc(kv, 0, &slot));
+    for (int32_t n = 1; n <= 20; n++) { // physically one behind the other, so that every page is a mapping
+        OK(step(kv, 0, 32 * n, &missing));
+        OK(step(kv, 1, 32 * n, &missing));
+    }
+    OK(vmem_kv_free(kv, 1));
+    fill(limit);
+    for (int32_t n = 21; n <= 30; n++) // the kept pages give their mappings
+        OK(step(kv, 0, 32 * n, &missing));
+    CHECK(stats(kv).kept_pages < 2 * 20);
+    fill(limit);
+    int32_t lengths[SLOTS] = {3200};
+    CHECK_EQ(vmem_kv_step(kv, lengths, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_MAPPINGS);
+    CHECK(missing && strstr(vmem_last_error(), "vm.max_map_count"));
+    CHECK_EQ(stats(kv).short_mappings, 1);
+    // Ending the request is the way out, and it is one.
+    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(step(kv, slot, 64, &missing));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, NULL));
+    vmem_kv_destroy(kv);
+    OK(vMemUnmap(ctx, filler, (uint64_t)limit * test_page));
+    OK(vMemFree(ctx, filler));
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    test_a_device_with_less_than_the_budget();
+    test_the_reasons();
+    test_every_cache_keeps_what_it_took_ahead();
+    test_no_mappings();
+    vmem_context_destroy(ctx);
+    return 0;
+}
