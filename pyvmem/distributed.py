@@ -11,12 +11,21 @@ SPDX-License-Identifier: MIT
 import torch
 import torch.distributed as dist
 
-from pyvmem.errors import OutOfMemory
-from pyvmem.kv import KVCache
+from pyvmem.errors import OutOfMemory, VmemError
+from pyvmem.kv import KVCache, Prefix
+
+# What every rank answers for itself: nothing is decided by it.
+_LOCAL = frozenset(
+    "alloc_reqid context flat free_reqid drop_prefix keys layout max_tokens metrics_json metrics_prometheus page_size "
+    "reclaim shortage slot slots specs stats tensors values wait".split()
+)
 
 
 class TensorParallelKVCache:
     """A `KVCache` of this rank that agrees with those of the other ranks.
+
+    Its calls are those of `KVCache`. What may be refused is refused on every rank, and has then changed nothing on any;
+    slots come out equal without communication.
 
     Parameters
     ----------
@@ -29,9 +38,16 @@ class TensorParallelKVCache:
     ----------
     missing_pages : int
         After a call that returned -1: of the rank that is short of most.
+
+    Raises
+    ------
+    ValueError
+        The cache was made without ``same_slots``, or the ranks' caches differ.
     """
 
     def __init__(self, cache, group=None):
+        if not cache.same_slots:
+            raise ValueError("the cache must be made with same_slots=True: else the ranks choose different slots")
         self.cache = cache
         self.group = group
         self.missing_pages = 0
@@ -41,6 +57,11 @@ class TensorParallelKVCache:
         if least != [-n for n in most]:
             raise ValueError("the ranks' caches differ in slots or max_tokens")
 
+    def __getattr__(self, name):
+        if name in _LOCAL:
+            return getattr(self.cache, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _agree(self, *numbers):
         """The largest of every number over the ranks."""
         for i, number in enumerate(numbers):
@@ -48,13 +69,34 @@ class TensorParallelKVCache:
         dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=self.group)
         return self._word[: len(numbers)].tolist()
 
-    def alloc_reqid(self, tokens=0, slot=None, *, prefix_tokens=0):
-        """As `KVCache.alloc_reqid`; the same slot on every rank, without communication."""
-        return self.cache.alloc_reqid(tokens, slot, prefix_tokens=prefix_tokens)
+    def _fits(self, check, *args):
+        """Whether a check of `KVCache` finds memory on every rank."""
+        self.cache.missing_pages = 0
+        check(*args)
+        self.missing_pages = self._agree(self.cache.missing_pages)[0]
+        return not self.missing_pages
 
-    def free_reqid(self, slot):
-        """As `KVCache.free_reqid`."""
-        self.cache.free_reqid(slot)
+    def _done(self, answer):
+        """The answer of a call that was agreed on."""
+        if answer:
+            raise OutOfMemory(12, f"{self.cache.missing_pages} pages are missing on this rank, within its budget")
+        return answer
+
+    def _together(self, call, *args, undo=None):
+        """Make a call that can fail on one rank; it raises on every rank if it does."""
+        error = result = None
+        try:
+            result = call(*args)
+        except VmemError as raised:
+            error = raised
+        worst = self._agree(error.errno if error else 0)[0]
+        if worst and not error:
+            if undo:
+                undo(result)
+            error = VmemError(worst, "the call failed on another rank")
+        if error:
+            raise error
+        return result
 
     def room(self, slot=None):
         """How many tokens the slot (None: a new request) could have on the rank that has least free."""
@@ -64,6 +106,10 @@ class TensorParallelKVCache:
         """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""
         return self.cache.alloc_reqid(tokens) if self.room() >= tokens else -1
 
+    def check(self, lengths):
+        """What `step` would return now, without doing anything."""
+        return 0 if self._fits(self.cache.check, lengths) else -1
+
     def step(self, lengths):
         """As `KVCache.step`: 0 on every rank, or -1 on every rank, and then nothing changed on any.
 
@@ -72,25 +118,66 @@ class TensorParallelKVCache:
         OutOfMemory
             A device has less memory than its budget says. Cannot happen without ``lazy``: the memory is taken at first.
         """
-        self.cache.missing_pages = 0
-        self.cache.check(lengths)
-        self.missing_pages = self._agree(self.cache.missing_pages)[0]
-        if self.missing_pages:
+        return self._done(self.cache.step(lengths)) if self._fits(self.cache.check, lengths) else -1
+
+    def check_attach(self, prefix, tokens=None):
+        """As `KVCache.check_attach`, agreed on."""
+        return 0 if self._fits(self.cache.check_attach, prefix, tokens) else -1
+
+    def attach_prefix(self, prefix, slot, tokens=None):
+        """As `KVCache.attach_prefix`, agreed on like a step."""
+        if not self._fits(self.cache.check_attach, prefix, tokens):
             return -1
-        if self.cache.step(lengths):
-            raise OutOfMemory(12, f"{self.cache.missing_pages} pages are missing on this rank, within its budget")
-        return 0
+        return self._done(self.cache.attach_prefix(prefix, slot, tokens))
+
+    def save_prefix(self, slot, tokens):
+        """As `KVCache.save_prefix`. What can be attached is what every rank has."""
+        prefix = self._together(self.cache.save_prefix, slot, tokens, undo=self.cache.drop_prefix)
+        return Prefix(prefix.id, prefix.tokens, self._agree(prefix.min_tokens)[0])
+
+    def prefix_pages(self, prefix):
+        """As `KVCache.prefix_pages`, on the rank that has fewest."""
+        pages, own = self.cache.prefix_pages(prefix)
+        return tuple(-n for n in self._agree(-pages, -own))
+
+    def check_swap_in(self, slot):
+        """As `KVCache.check_swap_in`, agreed on."""
+        return 0 if self._fits(self.cache.check_swap_in, slot) else -1
 
     def swap_in(self, slot):
         """As `KVCache.swap_in`, agreed on like a step."""
-        tokens = self.cache.slot(slot).tokens
-        if self.room() < tokens:  # what a new request of that length would need
-            return -1
-        return self.cache.swap_in(slot)
+        return self._done(self.cache.swap_in(slot)) if self._fits(self.cache.check_swap_in, slot) else -1
 
     def swap_out(self, slot):
         """As `KVCache.swap_out`."""
-        self.cache.swap_out(slot)
+        self._together(self.cache.swap_out, slot)
+
+    def check_truncate(self, slot, tokens):
+        """As `KVCache.check_truncate`, agreed on."""
+        self.cache.missing_pages = 0
+        self._together(self.cache.check_truncate, slot, tokens)
+        self.missing_pages = self._agree(self.cache.missing_pages)[0]
+        return -1 if self.missing_pages else 0
+
+    def truncate(self, slot, tokens):
+        """As `KVCache.truncate`, agreed on; raises `OutOfMemory` on every rank where one cannot copy a shared page."""
+        if self.check_truncate(slot, tokens):
+            raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared ones")
+        self._together(self.cache.truncate, slot, tokens)
+
+    def set_budget(self, bytes):
+        """As `KVCache.set_budget`, of this rank: each may give another number."""
+        self._together(self.cache.set_budget, bytes)
+
+    def close(self):
+        """As `KVCache.close`, of this rank."""
+        self.cache.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
 
 
 def init_cache(layers, kv_heads, head_dim, slots, max_tokens, budget, *, group=None, **options):
@@ -102,5 +189,6 @@ def init_cache(layers, kv_heads, head_dim, slots, max_tokens, budget, *, group=N
     if kv_heads % world:
         raise ValueError(f"{kv_heads} KV heads do not divide among {world} ranks")
     heads = kv_heads // world
-    cache = KVCache.for_model(layers, heads, head_dim, slots, max_tokens, budget, same_slots=True, **options)
+    options["same_slots"] = True
+    cache = KVCache.for_model(layers, heads, head_dim, slots, max_tokens, budget, **options)
     return TensorParallelKVCache(cache, group)

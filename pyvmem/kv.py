@@ -67,6 +67,8 @@ class TensorSpec:
 
 
 _STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
+_MOST_LAYERS = 32768  # two tensors each
+_REASONS = (None, "budget", "device", "mappings", "slots")
 _INT32 = np.dtype(np.int32)
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 KVStats = make_dataclass(
@@ -90,6 +92,29 @@ class SlotInfo:
 
 
 @dataclass(frozen=True)
+class Shortage:
+    """Why a call found too little.
+
+    Attributes
+    ----------
+    reason : str or None
+        "budget": end or swap out a request, drop prefixes, or raise the budget. "device": the budget allows more than
+        the device has; free memory elsewhere, or end a request. "mappings": the host's ``vm.max_map_count``; raise it,
+        use larger pages, or end a request. "slots": end a request. None: nothing was short.
+    missing_pages : int
+    prefix_pages : int
+        What dropping all prefixes would free.
+    requests : int
+        That hold pages.
+    """
+
+    reason: str | None
+    missing_pages: int
+    prefix_pages: int
+    requests: int
+
+
+@dataclass(frozen=True)
 class Prefix:
     """Rows that a request wrote, held for others. `min_tokens` to `tokens` of them can be attached."""
 
@@ -106,8 +131,8 @@ def model_specs(layers, kv_heads, head_dim, dtype, layout="separate", window=0):
     window: tokens, as in `TensorSpec`. Raises ValueError for another layout, or numbers that are not at least 1.
     """
     one_of("layout", layout, LAYOUTS)
-    if not uint("layers", layers):
-        raise ValueError("layers 0 must be at least 1")
+    if not 1 <= uint("layers", layers) <= _MOST_LAYERS:
+        raise InvalidArgument(errno.EINVAL, f"layers {layers} must lie between 1 and {_MOST_LAYERS}")
     if layout == "separate":
         return [TensorSpec(f"{n}{i}", (kv_heads, head_dim), dtype, window) for i in range(layers) for n in "kv"]
     if layout == "fused":
@@ -175,7 +200,9 @@ class KVCache(_Owned):
     tensors : list of torch.Tensor
         One for each spec, ``[slots, max_tokens, *shape]``. ``cache.tensors[i][slot, :length]`` is an ordinary tensor.
     missing_pages : int
-        What the last step that returned -1 was short of.
+        What the last call that returned -1 was short of; `shortage` says why.
+    same_slots : bool
+        As given.
 
     Raises
     ------
@@ -229,6 +256,7 @@ class KVCache(_Owned):
         self._own_context = context is None
         self.context = Context(backend, device) if context is None else context
         self.missing_pages = 0
+        self.same_slots = bool(same_slots)
         switches = {
             lib.VMEM_KV_OVERLAP: overlap,
             lib.VMEM_KV_DEFER: defer,
@@ -254,7 +282,6 @@ class KVCache(_Owned):
             self._close_context()
             raise
         self._own(owner, kv[0])
-        self._missing = ffi.new("uint64_t *")
         self._swapped = {}
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if name is not None:
@@ -359,14 +386,12 @@ class KVCache(_Owned):
             0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or
             swap out a request) before it can work.
         """
-        rc = lib.vmem_kv_step(self._use(), self._raw(lengths), self.slots, self._missing)
-        if rc:
-            return self._short(rc)
-        return 0
+        rc = lib.pv_kv_step(self._use(), self._raw(lengths), self.slots)
+        return self._short(rc) if rc else 0
 
     def check(self, lengths):
         """What `step` would return now, without doing anything."""
-        rc = lib.vmem_kv_check(self._use(), self._raw(lengths), self.slots, self._missing)
+        rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)
         return self._short(rc) if rc else 0
 
     def _raw(self, lengths):
@@ -392,12 +417,18 @@ class KVCache(_Owned):
             raise _not_lengths(lengths.tolist())
         return ffi.from_buffer("int32_t[]", narrow)
 
-    def _short(self, rc):
-        if rc == -errno.ENOMEM and self._missing[0]:
-            self.missing_pages = int(self._missing[0])
-            return -1
-        _check(rc)
-        return 0
+    def _short(self, answer):
+        if answer < 0:
+            _check(answer)
+        self.missing_pages = answer
+        return -1
+
+    @property
+    def shortage(self):
+        """The `Shortage` of this thread's last call that found too little memory, or no slot."""
+        raw = ffi.new("struct vmem_kv_shortage *", {"size": ffi.sizeof("struct vmem_kv_shortage")})
+        _check(lib.vmem_kv_last_shortage(raw))
+        return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests)
 
     def room(self, slot=None):
         """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
@@ -408,6 +439,11 @@ class KVCache(_Owned):
     def truncate(self, slot, tokens):
         """Quiet. Forget the rows from `tokens` on (rejected speculation)."""
         _check(lib.vmem_kv_truncate(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
+
+    def check_truncate(self, slot, tokens):
+        """Whether `truncate` would work: 0, or -1 where copying a shared page would find no memory."""
+        rc = lib.pv_kv_truncate_check(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
+        return self._short(rc) if rc else 0
 
     def wait(self):
         """Return when the background thread has nothing left to do."""
@@ -457,7 +493,13 @@ class KVCache(_Owned):
         """
         tokens = prefix.tokens if tokens is None else uint("tokens", tokens, 32)
         slot = uint("slot", slot, 32)
-        rc = lib.vmem_kv_prefix_attach(self._use(), prefix.id, slot, tokens, self._missing)
+        rc = lib.pv_kv_attach(self._use(), prefix.id, slot, tokens)
+        return self._short(rc) if rc else 0
+
+    def check_attach(self, prefix, tokens=None):
+        """Whether `attach_prefix` would find its memory: 0, or -1 as `step`."""
+        tokens = prefix.tokens if tokens is None else uint("tokens", tokens, 32)
+        rc = lib.pv_kv_attach_check(self._use(), prefix.id, tokens)
         return self._short(rc) if rc else 0
 
     def drop_prefix(self, prefix):
@@ -483,11 +525,16 @@ class KVCache(_Owned):
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
         data = ffi.cast("void *", host.data_ptr())
-        rc = lib.vmem_kv_swap_in(self._use(), slot, data, host.numel(), self._missing)
+        rc = lib.pv_kv_swap_in(self._use(), slot, data, host.numel())
         if rc:
             return self._short(rc)
         del self._swapped[slot]
         return 0
+
+    def check_swap_in(self, slot):
+        """Whether `swap_in` would find its memory: 0, or -1 as `step`."""
+        rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
+        return self._short(rc) if rc else 0
 
     def set_budget(self, bytes):
         """Grow or shrink the budget. Shrinking gives device memory back; active requests keep what they need.
@@ -502,7 +549,7 @@ class KVCache(_Owned):
         At least `bytes`, as far as there are so many; by default all.
         """
         freed = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_reclaim(self._use(), 2**63 if bytes is None else uint("bytes", bytes), freed))
+        _check(lib.vmem_kv_reclaim(self._use(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
         return freed[0]
 
     # ---- metrics ---------------------------------------------------------------------------------------------

@@ -55,6 +55,9 @@ class PrefixCache:
     def __len__(self):
         return len(self._entries)
 
+    def __bool__(self):
+        return True  # a cache, be it empty
+
     def keys(self, tokens):
         """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n]."""
         tokens = np.asarray(tokens)

@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 
 _number = itertools.count()
@@ -72,6 +73,7 @@ class View:
     backend: str
     device: int
     stats: dict
+    memory_total: int = 0  # bytes of the device
 
 
 def _open(path):
@@ -102,6 +104,7 @@ def read_view(path):
         ffi.string(copy.backend).decode(errors="replace"),
         copy.device,
         {name: int(getattr(copy.stats, name)) for name in names},
+        copy.memory_total,
     )
 
 
@@ -123,7 +126,14 @@ def read_views():
 
 
 def want_budget(view, bytes):
-    """Ask a process to change its cache's budget: it does so at its next step."""
+    """Ask a process to change its cache's budget: it does so at its next step.
+
+    Raises ValueError where no cache could have that: less than a page, or more than the device has.
+    """
+    bytes, page = uint("bytes", bytes), view.stats["page_size"]
+    if not page <= bytes <= view.memory_total:
+        most = f"the {view.memory_total} bytes of its device"
+        raise ValueError(f"bytes {bytes} must lie between a page of {view.name!r}, {page}, and {most}")
     data, raw = _open(view.path)
     if data is None:
         raise ValueError(f"{view.path} holds no view")

@@ -65,8 +65,11 @@ def _limit(text):
     chosen = [v for v in read_views() if v.pid == pid]
     if not chosen:
         raise ValueError(f"--limit {text}: process {pid} has no KV cache")
-    for view in chosen:
-        want_budget(view, size // len(chosen))
+    try:
+        for view in chosen:
+            want_budget(view, size // len(chosen))
+    except ValueError as error:
+        raise ValueError(f"--limit {text}: {error}") from None
 
 
 def top(args, out=sys.stdout):

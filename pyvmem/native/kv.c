@@ -1,6 +1,7 @@
 // The owner of a KV-cache manager, and the loop of its benchmark.
 //
 // SPDX-License-Identifier: MIT
+#include <errno.h>
 #include <time.h>
 
 #include "native_kv.h"
@@ -16,6 +17,60 @@ int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *c
     if (!rc)
         pv_owner_set(owner, destroy, *kv);
     return rc;
+}
+
+static int64_t answer(int rc, uint64_t missing)
+{
+    return rc == -ENOMEM && missing ? (int64_t)missing : rc;
+}
+
+int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_step(kv, lengths, n, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_check(kv, lengths, n, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_prefix_attach(kv, prefix, slot, tokens, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_prefix_check(kv, prefix, tokens, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_truncate_check(kv, slot, tokens, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_swap_in(kv, slot, host, bytes, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_swap_check(kv, slot, &missing);
+    return answer(rc, missing);
 }
 
 static uint64_t now(void)

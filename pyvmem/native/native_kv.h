@@ -11,6 +11,16 @@
 // owned.
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
 
+// Calls that can be short of memory, with the answer in one number, so that threads share nothing: 0, the pages that are
+// missing, or a negative errno.
+int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens);
+int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens);
+int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int64_t pv_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes);
+int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot);
+
 // n decode iterations: every length above 0 grows by one, vmem_kv_step is called, and pause_us pass. samples:
 // nanoseconds of each call. Ends early, with its error, at a step that fails.
 int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t pause_us, uint64_t *samples);

@@ -10,6 +10,7 @@ with the python that has pyvmem; BACKEND is gloo or nccl.
 SPDX-License-Identifier: MIT
 """
 
+import os
 import random
 import sys
 
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 import pyvmem
-from pyvmem.distributed import init_cache
+from pyvmem import kv_view
+from pyvmem.distributed import TensorParallelKVCache, init_cache
+from pyvmem.kv import KVCache
 
 SLOTS, TOKENS = 16, 600
 
@@ -29,6 +32,58 @@ def same(device, *values):
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     assert torch.equal(most, least), f"rank {dist.get_rank()}: {values}, ranks differ: {least.tolist()} {most.tolist()}"
+
+
+def full_house(tp, device):
+    """With all slots taken, a swapped request comes back; a cache that chooses slots by its pages is refused."""
+    slots = [tp.alloc_reqid(1) for _ in range(SLOTS)]
+    same(device, *slots)
+    assert tp.step([1] * SLOTS) == 0
+    tp.swap_out(slots[3])
+    assert tp.swap_in(slots[3]) == 0
+    for slot in slots:
+        tp.free_reqid(slot)
+    with KVCache.for_model(1, 1, 64, 2, 10, 1 << 22, backend="host", name=None) as other:
+        try:
+            TensorParallelKVCache(other)
+        except ValueError as error:
+            assert "same_slots" in str(error)
+        else:
+            raise AssertionError("a cache without same_slots was accepted")
+
+
+def share(tp, device, rng, lengths, prefixes):
+    """One call about prefixes, truncation or swapping."""
+    running = [s for s in range(SLOTS) if lengths[s]]
+    choice = rng.randrange(4)
+    if choice == 0 and running:
+        slot = rng.choice(running)
+        tokens = rng.randint(1, lengths[slot])
+        prefixes.append((tp.save_prefix(slot, tokens), tokens))
+    elif choice == 1 and prefixes:
+        prefix, tokens = rng.choice(prefixes)
+        slot = tp.alloc_reqid(tokens, prefix_tokens=tokens)
+        same(device, slot)
+        if slot >= 0:
+            rc = tp.attach_prefix(prefix, slot)
+            same(device, rc, tp.missing_pages)
+            lengths[slot] = 0 if rc else tokens
+            if rc:
+                tp.free_reqid(slot)
+    elif choice == 2 and running:
+        slot = rng.choice(running)
+        tokens = rng.randint(1, lengths[slot])
+        try:
+            tp.truncate(slot, tokens)
+        except pyvmem.VmemError as error:
+            same(device, error.errno)
+            tp.free_reqid(slot)
+            lengths[slot] = 0
+        else:
+            same(device, 0)
+            lengths[slot] = tokens
+    elif prefixes:
+        tp.drop_prefix(prefixes.pop(rng.randrange(len(prefixes)))[0])
 
 
 def main(backend, steps=10_000, seed=1):
@@ -46,18 +101,21 @@ def main(backend, steps=10_000, seed=1):
     page = min(context.page_sizes)
     plenty = SLOTS * 8 * 2 * page
     starved = 5 * 8 * 2 * page
-    options = {"context": context, "dtype": torch.float16, "name": None, "lazy": True}
+    options = {"context": context, "dtype": torch.float16, "name": "tp", "lazy": True}
     tp = init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, **options)
     cache, rng = tp.cache, random.Random(seed)
     local = random.Random(seed + 100 + rank)  # what only this rank knows of
-    lengths, failed, done = [0] * SLOTS, 0, 0
+    lengths, failed, done, prefixes = [0] * SLOTS, 0, 0, []
+    full_house(tp, device)
     if rank == world - 1:
         cache.set_budget(starved)
     while done < steps:
         choice = rng.random()
         running = [s for s in range(SLOTS) if lengths[s]]
         if rank == world - 1 and local.random() < 0.002:
-            cache.set_budget(local.choice((starved, starved // 2, plenty // 2)))
+            view = next(v for v in kv_view.read_views() if v.pid == os.getpid())
+            wanted = local.choice((starved, starved // 2, plenty // 2))
+            kv_view.want_budget(view, wanted) if local.random() < 0.5 else cache.set_budget(wanted)
         if choice < 0.1:
             prompt = rng.randint(1, TOKENS // 2)
             slot = tp.admit(prompt)
@@ -74,6 +132,8 @@ def main(backend, steps=10_000, seed=1):
             slot = rng.choice(running)
             tp.free_reqid(slot)
             lengths[slot] = 0
+        elif choice < 0.2:
+            share(tp, device, rng, lengths, prefixes)
         elif running:
             grown = [min(n + 1, TOKENS) if n else 0 for n in lengths]
             rc = tp.step(grown)

@@ -206,6 +206,41 @@ def test_kept_pages_give_way_to_a_running_request(backend):
         assert cache.stats().held_pages == 40
 
 
+def test_a_shortage_says_why(backend):
+    with make(backend, pages=20) as cache:
+        for _ in range(4):
+            slot = cache.alloc_reqid()
+        assert cache.alloc_reqid() == -1 and cache.shortage.reason == "slots"
+        assert cache.step([PAGE_TOKENS] * 4) == 0
+        saved = cache.save_prefix(slot, PAGE_TOKENS)
+        cache.free_reqid(slot)
+        lengths = [10 * PAGE_TOKENS if s == 0 else 0 for s in range(4)]
+        assert cache.step(lengths) == -1
+        assert cache.shortage == pyvmem.kv.Shortage("budget", cache.missing_pages, 4, 3)
+        assert "drop prefixes" in str(pyvmem.kv.ffi.string(pyvmem.kv.lib.vmem_last_error()))
+        cache.drop_prefix(saved)
+        stats = cache.stats()
+        assert (stats.short_slots, stats.short_budget, stats.short_device) == (1, 1, 0)
+
+
+def test_a_check_beside_steps_takes_no_answer_from_them(backend):
+    with make(backend, pages=20, overlap=False) as cache:
+        slot, lengths = start(cache, 10)
+        much = [1000 if s == slot else 0 for s in range(4)]
+        stop, answers = threading.Event(), set()
+
+        def check():
+            while not stop.is_set():
+                answers.add(cache.check(lengths))
+
+        thread = threading.Thread(target=check)
+        thread.start()
+        steps = {cache.step(much) for _ in range(2000)}
+        stop.set()
+        thread.join()
+        assert (answers, steps) == ({0}, {-1})
+
+
 def test_room_is_exact(backend):
     with make(backend, pages=30) as cache:
         slot, values = start(cache, 10)
@@ -406,8 +441,9 @@ def test_wrong_arguments_are_named(backend):
         make(backend, page_size=4096)
     with pytest.raises(ValueError, match="layout"):
         model_specs(1, 1, 1, torch.float16, "sideways")
-    with pytest.raises(ValueError, match="layers"):
-        model_specs(0, 1, 1, torch.float16)
+    for layers in (0, 1 << 40):
+        with pytest.raises(ValueError, match="layers"):
+            model_specs(layers, 1, 1, torch.float16)
     with pytest.raises(ValueError, match="shape"):
         model_specs(1, 0, 1, torch.float16)
     with pytest.raises(TypeError, match="dtype"):

@@ -122,6 +122,10 @@ def test_no_more_entries_than_asked_for(cache):
     assert len(prefixes) == 2 and prefixes.match([3] * 64)[1] == 48 and prefixes.match([0] * 64)[1] == 0
 
 
+def test_an_empty_cache_is_one(cache, prefixes):
+    assert len(prefixes) == 0 and prefixes
+
+
 def test_the_same_prompt_is_held_once(cache, prefixes):
     prompt = list(range(64))
     slot, _ = serve(prefixes, prompt)

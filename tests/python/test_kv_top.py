@@ -100,6 +100,18 @@ def test_another_process_can_set_the_budget():
         assert cache.stats().budget_pages == 512
         cache.step([0] * 4)
         assert cache.stats().budget_pages == 256
+        run("--limit", f"{os.getpid()}=8M")
+        cache.check([0] * 4)
+        assert cache.stats().budget_pages == 128
+
+
+def test_limits_that_no_cache_can_have_are_refused():
+    with make("kv") as cache:
+        for size in ("1", "900T"):
+            with pytest.raises(ValueError, match=f"--limit {os.getpid()}={size}: bytes .* must lie between"):
+                run("--limit", f"{os.getpid()}={size}")
+        cache.step([0] * 4)
+        assert cache.stats().budget_pages == 512
 
 
 def test_wrong_limits_are_refused():
