@@ -119,7 +119,7 @@ static int pass(vmem_kv *kv, uint64_t *gained)
     struct move *moves = NULL;
     vmem_page *made = NULL, *filled = NULL;
     *gained = 0;
-    vmem_trim(kv->ctx, NULL);
+    kv_give_ahead(kv, 0);
     int rc = device_bytes(kv, &all, &overhead);
     // Not where little is to be had: what is moved is to be less than what that gives back, and there must be room.
     if (rc || overhead <= kv->held * kv->page_size / 32 || kv->held + kv->refs.only > kv->budget_pages)
@@ -145,7 +145,7 @@ static int pass(vmem_kv *kv, uint64_t *gained)
         kv_release(kv, made, n);
     else if (created)
         commit(kv, moves, n);
-    vmem_trim(kv->ctx, NULL);
+    kv_give_ahead(kv, 0);
     if (!device_bytes(kv, &after, &overhead) && after < all)
         *gained = all - after;
     free(moves);
