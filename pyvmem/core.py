@@ -8,11 +8,13 @@ No page state is kept here: handles and addresses go to libvmem as numpy arrays,
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -67,7 +69,7 @@ _CAPS = {
 
 @dataclass(frozen=True)
 class Info:
-    """What a context runs on. Sizes in bytes."""
+    """What a context runs on. Sizes in bytes; nothing of it changes but `memory_free`."""
 
     backend: str
     device_name: str
@@ -78,7 +80,16 @@ class Info:
     page_sizes: tuple[int, ...]
     reserve_align: int
     memory_total: int
-    memory_free: int
+    _context: weakref.ref[Context] = field(repr=False, compare=False)
+
+    @property
+    def memory_free(self) -> int:
+        """Bytes of `memory_total` that are free now. Every look asks the driver or the system, about 0.2 ms."""
+        context, free = self._context(), ffi.new("uint64_t *")
+        if context is None:
+            raise ValueError("the context is closed")
+        _check(lib.vmem_context_memory(context._use(), ffi.NULL, free))
+        return int(free[0])
 
 
 @dataclass(frozen=True)
@@ -193,16 +204,14 @@ class Context(_Owned):
         self._own(owner, ctx[0])
         self._pid = os.getpid()
         self._children: weakref.WeakValueDictionary[int, _Owned] = weakref.WeakValueDictionary()
-        self._name = ""
-        info = self.info()
-        self._name = info.device_name
+        self._info = info = self._describe()
         self.backend = info.backend
         self.device = info.device
         self.capabilities = info.capabilities
         self.page_sizes = info.page_sizes
 
     def __repr__(self) -> str:
-        return f"<pyvmem.Context {self.backend} on {self._name}{', closed' if self.closed else ''}>"
+        return f"<pyvmem.Context {self.backend} on {self._info.device_name}{', closed' if self.closed else ''}>"
 
     def close(self) -> None:
         """Close every reservation and release all pages. Tensors that still stand keep their memory.
@@ -217,10 +226,13 @@ class Context(_Owned):
     # ---- what it is and holds --------------------------------------------------------------------------------
 
     def info(self) -> Info:
-        """The context's `Info`, with the memory that is free now."""
-        raw, free = ffi.new("struct vmem_info *"), ffi.new("uint64_t *")
+        """The context's `Info`."""
+        self._use()
+        return self._info
+
+    def _describe(self) -> Info:
+        raw = ffi.new("struct vmem_info *")
         _check(lib.vmem_context_info(self._use(), raw))
-        _check(lib.vmem_context_memory(self._use(), ffi.NULL, free))
         return Info(
             backend=ffi.string(raw.backend).decode(),
             device_name=ffi.string(raw.device_name).decode(errors="replace"),
@@ -231,7 +243,7 @@ class Context(_Owned):
             page_sizes=tuple(1 << bit for bit in range(64) if raw.page_sizes >> bit & 1),
             reserve_align=raw.reserve_align,
             memory_total=raw.memory_total,
-            memory_free=free[0],
+            _context=weakref.ref(self),
         )
 
     def stats(self) -> Stats:

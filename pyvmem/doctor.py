@@ -76,6 +76,7 @@ def _backend(name, device):
         try:
             with Context(name, device) as context:
                 info = context.info()
+                free = info.memory_free
         except VmemError as failed:
             error = failed
     if error is not None:
@@ -89,7 +90,7 @@ def _backend(name, device):
     said["reserve_align"] = info.reserve_align
     said["capabilities"] = sorted(info.capabilities)
     said["memory_total"] = info.memory_total
-    said["memory_free"] = info.memory_free
+    said["memory_free"] = free
     return said
 
 

@@ -333,3 +333,23 @@ def test_a_closed_context_is_forgotten_at_once(context):
     del pages, range_
     gc.collect()
     assert (context.stats().reserved, context.stats().created) == (before.reserved, before.created)
+
+
+def test_what_a_context_runs_on_is_asked_once(context, monkeypatch):
+    """Reservations and tensors look at it for every argument."""
+    info = context.info()
+    assert 0 < info.memory_free <= info.memory_total
+
+    class Library:
+        def __getattr__(self, name):
+            assert name not in ("vmem_context_info", "vmem_context_memory")
+            return getattr(lib, name)
+
+    monkeypatch.setattr("pyvmem.core.lib", Library())
+    assert context.info() == info
+    context.reserve(16 * MIB, backdrop="backdrop" in context.info().capabilities).commit()
+    monkeypatch.undo()
+    context.close()
+    for look in (context.info, lambda: info.memory_free):
+        with pytest.raises(ValueError, match="closed"):
+            look()
