@@ -118,7 +118,7 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out);
 // A budget under what exists already only stops further creation.
 int vmem_set_budget(vmem_context *ctx, uint64_t bytes);
 // Takes device memory for at least `bytes` of pages ahead of their creation, and keeps it: later creation needs no
-// driver call. Counts as overhead until used.
+// driver call. Counts as overhead until used. 0 bytes: keeps nothing any more, as vmem_trim.
 int vmem_prealloc(vmem_context *ctx, uint64_t bytes);
 // Gives unused device memory (preallocated memory too) back to the system; *freed, when not NULL, receives how much.
 int vmem_trim(vmem_context *ctx, uint64_t *freed);

@@ -75,6 +75,13 @@ static void prealloc_of_nothing(void)
         CHECK_EQ(test_stats(ctx).overhead, base);
     else
         CHECK(test_stats(ctx).overhead - base <= 64 * MIB); // an arena may stay
+    OK(vmem_prealloc(ctx, 200 * MIB));
+    CHECK(test_stats(ctx).overhead - base >= 200 * MIB);
+    OK(vmem_prealloc(ctx, 0)); // ends that
+    if (ctx->b.ops->populate)
+        CHECK_EQ(test_stats(ctx).overhead, base);
+    else
+        CHECK(test_stats(ctx).overhead - base <= 64 * MIB); // an arena may stay
     vmem_context_destroy(ctx);
 }
 

@@ -291,7 +291,7 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
     if (bytes > MAX_RESERVE)
         return vmem__error(-ENOMEM, "bytes: %" PRIu64 " is more than 2^46", bytes);
     if (!bytes)
-        return 0;
+        return vmem_trim(ctx, NULL);
     bytes = (bytes + UNIT - 1) / UNIT * UNIT;
 
     vmem__begin(ctx);
