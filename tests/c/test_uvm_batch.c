@@ -13,6 +13,7 @@
 #define MODULE_FD 12345
 #define STATUS_NO_MEMORY 0x51u
 #define STATUS_IN_USE 0x68u
+#define STATUS_INVALID_LIMIT 0x2eu
 
 // ---- the module ---------------------------------------------------------------------------------------------
 
@@ -26,6 +27,8 @@ static struct {
     unsigned calls, creates, pages;
     uint32_t max_ops;
     uint64_t max_bytes;
+    unsigned releases, refuse; // RELEASE refuses from this call on; 0: never
+    uint32_t release_most;     // handles, as if each were mapped at many addresses; 0: no limit
     unsigned fail_call; // the call, counted down, that fails ...
     uint32_t fail_op;   // ... at this element
 } module;
@@ -106,6 +109,14 @@ static void do_release(struct uvm_vmem_release *r)
     const uint64_t *handles = (const void *)(uintptr_t)r->handles;
 
     CHECK(r->count >= 1 && r->count <= module.max_ops);
+    if (module.release_most && r->count > module.release_most) {
+        r->rmStatus = STATUS_INVALID_LIMIT;
+        return;
+    }
+    if (++module.releases >= module.refuse && module.refuse) {
+        r->rmStatus = STATUS_NO_MEMORY;
+        return;
+    }
     for (uint32_t i = 0; i < r->count; i++) {
         CHECK(module.alive[handles[i]]);
         module.alive[handles[i]] = false;
@@ -134,7 +145,7 @@ int ioctl(int fd, unsigned long request, ...)
 
 // ---- a backend with an arena and a range --------------------------------------------------------------------
 
-static _Atomic uint64_t syscalls;
+static _Atomic uint64_t syscalls, overhead;
 static struct uvm uvm;
 static struct uvm_range uvm_range;
 static struct vmem__range range;
@@ -149,6 +160,8 @@ static void start(uint32_t max_ops, uint64_t max_bytes, uint64_t arena_size)
     module.max_ops = max_ops;
     module.max_bytes = max_bytes;
     uvm = (struct uvm){.backdrop = {.slot = UVM_SLOT},
+                       .overhead = &overhead,
+                       .lock = PTHREAD_MUTEX_INITIALIZER,
                        .kmod = {.fd = MODULE_FD, .max_ops = max_ops, .max_bytes = max_bytes, .syscalls = &syscalls}};
     uvm_range.cuda = (struct vmem__reservation){.addr = BASE, .length = SLOTS * UVM_SLOT, .active = &active};
     pthread_mutex_init(&uvm_range.lock, NULL);
@@ -380,6 +393,42 @@ static void test_arenas_are_created_whole_or_not_at_all(void)
     end();
 }
 
+// What RELEASE refuses is neither lost nor released twice: it goes with the next arena.
+static void test_a_refused_release_is_tried_again(void)
+{
+    struct vmem__arena a = {.size = 50 * MIB}, b = {.size = 20 * MIB};
+    unsigned pages;
+
+    start(4, UVM_VMEM_MAX_BYTES, 32 * MIB);
+    pages = module.pages;
+    CHECK_EQ(uvm_arena_new(&uvm, &a), 0);
+    CHECK_EQ(uvm_arena_new(&uvm, &b), 0);
+    module.releases = 0;
+    module.refuse = 3; // after 8 pages
+    uvm_arena_free(&uvm, &a);
+    CHECK_EQ(module.pages, pages + 25 - 8 + 10);
+    CHECK_EQ(overhead, 50 * MIB);
+    uvm_arena_free(&uvm, &b);
+    CHECK_EQ(module.pages, pages + 25 - 8 + 10);
+    CHECK_EQ(overhead, 70 * MIB);
+    module.fail_call = 2; // of an arena that is not made, the first pages cannot be given back either
+    CHECK_EQ(uvm_arena_new(&uvm, &a), -ENOMEM);
+    CHECK_EQ(module.pages, pages + 25 - 8 + 10 + 4);
+    module.refuse = 0;
+    CHECK_EQ(uvm_arena_new(&uvm, &a), 0);
+    CHECK_EQ(module.pages, pages + 25);
+    CHECK_EQ(overhead, 0);
+    uvm_arena_free(&uvm, &a);
+    end();
+}
+
+static void test_handles_mapped_at_many_addresses_are_released_fewer_at_a_time(void)
+{
+    start(64, UVM_VMEM_MAX_BYTES, 200 * MIB);
+    module.release_most = 3;
+    end(); // which counts
+}
+
 int main(void)
 {
     test_one_call_for_120_scattered_pages();
@@ -392,5 +441,7 @@ int main(void)
     test_what_is_mapped_is_not_mapped_over_unasked();
     test_only_2m_pages_may_get_2m_entries();
     test_arenas_are_created_whole_or_not_at_all();
+    test_a_refused_release_is_tried_again();
+    test_handles_mapped_at_many_addresses_are_released_fewer_at_a_time();
     return 0;
 }

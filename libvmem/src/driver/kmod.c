@@ -14,6 +14,7 @@
 #define STATUS_ILLEGAL_ACTION 0x16u
 #define STATUS_INVALID_ADDRESS 0x1eu
 #define STATUS_INVALID_DEVICE 0x26u
+#define STATUS_INVALID_LIMIT 0x2eu
 #define MAX_DESCRIPTORS 64
 
 // A call that reached the module and left a status; -errno when it did not.
@@ -116,20 +117,30 @@ int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first)
     return err;
 }
 
-void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count)
+int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uint32_t *done)
 {
     uint64_t handles[256];
+    uint32_t most = k->max_ops < 256 ? k->max_ops : 256;
 
-    while (count) {
-        uint32_t n = count < 256 ? count : 256;
-        struct uvm_vmem_release release = {.handles = (uintptr_t)handles, .count = n < k->max_ops ? n : k->max_ops};
+    for (*done = 0; *done < count;) {
+        struct uvm_vmem_release release = {.handles = (uintptr_t)handles};
+        int err;
 
+        release.count = count - *done < most ? count - *done : most;
         for (uint32_t i = 0; i < release.count; i++)
-            handles[i] = first + i;
-        (void)call(k, UVM_VMEM_RELEASE, &release, "release pages"); // nothing to be done about a failure
-        first += release.count;
-        count -= release.count;
+            handles[i] = first + *done + i;
+        err = call(k, UVM_VMEM_RELEASE, &release, "release pages");
+        if (!err && release.rmStatus == STATUS_INVALID_LIMIT && release.count > 1) {
+            most = release.count / 2; // mapped at more addresses than one call takes
+            continue;
+        }
+        if (!err)
+            err = vmem__rm_error(release.rmStatus, "release pages");
+        if (err)
+            return err;
+        *done += release.count;
     }
+    return 0;
 }
 
 int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,

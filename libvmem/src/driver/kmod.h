@@ -26,7 +26,8 @@ void vmem__kmod_close(struct vmem__kmod *k);
 
 // count 2 MiB pages, zeroed, with consecutive handles from *first; at most as many as one call takes.
 int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first);
-void vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count);
+// On failure *done of them are released, the first ones; the others are as they were.
+int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uint32_t *done);
 // request: UVM_VMEM_MAP or UVM_VMEM_UNMAP. On failure nothing changed; *failed is the op at fault or UVM_VMEM_NO_OP.
 int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,
                      uint32_t *failed);

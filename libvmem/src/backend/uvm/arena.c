@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "backend/uvm/uvm.h"
@@ -38,13 +39,57 @@ int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t
     return err;
 }
 
-static void release(struct uvm *u, const struct uvm_arena *arena, uint64_t pages)
+// Releases what is left of an arena's pages; false: not all.
+static bool release(struct uvm *u, struct uvm_arena *arena)
 {
-    for (uint64_t i = 0; i < pages; i += arena->chunk) {
-        uint64_t left = pages - i;
+    while (arena->released < arena->pages) {
+        uint64_t chunk = arena->released / arena->chunk, in = arena->released % arena->chunk;
+        uint64_t left = arena->pages - arena->released, rest = arena->chunk - in;
+        uint32_t done;
+        int err = vmem__kmod_release(&u->kmod, arena->first[chunk] + in, (uint32_t)(left < rest ? left : rest), &done);
 
-        vmem__kmod_release(&u->kmod, arena->first[i / arena->chunk],
-                           left < arena->chunk ? (uint32_t)left : arena->chunk);
+        arena->released += done;
+        if (err)
+            return false;
+    }
+    return true;
+}
+
+static void end_arena(struct uvm *u, struct uvm_arena *arena)
+{
+    if (arena->aliased)
+        uvm_range_free(u, &arena->alias_range);
+    pthread_mutex_destroy(&arena->lock);
+    free(arena);
+}
+
+// Releases and frees an arena, now or later.
+static void give_up(struct uvm *u, struct uvm_arena *arena)
+{
+    if (release(u, arena)) {
+        end_arena(u, arena);
+        return;
+    }
+    atomic_fetch_add(u->overhead, arena->pages * VMEM_PAGE_2M);
+    pthread_mutex_lock(&u->lock);
+    arena->next = u->unreleased;
+    u->unreleased = arena;
+    pthread_mutex_unlock(&u->lock);
+}
+
+// Tries again to release what the module would not.
+static void retry(struct uvm *u)
+{
+    struct uvm_arena *again, *arena;
+
+    pthread_mutex_lock(&u->lock);
+    again = u->unreleased;
+    u->unreleased = NULL;
+    pthread_mutex_unlock(&u->lock);
+    while ((arena = again)) {
+        again = arena->next;
+        atomic_fetch_sub(u->overhead, arena->pages * VMEM_PAGE_2M);
+        give_up(u, arena);
     }
 }
 
@@ -56,31 +101,46 @@ int uvm_arena_new(struct uvm *u, struct vmem__arena *a)
 
     if (!arena)
         return vmem__error(-ENOMEM, "no memory for an arena's handles");
+    retry(u);
     arena->chunk = chunk;
-    for (uint64_t i = 0; i < pages; i += chunk) {
-        uint64_t left = pages - i;
-        int err = vmem__kmod_create(&u->kmod, left < chunk ? (uint32_t)left : chunk, &arena->first[i / chunk]);
+    pthread_mutex_init(&arena->lock, NULL);
+    while (arena->pages < pages) {
+        uint64_t left = pages - arena->pages;
+        uint32_t n = left < chunk ? (uint32_t)left : chunk;
+        int err = vmem__kmod_create(&u->kmod, n, &arena->first[arena->pages / chunk]);
 
+        if (!err)
+            arena->pages += n;
+        if (!err && arena->pages < pages && u->backend)
+            err = vmem__interrupted(u->backend);
         if (err) {
-            release(u, arena, i);
-            free(arena);
-            return err;
+            char text[256];
+
+            snprintf(text, sizeof(text), "%s", vmem_last_error());
+            give_up(u, arena);
+            return vmem__error(err, "%s", text);
         }
     }
-    pthread_mutex_init(&arena->lock, NULL);
     a->priv = arena;
     return 0;
 }
 
 void uvm_arena_free(struct uvm *u, struct vmem__arena *a)
 {
-    struct uvm_arena *arena = a->priv;
+    retry(u);
+    give_up(u, a->priv); // also unmaps the alias
+}
 
-    release(u, arena, a->size / VMEM_PAGE_2M); // also unmaps the alias
-    if (arena->aliased)
-        uvm_range_free(u, &arena->alias_range);
-    pthread_mutex_destroy(&arena->lock);
-    free(arena);
+void uvm_arenas_end(struct uvm *u)
+{
+    struct uvm_arena *arena;
+
+    retry(u);
+    while ((arena = u->unreleased)) {
+        u->unreleased = arena->next;
+        end_arena(u, arena);
+    }
+    pthread_mutex_destroy(&u->lock);
 }
 
 // Made at the first need: most arenas are never asked for zeroed pages that were used before.

@@ -33,8 +33,10 @@ static void close_all(struct vmem__backend *b, bool forked)
 {
     struct uvm *u = b->priv;
 
-    if (!forked)
+    if (!forked) {
+        uvm_arenas_end(u);
         vmem__backdrop_free(&u->cuda, &u->backdrop);
+    }
     vmem__kmod_close(&u->kmod);
     vmem__cuda_close(&u->cuda, forked);
     free(u);
@@ -52,6 +54,9 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
     b->priv = u;
     u->kmod.fd = -1;
     u->kmod.syscalls = u->cuda.syscalls = &b->syscalls;
+    u->backend = b;
+    u->overhead = &b->overhead;
+    pthread_mutex_init(&u->lock, NULL);
     err = vmem__cuda_open(&u->cuda, opts->device, &b->info);
     if (!err)
         err = vmem__backdrop_new(&u->cuda, &u->backdrop, UVM_SLOT);

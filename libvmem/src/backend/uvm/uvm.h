@@ -18,6 +18,12 @@ struct uvm {
     struct vmem__cuda cuda; // first: vmem__cuda_op_*()
     struct vmem__kmod kmod;
     struct vmem__backdrop backdrop;
+    struct vmem__backend *backend; // NULL: there is none to ask for an interrupt
+    _Atomic uint64_t *overhead;    // of the context; set before the first arena
+    // Arenas that were freed, but whose pages the module would not release. They are tried again when another arena is
+    // made or freed, and count as overhead until then.
+    pthread_mutex_t lock;
+    struct uvm_arena *unreleased;
 };
 
 struct uvm_range {
@@ -27,8 +33,11 @@ struct uvm_range {
 
 // 2 MiB pages of the module, created many at a time; those of one chunk have consecutive handles.
 struct uvm_arena {
-    uint32_t chunk;       // pages of a chunk, but for the last
-    pthread_mutex_t lock; // of the alias' making
+    struct uvm_arena *next; // in uvm.unreleased
+    uint64_t pages;
+    uint64_t released;      // of these, the first ones
+    uint32_t chunk;         // pages of a chunk, but for the last
+    pthread_mutex_t lock;   // of the alias' making
     bool aliased;
     struct vmem__range alias; // all of the arena mapped once, for zeroing
     struct uvm_range alias_range;
@@ -42,6 +51,8 @@ int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t
 
 int uvm_arena_new(struct uvm *u, struct vmem__arena *a);
 void uvm_arena_free(struct uvm *u, struct vmem__arena *a);
+// The last try: what the module does not release now goes with CUDA's descriptor, when the process ends.
+void uvm_arenas_end(struct uvm *u);
 int uvm_zero(struct uvm *u, const struct vmem__run *runs, size_t n);
 
 // Backend operations of the same names.
