@@ -23,7 +23,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 
 .DEFAULT_GOAL := all
 .PHONY: all help lib install venv bench lint wheel clean
-.PHONY: test test-uvm-ext test-c test-asan test-tsan test-python test-python-fake test-gpu test-vllm
+.PHONY: test test-uvm-ext test-c mutants-c test-asan test-tsan test-python test-python-fake test-gpu test-vllm
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
 
@@ -55,6 +55,9 @@ test-c: lib ## C tests of libvmem, on host memory and over a fake GPU driver
 
 test-asan: ## C tests under the address and undefined-behaviour sanitizers
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-asan
+
+mutants-c: ## Seeded faults in libvmem: each must be noticed by a C test (2 minutes)
+	$(Q)$(PYTHON) tests/c/mutants.py
 
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan

@@ -2,6 +2,8 @@
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "harness.h"
 
@@ -20,6 +22,24 @@ static int interrupted(void *arg)
     OK(vMemFree(ctx, at));
     test_stats(ctx);
     return ++asked == refuse_at;
+}
+
+// Bytes that the context's memfd holds; on a GPU 0.
+static uint64_t held(void)
+{
+    char path[64], target[64];
+    struct stat st;
+    uint64_t bytes = 0;
+    for (int fd = 0; fd < 256; fd++) {
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        const ssize_t n = readlink(path, target, sizeof target - 1);
+        if (n <= 0)
+            continue;
+        target[n] = '\0';
+        if (strstr(target, "memfd:vmem") && !fstat(fd, &st))
+            bytes += (uint64_t)st.st_blocks * 512;
+    }
+    return bytes;
 }
 
 enum { SIZE = 200 };
@@ -48,6 +68,15 @@ static void dirty_memory(void) // committed, and written before
     OK(vMemReleaseBatch(ctx, pages, SIZE * MIB / test_page, NULL));
 }
 
+static vmem_page resident; // so that the arena stays
+
+static void release_all(uint64_t size)
+{
+    const uint64_t created = test_stats(ctx).created - test_page;
+    if (created)
+        OK(vMemReleaseBatch(ctx, pages, created / size, NULL));
+}
+
 static void interrupt(const char *name, void (*before)(void), int (*call)(void))
 {
     printf("%s\n", name);
@@ -61,13 +90,12 @@ static void interrupt(const char *name, void (*before)(void), int (*call)(void))
         FAIL("%s asked %u times in %u MiB", name, asks, SIZE);
     OK(vmem_trim(ctx, NULL));
     OK(vmem_decommit(ctx, &(struct vmem_range){addr, 1 * GIB}, 1, NULL));
-    if (test_stats(ctx).created)
-        OK(vMemReleaseBatch(ctx, pages, test_stats(ctx).created / (call == do_create_2m ? VMEM_PAGE_2M : test_page),
-                            NULL));
+    release_all(call == do_create_2m ? VMEM_PAGE_2M : test_page);
     OK(vmem_trim(ctx, NULL));
     for (unsigned at = 1; at <= asks; at += asks > 3 ? asks / 3 : 1) {
         refuse_at = 0;
         before();
+        const uint64_t memory = held();
         asked = 0;
         refuse_at = at;
         ERR(call(), EINTR, "interrupted");
@@ -76,6 +104,7 @@ static void interrupt(const char *name, void (*before)(void), int (*call)(void))
         CHECK_EQ(s.created, clean.created);
         CHECK_EQ(s.mapped, clean.mapped);
         CHECK(s.overhead <= clean.overhead);
+        CHECK(held() <= memory);
         OK(vmem_trim(ctx, NULL));
     }
     // And without the function, all goes through.
@@ -83,9 +112,7 @@ static void interrupt(const char *name, void (*before)(void), int (*call)(void))
     refuse_at = 1;
     OK(call());
     OK(vmem_decommit(ctx, &(struct vmem_range){addr, 1 * GIB}, 1, NULL));
-    if (test_stats(ctx).created)
-        OK(vMemReleaseBatch(ctx, pages, test_stats(ctx).created / (call == do_create_2m ? VMEM_PAGE_2M : test_page),
-                            NULL));
+    release_all(call == do_create_2m ? VMEM_PAGE_2M : test_page);
     OK(vmem_trim(ctx, NULL));
     OK(vmem_set_interrupt(ctx, interrupted, &asked));
 }
@@ -109,6 +136,7 @@ int main(int argc, char **argv)
     caller = pthread_self();
     OK(vMemReserve(ctx, 1 * GIB, 0, &addr));
     OK(vmem_set_interrupt(ctx, interrupted, &asked));
+    OK(vMemCreate(ctx, test_page, 1, 0, &resident));
     interrupt("create", nothing, do_create);
     interrupt("create 2M", nothing, do_create_2m);
     if (test_cpu()) // the cuda backend zeroes at the next map

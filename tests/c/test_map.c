@@ -54,6 +54,9 @@ static void errors(vmem_context *ctx)
     OK(vMemMapBatch(ctx, ops, 4, 0, &bad));
     OK(vMemUnmap(ctx, addr, 64 * MIB));
     ERR(vmem_query(ctx, addr, NULL, NULL), EINVAL, "page is NULL");
+    vmem_page none;
+    ERR(vmem_query(ctx, addr - 1, &none, NULL), EINVAL, "in no reservation");
+    ERR(vmem_query(ctx, addr + 64 * MIB, &none, NULL), EINVAL, "in no reservation");
 }
 
 // Pages that follow one another, to the end of a reservation and beyond.
@@ -238,6 +241,42 @@ static void last_sticks_out(vmem_context *ctx)
     }
 }
 
+// Batches that go over the border of the shadow's tables, every 16 MiB, into tables that do not exist yet.
+static void across_tables(vmem_context *ctx)
+{
+    enum { N = 700 };
+    const uint64_t P = test_page, n = P < VMEM_PAGE_2M ? N : 40, start = 16 * MIB - P, total = n * P;
+    static struct vmem_map_op ops[N];
+    static vmem_page pages[N];
+    uint64_t at;
+    OK(vMemReserve(ctx, total + 32 * MIB, 0, &at));
+    OK(vMemCreate(ctx, P, n, 0, pages));
+    for (int round = 0; round < 3; round++) {
+        for (uint64_t i = 0; i < n; i++)
+            ops[i] = (struct vmem_map_op){at + start + i * P, pages[i]};
+        OK(vMemMapBatch(ctx, ops, n, 0, NULL));
+        for (uint64_t i = 0; i < n; i++) {
+            put_word(ctx, ops[i].addr, i);
+            CHECK_EQ(page_at(ctx, ops[i].addr), pages[i]);
+        }
+        CHECK_EQ(page_at(ctx, at + start - P) + page_at(ctx, at + start + n * P), 0);
+        for (uint64_t i = 0; i < n; i++)
+            CHECK_EQ(get_word(ctx, ops[i].addr), i);
+        if (round == 0)
+            OK(vMemUnmap(ctx, at + start, n * P));
+        else if (round == 1)
+            OK(vmem_decommit(ctx, &(struct vmem_range){at, total + 32 * MIB}, 1, NULL));
+        else
+            OK(vMemReleaseBatch(ctx, pages, n, NULL));
+        for (uint64_t i = 0; i < n; i++)
+            CHECK_EQ(page_at(ctx, ops[i].addr), 0);
+        if (round == 1)
+            OK(vMemCreate(ctx, P, n, 0, pages));
+    }
+    CHECK_EQ(test_stats(ctx).mapped, 0);
+    OK(vMemFree(ctx, at));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -252,6 +291,7 @@ int main(int argc, char **argv)
     sizes(ctx);
     odd_end(ctx);
     last_sticks_out(ctx);
+    across_tables(ctx);
     vmem_context_destroy(ctx);
     return 0;
 }
