@@ -385,6 +385,38 @@ def test_flex_masks_pick_each_requests_rows(window, softcap, monkeypatch):
     assert error(out, reference(q, k, v, slots, lengths, counts, window=window, softcap=softcap)) < 1e-5
 
 
+@pytest.mark.parametrize("window", [0, 1, 128, 200, 500])
+def test_flex_lists_every_block_once_and_leaves_out_masks_only_where_all_is_seen(window):
+    from pyvmem.attention.flex import BLOCK, _Mask
+
+    lengths, counts, slots = (1, 127, 128, 129, 700, 1000), (1, 64, 128, 2, 300, 1000), [3, 0, 6, 1, 4, 5]
+    cache = plain_cache(*torch.zeros(2, 7, 1024, 1, 16))
+    for many in (counts, [1] * len(lengths)):
+        batch = attention.Batch(cache, slots, lengths, many)
+        shape = replace(HOPPER, window=window, slot_rows=1024, slots=7)
+        mask = _Mask(batch, shape, 1024, 7 * 1024).block_mask
+        for i, (slot, length, count) in enumerate(zip(slots, lengths, many)):
+            for tile in range(-(-batch.max_query // BLOCK)):
+                listed = [
+                    indices[i, 0, tile, : number[i, 0, tile]].tolist() for number, indices in
+                    ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+                ]  # fmt: skip
+                position = torch.arange(length - count, length)[tile * BLOCK : (tile + 1) * BLOCK]
+                row = torch.arange(1024)
+                seen = row <= position[:, None]
+                if window:
+                    seen &= row > position[:, None] - window
+                blocks = seen.unflatten(1, (-1, BLOCK))
+                if not len(position):
+                    assert listed == [[], []]
+                    continue
+                some = (blocks.any(2).any(0).nonzero()[:, 0] + slot * 1024 // BLOCK).tolist()
+                full = (blocks.all(2).all(0).nonzero()[:, 0] + slot * 1024 // BLOCK).tolist()
+                assert sorted(listed[0] + listed[1]) == some
+                assert set(listed[1]) <= set(full)
+                assert len(full) - len(listed[1]) <= 1  # one may be masked for nothing
+
+
 def test_the_constant_table_names_the_rows_of_each_slot():
     from pyvmem.attention.flashinfer import constant_table
 
