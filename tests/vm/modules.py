@@ -25,7 +25,7 @@ def driver_source(release, source=None):
     try:
         return nvidia_source.nvidia(source or os.environ.get("NVIDIA_SRC"), release, TOP / "build" / "nvidia")
     except nvidia_source.SourceError as e:
-        raise Missing(str(e)) from None
+        raise Missing(str(e).replace(f"NVIDIA_SRC={source}", f"--source {source}")) from None
 
 
 # The simulated GPU's architectures, and how the driver's source names them.

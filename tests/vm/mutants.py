@@ -70,10 +70,11 @@ def build(src, release, kernel, sim):
     return out
 
 
-def plan(number, mutant):
+def plan(number, mutant, arch):
     program, cases = mutant.test.split()[0], mutant.test.split()[1:]
+    gpu = f"arch={arch} {mutant.gpu}".strip()
     return [
-        Step(f"load {number}", f"load_gpu {mutant.gpu} && load_uvm mutants uvm_vmem_mutant={number}", 60, quiet=True),
+        Step(f"load {number}", f"load_gpu {gpu} && load_uvm mutants uvm_vmem_mutant={number}", 60, quiet=True),
         Step(mutant.test, f"OPS=800 SECONDS_EACH=3 KILLS=3 CASE_TIMEOUT=200 /tests/{program} {' '.join(cases)}", 250),
         Step(f"unload {number}", "unload_all", 60, quiet=True),
     ]  # fmt: skip
@@ -93,11 +94,11 @@ def why(results, guest):
     return ""
 
 
-def verdicts(args, kernel, files, todo, boot):
+def verdicts(args, kernel, files, todo, boot, arch):
     """Yield (number, mutant, what was noticed). One guest serves many; one that misbehaved gives way to a fresh one."""
     todo = list(todo)
     while todo:
-        steps = [step for number, mutant in todo for step in plan(number, mutant)]
+        steps = [step for number, mutant in todo for step in plan(number, mutant, arch)]
 
         def spoilt(result):
             # the kernel complained, or the module cannot be unloaded: what follows would be no clean run
@@ -116,27 +117,25 @@ def verdicts(args, kernel, files, todo, boot):
             raise Missing(f"the guest could not load mutant {todo[0][0]}: {guest.why}; log: {log}")
 
 
-def main(args, boot, gather):
-    release = (args.release or modules.RELEASES)[0]
+def main(args, boot, gather, src, release, arch):
     kernel = kernels.debian()
-    files, release = gather(release, kernel, variants=("patched",))
-    src, release = modules.driver_source(release)
+    files, release = gather(release, kernel, variants=("patched",), source=src)
     sim = modules.simgpu(src, release, kernel)
     with modules.build_lock():
         files["mod/mutants/nvidia-uvm.ko"] = build(src, release, kernel, sim)
     chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if not args.lines or any(text in m.name for text in args.lines)]
-    print(f"{len(chosen)} mutants of vMem on the simulated GPU, driver {release}", flush=True)
+    print(f"{len(chosen)} mutants of vMem on the simulated GPU ({arch}), driver {release}", flush=True)
 
     # without a fault every test that is to kill one must pass
     tests = sorted({(m.test, m.gpu) for _, m in chosen})
     clean = [(0, dataclasses.replace(MUTANTS[0], name="none", test=test, gpu=gpu)) for test, gpu in tests]
     bad = 0
-    for _, mutant, noticed in verdicts(args, kernel, files, clean, boot):
+    for _, mutant, noticed in verdicts(args, kernel, files, clean, boot, arch):
         if noticed:
             print(f"  FAIL without any mutant: {mutant.test}: {noticed}", flush=True)
             bad += 1
     rows = []
-    for number, mutant, noticed in verdicts(args, kernel, files, chosen, boot):
+    for number, mutant, noticed in verdicts(args, kernel, files, chosen, boot, arch):
         rows.append((number, mutant, noticed))
         verdict = "killed  " if noticed else "SURVIVED"
         print(f"  {verdict} {number:2} {mutant.name:<26} {mutant.test:<56} {noticed[:120]}", flush=True)
@@ -144,17 +143,17 @@ def main(args, boot, gather):
     named = f"; survived: {', '.join(survived)}" if survived else ""
     print(f"{len(rows) - len(survived)} of {len(rows)} killed{named}")
     if not args.lines:
-        write(CACHE / "results" / "mutants.md", release, kernel, rows)
+        write(CACHE / "results" / "mutants.md", release, kernel, arch, rows)
     return 1 if survived or bad else 0
 
 
-def write(path, release, kernel, rows):
+def write(path, release, kernel, arch, rows):
     """docs/results/mutants.md, but for its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     killed = sum(bool(noticed) for *_, noticed in rows)
     lines = ["# Mutants of the kernel module", "",
              f"{killed} of {len(rows)} seeded mutants of uvm_ext killed (`make mutants`; driver {release}, kernel "
-             f"{kernel.release}, simulated GPU, {datetime.date.today().isoformat()}).", "",
+             f"{kernel.release}, simulated GPU ({arch}), {datetime.date.today().isoformat()}).", "",
              "| | mutant | what it breaks | test | what the test saw |", "|---|---|---|---|---|"]  # fmt: skip
     for number, mutant, noticed in rows:
         seen = f"`{noticed[:105]}`".replace("|", "\\|") if noticed else "**survived**"

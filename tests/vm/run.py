@@ -257,7 +257,8 @@ def main():
         if args.action == "mutants":
             import mutants
 
-            return mutants.main(args, boot, gather)
+            src, release = modules.driver_source(*drivers(args)[0])
+            return mutants.main(args, boot, gather, src, release, architectures(args, src, release)[0])
         import python_tier
 
         return python_tier.main(args, boot, gather)

@@ -12,8 +12,8 @@ VM_ARCH ?= turing
 VM_CPUS ?= 2
 # guests side by side, each with a part of a tier's steps
 VM_JOBS ?= 1
-VM_TEST = $(VM) test $(VM_RELEASES:%=--release %) $(VM_SOURCE:%=--source %) $(VM_ARCH:%=--arch %) \
-	--cpus $(VM_CPUS) --jobs $(VM_JOBS)
+VM_DRIVER = $(VM_RELEASES:%=--release %) $(VM_SOURCE:%=--source %) $(VM_ARCH:%=--arch %)
+VM_TEST = $(VM) test $(VM_DRIVER) --cpus $(VM_CPUS) --jobs $(VM_JOBS)
 
 .PHONY: test-vm test-vm-quick test-vm-arch test-vm-long test-vm-debug test-vm-python vm-shell mutants
 
@@ -41,4 +41,4 @@ vm-shell: venv ## A shell in the guest, with the module loaded and pyvmem ready
 	$(Q)$(PY) tests/vm/run.py shell
 
 mutants: ## Break the module in known ways, one at a time: each must be killed by a named test
-	$(Q)$(VM) mutants
+	$(Q)$(VM) mutants $(VM_DRIVER) --cpus $(VM_CPUS)
