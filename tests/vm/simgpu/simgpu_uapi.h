@@ -183,7 +183,7 @@ struct simgpu_info {
     __u64 fb_size;    // OUT
     __u64 fb_free;    // OUT
     __u32 gpus;       // OUT: how many there are
-    __u32 pad;
+    __u32 va_bits;    // OUT: of addresses in its page tables: 49 or 57
 };
 
 // Memory that RM allocated for a client, without going through /dev/nvidiactl. size 0 frees.

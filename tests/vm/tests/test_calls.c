@@ -395,6 +395,40 @@ TEST(test_replace_seen_by_copy_engines)
     CHECK(gpu_access_ce(&u, 0, false, BASE, &value, 8) < 0);
 }
 
+// A GPU with 49 bits of address gives user space as many as the CPU has; with 57 bits it gives the lower half of them,
+// where every level of the tables has other indices than at BASE.
+TEST(test_last_addresses)
+{
+    unsigned bits = sim_info(0).va_bits;
+    uint64_t end = 1ull << (bits == 57 ? 56 : 47), base = end - MB(8), first, huge;
+    struct uvm u;
+
+    uvm_start(&u);
+    CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, end, MB(2)), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 3, &first), NV_OK);
+    CHECK_EQ(vm_map(&u, end, KB(64), first, 0, 0), NV_ERR_OUT_OF_RANGE);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &huge), NV_OK);
+    CHECK_EQ(vm_map(&u, end - KB(64), KB(64), first, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, base, KB(64), first + 1, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, base + MB(2), MB(2), huge, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, end - KB(64), KB(64), 1), 0);
+    CHECK_EQ(gpu_mark(&u, base, KB(64), 2), 0);
+    CHECK_EQ(gpu_mark(&u, base + MB(2), MB(2), 3), 0);
+    CHECK(gpu_marked(&u, end - KB(64), KB(64), 1, NULL));
+    CHECK(gpu_marked(&u, base, KB(64), 2, NULL));
+    CHECK_EQ(vm_map(&u, end - KB(64), KB(64), first + 2, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+    CHECK_EQ(gpu_word(&u, end - KB(64)), 0);
+    CHECK_EQ(vm_map(&u, base + MB(2), KB(64), first, 0, UVM_VMEM_MAP_REPLACE), NV_OK); // cuts the 2 MiB entry
+    CHECK(gpu_marked(&u, base + MB(2), KB(64), 1, NULL));
+    CHECK(gpu_marked(&u, base + MB(2) + KB(64), MB(2) - KB(64), 3, NULL));
+    CHECK_EQ(vm_release_one(&u, huge), NV_OK);
+    CHECK_EQ(gpu_word(&u, base + MB(4) - KB(64)), 0);
+    CHECK_EQ(vm_unmap(&u, base, MB(8), UVM_VMEM_UNMAP_INVALID), NV_OK);
+    CHECK(gpu_access(&u, 0, false, end - KB(64), &first, 8) < 0);
+    sim_check(0);
+}
+
 TEST(test_unmap_to_sparse_and_to_invalid)
 {
     struct uvm u;
