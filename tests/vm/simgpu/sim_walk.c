@@ -222,7 +222,8 @@ void sim_pte_decode(struct sim_gpu *g, const struct sim_xlat *x, struct simgpu_p
     if (x->state != SIMGPU_PTE_VALID)
         return;
     out->aperture = SIM_APERTURE(x->pte);
-    out->phys = f->page(x->pte, out->aperture <= SIM_PTE_PEER);
+    // The bits below the page's size are ignored
+    out->phys = f->page(x->pte, out->aperture <= SIM_PTE_PEER) & -(1ULL << x->shift);
     out->read_only = f->read_only(x->pte);
     if (out->aperture == SIM_PTE_PEER)
         out->peer = f->peer(x->pte);
