@@ -16,8 +16,8 @@ from pyvmem.kv import KVCache, Prefix
 
 # What every rank answers for itself: nothing is decided by it.
 _LOCAL = frozenset(
-    "alloc_reqid context flat free_reqid drop_prefix keys layout max_tokens metrics_json metrics_prometheus page_size "
-    "reclaim shortage slot slots specs stats tensors values wait".split()
+    "alloc_reqid context flat free_reqid drop_prefix keys last_step layout max_tokens metrics_json metrics_prometheus page_size "
+    "reclaim retire shortage slot slots specs stats tensors values wait".split()
 )
 
 
@@ -159,11 +159,11 @@ class TensorParallelKVCache:
         self.missing_pages = self._agree(self.cache.missing_pages)[0]
         return -1 if self.missing_pages else 0
 
-    def truncate(self, slot, tokens):
+    def truncate(self, slot, tokens, after=None):
         """As `KVCache.truncate`, agreed on; raises `OutOfMemory` on every rank where one cannot copy a shared page."""
         if self.check_truncate(slot, tokens):
             raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared ones")
-        self._together(self.cache.truncate, slot, tokens)
+        self._together(self.cache.truncate, slot, tokens, after)
 
     def set_budget(self, bytes):
         """As `KVCache.set_budget`, of this rank: each may give another number."""

@@ -81,7 +81,7 @@ KVStats = make_dataclass(
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """One slot: its state ("free", "active", "swapped"), length, and pages over all tensors together."""
+    """One slot: its state ("free", "active", "swapped", "ending"), length, and pages over all tensors together."""
 
     state: str
     tokens: int
@@ -106,12 +106,15 @@ class Shortage:
         What dropping all prefixes would free.
     requests : int
         That hold pages.
+    ending_pages : int
+        Of requests that end when the kernels in flight have ended: `KVCache.retire` their steps.
     """
 
     reason: str | None
     missing_pages: int
     prefix_pages: int
     requests: int
+    ending_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,9 @@ class KVCache(_Owned):
         The ``VMEM_KV_*`` switches of vmem_kv.h.
     ahead_tokens, ahead_min, eager_tokens, reclaim_percent : int
         Its tunables; 0 for the defaults.
+    steps_in_flight : int
+        Iterations whose kernels may still be running when `step` is called; at most 16. An engine that schedules ahead
+        has two or more.
     name : str, optional
         What ``pyvmem top`` shows; None publishes nothing.
 
@@ -243,6 +249,7 @@ class KVCache(_Owned):
         ahead_min=0,
         eager_tokens=0,
         reclaim_percent=0,
+        steps_in_flight=1,
         name="kv",
     ):
         if not isinstance(context, Context | None):
@@ -274,7 +281,7 @@ class KVCache(_Owned):
             config, _tensors = _config(
                 self.specs, switches, slots=slots, max_tokens=max_tokens, tile_rows=tile_rows, page_size=self.page_size,
                 budget=budget, ahead_tokens=ahead_tokens, ahead_min=ahead_min, eager_tokens=eager_tokens,
-                reclaim_percent=reclaim_percent,
+                reclaim_percent=reclaim_percent, steps_in_flight=steps_in_flight,
             )  # fmt: skip
             owner = self._new_owner(self.context._owned())
             _check(lib.pv_own_kv(owner, self.context._use(), config, kv))
@@ -283,6 +290,7 @@ class KVCache(_Owned):
             raise
         self._own(owner, kv[0])
         self._swapped = {}
+        self._events = []  # (event, step), the oldest first
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if name is not None:
             path = new_view_path()
@@ -367,10 +375,45 @@ class KVCache(_Owned):
         _check(rc)
         return chosen[0]
 
-    def free_reqid(self, slot):
-        """Quiet. The request is over; its pages are kept for the next one as long as memory allows."""
-        _check(lib.vmem_kv_free(self._use(), uint("slot", slot, 32)))
+    def free_reqid(self, slot, after=None):
+        """The request is over; its pages are kept for the next one as long as memory allows.
+
+        Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()`` such as
+        ``torch.cuda.Event``, recorded after the last step's kernels. The slot is then given up when the kernels up to
+        there have ended, and no call may name it until it is handed out again.
+        """
+        kv, slot = self._use(), uint("slot", slot, 32)
+        if after is None:
+            _check(lib.vmem_kv_free(kv, slot))
+        else:
+            _check(lib.vmem_kv_free_after(kv, slot, self._fence(after)))
         self._swapped.pop(slot, None)
+
+    @property
+    def last_step(self):
+        """The number of the last successful step, from 1 on: the fence of its kernels. 0 before the first."""
+        number = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_last_step(self._use(), number))
+        return number[0]
+
+    def retire(self, step=None):
+        """Kernels of the steps up to this one (None: of all) have ended, says the caller, who saw to it.
+
+        Without it they have when the steps that may be in flight are called after them.
+        """
+        _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
+
+    def _fence(self, after):
+        if not hasattr(after, "query"):
+            return uint("after", after)
+        number = self.last_step
+        self._events.append((after, number))
+        return number
+
+    def _poll(self):
+        """Retire the steps whose events have come."""
+        while self._events and self._events[0][0].query():
+            self.retire(self._events.pop(0)[1])
 
     def step(self, lengths):
         """Back the rows of the coming iteration.
@@ -386,6 +429,8 @@ class KVCache(_Owned):
             0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or
             swap out a request) before it can work.
         """
+        if self._events:
+            self._poll()
         rc = lib.pv_kv_step(self._use(), self._raw(lengths), self.slots)
         return self._short(rc) if rc else 0
 
@@ -428,7 +473,7 @@ class KVCache(_Owned):
         """The `Shortage` of this thread's last call that found too little memory, or no slot."""
         raw = ffi.new("struct vmem_kv_shortage *", {"size": ffi.sizeof("struct vmem_kv_shortage")})
         _check(lib.vmem_kv_last_shortage(raw))
-        return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests)
+        return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
 
     def room(self, slot=None):
         """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
@@ -436,9 +481,17 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
         return tokens[0]
 
-    def truncate(self, slot, tokens):
-        """Quiet. Forget the rows from `tokens` on (rejected speculation)."""
-        _check(lib.vmem_kv_truncate(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
+    def truncate(self, slot, tokens, after=None):
+        """Forget the rows from `tokens` on (rejected speculation).
+
+        Quiet, unless `after` is given, as in `free_reqid`: kernels up to there may still touch the rows. Raises
+        `VmemError` (EBUSY), and changes nothing, where shared rows would have to be copied before they have ended.
+        """
+        kv, slot, tokens = self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32)
+        if after is None:
+            _check(lib.vmem_kv_truncate(kv, slot, tokens))
+        else:
+            _check(lib.vmem_kv_truncate_after(kv, slot, tokens, self._fence(after)))
 
     def check_truncate(self, slot, tokens):
         """Whether `truncate` would work: 0, or -1 where copying a shared page would find no memory."""
@@ -453,7 +506,7 @@ class KVCache(_Owned):
         """The `SlotInfo` of a slot."""
         raw = ffi.new("struct vmem_kv_slot_info *")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
-        state = ("free", "active", "swapped")[raw.state]
+        state = ("free", "active", "swapped", "ending")[raw.state]
         return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
 
     def tokens(self, slots):

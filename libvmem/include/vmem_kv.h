@@ -6,11 +6,13 @@
 // the one of the vAttention paper (Prabhu et al., ASPLOS 2025, section 5), with prefix sharing, swapping,
 // sliding-window release and a live budget added.
 //
-// The rule about kernels. Between two steps, kernels of the iteration that the earlier step prepared may run, and they
-// may touch, in each slot that took part, the rows [first, last): last is the length rounded up to whole tiles; first
-// is 0, or in a tensor with a window, the length before that step less the window, rounded down to whole tiles. The
-// manager maps and unmaps only what lies outside these rows. Calls that must touch more say "quiet": no kernel in
-// flight may touch that slot when they are made. Kernels of earlier iterations must have ended.
+// The rule about kernels. When a step is called, kernels of the `steps_in_flight` iterations before it may be running (1
+// by default); those of earlier iterations must have ended. They may touch, in each slot that took part, the rows
+// [first, last): last is the length rounded up to whole tiles; first is 0, or in a tensor with a window, the length
+// before that step less the window, rounded down to whole tiles. The manager maps and unmaps only what lies outside these
+// rows. Calls that must touch more say "quiet": no kernel in flight may touch that slot when they are made. Those with a
+// fence, the number of a step (vmem_kv_last_step), need no quiet: the manager waits with what kernels up to that step
+// could touch, and the caller does not.
 //
 // Backed rows that nobody has written yet hold finite values: zero, or with tensors of one kind, what an earlier
 // request left there (VMEM_KV_ZERO: always zero).
@@ -53,6 +55,7 @@ struct vmem_kv_tensor {
 #define VMEM_KV_LAZY 0x80u      // take device memory when pages are needed, not the whole budget at creation
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
+// Grows at its end: fields that a caller does not know are 0.
 struct vmem_kv_config {
     uint32_t size;       // sizeof(struct vmem_kv_config)
     uint32_t flags;      // VMEM_KV_*
@@ -68,6 +71,8 @@ struct vmem_kv_config {
     uint32_t ahead_min;        // scarce memory: the same (4)
     uint32_t eager_tokens;     // (512)
     uint32_t reclaim_percent;  // memory is scarce when less than this part of the budget is free (10)
+    uint32_t steps_in_flight;  // iterations whose kernels may be running when a step is called (1; at most 16)
+    uint32_t reserved;         // 0
 };
 
 // Reserves the address space and takes the budget's memory. The context must outlive the manager.
@@ -107,6 +112,19 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
 // fail, the rows are lost all the same; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot);
 
+// Fences. A successful step has a number, from 1 on; *step receives the last one's, 0 before the first. The kernels of
+// an iteration carry its step's number.
+int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
+// Kernels of the steps up to this one have ended, says the caller, who saw an event or synchronised. Without it they
+// have when the steps that the rule allows in flight are called after them. -EINVAL for a step that was not made yet.
+int vmem_kv_retire(vmem_kv *kv, uint64_t step);
+// Not quiet: vmem_kv_free when the kernels of the steps up to this one have ended. Until then the slot is VMEM_KV_ENDING:
+// no call may name it, and its pages are in use.
+int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
+// Not quiet: vmem_kv_truncate while kernels of the steps up to this one may touch the rows. -EBUSY, and nothing changed,
+// where shared pages would have to go and these kernels have not ended.
+int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
+
 // Before an iteration: lengths[s] is the number of tokens of slot s once the iteration has run, 0 for a slot that takes
 // no part in it (what the slot holds stays). n must be the number of slots. On return the rows are backed.
 // -ENOMEM: *missing pages (NULL is allowed) more must become free first: free or swap out a request and try again.
@@ -123,7 +141,7 @@ int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 // Returns when the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
-enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED };
+enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING };
 struct vmem_kv_slot_info {
     uint32_t state;         // enum vmem_kv_slot_state
     uint32_t tokens;        // length in the last step it took part in
@@ -213,6 +231,7 @@ struct vmem_kv_stats {
     uint64_t free_pages;      // what a step could get: the budget less what cannot be taken back
     uint64_t live_bytes;      // of the rows that active requests have
     uint64_t active_slots, swapped_slots, slots, prefixes;
+    uint64_t ending_slots;    // whose kernels may be in flight
     // Since creation:
     uint64_t steps, step_failures;
     uint64_t step_mapped_pages;       // pages that a step had to map itself
@@ -247,6 +266,7 @@ struct vmem_kv_shortage {
     uint64_t missing_pages; // as in *missing
     uint64_t prefix_pages;  // what dropping all prefixes would free
     uint64_t requests;      // that hold pages
+    uint64_t ending_pages;  // of requests that end when the kernels in flight have: retire steps, or make them
 };
 // Of the calling thread's last call of this kind; reason 0 when it was not short of anything.
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out);

@@ -147,13 +147,94 @@ static void verify(bool all)
         }
 }
 
+// ---- kernels in flight ----------------------------------------------------------------------------------------
+//
+// What the manager may not touch: the rows of the last steps, of requests that have ended since, too.
+
+struct flight {
+    uint64_t step;
+    int32_t lengths[SLOTS];
+    uint32_t before[SLOTS], valid[SLOTS]; // tokens before the step; rows that nobody has rewritten since
+    uint64_t rows[SLOTS][TOKENS];
+};
+static struct flight flights[5];
+static uint32_t n_flights, in_flight; // how many there may be when a step is called
+static uint64_t steps, part[SLOTS];   // the last step, and the last that a slot took part in
+
+static void land(uint32_t most)
+{
+    while (n_flights > most)
+        memmove(&flights[0], &flights[1], --n_flights * sizeof flights[0]);
+}
+
+static void take_off(const int32_t *lengths, const uint32_t *before)
+{
+    struct flight *f = &flights[n_flights++];
+    f->step = ++steps;
+    memcpy(f->lengths, lengths, sizeof f->lengths);
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        f->before[s] = before[s];
+        f->valid[s] = (uint32_t)lengths[s];
+        part[s] = lengths[s] ? steps : part[s];
+        memcpy(f->rows[s], requests[s].rows, sizeof f->rows[s]);
+    }
+}
+
+// No kernel touches the slot any more.
+static void quiet(uint32_t s)
+{
+    for (uint32_t i = 0; i < n_flights; i++)
+        flights[i].lengths[s] = 0;
+}
+
+static void verify_flights(void)
+{
+    for (uint32_t i = 0; i < n_flights; i++)
+        for (uint32_t s = 0; s < SLOTS; s++)
+            for (uint32_t t = 0; t < shape->n && flights[i].lengths[s]; t++) {
+                const struct flight *f = &flights[i];
+                uint32_t window = shape->tensors[t].window, n = rows_of(t, (uint32_t)f->lengths[s]);
+                uint32_t before = rows_of(t, f->before[s] < n ? f->before[s] : n);
+                uint32_t first = window && before > window ? before - window : 0;
+                uint32_t look[3] = {first, n - 1, first + (uint32_t)below(n - first)};
+                for (int k = 0; k < 3; k++) {
+                    uint64_t addr = row_addr(t, s, look[k]), word, want = f->rows[s][look[k]] + t;
+                    if (!page_at(ctx, addr))
+                        FAIL("%s: slot %u tensor %u row %u went under kernels of step %" PRIu64 " of %" PRIu64,
+                             shape->name, s, t, look[k], f->step, steps);
+                    word = get_word(ctx, addr);
+                    if (look[k] < f->valid[s] && word != want)
+                        FAIL("%s: slot %u tensor %u row %u changed under kernels of step %" PRIu64 " of %" PRIu64,
+                             shape->name, s, t, look[k], f->step, steps);
+                }
+            }
+}
+
+static void do_retire(void)
+{
+    if (!n_flights)
+        return;
+    uint32_t n = (uint32_t)below(n_flights);
+    uint64_t step = flights[n].step;
+    land(n_flights - n - 1);
+    OK(vmem_kv_retire(kv, step));
+    CHECK_EQ(vmem_kv_retire(kv, steps + 1), -EINVAL);
+}
+
+// ---- calls ----------------------------------------------------------------------------------------------------
+
 static void do_alloc(void)
 {
     uint32_t slot;
-    int rc = vmem_kv_alloc(kv, (uint32_t)below(TOKENS), &slot);
     bool full = true;
-    for (uint32_t s = 0; s < SLOTS; s++)
-        full &= requests[s].taken;
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        struct vmem_kv_slot_info info;
+        OK(vmem_kv_get_slot(kv, s, &info));
+        full &= info.state != VMEM_KV_FREE;
+        if (requests[s].taken != (info.state == VMEM_KV_ACTIVE || info.state == VMEM_KV_SWAPPED))
+            FAIL("%s: slot %u is in state %u", shape->name, s, info.state);
+    }
+    int rc = vmem_kv_alloc(kv, (uint32_t)below(TOKENS), &slot);
     if (full != (rc == -ENOSPC) || (rc && !full))
         FAIL("%s: alloc %d: %s", shape->name, rc, vmem_last_error());
     if (rc)
@@ -165,7 +246,12 @@ static void do_alloc(void)
 
 static void do_free(uint32_t s)
 {
-    OK(vmem_kv_free(kv, s));
+    if (part[s] && below(2)) {
+        OK(vmem_kv_free_after(kv, s, part[s]));
+    } else {
+        quiet(s);
+        OK(vmem_kv_free(kv, s));
+    }
     free(requests[s].host);
     requests[s] = (struct request){0};
 }
@@ -181,6 +267,9 @@ static void do_step(bool grow_much)
         uint64_t more = grow_much && below(4) == 0 ? 1 + below(TOKENS / 2) : 1;
         lengths[s] = (int32_t)(r->tokens + more > TOKENS ? TOKENS : r->tokens + more);
     }
+    land(in_flight);
+    if (n_flights && steps > in_flight) // what the step finds out itself, so that both answers are of one moment
+        OK(vmem_kv_retire(kv, steps - in_flight));
     int expect = vmem_kv_check(kv, lengths, SLOTS, &predicted);
     int rc = vmem_kv_step(kv, lengths, SLOTS, &missing);
     if (rc != expect || missing != predicted || (rc && rc != -ENOMEM) || (rc && !missing))
@@ -188,13 +277,15 @@ static void do_step(bool grow_much)
              predicted, vmem_last_error());
     if (rc)
         return;
+    uint32_t before[SLOTS];
     for (uint32_t s = 0; s < SLOTS; s++) {
+        before[s] = requests[s].tokens;
         if (!lengths[s])
             continue;
-        uint32_t from = requests[s].tokens;
         requests[s].tokens = (uint32_t)lengths[s];
-        write_rows(s, from, requests[s].tokens);
+        write_rows(s, before[s], requests[s].tokens);
     }
+    take_off(lengths, before);
 }
 
 // The longest step that the manager promises works, and a longer one does not.
@@ -210,7 +301,8 @@ static void do_room(void)
         CHECK(room >= r->tokens);
     } else {
         OK(vmem_kv_room(kv, -1, &room));
-        OK(vmem_kv_alloc(kv, room, &s));
+        if (vmem_kv_alloc(kv, room, &s)) // the slots that are not taken are being given up
+            return;
     }
     lengths[s] = (int32_t)room;
     if (room > requests[s].tokens && vmem_kv_check(kv, lengths, SLOTS, NULL))
@@ -239,6 +331,7 @@ static void do_swap(uint32_t s)
     } else {
         OK(vmem_kv_swap_size(kv, s, &r->host_bytes));
         r->host = malloc(r->host_bytes + 1);
+        quiet(s);
         int rc = vmem_kv_swap_out(kv, s, r->host, r->host_bytes);
         if (rc == -ENODATA) {
             free(r->host);
@@ -256,7 +349,16 @@ static void do_truncate(uint32_t s)
     if (!r->taken || r->swapped || !r->tokens)
         return;
     uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
-    int rc = vmem_kv_truncate(kv, s, tokens);
+    int rc = -EBUSY;
+    if (below(2)) {
+        rc = vmem_kv_truncate_after(kv, s, tokens, part[s]);
+        for (uint32_t i = 0; i < n_flights && !rc; i++)
+            flights[i].valid[s] = flights[i].valid[s] < tokens ? flights[i].valid[s] : tokens;
+    }
+    if (rc == -EBUSY) {
+        quiet(s);
+        rc = vmem_kv_truncate(kv, s, tokens);
+    }
     if (rc == -ENODATA || rc == -ENOMEM)
         return;
     OK(rc);
@@ -342,12 +444,17 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     shape = sh;
     seed = start;
     hard = start % 2;
+    in_flight = 1 + (uint32_t)(start / 2 % 3);
+    n_flights = 0;
+    steps = 0;
+    memset(part, 0, sizeof part);
     page_size = page;
     uint64_t scale = page / (64 * KIB);
     budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
     struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK, .tensors = sh->tensors,
                                  .n_tensors = sh->n, .slots = SLOTS, .max_tokens = TOKENS, .tile_rows = sh->tile_rows,
-                                 .page_size = page, .budget = budget, .eager_tokens = 50};
+                                 .page_size = page, .budget = budget, .eager_tokens = 50,
+                                 .steps_in_flight = in_flight};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     for (uint32_t t = 0; t < sh->n; t++)
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
@@ -377,15 +484,18 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
                 OK(vmem_kv_wait(kv));
             break;
         case 10: case 11: do_speculate(); break;
+        case 12: do_retire(); break;
         default: do_step(below(2)); break;
         }
         verify(i % 256 == 0);
+        verify_flights();
     }
     verify(true);
     stop(false);
     for (uint32_t s = 0; s < SLOTS; s++)
         if (requests[s].taken)
             do_free(s);
+    OK(vmem_kv_retire(kv, steps));
     for (int i = 0; i < PREFIXES; i++)
         if (prefixes[i].id)
             OK(vmem_kv_prefix_drop(kv, prefixes[i].id));

@@ -206,6 +206,69 @@ def test_kept_pages_give_way_to_a_running_request(backend):
         assert cache.stats().held_pages == 40
 
 
+class Event:
+    """Stands for a torch.cuda.Event."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+
+def test_a_request_ends_when_its_kernels_have(backend):
+    with make(backend, overlap=False, steps_in_flight=2, pages=12) as cache:
+        slot, lengths = start(cache, PAGE_TOKENS)
+        assert cache.last_step == 1
+        cache.free_reqid(slot, after=cache.last_step)
+        assert cache.slot(slot).state == "ending"
+        with pytest.raises(ValueError, match=f"slot {slot} is being given up"):
+            cache.free_reqid(slot)
+        with pytest.raises(ValueError, match="being given up"):
+            cache.step(lengths)
+        other = cache.alloc_reqid()
+        lengths = [3 * PAGE_TOKENS if s == other else 0 for s in range(4)]
+        assert cache.step(lengths) == -1 and cache.shortage.ending_pages == 4
+        for _ in range(2):  # at the third step after its own, its kernels must have ended
+            assert cache.slot(slot).state == "ending"
+            assert cache.step([1 if s == other else 0 for s in range(4)]) == 0
+        assert cache.step(lengths) == 0
+        assert cache.slot(slot).state == "free"
+
+
+def test_an_event_is_a_fence(backend):
+    with make(backend) as cache:
+        event = Event()
+        slot, lengths = start(cache, 10)
+        cache.truncate(slot, 5, after=event)
+        assert cache.slot(slot).tokens == 5
+        cache.free_reqid(slot, after=event)
+        lengths[slot] = 0
+        cache.step(lengths)
+        assert cache.slot(slot).state == "ending"
+        event.done = True
+        cache.step(lengths)
+        assert cache.slot(slot).state == "free"
+        assert cache.stats().ending_slots == 0
+
+
+def test_fences_of_the_future_are_refused(backend):
+    with make(backend) as cache:
+        slot, _ = start(cache, 10)
+        for call in (cache.retire, lambda n: cache.free_reqid(slot, after=n), lambda n: cache.truncate(slot, 5, n)):
+            with pytest.raises(ValueError, match="step 2 was not made yet; the last is 1"):
+                call(2)
+        assert cache.slot(slot).tokens == 10 and cache.slot(slot).state == "active"
+        saved = cache.save_prefix(slot, 10)
+        with pytest.raises(pyvmem.VmemError, match="shared") as caught:
+            cache.truncate(slot, 5, after=1)
+        assert caught.value.errno == errno.EBUSY
+        cache.retire()
+        cache.truncate(slot, 5, after=1)
+        cache.drop_prefix(saved)
+        with pytest.raises(ValueError, match="steps_in_flight"):
+            make(backend, steps_in_flight=17)
+
+
 def test_a_shortage_says_why(backend):
     with make(backend, pages=20) as cache:
         for _ in range(4):

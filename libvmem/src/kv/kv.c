@@ -88,8 +88,10 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    if (c->size != sizeof(*c))
-        return vmem__error(-EINVAL, "size %u is not sizeof(struct vmem_kv_config), %zu", c->size, sizeof(*c));
+    if (c->steps_in_flight > 16)
+        return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
+    if (c->reserved)
+        return vmem__error(-EINVAL, "reserved is %u, must be 0", c->reserved);
     if (c->flags & ~(VMEM_KV_LAZY * 2 - 1))
         return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
@@ -274,6 +276,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->slots);
     free(kv->spans);
     free(kv->saved);
+    free(kv->past);
     free(kv->groups);
     free(kv->order);
     free(kv->addrs);
@@ -313,7 +316,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
     kv->saved = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->saved));
     kv->todo = calloc(kv->n_slots, sizeof(*kv->todo));
-    if (!kv->slots || !kv->spans || !kv->saved || !kv->todo)
+    kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
+    kv->past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->past));
+    if (!kv->slots || !kv->spans || !kv->saved || !kv->todo || !kv->past)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)
@@ -332,14 +337,17 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
 {
     if (!ctx || !cfg || !out)
         return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
-    int rc = check_config(ctx, cfg);
+    struct vmem_kv_config c;
+    int rc = kv_take_struct(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
+    if (!rc)
+        rc = check_config(ctx, &c);
     if (rc)
         return rc;
     vmem_kv *kv = calloc(1, sizeof(*kv));
     if (!kv)
         return vmem__error(-ENOMEM, "no memory for a KV cache");
     kv->ctx = ctx;
-    rc = init(kv, cfg);
+    rc = init(kv, &c);
     if (rc) {
         vmem_kv_destroy(kv);
         return rc;

@@ -37,7 +37,7 @@ struct kv_group {
 struct kv_span {
     uint32_t lo, hi;
     uint32_t need_lo, need_hi; // what the slot's last step asked for; equal: nothing
-    uint32_t keep_lo, keep_hi; // what kernels of the last two steps touch
+    uint32_t keep_lo, keep_hi; // what kernels in flight touch: those of the last steps, and of the next
     uint32_t shared_hi;        // pages from here on are nobody else's
     uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page
     uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
@@ -50,12 +50,18 @@ struct kv_slot {
     uint32_t fit;    // tokens of the request that had this free slot last
     uint32_t from;   // of these, so many were shared: there is no page in their place
     uint32_t backed; // tokens up to which a step has nothing to map
+    uint64_t ends;   // VMEM_KV_ENDING: after the kernels of this step
     bool fresh;      // no step since it was allocated or swapped in: no kernel can be touching it
     bool busy;       // the worker is at it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
     bool stale;      // some span has stale mappings
     bool skip;       // the worker failed here: not again before the next step
     uint64_t parked; // when it was freed
+};
+
+// What a slot's earlier step asked for; equal: nothing.
+struct kv_past {
+    uint32_t lo, hi;
 };
 
 struct kv_prefix {
@@ -111,7 +117,10 @@ struct vmem_kv {
     vmem_context *ctx;
     pid_t pid;
     uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
-    uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent;
+    uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
+    uint64_t step, retired; // the last step; the last whose kernels have ended
+    uint32_t n_ending;
+    struct kv_past *past; // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
     uint32_t page_shift, block; // block: pages in 2 MiB
@@ -212,6 +221,17 @@ int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 int kv_enter(vmem_kv *kv);
 int kv_enter_step(vmem_kv *kv);
 int kv_leave(vmem_kv *kv, int rc);
+// What kernels in flight touch of a span when a step asks for [lo, hi).
+struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
+// No kernel touches the slot: its earlier steps count no more.
+void kv_forget(vmem_kv *kv, uint32_t slot);
+// vmem_kv_free and vmem_kv_truncate, with the locks held and checked.
+int kv_free(vmem_kv *kv, uint32_t slot);
+int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+// Ends the requests whose kernels have ended, up to kv->retired.
+int kv_end_requests(vmem_kv *kv);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 // The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.

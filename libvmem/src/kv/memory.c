@@ -34,6 +34,9 @@ void kv_enough(void)
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
     last = (struct vmem_kv_shortage){.reason = reason, .missing_pages = missing, .prefix_pages = kv->refs.only};
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++)
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ENDING; i++)
+            last.ending_pages += (uint64_t)(kv_span(kv, s, i)->hi - kv_span(kv, s, i)->lo) * kv->groups[i].n;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
     if (out)

@@ -40,7 +40,7 @@ int kv_leave(vmem_kv *kv, int rc)
 
 int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
 {
-    static const char *const names[] = {"free", "active", "swapped out"};
+    static const char *const names[] = {"free", "active", "swapped out", "being given up"};
     if (slot >= kv->n_slots)
         return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
     if (!(states >> kv->slots[slot].state & 1))
@@ -149,14 +149,9 @@ int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
     return vmem_kv_alloc_with(kv, &o, slot);
 }
 
-int vmem_kv_free(vmem_kv *kv, uint32_t slot)
+int kv_free(vmem_kv *kv, uint32_t slot)
 {
-    int rc = kv_enter(kv);
-    if (rc)
-        return rc;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
-    if (rc)
-        return kv_leave(kv, rc);
+    int rc = 0;
     struct kv_slot *s = &kv->slots[slot];
     bool fresh = s->fresh;
     s->fresh = true;
@@ -165,8 +160,9 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
         rc = kv->flags & VMEM_KV_DEFER ? kv_park(kv, slot, i) : kv_cut_now(kv, slot, i, 0, 0);
     if (rc) {
         s->fresh = fresh;
-        return kv_leave(kv, rc);
+        return rc;
     }
+    kv_forget(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && s->backed;
     s->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
     s->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
@@ -183,10 +179,19 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
         kv_worker_release(kv);
     }
     kv_worker_wake(kv);
-    return kv_leave(kv, 0);
+    return 0;
 }
 
-static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int vmem_kv_free(vmem_kv *kv, uint32_t slot)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    return kv_leave(kv, rc ? rc : kv_free(kv, slot));
+}
+
+int kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
@@ -204,23 +209,18 @@ int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
         return rc;
     if (missing)
         *missing = 0;
-    rc = check_truncate(kv, slot, tokens);
+    rc = kv_check_truncate(kv, slot, tokens);
     return kv_leave(kv, rc ? rc : kv_would_fit(kv, kv_unshare_pages(kv, slot, tokens), missing));
 }
 
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = kv_enter(kv);
-    if (rc)
-        return rc;
-    rc = check_truncate(kv, slot, tokens);
-    if (rc)
-        return kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // no kernel is touching it, says the caller
-    rc = kv_unshare(kv, slot, tokens);
+    kv_forget(kv, slot);
+    int rc = kv_unshare(kv, slot, tokens);
     if (rc)
-        return kv_leave(kv, rc);
+        return rc;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = KV_MIN(kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
@@ -229,7 +229,16 @@ int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     }
     s->tokens = tokens;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
-    return kv_leave(kv, 0);
+    return 0;
+}
+
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_check_truncate(kv, slot, tokens);
+    return kv_leave(kv, rc ? rc : kv_truncate(kv, slot, tokens));
 }
 
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)

@@ -31,6 +31,7 @@ void kv_summarise(vmem_kv *kv)
     st->held_pages = kv->held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = st->swapped_slots = 0;
+    st->ending_slots = kv->n_ending;
     uint64_t reclaimable = kv->pending;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
@@ -45,6 +46,8 @@ void kv_summarise(vmem_kv *kv)
                 st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
                 st->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
                 st->ahead_pages += (uint64_t)(sp->hi - sp->need_hi) * g->n;
+            } else if (sl->state == VMEM_KV_ENDING) {
+                st->needed_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             } else {
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }
@@ -183,7 +186,7 @@ int kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fro
 {
     const struct kv_slot *s = &kv->slots[slot];
     const struct kv_span *sp = kv_span(kv, slot, group);
-    if (s->state != VMEM_KV_ACTIVE || s->fresh)
+    if ((s->state != VMEM_KV_ACTIVE && s->state != VMEM_KV_ENDING) || s->fresh)
         return 0;
     if (from < sp->keep_hi && to > sp->keep_lo)
         return vmem__error(-EFAULT, "slot %u, pages [%u, %u) change while kernels may touch [%u, %u)", slot, from, to,

@@ -20,7 +20,8 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
                                kv->max_tokens);
         if (s->state != VMEM_KV_ACTIVE)
             return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", i, lengths[i],
-                               s->state == VMEM_KV_FREE ? "free" : "swapped out");
+                               s->state == VMEM_KV_FREE ? "free" :
+                               s->state == VMEM_KV_ENDING ? "being given up" : "swapped out");
         if ((uint32_t)lengths[i] < s->shared_tokens)
             return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", i,
                                lengths[i], s->shared_tokens);
@@ -92,7 +93,7 @@ static uint64_t missing_in(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 }
 
 // What nobody may take back while the step runs: what kernels of the last step touch, and what this one asks for.
-// Kernels of earlier steps have ended. was: receives what was protected before.
+// was: receives what was protected before.
 static void protect(vmem_kv *kv, const int32_t *lengths, struct kv_span *was)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++)
@@ -103,9 +104,9 @@ static void protect(vmem_kv *kv, const int32_t *lengths, struct kv_span *was)
             new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
             hi = KV_MIN(KV_MAX(hi, sp->lo), sp->hi);
             lo = KV_MIN(KV_MAX(lo, sp->lo), hi);
-            bool none = sp->need_lo == sp->need_hi;
-            sp->keep_lo = none ? lo : KV_MIN(sp->need_lo, lo);
-            sp->keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
+            struct kv_past all = kv_in_flight(kv, s, i, lo, hi);
+            sp->keep_lo = KV_MAX(all.lo, sp->lo);
+            sp->keep_hi = KV_MIN(all.hi, sp->hi);
         }
 }
 
@@ -256,9 +257,16 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
             new_need(kv, s, i, tokens, &lo, &hi);
             bool none = sp->need_lo == sp->need_hi;
             uint32_t keep_lo = none ? lo : KV_MIN(sp->need_lo, lo), keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
+            if (kv->steps_in_flight > 1) {
+                struct kv_past all = kv_in_flight(kv, s, i, lo, hi);
+                keep_lo = KV_MAX(all.lo, sp->lo);
+                keep_hi = KV_MIN(all.hi, sp->hi);
+            }
             // Most steps change nothing here: then the line stays shared with the core that the worker runs on.
             if (sp->need_lo == lo && sp->need_hi == hi && sp->keep_lo == keep_lo && sp->keep_hi == keep_hi)
                 continue;
+            if (kv->steps_in_flight > 1)
+                kv_remember(kv, s, i);
             sp->keep_lo = keep_lo;
             sp->keep_hi = keep_hi;
             sp->need_lo = lo;
@@ -284,6 +292,12 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
         return rc;
     if (missing)
         *missing = 0;
+    if (kv->n_ending) {
+        kv_may_take_long(kv);
+        // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
+        kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
+        kv_end_requests(kv);
+    }
     rc = check_lengths(kv, lengths, n);
     bool waited = false;
     uint32_t n_todo = rc ? 0 : find_todo(kv, lengths, &waited);
@@ -301,6 +315,7 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
             kv_count_shortage(kv);
     } else {
         commit(kv, lengths);
+        kv->step++;
     }
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     if (kv->view && kv->view->wanted_budget)
@@ -376,10 +391,9 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
                 const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
                 uint32_t from;
                 new_need(kv, (uint32_t)slot, i, middle, &from, &hi);
-                if (sp->need_lo != sp->need_hi) {
-                    from = KV_MIN(from, sp->need_lo);
-                    hi = KV_MAX(hi, sp->need_hi);
-                }
+                struct kv_past all = kv_in_flight(kv, (uint32_t)slot, i, from, hi);
+                from = all.lo;
+                hi = all.hi;
                 lo = from;
                 hi = KV_MAX(hi, kv->slots[slot].fresh ? 0 : sp->coarse_hi);
                 // Shared pages that a window has passed free nothing when they are let go of.

@@ -82,6 +82,7 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
         return kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // no kernel is touching it, says the caller
+    kv_forget(kv, slot);
     bool gone = false;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         bool some = kv_span(kv, slot, i)->hi;

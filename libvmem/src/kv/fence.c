@@ -1,0 +1,137 @@
+// Fences: which kernels may be in flight, what they touch, and what waits for them.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/kv.h"
+
+static struct kv_past *past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return kv->past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
+}
+
+struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    const struct kv_past *past = past_of(kv, slot, group);
+    struct kv_past all = {lo, hi};
+    if (s->need_lo != s->need_hi)
+        all = (struct kv_past){KV_MIN(lo, s->need_lo), KV_MAX(hi, s->need_hi)};
+    for (uint32_t i = 0; i + 1 < kv->steps_in_flight; i++)
+        if (past[i].lo != past[i].hi)
+            all = (struct kv_past){KV_MIN(all.lo, past[i].lo), KV_MAX(all.hi, past[i].hi)};
+    return all;
+}
+
+void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_past *past = past_of(kv, slot, group);
+    for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
+        past[i] = past[i - 1];
+    if (kv->steps_in_flight > 1)
+        past[0] = (struct kv_past){s->need_lo, s->need_hi};
+}
+
+void kv_forget(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
+            past_of(kv, slot, i)[k] = (struct kv_past){0};
+}
+
+// Kernels up to this step have ended. Those of the steps in flight at the last step, and its own, may run.
+static uint64_t ended(const vmem_kv *kv)
+{
+    uint64_t running = (uint64_t)kv->steps_in_flight + 1;
+    return KV_MAX(kv->retired, kv->step > running ? kv->step - running : 0);
+}
+
+static int check_fence(const vmem_kv *kv, uint64_t step)
+{
+    if (step > kv->step)
+        return vmem__error(-EINVAL, "step %" PRIu64 " was not made yet; the last is %" PRIu64, step, kv->step);
+    return 0;
+}
+
+int kv_end_requests(vmem_kv *kv)
+{
+    int rc = 0;
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+        if (kv->slots[s].state != VMEM_KV_ENDING || kv->slots[s].ends > kv->retired)
+            continue;
+        kv_wait_slot(kv, s);
+        int failed = kv_free(kv, s);
+        kv->n_ending -= !failed;
+        rc = rc ? rc : failed;
+    }
+    return rc;
+}
+
+int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (step)
+        *step = kv->step;
+    return kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
+}
+
+int vmem_kv_retire(vmem_kv *kv, uint64_t step)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = check_fence(kv, step);
+    if (!rc) {
+        kv->retired = KV_MAX(ended(kv), step);
+        rc = kv_end_requests(kv);
+    }
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    if (!rc)
+        rc = check_fence(kv, step);
+    if (!rc && (step <= ended(kv) || kv->slots[slot].fresh))
+        rc = kv_free(kv, slot);
+    else if (!rc) {
+        kv->slots[slot].state = VMEM_KV_ENDING;
+        kv->slots[slot].ends = step;
+        kv->n_ending++;
+    }
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = kv_check_truncate(kv, slot, tokens);
+    if (!rc)
+        rc = check_fence(kv, step);
+    if (rc)
+        return kv_leave(kv, rc);
+    struct kv_slot *s = &kv->slots[slot];
+    if (step <= ended(kv) || s->fresh)
+        return kv_leave(kv, kv_truncate(kv, slot, tokens));
+    if (tokens < s->shared_tokens)
+        return kv_leave(kv, vmem__error(-EBUSY, "tokens %u: rows below %u are shared, and kernels of step %" PRIu64
+                                        " may be in flight", tokens, s->shared_tokens, step));
+    // Nothing changes under the kernels: the rows go when steps have come that do not ask for them. What the window of a
+    // shorter request reads stays, too.
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->need_lo = KV_MIN(sp->need_lo, kv_need_lo(kv, &kv->groups[i], tokens));
+        sp->keep_lo = KV_MIN(sp->keep_lo, sp->need_lo);
+    }
+    s->tokens = tokens;
+    return kv_leave(kv, 0);
+}
