@@ -16,8 +16,8 @@ from pyvmem.kv import KVCache, Prefix
 
 # What every rank answers for itself: nothing is decided by it.
 _LOCAL = frozenset(
-    "alloc_reqid context flat free_reqid drop_prefix keys last_step layout max_tokens metrics_json metrics_prometheus page_size "
-    "reclaim retire shortage slot slots specs stats tensors values wait".split()
+    "alloc_reqid context flat free_reqid drop_prefix keys last_step layout max_tokens metrics_json "
+    "metrics_prometheus page_size reclaim retire shortage slot slots specs stats tensors values wait".split()
 )
 
 
