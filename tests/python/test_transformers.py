@@ -291,6 +291,21 @@ def test_batch_select_indices(name, attention, indices, make, device):
     same_next(model, ours, theirs, attention, device)
 
 
+def test_selected_sequences_keep_their_own_padding(make, device):
+    model, ids, mask = tiny_model("llama", device=device), prompts(device=device), padding("left").to(device)
+    order, more = torch.tensor([2, 0, 1, 0], device=device), prompts(4, 3, 9, device=device)
+    outs = []
+    for cache, kind in ((make(model), "vmem"), (transformers.DynamicCache(config=model.config), "sdpa")):
+        model.set_attn_implementation(kind)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            cache.batch_select_indices(order)
+            longer = torch.cat([mask[order], mask.new_ones(4, 3)], 1)
+            positions = (longer.cumsum(1) - 1)[:, -3:]
+            outs.append(model(more, attention_mask=longer, position_ids=positions, past_key_values=cache).logits)
+    torch.testing.assert_close(*outs)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_batch_repeat_interleave(attention, make, device):
     model, ours, theirs = pair("gemma3", attention, make, device)
