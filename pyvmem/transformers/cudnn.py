@@ -16,11 +16,11 @@ _users = 0
 
 def keep_off(owner):
     """Keep cuDNN's attention switched off in this process for as long as `owner` lives, or until the call of what this
-    returns. None where it is off already, or not there."""
+    returns. False where it is off already, by somebody else's wish."""
     global _users
     with _lock:
         if not _users and not torch.backends.cuda.cudnn_sdp_enabled():
-            return None
+            return False
         _users += 1
         torch.backends.cuda.enable_cudnn_sdp(False)
     return weakref.finalize(owner, _let_go)

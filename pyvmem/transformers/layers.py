@@ -108,6 +108,8 @@ class VMemLayer(CacheLayerMixin):
         rows.begin(start, tokens, key_states.shape[0])
         if self._version != rows.version:
             self._bind()
+        if rows.cudnn is None:
+            rows.for_stock_attention()
         self._k.narrow(2, start, tokens).copy_(key_states)
         self._v.narrow(2, start, tokens).copy_(value_states)
         self.length = start + tokens

@@ -14,7 +14,7 @@ import torch
 from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.transformers import cudnn
+from pyvmem.transformers.cudnn import keep_off
 
 MIB = 1 << 20
 
@@ -109,7 +109,7 @@ class Rows:
         self._lengths = None  # of every slot, int32, as in the last step
         self._fence = None
         self._finalizer = None
-        self._cudnn = None
+        self.cudnn = None  # what lets cuDNN's attention be used again; False: nothing does
         self._swapped = False
         self._batch = self._batch_shape = None
 
@@ -120,18 +120,13 @@ class Rows:
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
-    def open(self, layer, key, value, tile_rows=None):
-        """A layer shows the shapes of its K and V, ``[batch, heads, tokens, head_dim]``.
-
-        tile_rows: what kernels that go by length want of the cache; None for torch's own attention.
-        """
+    def open(self, layer, key, value, tile_rows=1):
+        """A layer shows the shapes of its K and V, ``[batch, heads, tokens, head_dim]``."""
         shapes = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         if self.kv is None:
             if key.device.type not in ("cpu", "cuda"):
                 raise ValueError(f"device {key.device}: a VMemCache holds rows on cpu or cuda")
-            self.dtype, self.device, self.tile_rows = key.dtype, key.device, tile_rows or 1
-            if tile_rows is None and key.is_cuda:
-                self._cudnn = cudnn.keep_off(self)
+            self.dtype, self.device, self.tile_rows = key.dtype, key.device, tile_rows
             # Until a layer shows other shapes, every layer is taken to be like the first.
             self._shapes = [shapes] * len(self.windows)
             self._take(self._create(max(key.shape[0], self._least_slots)))
@@ -235,11 +230,16 @@ class Rows:
     def close(self):
         if self.kv is not None:
             self._finalizer()
-            if self._cudnn:
-                self._cudnn()
-            self.kv = self.plan = self._cudnn = None
+            if self.cudnn:
+                self.cudnn()
+            self.kv = self.plan = self.cudnn = None
             self.batch = 0
             self._known = [False] * len(self.windows)
+
+    def for_stock_attention(self):
+        """Torch's own attention reads the rows."""
+        if self.cudnn is None:
+            self.cudnn = self.device.type == "cuda" and keep_off(self)
 
     # ---- a forward pass --------------------------------------------------------------------------------------
 

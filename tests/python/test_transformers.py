@@ -540,7 +540,7 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
         gc.collect()
         assert torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
-        assert keep_off(first) is None  # the user's own wish stays
+        assert keep_off(first) is False  # the user's own wish stays
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
