@@ -108,12 +108,10 @@ class Engine:
 
     def allowed_blocks(self):
         """Blocks that the scheduler may use now: what the limit and the device's other users leave."""
-        limit = self.requests.poll_limit()
-        stats = self.cache.stats()
-        free = self.context.info().memory_free
-        reachable = stats.held_pages + max(free - MARGIN, 0) // stats.page_size
-        pages = min(limit, reachable) * stats.page_size // self.layout.block_bytes
-        return min(pages, self.num_blocks)
+        limit = self.requests.poll_limit() * self.cache.page_size
+        has = self.context.stats()
+        reachable = has.created + has.overhead + max(self.context.info().memory_free - MARGIN, 0)
+        return min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
 
 
 MARGIN = 256 << 20  # of device memory, for what other processes take until the next look

@@ -301,6 +301,80 @@ def test_a_replacement_takes_what_vllm_gives_it_by_position_or_by_name(patch, mo
     assert replaced(**given) == replaced(*given.values()) == tuple(given.values())
 
 
+class Backend:
+    """FlashAttention's description of its KV cache."""
+
+    @staticmethod
+    def get_kv_cache_shape(blocks, tokens, heads, size, cache_dtype_str="auto"):
+        return (blocks, heads, tokens, 2 * size)
+
+    @staticmethod
+    def get_kv_cache_stride_order():
+        return (0, 2, 1, 3)
+
+
+def start_engine(monkeypatch, layers=3, blocks=40, caching=True, **environment):
+    """A worker's engine on the host backend, as `initialize_kv_cache` makes it; and its layers' views."""
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    for name, text in {"VMEM_BACKEND": "host", **environment}.items():
+        monkeypatch.setenv(name, text)
+    spec = types.SimpleNamespace(block_size=16, page_size_bytes=16 * 4096, dtype=torch.float16, num_kv_heads=2,
+                                 head_size=512)  # fmt: skip
+    names = [f"layer{i}" for i in range(layers)]
+    config = types.SimpleNamespace(
+        num_blocks=blocks, kv_cache_tensors=[types.SimpleNamespace(shared_by=[n]) for n in names],
+        kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec, layer_names=names)],
+    )  # fmt: skip
+    vllm_config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_seqs=4), num_speculative_tokens=0,
+        model_config=types.SimpleNamespace(max_model_len=100),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=caching),
+    )  # fmt: skip
+    engine = worker.Engine(config, vllm_config, torch.device("cpu"), settings.read())
+    monkeypatch.setattr(worker, "_current", engine)
+    raw = worker.allocate_kv_cache(None, config, {}, "cpu")
+    group = types.SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=0, backend=Backend,
+                                  layer_names=[*names, "sharing"])  # fmt: skip
+    views = worker.reshape_kv_cache(None, [group], raw, "auto", [16], {"sharing": names[0]}, config)
+    assert views["sharing"] is views[names[0]]
+    return engine, [views[n] for n in names]
+
+
+@pytest.mark.parametrize("kind, tensors", [("block", 1), ("token", 1), ("layer", 3)])
+def test_an_engine_backs_what_its_layers_write(monkeypatch, kind, tensors):
+    engine, views = start_engine(monkeypatch, VMEM_VLLM_LAYOUT=kind)
+    gpu = Gpu()
+    engine.requests._fences = gpu
+    assert (len(engine.cache.specs), engine.cache.page_size) == (tensors, PAGE)
+    engine.requests.begin_step()
+    table = engine.requests.start(0, [5, 6], 0)
+    engine.requests.back()
+    for layer, view in enumerate(views):
+        for place, number in enumerate(table):
+            view[number] = 10 * layer + place
+    engine.requests.begin_step()
+    again = engine.requests.start(1, [5, 6, 7], 32)
+    engine.requests.back()
+    for layer, view in enumerate(views):
+        for place in range(2):
+            assert (view[again[place]] == 10 * layer + place).all()
+    assert engine.cache.stats().attached_pages == 2 * 3 * (16 * 4096) // PAGE
+    gpu.wait(gpu.marked)
+    engine.close()
+
+
+def test_an_engine_may_have_what_the_limit_and_the_device_leave(monkeypatch):
+    engine, _ = start_engine(monkeypatch, caching=False)
+    assert engine.allowed_blocks() == 40
+    engine.cache.set_budget(25 * 3 * 65536)
+    assert engine.allowed_blocks() == 25
+    monkeypatch.setattr(importlib.import_module("pyvmem.vllm.worker"), "MARGIN", 2**60)
+    assert engine.allowed_blocks() == 0  # nothing is held, and the device has nothing to spare
+    engine.requests._fences = Gpu()
+    engine.close()
+    engine.requests.tend()
+
+
 def configuration(**changes):
     parallel = types.SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1,
                                      prefill_context_parallel_size=1)  # fmt: skip
