@@ -205,8 +205,10 @@ class Turns:
 
 @benchmark("vllm", "vLLM as it is and vLLM on vMem in turns", arguments=arguments, order=900)
 def run(session):
-    """Records of both engines; none where there is no vLLM."""
+    """Records of both engines; none where there is no vLLM, and none in "all": it takes minutes and a GPU's memory."""
     args = session.args
+    if getattr(args, "bench", "vllm") == "all":
+        return []
     if importlib.util.find_spec("vllm") is None:
         print("vllm: vLLM is not installed (pip install pyvmem[vllm])", file=sys.stderr)
         return []
