@@ -69,7 +69,8 @@ void vmem_context_destroy(vmem_context *ctx);
 
 // Lets long calls be interrupted: vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after every 32 MiB or so
 // of their work, in the thread that made the call and with no lock held. If it returns other than 0, the call undoes
-// what it has done and returns -EINTR. The function may call libvmem, but must not destroy the context. NULL: none.
+// what it has done and returns -EINTR; the memory itself may go back to the system a little later, and counts as
+// overhead until then. The function may call libvmem, but must not destroy the context. NULL: none.
 // The calls that give something back are never interrupted.
 int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg);
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Seeded faults in libvmem, each of which a named program of tests/c must notice.
 
-A mutant is one changed line. Its file is compiled again, linked with the objects of `make check`, and the programs named
-for it run until one fails; a mutant that survives all of them is an error, and so is one whose text is no longer in the
-source once: then it has to follow the source. A mutant that hangs counts as noticed. `mutants.py NAME...` runs a part,
-`-l` lists them.
+A mutant is one changed line. Its file is compiled again and linked with the objects of `make check`, and the programs
+named for it run until one fails. A mutant that survives all of them is an error, and so is one whose text is no longer
+in the source once: then it has to follow the source. A mutant that hangs counts as noticed. `mutants.py NAME...` runs a
+part, `-l` lists them.
 """
 
 import concurrent.futures
@@ -67,7 +67,8 @@ def main(names):
     for m in chosen:
         mutated(m)
     programs = sorted({p for m in chosen for p in m.programs.split()})
-    subprocess.run(["make", "--no-print-directory", "-C", HERE, "run", "KIND=plain", f"T={' '.join(programs)}"], check=True)
+    make = ["make", "--no-print-directory", "-C", HERE, "run", "KIND=plain", f"T={' '.join(programs)}"]
+    subprocess.run(make, check=True)
     alive = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for m, by in zip(chosen, pool.map(run, chosen)):

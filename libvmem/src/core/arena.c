@@ -5,6 +5,8 @@
 // is wholly committed (it holds device memory) or wholly not; the two kinds have lists of their own and never join.
 //
 // SPDX-License-Identifier: MIT
+#include <signal.h>
+
 #include "core/core.h"
 
 // How many extents of one list are looked at for one that fits, before a list of longer ones is tried.
@@ -359,7 +361,7 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
 
     for (size_t i = 0; i < n; i++) {
         uint64_t bytes = p[i].units * UNIT;
-        if (b->ops->discard && p[i].committed && ctx->committed - bytes >= ctx->keep) {
+        if (b->ops->discard && p[i].committed && !ctx->undoing && ctx->committed - bytes >= ctx->keep) {
             ctx->committed -= bytes;
             p[i].committed = false;
             discard = true;
@@ -404,10 +406,12 @@ void vmem__shrink(vmem_context *ctx)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
     struct vmem__piece p;
-    // Committed extents of a lazy backend go through discard() into the other list. One that cannot be discarded comes
-    // back into the same list, and ends the loop.
-    while (lazy && ctx->committed >= ctx->keep + UNIT &&
-           vmem__take(ctx, true, (ctx->committed - ctx->keep) / UNIT, 1, &p)) {
+    // Committed extents of a lazy backend go through discard() into the other list, a step at a time, since others wait in
+    // the kernel for its end. One that cannot be discarded comes back into the same list, and ends the loop.
+    while (lazy && ctx->committed >= ctx->keep + UNIT) {
+        const uint64_t units = (ctx->committed - ctx->keep) / UNIT, step = VMEM__STEP / UNIT;
+        if (!vmem__take(ctx, true, units < step ? units : step, 1, &p))
+            break;
         vmem__give(ctx, &p, 1);
         if (p.committed)
             break;
@@ -427,6 +431,34 @@ void vmem__shrink(vmem_context *ctx)
         gone = a->next;
         arena_release(ctx, a);
     }
+}
+
+static void *shrink(void *arg)
+{
+    vmem_context *ctx = arg;
+    vmem__lock(ctx);
+    vmem__shrink(ctx);
+    ctx->shrinking = false;
+    vmem__end(ctx);
+    return NULL;
+}
+
+void vmem__shrink_later(vmem_context *ctx)
+{
+    pthread_t thread;
+    sigset_t all, old;
+    if (ctx->shrinking)
+        return; // it sees this too
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for the program's own threads
+    ctx->shrinking = !pthread_create(&thread, NULL, shrink, ctx);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (!ctx->shrinking) {
+        vmem__shrink(ctx);
+        return;
+    }
+    ctx->calls++; // the context stays until it has ended
+    pthread_detach(thread);
 }
 
 void vmem__arenas_destroy(vmem_context *ctx)

@@ -116,6 +116,19 @@ static int fill(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     return vMemMapBatch(ctx, ops, *filled, 0, NULL);
 }
 
+static void undo(vmem_context *ctx, const struct pages *pages, int rc)
+{
+    vmem__lock(ctx);
+    ctx->undoing += rc == -EINTR;
+    vmem__unlock(ctx);
+    vmem_drop(ctx, pages->items, pages->n);
+    vmem__lock(ctx);
+    ctx->undoing -= rc == -EINTR;
+    if (rc == -EINTR)
+        vmem__shrink_later(ctx);
+    vmem__unlock(ctx);
+}
+
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
                 uint64_t *bytes)
 {
@@ -154,7 +167,7 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     if (rc && pages.n) {
         char text[256];
         snprintf(text, sizeof(text), "%s", vmem_last_error());
-        vmem_drop(ctx, pages.items, pages.n);
+        undo(ctx, &pages, rc);
         vmem__error(rc, "%s", text);
     }
     vmem__lock(ctx);

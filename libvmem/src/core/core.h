@@ -167,6 +167,8 @@ struct vmem_context {
     struct vmem__access *accesses;
     uint64_t n_doomed; // pages and reservations
     bool sweeping;     // some call looks after these
+    uint64_t undoing;  // interrupted calls that keep what they free, for vmem__shrink_later
+    bool shrinking;    // its thread runs
     bool stuck;        // the kernel's or the driver's resources were exhausted, and nothing was unmapped since
 
     struct vmem__space **spaces; // by address
@@ -238,6 +240,8 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
 int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align);
 // Returns all free memory beyond ctx->keep to the system, without hysteresis.
 void vmem__shrink(vmem_context *ctx);
+// The same in a thread of its own, for a call that was interrupted and is to end now: it takes 100 ms a GiB and more.
+void vmem__shrink_later(vmem_context *ctx);
 void vmem__arenas_destroy(vmem_context *ctx);
 
 // page.c

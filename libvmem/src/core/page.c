@@ -5,8 +5,9 @@
 
 #include "core/core.h"
 
-// Units of a part of a create call: the lock is held for as many at a time.
-#define PART_UNITS (UINT64_C(1) << 14)
+// Units of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page, an
+// interrupted call gives back what it has of one part.
+#define PART_UNITS(ctx) ((ctx)->b.ops->populate ? UINT64_C(1) << 10 : UINT64_C(1) << 14)
 
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 {
@@ -226,7 +227,8 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     const uint64_t bytes = rc ? 0 : n * page_size;
     ctx->created += bytes;
     while (!rc && done < n) {
-        const size_t part = (n - done) * units <= PART_UNITS ? n - done : PART_UNITS / units;
+        const uint64_t most = PART_UNITS(ctx);
+        const size_t part = (n - done) * units <= most ? n - done : most / units;
         rc = create_part(ctx, units, part, (n - done - part) * units, near, flags, out + done, &grown);
         done += rc ? 0 : part;
         if (rc || done == n)
@@ -238,11 +240,15 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     }
     if (rc) {
         ctx->created -= bytes - done * page_size;
+        ctx->undoing += rc == -EINTR;
         vmem__unlock(ctx);
         if (done)
             vmem_drop(ctx, out, done); // nobody else knows them
         vmem__lock(ctx);
-        if (grown)
+        ctx->undoing -= rc == -EINTR;
+        if (rc == -EINTR)
+            vmem__shrink_later(ctx);
+        else if (grown)
             vmem__shrink(ctx);
     }
     vmem__end(ctx);
@@ -333,7 +339,7 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
     }
     if (rc) {
         ctx->keep = kept;
-        vmem__shrink(ctx);
+        rc == -EINTR ? vmem__shrink_later(ctx) : vmem__shrink(ctx);
     }
     vmem__end(ctx);
     return rc;
