@@ -8,11 +8,15 @@ backend the process group has (gloo, NCCL). Run under ``torchrun``.
 SPDX-License-Identifier: MIT
 """
 
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, SupportsIndex
+
 import torch
 import torch.distributed as dist
 
 from pyvmem.errors import OutOfMemory, VmemError
-from pyvmem.kv import KVCache, Prefix
+from pyvmem.kv import KVCache, Lengths, Prefix
 
 # What every rank answers for itself: nothing is decided by it.
 _LOCAL = frozenset(
@@ -45,7 +49,7 @@ class TensorParallelKVCache:
         The cache was made without ``same_slots``, or the ranks' caches differ.
     """
 
-    def __init__(self, cache, group=None):
+    def __init__(self, cache: KVCache, group: dist.ProcessGroup | None = None) -> None:
         if not cache.same_slots:
             raise ValueError("the cache must be made with same_slots=True: else the ranks choose different slots")
         self.cache = cache
@@ -57,32 +61,32 @@ class TensorParallelKVCache:
         if least != [-n for n in most]:
             raise ValueError("the ranks' caches differ in slots or max_tokens")
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name in _LOCAL:
             return getattr(self.cache, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _agree(self, *numbers):
+    def _agree(self, *numbers: int) -> list[int]:
         """The largest of every number over the ranks."""
         for i, number in enumerate(numbers):
             self._word[i] = number
         dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=self.group)
-        return self._word[: len(numbers)].tolist()
+        return [int(number) for number in self._word[: len(numbers)]]
 
-    def _fits(self, check, *args):
+    def _fits(self, check: Callable[..., Any], *args: Any) -> bool:
         """Whether a check of `KVCache` finds memory on every rank."""
         self.cache.missing_pages = 0
         check(*args)
         self.missing_pages = self._agree(self.cache.missing_pages)[0]
         return not self.missing_pages
 
-    def _done(self, answer):
+    def _done(self, answer: int) -> int:
         """The answer of a call that was agreed on."""
         if answer:
             raise OutOfMemory(12, f"{self.cache.missing_pages} pages are missing on this rank, within its budget")
         return answer
 
-    def _together(self, call, *args, undo=None):
+    def _together(self, call: Callable[..., Any], *args: Any, undo: Callable[[Any], Any] | None = None) -> Any:
         """Make a call that can fail on one rank; it raises on every rank if it does."""
         error = result = None
         try:
@@ -98,19 +102,19 @@ class TensorParallelKVCache:
             raise error
         return result
 
-    def room(self, slot=None):
+    def room(self, slot: SupportsIndex | None = None) -> int:
         """How many tokens the slot (None: a new request) could have on the rank that has least free."""
         return -self._agree(-self.cache.room(slot))[0]
 
-    def admit(self, tokens):
+    def admit(self, tokens: int) -> int:
         """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""
         return self.cache.alloc_reqid(tokens) if self.room() >= tokens else -1
 
-    def check(self, lengths):
+    def check(self, lengths: Lengths) -> int:
         """What `step` would return now, without doing anything."""
         return 0 if self._fits(self.cache.check, lengths) else -1
 
-    def step(self, lengths):
+    def step(self, lengths: Lengths) -> int:
         """As `KVCache.step`: 0 on every rank, or -1 on every rank, and then nothing changed on any.
 
         Raises
@@ -120,67 +124,80 @@ class TensorParallelKVCache:
         """
         return self._done(self.cache.step(lengths)) if self._fits(self.cache.check, lengths) else -1
 
-    def check_attach(self, prefix, tokens=None):
+    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.check_attach`, agreed on."""
         return 0 if self._fits(self.cache.check_attach, prefix, tokens) else -1
 
-    def attach_prefix(self, prefix, slot, tokens=None):
+    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.attach_prefix`, agreed on like a step."""
         if not self._fits(self.cache.check_attach, prefix, tokens):
             return -1
         return self._done(self.cache.attach_prefix(prefix, slot, tokens))
 
-    def save_prefix(self, slot, tokens):
+    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
         """As `KVCache.save_prefix`. What can be attached is what every rank has."""
         prefix = self._together(self.cache.save_prefix, slot, tokens, undo=self.cache.drop_prefix)
         return Prefix(prefix.id, prefix.tokens, self._agree(prefix.min_tokens)[0])
 
-    def prefix_pages(self, prefix):
+    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
         """As `KVCache.prefix_pages`, on the rank that has fewest."""
         pages, own = self.cache.prefix_pages(prefix)
-        return tuple(-n for n in self._agree(-pages, -own))
+        pages, own = self._agree(-pages, -own)
+        return -pages, -own
 
-    def check_swap_in(self, slot):
+    def check_swap_in(self, slot: int) -> int:
         """As `KVCache.check_swap_in`, agreed on."""
         return 0 if self._fits(self.cache.check_swap_in, slot) else -1
 
-    def swap_in(self, slot):
+    def swap_in(self, slot: int) -> int:
         """As `KVCache.swap_in`, agreed on like a step."""
         return self._done(self.cache.swap_in(slot)) if self._fits(self.cache.check_swap_in, slot) else -1
 
-    def swap_out(self, slot):
+    def swap_out(self, slot: SupportsIndex) -> None:
         """As `KVCache.swap_out`."""
         self._together(self.cache.swap_out, slot)
 
-    def check_truncate(self, slot, tokens):
+    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """As `KVCache.check_truncate`, agreed on."""
         self.cache.missing_pages = 0
         self._together(self.cache.check_truncate, slot, tokens)
         self.missing_pages = self._agree(self.cache.missing_pages)[0]
         return -1 if self.missing_pages else 0
 
-    def truncate(self, slot, tokens, after=None):
+    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
         """As `KVCache.truncate`, agreed on; raises `OutOfMemory` on every rank where one cannot copy a shared page."""
         if self.check_truncate(slot, tokens):
             raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared ones")
         self._together(self.cache.truncate, slot, tokens, after)
 
-    def set_budget(self, bytes):
+    def set_budget(self, bytes: SupportsIndex) -> None:
         """As `KVCache.set_budget`, of this rank: each may give another number."""
         self._together(self.cache.set_budget, bytes)
 
-    def close(self):
+    def close(self) -> None:
         """As `KVCache.close`, of this rank."""
         self.cache.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "TensorParallelKVCache":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def init_cache(layers, kv_heads, head_dim, slots, max_tokens, budget, *, group=None, **options):
+def init_cache(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    slots: int,
+    max_tokens: int,
+    budget: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> TensorParallelKVCache:
     """This rank's cache of a model whose `kv_heads` are split evenly over the ranks of the group.
 
     Returns a `TensorParallelKVCache`; other arguments as in `KVCache.for_model`.

@@ -10,13 +10,14 @@ import platform
 import re
 import resource
 import sys
+from typing import Any, TextIO
 
 from pyvmem.bench.session import size_text
 from pyvmem.core import Context, backends, probe
 from pyvmem.errors import VmemError
 
 
-def examine(device=0):
+def examine(device: int = 0) -> dict[str, Any]:
     """Everything the doctor knows, as plain data for JSON."""
     return {
         "machine": _machine(),
@@ -25,7 +26,7 @@ def examine(device=0):
     }
 
 
-def _read(path):
+def _read(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -33,14 +34,14 @@ def _read(path):
         return None
 
 
-def _version(package):
+def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _machine():
+def _machine() -> dict[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     maps = _read("/proc/sys/vm/max_map_count")
     return {
@@ -56,7 +57,7 @@ def _machine():
     }
 
 
-def _driver():
+def _driver() -> dict[str, Any] | None:
     """The loaded NVIDIA driver: its release, whether its kernel modules are the open ones, whether UVM is loaded."""
     text = _read("/proc/driver/nvidia/version")
     if not text:
@@ -69,9 +70,9 @@ def _driver():
     }
 
 
-def _backend(name, device):
-    said = {"name": name, "works": False, "reason": None}
-    error = probe(name, device)
+def _backend(name: str, device: int) -> dict[str, Any]:
+    said: dict[str, Any] = {"name": name, "works": False, "reason": None}
+    error: VmemError | None = probe(name, device)
     if error is None:
         try:
             with Context(name, device) as context:
@@ -94,11 +95,11 @@ def _backend(name, device):
     return said
 
 
-def _memory(bytes):
+def _memory(bytes: int) -> str:
     return f"{bytes / (1 << 30):.1f} GiB"
 
 
-def _print(found, out):
+def _print(found: dict[str, Any], out: TextIO) -> None:
     machine, driver = found["machine"], found["driver"]
     print(f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch'] or 'not installed'}", file=out)
     if driver:
@@ -129,7 +130,7 @@ def _print(found, out):
         print(f"{'':13} {', '.join(b['capabilities'])}", file=out)
 
 
-def doctor(device=0, as_json=False, out=None):
+def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None) -> int:
     """Print what `examine` finds; returns the command's exit status: 1 if no backend works."""
     out = out or sys.stdout
     found = examine(device)

@@ -12,17 +12,25 @@ import errno
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, make_dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyvmem._checks import one_of, uint
 from pyvmem._ffi import ffi, lib
-from pyvmem.core import Context, _Owned
+from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check
 from pyvmem.kv_view import new_view_path
+from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
+
+# Of a call: one for each slot, or all of them as numbers.
+Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+Cache = TypeVar("Cache", bound="KVCache")
 
 LAYOUTS = ("separate", "fused", "token-major")
 
@@ -49,19 +57,19 @@ class TensorSpec:
     """
 
     name: str
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: torch.dtype
     window: int = 0
     max_tokens: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {self.dtype!r}")
         if not isinstance(self.shape, tuple | list) or not all(uint("shape", n) for n in self.shape):
             raise ValueError(f"shape {self.shape!r} must be a tuple of numbers from 1 on")
 
     @property
-    def row_bytes(self):
+    def row_bytes(self) -> int:
         """Bytes of one token's row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -71,12 +79,19 @@ _MOST_LAYERS = 32768  # two tensors each
 _REASONS = (None, "budget", "device", "mappings", "slots")
 _INT32 = np.dtype(np.int32)
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
-KVStats = make_dataclass(
-    "KVStats",
-    [(name, int) for name in _STATS],
-    frozen=True,
-    namespace={"__doc__": "What a cache holds and has done, in pages, bytes and counts: struct vmem_kv_stats."},
-)
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class KVStats:
+        def __getattr__(self, name: str) -> int: ...
+
+else:
+    KVStats = make_dataclass(
+        "KVStats",
+        [(name, int) for name in _STATS],
+        frozen=True,
+        namespace={"__doc__": "What a cache holds and has done, in pages, bytes and counts: struct vmem_kv_stats."},
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,9 @@ class Prefix:
     min_tokens: int
 
 
-def model_specs(layers, kv_heads, head_dim, dtype, layout="separate", window=0):
+def model_specs(
+    layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layout: str = "separate", window: int = 0
+) -> list[TensorSpec]:
     """The `TensorSpec` list of a model whose layers are alike.
 
     layout: "separate" (K and V of each layer: 2 x layers tensors), "fused" (both in one: layers tensors of rows
@@ -143,9 +160,9 @@ def model_specs(layers, kv_heads, head_dim, dtype, layout="separate", window=0):
     return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
 
 
-def _config(specs, flags, **numbers):
+def _config(specs: list[TensorSpec], flags: Mapping[int, bool], **numbers: SupportsIndex) -> tuple[Any, Any]:
     """A struct vmem_kv_config, and what it points to: both must live as long as the call."""
-    kinds = {}
+    kinds: dict[torch.dtype, int] = {}
     raw = ffi.new("struct vmem_kv_tensor[]", len(specs))
     for spec, tensor in zip(specs, raw):
         tensor.row_bytes = spec.row_bytes
@@ -162,7 +179,7 @@ def _config(specs, flags, **numbers):
     return config, raw
 
 
-def _not_lengths(lengths):
+def _not_lengths(lengths: Iterable[Any]) -> Exception:
     """The exception that says which element is no length."""
     for i, value in enumerate(lengths):
         if not hasattr(value, "__index__"):
@@ -225,33 +242,36 @@ class KVCache(_Owned):
 
     _what = "KV cache"
 
+    keys: list[torch.Tensor]  # of `for_model`
+    values: list[torch.Tensor]
+
     def __init__(
         self,
-        specs,
-        slots,
-        max_tokens,
-        budget,
+        specs: Iterable[TensorSpec],
+        slots: int,
+        max_tokens: int,
+        budget: int,
         *,
-        context=None,
-        backend=None,
-        device=0,
-        page_size=None,
-        tile_rows=1,
-        overlap=True,
-        defer=True,
-        eager=True,
-        generous=True,
-        zero=False,
-        same_slots=False,
-        check=False,
-        lazy=False,
-        ahead_tokens=0,
-        ahead_min=0,
-        eager_tokens=0,
-        reclaim_percent=0,
-        steps_in_flight=1,
-        name="kv",
-    ):
+        context: Context | None = None,
+        backend: str | None = None,
+        device: int = 0,
+        page_size: int | None = None,
+        tile_rows: int = 1,
+        overlap: bool = True,
+        defer: bool = True,
+        eager: bool = True,
+        generous: bool = True,
+        zero: bool = False,
+        same_slots: bool = False,
+        check: bool = False,
+        lazy: bool = False,
+        ahead_tokens: int = 0,
+        ahead_min: int = 0,
+        eager_tokens: int = 0,
+        reclaim_percent: int = 0,
+        steps_in_flight: int = 1,
+        name: str | None = "kv",
+    ) -> None:
         if not isinstance(context, Context | None):
             raise TypeError(f"context must be a Context, not {context!r}")
         if not isinstance(name, str | None):
@@ -289,8 +309,8 @@ class KVCache(_Owned):
             self._close_context()
             raise
         self._own(owner, kv[0])
-        self._swapped = {}
-        self._events = []  # (event, step), the oldest first
+        self._swapped: dict[int, torch.Tensor] = {}
+        self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if name is not None:
             path = new_view_path()
@@ -298,8 +318,20 @@ class KVCache(_Owned):
                 _check(lib.vmem_kv_publish(self._use(), os.fsencode(path), name.encode()[:63]))
 
     @classmethod
-    def for_model(cls, layers, kv_heads, head_dim, slots, max_tokens, budget, *, dtype=torch.bfloat16,
-                  layout="separate", window=0, **options):
+    def for_model(
+        cls: type[Cache],
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        slots: int,
+        max_tokens: int,
+        budget: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        layout: str = "separate",
+        window: int = 0,
+        **options: Any,
+    ) -> Cache:
         """The cache of a model whose layers are alike; `keys` and `values` have its layers' views.
 
         Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. Other options as in `KVCache`.
@@ -314,7 +346,7 @@ class KVCache(_Owned):
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
 
-    def layout(self, tensor):
+    def layout(self, tensor: SupportsIndex) -> tuple[int, int, int, int]:
         """(address, bytes, slot stride in bytes, rows of a slot) of tensor number `tensor`.
 
         Slots may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous
@@ -324,12 +356,14 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_get_layout(self._use(), uint("tensor", tensor, 32), raw))
         return raw.addr, raw.length, raw.slot_stride, raw.slot_rows
 
-    def _tensor(self, i, flat=False):
+    def _tensor(self, i: int, flat: bool = False) -> torch.Tensor:
         addr, _, stride, rows = self.layout(i)
         spec = self.specs[i]
         gpu = "gpu" in self.context.capabilities
         device = torch.device("cuda", self.context.device) if gpu else torch.device("cpu")
         row = [math.prod(spec.shape[k:]) for k in range(1, len(spec.shape) + 1)]
+        shape: tuple[int, ...]
+        strides: tuple[int, ...]
         if flat:
             shape, strides = (self.slots * rows, *spec.shape), (math.prod(spec.shape), *row)
         else:
@@ -338,14 +372,16 @@ class KVCache(_Owned):
             strides = (stride // spec.dtype.itemsize, math.prod(spec.shape), *row)
         return tensor_at(self._owner, addr, shape, spec.dtype, device, strides)
 
-    def flat(self, tensor):
+    def flat(self, tensor: int) -> torch.Tensor:
         """Tensor number `tensor` as contiguous rows, ``[slots * rows, *shape]``; see `layout`."""
         self._use()
         return self._tensor(tensor, flat=True)
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    def alloc_reqid(self, tokens=0, slot=None, *, prefix_tokens=0):
+    def alloc_reqid(
+        self, tokens: SupportsIndex = 0, slot: SupportsIndex | None = None, *, prefix_tokens: SupportsIndex = 0
+    ) -> int:
         """A slot for a new request whose first step will have about `tokens` tokens; -1 when all are taken.
 
         The free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
@@ -373,9 +409,9 @@ class KVCache(_Owned):
         if rc == -errno.ENOSPC:
             return -1
         _check(rc)
-        return chosen[0]
+        return int(chosen[0])
 
-    def free_reqid(self, slot, after=None):
+    def free_reqid(self, slot: int, after: Any = None) -> None:
         """The request is over; its pages are kept for the next one as long as memory allows.
 
         Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()`` such as
@@ -390,32 +426,32 @@ class KVCache(_Owned):
         self._swapped.pop(slot, None)
 
     @property
-    def last_step(self):
+    def last_step(self) -> int:
         """The number of the last successful step, from 1 on: the fence of its kernels. 0 before the first."""
         number = ffi.new("uint64_t *")
         _check(lib.vmem_kv_last_step(self._use(), number))
-        return number[0]
+        return int(number[0])
 
-    def retire(self, step=None):
+    def retire(self, step: SupportsIndex | None = None) -> None:
         """Kernels of the steps up to this one (None: of all) have ended, says the caller, who saw to it.
 
         Without it they have when the steps that may be in flight are called after them.
         """
         _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
 
-    def _fence(self, after):
+    def _fence(self, after: Any) -> int:
         if not hasattr(after, "query"):
             return uint("after", after)
         number = self.last_step
         self._events.append((after, number))
         return number
 
-    def _poll(self):
+    def _poll(self) -> None:
         """Retire the steps whose events have come."""
         while self._events and self._events[0][0].query():
             self.retire(self._events.pop(0)[1])
 
-    def step(self, lengths):
+    def step(self, lengths: Lengths) -> int:
         """Back the rows of the coming iteration.
 
         Parameters
@@ -434,12 +470,12 @@ class KVCache(_Owned):
         rc = lib.pv_kv_step(self._use(), self._raw(lengths), self.slots)
         return self._short(rc) if rc else 0
 
-    def check(self, lengths):
+    def check(self, lengths: Lengths) -> int:
         """What `step` would return now, without doing anything."""
         rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)
         return self._short(rc) if rc else 0
 
-    def _raw(self, lengths):
+    def _raw(self, lengths: Lengths) -> Any:
         if self._owner is None:
             raise ValueError("the KV cache is closed")
         if type(lengths) is list:
@@ -462,26 +498,26 @@ class KVCache(_Owned):
             raise _not_lengths(lengths.tolist())
         return ffi.from_buffer("int32_t[]", narrow)
 
-    def _short(self, answer):
+    def _short(self, answer: int) -> int:
         if answer < 0:
             _check(answer)
         self.missing_pages = answer
         return -1
 
     @property
-    def shortage(self):
+    def shortage(self) -> Shortage:
         """The `Shortage` of this thread's last call that found too little memory, or no slot."""
         raw = ffi.new("struct vmem_kv_shortage *", {"size": ffi.sizeof("struct vmem_kv_shortage")})
         _check(lib.vmem_kv_last_shortage(raw))
         return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
 
-    def room(self, slot=None):
+    def room(self, slot: SupportsIndex | None = None) -> int:
         """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
         tokens = ffi.new("uint32_t *")
         _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
-        return tokens[0]
+        return int(tokens[0])
 
-    def truncate(self, slot, tokens, after=None):
+    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
         """Forget the rows from `tokens` on (rejected speculation).
 
         Quiet, unless `after` is given, as in `free_reqid`: kernels up to there may still touch the rows. Raises
@@ -493,23 +529,23 @@ class KVCache(_Owned):
         else:
             _check(lib.vmem_kv_truncate_after(kv, slot, tokens, self._fence(after)))
 
-    def check_truncate(self, slot, tokens):
+    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """Whether `truncate` would work: 0, or -1 where copying a shared page would find no memory."""
         rc = lib.pv_kv_truncate_check(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
         return self._short(rc) if rc else 0
 
-    def wait(self):
+    def wait(self) -> None:
         """Return when the background thread has nothing left to do."""
         _check(lib.vmem_kv_wait(self._use()))
 
-    def slot(self, slot):
+    def slot(self, slot: SupportsIndex) -> SlotInfo:
         """The `SlotInfo` of a slot."""
         raw = ffi.new("struct vmem_kv_slot_info *")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped", "ending")[raw.state]
         return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
 
-    def tokens(self, slots):
+    def tokens(self, slots: Iterable[int]) -> list[int]:
         """Rows that kernels may read in each of the slots: a list of ints, 0 for slots that are free or swapped out."""
         raw, kv, get = ffi.new("struct vmem_kv_slot_info *"), self._use(), lib.vmem_kv_get_slot
         rows = []
@@ -520,7 +556,7 @@ class KVCache(_Owned):
 
     # ---- sharing ---------------------------------------------------------------------------------------------
 
-    def save_prefix(self, slot, tokens):
+    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
         """Hold the slot's first `tokens` rows for other requests; they must be written already. Returns a `Prefix`."""
         prefix = ffi.new("uint64_t *")
         slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
@@ -528,17 +564,17 @@ class KVCache(_Owned):
         info = self._prefix_info(prefix[0])
         return Prefix(prefix[0], info.tokens, info.min_tokens)
 
-    def _prefix_info(self, id):
+    def _prefix_info(self, id: int) -> Any:
         info = ffi.new("struct vmem_kv_prefix_info *")
         _check(lib.vmem_kv_prefix_query(self._use(), id, info))
         return info
 
-    def prefix_pages(self, prefix):
+    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
         """(pages held, pages that nobody else holds: what dropping it frees)."""
         info = self._prefix_info(prefix.id)
         return info.pages, info.own_pages
 
-    def attach_prefix(self, prefix, slot, tokens=None):
+    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
         """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows: full pages are mapped, not copied.
 
         By default all that it has. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) where a window tensor
@@ -549,19 +585,19 @@ class KVCache(_Owned):
         rc = lib.pv_kv_attach(self._use(), prefix.id, slot, tokens)
         return self._short(rc) if rc else 0
 
-    def check_attach(self, prefix, tokens=None):
+    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """Whether `attach_prefix` would find its memory: 0, or -1 as `step`."""
         tokens = prefix.tokens if tokens is None else uint("tokens", tokens, 32)
         rc = lib.pv_kv_attach_check(self._use(), prefix.id, tokens)
         return self._short(rc) if rc else 0
 
-    def drop_prefix(self, prefix):
+    def drop_prefix(self, prefix: Prefix) -> None:
         """Let go of a prefix; pages that nobody else holds are released."""
         _check(lib.vmem_kv_prefix_drop(self._use(), prefix.id))
 
     # ---- swapping and memory ---------------------------------------------------------------------------------
 
-    def swap_out(self, slot):
+    def swap_out(self, slot: SupportsIndex) -> None:
         """Quiet. Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
         Beside a GPU the memory is pinned.
@@ -572,7 +608,7 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_swap_out(self._use(), slot, ffi.cast("void *", host.data_ptr()), size[0]))
         self._swapped[slot] = host
 
-    def swap_in(self, slot):
+    def swap_in(self, slot: int) -> int:
         """Bring a swapped slot back, to the same addresses. Returns 0, or -1 as `step` does."""
         host = self._swapped.get(slot)
         if host is None:
@@ -584,40 +620,40 @@ class KVCache(_Owned):
         del self._swapped[slot]
         return 0
 
-    def check_swap_in(self, slot):
+    def check_swap_in(self, slot: int) -> int:
         """Whether `swap_in` would find its memory: 0, or -1 as `step`."""
         rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
         return self._short(rc) if rc else 0
 
-    def set_budget(self, bytes):
+    def set_budget(self, bytes: SupportsIndex) -> None:
         """Grow or shrink the budget. Shrinking gives device memory back; active requests keep what they need.
 
         Raises `OutOfMemory` where the device has not as much.
         """
         _check(lib.vmem_kv_set_budget(self._use(), uint("bytes", bytes)))
 
-    def reclaim(self, bytes=None):
+    def reclaim(self, bytes: SupportsIndex | None = None) -> int:
         """Give up kept pages and unused device memory; returns the bytes of pages given up.
 
         At least `bytes`, as far as there are so many; by default all.
         """
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_reclaim(self._use(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
-        return freed[0]
+        return int(freed[0])
 
     # ---- metrics ---------------------------------------------------------------------------------------------
 
-    def stats(self):
+    def stats(self) -> KVStats:
         """The `KVStats` of this moment."""
         raw = ffi.new("struct vmem_kv_stats *")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
         return KVStats(*(int(getattr(raw, name)) for name in _STATS))
 
-    def metrics_json(self):
+    def metrics_json(self) -> str:
         """The statistics as a JSON object."""
         return json.dumps(asdict(self.stats()))
 
-    def metrics_prometheus(self, prefix="pyvmem_kv_", labels=None):
+    def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
         """The statistics in Prometheus's text exposition format; labels: a dict added to every sample."""
         from pyvmem.kv_view import prometheus
 
@@ -625,11 +661,11 @@ class KVCache(_Owned):
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
-    def _close_context(self):
+    def _close_context(self) -> None:
         if self._own_context:
             self.context.close()
 
-    def close(self):
+    def close(self) -> None:
         """Quiet. Let go of the memory: it is freed at once, unless a view of a tensor still stands somewhere."""
         if self._owner is None:
             return

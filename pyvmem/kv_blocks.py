@@ -3,14 +3,20 @@
 SPDX-License-Identifier: MIT
 """
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check
 
+if TYPE_CHECKING:
+    from pyvmem.kv import KVCache
 
-def _numbers(values):
+
+def _numbers(values: npt.ArrayLike) -> tuple[Any, int]:
     array = np.ascontiguousarray(values, np.uint32)
     return ffi.from_buffer("uint32_t[]", array), array.size
 
@@ -23,32 +29,32 @@ class BlockNames:
     have windows.
     """
 
-    def __init__(self, cache, blocks, tokens):
+    def __init__(self, cache: "KVCache", blocks: int, tokens: int) -> None:
         _check(lib.vmem_kv_blocks_init(cache._use(), uint("blocks", blocks, 32), uint("tokens", tokens, 32)))
         self._cache = cache
         self.blocks = blocks
         self.tokens = tokens
 
-    def bind(self, slots, index, ids):
+    def bind(self, slots: npt.ArrayLike, index: npt.ArrayLike, ids: npt.ArrayLike) -> None:
         """ids[i] names the pages at block index[i] of slots[i], which the slot's last step asked for. All or nothing.
 
         Raises `VmemError` (EEXIST) when a name is taken.
         """
-        (slots, n), (index, n_index), (ids, n_ids) = (_numbers(v) for v in (slots, index, ids))
+        (of, n), (at, n_index), (names, n_ids) = (_numbers(v) for v in (slots, index, ids))
         if not n == n_index == n_ids:
             raise ValueError(f"slots, index and ids have {n}, {n_index} and {n_ids} elements")
-        _check(lib.vmem_kv_block_bind(self._cache._use(), slots, index, ids, n, ffi.NULL))
+        _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, ffi.NULL))
 
-    def attach(self, slot, ids):
+    def attach(self, slot: int, ids: npt.ArrayLike) -> None:
         """Quiet. The newly allocated slot starts with these blocks; its length becomes ``len(ids) * tokens``.
 
         The pages are mapped at the slot a second time, in one batch. Raises `VmemError` (ENODATA) when a name has no
         pages.
         """
-        ids, n = _numbers(ids)
-        _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), ids, n, ffi.NULL))
+        names, n = _numbers(ids)
+        _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), names, n, ffi.NULL))
 
-    def compact(self):
+    def compact(self) -> int:
         """Give unused device memory back, moving pages that only names hold close together where that gives more.
 
         For idle times. Returns the bytes of device memory that went back.
@@ -57,7 +63,7 @@ class BlockNames:
         _check(lib.vmem_kv_block_compact(self._cache._use(), freed))
         return int(freed[0])
 
-    def drop(self, ids):
+    def drop(self, ids: npt.ArrayLike) -> None:
         """Take names away, as far as they are taken; pages that nobody else holds are released."""
-        ids, n = _numbers(ids)
-        _check(lib.vmem_kv_block_drop(self._cache._use(), ids, n))
+        names, n = _numbers(ids)
+        _check(lib.vmem_kv_block_drop(self._cache._use(), names, n))

@@ -10,18 +10,23 @@ SPDX-License-Identifier: MIT
 import errno
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyvmem._checks import uint
 from pyvmem.errors import VmemError
 
+if TYPE_CHECKING:
+    from pyvmem.kv import KVCache, Lengths, Prefix
+
 
 @dataclass
 class _Entry:
-    prefix: object  # pyvmem.kv.Prefix
-    keys: list = field(default_factory=list)  # of its blocks, the longest last
+    prefix: "Prefix"
+    keys: list[bytes] = field(default_factory=list)  # of its blocks, the longest last
 
 
 class PrefixCache:
@@ -42,23 +47,23 @@ class PrefixCache:
         Requests that found a prefix or none, the tokens they did not have to compute, and prefixes given up.
     """
 
-    def __init__(self, cache, block_tokens=32, max_entries=4096):
+    def __init__(self, cache: "KVCache", block_tokens: int = 32, max_entries: int = 4096) -> None:
         if not uint("block_tokens", block_tokens):
             raise ValueError("block_tokens 0 must be at least 1")
         self.cache = cache
         self.block_tokens = block_tokens
         self.max_entries = uint("max_entries", max_entries)
-        self._entries = OrderedDict()  # prefix id -> _Entry, least recently used first
-        self._blocks = {}  # key -> prefix ids that have the block, the newest last
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # prefix id -> _Entry, least recently used first
+        self._blocks: dict[bytes, list[int]] = {}  # key -> prefix ids that have the block, the newest last
         self.hits = self.misses = self.hit_tokens = self.evictions = 0
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._entries)
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return True  # a cache, be it empty
 
-    def keys(self, tokens):
+    def keys(self, tokens: Any) -> list[bytes]:
         """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n]."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or tokens.size and tokens.dtype.kind not in "iu":
@@ -71,7 +76,7 @@ class PrefixCache:
             keys.append(key)
         return keys
 
-    def match(self, tokens):
+    def match(self, tokens: Sequence[int]) -> "tuple[Prefix | None, int]":
         """(prefix, tokens that can be attached of it), or (None, 0).
 
         The longest known beginning of the sequence, but never all of it: the last token must be computed anew.
@@ -86,7 +91,7 @@ class PrefixCache:
                     return prefix, count * self.block_tokens
         return None, 0
 
-    def alloc(self, tokens):
+    def alloc(self, tokens: Sequence[int]) -> tuple[int, int]:
         """A slot for a request, started with what is known of its prompt.
 
         Returns
@@ -108,7 +113,7 @@ class PrefixCache:
         self.hit_tokens += cached
         return slot, cached
 
-    def insert(self, slot, tokens):
+    def insert(self, slot: int, tokens: Sequence[int]) -> bool:
         """Hold the whole blocks of a request's written tokens. False where that is known already or cannot be had."""
         keys = self.keys(tokens)
         if not keys or any(self._entries[id].keys[-1] == keys[-1] for id in self._blocks.get(keys[-1], ())):
@@ -126,7 +131,7 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
         return True
 
-    def _drop(self, id):
+    def _drop(self, id: int) -> None:
         entry = self._entries[id]
         self.cache.drop_prefix(entry.prefix)
         del self._entries[id]
@@ -137,7 +142,7 @@ class PrefixCache:
                 del self._blocks[key]
         self.evictions += 1
 
-    def evict(self, pages, spare=None):
+    def evict(self, pages: int, spare: int | None = None) -> int:
         """Drop prefixes, the least recently used first, until so many pages became free; returns how many did.
 
         Prefixes whose pages all belong to others too free nothing and are kept, unless nothing else is left.
@@ -161,14 +166,14 @@ class PrefixCache:
             freed += before - self.cache.stats().prefix_pages
         return freed
 
-    def step(self, lengths):
+    def step(self, lengths: "Lengths") -> int:
         """`KVCache.step`, giving up prefixes where memory is short."""
         while self.cache.step(lengths):
             if not self.evict(self.cache.missing_pages):
                 return -1
         return 0
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop every prefix."""
         for id in list(self._entries):
             self._drop(id)

@@ -11,8 +11,10 @@ import mmap
 import os
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
@@ -24,7 +26,7 @@ GAUGES = {
 }  # fmt: skip
 
 
-def view_folder():
+def view_folder() -> Path | None:
     """The folder of this user's views; made if need be. None where there is none that only this user can write to."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "pyvmem") if runtime else Path(tempfile.gettempdir(), f"pyvmem-{os.getuid()}")
@@ -37,7 +39,7 @@ def view_folder():
     return folder if safe else None
 
 
-def _dead(path):
+def _dead(path: Path) -> bool:
     try:
         os.kill(int(path.name.split("-")[0]), 0)
     except ProcessLookupError:
@@ -47,14 +49,14 @@ def _dead(path):
     return False
 
 
-def _sweep(folder):
+def _sweep(folder: Path) -> None:
     """Remove the views of processes that are gone."""
     for path in folder.glob("*.kv"):
         if _dead(path):
             path.unlink(missing_ok=True)
 
 
-def new_view_path():
+def new_view_path() -> str | None:
     """A path for one more view of this process, or None where nothing can be published."""
     folder = view_folder()
     if folder is None:
@@ -72,11 +74,11 @@ class View:
     name: str
     backend: str
     device: int
-    stats: dict
+    stats: dict[str, int]
     memory_total: int = 0  # bytes of the device
 
 
-def _open(path):
+def _open(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, Any]:
     size = ffi.sizeof("struct vmem_kv_view")
     with open(path, "r+b") as file:
         if os.fstat(file.fileno()).st_size < size:
@@ -86,7 +88,7 @@ def _open(path):
     return (data, view) if view.magic == lib.VMEM_KV_VIEW_MAGIC and view.size == size else (None, None)
 
 
-def read_view(path):
+def read_view(path: str | os.PathLike[str]) -> View | None:
     """The `View` in a file, or None where the file holds none (yet)."""
     data, view = _open(path)
     if data is None:
@@ -108,7 +110,7 @@ def read_view(path):
     )
 
 
-def read_views():
+def read_views() -> list[View]:
     """Every `View` of this user's running processes; files of dead processes are removed."""
     folder = view_folder()
     if folder is None:
@@ -125,7 +127,7 @@ def read_views():
     return found
 
 
-def want_budget(view, bytes):
+def want_budget(view: View, bytes: int) -> None:
     """Ask a process to change its cache's budget: it does so at its next step.
 
     Raises ValueError where no cache could have that: less than a page, or more than the device has.
@@ -140,7 +142,9 @@ def want_budget(view, bytes):
     raw.wanted_budget = bytes
 
 
-def prometheus(stats, prefix="pyvmem_kv_", labels=None):
+def prometheus(
+    stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None
+) -> str:
     """Statistics (a dict) in Prometheus's text exposition format."""
     text = ",".join(f'{k}="{_escape(v)}"' for k, v in (labels or {}).items())
     text = f"{{{text}}}" if text else ""
@@ -152,5 +156,5 @@ def prometheus(stats, prefix="pyvmem_kv_", labels=None):
     return "\n".join(lines) + "\n"
 
 
-def _escape(value):
+def _escape(value: Any) -> str:
     return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

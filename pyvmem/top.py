@@ -3,15 +3,19 @@
 SPDX-License-Identifier: MIT
 """
 
+import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
 
 from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv_view import read_views, want_budget
+from pyvmem.kv_view import View, read_views, want_budget
 
 COLUMNS = (
     "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",
@@ -19,7 +23,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows(views, rates):
+def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
     """Rows of text for `COLUMNS`; memory in MiB. rates: steps a second by path."""
     found = []
     for v in views:
@@ -33,7 +37,7 @@ def rows(views, rates):
     return found
 
 
-def _table(text, title):
+def _table(text: Sequence[tuple[str, ...]], title: str) -> str:
     widths = [max(len(row[i]) for row in [COLUMNS, *text]) for i in range(len(COLUMNS))]
     lines = [title]
     for row in [COLUMNS, *text]:
@@ -42,7 +46,7 @@ def _table(text, title):
     return "\n".join(lines)
 
 
-def arguments(parser):
+def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument("--json", action="store_true", help="print once, as JSON")
@@ -54,10 +58,11 @@ def arguments(parser):
     )  # fmt: skip
 
 
-def _limit(text):
-    pid, equals, size = text.partition("=")
+def _limit(text: str) -> None:
+    number, equals, wanted = text.partition("=")
+    pid = size = 0
     try:
-        pid, size = int(pid), parse_size(size)
+        pid, size = int(number), parse_size(wanted)
     except ValueError:
         equals = ""
     if not equals or size <= 0:
@@ -72,14 +77,15 @@ def _limit(text):
         raise ValueError(f"--limit {text}: {error}") from None
 
 
-def top(args, out=sys.stdout):
+def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     """Run the command; returns the exit status."""
     for text in args.limit:
         _limit(text)
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0
-    before, then = {}, time.monotonic()
+    before: dict[Path, int] = {}
+    then = time.monotonic()
     while True:
         views, now = read_views(), time.monotonic()
         rates = {v.path: (v.stats["steps"] - before[v.path]) / (now - then) for v in views if v.path in before}

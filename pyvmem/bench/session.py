@@ -84,7 +84,7 @@ class Session:
             yield lambda n: bar.advance(task, n)
 
 
-def size_text(bytes):
+def size_text(bytes: int) -> str:
     """64K, 2M, 12T: a size in bytes as people say it."""
     if bytes is None:
         return ""
@@ -94,7 +94,7 @@ def size_text(bytes):
     return str(bytes)
 
 
-def parse_size(text):
+def parse_size(text: str) -> int:
     """Bytes of a text such as 64K, 2M, 12TiB or 4096. Raises ValueError."""
     shift = {"K": 10, "M": 20, "G": 30, "T": 40}
     number = text.strip().upper().removesuffix("B").removesuffix("I")

@@ -211,3 +211,74 @@ def test_fork_beside_a_commit_of_another_thread():
         assert status == 0, status
         """
     )
+
+
+def test_dataloader_workers_read_and_harm_nothing():
+    """Forked workers read the rows that are backed; what they write stays theirs."""
+    python(
+        """
+        import torch
+        import pyvmem
+
+        v = pyvmem.virtual_empty((1 << 20, 16384))
+        v.commit(rows=slice(0, 64))
+        v.tensor[:64] = torch.arange(64.0)[:, None]
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return 64
+
+            def __getitem__(self, i):
+                row = v.tensor[i].clone()
+                v.tensor[i] = -1.0
+                try:
+                    v.decommit(rows=i)
+                except pyvmem.VmemError as error:
+                    assert "belongs to the process" in str(error)
+                    return row
+                raise AssertionError("a worker gave up its parent's rows")
+
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+        for _ in range(2):
+            seen = torch.cat(list(loader))
+            assert torch.equal(seen[:, 0], torch.arange(64.0)) and torch.equal(seen[:, -1], torch.arange(64.0))
+        assert torch.equal(v.tensor[:64, 5], torch.arange(64.0))
+        assert v.resident_bytes == 64 * 16384 * 4
+        """
+    )
+
+
+def test_a_child_cannot_write_into_what_came_after():
+    """The parent's next tensor is not the child's old one, though it has its memory."""
+    python(
+        """
+        import os, signal
+        import torch
+        import pyvmem
+
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        v = pyvmem.virtual_empty((64, 16384))
+        v.commit()
+        v.tensor.fill_(1.0)
+        ask, told = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            status = 1
+            try:
+                os.read(ask, 1)
+                v.tensor.fill_(9.0)
+                v.close()
+                del v
+                status = 0
+            finally:
+                os._exit(status)
+        v.close()
+        new = pyvmem.virtual_empty((64, 16384))
+        new.commit()
+        new.tensor.fill_(2.0)
+        os.write(told, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(new.tensor, torch.full((64, 16384), 2.0))
+        """
+    )
