@@ -21,7 +21,9 @@ def _m(name, what, test, file, old, new, gpu=""):
 
 
 _A, _B, _C, _L, _M, _P, _R, _W, _S = (
-    f"uvm_vmem_{n}.c" for n in ("account", "batch", "commit", "call", "memory", "push", "release", "window", "space"))  # fmt: skip
+    f"uvm_vmem_{n}.c"
+    for n in ("account", "batch", "commit", "call", "memory", "push", "release", "window", "space")
+)
 
 MUTANTS = (
     # ---- invalidates, membars, page-table entries
@@ -143,12 +145,13 @@ MUTANTS = (
        _R, "        handle->leaving = true;", "handle->leaving = i > 1;"),
     _m("claim_not_given_up", "a RELEASE that fails keeps the handles it had claimed", "test_errors test_err_release",
        _R, "        uvm_vmem_handle_leaving(call->space, r->ids[--i])->leaving = false;", "i--;"),
-    _m("release_in_one_step", "RELEASE holds the lock however much there is to do", "test_calls test_release_in_steps",
+    _m("release_in_one_step", "RELEASE holds the lock however much there is to do",
+       "test_release test_release_in_steps",
        _R, "        *budget -= min(*budget, done);", ""),
     _m("pieces_taken_for_the_whole", "RELEASE takes what UVM left of a window for all of it",
-       "test_calls test_release_of_pieces",
+       "test_release test_release_of_pieces",
        _W, "touch(call, window, range, whole ? map : NULL);", "touch(call, window, range, map);"),
-    _m("gone_pieces_written", "RELEASE writes entries that UVM has taken away", "test_calls test_release_of_pieces",
+    _m("gone_pieces_written", "RELEASE writes entries that UVM has taken away", "test_release test_release_of_pieces",
        _W, "!map || uvm_vmem_window_of(map) != window", "!map"),
     # ---- ends of life
     _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages",

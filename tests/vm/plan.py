@@ -5,8 +5,9 @@ import dataclasses
 
 from guest import Allowed, Step
 
-PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_errors", "test_atomic", "test_random", "test_fuzz",
-            "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth", "test_fatal")
+PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_release", "test_errors", "test_atomic", "test_random",
+            "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth",
+            "test_fatal")  # fmt: skip
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
 ALLOWED = (
@@ -34,6 +35,7 @@ class Size:
     # which takes a checked kernel a tenth of a second or more: there a smaller block, and fewer faults
     managed_kb: int = 0  # in test_uvm
     pushed_kb: int = 0  # in test_lifetime
+    addresses: int = 2048  # of one page, in test_release
     eviction: bool = True  # managed memory again, on a GPU that has too little of it
     leave_out: str = ""  # of UVM's own tests, by parts of their names
     slow: float = 1.0  # times every time limit
@@ -46,7 +48,7 @@ LONG_UNDER_CHECKS = "range_tree_random page_tree range_allocator kthread_q uvm_m
 
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
-    "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500),
+    "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500, addresses=65_536),
     "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, pushed_kb=4096,
                   eviction=False, leave_out=LONG_UNDER_CHECKS, slow=6.0),
     # What differs from one architecture to the next: entries, levels, invalidates, membars, methods
@@ -104,6 +106,7 @@ def _patched(size, arch):
         *_eviction("patched", size, arch),
         _load("patched", arch, gpu="gpus=2"),
         Step("test_calls", "/tests/test_calls", 180),
+        Step("test_release", f"ADDRESSES={size.addresses} /tests/test_release", 120),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
         Step("test_lifetime", f"MANAGED_KB={size.pushed_kb} /tests/test_lifetime", 180),

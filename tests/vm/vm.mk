@@ -21,7 +21,7 @@ test-vm: ## The kernel module on a simulated GPU: the short tier (VM_RELEASES="5
 	$(Q)$(VM_TEST)
 
 test-vm-quick: ## Of the short tier what needs the least time; part of `make test`
-	$(Q)$(VM_TEST) $(foreach step,test_calls test_errors test_atomic test_lifetime test_process,--only $(step))
+	$(Q)$(VM_TEST) $(foreach step,test_calls test_release test_errors test_atomic test_lifetime test_process,--only $(step))
 
 test-vm-arch: VM_ARCH := all
 test-vm-arch: ## What the architectures differ in, on each that the driver knows

@@ -1,0 +1,145 @@
+// RELEASE of pages that are mapped at many addresses, in windows of which the driver left pieces, by 2 MiB entries, and of
+// a GPU that goes meanwhile.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+
+#include "calls.h"
+
+// What RELEASE has looked at so far, for this process, from the proc file.
+static uint64_t looks(void)
+{
+    FILE *f = fopen("/proc/driver/nvidia-uvm/vmem", "r");
+    unsigned long long n = 0;
+    char line[256];
+    int pid = 0;
+
+    CHECK(f);
+    while (fgets(line, sizeof(line), f)) {
+        const char *at = strstr(line, "looks ");
+        if (sscanf(line, "process %d", &pid) == 1 && pid == getpid() && at)
+            n = strtoull(at + 6, NULL, 10);
+    }
+    fclose(f);
+    return n;
+}
+
+// One page at very many addresses: taken away in steps, 4,096 in each, so that nobody waits long for the lock.
+TEST(test_release_in_steps)
+{
+    static struct uvm_vmem_op ops[4096];
+    struct uvm_vmem_release r;
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, GB(1));
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    for (unsigned k = 0; k < 3; k++) {
+        for (unsigned i = 0; i < COUNT(ops); i++)
+            ops[i] = vm_op(BASE + (k * COUNT(ops) + i) * GRANULE, KB(64), h, 0, 0);
+        CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), NULL), NV_OK);
+    }
+    CHECK_EQ(vm_map(&u, BASE + GB(1) - KB(64), KB(64), h + 1, 0, 0), NV_OK);
+    CHECK_EQ(vm_release(&u, (uint64_t[]){ h, h + 1 }, 2, &r), NV_OK);
+    CHECK_EQ(r.out_waits, 4); // the last for the other page alone
+    CHECK_EQ(looks(), 3 * COUNT(ops) + 1);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+    CHECK_EQ(sim_pte(&u, BASE + GB(1) - KB(64)).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, BASE + COUNT(ops) * GRANULE).state, SIMGPU_PTE_SPARSE);
+    sim_check(0);
+}
+
+// Every second address was unmapped by the driver's own call, which leaves pieces of the windows. Each record is looked
+// at once, whatever state it is in.
+TEST(test_release_of_pieces)
+{
+    unsigned n = env_long("ADDRESSES", 2048);
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, n * GRANULE);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
+    for (unsigned i = 0; i < n; i++) {
+        struct uvm_vmem_op op = vm_op(BASE + i * GRANULE, KB(64), h, 0, 0);
+        CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    }
+    for (unsigned i = 0; i < n; i += 2)
+        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * GRANULE, GRANULE), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE + GRANULE, KB(64), 5), 0);
+    // somebody else's by now
+    sim_mem(&u, 0, 70, KB(64), KB(64));
+    CHECK_EQ(uvm_map_external(&u, 0, BASE, KB(64), 0, 70), NV_OK);
+    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    CHECK_EQ(looks(), n);
+    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_VALID);
+    for (unsigned i = 1; i < n; i++)
+        CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, i % 2 ? SIMGPU_PTE_SPARSE : SIMGPU_PTE_INVALID);
+    CHECK_EQ(gpu_word(&u, BASE + GRANULE), 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    // a piece can be mapped in again
+    CHECK_EQ(vm_map(&u, BASE + GRANULE, KB(64), h + 1, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + 2 * GRANULE, KB(64), h + 1, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE + GRANULE, KB(64), 6), 0);
+    CHECK(gpu_marked(&u, BASE + 2 * GRANULE, KB(64), 6, NULL));
+    CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
+    sim_check(0);
+}
+
+// The page of a 2 MiB entry: its addresses become sparse, through a table.
+TEST(test_release_of_a_huge_page)
+{
+    struct uvm u;
+    uint64_t h;
+
+    vm_start(&u, MB(8));
+    if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_HUGE))
+        vmtest_skip("the module announces no UVM_VMEM_CAP_HUGE");
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
+    for (unsigned i = 0; i < 3; i++)
+        CHECK_EQ(vm_map(&u, BASE + i * MB(2), MB(2), h, 0, i == 1 ? UVM_VMEM_MAP_64K : 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE, MB(2), 3), 0);
+    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    for (unsigned i = 0; i < 3 * 32; i++)
+        CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(gpu_word(&u, BASE), 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+    sim_check(0);
+}
+
+// A GPU that is unregistered while a RELEASE of its pages is at work takes the rest of them along: whichever comes first,
+// every page is freed once and the file can go on.
+static struct uvm shared;
+static uint64_t leaving;
+
+static void *releaser(void *status)
+{
+    *(NV_STATUS *)status = vm_release_one(&shared, leaving);
+    return NULL;
+}
+
+TEST(test_release_beside_gpu_unregister)
+{
+    static struct uvm_vmem_op ops[4096];
+
+    vm_start(&shared, MB(512));
+    for (unsigned round = 0; round < 4; round++) {
+        NV_STATUS status = 0xdead;
+        pthread_t thread;
+
+        CHECK_EQ(vm_create(&shared, KB(64), 1, &leaving), NV_OK);
+        for (unsigned k = 0; k < 2; k++) {
+            for (unsigned i = 0; i < COUNT(ops); i++)
+                ops[i] = vm_op(BASE + (k * COUNT(ops) + i) * GRANULE, KB(64), leaving, 0, 0);
+            CHECK_EQ(vm_map_ops(&shared, 0, ops, COUNT(ops), NULL), NV_OK);
+        }
+        CHECK_EQ(pthread_create(&thread, NULL, releaser, &status), 0);
+        usleep(round * 1000);
+        CHECK_EQ(uvm_unregister(&shared, 0), NV_OK);
+        pthread_join(thread, NULL);
+        CHECK(status == NV_OK || status == NV_ERR_INVALID_OBJECT_HANDLE);
+        CHECK_EQ(uvm_register(&shared, 0), NV_OK);
+        CHECK_EQ(uvm_register_vaspace(&shared, 0), NV_OK);
+        CHECK_EQ(vm_query(&shared, 0).out_bytes_held, 0);
+        sim_check(0);
+    }
+}
