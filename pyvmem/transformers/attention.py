@@ -55,26 +55,29 @@ def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scali
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem has no weights to return; use eager")
     handover = getattr(key, "vmem", None)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     extras = (softcap, s_aux, position_bias)
     if handover is None:
         padded = attention_mask is not None and attention_mask.dim() == 2
         columns = attention_mask.shape[1] if padded else key.shape[2]  # a sliding layer's K has not all of them
         start, first = columns - query.shape[2], columns - key.shape[2]
-        mask = _dense_mask(query, key.shape[2], start, first, sliding_window, attention_mask)
-        return _dense(module, query, key, value, mask, dropout, scaling, *extras), None
+        mask = _dense_mask(query, key.shape[2], start, first, sliding_window, attention_mask, causal)
+        return _dense(module, query, key, value, mask, dropout, scaling, causal, *extras), None
     layer = handover.layer
     window = layer.window or sliding_window or 0
-    causal = getattr(module, "is_causal", True)
     if not _by_kernel(layer, query, key, attention_mask, dropout, window, *extras, causal):
         handover.write(key, uniform=True)
         keys, values = layer.view(handover.start)
-        mask = _dense_mask(query, keys.shape[2], handover.start, layer.length - keys.shape[2], window, attention_mask)
-        return _dense(module, query, keys, values, mask, dropout, scaling, *extras), None
+        first = layer.length - keys.shape[2]
+        mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
+        return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
     plan = handover.write(key, attention_mask)
     if attention_mask is not None and not layer.rows.ragged:  # earlier passes stored the padding too
         keys, values = layer.view(handover.start)
-        mask = _dense_mask(query, keys.shape[2], handover.start, layer.length - keys.shape[2], window, attention_mask)
-        return _dense(module, query, keys, values, mask, dropout, scaling, *extras), None
+        first = layer.length - keys.shape[2]
+        mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
+        return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
     return _by_length(layer, plan, query, scaling, window, softcap or 0.0), None
 
 
@@ -173,14 +176,14 @@ def _of_padding(query, kv, slot, ends, scaling, window):
 # ---- with a mask --------------------------------------------------------------------------------------------------
 
 
-def _dense_mask(query, kv_length, start, first, window, mask):
+def _dense_mask(query, kv_length, start, first, window, mask, causal):
     """A 4D mask (or None, for all or for torch's causal one) for queries from column `start` on.
 
     K and V begin at column `first`. mask: None, the 2D padding mask, or a 4D one, which is taken as it is.
     """
     tokens = query.shape[2]
-    if mask is not None and mask.dim() == 4:
-        return mask
+    if not causal or (mask is not None and mask.dim() == 4):
+        return mask  # what is not causal, such as cross-attention, has any mask that it needs already
     windowed = window and kv_length >= window
     if mask is None and not windowed and (tokens == 1 or tokens == kv_length):
         return None
@@ -191,9 +194,11 @@ def _dense_mask(query, kv_length, start, first, window, mask):
     )  # fmt: skip
 
 
-def _dense(module, query, key, value, mask, dropout, scaling, softcap, sinks, bias):
+def _dense(module, query, key, value, mask, dropout, scaling, causal, softcap, sinks, bias):
     if softcap is None and sinks is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, position_bias=bias)
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout, scaling, is_causal=causal, position_bias=bias
+        )
         return out
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -201,7 +206,7 @@ def _dense(module, query, key, value, mask, dropout, scaling, softcap, sinks, bi
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    if mask is None and query.shape[2] > 1:
+    if mask is None and query.shape[2] > 1 and causal:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min

@@ -29,10 +29,15 @@ _LEAST = 1024  # rows that a graph's kernels are launched for at least; they dou
 class CudaGraph:
     """What captures a function's kernels, and runs them again."""
 
-    def __init__(self):
+    def __init__(self, device):
+        self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function):
+        with torch.cuda.device(self._device):
+            return self._capture(function)
+
+    def _capture(self, function):
         # Not torch.cuda.graph: that gives torch's free memory back first, and every later allocation pays for it.
         current = torch.cuda.current_stream()
         stream = _capture_stream(current.device_index)
@@ -51,7 +56,8 @@ class CudaGraph:
         return output
 
     def replay(self):
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
 
 
 @functools.cache
@@ -94,7 +100,7 @@ class DecodeGraphs:
     model : PreTrainedModel
         Its attention must be ``"vmem"`` for a step to be captured.
     recorder : callable
-        Makes what captures and replays; `CudaGraph`.
+        Makes, for a device, what captures and replays: `CudaGraph`.
 
     Attributes
     ----------
@@ -231,7 +237,7 @@ class DecodeGraphs:
                 if self._recorder is CudaGraph and not KERNELS[name].capturable:
                     self.refused = f"kernel {name} cannot be captured"
                     return None
-            self._steps[key] = _Step(rows, batch, limit, self._recorder())
+            self._steps[key] = _Step(rows, batch, limit, self._recorder(rows.device))
         return self._steps[key]
 
     def _capture(self, step, cache, start, kwargs):
