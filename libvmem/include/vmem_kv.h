@@ -129,6 +129,13 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 // no part in it (what the slot holds stays). n must be the number of slots. On return the rows are backed.
 // -ENOMEM: *missing pages (NULL is allowed) more must become free first: free or swap out a request and try again.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+// A step built up request by request. grow: slot is to have `tokens` tokens (0: takes no part after all); 0 when the step
+// would find memory with all that is staged, else -ENOMEM, and it is as before. commit: vmem_kv_step with what is staged,
+// which then is no more; where it fails (memory that was there went to other calls), all stays staged. -EINVAL when
+// nothing is. Freeing, swapping out and truncating a slot take its growth back.
+int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
+int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
+
 // The answer vmem_kv_step would give now, without doing anything (but taking over a budget that another process wants).
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
 // How many tokens the slot could have at most in the next step, if no other slot grew; slot -1: a new request.

@@ -256,6 +256,27 @@ static void do_free(uint32_t s)
     requests[s] = (struct request){0};
 }
 
+// Stages the lengths one by one: each fits exactly when a step with those before it would. In the end nothing is staged.
+static void stage_all(const int32_t *lengths)
+{
+    int32_t sofar[SLOTS] = {0};
+    uint64_t missing, predicted;
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        if (!lengths[s])
+            continue;
+        sofar[s] = lengths[s];
+        int expect = vmem_kv_check(kv, sofar, SLOTS, &predicted);
+        int rc = vmem_kv_grow(kv, s, (uint32_t)lengths[s], &missing);
+        if (rc != expect || missing != predicted)
+            FAIL("%s: slot %u: grow %d, check %d, missing %" PRIu64 " and %" PRIu64, shape->name, s, rc, expect, missing,
+                 predicted);
+        sofar[s] = rc ? 0 : sofar[s];
+    }
+    for (uint32_t s = 0; s < SLOTS; s++)
+        OK(vmem_kv_grow(kv, s, 0, NULL));
+    CHECK_EQ(vmem_kv_commit(kv, NULL), -EINVAL);
+}
+
 static void do_step(bool grow_much)
 {
     int32_t lengths[SLOTS] = {0};
@@ -270,6 +291,8 @@ static void do_step(bool grow_much)
     land(in_flight);
     if (n_flights && steps > in_flight) // what the step finds out itself, so that both answers are of one moment
         OK(vmem_kv_retire(kv, steps - in_flight));
+    if (below(4) == 0)
+        stage_all(lengths);
     int expect = vmem_kv_check(kv, lengths, SLOTS, &predicted);
     int rc = vmem_kv_step(kv, lengths, SLOTS, &missing);
     if (rc != expect || missing != predicted || (rc && rc != -ENOMEM) || (rc && !missing))

@@ -35,6 +35,7 @@ void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
 
 void kv_forget(vmem_kv *kv, uint32_t slot)
 {
+    kv_unstage(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
             past_of(kv, slot, i)[k] = (struct kv_past){0};
@@ -102,6 +103,7 @@ int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     if (!rc && (step <= ended(kv) || kv->slots[slot].fresh))
         rc = kv_free(kv, slot);
     else if (!rc) {
+        kv_unstage(kv, slot);
         kv->slots[slot].state = VMEM_KV_ENDING;
         kv->slots[slot].ends = step;
         kv->n_ending++;
@@ -132,6 +134,7 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
         sp->need_lo = KV_MIN(sp->need_lo, kv_need_lo(kv, &kv->groups[i], tokens));
         sp->keep_lo = KV_MIN(sp->keep_lo, sp->need_lo);
     }
+    kv_unstage(kv, slot);
     s->tokens = tokens;
     return kv_leave(kv, 0);
 }

@@ -277,6 +277,8 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->spans);
     free(kv->saved);
     free(kv->past);
+    free(kv->staged);
+    free(kv->staged_pages);
     free(kv->groups);
     free(kv->order);
     free(kv->addrs);
@@ -318,7 +320,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->todo = calloc(kv->n_slots, sizeof(*kv->todo));
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->past));
-    if (!kv->slots || !kv->spans || !kv->saved || !kv->todo || !kv->past)
+    kv->staged = calloc(kv->n_slots, sizeof(*kv->staged));
+    kv->staged_pages = calloc(kv->n_slots, sizeof(*kv->staged_pages));
+    if (!kv->slots || !kv->spans || !kv->saved || !kv->todo || !kv->past || !kv->staged || !kv->staged_pages)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)

@@ -161,6 +161,10 @@ struct vmem_kv {
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
     bool cutting; // the worker unmaps pages that others may hold or release
+    int32_t *staged;        // vmem_kv_grow: lengths of the step to come
+    uint64_t *staged_pages; // missing for each, when it was asked
+    uint32_t n_staged;
+    uint64_t staged_missing; // their sum
     uint32_t *todo; // slots that a step has to extend
     struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
@@ -226,6 +230,8 @@ struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, ui
 void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
 // No kernel touches the slot: its earlier steps count no more.
 void kv_forget(vmem_kv *kv, uint32_t slot);
+// Takes a slot's growth back.
+void kv_unstage(vmem_kv *kv, uint32_t slot);
 // vmem_kv_free and vmem_kv_truncate, with the locks held and checked.
 int kv_free(vmem_kv *kv, uint32_t slot);
 int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);

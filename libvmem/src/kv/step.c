@@ -5,28 +5,32 @@
 
 #include "kv/kv.h"
 
+static int check_length(const vmem_kv *kv, uint32_t i, int32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[i];
+    if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", i, tokens, kv->max_tokens);
+    if (s->state != VMEM_KV_ACTIVE)
+        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", i, tokens,
+                           s->state == VMEM_KV_FREE ? "free" :
+                           s->state == VMEM_KV_ENDING ? "being given up" : "swapped out");
+    if ((uint32_t)tokens < s->shared_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", i, tokens,
+                           s->shared_tokens);
+    return 0;
+}
+
 static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
+    int rc = 0;
     if (!lengths)
         return vmem__error(-EINVAL, "lengths must not be NULL");
     if (n != kv->n_slots)
         return vmem__error(-EINVAL, "n %u: there are %u slots", n, kv->n_slots);
-    for (uint32_t i = 0; i < n; i++) {
-        const struct kv_slot *s = &kv->slots[i];
-        if (!lengths[i])
-            continue;
-        if (lengths[i] < 0 || (uint32_t)lengths[i] > kv->max_tokens)
-            return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", i, lengths[i],
-                               kv->max_tokens);
-        if (s->state != VMEM_KV_ACTIVE)
-            return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", i, lengths[i],
-                               s->state == VMEM_KV_FREE ? "free" :
-                               s->state == VMEM_KV_ENDING ? "being given up" : "swapped out");
-        if ((uint32_t)lengths[i] < s->shared_tokens)
-            return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", i,
-                               lengths[i], s->shared_tokens);
-    }
-    return 0;
+    for (uint32_t i = 0; i < n && !rc; i++)
+        if (lengths[i])
+            rc = check_length(kv, i, lengths[i]);
+    return rc;
 }
 
 // The pages that kernels of a step to `tokens` touch.
@@ -37,17 +41,23 @@ static void new_need(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t 
     *hi = kv_need_hi(kv, g, tokens);
 }
 
+static int check_window(const vmem_kv *kv, uint32_t s, int32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups && tokens && kv->slots[s].tokens; i++) {
+        uint32_t lo, hi;
+        new_need(kv, s, i, (uint32_t)tokens, &lo, &hi);
+        if (lo < kv_span(kv, s, i)->lo)
+            return vmem__error(-EINVAL, "lengths[%u] %d: the window has given up rows that it reads", s, tokens);
+    }
+    return 0;
+}
+
 static int check_windows(const vmem_kv *kv, const int32_t *lengths)
 {
-    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
-        for (uint32_t i = 0; i < kv->n_groups && lengths[s] && kv->slots[s].tokens; i++) {
-            uint32_t lo, hi;
-            new_need(kv, s, i, (uint32_t)lengths[s], &lo, &hi);
-            if (lo < kv_span(kv, s, i)->lo)
-                return vmem__error(-EINVAL, "lengths[%u] %d: the window has given up rows that it reads", s,
-                                   lengths[s]);
-        }
-    return 0;
+    int rc = 0;
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots && !rc; s++)
+        rc = check_window(kv, s, lengths[s]);
+    return rc;
 }
 
 // Finds the slots that have to be extended, and waits until the worker is at none of them.
@@ -285,11 +295,8 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
         kv_worker_wake(kv);
 }
 
-int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
-    int rc = kv_enter_step(kv);
-    if (rc)
-        return rc;
     if (missing)
         *missing = 0;
     if (kv->n_ending) {
@@ -298,7 +305,7 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
         kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
         kv_end_requests(kv);
     }
-    rc = check_lengths(kv, lengths, n);
+    int rc = check_lengths(kv, lengths, n);
     bool waited = false;
     uint32_t n_todo = rc ? 0 : find_todo(kv, lengths, &waited);
     if (!rc)
@@ -320,24 +327,21 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     if (kv->view && kv->view->wanted_budget)
         kv_take_wanted(kv);
-    return kv_leave(kv, rc);
+    return rc;
 }
 
-int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
-    if (rc)
-        return rc;
-    if (missing)
-        *missing = 0;
-    kv_take_wanted(kv);
-    rc = check_lengths(kv, lengths, n);
-    if (rc)
-        return kv_leave(kv, rc);
+    int rc = kv_enter_step(kv);
+    return rc ? rc : kv_leave(kv, do_step(kv, lengths, n, missing));
+}
+
+static int do_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
+{
     bool held = kv_hold_to_count(kv);
-    rc = check_windows(kv, lengths);
+    int rc = check_windows(kv, lengths);
     uint64_t pages = 0;
-    for (uint32_t s = 0; s < n; s++)
+    for (uint32_t s = 0; s < kv->n_slots; s++)
         if (lengths[s] && ((uint32_t)lengths[s] > kv->slots[s].backed || kv->slots[s].fresh))
             pages += missing_in(kv, s, (uint32_t)lengths[s]);
     uint64_t limit = pages ? kv_limit(kv, pages) : 0;
@@ -353,6 +357,75 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
     }
     if (held)
         kv_worker_release(kv);
+    return rc;
+}
+
+int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    kv_take_wanted(kv);
+    rc = check_lengths(kv, lengths, n);
+    return kv_leave(kv, rc ? rc : do_check(kv, lengths, missing));
+}
+
+// ---- staged ---------------------------------------------------------------------------------------------------
+
+static void stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages)
+{
+    kv->n_staged += (tokens != 0) - (kv->staged[slot] != 0);
+    kv->staged_missing += pages - kv->staged_pages[slot];
+    kv->staged[slot] = tokens;
+    kv->staged_pages[slot] = pages;
+}
+
+void kv_unstage(vmem_kv *kv, uint32_t slot)
+{
+    if (kv->n_staged)
+        stage(kv, slot, 0, 0);
+}
+
+int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    if (slot >= kv->n_slots)
+        rc = vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+    if (!rc && tokens)
+        rc = check_length(kv, slot, tokens > INT32_MAX ? -1 : (int32_t)tokens);
+    if (!rc && kv->windows)
+        rc = check_window(kv, slot, (int32_t)tokens);
+    if (rc)
+        return kv_leave(kv, rc);
+    const struct kv_slot *s = &kv->slots[slot];
+    int32_t before = kv->staged[slot];
+    uint64_t pages_before = kv->staged_pages[slot];
+    stage(kv, slot, (int32_t)tokens, tokens && (tokens > s->backed || s->fresh) ? missing_in(kv, slot, tokens) : 0);
+    if (tokens && (kv->staged_missing > kv_unused(kv) || kv->promise < kv->budget_pages)) {
+        kv_may_take_long(kv);
+        rc = do_check(kv, kv->staged, missing);
+        if (rc)
+            stage(kv, slot, before, pages_before);
+    }
+    return kv_leave(kv, rc);
+}
+
+int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
+{
+    int rc = kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (!kv->n_staged)
+        return kv_leave(kv, vmem__error(-EINVAL, "no growth is staged"));
+    rc = do_step(kv, kv->staged, kv->n_slots, missing);
+    for (uint32_t s = 0; s < kv->n_slots && !rc; s++)
+        stage(kv, s, 0, 0);
     return kv_leave(kv, rc);
 }
 
@@ -380,7 +453,9 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
             fixed -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
         }
     uint64_t limit = kv_limit(kv, 0);
-    uint32_t least = slot < 0 ? 0 : KV_MAX(kv->slots[slot].tokens, kv->slots[slot].backed), most = kv->max_tokens;
+    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
+    if (slot >= 0 && !kv->slots[slot].fresh) // else pages may be missing in front of those there are
+        least = KV_MAX(least, kv->slots[slot].backed);
     while (least < most) {
         uint32_t middle = least + (most - least + 1) / 2;
         uint64_t pages = fixed;
