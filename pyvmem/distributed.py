@@ -124,6 +124,19 @@ class TensorParallelKVCache:
         """
         return self._done(self.cache.step(lengths)) if self._fits(self.cache.check, lengths) else -1
 
+    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
+        """As `KVCache.grow`, agreed on."""
+        self.cache.missing_pages = 0
+        answer = self.cache.grow(slot, tokens)
+        self.missing_pages = self._agree(self.cache.missing_pages)[0]
+        if self.missing_pages and not answer:
+            self.cache.grow(slot, 0)
+        return -1 if self.missing_pages else 0
+
+    def commit(self) -> int:
+        """As `KVCache.commit`. What all ranks staged was agreed on."""
+        return self._done(self.cache.commit())
+
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.check_attach`, agreed on."""
         return 0 if self._fits(self.cache.check_attach, prefix, tokens) else -1

@@ -470,6 +470,21 @@ class KVCache(_Owned):
         rc = lib.pv_kv_step(self._use(), self._raw(lengths), self.slots)
         return self._short(rc) if rc else 0
 
+    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
+        """Stage a request's growth for the next `commit`: it is to have `tokens` tokens; 0 takes it back.
+
+        Returns 0 when a step with all that is staged would find its memory, else -1 and the growth is not staged.
+        """
+        rc = lib.pv_kv_grow(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
+        return self._short(rc) if rc else 0
+
+    def commit(self) -> int:
+        """`step` with what `grow` staged; other slots take no part. Raises ValueError when nothing is staged."""
+        if self._events:
+            self._poll()
+        rc = lib.pv_kv_commit(self._use())
+        return self._short(rc) if rc else 0
+
     def check(self, lengths: Lengths) -> int:
         """What `step` would return now, without doing anything."""
         rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)

@@ -38,6 +38,20 @@ int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     return answer(rc, missing);
 }
 
+int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_grow(kv, slot, tokens, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_commit(vmem_kv *kv)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_commit(kv, &missing);
+    return answer(rc, missing);
+}
+
 int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens)
 {
     uint64_t missing = 0;

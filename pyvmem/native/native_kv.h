@@ -15,6 +15,8 @@ int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *c
 // missing, or a negative errno.
 int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int64_t pv_kv_commit(vmem_kv *kv);
 int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens);
 int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens);
 int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens);

@@ -206,6 +206,26 @@ def test_kept_pages_give_way_to_a_running_request(backend):
         assert cache.stats().held_pages == 40
 
 
+def test_growth_is_staged_request_by_request(backend):
+    with make(backend, pages=20, overlap=False) as cache:
+        with pytest.raises(ValueError, match="no growth is staged"):
+            cache.commit()
+        slots = [cache.alloc_reqid() for _ in range(4)]
+        assert [cache.grow(s, 2 * PAGE_TOKENS) for s in slots] == [0, 0, -1, -1]
+        assert cache.missing_pages == 4
+        assert cache.grow(slots[2], PAGE_TOKENS) == 0
+        assert cache.stats().held_pages == 0
+        assert cache.commit() == 0
+        assert [cache.slot(s).tokens for s in slots] == [2 * PAGE_TOKENS, 2 * PAGE_TOKENS, PAGE_TOKENS, 0]
+        assert cache.stats().held_pages == 20
+        assert cache.grow(slots[0], 2 * PAGE_TOKENS) == 0
+        cache.free_reqid(slots[0])  # takes its growth back
+        with pytest.raises(ValueError, match="no growth is staged"):
+            cache.commit()
+        with pytest.raises(ValueError, match="free"):
+            cache.grow(slots[0], 1)
+
+
 class Event:
     """Stands for a torch.cuda.Event."""
 
