@@ -429,6 +429,15 @@ int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
     return kv_leave(kv, rc);
 }
 
+// Whether what a new request's slot has begins behind its first row.
+static bool lacks_front(const vmem_kv *kv, uint32_t slot)
+{
+    bool lacks = false;
+    for (uint32_t i = 0; i < kv->n_groups && !kv->slots[slot].tokens; i++)
+        lacks |= kv_span(kv, slot, i)->lo > 0;
+    return lacks;
+}
+
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
     int rc = kv_enter(kv);
@@ -454,7 +463,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
         }
     uint64_t limit = kv_limit(kv, 0);
     uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
-    if (slot >= 0 && !kv->slots[slot].fresh) // else pages may be missing in front of those there are
+    if (slot >= 0 && !lacks_front(kv, (uint32_t)slot)) // what is mapped needs nothing, be the budget exceeded
         least = KV_MAX(least, kv->slots[slot].backed);
     while (least < most) {
         uint32_t middle = least + (most - least + 1) / 2;
