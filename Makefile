@@ -56,7 +56,7 @@ test-c: lib ## C tests of libvmem, on host memory and over a fake GPU driver
 test-asan: ## C tests under the address and undefined-behaviour sanitizers
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-asan
 
-mutants-c: ## Seeded faults in libvmem: each must be noticed by a C test (2 minutes)
+mutants-c: ## Seeded faults in libvmem: each must be noticed by a C test (4 minutes)
 	$(Q)$(PYTHON) tests/c/mutants.py
 
 test-tsan: ## C tests under the thread sanitizer
