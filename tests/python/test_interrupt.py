@@ -4,6 +4,8 @@ SPDX-License-Identifier: MIT
 """
 
 import errno
+import gc
+import os
 import signal
 import threading
 
@@ -168,3 +170,44 @@ def test_a_handler_may_use_the_context(context, alarm):
         if "pv_run_handlers" in seen:
             return
     raise AssertionError("the handler never ran in the middle of a call")
+
+
+@pytest.mark.parametrize("name", ["create", "commit", "commit_by_address"])
+def test_a_context_that_another_thread_closes_in_the_middle_of_a_call(name):
+    """close() does not wait; the call ends as if alone, and with it what it used."""
+
+    def descriptors():  # each context has some of its own, the host's at least
+        return len(os.listdir("/proc/self/fd"))
+
+    pyvmem.Context("host").close()  # what is set up once a process
+    before = descriptors()
+    context = pyvmem.Context("host")
+    during = descriptors()
+    call = long_calls(context)[name]
+    closed = []
+
+    @ffi.callback("int(void)", error=1, onerror=errors._keep)
+    def run():
+        if not closed:
+            thread = threading.Thread(target=context.close)
+            thread.start()
+            thread.join()
+            closed.append(descriptors())
+        return 0
+
+    lib.pv_watch_signals(threading.main_thread().ident, run)
+    try:
+        for _ in range(200):
+            call()()
+            if closed:
+                break
+    except ValueError as error:  # of undoing it; or, by address, of a reservation that is gone
+        assert "closed" in str(error) or name == "commit_by_address"
+    finally:
+        errors._watch_signals()
+    assert closed == [during]  # the context stood while the call ran
+    with pytest.raises(ValueError, match="closed"):
+        context.stats()
+    del call
+    gc.collect()
+    assert descriptors() == before
