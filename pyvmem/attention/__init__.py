@@ -141,7 +141,7 @@ def _layer(cache, layer):
     return k, v
 
 
-def _shape(phase, cache, k, query_heads, q_dtype, window, softcap, requests=1):
+def _shape(phase, cache, k, query_heads, q_dtype, window, softcap, requests=0):
     if phase not in ("decode", "prefill"):
         raise ValueError(f"phase {phase!r} must be decode or prefill")
     kv_heads = k.shape[2]

@@ -94,8 +94,12 @@ class _Mask:
 
 @functools.cache
 def _soft_cap(cap):
-    """The soft cap as FlexAttention wants it; None without."""
-    return (lambda score, b, h, i, row: cap * torch.tanh(score / cap)) if cap else None
+    """The soft cap as FlexAttention wants it; None without.
+
+    A literal: a number that the function captured would become an input of the compiled graph, on the CPU, which the
+    kernel cannot read.
+    """
+    return eval(f"lambda score, b, h, i, row: {cap!r} * torch.tanh(score / {cap!r})", globals()) if cap else None
 
 
 class FlexAttention(Kernel):

@@ -40,7 +40,7 @@ class Shape:
         Rows from one slot's begin to the next one's.
     slots : int
     requests : int
-        In the batch; 1 where no batch is known.
+        In the batch; 0 where no batch is known.
     """
 
     phase: str
@@ -56,7 +56,7 @@ class Shape:
     tile_rows: int = 1
     slot_rows: int = 0
     slots: int = 1
-    requests: int = 1
+    requests: int = 0
 
     @property
     def group(self):

@@ -14,10 +14,11 @@ from pyvmem.attention.triton import Triton
 
 KERNELS = {k.name: k for k in (FlashAttention3(), FlashAttention2(), FlashInfer(), Triton(), SDPA(), FlexAttention())}
 
-# Fastest first, by what was measured on an H200 (docs/results/attention.md).
+# Fastest first at most points, by what was measured on an H200 (docs/results/attention.md).
 ORDER = {
+    "decode one request": ("triton", "fa3", "flashinfer", "fa2", "sdpa", "flex"),
     "decode": ("fa3", "flashinfer", "triton", "fa2", "sdpa", "flex"),
-    "prefill": ("fa3", "fa2", "flashinfer", "triton", "flex", "sdpa"),
+    "prefill": ("fa3", "flashinfer", "triton", "fa2", "flex", "sdpa"),
 }
 
 
@@ -49,7 +50,7 @@ def stops(name, shape):
 def choose(shape):
     """The `Choice` for a shape. Raises ValueError where no kernel takes it."""
     refused, second = {}, []
-    for name in ORDER[shape.phase]:
+    for name in _order(shape):
         reason = stops(name, shape)
         if reason is None:
             reason = KERNELS[name].reluctance(shape)
@@ -60,6 +61,11 @@ def choose(shape):
     if second:
         return _choice(second[0], shape, {n: r for n, r in refused.items() if n not in second})
     raise ValueError("no kernel takes this: " + "; ".join(f"{n}: {r}" for n, r in refused.items()))
+
+
+def _order(shape):
+    one = shape.phase == "decode" and 0 < shape.requests * shape.kv_heads <= 8
+    return ORDER["decode one request" if one else shape.phase]
 
 
 def _choice(name, shape, refused):

@@ -339,7 +339,7 @@ class Timer:
 
 
 def measure(runs, turns=11, seconds=0.4):
-    """Time runs in turns. Returns {name: (microseconds[turns], splits chosen)}.
+    """Time runs in turns, another one first in each. Returns {name: (microseconds[turns], splits chosen)}.
 
     Where a run has several numbers of splits, the fastest of two tries each is taken first; the kind of memory does
     not change it. Turns are fewer where they would take more than `seconds`, but at least three.
@@ -359,8 +359,12 @@ def measure(runs, turns=11, seconds=0.4):
     whole = sum(t.seconds for t in timers.values())
     turns = max(3, min(turns, int(seconds / max(whole, 1e-9))))
     samples = {name: np.zeros(turns) for name in timers}
+    order = list(timers)
     for turn in range(turns):
-        started = {name: timer.start() for name, timer in timers.items()}
+        order = order[1:] + order[:1]
+        # Not timed: behind an idle GPU, the first would be timed with its launch.
+        timers[order[-1]].start()
+        started = {name: timers[name].start() for name in order}
         for name, timer in timers.items():
             samples[name][turn] = timer.result(started[name])
     return {name: (samples[name], runs[name].split) for name in timers}

@@ -272,8 +272,9 @@ def test_fa3_takes_what_its_tiles_allow():
 
 
 def test_best_prefers_one_launch_to_one_a_request(monkeypatch):
-    for name in ("fa3", "fa2"):
-        monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: None)
+    for name in table.KERNELS:
+        here = None if name in ("fa3", "fa2") else "not here"
+        monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape, here=here: here)
     prompts = replace(HOPPER, phase="prefill", tile_rows=1)
     assert table.choose(prompts).kernel == "fa3"
     assert table.choose(replace(prompts, requests=100, tile_rows=128)).kernel == "fa3"
@@ -283,6 +284,17 @@ def test_best_prefers_one_launch_to_one_a_request(monkeypatch):
         if name != "fa3":
             monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: "not here")
     assert table.choose(replace(prompts, requests=100)).kernel == "fa3"
+
+
+def test_best_decodes_one_request_with_triton(monkeypatch):
+    for name in table.KERNELS:
+        monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: None)
+    monkeypatch.setattr(table.KERNELS["flashinfer"], "unavailable", lambda shape: "not here")
+    assert table.choose(HOPPER).kernel == "fa3"
+    assert table.choose(replace(HOPPER, requests=32)).kernel == "fa3"
+    assert table.choose(replace(HOPPER, requests=1)).kernel == "triton"
+    monkeypatch.setattr(table.KERNELS["triton"], "unavailable", lambda shape: "not here")
+    assert table.choose(replace(HOPPER, requests=1)).kernel == "fa3"
 
 
 def test_tile_rows():
@@ -324,6 +336,34 @@ def test_bench_attention_times_virtual_beside_plain_memory(tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_attention_lets_each_run_be_first_behind_a_busy_gpu(monkeypatch):
+    from pyvmem.bench import attention_runs
+
+    started = []
+
+    class Timer:
+        seconds = 0.0
+
+        def __init__(self, run):
+            self.name = run.name
+
+        def start(self):
+            started.append(self.name)
+            return len(started)
+
+        def result(self, number):
+            return float(number)
+
+    monkeypatch.setattr(attention_runs, "Timer", Timer)
+    runs = {name: SimpleNamespace(name=name, splits=(0,), split=0) for name in "abc"}
+    found = attention_runs.measure(runs, turns=3)
+    turns = [started[i : i + 4] for i in range(0, 12, 4)]
+    assert [sorted(turn[1:]) for turn in turns] == [["a", "b", "c"]] * 3
+    assert {turn[1] for turn in turns} == set("abc")
+    timed = sorted(n for samples, _ in found.values() for n in samples)
+    assert timed == [2, 3, 4, 6, 7, 8, 10, 11, 12]  # not the first of a turn
+
+
 @pytest.mark.parametrize("args, text", [
     (["--figure", "5"], "'5' must be some of 2, 3, 4, 6, 7, 11"),
     (["--table", "5,x"], "'5,x' must be some of 5, 6, 9, 10"),
@@ -358,7 +398,7 @@ def test_every_figure_has_a_panel(tmp_path):
     figure = Figure()
     draw(records, figure)
     assert [bool(axes.lines or axes.patches) for axes in figure.axes] == [True] * len(PANELS)
-    assert len(figure.axes[3].lines) == 9  # prefill: three memories, FlashInfer's, and five block sizes
+    assert len(figure.axes[3].lines) == 6  # prefill: three memories, FlashInfer's, and two block sizes
     dump(records, tmp_path / "r.json")
     main(tmp_path / "r.json", tmp_path)
     assert len(list(tmp_path.glob("attention-figure-*.png"))) == len(PANELS)
