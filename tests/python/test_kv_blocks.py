@@ -88,3 +88,19 @@ def test_blocks_need_tensors_without_windows():
     with KVCache(specs, 2, 64, 64 * PAGE, backend="host", page_size=PAGE, name=None) as cache:
         with pytest.raises(VmemError, match="without windows"):
             BlockNames(cache, 10, TOKENS)
+
+
+def test_the_background_thread_backs_a_growing_request_seldom():
+    """Whole stretches at a time, even where a page is only some tokens."""
+    page = 2 << 20
+    with KVCache([TensorSpec("kv", (page // 16,), torch.uint8)], 2, 512, 128 * page, backend="host", page_size=page,
+                 lazy=True, eager=False, ahead_tokens=64, name=None) as cache:  # fmt: skip
+        slot = cache.alloc_reqid()
+        lengths = [0, 0]
+        for tokens in range(1, 401):
+            lengths[slot] = tokens
+            assert cache.step(lengths) == 0
+            cache.wait()
+        stats = cache.stats()
+    assert stats.step_maps == 1
+    assert stats.ahead_jobs <= 400 // 64 + 1

@@ -146,7 +146,9 @@ static bool unmap_stale_one(vmem_kv *kv)
 
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
-    uint64_t want = KV_MIN((uint64_t)kv->slots[slot].tokens + ahead, kv->max_tokens);
+    // Twice as far while memory is plentiful, so that a call lasts for a while: each interrupts address translation on
+    // the GPU, however many pages it maps.
+    uint64_t want = KV_MIN(kv->slots[slot].tokens + (uint64_t)ahead * (plenty ? 2 : 1), kv->max_tokens);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint32_t to = kv_need_hi(kv, g, want);
