@@ -45,6 +45,8 @@ PATCHES = (
     Patch("vllm.v1.worker.gpu_worker", "Worker.sleep", "sleep", ("self", "level")),
     # The scheduler's block pool.
     Patch("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "schedule", ("self", "throttle_prefills")),
+    Patch("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "update_from_output",
+          ("self", "scheduler_output", "model_runner_output")),
     Patch("vllm.v1.core.block_pool", "BlockPool.free_blocks", "free_blocks", ("self", "ordered_blocks")),
     Patch("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", "reset_prefix_cache", ("self",)),
 )  # fmt: skip

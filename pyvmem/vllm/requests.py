@@ -84,6 +84,15 @@ class RequestSlots:
             self._ops = [op for op in self._ops if op[0] != slot]
             self._retiring.append((self._now, slot))
 
+    def settle(self, indices, dropped=()):
+        """Outside a step: the requests at these indices have ended, though kernels of the last step may still run."""
+        with self.lock:
+            self._now = self._fences.mark()
+            for index in indices:
+                self.finish(index)
+            if self.names is not None and len(dropped):
+                self.names.drop(dropped)
+
     def start(self, index, ids, computed):
         """A new request with these blocks, of which the rows of `computed` tokens exist; the numbers for its table."""
         hits = min(-(-computed // self.block_tokens), len(ids))

@@ -77,7 +77,7 @@ class Engine:
         budget = self.num_blocks * self.layout.block_bytes
         budget += max(budget // 64, 16 * self.layout.block_bytes)
         self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
-                             lazy=True, ahead_tokens=2 * spec.block_size, name="vllm")  # fmt: skip
+                             lazy=True, name="vllm")  # fmt: skip
         caching = vllm_config.cache_config.enable_prefix_caching
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
         self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names,
@@ -97,6 +97,11 @@ class Engine:
             with self.requests.lock:
                 if not self._stop.is_set():
                     self.requests.tend()
+
+    def settle(self, finished, forgotten):
+        """The scheduler has nothing more to do: these requests have ended, and these blocks are forgotten."""
+        index = self.states.req_id_to_index
+        self.requests.settle([index[i] for i in finished if i in index], forgotten)
 
     def close(self):
         """Free the KV cache, unless views of it still stand somewhere. No request runs."""
@@ -253,6 +258,16 @@ def schedule(original, scheduler, *args, **kwargs):
     output = original(scheduler, *args, **kwargs)
     output.vmem_forgotten = kept.take_forgotten()
     return output
+
+
+def update_from_output(original, scheduler, scheduler_output, model_runner_output):
+    """When nothing is left to do, a worker in this process is told at once: there may be no next step for long."""
+    outputs = original(scheduler, scheduler_output, model_runner_output)
+    if _current is not None and not scheduler.has_unfinished_requests():
+        kept = keeper(scheduler)
+        kept.before_schedule()
+        _current.settle(scheduler.finished_req_ids, kept.take_forgotten())
+    return outputs
 
 
 def free_blocks(original, pool, ordered_blocks):

@@ -166,6 +166,22 @@ def test_a_slot_is_free_only_when_the_kernels_of_its_last_step_are_through():
     assert slots.fence_waits == 1
 
 
+def test_requests_that_end_outside_a_step_wait_for_their_kernels():
+    engine = Engine(requests=2, caching=True)
+    slots = engine.slots
+    slots.begin_step()
+    slots.start(0, [1, 2], 0)
+    slots.back()
+    slots.settle([0], [2])
+    slots.IDLE_SECONDS = -1
+    assert slots.tend()  # kernels may be running
+    assert engine.cache.stats().active_slots == 1
+    engine.gpu.wait(engine.gpu.marked)
+    assert not slots.tend()
+    stats = engine.cache.stats()
+    assert (stats.active_slots, stats.held_pages, stats.prefix_pages) == (0, 1, 1)
+
+
 def test_a_smaller_limit_gives_up_cached_prefixes_then_admits_less():
     engine = Engine(blocks=64, allowed=lambda: engine.slots.poll_limit())
     engine.run(engine.requests(20, shared=0.3))

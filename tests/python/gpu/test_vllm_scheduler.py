@@ -159,12 +159,16 @@ class Engine:
             assert (self.rows[self._row(table, p)] == vllm_standins.value(tokens[: p + 1])).all(), (p, len(tokens))
             self.read += 1
 
-    def run(self, n):
+    def settle(self, finished, forgotten):
+        self.worker.Engine.settle(self, finished, forgotten)
+
+    def run(self, n, deliver=True):
+        """n requests to their end. deliver: with the steps in which vLLM's engine says which have ended."""
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import RequestStatus
 
         waiting, flight, preempted, steps = self._requests(n), [], 0, 0
-        while waiting or self.scheduler.has_requests() or flight:
+        while waiting or self.scheduler.has_unfinished_requests() or flight:
             while waiting and self.random.random() < 0.5:
                 self.scheduler.add_request(waiting.pop(0))
             if self.scheduler.running and self.random.random() < 0.03:
@@ -184,8 +188,9 @@ class Engine:
                     prompt_logprobs_dict={}, pooler_output=[]))  # fmt: skip
             steps += 1
             assert steps < 4000
-        self.execute(self.scheduler.schedule())
-        self.execute(self.scheduler.schedule())
+        if deliver:
+            self.execute(self.scheduler.schedule())
+            self.execute(self.scheduler.schedule())
         self.gpu.wait(self.gpu.marked)
         self.cache.wait()
         return preempted
@@ -227,6 +232,17 @@ def test_cached_blocks_stay_up_to_the_cap(tmp_path, monkeypatch):
     engine = Engine(tmp_path, 60, monkeypatch, cap=7 * TOKENS)
     engine.run(30)
     assert engine.cache.stats().prefix_pages == engine.cached() == 7
+
+
+def test_an_engine_that_makes_no_further_step_still_gives_back(tmp_path, monkeypatch):
+    engine = Engine(tmp_path, 60, monkeypatch, cap=5 * TOKENS)
+    engine.run(20, deliver=False)
+    engine.requests.IDLE_SECONDS = -1
+    engine.requests.tend()
+    stats = engine.cache.stats()
+    assert (stats.held_pages, stats.prefix_pages, stats.active_slots) == (5, 5, 0)
+    engine.run(10)  # and goes on
+    assert engine.cache.stats().prefix_pages == engine.cached() == 5
 
 
 def test_reset_and_a_smaller_limit_reach_the_worker(tmp_path, monkeypatch):
