@@ -15,7 +15,24 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).resolve().parents[2]
-QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """said(name, *arguments): what an example prints as a program. In this process: importing torch takes seconds."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run_main(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        capsys.readouterr()
+        example(name).main()
+        return capsys.readouterr().out
+
+    yield run_main
+    torch.set_num_threads(threads)
 
 
 def example(name):
@@ -27,12 +44,12 @@ def example(name):
 
 
 def run(*command, **env):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**QUIET, **env}, cwd=TOP)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env}, cwd=TOP)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_continuous_batching_gives_the_models_own_tokens():
+def test_continuous_batching_gives_the_models_own_tokens(said):
     """Chunks, prefixes and preemptions change no token; each stands for itself in the stream."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -65,29 +82,26 @@ def test_continuous_batching_gives_the_models_own_tokens():
     engine.close()
 
 
-def test_continuous_batching_streams():
-    pytest.importorskip("transformers")
-    said = run(sys.executable, "examples/continuous_batching.py", "--requests", "3").splitlines()
-    assert len([line for line in said if line.startswith("request ")]) == 3 * 20
-    assert re.fullmatch(r"\d+ preemptions, \d+ tokens from prefixes, \d+ iterations", said[-1])
+def test_continuous_batching_streams(said):
+    lines = said("continuous_batching", "--requests", "3").splitlines()
+    assert len([line for line in lines if line.startswith("request ")]) == 3 * 20
+    assert re.fullmatch(r"\d+ preemptions, \d+ tokens from prefixes, \d+ iterations", lines[-1])
 
 
 @pytest.mark.parametrize("attention", ["vmem", "sdpa"])
-def test_generate(attention):
-    pytest.importorskip("transformers")
-    said = run(sys.executable, "examples/generate.py", "--attention", attention, "--new", "5", "two", "prompts")
-    lines = [line for line in said.splitlines() if "->" in line]
+def test_generate(attention, said):
+    text = said("generate", "--attention", attention, "--new", "5", "two", "prompts")
+    lines = [line for line in text.splitlines() if "->" in line]
     assert [line.split(" -> ")[0] for line in lines] == ["two", "prompts"]
     assert all(len(line.split("[")[1].split(",")) == 5 for line in lines)
-    assert "KiB of addresses" in said
+    assert "KiB of addresses" in text
 
 
-def test_two_models_share_one_pool():
-    pytest.importorskip("transformers")
-    said = run(sys.executable, "examples/two_models.py")
-    assert len(re.findall(r"^(llama|qwen): \d", said, re.M)) == 6
-    assert "gives" in said, "the pool was large enough for both at once"
-    held = [tuple(map(float, pair)) for pair in re.findall(r"llama holds (\S+) MiB, qwen holds (\S+) MiB", said)]
+def test_two_models_share_one_pool(said):
+    text = said("two_models")
+    assert len(re.findall(r"^(llama|qwen): \d", text, re.M)) == 6
+    assert "gives" in text, "the pool was large enough for both at once"
+    held = [tuple(map(float, pair)) for pair in re.findall(r"llama holds (\S+) MiB, qwen holds (\S+) MiB", text)]
     assert all(a + b <= 8 for a, b in held)
 
 
