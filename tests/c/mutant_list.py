@@ -115,11 +115,11 @@ MUTANTS = [
         ("extents are not joined", _A, "    extent_link(ctx, a, first, units, committed);\n}\n\n// How many",
          "    extent_link(ctx, a, first, 1, committed);\n}\n\n// How many", "test_create test_model"),
         ("prealloc(0) keeps", _P, "        return vmem_trim(ctx, NULL);\n", "        return 0;\n", "test_budget"),
-        ("trim keeps what prealloc took", _P, "    ctx->keep = 0;\n", "", "test_budget"),
+        ("trim keeps what prealloc took", _P, "    ctx->keep = ahead ? ctx->created + ahead : 0;\n", "", "test_budget"),
         # the host backend
         ("an undo maps the new page", _H, "unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);",
          "r->arena, r->offset);", "test_map_limit"),
-        ("a batch that fails is not undone", _H, "    while (done--)\n        undo", "    while (0)\n        undo",
+        ("a batch that fails is not undone", _H, "    while (rc && done--)\n        undo", "    while (0)\n        undo",
          "test_map_limit"),
         ("no ballast", _H, "    ballast_take(h);\n    h->cgroup", "    h->cgroup", "test_map_limit"),
         ("a refused munmap is forgotten", _H, "    if (!gone) {\n", "    if (0) {\n", "test_reserve"),
