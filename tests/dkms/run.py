@@ -129,7 +129,7 @@ def steps(root, release):
     root.path("/vmem/outer.mk").write_text("all: ; +$(MAKE) module-install KERNEL=$(KERNEL) MODULE_BOOT=1\n")
     root.run(f"cd /vmem && make -w -f outer.mk KERNEL={first}")
     status = root.run("dkms status")
-    expect("installed", re.search(rf"{PACKAGE}/{re.escape(release)}, {first}, \S+: installed", status))
+    expect("installed", re.search(rf"{PACKAGE}/{re.escape(release)}, {re.escape(first)}, \S+: installed", status))
     expect("beside the stock module, under a name of its own", PACKAGE in modules(root, first))
     info = root.run(f"modinfo -k {first} {PACKAGE}")
     expect("it is the patched one", "uvm_vmem_max_mbytes" in info)
