@@ -6,6 +6,8 @@ SPDX-License-Identifier: MIT
 import itertools
 
 import torch
+import triton
+import triton.language as tl
 from attention_reference import error, reference
 from test_attention import make, queries
 
@@ -15,7 +17,31 @@ LENGTHS = (1, 63, 65, 130, 300)
 COUNTS = (1, 63, 2, 130, 37)
 
 
+@triton.jit
+def loop(x, n):
+    """Counts to a number that it is given: what Triton 3.6's interpreter cannot do with numpy 2.4 or later."""
+    total = 0
+    for i in range(tl.load(x), n):
+        total += i
+    tl.store(x, total)
+
+
+def fault():
+    """What the interpreter itself says to a loop; None where it runs one."""
+    x = torch.ones(1, dtype=torch.int32)
+    try:
+        loop[(1,)](x, 4)
+    except triton.runtime.errors.InterpreterError as error:
+        return str(error)
+    assert x.item() == 6
+    return None
+
+
 def main():
+    said = fault()
+    if said:
+        print("interpreter:", said)
+        return
     right = 0
     for (heads, kv_heads, dim), window, softcap, splits in itertools.product(
         ((8, 2, 64), (2, 2, 80)), (0, 70), (0.0, 5.0), (1, 3)

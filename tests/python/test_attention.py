@@ -481,4 +481,6 @@ main()
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    if done.stdout.startswith("interpreter: "):
+        pytest.skip(done.stdout.strip())
     assert "cases right" in done.stdout
