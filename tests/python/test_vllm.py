@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import random
+import sys
 import types
 
 import numpy as np
@@ -14,7 +15,7 @@ from vllm_standins import BlockPool, Gpu, Request, Runner, Scheduler
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
-from pyvmem.vllm import layout, metrics, patches, refuse, settings
+from pyvmem.vllm import layout, metrics, patches, plugin, refuse, settings
 from pyvmem.vllm.requests import RequestSlots
 from pyvmem.vllm.scheduler import PoolKeeper
 
@@ -302,6 +303,29 @@ def test_unset_means_off():
 def test_an_unknown_version_is_refused_with_a_way_to_insist():
     with pytest.raises(patches.UnknownVersion, match="vLLM 9.9 is not among 0.26.0; VMEM_VLLM_FORCE=1 tries it"):
         patches.install("9.9")
+
+
+def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
+    monkeypatch.delenv("VMEM_VLLM", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
+    plugin.register()
+
+
+@pytest.mark.parametrize("environment, text", [
+    ({}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 is not among"),
+    ({"VMEM_VLLM_FORCE": "1"}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 lacks what is to be replaced"),
+    ({"VMEM_VLLM_CACHE_TOKENS": "many"}, "pyvmem: VMEM_VLLM_CACHE_TOKENS=many"),
+])  # fmt: skip
+def test_what_is_asked_for_and_cannot_be_ends_vllm_with_one_line(monkeypatch, environment, text):
+    for name, value in {"VMEM_VLLM": "1", **environment}.items():
+        monkeypatch.setenv(name, value)
+    fake = types.ModuleType("vllm")
+    fake.__version__ = "9.9"
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    with pytest.raises(SystemExit) as caught:
+        plugin.register()
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda p: p.name)
