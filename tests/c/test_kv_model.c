@@ -530,6 +530,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.shared_pages, 0);
     CHECK_EQ(st.worker_errors, 0);
+    CHECK(st.window_pages < UINT32_MAX && st.reclaimed_pages < UINT32_MAX);
     vmem_kv_destroy(kv);
     OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(test_stats(ctx).created, 0);

@@ -80,10 +80,15 @@ static uint64_t cutting(void)
     return prefix;
 }
 
-static void end(uint64_t prefix)
+static void end_cut(void)
 {
     set(RUNNING);
     OK(vmem_kv_wait(kv));
+}
+
+static void end(uint64_t prefix)
+{
+    end_cut();
     OK(vmem_kv_free(kv, 0));
     OK(vmem_kv_prefix_drop(kv, prefix));
     OK(vmem_kv_free(kv, 1));
@@ -105,6 +110,18 @@ static void test_a_window_moves_on(void)
     step(226, 0);
     CHECK(waited);
     CHECK_EQ(slot(0).pages, 3);
+    end(prefix);
+}
+
+// Pages that a step makes meanwhile are not taken off what the window gave up.
+static void test_a_step_grows_beside_a_cut(void)
+{
+    uint64_t prefix = cutting();
+    struct vmem_kv_stats st;
+    step(0, 400);
+    end_cut();
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK(st.window_pages < 100); // none: a prefix holds them, too
     end(prefix);
 }
 
@@ -142,6 +159,7 @@ int main(int argc, char **argv)
     ctx = test_context(0);
     vmem__kv_hook = at;
     test_a_window_moves_on();
+    test_a_step_grows_beside_a_cut();
     test_a_cut_fails();
     vmem_context_destroy(ctx);
     return 0;

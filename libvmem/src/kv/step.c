@@ -244,9 +244,8 @@ static int pass_windows(vmem_kv *kv, uint32_t slot)
         kv_wait_slot(kv, slot); // the worker may be cutting this very span
         if (!passed(kv, sp))
             continue;
-        uint64_t held = kv->held;
         rc = kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
-        kv->stats.window_pages += held - kv->held;
+        kv->stats.window_pages += rc ? 0 : kv->cut.n_pages;
     }
     return rc;
 }

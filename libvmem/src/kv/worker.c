@@ -106,7 +106,8 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
     return true;
 }
 
-static bool cut(vmem_kv *kv, const struct kv_victim *v)
+// *gone grows by the pages given up; kv->held may have changed otherwise, too, while the lock was dropped.
+static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker_cut;
     int rc = kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
@@ -120,6 +121,7 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v)
     end(kv, v->slot, rc);
     kv->cutting = false;
     kv_cut_end(kv, c, rc);
+    *gone += rc ? 0 : c->n_pages;
     return true;
 }
 
@@ -201,21 +203,15 @@ static bool release_one(vmem_kv *kv)
             const struct kv_span *sp = kv_span(kv, s, i);
             if (sp->lo >= sp->keep_lo)
                 continue;
-            uint64_t before = kv->held;
             v = (struct kv_victim){s, i, sp->keep_lo, sp->hi};
-            bool did = cut(kv, &v);
-            kv->stats.window_pages += before - kv->held;
-            return did;
+            return cut(kv, &v, &kv->stats.window_pages);
         }
     }
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
     if (unused >= low || !kv_victim(kv, low - unused, true, &v) || kv->slots[v.slot].skip)
         return false;
-    uint64_t before = kv->held;
-    bool did = cut(kv, &v);
-    kv->stats.reclaimed_pages += before - kv->held;
     kv->stats.reclaims++;
-    return did;
+    return cut(kv, &v, &kv->stats.reclaimed_pages);
 }
 
 static bool clear_one(vmem_kv *kv)
