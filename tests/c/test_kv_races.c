@@ -14,7 +14,8 @@ static vmem_kv *kv;
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static enum { RUNNING, ASKED, STOPPED } thread;
-static int waited; // calls that had to wait for it
+static int waited;  // calls that had to wait for it
+static bool greedy; // it stops again at the next point when one does
 
 static void set(int to)
 {
@@ -35,7 +36,7 @@ static void at(enum vmem__kv_point point)
 {
     if (point == KV_CALL_WAITS) {
         waited++;
-        set(RUNNING);
+        set(greedy ? ASKED : RUNNING);
     }
     pthread_mutex_lock(&gate);
     if (point == KV_WORKER_UNLOCKED && thread == ASKED) {
@@ -125,6 +126,24 @@ static void test_a_step_grows_beside_a_cut(void)
     end(prefix);
 }
 
+// A call that waits for the cut of another slot does not find its own in the thread's hands afterwards.
+static void test_the_thread_begins_nothing_while_a_call_waits(void)
+{
+    uint64_t prefix = cutting();
+    uint32_t slot;
+    step(0, 94); // its next page is due
+    greedy = true;
+    OK(vmem_kv_free(kv, 1));
+    greedy = false;
+    pthread_mutex_lock(&gate);
+    CHECK(waited && thread != STOPPED);
+    pthread_mutex_unlock(&gate);
+    set(RUNNING);
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    CHECK_EQ(slot, 1);
+    end(prefix);
+}
+
 // The same where the cut fails: what steps asked for meanwhile still stands, and the pages go at last.
 static void test_a_cut_fails(void)
 {
@@ -160,6 +179,7 @@ int main(int argc, char **argv)
     vmem__kv_hook = at;
     test_a_window_moves_on();
     test_a_step_grows_beside_a_cut();
+    test_the_thread_begins_nothing_while_a_call_waits();
     test_a_cut_fails();
     vmem_context_destroy(ctx);
     return 0;

@@ -24,12 +24,6 @@ void kv_wait_slot(vmem_kv *kv, uint32_t slot)
         wait_for_worker(kv);
 }
 
-void kv_wait_cut(vmem_kv *kv)
-{
-    while (kv->cutting)
-        wait_for_worker(kv);
-}
-
 void kv_wait_idle(vmem_kv *kv)
 {
     while (kv->has_worker && (kv->work_due || kv->working))
@@ -47,6 +41,15 @@ void kv_worker_release(vmem_kv *kv)
 {
     if (--kv->hold == 0 && kv->work_due)
         pthread_cond_signal(&kv->work);
+}
+
+// Nor does it begin anything else before the caller has gone on: slots that were not busy still are not.
+void kv_wait_cut(vmem_kv *kv)
+{
+    if (!kv->cutting)
+        return;
+    kv_worker_hold(kv);
+    kv_worker_release(kv);
 }
 
 void kv_worker_wake(vmem_kv *kv)
