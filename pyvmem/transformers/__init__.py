@@ -6,17 +6,24 @@ Importing this module registers the attention ``"vmem"`` with transformers: a mo
 SPDX-License-Identifier: MIT
 """
 
+import os as _os
+
 try:
     import transformers as _transformers
 except ImportError as error:
-    raise ImportError("pyvmem.transformers needs transformers 5 (pip install 'pyvmem[transformers]')") from error
+    raise ImportError("pyvmem.transformers needs transformers 5.17 (pip install 'pyvmem[transformers]')") from error
 
-if int(_transformers.__version__.split(".")[0]) < 5:
-    raise ImportError(f"pyvmem.transformers needs transformers 5 or newer, not {_transformers.__version__}")
+# The layers follow transformers' own closely, and those change within a major version: 5.23 has other ones.
+_TRIED = "5.17"
+if not f"{_transformers.__version__}.".startswith(f"{_TRIED}.") and not _os.environ.get("VMEM_TRANSFORMERS_FORCE"):
+    raise ImportError(
+        f"pyvmem.transformers was tried with transformers {_TRIED}, not {_transformers.__version__}: "
+        f"pip install 'transformers=={_TRIED}.*', or set VMEM_TRANSFORMERS_FORCE=1 to try it all the same"
+    )
 
-from pyvmem.transformers.attention import register
-from pyvmem.transformers.cache import VMemCache
-from pyvmem.transformers.graphs import DecodeGraphs
+from pyvmem.transformers.attention import register  # noqa: E402
+from pyvmem.transformers.cache import VMemCache  # noqa: E402
+from pyvmem.transformers.graphs import DecodeGraphs  # noqa: E402
 
 register()
 

@@ -13,6 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from conftest import python  # noqa: E402
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
@@ -651,3 +652,11 @@ def test_out_of_memory_in_a_captured_step(make, device, backend):
             with pytest.raises(pyvmem.OutOfMemory):
                 model(input_ids=tokens[:, :1], past_key_values=cache)
             assert captured.replayed == 2 and cache.get_seq_length() == rows
+
+
+def test_another_release_of_transformers_is_refused_in_one_line(tmp_path):
+    (tmp_path / "transformers.py").write_text('__version__ = "5.23.0"\n')
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = python("import pyvmem.transformers", check=False, env=env)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode != 0 and "5.23.0" in last and "5.17" in last and "VMEM_TRANSFORMERS_FORCE" in last
