@@ -13,8 +13,8 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from dataclasses import asdict
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,140 +24,20 @@ from pyvmem._checks import one_of, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check
+from pyvmem.kv_types import STATS, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
 from pyvmem.kv_view import new_view_path
 from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
+
+__all__ = ["KVCache", "KVStats", "Lengths", "Prefix", "Shortage", "SlotInfo", "TensorSpec", "model_specs"]
 
 # Of a call: one for each slot, or all of them as numbers.
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Cache = TypeVar("Cache", bound="KVCache")
 
-LAYOUTS = ("separate", "fused", "token-major")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a cache: what it keeps of every token.
-
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-        Of one token's row: ``(heads, head_dim)``, MLA's ``(latent,)``, or anything else.
-    dtype : torch.dtype
-    window : int
-        Sliding window, tokens: rows further back are given up. 0 keeps all.
-    max_tokens : int
-        Rows of a slot; 0 for the cache's.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An element of the shape is not at least 1; the dtype is none of torch's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    window: int = 0
-    max_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, not {self.dtype!r}")
-        if not isinstance(self.shape, tuple | list) or not all(uint("shape", n) for n in self.shape):
-            raise ValueError(f"shape {self.shape!r} must be a tuple of numbers from 1 on")
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's row."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-_STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
-_MOST_LAYERS = 32768  # two tensors each
 _REASONS = (None, "budget", "device", "mappings", "slots")
 _INT32 = np.dtype(np.int32)
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True)
-    class KVStats:
-        def __getattr__(self, name: str) -> int: ...
-
-else:
-    KVStats = make_dataclass(
-        "KVStats",
-        [(name, int) for name in _STATS],
-        frozen=True,
-        namespace={"__doc__": "What a cache holds and has done, in pages, bytes and counts: struct vmem_kv_stats."},
-    )
-
-
-@dataclass(frozen=True)
-class SlotInfo:
-    """One slot: its state ("free", "active", "swapped", "ending"), length, and pages over all tensors together."""
-
-    state: str
-    tokens: int
-    shared_tokens: int
-    pages: int
-    shared_pages: int
-    needed_pages: int
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """Why a call found too little.
-
-    Attributes
-    ----------
-    reason : str or None
-        "budget": end or swap out a request, drop prefixes, or raise the budget. "device": the budget allows more than
-        the device has; free memory elsewhere, or end a request. "mappings": the host's ``vm.max_map_count``; raise it,
-        use larger pages, or end a request. "slots": end a request. None: nothing was short.
-    missing_pages : int
-    prefix_pages : int
-        What dropping all prefixes would free.
-    requests : int
-        That hold pages.
-    ending_pages : int
-        Of requests that end when the kernels in flight have ended: `KVCache.retire` their steps.
-    """
-
-    reason: str | None
-    missing_pages: int
-    prefix_pages: int
-    requests: int
-    ending_pages: int = 0
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Rows that a request wrote, held for others. `min_tokens` to `tokens` of them can be attached."""
-
-    id: int
-    tokens: int
-    min_tokens: int
-
-
-def model_specs(
-    layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layout: str = "separate", window: int = 0
-) -> list[TensorSpec]:
-    """The `TensorSpec` list of a model whose layers are alike.
-
-    layout: "separate" (K and V of each layer: 2 x layers tensors), "fused" (both in one: layers tensors of rows
-    ``(2, kv_heads, head_dim)``) or "token-major" (one tensor of rows ``(layers, 2, kv_heads, head_dim)``).
-    window: tokens, as in `TensorSpec`. Raises ValueError for another layout, or numbers that are not at least 1.
-    """
-    one_of("layout", layout, LAYOUTS)
-    if not 1 <= uint("layers", layers) <= _MOST_LAYERS:
-        raise InvalidArgument(errno.EINVAL, f"layers {layers} must lie between 1 and {_MOST_LAYERS}")
-    if layout == "separate":
-        return [TensorSpec(f"{n}{i}", (kv_heads, head_dim), dtype, window) for i in range(layers) for n in "kv"]
-    if layout == "fused":
-        return [TensorSpec(f"kv{i}", (2, kv_heads, head_dim), dtype, window) for i in range(layers)]
-    return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
 
 
 def _config(specs: list[TensorSpec], flags: Mapping[int, bool], **numbers: SupportsIndex) -> tuple[Any, Any]:
@@ -662,7 +542,7 @@ class KVCache(_Owned):
         """The `KVStats` of this moment."""
         raw = ffi.new("struct vmem_kv_stats *")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
-        return KVStats(*(int(getattr(raw, name)) for name in _STATS))
+        return KVStats(*(int(getattr(raw, name)) for name in STATS))
 
     def metrics_json(self) -> str:
         """The statistics as a JSON object."""
