@@ -81,9 +81,12 @@ def interrupting():
         signal.raise_signal(signal.SIGINT)
         return errors.pv_run_handlers()
 
+    # A job in a shell's background starts with Ctrl-C ignored, and Python leaves it so.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     lib.pv_watch_signals(threading.main_thread().ident, run)
     yield
     errors._watch_signals()
+    signal.signal(signal.SIGINT, handler)
     assert not errors._raised
 
 
