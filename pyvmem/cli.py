@@ -82,7 +82,7 @@ def _bench(args, benchmarks):
     chosen = [b for b in benchmarks if args.bench in ("all", b.name)]
     if args.plot:
         _check_plot(args.plot)
-    about = summary.about(args.device)
+    about = summary.about()
     records = []
     for b in chosen:
         found = b.run(view.Session(b.name, args))

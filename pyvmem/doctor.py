@@ -20,8 +20,8 @@ from pyvmem.errors import VmemError
 def examine(device: int = 0) -> dict[str, Any]:
     """Everything the doctor knows, as plain data for JSON."""
     return {
-        "machine": _machine(),
-        "driver": _driver(),
+        "machine": machine(),
+        "driver": driver(),
         "backends": [_backend(name, device) for name in backends()],
     }
 
@@ -41,7 +41,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """The kernel, the versions and the limits of this process; opens no backend."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     maps = _read("/proc/sys/vm/max_map_count")
     return {
@@ -57,7 +58,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _driver() -> dict[str, Any] | None:
+def driver() -> dict[str, Any] | None:
     """The loaded NVIDIA driver: its release, whether its kernel modules are the open ones, whether UVM is loaded."""
     text = _read("/proc/driver/nvidia/version")
     if not text:

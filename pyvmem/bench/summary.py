@@ -8,8 +8,8 @@ SPDX-License-Identifier: MIT
 import re
 from datetime import datetime, timezone
 
+from pyvmem import doctor
 from pyvmem.bench.session import number_text, size_text
-from pyvmem.doctor import examine
 
 WIDTH = 80
 
@@ -35,10 +35,10 @@ _ROWS = (
 _COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
 
 
-def about(device=0):
+def about():
     """What a run's records belong to: {date, pyvmem, torch, python, kernel, driver}."""
-    found = examine(device)
-    machine, driver = found["machine"], found["driver"]
+    # Not doctor.examine(): it opens every backend.
+    machine, driver = doctor.machine(), doctor.driver()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "pyvmem": machine["pyvmem"],
