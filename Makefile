@@ -22,7 +22,7 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib install venv bench lint wheel clean
+.PHONY: all help lib install venv bench lint format wheel clean
 .PHONY: test test-uvm-ext test-c mutants-c test-asan test-tsan test-python test-python-fake test-gpu test-vllm
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
@@ -85,6 +85,10 @@ lint: venv ## Compile with -Werror, and check the Python code where ruff is inst
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
 	$(Q)if ! command -v ruff >/dev/null; then echo "ruff is not installed"; \
 	    else ruff check pyvmem tests/python examples .ci setup.py; fi
+
+format: ## Bring the C and the Python code into the form of .clang-format and pyproject.toml
+	$(Q)clang-format -i $$(git ls-files '*.c' '*.h')
+	$(Q)ruff format
 
 wheel: | toolchain ## Build the source distribution and the manylinux wheel into build/dist, and try the wheel
 	$(Q)$(PYTHON) .ci/make_wheel.py build/dist

@@ -57,9 +57,12 @@ def make(target):
     python = target / "bin" / "python"
     wanted = "%d.%d" % sys.version_info[:2]
     # One without pip was interrupted while it was made.
-    have = python.exists() and subprocess.run(
-        [python, "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
-    ).stdout.strip()
+    have = (
+        python.exists()
+        and subprocess.run(
+            [python, "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
+        ).stdout.strip()
+    )
     if have == wanted:
         return
     venv.create(target, clear=True, symlinks=True, with_pip=own_pip())

@@ -41,10 +41,7 @@ static uint32_t *row(int tensor, int slot, uint32_t token)
 }
 
 // What a layer would write for a token: rows of the shared beginning are alike for all requests.
-static uint32_t value(int request, uint32_t token)
-{
-    return token < SYSTEM ? token : (uint32_t)request << 16 | token;
-}
+static uint32_t value(int request, uint32_t token) { return token < SYSTEM ? token : (uint32_t)request << 16 | token; }
 
 // One iteration's forward pass for a request: writes rows [done, length), then reads all of them.
 static void forward(int id, const struct request *r, uint32_t length)
@@ -70,8 +67,14 @@ int main(void)
     for (int t = 0; t < TENSORS; t++)
         tensors[t] = (struct vmem_kv_tensor){.row_bytes = ROW};
     struct vmem_kv_config config = {
-        .size = sizeof(config), .flags = VMEM_KV_DEFAULT, .tensors = tensors, .n_tensors = TENSORS, .slots = SLOTS,
-        .max_tokens = MAX_TOKENS, .page_size = VMEM_PAGE_64K, .budget = UINT64_C(4) << 20,
+        .size = sizeof(config),
+        .flags = VMEM_KV_DEFAULT,
+        .tensors = tensors,
+        .n_tensors = TENSORS,
+        .slots = SLOTS,
+        .max_tokens = MAX_TOKENS,
+        .page_size = VMEM_PAGE_64K,
+        .budget = UINT64_C(4) << 20,
     };
     vmem_kv *kv;
     check(vmem_kv_create(ctx, &config, &kv), "vmem_kv_create");

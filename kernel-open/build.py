@@ -30,7 +30,9 @@ def _locked(tree):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise source.SourceError(f"another build is at work in {tree}: wait for it, or name another --out") from None
+            raise source.SourceError(
+                f"another build is at work in {tree}: wait for it, or name another --out"
+            ) from None
         yield
 
 
@@ -100,7 +102,9 @@ def main():
     parser.add_argument("action", choices=("build", "diff"), nargs="?", default="build")
     parser.add_argument("--src", default=env("NVIDIA_SRC"), help="NVIDIA's tree; default: the installed driver's")
     parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
-    parser.add_argument("--kernel", default=env("KERNEL"), help="kernel to build for, or newest; default: the running one")
+    parser.add_argument(
+        "--kernel", default=env("KERNEL"), help="kernel to build for, or newest; default: the running one"
+    )
     parser.add_argument("--type", default=env("UVM_BUILD_TYPE") or "release", choices=("release", "develop", "debug"))
     parser.add_argument("--symvers", default=env("KBUILD_EXTRA_SYMBOLS"), help="nvidia.ko's Module.symvers")
     parser.add_argument("--out", default="build/module", help="build folder")

@@ -39,11 +39,8 @@ HOOKS = (
         name="state",
         file="nvidia-uvm/uvm_va_space.h",
         anchor="struct uvm_va_space_struct\n{\n",
-        before='#include "uvm_ext/uvm_vmem_hooks.h" // vMem\n'
-        "\n",
-        after="    // vMem: NULL until the file's first vMem ioctl\n"
-        "    struct uvm_vmem_space *vmem;\n"
-        "\n",
+        before='#include "uvm_ext/uvm_vmem_hooks.h" // vMem\n\n',
+        after="    // vMem: NULL until the file's first vMem ioctl\n    struct uvm_vmem_space *vmem;\n\n",
     ),
     Hook(
         name="unregister GPU",

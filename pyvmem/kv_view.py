@@ -142,9 +142,7 @@ def want_budget(view: View, bytes: int) -> None:
     raw.wanted_budget = bytes
 
 
-def prometheus(
-    stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None
-) -> str:
+def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
     """Statistics (a dict) in Prometheus's text exposition format."""
     text = ",".join(f'{k}="{_escape(v)}"' for k, v in (labels or {}).items())
     text = f"{{{text}}}" if text else ""

@@ -454,6 +454,4 @@ def virtual_empty(
     """
     if dtype is None:
         dtype = torch.get_default_dtype()
-    return VirtualTensor(
-        shape, dtype, device, page_size=page_size, backdrop=backdrop, zero=zero, context=context
-    )
+    return VirtualTensor(shape, dtype, device, page_size=page_size, backdrop=backdrop, zero=zero, context=context)

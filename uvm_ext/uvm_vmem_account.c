@@ -16,9 +16,10 @@ MODULE_PARM_DESC(uvm_vmem_max_mbytes, "vMem: most device memory that one user ma
 
 static unsigned int uvm_vmem_max_kernel_mbytes;
 module_param(uvm_vmem_max_kernel_mbytes, uint, 0644);
-MODULE_PARM_DESC(uvm_vmem_max_kernel_mbytes,
-                 "vMem: most kernel memory behind the addresses that one user maps or keeps open, in MiB, some 1400 for "
-                 "a TiB of addresses; 0: an eighth of the machine's memory.");
+MODULE_PARM_DESC(
+    uvm_vmem_max_kernel_mbytes,
+    "vMem: most kernel memory behind the addresses that one user maps or keeps open, in MiB, some 1400 for "
+    "a TiB of addresses; 0: an eighth of the machine's memory.");
 
 struct uvm_vmem_user {
     struct list_head node;

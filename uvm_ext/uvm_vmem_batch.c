@@ -72,9 +72,7 @@ static uvm_vmem_open_t op_open(const struct uvm_vmem_op *op, bool map)
 }
 
 // The range and the handle of an element.
-static NV_STATUS op_find(struct uvm_vmem_call *call,
-                         const struct uvm_vmem_op *op,
-                         uvm_vmem_range_t **range,
+static NV_STATUS op_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, uvm_vmem_range_t **range,
                          struct uvm_vmem_handle **handle)
 {
     *handle = NULL;
@@ -177,9 +175,7 @@ static bool window_holds(struct uvm_vmem_window *window, NvU32 mask, struct uvm_
 }
 
 // Skip what is not a window. *va is the next address to look at.
-static NV_STATUS unmap_skip(struct uvm_vmem_call *call,
-                            uvm_vmem_range_t *range,
-                            const struct uvm_vmem_op *op,
+static NV_STATUS unmap_skip(struct uvm_vmem_call *call, uvm_vmem_range_t *range, const struct uvm_vmem_op *op,
                             NvU64 *va)
 {
     uvm_range_tree_t *tree = &uvm_ext_gpu_range_tree(range, call->gpu)->tree;
@@ -287,7 +283,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
 
 static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
 {
-    struct batch b = { .uuid = p->gpu_uuid, .count = p->count, .failed = UVM_VMEM_NO_OP, .map = map };
+    struct batch b = {.uuid = p->gpu_uuid, .count = p->count, .failed = UVM_VMEM_NO_OP, .map = map};
     struct uvm_vmem_space *space;
     struct uvm_vmem_call *call;
     struct uvm_vmem_op *ops;
@@ -317,20 +313,13 @@ static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
         p->out_waits = call->push.waits;
         uvm_vmem_call_deinit(call);
         uvm_kvfree(call);
-    }
-    else {
+    } else {
         status = NV_ERR_NO_MEMORY;
     }
     uvm_kvfree(ops);
     return status;
 }
 
-NV_STATUS uvm_vmem_api_map(void *params, struct file *filp)
-{
-    return batch(params, filp, true);
-}
+NV_STATUS uvm_vmem_api_map(void *params, struct file *filp) { return batch(params, filp, true); }
 
-NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp)
-{
-    return batch(params, filp, false);
-}
+NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp) { return batch(params, filp, false); }

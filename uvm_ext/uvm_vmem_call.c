@@ -39,10 +39,7 @@ static NV_STATUS step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_
     return done && wait != NV_OK ? wait : status;
 }
 
-NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call,
-                            uvm_vmem_change_t change,
-                            uvm_vmem_changed_t changed,
-                            void *arg)
+NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_changed_t changed, void *arg)
 {
     NV_STATUS status;
 

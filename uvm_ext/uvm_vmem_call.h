@@ -40,9 +40,7 @@ void uvm_vmem_call_init(struct uvm_vmem_call *call, struct uvm_vmem_space *space
 // counts; those of this call are in call->push.
 //
 // LOCKING: none.
-NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call,
-                            uvm_vmem_change_t change,
-                            uvm_vmem_changed_t changed,
+NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_changed_t changed,
                             void *arg);
 
 // Frees what the call holds, but not the call.

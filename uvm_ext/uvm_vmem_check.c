@@ -6,10 +6,7 @@
 #define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
 #define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER)
 
-static bool misaligned(__u64 value, __u64 to)
-{
-    return (value & (to - 1)) != 0;
-}
+static bool misaligned(__u64 value, __u64 to) { return (value & (to - 1)) != 0; }
 
 NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
 {

@@ -67,8 +67,7 @@ static void entry_write(struct uvm_vmem_call *call, struct uvm_vmem_window *wind
     if (window->cut) {
         range = &window->table;
         start = uvm_vmem_slot(window->start);
-    }
-    else {
+    } else {
         uvm_ext_gpu_map_t *map = uvm_vmem_window_map(call, window, index);
 
         range = &map->pt_range_vec.ranges[0];
@@ -76,8 +75,7 @@ static void entry_write(struct uvm_vmem_call *call, struct uvm_vmem_window *wind
     }
     uvm_pte_batch_write_pte(&call->push.ptes,
                             uvm_page_table_range_entry_address(call->tree, range, (va - start) / UVM_VMEM_GRANULE),
-                            entry_pte(call, window, index),
-                            size);
+                            entry_pte(call, window, index), size);
 }
 
 static void entries_write(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 mask)
@@ -125,10 +123,7 @@ static NV_STATUS stage_break(struct uvm_vmem_call *call)
         status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_PDE_SPACE);
         if (status != NV_OK)
             return status;
-        uvm_pte_batch_clear_ptes(&call->push.ptes,
-                                 uvm_page_table_range_entry_address(call->tree, range, 0),
-                                 0,
-                                 size,
+        uvm_pte_batch_clear_ptes(&call->push.ptes, uvm_page_table_range_entry_address(call->tree, range, 0), 0, size,
                                  1);
         uvm_vmem_push_invalidate_add(&call->push, window->start, window->end, true);
     }
@@ -183,10 +178,8 @@ static void stage_invalidate(struct uvm_vmem_call *call)
         if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M)
             uvm_vmem_push_invalidate_add(&call->push, window->start, window->end, true);
         else
-            uvm_vmem_push_invalidate_add(&call->push,
-                                         slot + __ffs(mask) * UVM_VMEM_GRANULE,
-                                         slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1,
-                                         false);
+            uvm_vmem_push_invalidate_add(&call->push, slot + __ffs(mask) * UVM_VMEM_GRANULE,
+                                         slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);
     }
 
     // Memory that goes away is local vidmem, also that of a mapping taken over: accesses by the old entries must have
@@ -225,8 +218,7 @@ static void window_settle(struct uvm_vmem_call *call, struct uvm_vmem_window *wi
     // is a fatal error, which the call's wait reports.
     if (window->map) {
         (void)uvm_tracker_add_tracker_safe(&window->map->tracker, &call->push.tracker);
-    }
-    else {
+    } else {
         NvU32 mask;
 
         for (mask = window->changed; mask; mask &= mask - 1) {
@@ -249,8 +241,7 @@ static void window_settle(struct uvm_vmem_call *call, struct uvm_vmem_window *wi
 
     if (window->former) {
         uvm_gpu_retain(window->former->owning_gpu);
-        uvm_deferred_free_object_add(&call->deferred_free,
-                                     &window->former->deferred_free,
+        uvm_deferred_free_object_add(&call->deferred_free, &window->former->deferred_free,
                                      UVM_DEFERRED_FREE_OBJECT_TYPE_EXTERNAL_ALLOCATION);
         window->former = NULL;
     }
@@ -283,8 +274,7 @@ void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_window *wi
     if (window->pages & bit) {
         uvm_vmem_entry_clear(window, index);
         call->downgrade = true;
-    }
-    else if (!(window->sparse & bit) == invalid) {
+    } else if (!(window->sparse & bit) == invalid) {
         return;
     }
     window->changed |= bit;

@@ -23,15 +23,9 @@ typedef __typeof__(((uvm_page_table_range_t *)0)->page_size) uvm_vmem_page_size_
 #if UVM_VMEM_HAS_EXTERNAL_TYPE
 typedef uvm_va_range_external_t uvm_vmem_range_t;
 
-static inline uvm_va_range_t *uvm_vmem_va_range(uvm_vmem_range_t *range)
-{
-    return &range->va_range;
-}
+static inline uvm_va_range_t *uvm_vmem_va_range(uvm_vmem_range_t *range) { return &range->va_range; }
 
-static inline uvm_processor_mask_t *uvm_vmem_mapped_gpus(uvm_vmem_range_t *range)
-{
-    return &range->mapped_gpus;
-}
+static inline uvm_processor_mask_t *uvm_vmem_mapped_gpus(uvm_vmem_range_t *range) { return &range->mapped_gpus; }
 
 // The external range that contains addr, or NULL.
 static inline uvm_vmem_range_t *uvm_vmem_range_find(uvm_va_space_t *va_space, NvU64 addr)
@@ -41,10 +35,7 @@ static inline uvm_vmem_range_t *uvm_vmem_range_find(uvm_va_space_t *va_space, Nv
 #else
 typedef uvm_va_range_t uvm_vmem_range_t;
 
-static inline uvm_va_range_t *uvm_vmem_va_range(uvm_vmem_range_t *range)
-{
-    return range;
-}
+static inline uvm_va_range_t *uvm_vmem_va_range(uvm_vmem_range_t *range) { return range; }
 
 static inline uvm_processor_mask_t *uvm_vmem_mapped_gpus(uvm_vmem_range_t *range)
 {

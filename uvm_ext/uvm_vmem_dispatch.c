@@ -16,20 +16,15 @@ struct call {
     NV_STATUS (*fn)(void *params, struct file *filp);
 };
 
-#define CALL(name, function) [_IOC_NR(UVM_VMEM_##name)] = { UVM_VMEM_##name, uvm_vmem_api_##function }
+#define CALL(name, function) [_IOC_NR(UVM_VMEM_##name)] = {UVM_VMEM_##name, uvm_vmem_api_##function}
 
-static const struct call calls[] =
-{
-    CALL(QUERY, query),
-    CALL(CREATE, create),
-    CALL(RELEASE, release),
-    CALL(MAP, map),
-    CALL(UNMAP, unmap),
+static const struct call calls[] = {
+    CALL(QUERY, query), CALL(CREATE, create), CALL(RELEASE, release), CALL(MAP, map), CALL(UNMAP, unmap),
 };
 
 // rmStatus ends every structure.
-#define CHECK_PARAMS(type)                                                             \
-    BUILD_BUG_ON(sizeof(struct type) > MAX_PARAMS || sizeof(struct type) % 8 ||        \
+#define CHECK_PARAMS(type)                                                      \
+    BUILD_BUG_ON(sizeof(struct type) > MAX_PARAMS || sizeof(struct type) % 8 || \
                  offsetof(struct type, rmStatus) != sizeof(struct type) - sizeof(__u32))
 
 long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)

@@ -12,10 +12,7 @@
 struct uvm_vmem_space;
 
 // Whether cmd lies in vMem's block of numbers. UVM's own have a type byte below 0x10.
-static inline bool uvm_vmem_is_ioctl(unsigned int cmd)
-{
-    return _IOC_TYPE(cmd) == UVM_VMEM_IOCTL_TYPE;
-}
+static inline bool uvm_vmem_is_ioctl(unsigned int cmd) { return _IOC_TYPE(cmd) == UVM_VMEM_IOCTL_TYPE; }
 
 // Serve a vMem call. Called like UVM's own ioctls, with the power management lock held in read mode; copies the
 // parameters in and out itself.

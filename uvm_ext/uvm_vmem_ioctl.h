@@ -48,7 +48,7 @@
 #define UVM_VMEM_IOCTL_TYPE 0xBA
 
 // Limits of the ABI. A module may announce smaller ones in QUERY, never larger.
-#define UVM_VMEM_MAX_OPS 4096        // elements of one call
+#define UVM_VMEM_MAX_OPS 4096           // elements of one call
 #define UVM_VMEM_MAX_BYTES (1ULL << 32) // physical bytes or bytes of address space that one call touches
 #define UVM_VMEM_MAX_OP_SIZE 128
 

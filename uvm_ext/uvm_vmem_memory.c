@@ -51,20 +51,11 @@ struct uvm_vmem_handle *uvm_vmem_handle_leaving(struct uvm_vmem_space *space, Nv
     return handle && handle->leaving ? handle : NULL;
 }
 
-static NvU32 page_class(NvU32 units)
-{
-    return units == UVM_VMEM_UNITS ? UVM_VMEM_CLASSES - 1 : ilog2(units);
-}
+static NvU32 page_class(NvU32 units) { return units == UVM_VMEM_UNITS ? UVM_VMEM_CLASSES - 1 : ilog2(units); }
 
-static NvU64 units_size(NvU32 units)
-{
-    return units * UVM_VMEM_GRANULE;
-}
+static NvU64 units_size(NvU32 units) { return units * UVM_VMEM_GRANULE; }
 
-static NvU32 handle_mask(const struct uvm_vmem_handle *handle)
-{
-    return uvm_vmem_mask(handle->first, handle->units);
-}
+static NvU32 handle_mask(const struct uvm_vmem_handle *handle) { return uvm_vmem_mask(handle->first, handle->units); }
 
 static void slab_free(struct uvm_vmem_slab *slab)
 {
@@ -169,11 +160,7 @@ static NV_STATUS slabs_alloc(struct create *c)
         NvU32 n = min_t(NvU32, left, CHUNKS_AT_ONCE);
         NvU32 i;
 
-        status = uvm_pmm_gpu_alloc_kernel(&c->vgpu->gpu->pmm,
-                                          n,
-                                          UVM_CHUNK_SIZE_2M,
-                                          UVM_PMM_ALLOC_FLAGS_EVICT,
-                                          chunks,
+        status = uvm_pmm_gpu_alloc_kernel(&c->vgpu->gpu->pmm, n, UVM_CHUNK_SIZE_2M, UVM_PMM_ALLOC_FLAGS_EVICT, chunks,
                                           &c->tracker);
         if (status != NV_OK)
             break;
@@ -222,12 +209,8 @@ static NV_STATUS units_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 
         push_end(c);
 
     if (!c->pushing) {
-        status = uvm_push_begin_acquire(gpu->channel_manager,
-                                        UVM_CHANNEL_TYPE_GPU_INTERNAL,
-                                        &c->tracker,
-                                        &c->push,
-                                        "vMem zero from 0x%llx",
-                                        address);
+        status = uvm_push_begin_acquire(gpu->channel_manager, UVM_CHANNEL_TYPE_GPU_INTERNAL, &c->tracker, &c->push,
+                                        "vMem zero from 0x%llx", address);
         if (status != NV_OK)
             return status;
         c->pushing = true;
@@ -236,10 +219,8 @@ static NV_STATUS units_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 
     // The memory is nobody's yet: nothing to order the memsets with but the end of the push, which is waited for.
     uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
     uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
-    gpu->parent->ce_hal->memset_8(&c->push,
-                                  uvm_gpu_address_copy(gpu, uvm_gpu_phys_address(UVM_APERTURE_VID, address)),
-                                  0,
-                                  units_size(count));
+    gpu->parent->ce_hal->memset_8(&c->push, uvm_gpu_address_copy(gpu, uvm_gpu_phys_address(UVM_APERTURE_VID, address)),
+                                  0, units_size(count));
     return NV_OK;
 }
 

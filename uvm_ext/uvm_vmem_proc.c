@@ -43,45 +43,30 @@ static int vmem_seq_show(struct seq_file *s, void *v)
     }
 
     mutex_lock(&space->lock);
-    seq_printf(s,
-               "process %d %s: handles %llu, pushes %llu, invalidates %llu, waits %llu, looks %llu\n",
-               space->tgid,
-               space->comm,
-               space->num_handles,
-               (NvU64)atomic64_read(&space->pushes),
-               (NvU64)atomic64_read(&space->invalidates),
-               (NvU64)atomic64_read(&space->waits),
+    seq_printf(s, "process %d %s: handles %llu, pushes %llu, invalidates %llu, waits %llu, looks %llu\n", space->tgid,
+               space->comm, space->num_handles, (NvU64)atomic64_read(&space->pushes),
+               (NvU64)atomic64_read(&space->invalidates), (NvU64)atomic64_read(&space->waits),
                (NvU64)atomic64_read(&space->looks));
     list_for_each_entry(vgpu, &space->gpus, node) {
-        seq_printf(s,
-                   "  gpu %s: held %llu, created %llu, mapped %llu, windows %llu\n",
-                   uvm_gpu_name(vgpu->gpu),
-                   vgpu->bytes_held,
-                   vgpu->bytes_created,
-                   (NvU64)atomic64_read(&vgpu->bytes_mapped),
+        seq_printf(s, "  gpu %s: held %llu, created %llu, mapped %llu, windows %llu\n", uvm_gpu_name(vgpu->gpu),
+                   vgpu->bytes_held, vgpu->bytes_created, (NvU64)atomic64_read(&vgpu->bytes_mapped),
                    (NvU64)atomic64_read(&vgpu->windows));
     }
     mutex_unlock(&space->lock);
     return 0;
 }
 
-static const struct seq_operations vmem_seq_ops =
-{
+static const struct seq_operations vmem_seq_ops = {
     .start = vmem_seq_start,
     .next = vmem_seq_next,
     .stop = vmem_seq_stop,
     .show = vmem_seq_show,
 };
 
-static int uvm_vmem_proc_open(struct inode *inode, struct file *filp)
-{
-    return seq_open(filp, &vmem_seq_ops);
-}
+static int uvm_vmem_proc_open(struct inode *inode, struct file *filp) { return seq_open(filp, &vmem_seq_ops); }
 
-static const nv_proc_ops_t proc_ops =
-{
-    NV_PROC_OPS_SET_OWNER()
-    .NV_PROC_OPS_OPEN = uvm_vmem_proc_open,
+static const nv_proc_ops_t proc_ops = {
+    NV_PROC_OPS_SET_OWNER().NV_PROC_OPS_OPEN = uvm_vmem_proc_open,
     .NV_PROC_OPS_READ = seq_read,
     .NV_PROC_OPS_LSEEK = seq_lseek,
     .NV_PROC_OPS_RELEASE = seq_release,
@@ -96,7 +81,5 @@ void uvm_vmem_proc_init(void)
         (void)proc_create_data(PROC_NAME, 0400, NULL, &proc_ops, NULL);
 }
 #else
-void uvm_vmem_proc_init(void)
-{
-}
+void uvm_vmem_proc_init(void) {}
 #endif

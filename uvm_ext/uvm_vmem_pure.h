@@ -68,15 +68,9 @@ static inline unsigned int uvm_vmem_slab_free(__u32 used, unsigned int units)
     return n;
 }
 
-static inline __u64 uvm_vmem_slot(__u64 va)
-{
-    return va & ~(UVM_VMEM_SLOT - 1);
-}
+static inline __u64 uvm_vmem_slot(__u64 va) { return va & ~(UVM_VMEM_SLOT - 1); }
 
-static inline __u64 uvm_vmem_slot_end(__u64 va)
-{
-    return va | (UVM_VMEM_SLOT - 1);
-}
+static inline __u64 uvm_vmem_slot_end(__u64 va) { return va | (UVM_VMEM_SLOT - 1); }
 
 static inline unsigned int uvm_vmem_index(__u64 va)
 {

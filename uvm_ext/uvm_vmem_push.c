@@ -17,19 +17,13 @@ void uvm_vmem_push_init(struct uvm_vmem_push *push)
     uvm_tracker_init(&push->tracker);
 }
 
-void uvm_vmem_push_deinit(struct uvm_vmem_push *push)
-{
-    uvm_tracker_deinit(&push->tracker);
-}
+void uvm_vmem_push_deinit(struct uvm_vmem_push *push) { uvm_tracker_deinit(&push->tracker); }
 
 static NV_STATUS begin(struct uvm_vmem_push *push)
 {
     // Only a fatal error is possible. What was pushed so far cannot be taken back.
-    push->fatal = uvm_push_begin_acquire(push->tree->gpu->channel_manager,
-                                         UVM_CHANNEL_TYPE_MEMOPS,
-                                         &push->tracker,
-                                         &push->push,
-                                         "vMem PTEs");
+    push->fatal = uvm_push_begin_acquire(push->tree->gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, &push->tracker,
+                                         &push->push, "vMem PTEs");
     if (push->fatal == NV_OK)
         push->pushes++;
     return push->fatal;
@@ -92,10 +86,7 @@ void uvm_vmem_push_entries_end(struct uvm_vmem_push *push)
     push->batching = false;
 }
 
-void uvm_vmem_push_invalidate_begin(struct uvm_vmem_push *push)
-{
-    uvm_tlb_batch_begin(push->tree, &push->tlb);
-}
+void uvm_vmem_push_invalidate_begin(struct uvm_vmem_push *push) { uvm_tlb_batch_begin(push->tree, &push->tlb); }
 
 static void run_flush(struct uvm_vmem_push *push)
 {
@@ -103,11 +94,7 @@ static void run_flush(struct uvm_vmem_push *push)
 
     if (!push->run_end)
         return;
-    uvm_tlb_batch_invalidate(&push->tlb,
-                             push->run_start,
-                             push->run_end - push->run_start + 1,
-                             sizes,
-                             UVM_MEMBAR_NONE);
+    uvm_tlb_batch_invalidate(&push->tlb, push->run_start, push->run_end - push->run_start + 1, sizes, UVM_MEMBAR_NONE);
     push->run_end = 0;
 }
 

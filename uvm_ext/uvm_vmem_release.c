@@ -40,10 +40,7 @@ struct uvm_vmem_release_room *uvm_vmem_release_room_alloc(void)
     return room;
 }
 
-void uvm_vmem_release_room_free(struct uvm_vmem_release_room *room)
-{
-    uvm_kvfree(room);
-}
+void uvm_vmem_release_room_free(struct uvm_vmem_release_room *room) { uvm_kvfree(room); }
 
 // Take the handles out of the reach of other calls, all or none. Sets call->vgpu.
 static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
@@ -165,7 +162,7 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
     struct uvm_vmem_release *p = params;
     struct uvm_vmem_space *space;
     struct uvm_vmem_release_room *room;
-    struct release r = { .count = p->count, .failed = UVM_VMEM_NO_OP };
+    struct release r = {.count = p->count, .failed = UVM_VMEM_NO_OP};
     NV_STATUS status;
 
     p->out_failed = UVM_VMEM_NO_OP;
@@ -185,8 +182,7 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
     mutex_lock(&room->lock);
     if (copy_from_user(room->ids, u64_to_user_ptr(p->handles), p->count * sizeof(*room->ids))) {
         status = NV_ERR_INVALID_POINTER;
-    }
-    else {
+    } else {
         r.ids = room->ids;
         uvm_vmem_call_init(&room->call, space);
         status = uvm_vmem_call_run(&room->call, change, changed, &r);

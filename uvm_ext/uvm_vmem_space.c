@@ -20,17 +20,15 @@ MODULE_PARM_DESC(uvm_vmem_confidential, "vMem: allow with confidential computing
 
 static bool uvm_vmem_one_step;
 module_param(uvm_vmem_one_step, bool, 0644);
-MODULE_PARM_DESC(uvm_vmem_one_step,
-                 "vMem: where no page stays, turn a 2 MiB entry into a table in one step, so that no address is invalid "
-                 "meanwhile (default: no). Not tested on hardware.");
+MODULE_PARM_DESC(
+    uvm_vmem_one_step,
+    "vMem: where no page stays, turn a 2 MiB entry into a table in one step, so that no address is invalid "
+    "meanwhile (default: no). Not tested on hardware.");
 
 static LIST_HEAD(g_uvm_vmem_spaces);
 static DEFINE_MUTEX(g_uvm_vmem_spaces_lock);
 
-bool uvm_vmem_is_one_step(void)
-{
-    return READ_ONCE(uvm_vmem_one_step);
-}
+bool uvm_vmem_is_one_step(void) { return READ_ONCE(uvm_vmem_one_step); }
 
 static void space_free(nv_kref_t *ref)
 {
@@ -43,10 +41,7 @@ static void space_free(nv_kref_t *ref)
     uvm_kvfree(space);
 }
 
-void uvm_vmem_space_put(struct uvm_vmem_space *space)
-{
-    nv_kref_put(&space->refs, space_free);
-}
+void uvm_vmem_space_put(struct uvm_vmem_space *space) { nv_kref_put(&space->refs, space_free); }
 
 static struct uvm_vmem_space *space_alloc(struct file *filp)
 {
@@ -173,8 +168,8 @@ NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gp
     BUILD_BUG_ON(sizeof(id.uuid) != sizeof(((struct uvm_vmem_query *)0)->gpu_uuid));
     memcpy(id.uuid, uuid, sizeof(id.uuid));
 
-    *gpu = tree ? uvm_va_space_get_gpu_by_uuid_with_gpu_va_space(va_space, &id) :
-                  uvm_va_space_get_gpu_by_uuid(va_space, &id);
+    *gpu = tree ? uvm_va_space_get_gpu_by_uuid_with_gpu_va_space(va_space, &id)
+                : uvm_va_space_get_gpu_by_uuid(va_space, &id);
     if (!*gpu)
         return NV_ERR_INVALID_DEVICE;
     if (tree)

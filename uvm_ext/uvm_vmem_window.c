@@ -7,8 +7,9 @@
 #include "uvm_range_tree.h"
 
 // Kernel memory behind one window: ours, and what UVM allocates for the mapping and its page table
-#define WINDOW_BYTES (sizeof(struct uvm_vmem_window) + sizeof(struct uvm_vmem_loan) + sizeof(uvm_ext_gpu_map_t) + \
-                      sizeof(uvm_page_table_range_t) + sizeof(uvm_page_directory_t))
+#define WINDOW_BYTES                                                                             \
+    (sizeof(struct uvm_vmem_window) + sizeof(struct uvm_vmem_loan) + sizeof(uvm_ext_gpu_map_t) + \
+     sizeof(uvm_page_table_range_t) + sizeof(uvm_page_directory_t))
 
 // Windows looked at each time that a new one is made, to find the dead ones: there are never more of these than in
 // proportion to the live ones.
@@ -23,10 +24,7 @@ static void loan_free(nv_kref_t *ref)
 }
 
 // UVM's reference of a mapping.
-static void loan_put(struct uvm_vmem_loan *loan)
-{
-    nv_kref_put(&loan->mem.ref_count, loan_free);
-}
+static void loan_put(struct uvm_vmem_loan *loan) { nv_kref_put(&loan->mem.ref_count, loan_free); }
 
 void uvm_vmem_entry_clear(struct uvm_vmem_window *window, NvU32 index)
 {
@@ -122,9 +120,7 @@ static NV_STATUS window_alloc(struct uvm_vmem_call *call, NvU64 start, NvU64 end
     return NV_OK;
 }
 
-static void touch(struct uvm_vmem_call *call,
-                  struct uvm_vmem_window *window,
-                  uvm_vmem_range_t *range,
+static void touch(struct uvm_vmem_call *call, struct uvm_vmem_window *window, uvm_vmem_range_t *range,
                   uvm_ext_gpu_map_t *map)
 {
     window->range = range;
@@ -142,9 +138,7 @@ static void touch(struct uvm_vmem_call *call,
 
 // UVM has unmapped a part of the window and left this piece of it: give the piece a window of its own. What stays
 // behind in the old one is forgotten when UVM's last reference to it goes.
-static NV_STATUS window_adopt(struct uvm_vmem_call *call,
-                              struct uvm_vmem_window *old,
-                              uvm_ext_gpu_map_t *map,
+static NV_STATUS window_adopt(struct uvm_vmem_call *call, struct uvm_vmem_window *old, uvm_ext_gpu_map_t *map,
                               struct uvm_vmem_window **out_window)
 {
     struct uvm_vmem_window *window;
@@ -191,9 +185,7 @@ static void map_destroy(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map)
 }
 
 // Put a mapping without page tables over [start, end] for the window, which receives it.
-static NV_STATUS map_create(struct uvm_vmem_call *call,
-                            uvm_vmem_range_t *range,
-                            struct uvm_vmem_window *window,
+static NV_STATUS map_create(struct uvm_vmem_call *call, uvm_vmem_range_t *range, struct uvm_vmem_window *window,
                             uvm_ext_gpu_map_t **out_map)
 {
     uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(range, call->gpu);
@@ -226,10 +218,7 @@ static NV_STATUS map_create(struct uvm_vmem_call *call,
 }
 
 // Open a window in the hole around va, as far as slot and range go.
-static NV_STATUS window_open(struct uvm_vmem_call *call,
-                             uvm_vmem_range_t *range,
-                             NvU64 va,
-                             bool huge,
+static NV_STATUS window_open(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool huge,
                              struct uvm_vmem_window **out_window)
 {
     uvm_va_range_t *va_range = uvm_vmem_va_range(range);
@@ -270,12 +259,8 @@ static NV_STATUS window_open(struct uvm_vmem_call *call,
     vec->ranges = uvm_kvmalloc_zero(sizeof(*vec->ranges));
     status = NV_ERR_NO_MEMORY;
     if (vec->ranges) {
-        status = uvm_page_tree_get_ptes_async(call->tree,
-                                              vec->page_size,
-                                              vec->start,
-                                              vec->size,
-                                              UVM_PMM_ALLOC_FLAGS_EVICT,
-                                              &vec->ranges[0]);
+        status = uvm_page_tree_get_ptes_async(call->tree, vec->page_size, vec->start, vec->size,
+                                              UVM_PMM_ALLOC_FLAGS_EVICT, &vec->ranges[0]);
     }
     if (status != NV_OK) {
         // Without an array UVM's destroy has no PTEs to clear.
@@ -338,12 +323,8 @@ static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
 }
 
 // Make the part of a foreign mapping that lies in va's slot a window. Only the books change here.
-static NV_STATUS window_take(struct uvm_vmem_call *call,
-                             uvm_vmem_range_t *range,
-                             NvU64 va,
-                             uvm_ext_gpu_map_t *map,
-                             bool huge,
-                             struct uvm_vmem_window **out_window)
+static NV_STATUS window_take(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_ext_gpu_map_t *map,
+                             bool huge, struct uvm_vmem_window **out_window)
 {
     NvU64 start = max(uvm_vmem_slot(va), map->node.start);
     NvU64 end = min(uvm_vmem_slot_end(va), map->node.end);
@@ -401,12 +382,8 @@ static NV_STATUS window_take(struct uvm_vmem_call *call,
     return NV_OK;
 }
 
-NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
-                                uvm_vmem_range_t *range,
-                                NvU64 va,
-                                uvm_vmem_open_t open,
-                                bool huge,
-                                struct uvm_vmem_window **out_window)
+NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_vmem_open_t open,
+                                bool huge, struct uvm_vmem_window **out_window)
 {
     uvm_ext_gpu_map_t *map = uvm_vmem_map_at(range, call->gpu, va);
     struct uvm_vmem_window *window;
@@ -472,11 +449,8 @@ uvm_ext_gpu_map_t *uvm_vmem_window_map(struct uvm_vmem_call *call, struct uvm_vm
 
 NV_STATUS uvm_vmem_window_cut(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
 {
-    NV_STATUS status = uvm_page_tree_alloc_table(call->tree,
-                                                 UVM_PAGE_SIZE_64K,
-                                                 UVM_PMM_ALLOC_FLAGS_EVICT,
-                                                 &window->map->pt_range_vec.ranges[0],
-                                                 &window->table);
+    NV_STATUS status = uvm_page_tree_alloc_table(call->tree, UVM_PAGE_SIZE_64K, UVM_PMM_ALLOC_FLAGS_EVICT,
+                                                 &window->map->pt_range_vec.ranges[0], &window->table);
 
     window->cut = status == NV_OK;
     return status;
@@ -506,8 +480,7 @@ void uvm_vmem_window_undo(struct uvm_vmem_call *call, struct uvm_vmem_window *wi
         uvm_page_table_range_vec_deinit(&map->pt_range_vec);
         map_destroy(window->range, map);
         uvm_vmem_window_drop(window);
-    }
-    else if (window->taken) {
+    } else if (window->taken) {
         map->mem_handle = former ? former->mem_handle : NULL;
         map->owning_gpu = former ? former->owning_gpu : NULL;
         uvm_kvfree(former);

@@ -43,8 +43,8 @@ struct uvm_vmem_window {
     struct list_head touched; // in uvm_vmem_call.touched
     uvm_vmem_range_t *range;
     uvm_ext_gpu_map_t *map; // NULL (RELEASE alone): UVM left pieces of the window, each with a mapping
-    NvU32 occupied; // the pages there would be after the elements so far
-    NvU32 had_pages; // the pages there were when the call began
+    NvU32 occupied;         // the pages there would be after the elements so far
+    NvU32 had_pages;        // the pages there were when the call began
     NvU32 changed;
     bool fresh; // opened by this call: the PTEs are invalid still
     bool taken; // taken over by this call: the PTEs are the former mapping's still
@@ -58,8 +58,7 @@ struct uvm_vmem_window {
     uvm_ext_gpu_map_t *former;
 };
 
-typedef enum
-{
+typedef enum {
     UVM_VMEM_LOOK, // only a window that is there
     UVM_VMEM_OPEN, // open one where nothing is mapped
     UVM_VMEM_TAKE, // and where something is
@@ -93,12 +92,8 @@ uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU6
 // Add the window at va to the call, opened if need be. With huge, a new one gets a 2 MiB entry if it fills its slot.
 // *window is NULL, and the status NV_OK, when UVM_VMEM_LOOK finds none. What was done is undone by
 // uvm_vmem_window_undo().
-NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call,
-                                uvm_vmem_range_t *range,
-                                NvU64 va,
-                                uvm_vmem_open_t open,
-                                bool huge,
-                                struct uvm_vmem_window **window);
+NV_STATUS uvm_vmem_window_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_vmem_open_t open,
+                                bool huge, struct uvm_vmem_window **window);
 
 // For RELEASE, which needs no memory: add the window to the call, if it still maps the entry. False when UVM has unmapped
 // it since.

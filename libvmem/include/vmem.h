@@ -53,12 +53,12 @@ typedef struct vmem_context vmem_context;
 #define VMEM_OPT_UNKNOWN_DRIVER 0x1u
 
 struct vmem_options {
-    uint32_t size;        // sizeof(struct vmem_options)
-    uint32_t flags;       // VMEM_OPT_*
-    const char *backend;  // "uvm", "stock", "cuda", "host"; NULL: $VMEM_BACKEND, else the best that works
-    int32_t device;       // CUDA device ordinal, as CUDA_VISIBLE_DEVICES numbers them; the host backend ignores it
-    uint32_t reserved;    // 0
-    uint64_t budget;      // most bytes of pages that may exist at once; 0: no limit but the device's
+    uint32_t size;       // sizeof(struct vmem_options)
+    uint32_t flags;      // VMEM_OPT_*
+    const char *backend; // "uvm", "stock", "cuda", "host"; NULL: $VMEM_BACKEND, else the best that works
+    int32_t device;      // CUDA device ordinal, as CUDA_VISIBLE_DEVICES numbers them; the host backend ignores it
+    uint32_t reserved;   // 0
+    uint64_t budget;     // most bytes of pages that may exist at once; 0: no limit but the device's
 };
 
 // opts may be NULL: all defaults. On the GPU backends the device's primary CUDA context is retained.
@@ -94,9 +94,9 @@ struct vmem_info {
     uint8_t device_uuid[16]; // zero on the host
     uint32_t caps;           // VMEM_CAP_*
     int32_t device;
-    uint64_t page_sizes;     // every supported page size, ORed
-    uint64_t reserve_align;  // reservations start at a multiple of this; at least 2 MiB
-    uint64_t memory_total;   // bytes of the device; on the host of the machine, or what its control group allows
+    uint64_t page_sizes;    // every supported page size, ORed
+    uint64_t reserve_align; // reservations start at a multiple of this; at least 2 MiB
+    uint64_t memory_total;  // bytes of the device; on the host of the machine, or what its control group allows
 };
 // What does not change while the context exists; costs nothing.
 int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
@@ -105,13 +105,13 @@ int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
 int vmem_context_memory(vmem_context *ctx, uint64_t *total, uint64_t *free);
 
 struct vmem_stats {
-    uint64_t reserved;  // bytes of address space
-    uint64_t created;   // bytes of pages that exist
-    uint64_t mapped;    // bytes of address space backed by pages (an aliased page counts once per mapping)
-    uint64_t overhead;  // bytes of device memory held beside the pages: unused parts of arenas, backdrop, scratch
-    uint64_t budget;    // as set; 0: none
-    uint64_t syscalls;  // calls into the driver or the kernel by map, unmap, create and release so far
-    uint64_t map_ops, map_runs;     // pages mapped so far, and the consecutive runs they were mapped in
+    uint64_t reserved; // bytes of address space
+    uint64_t created;  // bytes of pages that exist
+    uint64_t mapped;   // bytes of address space backed by pages (an aliased page counts once per mapping)
+    uint64_t overhead; // bytes of device memory held beside the pages: unused parts of arenas, backdrop, scratch
+    uint64_t budget;   // as set; 0: none
+    uint64_t syscalls; // calls into the driver or the kernel by map, unmap, create and release so far
+    uint64_t map_ops, map_runs; // pages mapped so far, and the consecutive runs they were mapped in
     uint64_t unmap_ops, unmap_runs;
 };
 int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out);

@@ -44,35 +44,36 @@ struct vmem_kv_tensor {
     uint32_t reserved;   // 0
 };
 
-#define VMEM_KV_OVERLAP 0x1u    // a background thread maps what the next iterations need
-#define VMEM_KV_DEFER 0x2u      // a freed slot keeps its pages for the next request, until they are needed elsewhere
-#define VMEM_KV_EAGER 0x4u      // keep the slot that is handed out next backed for eager_tokens (with OVERLAP)
-#define VMEM_KV_ZERO 0x8u       // never show a request what an earlier one left: zero pages on reuse
-#define VMEM_KV_GENEROUS 0x10u  // while memory is plentiful, back whole 2 MiB blocks; take the rest back under pressure
-#define VMEM_KV_SAME_SLOTS 0x20u // choose slots by what was asked of the cache alone, never by which pages happen to be
-                                // mapped: managers given the same calls hand out the same slots
-#define VMEM_KV_CHECK 0x40u     // verify the rule about kernels and the books at every operation (slow)
-#define VMEM_KV_LAZY 0x80u      // take device memory when pages are needed, not the whole budget at creation
+#define VMEM_KV_OVERLAP 0x1u   // a background thread maps what the next iterations need
+#define VMEM_KV_DEFER 0x2u     // a freed slot keeps its pages for the next request, until they are needed elsewhere
+#define VMEM_KV_EAGER 0x4u     // keep the slot that is handed out next backed for eager_tokens (with OVERLAP)
+#define VMEM_KV_ZERO 0x8u      // never show a request what an earlier one left: zero pages on reuse
+#define VMEM_KV_GENEROUS 0x10u // while memory is plentiful, back whole 2 MiB blocks; take the rest back under pressure
+// Choose slots by what was asked of the cache alone, never by which pages happen to be mapped: managers given the same
+// calls hand out the same slots.
+#define VMEM_KV_SAME_SLOTS 0x20u
+#define VMEM_KV_CHECK 0x40u // verify the rule about kernels and the books at every operation (slow)
+#define VMEM_KV_LAZY 0x80u  // take device memory when pages are needed, not the whole budget at creation
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 // Grows at its end: fields that a caller does not know are 0.
 struct vmem_kv_config {
-    uint32_t size;       // sizeof(struct vmem_kv_config)
-    uint32_t flags;      // VMEM_KV_*
+    uint32_t size;  // sizeof(struct vmem_kv_config)
+    uint32_t flags; // VMEM_KV_*
     const struct vmem_kv_tensor *tensors;
     uint32_t n_tensors;
     uint32_t slots;      // B
     uint32_t max_tokens; // L
     uint32_t tile_rows;  // rows that kernels load together, past the length too; 1 (or 0) for kernels that mask loads
     uint64_t page_size;
-    uint64_t budget;     // most bytes of pages; taken from the device at creation (vmem_prealloc), unless LAZY
+    uint64_t budget; // most bytes of pages; taken from the device at creation (vmem_prealloc), unless LAZY
     // 0 in any of these: a default that suits.
-    uint32_t ahead_tokens;     // plentiful memory: stay backed this far past the length, up to twice as far (128)
-    uint32_t ahead_min;        // scarce memory: the same (4)
-    uint32_t eager_tokens;     // (512)
-    uint32_t reclaim_percent;  // memory is scarce when less than this part of the budget is free (10)
-    uint32_t steps_in_flight;  // iterations whose kernels may be running when a step is called (1; at most 16)
-    uint32_t reserved;         // 0
+    uint32_t ahead_tokens;    // plentiful memory: stay backed this far past the length, up to twice as far (128)
+    uint32_t ahead_min;       // scarce memory: the same (4)
+    uint32_t eager_tokens;    // (512)
+    uint32_t reclaim_percent; // memory is scarce when less than this part of the budget is free (10)
+    uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)
+    uint32_t reserved;        // 0
 };
 
 // Reserves the address space and takes the budget's memory. The context must outlive the manager.
@@ -154,9 +155,9 @@ struct vmem_kv_slot_info {
     uint32_t tokens;        // length in the last step it took part in
     uint32_t shared_tokens; // rows below this are (partly) in shared pages; 0: none
     uint32_t reserved;
-    uint64_t pages;         // mapped, all tensors together
-    uint64_t shared_pages;  // of these
-    uint64_t needed_pages;  // of these, what the length asks for; the rest can be taken back at any time
+    uint64_t pages;        // mapped, all tensors together
+    uint64_t shared_pages; // of these
+    uint64_t needed_pages; // of these, what the length asks for; the rest can be taken back at any time
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
@@ -229,32 +230,32 @@ int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 struct vmem_kv_stats {
     uint64_t page_size;
     uint64_t budget_pages;
-    uint64_t held_pages;      // exist
-    uint64_t needed_pages;    // held for the lengths of active requests (a shared page counts once per slot)
-    uint64_t kept_pages;      // of free slots, for reuse
-    uint64_t ahead_pages;     // of active slots, mapped ahead of need
-    uint64_t shared_pages;    // mapped or held more than once
-    uint64_t prefix_pages;    // held by prefixes and by no slot
-    uint64_t free_pages;      // what a step could get: the budget less what cannot be taken back
-    uint64_t live_bytes;      // of the rows that active requests have
+    uint64_t held_pages;   // exist
+    uint64_t needed_pages; // held for the lengths of active requests (a shared page counts once per slot)
+    uint64_t kept_pages;   // of free slots, for reuse
+    uint64_t ahead_pages;  // of active slots, mapped ahead of need
+    uint64_t shared_pages; // mapped or held more than once
+    uint64_t prefix_pages; // held by prefixes and by no slot
+    uint64_t free_pages;   // what a step could get: the budget less what cannot be taken back
+    uint64_t live_bytes;   // of the rows that active requests have
     uint64_t active_slots, swapped_slots, slots, prefixes;
-    uint64_t ending_slots;    // whose kernels may be in flight
+    uint64_t ending_slots; // whose kernels may be in flight
     // Since creation:
     uint64_t steps, step_failures;
-    uint64_t step_mapped_pages;       // pages that a step had to map itself
-    uint64_t step_maps;               // steps that mapped something themselves
-    uint64_t step_waits;              // steps that waited for the background thread
-    uint64_t ahead_mapped_pages;      // pages that the background thread mapped
-    uint64_t ahead_jobs;              // slots it extended
-    uint64_t eager_pages;             // pages it mapped for the next request
-    uint64_t allocs, adopted_slots;   // requests, and of these, with pages of an earlier one
-    uint64_t adopted_pages;           // pages of an earlier request that the first step found in place
-    uint64_t reclaims, reclaimed_pages; // kept pages given up
-    uint64_t window_pages;            // given up by sliding windows
-    uint64_t zeroed_bytes;            // of kept pages, before reuse
+    uint64_t step_mapped_pages;            // pages that a step had to map itself
+    uint64_t step_maps;                    // steps that mapped something themselves
+    uint64_t step_waits;                   // steps that waited for the background thread
+    uint64_t ahead_mapped_pages;           // pages that the background thread mapped
+    uint64_t ahead_jobs;                   // slots it extended
+    uint64_t eager_pages;                  // pages it mapped for the next request
+    uint64_t allocs, adopted_slots;        // requests, and of these, with pages of an earlier one
+    uint64_t adopted_pages;                // pages of an earlier request that the first step found in place
+    uint64_t reclaims, reclaimed_pages;    // kept pages given up
+    uint64_t window_pages;                 // given up by sliding windows
+    uint64_t zeroed_bytes;                 // of kept pages, before reuse
     uint64_t attached_pages, copied_pages; // by prefix_attach; copied by it and by truncate
     uint64_t swap_out_bytes, swap_in_bytes;
-    uint64_t worker_errors;           // background operations that failed (the step does them again)
+    uint64_t worker_errors; // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
@@ -284,14 +285,14 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out);
 struct vmem_kv_view {
     uint64_t magic;
     uint32_t pid;
-    uint32_t size;           // sizeof(struct vmem_kv_view)
-    uint64_t sequence;       // odd while the manager writes
-    char name[64];           // as given
+    uint32_t size;     // sizeof(struct vmem_kv_view)
+    uint64_t sequence; // odd while the manager writes
+    char name[64];     // as given
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    uint64_t wanted_budget;  // written by others: bytes; taken over by the next check, or after the next step. 0: none
-    uint64_t memory_total;   // bytes of the device, the most that a budget can be
+    uint64_t wanted_budget; // written by others: bytes; taken over by the next check, or after the next step. 0: none
+    uint64_t memory_total;  // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
 };
 // Keeps a struct vmem_kv_view up to date in the file at path (created, mode 0600; removed by vmem_kv_destroy), at every

@@ -88,9 +88,7 @@ def run(session):
                 (f"take back {what}", take, None),
                 ("map, one page a call", single, figure),
             ):
-                records.append(
-                    session.record(samples, context, metric, "GB/s", page_size=page_size, paper=known)
-                )
+                records.append(session.record(samples, context, metric, "GB/s", page_size=page_size, paper=known))
 
     with session.context() as context:
         measure(context, session.page_sizes(context))

@@ -76,10 +76,26 @@ def run_table_8(session, context, page_sizes):
                 ways["measured"] = measure_table_8(context, model, workers, page_size)
             for how, (found_tokens, found_waste) in ways.items():
                 metric = f"{name} TP-{workers}, {how}"
-                records.append(session.record(found_tokens, context, f"tokens in a page, {metric}", "tokens",
-                                              page_size=page_size, paper=tokens))
-                records.append(session.record(found_waste / MIB, context, f"worst waste of a request, {metric}", "MiB",
-                                              page_size=page_size, paper=waste))
+                records.append(
+                    session.record(
+                        found_tokens,
+                        context,
+                        f"tokens in a page, {metric}",
+                        "tokens",
+                        page_size=page_size,
+                        paper=tokens,
+                    )
+                )
+                records.append(
+                    session.record(
+                        found_waste / MIB,
+                        context,
+                        f"worst waste of a request, {metric}",
+                        "MiB",
+                        page_size=page_size,
+                        paper=waste,
+                    )
+                )
     return records
 
 
@@ -211,8 +227,11 @@ def run(session):
         if large is not None:
             for (backend, page_size), sizes in batches.items():
                 ratio = sizes.max() / large.max()
-                records.append(session.record(ratio, context, "largest batch / that of 2 MiB pages", "x",
-                                              page_size=page_size, backend=backend))
+                records.append(
+                    session.record(
+                        ratio, context, "largest batch / that of 2 MiB pages", "x", page_size=page_size, backend=backend
+                    )
+                )
         if beside:
             beside.close()
     return records

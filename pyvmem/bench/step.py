@@ -234,10 +234,33 @@ def run(session):
                 # B requests of a conversation's length; without overlap a fifth of the iterations shows it.
                 n = iterations if overlap else max(iterations // 5, 100)
                 name = f"B={args.kv_slots}, {layers} layers, {how}"
-                records += decode(session, context, model, layers, page_size, args.kv_slots, (64, 1500), (256, 1024), n,
-                                  name, overlap=overlap)
+                records += decode(
+                    session,
+                    context,
+                    model,
+                    layers,
+                    page_size,
+                    args.kv_slots,
+                    (64, 1500),
+                    (256, 1024),
+                    n,
+                    name,
+                    overlap=overlap,
+                )
                 # Nothing mapped ahead but what the next iteration needs, as in the paper.
                 name = f"B=32, 4K-8K, {layers} layers, one page at a time, {how}"
-                records += decode(session, context, model, layers, page_size, 32, (4096, 8192), (2500, 2501),
-                                  min(n, 2500), name, overlap=overlap, generous=False)
+                records += decode(
+                    session,
+                    context,
+                    model,
+                    layers,
+                    page_size,
+                    32,
+                    (4096, 8192),
+                    (2500, 2501),
+                    min(n, 2500),
+                    name,
+                    overlap=overlap,
+                    generous=False,
+                )
     return records

@@ -25,8 +25,12 @@ def arguments(parser):
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("vllm")
     whole = argtypes.whole(1)
-    group.add_argument("--model", default="llama-3-8b", metavar="SHAPE|PATH",
-                       help="tiny, llama-3-8b, qwen-2.5-7b, mistral-7b with made-up weights, or a model (llama-3-8b)")
+    group.add_argument(
+        "--model",
+        default="llama-3-8b",
+        metavar="SHAPE|PATH",
+        help="tiny, llama-3-8b, qwen-2.5-7b, mistral-7b with made-up weights, or a model (llama-3-8b)",
+    )
     group.add_argument("--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory (40G)")
     group.add_argument("--max-model-len", type=whole, default=8192, metavar="L", help="(8192)")
     group.add_argument("--max-num-seqs", type=whole, default=256, metavar="B", help="(256)")
@@ -34,9 +38,13 @@ def arguments(parser):
     group.add_argument("--prefix-caching", action="store_true", help="on in both engines")
     group.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation: starts sooner")
     group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs (1)")
-    group.add_argument("--load", action="append", metavar="NAME",
-                       help="equal, equal-hot, azure, decode, decode-short, decode-long, mooncake, hot; all that are "
-                            "possible by default")
+    group.add_argument(
+        "--load",
+        action="append",
+        metavar="NAME",
+        help="equal, equal-hot, azure, decode, decode-short, decode-long, mooncake, hot; all that are "
+        "possible by default",
+    )
     argtypes.trace(group)
     group.add_argument("--mooncake", type=argtypes.input_file, metavar="FILE", help="Mooncake's conversation trace")
 

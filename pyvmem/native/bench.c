@@ -16,12 +16,12 @@ static uint64_t now(void)
 }
 
 // Runs a call, and keeps how long it took.
-#define TIME(sample, call)                                                                                             \
-    ({                                                                                                                 \
-        uint64_t start_ = now();                                                                                       \
-        int rc_ = (call);                                                                                              \
-        (sample) = now() - start_;                                                                                     \
-        rc_;                                                                                                           \
+#define TIME(sample, call)         \
+    ({                             \
+        uint64_t start_ = now();   \
+        int rc_ = (call);          \
+        (sample) = now() - start_; \
+        rc_;                       \
     })
 
 int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,

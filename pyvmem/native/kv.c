@@ -6,10 +6,7 @@
 
 #include "native_kv.h"
 
-static void destroy(void *kv)
-{
-    vmem_kv_destroy(kv);
-}
+static void destroy(void *kv) { vmem_kv_destroy(kv); }
 
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv)
 {
@@ -19,10 +16,7 @@ int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *c
     return rc;
 }
 
-static int64_t answer(int rc, uint64_t missing)
-{
-    return rc == -ENOMEM && missing ? (int64_t)missing : rc;
-}
+static int64_t answer(int rc, uint64_t missing) { return rc == -ENOMEM && missing ? (int64_t)missing : rc; }
 
 int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {

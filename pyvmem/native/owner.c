@@ -34,10 +34,7 @@ void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing)
     owner->destroy = destroy;
 }
 
-void pv_owner_keep(pv_owner *owner)
-{
-    atomic_fetch_add_explicit(&owner->count, 1, memory_order_relaxed);
-}
+void pv_owner_keep(pv_owner *owner) { atomic_fetch_add_explicit(&owner->count, 1, memory_order_relaxed); }
 
 void pv_owner_drop(pv_owner *owner)
 {
@@ -52,10 +49,7 @@ void pv_owner_drop(pv_owner *owner)
 
 // ---- contexts -----------------------------------------------------------------------------------------------
 
-static void destroy_context(void *thing)
-{
-    vmem_context_destroy(thing);
-}
+static void destroy_context(void *thing) { vmem_context_destroy(thing); }
 
 int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_context **ctx)
 {
@@ -66,10 +60,7 @@ int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_contex
     return pv_interruptible(*ctx);
 }
 
-static vmem_context *context_of(const pv_owner *child)
-{
-    return child->parent->thing;
-}
+static vmem_context *context_of(const pv_owner *child) { return child->parent->thing; }
 
 // ---- ranges -------------------------------------------------------------------------------------------------
 
@@ -210,8 +201,8 @@ static void destroy_pages(void *thing)
 
 int pv_own_pages(pv_owner *owner, uint64_t page_size, size_t n, uint32_t flags, vmem_page *out)
 {
-    struct pages *pages = n > (SIZE_MAX - sizeof(*pages)) / sizeof(*out) ? NULL
-                                                                        : malloc(sizeof(*pages) + n * sizeof(*out));
+    struct pages *pages =
+        n > (SIZE_MAX - sizeof(*pages)) / sizeof(*out) ? NULL : malloc(sizeof(*pages) + n * sizeof(*out));
     if (!pages)
         return vmem__error(-ENOMEM, "n %zu: no memory for so many handles", n);
     pages->ctx = context_of(owner);

@@ -35,7 +35,4 @@ static int interrupted(void *arg)
     return run_handlers();
 }
 
-int pv_interruptible(vmem_context *ctx)
-{
-    return vmem_set_interrupt(ctx, interrupted, NULL);
-}
+int pv_interruptible(vmem_context *ctx) { return vmem_set_interrupt(ctx, interrupted, NULL); }

@@ -88,9 +88,7 @@ def _shape(phase, query_heads, key, window, softcap, tile_rows=0):
     device = key.device
     where = capability(device.index if device.type == "cuda" else None)
     heads, dim = key.shape[1], key.shape[3]
-    return Shape(
-        phase, query_heads, heads, dim, key.dtype, key.dtype, device.type, where, window, softcap, tile_rows
-    )
+    return Shape(phase, query_heads, heads, dim, key.dtype, key.dtype, device.type, where, window, softcap, tile_rows)
 
 
 def decode_shape(layer, query_heads, softcap=0.0):

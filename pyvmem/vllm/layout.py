@@ -100,7 +100,7 @@ def view(flat, layout, layer, dtype, shape, order):
     kernel_tokens = tokens if layout.kind == "token" else math.prod(memory[1:]) * size // layout.row
     offset, block, token = layout.strides(layer, kernel_tokens)
     strides = [block // size]
-    strides += [math.prod(memory[k + 1:]) for k in range(1, len(memory))]
+    strides += [math.prod(memory[k + 1 :]) for k in range(1, len(memory))]
     if layout.kind == "token":
         strides[1] = token // size
     back = [order.index(i) for i in range(len(order))]

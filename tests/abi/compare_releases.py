@@ -28,21 +28,41 @@ FILES = (NVOS, DEVICE, GPU, LIMITS, UVM, UVM_TYPES, UVM_TYPES_OLD)
 
 # Their struct, ours, and their fields beside ours. A field that a release lacks is left to the table.
 STRUCTS = [
-    ("NVOS21_PARAMETERS", "rm_alloc", "hRoot client hObjectParent parent hObjectNew object hClass class_id "
-                                      "pAllocParms params paramsSize params_size"),
+    (
+        "NVOS21_PARAMETERS",
+        "rm_alloc",
+        "hRoot client hObjectParent parent hObjectNew object hClass class_id pAllocParms params paramsSize params_size",
+    ),
     ("NVOS00_PARAMETERS", "rm_free", "hRoot client hObjectParent parent hObjectOld object status status"),
-    ("NVOS54_PARAMETERS", "rm_control", "hClient client hObject object cmd command flags flags params params "
-                                        "paramsSize params_size status status"),
-    ("NV0080_ALLOC_PARAMETERS", "rm_device", "deviceId device hClientShare client_share flags flags "
-                                             "vaSpaceSize va_size vaMode va_mode"),
-    ("NV0000_CTRL_GPU_GET_UUID_INFO_PARAMS", "rm_uuid_info", "gpuUuid uuid flags flags gpuId gpu_id "
-                                                             "deviceInstance device subdeviceInstance subdevice"),
-    ("NV_MEMORY_ALLOCATION_PARAMS", "rm_memory", "owner owner type type flags flags attr attr attr2 attr2 size size "
-                                                 "alignment alignment offset offset limit limit hVASpace va_space "
-                                                 "internalflags internal_flags tag tag numaNode numa_node"),
-    ("UvmGpuMappingAttributes", "uvm_attributes", "gpuUuid uuid gpuMappingType mapping gpuCachingType caching "
-                                                  "gpuFormatType format gpuElementBits element_bits "
-                                                  "gpuCompressionType compression"),
+    (
+        "NVOS54_PARAMETERS",
+        "rm_control",
+        "hClient client hObject object cmd command flags flags params params paramsSize params_size status status",
+    ),
+    (
+        "NV0080_ALLOC_PARAMETERS",
+        "rm_device",
+        "deviceId device hClientShare client_share flags flags vaSpaceSize va_size vaMode va_mode",
+    ),
+    (
+        "NV0000_CTRL_GPU_GET_UUID_INFO_PARAMS",
+        "rm_uuid_info",
+        "gpuUuid uuid flags flags gpuId gpu_id deviceInstance device subdeviceInstance subdevice",
+    ),
+    (
+        "NV_MEMORY_ALLOCATION_PARAMS",
+        "rm_memory",
+        "owner owner type type flags flags attr attr attr2 attr2 size size "
+        "alignment alignment offset offset limit limit hVASpace va_space "
+        "internalflags internal_flags tag tag numaNode numa_node",
+    ),
+    (
+        "UvmGpuMappingAttributes",
+        "uvm_attributes",
+        "gpuUuid uuid gpuMappingType mapping gpuCachingType caching "
+        "gpuFormatType format gpuElementBits element_bits "
+        "gpuCompressionType compression",
+    ),
     ("UVM_MAP_EXTERNAL_SPARSE_PARAMS", "uvm_unmap", "base base length length gpuUuid uuid rmStatus status"),
     ("UVM_UNMAP_EXTERNAL_PARAMS", "uvm_unmap", "base base length length gpuUuid uuid rmStatus status"),
 ]
@@ -62,8 +82,15 @@ NUMBERS = [
     ("UVM_UNMAP_EXTERNAL", "UVM_UNMAP_EXTERNAL"),
     ("UVM_MAP_EXTERNAL_SPARSE", "UVM_MAP_EXTERNAL_SPARSE"),
 ]
-MACROS = ["NV_MAX_DEVICES", "NV_MAX_SUBDEVICES", "UVM_PARENT_ID_MAX_SUB_PROCESSORS", "UVM_MAX_GPUS_V1",
-          "UVM_MAX_GPUS_V2", "UVM_MAX_GPUS", "NV0000_GPU_MAX_GID_LENGTH"]
+MACROS = [
+    "NV_MAX_DEVICES",
+    "NV_MAX_SUBDEVICES",
+    "UVM_PARENT_ID_MAX_SUB_PROCESSORS",
+    "UVM_MAX_GPUS_V1",
+    "UVM_MAX_GPUS_V2",
+    "UVM_MAX_GPUS",
+    "NV0000_GPU_MAX_GID_LENGTH",
+]
 PREAMBLE = """
 #include <stddef.h>
 #include <stdint.h>
@@ -124,8 +151,11 @@ def theirs(directory, read):
     body += show("table: memory_size", "sizeof(NV_MEMORY_ALLOCATION_PARAMS)")
     body += show("table: tail", "offsetof(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS, gpuAttributesCount)")
     for field in ("rmCtrlFd", "hClient", "hMemory", "rmStatus"):
-        body += show(f"tail.{field}", f"offsetof(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS, {field}) - "
-                                      "offsetof(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS, gpuAttributesCount)")
+        body += show(
+            f"tail.{field}",
+            f"offsetof(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS, {field}) - "
+            "offsetof(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS, gpuAttributesCount)",
+        )
     return run(directory, "theirs", f"{source}int main(void) {{ {body} return 0; }}\n")
 
 
@@ -147,11 +177,21 @@ int vmem__error(int err, const char *fmt, ...) { (void)fmt; return err; }
     body += show("table: alloc_status", "abi->alloc_status") + show("table: memory_size", "abi->memory_size")
     body += show("table: tail", "(char *)vmem__abi_map_tail(abi, &map) - (char *)&map")
     body += show("sizeof uvm_map", "(char *)(vmem__abi_map_tail(abi, &map) + 1) - (char *)&map")
-    for field, name in (("rmCtrlFd", "rm_control_fd"), ("hClient", "client"), ("hMemory", "memory"),
-                        ("rmStatus", "status")):
+    for field, name in (
+        ("rmCtrlFd", "rm_control_fd"),
+        ("hClient", "client"),
+        ("hMemory", "memory"),
+        ("rmStatus", "status"),
+    ):
         body += show(f"tail.{field}", f"offsetof(struct uvm_map_tail, {name})")
-    return run(directory, "ours", f"{source}int main(void) {{ {body} return 0; }}\n",
-               f"-I{TOP / 'libvmem/src'}", f"-I{TOP / 'libvmem/include'}", TOP / "libvmem/src/driver/abi.c")
+    return run(
+        directory,
+        "ours",
+        f"{source}int main(void) {{ {body} return 0; }}\n",
+        f"-I{TOP / 'libvmem/src'}",
+        f"-I{TOP / 'libvmem/include'}",
+        TOP / "libvmem/src/driver/abi.c",
+    )
 
 
 def main():

@@ -3,17 +3,17 @@
 
 #include "checked.h"
 
-#define BROKEN(...)                                                                                                   \
-    do {                                                                                                              \
-        fprintf(stderr, "backend contract: %s: ", __func__);                                                          \
-        fprintf(stderr, __VA_ARGS__);                                                                                 \
-        fputc('\n', stderr);                                                                                          \
-        abort();                                                                                                      \
+#define BROKEN(...)                                          \
+    do {                                                     \
+        fprintf(stderr, "backend contract: %s: ", __func__); \
+        fprintf(stderr, __VA_ARGS__);                        \
+        fputc('\n', stderr);                                 \
+        abort();                                             \
     } while (0)
-#define MUST(cond)                                                                                                    \
-    do {                                                                                                              \
-        if (!(cond))                                                                                                  \
-            BROKEN("%s (line %d)", #cond, __LINE__);                                                                  \
+#define MUST(cond)                                   \
+    do {                                             \
+        if (!(cond))                                 \
+            BROKEN("%s (line %d)", #cond, __LINE__); \
     } while (0)
 
 static const struct vmem__ops *inner;

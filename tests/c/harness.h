@@ -22,53 +22,53 @@
 #define TIB (UINT64_C(1) << 40)
 #define COUNT(a) (sizeof(a) / sizeof(a)[0])
 
-#define FAIL(...)                                                                                                     \
-    do {                                                                                                              \
-        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                                               \
-        fprintf(stderr, __VA_ARGS__);                                                                                 \
-        fputc('\n', stderr);                                                                                          \
-        exit(1);                                                                                                      \
+#define FAIL(...)                                       \
+    do {                                                \
+        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__); \
+        fprintf(stderr, __VA_ARGS__);                   \
+        fputc('\n', stderr);                            \
+        exit(1);                                        \
     } while (0)
-#define CHECK(cond)                                                                                                   \
-    do {                                                                                                              \
-        if (!(cond))                                                                                                  \
-            FAIL("%s", #cond);                                                                                        \
+#define CHECK(cond)            \
+    do {                       \
+        if (!(cond))           \
+            FAIL("%s", #cond); \
     } while (0)
-#define CHECK_EQ(a, b)                                                                                                \
-    do {                                                                                                              \
-        unsigned long long a_ = (unsigned long long)(a), b_ = (unsigned long long)(b);                                \
-        if (a_ != b_)                                                                                                 \
-            FAIL("%s is 0x%llx, not %s, 0x%llx", #a, a_, #b, b_);                                                     \
+#define CHECK_EQ(a, b)                                                                 \
+    do {                                                                               \
+        unsigned long long a_ = (unsigned long long)(a), b_ = (unsigned long long)(b); \
+        if (a_ != b_)                                                                  \
+            FAIL("%s is 0x%llx, not %s, 0x%llx", #a, a_, #b, b_);                      \
     } while (0)
-#define OK(call)                                                                                                      \
-    do {                                                                                                              \
-        int rc_ = (call);                                                                                             \
-        if (rc_)                                                                                                      \
-            FAIL("%s: %s: %s", #call, strerror(-rc_), vmem_last_error());                                             \
+#define OK(call)                                                          \
+    do {                                                                  \
+        int rc_ = (call);                                                 \
+        if (rc_)                                                          \
+            FAIL("%s: %s: %s", #call, strerror(-rc_), vmem_last_error()); \
     } while (0)
 // The call fails with this errno, and the text names what was wrong.
-#define ERR(call, err, part)                                                                                          \
-    do {                                                                                                              \
-        int rc_ = (call);                                                                                             \
-        if (rc_ != -(err))                                                                                            \
-            FAIL("%s: returned %d (%s), not %s", #call, rc_, rc_ ? vmem_last_error() : "", #err);                     \
-        if (!strstr(vmem_last_error(), part))                                                                         \
-            FAIL("%s: \"%s\" does not say \"%s\"", #call, vmem_last_error(), part);                                   \
+#define ERR(call, err, part)                                                                      \
+    do {                                                                                          \
+        int rc_ = (call);                                                                         \
+        if (rc_ != -(err))                                                                        \
+            FAIL("%s: returned %d (%s), not %s", #call, rc_, rc_ ? vmem_last_error() : "", #err); \
+        if (!strstr(vmem_last_error(), part))                                                     \
+            FAIL("%s: \"%s\" does not say \"%s\"", #call, vmem_last_error(), part);               \
     } while (0)
 // The same of a batch, at element i.
-#define ERR_AT(call, bad, i, err, part)                                                                               \
-    do {                                                                                                              \
-        (bad) = 12345678;                                                                                             \
-        ERR(call, err, part);                                                                                         \
-        CHECK_EQ(bad, i);                                                                                             \
+#define ERR_AT(call, bad, i, err, part) \
+    do {                                \
+        (bad) = 12345678;               \
+        ERR(call, err, part);           \
+        CHECK_EQ(bad, i);               \
     } while (0)
 
-#define SKIP(...)                                                                                                     \
-    do {                                                                                                              \
-        printf("skipped: ");                                                                                          \
-        printf(__VA_ARGS__);                                                                                          \
-        putchar('\n');                                                                                                \
-        exit(77);                                                                                                     \
+#define SKIP(...)            \
+    do {                     \
+        printf("skipped: "); \
+        printf(__VA_ARGS__); \
+        putchar('\n');       \
+        exit(77);            \
     } while (0)
 
 static const char *test_backend;

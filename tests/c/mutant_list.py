@@ -19,6 +19,7 @@ _M, _U, _P, _R, _A = "core/map.c", "core/unmap.c", "core/page.c", "core/range.c"
 _C, _D, _X, _B, _T = "core/commit.c", "core/data.c", "core/drop.c", "core/batch.c", "core/context.c"
 _H, _F, _G = "backend/host/host.c", "backend/host/fork.c", "backend/host/memory.c"
 
+# fmt: off
 MUTANTS = [
     Mutant(*fields)
     for fields in [
@@ -141,3 +142,4 @@ MUTANTS = [
          "test_kv_model test_kv_steps"),
     ]
 ]
+# fmt: on

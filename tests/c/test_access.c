@@ -103,15 +103,13 @@ static void copy_and_fill(vmem_context *ctx)
     ERR(vmem_copy_batch(ctx, NULL, 1), EINVAL, "ops is NULL");
 
     const struct vmem_copy_op wrong[] = {
-        {addr + P - 8, (uintptr_t)words, 16},         // begins before the page
-        {addr + 3 * P - 8, (uintptr_t)words, 16},     // ends after it
-        {(uintptr_t)back, addr + 3 * P, 8},           // source not mapped
-        {(uintptr_t)back, addr, 4 * P},
-        {addr + 7 * P, addr + P, 8},
-        {addr - 8, (uintptr_t)words, 16},             // begins outside the reservation
-        {full + 2 * P - 8, (uintptr_t)words, 16},     // ends outside, and all inside is backed
-        {(uintptr_t)back, full + 2 * P - 8, 16},
-        {(uintptr_t)back, full - 8, 16},
+        {addr + P - 8, (uintptr_t)words, 16},     // begins before the page
+        {addr + 3 * P - 8, (uintptr_t)words, 16}, // ends after it
+        {(uintptr_t)back, addr + 3 * P, 8},       // source not mapped
+        {(uintptr_t)back, addr, 4 * P},           {addr + 7 * P, addr + P, 8},
+        {addr - 8, (uintptr_t)words, 16},         // begins outside the reservation
+        {full + 2 * P - 8, (uintptr_t)words, 16}, // ends outside, and all inside is backed
+        {(uintptr_t)back, full + 2 * P - 8, 16},  {(uintptr_t)back, full - 8, 16},
     };
     for (size_t i = 0; i < COUNT(wrong); i++) {
         const struct vmem_copy_op pair[] = {ops[0], wrong[i]};

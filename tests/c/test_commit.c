@@ -15,8 +15,7 @@ static void errors(vmem_context *ctx)
     ERR(vmem_commit(ctx, &good, 1, 12345, 0, &bytes), EINVAL, "page_size 12345");
     ERR(vmem_commit(ctx, &good, 1, P, 0x80, &bytes), EINVAL, "flags 0x80");
     ERR(vmem_commit(ctx, (struct vmem_range[]){good, {addr + 1, P}}, 2, P, 0, &bytes), EINVAL, "ranges[1]");
-    ERR(vmem_commit(ctx, (struct vmem_range[]){good, {addr, 64 * MIB + P}}, 2, P, 0, &bytes), EINVAL,
-        "ranges[1]: ");
+    ERR(vmem_commit(ctx, (struct vmem_range[]){good, {addr, 64 * MIB + P}}, 2, P, 0, &bytes), EINVAL, "ranges[1]: ");
     ERR(vmem_decommit(ctx, (struct vmem_range[]){good, {addr + 64 * MIB, P}}, 2, &bytes), EINVAL, "ranges[1]");
     CHECK_EQ(bytes, 77);
     CHECK_EQ(test_stats(ctx).created, 0);

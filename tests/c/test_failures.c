@@ -79,19 +79,13 @@ static const struct {
     int (*call)(void);
     int least; // fault points it must have
 } calls[] = {
-    {"reserve", nothing, do_reserve, 3},
-    {"create", nothing, do_create, 2},
-    {"create 2 MiB", nothing, do_create_2m, 3},
-    {"create in holes", holes, do_create, 1},
+    {"reserve", nothing, do_reserve, 3},         {"create", nothing, do_create, 2},
+    {"create 2 MiB", nothing, do_create_2m, 3},  {"create in holes", holes, do_create, 1},
     {"create zeroed", holes, do_create_zero, 1}, // in the end the zeroing itself
-    {"prealloc", nothing, do_prealloc, 2},
-    {"map", created, do_map, 2},
-    {"replace", mapped_and_more, do_replace, 2},
-    {"unmap", mapped, do_unmap, 1},
-    {"release", mapped, do_release, 2},
-    {"commit", nothing, do_commit, 4},
-    {"decommit", committed, do_decommit, 1},
-    {"unmap what was committed", committed, do_unmap_committed, 1},
+    {"prealloc", nothing, do_prealloc, 2},       {"map", created, do_map, 2},
+    {"replace", mapped_and_more, do_replace, 2}, {"unmap", mapped, do_unmap, 1},
+    {"release", mapped, do_release, 2},          {"commit", nothing, do_commit, 4},
+    {"decommit", committed, do_decommit, 1},     {"unmap what was committed", committed, do_unmap_committed, 1},
 };
 
 // All that can be seen from outside.
@@ -169,8 +163,11 @@ static void element_at_fault(void)
     checked_fail(0);
     OK(vMemMapBatch(ctx, ops, 24, 0, NULL));
     checked_fail(1);
-    ERR_AT(vMemUnmapBatch(ctx, (struct vmem_unmap_op[]){{addr, 4 * test_page}, {addr + 4 * test_page, 8 * test_page},
-                                                        {addr + 30 * test_page, test_page}}, 3, &bad),
+    ERR_AT(vMemUnmapBatch(ctx,
+                          (struct vmem_unmap_op[]){{addr, 4 * test_page},
+                                                   {addr + 4 * test_page, 8 * test_page},
+                                                   {addr + 30 * test_page, test_page}},
+                          3, &bad),
            bad, 2, ENOMEM, "ops[2]: injected failure");
     checked_fail(1);
     ERR_AT(vMemReleaseBatch(ctx, page, 4, &bad), bad, 3, ENOMEM, "pages[3]: injected failure");

@@ -32,9 +32,9 @@ static uint64_t seed;
 static int32_t lengths[SLOTS];
 static struct {
     bool taken;
-    uint32_t n;              // blocks
-    uint64_t value[PLACES];  // what their rows hold
-    bool written[PLACES];    // by this slot: nobody shares it
+    uint32_t n;             // blocks
+    uint64_t value[PLACES]; // what their rows hold
+    bool written[PLACES];   // by this slot: nobody shares it
 } slots[SLOTS];
 static struct {
     bool bound;
@@ -184,9 +184,16 @@ static void do_free(void)
 static void run(uint32_t flags)
 {
     struct vmem_kv_config config = {
-        .size = sizeof(config), .flags = flags | VMEM_KV_CHECK, .tensors = shape->tensors, .n_tensors = shape->n,
-        .slots = SLOTS, .max_tokens = PLACES * TOKENS, .page_size = VMEM_PAGE_64K,
-        .budget = 40 * shape->pages * VMEM_PAGE_64K, .ahead_tokens = TOKENS, .eager_tokens = TOKENS,
+        .size = sizeof(config),
+        .flags = flags | VMEM_KV_CHECK,
+        .tensors = shape->tensors,
+        .n_tensors = shape->n,
+        .slots = SLOTS,
+        .max_tokens = PLACES * TOKENS,
+        .page_size = VMEM_PAGE_64K,
+        .budget = 40 * shape->pages * VMEM_PAGE_64K,
+        .ahead_tokens = TOKENS,
+        .eager_tokens = TOKENS,
     };
     OK(vmem_kv_create(ctx, &config, &kv));
     ERR(vmem_kv_blocks_init(kv, BLOCKS, TOKENS + 1), EINVAL, "whole pages");

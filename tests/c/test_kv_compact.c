@@ -72,8 +72,13 @@ int main(int argc, char **argv)
     OK(checked_context(test_backend, 0, true, &ctx));
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = 8192}, {.row_bytes = 4096}};
     struct vmem_kv_config config = {
-        .size = sizeof(config), .flags = VMEM_KV_DEFER | VMEM_KV_LAZY | VMEM_KV_CHECK, .tensors = tensors,
-        .n_tensors = 2, .slots = SLOTS, .max_tokens = PLACES * TOKENS, .page_size = VMEM_PAGE_64K,
+        .size = sizeof(config),
+        .flags = VMEM_KV_DEFER | VMEM_KV_LAZY | VMEM_KV_CHECK,
+        .tensors = tensors,
+        .n_tensors = 2,
+        .slots = SLOTS,
+        .max_tokens = PLACES * TOKENS,
+        .page_size = VMEM_PAGE_64K,
         .budget = 2 * GIB,
     };
     static uint32_t kept[SLOTS * PLACES];

@@ -124,8 +124,13 @@ static const struct {
 
 static void make(uint32_t flags)
 {
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = tensors,
-                                 .n_tensors = 3, .slots = SLOTS, .max_tokens = TOKENS, .page_size = test_page,
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags | VMEM_KV_CHECK | VMEM_KV_LAZY,
+                                 .tensors = tensors,
+                                 .n_tensors = 3,
+                                 .slots = SLOTS,
+                                 .max_tokens = TOKENS,
+                                 .page_size = test_page,
                                  .budget = 300 * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     for (uint32_t t = 0; t < 3; t++)
@@ -189,8 +194,13 @@ static void sweep(size_t i, uint32_t flags)
 static void sweep_create(void)
 {
     for (unsigned long n = 1;; n++) {
-        struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_DEFAULT, .tensors = tensors, .n_tensors = 3,
-                                     .slots = SLOTS, .max_tokens = TOKENS, .page_size = test_page,
+        struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                     .flags = VMEM_KV_DEFAULT,
+                                     .tensors = tensors,
+                                     .n_tensors = 3,
+                                     .slots = SLOTS,
+                                     .max_tokens = TOKENS,
+                                     .page_size = test_page,
                                      .budget = 300 * test_page};
         checked_fail(n);
         int rc = vmem_kv_create(ctx, &cfg, &kv);

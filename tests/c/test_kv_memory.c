@@ -11,10 +11,17 @@ static vmem_context *ctx;
 // 32 rows to a page.
 static vmem_kv *make(uint32_t flags, uint32_t n, uint64_t pages)
 {
-    const struct vmem_kv_tensor tensors[4] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32},
-                                              {.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK, .tensors = tensors,
-                                 .n_tensors = n, .slots = SLOTS, .max_tokens = 4000, .page_size = test_page,
+    const struct vmem_kv_tensor tensors[4] = {{.row_bytes = test_page / 32},
+                                              {.row_bytes = test_page / 32},
+                                              {.row_bytes = test_page / 32},
+                                              {.row_bytes = test_page / 32}};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags | VMEM_KV_CHECK,
+                                 .tensors = tensors,
+                                 .n_tensors = n,
+                                 .slots = SLOTS,
+                                 .max_tokens = 4000,
+                                 .page_size = test_page,
                                  .budget = pages * test_page};
     vmem_kv *kv;
     OK(vmem_kv_create(ctx, &cfg, &kv));

@@ -268,8 +268,8 @@ static void stage_all(const int32_t *lengths)
         int expect = vmem_kv_check(kv, sofar, SLOTS, &predicted);
         int rc = vmem_kv_grow(kv, s, (uint32_t)lengths[s], &missing);
         if (rc != expect || missing != predicted)
-            FAIL("%s: slot %u: grow %d, check %d, missing %" PRIu64 " and %" PRIu64, shape->name, s, rc, expect, missing,
-                 predicted);
+            FAIL("%s: slot %u: grow %d, check %d, missing %" PRIu64 " and %" PRIu64, shape->name, s, rc, expect,
+                 missing, predicted);
         sofar[s] = rc ? 0 : sofar[s];
     }
     for (uint32_t s = 0; s < SLOTS; s++)
@@ -474,9 +474,16 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     page_size = page;
     uint64_t scale = page / (64 * KIB);
     budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK, .tensors = sh->tensors,
-                                 .n_tensors = sh->n, .slots = SLOTS, .max_tokens = TOKENS, .tile_rows = sh->tile_rows,
-                                 .page_size = page, .budget = budget, .eager_tokens = 50,
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags | VMEM_KV_CHECK,
+                                 .tensors = sh->tensors,
+                                 .n_tensors = sh->n,
+                                 .slots = SLOTS,
+                                 .max_tokens = TOKENS,
+                                 .tile_rows = sh->tile_rows,
+                                 .page_size = page,
+                                 .budget = budget,
+                                 .eager_tokens = 50,
                                  .steps_in_flight = in_flight};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     for (uint32_t t = 0; t < sh->n; t++)
@@ -489,14 +496,16 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
         if (below(3) == 0)
             go_on();
         switch (below(20)) {
-        case 0: case 1: do_alloc(); break;
+        case 0:
+        case 1: do_alloc(); break;
         case 2:
             if (requests[s].taken)
                 do_free(s);
             break;
         case 3: do_swap(s); break;
         case 4: do_truncate(s); break;
-        case 5: case 6: do_prefix(); break;
+        case 5:
+        case 6: do_prefix(); break;
         case 7:
             if (below(4) == 0)
                 do_budget();
@@ -506,7 +515,8 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
             if (below(4) == 0)
                 OK(vmem_kv_wait(kv));
             break;
-        case 10: case 11: do_speculate(); break;
+        case 10:
+        case 11: do_speculate(); break;
         case 12: do_retire(); break;
         default: do_step(below(2)); break;
         }
@@ -542,9 +552,13 @@ int main(int argc, char **argv)
     test_start(argc, argv);
     ctx = test_context(0);
     vmem__kv_hook = stop_at_random;
-    static const uint32_t flags[] = {
-        0, VMEM_KV_DEFER, VMEM_KV_DEFAULT, VMEM_KV_DEFAULT | VMEM_KV_ZERO, VMEM_KV_OVERLAP | VMEM_KV_DEFER,
-        VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS | VMEM_KV_LAZY, VMEM_KV_DEFER | VMEM_KV_GENEROUS};
+    static const uint32_t flags[] = {0,
+                                     VMEM_KV_DEFER,
+                                     VMEM_KV_DEFAULT,
+                                     VMEM_KV_DEFAULT | VMEM_KV_ZERO,
+                                     VMEM_KV_OVERLAP | VMEM_KV_DEFER,
+                                     VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS | VMEM_KV_LAZY,
+                                     VMEM_KV_DEFER | VMEM_KV_GENEROUS};
     int operations = getenv("VMEM_TEST_OPERATIONS") ? atoi(getenv("VMEM_TEST_OPERATIONS")) : 250;
     uint64_t start = getenv("VMEM_TEST_SEED") ? strtoull(getenv("VMEM_TEST_SEED"), NULL, 0) : 1;
     for (size_t i = 0; i < COUNT(shapes); i++)

@@ -59,8 +59,13 @@ static void step(int32_t a, int32_t b)
 static uint64_t cutting(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK, .tensors = &tensor,
-                                 .n_tensors = 1, .slots = 2, .max_tokens = 1000, .page_size = test_page,
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = 2,
+                                 .max_tokens = 1000,
+                                 .page_size = test_page,
                                  .budget = 60 * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a, b;
@@ -143,8 +148,14 @@ static void test_the_thread_begins_nothing_while_a_call_waits(void)
 static void test_a_cut_fails(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1,
-                                 .slots = 2, .max_tokens = 1000, .page_size = test_page, .budget = 60 * test_page};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_CHECK,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = 2,
+                                 .max_tokens = 1000,
+                                 .page_size = test_page,
+                                 .budget = 60 * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a;
     OK(vmem_kv_alloc(kv, 0, &a));

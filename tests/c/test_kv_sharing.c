@@ -14,9 +14,14 @@ static void make(uint32_t flags, uint32_t window, uint64_t pages)
 {
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32, .window = window},
                                               {.row_bytes = test_page / 32}};
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = flags | VMEM_KV_CHECK, .tensors = tensors,
-                                 .n_tensors = window ? 1 : 2, .slots = SLOTS, .max_tokens = 1000,
-                                 .page_size = test_page, .budget = pages * test_page};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags | VMEM_KV_CHECK,
+                                 .tensors = tensors,
+                                 .n_tensors = window ? 1 : 2,
+                                 .slots = SLOTS,
+                                 .max_tokens = 1000,
+                                 .page_size = test_page,
+                                 .budget = pages * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
 }
 

@@ -104,8 +104,14 @@ int main(int argc, char **argv)
     const uint64_t row_bytes = test_page / 32; // so that every page size sees the same course
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = row_bytes}, {.row_bytes = row_bytes}};
     const uint64_t budget = SLOTS * TOKENS / 4 * row_bytes * 2 / test_page * test_page;
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_DEFAULT, .tensors = tensors, .n_tensors = 2,
-                                 .slots = SLOTS, .max_tokens = TOKENS, .page_size = test_page, .budget = budget};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_DEFAULT,
+                                 .tensors = tensors,
+                                 .n_tensors = 2,
+                                 .slots = SLOTS,
+                                 .max_tokens = TOKENS,
+                                 .page_size = test_page,
+                                 .budget = budget};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     OK(vmem_kv_get_layout(kv, 0, &layout));
     const char *text = getenv("VMEM_TEST_STEPS");
@@ -142,8 +148,8 @@ int main(int argc, char **argv)
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
     OK(vmem_kv_get_stats(kv, &st));
     printf("%" PRIu64 " steps, %" PRIu64 " without memory, %" PRIu64 " requests, %" PRIu64 " pages mapped in steps, "
-           "%" PRIu64 " in the background, %" PRIu64 " reclaimed\n", steps, failed, st.allocs, st.step_mapped_pages,
-           st.ahead_mapped_pages, st.reclaimed_pages);
+           "%" PRIu64 " in the background, %" PRIu64 " reclaimed\n",
+           steps, failed, st.allocs, st.step_mapped_pages, st.ahead_mapped_pages, st.reclaimed_pages);
     CHECK(failed && st.swap_in_bytes && st.ahead_mapped_pages);
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.worker_errors, 0);

@@ -47,8 +47,13 @@ int main(int argc, char **argv)
     uint64_t page = test_info.page_sizes & -test_info.page_sizes;
     // 32 tokens to a page; the background thread maps the next page when 4 tokens are left.
     const struct vmem_kv_tensor tensor = {.row_bytes = page / 32};
-    struct vmem_kv_config cfg = {.size = sizeof cfg, .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK, .tensors = &tensor,
-                                 .n_tensors = 1, .slots = 2, .max_tokens = 1000, .page_size = page,
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = 2,
+                                 .max_tokens = 1000,
+                                 .page_size = page,
                                  .budget = 60 * page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a, b;

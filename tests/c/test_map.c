@@ -188,8 +188,8 @@ static void sizes(vmem_context *ctx)
         struct vmem_page_info info;
         vmem_page got;
         OK(vmem_page_query(ctx, p[i], &info));
-        CHECK(all_words(ctx, at[i], info.page_size, (at[i] - addr) / VMEM_PAGE_2M * UINT64_C(0x0101010101010101) +
-                                                        UINT64_C(0x0101010101010101)));
+        CHECK(all_words(ctx, at[i], info.page_size,
+                        (at[i] - addr) / VMEM_PAGE_2M * UINT64_C(0x0101010101010101) + UINT64_C(0x0101010101010101)));
         OK(vmem_query(ctx, at[i] + info.page_size - 1, &got, &offset));
         CHECK_EQ(got, p[i]);
         CHECK_EQ(offset, info.page_size - 1);

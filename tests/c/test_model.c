@@ -299,8 +299,8 @@ static void step_unmap(void)
     if (!r)
         return;
     const uint32_t u = below(r->units), n = 1 + below(r->units - u);
-    const bool cut = (r->slot[u].page && r->slot[u].unit) ||
-                     (u + n < r->units && r->slot[u + n].page && r->slot[u + n].unit);
+    const bool cut =
+        (r->slot[u].page && r->slot[u].unit) || (u + n < r->units && r->slot[u + n].page && r->slot[u + n].unit);
     if (cut) {
         ERR(vMemUnmap(ctx, at(r, u), n * UNIT), EINVAL, "cuts the page");
         return;

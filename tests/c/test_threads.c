@@ -95,20 +95,14 @@ static void *overlapping(void *arg)
         const uint64_t at = addr + rnd(&seed) % N * test_page;
         vmem_page page;
         switch (rnd(&seed) % 5) {
-        case 0:
-            count(vMemMap(ctx, at, shared[rnd(&seed) % N]), true);
-            break;
+        case 0: count(vMemMap(ctx, at, shared[rnd(&seed) % N]), true); break;
         case 1:
             for (uint64_t i = 0; i < 4; i++)
                 ops[i] = (struct vmem_map_op){addr + (i * 4 + rnd(&seed) % 4) * test_page, shared[rnd(&seed) % N]};
             count(vMemMapBatch(ctx, ops, 4, VMEM_MAP_REPLACE, NULL), false);
             break;
-        case 2:
-            count(vMemUnmap(ctx, at, test_page), false);
-            break;
-        case 3:
-            count(vMemUnmap(ctx, addr, N * test_page), false);
-            break;
+        case 2: count(vMemUnmap(ctx, at, test_page), false); break;
+        case 3: count(vMemUnmap(ctx, addr, N * test_page), false); break;
         default:
             OK(vmem_query(ctx, at, &page, NULL));
             if (page) {

@@ -29,8 +29,8 @@ static struct {
     uint64_t max_bytes;
     unsigned releases, refuse; // RELEASE refuses from this call on; 0: never
     uint32_t release_most;     // handles, as if each were mapped at many addresses; 0: no limit
-    unsigned fail_call; // the call, counted down, that fails ...
-    uint32_t fail_op;   // ... at this element
+    unsigned fail_call;        // the call, counted down, that fails ...
+    uint32_t fail_op;          // ... at this element
 } module;
 
 static uint32_t check_op(const struct uvm_vmem_op *op, bool map)
@@ -182,8 +182,13 @@ static void end(void)
 
 static struct vmem__run run(uint64_t at, uint64_t length, struct vmem__arena *a, uint64_t offset, uint32_t flags)
 {
-    return (struct vmem__run){.range = &range, .addr = BASE + at, .length = length, .arena = a, .offset = offset,
-                              .page_size = VMEM_PAGE_64K, .flags = flags};
+    return (struct vmem__run){.range = &range,
+                              .addr = BASE + at,
+                              .length = length,
+                              .arena = a,
+                              .offset = offset,
+                              .page_size = VMEM_PAGE_64K,
+                              .flags = flags};
 }
 
 // The arena's and the offset's memory, or nothing, stands behind all of [at, at + length).

@@ -147,7 +147,9 @@ def steps(root, release):
     if second:
         told = root.run(f"DEBIAN_FRONTEND=noninteractive apt-get install -y -qq linux-headers-{second}")
         expect(f"a new kernel ({second}) gets both modules", modules(root, second) == [PACKAGE, "stock"])
-        expect("the driver's first", told.index("stock.ko") < told.index(f"{PACKAGE}.ko") if "stock.ko" in told else True)
+        expect(
+            "the driver's first", told.index("stock.ko") < told.index(f"{PACKAGE}.ko") if "stock.ko" in told else True
+        )
     else:
         print("  the suite offers one kernel only: no upgrade was tried", flush=True)
 

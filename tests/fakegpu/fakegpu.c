@@ -75,7 +75,7 @@ struct reservation {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int memfd = -1, uvm_fd = -1;
 static ino_t uvm_inode, blank_inode; // CUDA's, and one that was only opened
-static pid_t owner; // the process whose device this is; a child shares its memory
+static pid_t owner;                  // the process whose device this is; a child shares its memory
 static uint8_t used[BLOCKS];
 static struct memory *memories;
 static struct mapping *mappings;
@@ -88,15 +88,9 @@ static uint32_t next_client = 0xc1d00000u;
 
 // ---- for tests ----------------------------------------------------------------------------------------------
 
-EXPORT void fakegpu_fail(long n)
-{
-    fail_at = n;
-}
+EXPORT void fakegpu_fail(long n) { fail_at = n; }
 
-EXPORT long fakegpu_calls(void)
-{
-    return calls;
-}
+EXPORT long fakegpu_calls(void) { return calls; }
 
 EXPORT uint64_t fakegpu_used(void)
 {
@@ -170,10 +164,7 @@ static void place(uint64_t addr, uint64_t length, int prot, int fd, uint64_t off
         abort();
 }
 
-static void nothing_at(uint64_t addr, uint64_t length)
-{
-    place(addr, length, PROT_NONE, -1, 0);
-}
+static void nothing_at(uint64_t addr, uint64_t length) { place(addr, length, PROT_NONE, -1, 0); }
 
 static struct mapping *mapping_at(uint64_t addr, uint64_t length)
 {
@@ -248,9 +239,10 @@ static uint32_t put(uint64_t base, uint64_t length, const struct memory *memory,
 
 static const struct vmem__abi *abi(void)
 {
-    static struct vmem__abi layouts[] = {
-        {{515, 0, 0}, 24, 120, 32}, {{535, 0, 0}, 28, 120, 32}, {{545, 0, 0}, 28, 128, 32},
-        {{550, 40, 53}, 28, 128, 256}};
+    static struct vmem__abi layouts[] = {{{515, 0, 0}, 24, 120, 32},
+                                         {{535, 0, 0}, 28, 120, 32},
+                                         {{545, 0, 0}, 28, 128, 32},
+                                         {{550, 40, 53}, 28, 128, 256}};
     const char *release = getenv("FAKEGPU_RELEASE");
     int major = 580, minor = 0, patch = 0;
 
@@ -305,15 +297,11 @@ static uint32_t rm_new(struct client *c, struct rm_alloc *p, uint32_t size)
     if (fails())
         return NO_MEMORY;
     switch (p->class_id) {
-    case RM_CLASS_CLIENT:
-        p->object = c->id = next_client++;
-        return 0;
-    case RM_CLASS_DEVICE:
-        return d->device == 3 && d->client_share == p->client ? 0 : INVALID_ARGUMENT;
+    case RM_CLASS_CLIENT: p->object = c->id = next_client++; return 0;
+    case RM_CLASS_DEVICE: return d->device == 3 && d->client_share == p->client ? 0 : INVALID_ARGUMENT;
     case RM_CLASS_MEMORY:
         if ((size && size != abi()->memory_size) || m->owner != p->client || m->alignment != BLOCK || m->offset ||
-            p->client != c->id ||
-            memory_find(p->object, c->id))
+            p->client != c->id || memory_find(p->object, c->id))
             return INVALID_ARGUMENT;
         return memory_new(m->size, p->object, c->id) ? 0 : NO_MEMORY;
     }

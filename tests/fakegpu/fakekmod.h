@@ -46,8 +46,8 @@ static void kmod_set(struct mapping *m, uint64_t va, struct memory *page, uint64
 
 static uint32_t kmod_check(const struct uvm_vmem_op *op, bool map)
 {
-    const uint32_t flags = UVM_VMEM_TAKEOVER | (map ? UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD
-                                                    : UVM_VMEM_UNMAP_OPEN);
+    const uint32_t flags =
+        UVM_VMEM_TAKEOVER | (map ? UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD : UVM_VMEM_UNMAP_OPEN);
     struct mapping *m = mapping_at(op->va, op->length);
     struct memory *page = memory_find(op->handle, KMOD_CLIENT);
 
@@ -185,7 +185,7 @@ static int kmod_ioctl(unsigned long request, void *arg, bool address_space)
         errno = EINVAL;
         return -1;
     }
-#define KMOD_CALL(number, type, call)                                                                                  \
+#define KMOD_CALL(number, type, call) \
     case number: ((struct type *)arg)->rmStatus = address_space ? call : ILLEGAL_ACTION; return 0
     switch (request) {
         KMOD_CALL(UVM_VMEM_QUERY, uvm_vmem_query, kmod_query(arg));

@@ -55,10 +55,7 @@ static void check_all(void)
 }
 
 // Lets a driver call fail in the next call, mostly an early one, or none.
-static void maybe_fail(uint32_t among)
-{
-    fakegpu_fail(pick(2) ? 1 + (long)pick(1 + pick(among)) : 0);
-}
+static void maybe_fail(uint32_t among) { fakegpu_fail(pick(2) ? 1 + (long)pick(1 + pick(among)) : 0); }
 
 // Ends that, and tells whether the call succeeded.
 static bool worked(int rc)

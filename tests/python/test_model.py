@@ -380,9 +380,7 @@ class Memory(RuleBasedStateMachine):
         count = min(count, whole - first)
         slots = [(first + i) * step for i in range(count)]
         # A unit that a smaller page has in part, at its start or later, cannot be backed by a page of this size.
-        clash = any(
-            any(target.units[u + i] and target.units[u + i][0].size < size for i in range(step)) for u in slots
-        )
+        clash = any(any(target.units[u + i] and target.units[u + i][0].size < size for i in range(step)) for u in slots)
         holes = [u for u in slots if not target.units[u]]
         faults = {errno.EEXIST} if clash else set()
         addr, length = target.addr + slots[0] * UNIT, count * size

@@ -8,20 +8,20 @@
 
 #include "uvm_vmem_pure.h"
 
-#define CHECK(cond)                                                         \
-    do {                                                                    \
-        if (!(cond)) {                                                      \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #cond);      \
-            exit(1);                                                        \
-        }                                                                   \
+#define CHECK(cond)                                                    \
+    do {                                                               \
+        if (!(cond)) {                                                 \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #cond); \
+            exit(1);                                                   \
+        }                                                              \
     } while (0)
-#define STATUS(call, want)                                                                                      \
-    do {                                                                                                        \
-        unsigned int got_ = (call);                                                                             \
-        if (got_ != (want)) {                                                                                   \
-            fprintf(stderr, "%s:%d: %s is 0x%x, not %s\n", __FILE__, __LINE__, #call, got_, #want);             \
-            exit(1);                                                                                            \
-        }                                                                                                       \
+#define STATUS(call, want)                                                                          \
+    do {                                                                                            \
+        unsigned int got_ = (call);                                                                 \
+        if (got_ != (want)) {                                                                       \
+            fprintf(stderr, "%s:%d: %s is 0x%x, not %s\n", __FILE__, __LINE__, #call, got_, #want); \
+            exit(1);                                                                                \
+        }                                                                                           \
     } while (0)
 
 static uint32_t seed = 1;
@@ -227,11 +227,16 @@ static void test_check_batch(void)
     // Larger elements of a later version are fine, smaller ones and odd ones are not.
     static const struct {
         __u32 size, status;
-    } strides[] = {{0, NV_ERR_INVALID_PARAM_STRUCT},   {8, NV_ERR_INVALID_PARAM_STRUCT},
-                   {39, NV_ERR_INVALID_PARAM_STRUCT},  {40, NV_OK},
-                   {44, NV_ERR_INVALID_PARAM_STRUCT},  {48, NV_OK},
-                   {128, NV_OK},                       {136, NV_ERR_INVALID_PARAM_STRUCT},
-                   {~0u, NV_ERR_INVALID_PARAM_STRUCT}, {~7u, NV_ERR_INVALID_PARAM_STRUCT}};
+    } strides[] = {{0, NV_ERR_INVALID_PARAM_STRUCT},
+                   {8, NV_ERR_INVALID_PARAM_STRUCT},
+                   {39, NV_ERR_INVALID_PARAM_STRUCT},
+                   {40, NV_OK},
+                   {44, NV_ERR_INVALID_PARAM_STRUCT},
+                   {48, NV_OK},
+                   {128, NV_OK},
+                   {136, NV_ERR_INVALID_PARAM_STRUCT},
+                   {~0u, NV_ERR_INVALID_PARAM_STRUCT},
+                   {~7u, NV_ERR_INVALID_PARAM_STRUCT}};
     for (unsigned int i = 0; i < sizeof(strides) / sizeof(strides[0]); i++) {
         p = good, p.opSize = strides[i].size;
         STATUS(uvm_vmem_check_batch(&p), strides[i].status);

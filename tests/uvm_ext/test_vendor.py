@@ -32,8 +32,12 @@ def check(tree, calls, statuses):
     """Number of upstream ioctls looked at; a list of what is wrong."""
     uvm = tree / "nvidia-uvm"
     theirs = vendor_numbers(uvm)
-    wrong = [f"{name} is upstream's {other}" for name, value in calls.items()
-             for other, number in theirs.items() if number == value]
+    wrong = [
+        f"{name} is upstream's {other}"
+        for name, value in calls.items()
+        for other, number in theirs.items()
+        if number == value
+    ]
     # Not only the numbers of today: the whole block is ours.
     wrong += [f"upstream's {name} 0x{n:x} lies in our block" for name, n in theirs.items() if (n >> 8) & 0xFF == TYPE]
     codes = {n: int(v, 16) for n, v in STATUS.findall((tree / "common/inc/nvstatuscodes.h").read_text())}

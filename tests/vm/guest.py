@@ -30,8 +30,10 @@ MARK = re.compile(r"vmem step (\d+) (begins|ended): ")
 
 # An emulated guest on a busy machine loses the processor for a while: its timers then look broken, and its watchdogs
 # see stalls that are none. A guest that hangs is found by the time limit of its step.
-PATIENCE = ("no_timer_check tsc=reliable printk.devkmsg=on rcupdate.rcu_cpu_stall_timeout=300 watchdog_thresh=60 "
-            "workqueue.watchdog_thresh=300 sysctl.kernel.hung_task_timeout_secs=600")
+PATIENCE = (
+    "no_timer_check tsc=reliable printk.devkmsg=on rcupdate.rcu_cpu_stall_timeout=300 watchdog_thresh=60 "
+    "workqueue.watchdog_thresh=300 sysctl.kernel.hung_task_timeout_secs=600"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Result:
     complaints: list = dataclasses.field(default_factory=list)
 
     def lines(self, prefix):
-        return [l[len(prefix):].strip() for l in self.output if l.startswith(prefix)]
+        return [l[len(prefix) :].strip() for l in self.output if l.startswith(prefix)]
 
     @property
     def passed(self):
@@ -112,10 +114,28 @@ def accelerator(name):
 
 
 def command_line(kernel, initrd, *, memory=1536, cpus=2, accel="tcg", append=""):
-    args = ["qemu-system-x86_64", *accelerator(accel), "-m", str(memory), "-smp", str(cpus), "-no-reboot",
-            "-nodefaults", "-display", "none", "-device", "edu", "-device", "edu",
-            "-kernel", str(kernel.image), "-initrd", str(initrd),
-            "-append", f"console=ttyS0 panic=-1 oops=panic printk.time=1 {PATIENCE} {append}".strip()]
+    args = [
+        "qemu-system-x86_64",
+        *accelerator(accel),
+        "-m",
+        str(memory),
+        "-smp",
+        str(cpus),
+        "-no-reboot",
+        "-nodefaults",
+        "-display",
+        "none",
+        "-device",
+        "edu",
+        "-device",
+        "edu",
+        "-kernel",
+        str(kernel.image),
+        "-initrd",
+        str(initrd),
+        "-append",
+        f"console=ttyS0 panic=-1 oops=panic printk.time=1 {PATIENCE} {append}".strip(),
+    ]
     return args
 
 

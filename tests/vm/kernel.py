@@ -60,8 +60,15 @@ def apt_download(package, into):
     for folder in ("lists/partial", "cache/archives/partial"):
         (state / folder).mkdir(parents=True, exist_ok=True)
     into.mkdir(parents=True, exist_ok=True)
-    options = ["-q", "-o", f"Dir::State::lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}",
-               "-o", "APT::Sandbox::User=root"]
+    options = [
+        "-q",
+        "-o",
+        f"Dir::State::lists={state / 'lists'}",
+        "-o",
+        f"Dir::Cache={state / 'cache'}",
+        "-o",
+        "APT::Sandbox::User=root",
+    ]
     for attempt in (0, 1):
         if attempt or not any((state / "lists").glob("*Packages*")):
             subprocess.run(["apt-get", *options, "update"], stdout=subprocess.DEVNULL)
@@ -117,8 +124,14 @@ def debug(jobs=2):
     source, output = folder / f"linux-source-{version}", folder / "o"
     image = folder / "bzImage"
     if not image.is_file():
-        need("flex=flex", "bison=bison", "bc=bc", "/usr/include/libelf.h=libelf-dev", "/usr/bin/xz=xz-utils",
-             "/usr/include/openssl/ssl.h=libssl-dev")
+        need(
+            "flex=flex",
+            "bison=bison",
+            "bc=bc",
+            "/usr/include/libelf.h=libelf-dev",
+            "/usr/bin/xz=xz-utils",
+            "/usr/include/openssl/ssl.h=libssl-dev",
+        )
         folder.mkdir(parents=True, exist_ok=True)
         if not (source / "Makefile").is_file():
             say(f"fetching linux-source-{version}")

@@ -21,20 +21,18 @@ def _m(name, what, test, file, old, new, gpu=""):
 
 
 _A, _B, _C, _L, _M, _P, _R, _W, _S = (
-    f"uvm_vmem_{n}.c"
-    for n in ("account", "batch", "commit", "call", "memory", "push", "release", "window", "space")
+    f"uvm_vmem_{n}.c" for n in ("account", "batch", "commit", "call", "memory", "push", "release", "window", "space")
 )
 
+# fmt: off
 MUTANTS = (
     # ---- invalidates, membars, page-table entries
     _m("no_invalidate", "no TLB invalidate after the entries", "test_calls test_replace",
        _C,
        "        if (!mask)\n            continue;\n        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M)\n"
        "            uvm_vmem_push_invalidate_add(&call->push, window->start, window->end, true);\n        else\n"
-       "            uvm_vmem_push_invalidate_add(&call->push,\n"
-       "                                         slot + __ffs(mask) * UVM_VMEM_GRANULE,\n"
-       "                                         slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1,\n"
-       "                                         false);",
+       "            uvm_vmem_push_invalidate_add(&call->push, slot + __ffs(mask) * UVM_VMEM_GRANULE,\n"
+       "                                         slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);",
        "(void)slot; (void)mask;"),
     _m("narrow_invalidate", "the invalidate leaves the last unit of a run out", "test_random",
        _C, "slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1",
@@ -169,3 +167,4 @@ MUTANTS = (
     _m("lost_unwind_of_a_window", "a window opened for a batch that fails stays in UVM's books", "test_atomic",
        _W, "        map_destroy(window->range, map);\n        uvm_vmem_window_drop(window);", "(void)map;"),
 )
+# fmt: on

@@ -49,12 +49,37 @@ LONG_UNDER_CHECKS = "range_tree_random page_tree range_allocator kthread_q uvm_m
 SIZES = {
     "short": Size(ops=3000, fuzz=20_000, kills=8, race=2, remaps=10_000, stress=120),
     "long": Size(ops=100_000, fuzz=1_000_000, kills=60, race=20, remaps=10_000, stress=1500, addresses=65_536),
-    "debug": Size(ops=500, fuzz=2_000, kills=3, race=2, remaps=200, stress=40, managed_kb=256, pushed_kb=4096,
-                  eviction=False, leave_out=LONG_UNDER_CHECKS, slow=6.0),
+    "debug": Size(
+        ops=500,
+        fuzz=2_000,
+        kills=3,
+        race=2,
+        remaps=200,
+        stress=40,
+        managed_kb=256,
+        pushed_kb=4096,
+        eviction=False,
+        leave_out=LONG_UNDER_CHECKS,
+        slow=6.0,
+    ),
     # What differs from one architecture to the next: entries, levels, invalidates, membars, methods
-    "arch": Size(ops=2000, fuzz=5_000, kills=3, race=1, remaps=2_000, stress=40,
-                 only=("selftest", "test_calls", "test_errors", "test_atomic", "test_lifetime", "test_live patched",
-                       "test_random")),
+    "arch": Size(
+        ops=2000,
+        fuzz=5_000,
+        kills=3,
+        race=1,
+        remaps=2_000,
+        stress=40,
+        only=(
+            "selftest",
+            "test_calls",
+            "test_errors",
+            "test_atomic",
+            "test_lifetime",
+            "test_live patched",
+            "test_random",
+        ),
+    ),
 }
 
 

@@ -84,15 +84,23 @@ def steps(python, c_tests):
                     f"{python} /vmem/vm/test_load.py /vmem/kernel-open/load.py /mod/stock/nvidia-uvm.ko "
                     "/mod/patched/nvidia-uvm.ko", 600))  # fmt: skip
     out.append(Step("load patched", "load_uvm patched", 60, quiet=True))
-    out.append(Step("doctor", env + "pyvmem doctor > /tmp/doctor; cat /tmp/doctor; grep -q '^uvm *best' /tmp/doctor && "
-                    "grep -q '^stock *works' /tmp/doctor && echo ok doctor", 240))
+    out.append(
+        Step(
+            "doctor",
+            env + "pyvmem doctor > /tmp/doctor; cat /tmp/doctor; grep -q '^uvm *best' /tmp/doctor && "
+            "grep -q '^stock *works' /tmp/doctor && echo ok doctor",
+            240,
+        )
+    )
     for backend in BACKENDS:
         for test in c_tests:
             # 77: this program has nothing to test on this backend, which itself must work
             more = "20250401 600" if test == "test_model" else ""  # seed, steps
             run = f"/vmem/tests-c/{test} {backend} {more} > /tmp/said 2>&1; rc=$?; cat /tmp/said; "
-            skip = (f"[ $rc = 77 ] && ! grep -q '^skipped: {backend}:' /tmp/said && "
-                    f'echo skip {test} "$(tail -n 1 /tmp/said)" && exit 0; ')
+            skip = (
+                f"[ $rc = 77 ] && ! grep -q '^skipped: {backend}:' /tmp/said && "
+                f'echo skip {test} "$(tail -n 1 /tmp/said)" && exit 0; '
+            )
             out.append(Step(f"C {test} {backend}", env + run + skip + f"[ $rc = 0 ] && echo ok {test}; exit $rc", 1200))
     pytest = f"{python} -m pytest -q -p no:cacheprovider --color=no -rs --durations=8 tests/python"
     for backend in BACKENDS:

@@ -160,8 +160,18 @@ def python_image(extra=(), tools=()):
         return image, real, packages
     say("gathering Python for the guest: " + ", ".join(versions))
     stdlib = Path(sysconfig.get_paths(vars={"base": str(base)})["stdlib"])
-    left_out = {"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages",
-                "dist-packages", "__pycache__"}
+    left_out = {
+        "test",
+        "tests",
+        "idlelib",
+        "tkinter",
+        "turtledemo",
+        "ensurepip",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    }
     files = {real, *map(Path, paths)}
     for folder, folders, names in os.walk(stdlib):
         folders[:] = [d for d in folders if d not in left_out and not d.startswith("config-")]

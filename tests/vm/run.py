@@ -33,8 +33,13 @@ printing = threading.Lock()  # the report of a step is not cut by that of anothe
 def test_programs(src, release):
     """Static test binaries for one release's ioctl headers: {path in the guest: path here}."""
     common = [TESTS / "vmtest.c", TESTS / "gpu.c", TESTS / "calls.c"]
-    headers = [*TESTS.glob("*.h"), TOP / "uvm_ext" / "uvm_vmem_ioctl.h", HERE / "simgpu" / "simgpu_uapi.h",
-               HERE / "simgpu" / "uvm_free.h", HERE / "failmem" / "failmem_uapi.h"]
+    headers = [
+        *TESTS.glob("*.h"),
+        TOP / "uvm_ext" / "uvm_vmem_ioctl.h",
+        HERE / "simgpu" / "simgpu_uapi.h",
+        HERE / "simgpu" / "uvm_free.h",
+        HERE / "failmem" / "failmem_uapi.h",
+    ]
     files = {}
     for name in plan.PROGRAMS:
         source, with_ = TESTS / f"{name}.c", common

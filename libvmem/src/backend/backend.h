@@ -33,25 +33,25 @@ struct vmem__arena {
 // Consecutive in addresses and in physical memory.
 struct vmem__run {
     struct vmem__range *range;
-    uint64_t addr, length;     // multiples of page_size
-    struct vmem__arena *arena; // map(): what to put there. unmap(): what is mapped there now
-    uint64_t offset;           // in the arena; a multiple of page_size
+    uint64_t addr, length;         // multiples of page_size
+    struct vmem__arena *arena;     // map(): what to put there. unmap(): what is mapped there now
+    uint64_t offset;               // in the arena; a multiple of page_size
     struct vmem__arena *old_arena; // map() with VMEM_MAP_REPLACE: what the run takes the place of, all of it
     uint64_t old_offset;           // consecutive too; NULL where nothing is mapped
-    uint64_t page_size;        // of the pages the run is made of, or the parts of one that replaces several.
-                               // unmap(): of the smallest among them
-    uint32_t flags;            // map(): VMEM_MAP_*
-    size_t op;                 // index of the caller's element that the run starts with, for *bad
+    uint64_t page_size;            // of the pages the run is made of, or the parts of one that replaces several.
+                                   // unmap(): of the smallest among them
+    uint32_t flags;                // map(): VMEM_MAP_*
+    size_t op;                     // index of the caller's element that the run starts with, for *bad
 };
 
 struct vmem__backend {
     const struct vmem__ops *ops;
     void *priv;
-    struct vmem_info info;       // filled by open()
-    _Atomic uint64_t syscalls;   // counted by the backend
-    _Atomic uint64_t overhead;   // bytes of device memory for backdrop and scratch, kept by the backend
-    uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
-    uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
+    struct vmem_info info;     // filled by open()
+    _Atomic uint64_t syscalls; // counted by the backend
+    _Atomic uint64_t overhead; // bytes of device memory for backdrop and scratch, kept by the backend
+    uint64_t arena_min;        // smallest arena worth allocating, a multiple of 2 MiB
+    uint64_t arena_max;        // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
 };
 
 struct vmem__ops {

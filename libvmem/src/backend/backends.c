@@ -4,25 +4,14 @@
 #include "backend/backend.h"
 
 const struct vmem__ops *const vmem__backends[] = {
-    &vmem__uvm_ops,
-    &vmem__stock_ops,
-    &vmem__cuda_ops,
-    &vmem__host_ops,
-    NULL,
+    &vmem__uvm_ops, &vmem__stock_ops, &vmem__cuda_ops, &vmem__host_ops, NULL,
 };
 
 // In the order of the table above.
 static const char *const names[] = {
-    "uvm",
-    "stock",
-    "cuda",
-    "host",
-    NULL,
+    "uvm", "stock", "cuda", "host", NULL,
 };
 
 _Static_assert(sizeof names / sizeof names[0] == sizeof vmem__backends / sizeof vmem__backends[0], "a name for each");
 
-const char *const *vmem_backends(void)
-{
-    return names;
-}
+const char *const *vmem_backends(void) { return names; }

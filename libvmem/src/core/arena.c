@@ -12,15 +12,9 @@
 // How many extents of one list are looked at for one that fits, before a list of longer ones is tried.
 #define FIT_TRIES 8
 
-static inline uint64_t round_up(uint64_t x, uint64_t to)
-{
-    return (x + to - 1) / to * to;
-}
+static inline uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
-static inline unsigned bin_of(uint64_t units)
-{
-    return 63 - (unsigned)__builtin_clzll(units);
-}
+static inline unsigned bin_of(uint64_t units) { return 63 - (unsigned)__builtin_clzll(units); }
 
 // ---- free extents -------------------------------------------------------------------------------------------
 
@@ -143,8 +137,7 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t alig
         unsigned top = bin_of(bins);
         bins &= ~(UINT64_C(1) << top);
         int tries = FIT_TRIES;
-        for (uint64_t link = fl->head[top]; link && (tries-- > 0 || !best);
-             link = extent_at(ctx, link - 1, &a)->next) {
+        for (uint64_t link = fl->head[top]; link && (tries-- > 0 || !best); link = extent_at(ctx, link - 1, &a)->next) {
             uint64_t n = usable(ctx, link - 1, align, &first);
             if (n > best)
                 best = n, best_frame = link - 1, best_first = first;
@@ -178,8 +171,8 @@ static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
 {
     size_t need = a->units / BLOCK_UNITS + 1, at, run = 0;
 
-    while (ctx->free_block < ctx->n_blocks && (ctx->blocks[ctx->free_block].arena ||
-                                               ctx->blocks[ctx->free_block].generation > GENERATION_MAX))
+    while (ctx->free_block < ctx->n_blocks &&
+           (ctx->blocks[ctx->free_block].arena || ctx->blocks[ctx->free_block].generation > GENERATION_MAX))
         ctx->free_block++;
     for (at = ctx->free_block; at < ctx->n_blocks && run < need; at++)
         run = ctx->blocks[at].arena || ctx->blocks[at].generation > GENERATION_MAX ? 0 : run + 1;

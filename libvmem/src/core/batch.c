@@ -71,8 +71,10 @@ void vmem__batch_give(struct batch *b)
         do {
             struct vmem__page *head = b->ended;
             struct vmem__arena_rec *a = b->ended_arena;
-            pieces[n++] = (struct vmem__piece){
-                .arena = a, .first = (uint32_t)(head - a->pages), .units = head->units, .committed = true};
+            pieces[n++] = (struct vmem__piece){.arena = a,
+                                               .first = (uint32_t)(head - a->pages),
+                                               .units = head->units,
+                                               .committed = true};
             b->ended = NULL;
             if (head->next) {
                 b->ended_frame = head->next - 1;

@@ -46,8 +46,8 @@ static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t add
 {
     struct vmem__run *r = &b->runs[b->n - 1];
     if (b->n && r->addr + r->length == addr && r->range == &s->b && r->arena == &a->b &&
-        r->offset + r->length == offset && (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset
-                                                : !r->old_arena)) {
+        r->offset + r->length == offset &&
+        (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset : !r->old_arena)) {
         if (r->page_size == page_size || mixed) {
             r->length += length;
             r->page_size = r->page_size < page_size ? r->page_size : page_size;
@@ -55,17 +55,17 @@ static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t add
         }
     }
     return vmem__batch_push(b, &(struct vmem__run){
-                             .range = &s->b,
-                             .addr = addr,
-                             .length = length,
-                             .arena = &a->b,
-                             .offset = offset,
-                             .old_arena = old ? &old->b : NULL,
-                             .old_offset = old_offset,
-                             .page_size = page_size,
-                             .flags = b->flags,
-                             .op = op,
-                         });
+                                   .range = &s->b,
+                                   .addr = addr,
+                                   .length = length,
+                                   .arena = &a->b,
+                                   .offset = offset,
+                                   .old_arena = old ? &old->b : NULL,
+                                   .old_offset = old_offset,
+                                   .page_size = page_size,
+                                   .flags = b->flags,
+                                   .op = op,
+                               });
 }
 
 // Where the leaf of addr ends, or the end before that.

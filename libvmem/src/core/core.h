@@ -114,10 +114,7 @@ struct vmem__piece {
 #define SLOT_PENDING (UINT64_C(1) << 63)
 #define SLOT_COMING (UINT64_C(1) << 62)
 // What is mapped there, as frame + 1, or 0.
-static inline uint64_t vmem__slot_frame(uint64_t slot)
-{
-    return slot & SLOT_COMING ? 0 : slot & ~SLOT_PENDING;
-}
+static inline uint64_t vmem__slot_frame(uint64_t slot) { return slot & SLOT_COMING ? 0 : slot & ~SLOT_PENDING; }
 
 // At the first slot of a page that is mapped at several addresses: the next and the previous of them. Of a page with
 // one address only this says nothing, so that most pages' links are never touched.
@@ -128,7 +125,7 @@ struct vmem__link {
 #define LEAF_SHIFT 8
 #define LEAF_SLOTS (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are 2 MiB at most and never cross leaves
 struct vmem__leaf {
-    uint32_t used; // slots mapped or pending; the leaf goes when it falls to 0
+    uint32_t used;            // slots mapped or pending; the leaf goes when it falls to 0
     struct vmem__leaf *spare; // the next one, in vmem_context.spare
     uint64_t slots[LEAF_SLOTS];
     struct vmem__link links[LEAF_SLOTS];
@@ -159,8 +156,8 @@ struct vmem_context {
     struct vmem__backend b;     // not guarded
     uint64_t salt;              // of page handles; constant
     pthread_mutex_t lock;
-    uint64_t calls;      // in flight
-    bool closing;        // vmem_context_destroy waits for idle: calls has become 0
+    uint64_t calls; // in flight
+    bool closing;   // vmem_context_destroy waits for idle: calls has become 0
     pthread_cond_t idle;
     int (*interrupted)(void *arg);
     void *interrupt_arg;
@@ -185,10 +182,10 @@ struct vmem_context {
 
     uint32_t token;
     uint64_t budget;
-    uint64_t keep; // bytes of device memory that release does not give back: vmem_prealloc
-    struct vmem_kv *caches; // KV caches over this context; theirs to read and write, under the lock
+    uint64_t keep;              // bytes of device memory that release does not give back: vmem_prealloc
+    struct vmem_kv *caches;     // KV caches over this context; theirs to read and write, under the lock
     uint64_t space, space_free; // bytes of arenas; of free extents in them
-    uint64_t committed; // bytes of device memory in arenas
+    uint64_t committed;         // bytes of device memory in arenas
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 
@@ -315,7 +312,7 @@ int vmem__space_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vme
 // Takes a reservation, on which no call works, out of the table; the caller then ends it without the lock.
 void vmem__space_remove(vmem_context *ctx, struct vmem__space *s);
 void vmem__space_end(vmem_context *ctx, struct vmem__space *s);
-void vmem__space_free(struct vmem__space *s, bool leaves); // leaves: there are some
+void vmem__space_free(struct vmem__space *s, bool leaves);                                  // leaves: there are some
 struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr); // NULL: no memory
 void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr);
 static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uint64_t addr)

@@ -22,9 +22,10 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
         return 0;
     const uint64_t end = addr + length, last = s->b.addr + s->b.length;
     if (addr < s->b.addr || end > last)
-        return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 " reaches %s the reservation of [0x%" PRIx64 ", 0x%"
-                           PRIx64 ")", what, addr, length, addr < s->b.addr ? "into" : "past the end of", s->b.addr,
-                           last);
+        return vmem__error(-EFAULT,
+                           "%s 0x%" PRIx64 " + %" PRIu64 " reaches %s the reservation of [0x%" PRIx64 ", 0x%" PRIx64
+                           ")",
+                           what, addr, length, addr < s->b.addr ? "into" : "past the end of", s->b.addr, last);
     const bool unbacked = !write && (s->b.flags & VMEM_RESERVE_BACKDROP);
     uint64_t step;
     for (uint64_t at = addr - addr % UNIT; at < end; at += step) {
@@ -35,8 +36,8 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
             return vmem__error(-EBUSY, "%s 0x%" PRIx64 " + %" PRIu64 ": another call works on 0x%" PRIx64, what, addr,
                                length, at);
         if (!slot && !unbacked)
-            return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what,
-                               addr, length, at);
+            return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what, addr,
+                               length, at);
     }
     return 0;
 }

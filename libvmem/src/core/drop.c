@@ -12,7 +12,8 @@
 // ---- reservations -------------------------------------------------------------------------------------------
 
 // The page whose first slot is at addr or, on the way there, the next slot to look at; NULL at the end.
-static struct vmem__page *next_page(vmem_context *ctx, struct vmem__space *s, uint64_t *addr, struct vmem__arena_rec **a)
+static struct vmem__page *next_page(vmem_context *ctx, struct vmem__space *s, uint64_t *addr,
+                                    struct vmem__arena_rec **a)
 {
     const uint64_t end = s->b.addr + s->b.length;
     for (; *addr < end; *addr += UNIT) {

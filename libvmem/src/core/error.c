@@ -21,7 +21,4 @@ int vmem__error(int err, const char *fmt, ...)
     return err;
 }
 
-const char *vmem_last_error(void)
-{
-    return text;
-}
+const char *vmem_last_error(void) { return text; }

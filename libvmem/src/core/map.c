@@ -17,11 +17,14 @@ static int check_slots(struct batch *b, const uint64_t *slot, uint32_t units, ui
             owner = old->token;
             if (!(slot[u] & SLOT_PENDING) && (!owner || owner == b->token)) {
                 if (!(b->flags & VMEM_MAP_REPLACE))
-                    return vmem__error(-EEXIST, "addr 0x%" PRIx64 ": a page is mapped at 0x%" PRIx64
-                                       " already, and VMEM_MAP_REPLACE is not set", addr, at);
+                    return vmem__error(-EEXIST,
+                                       "addr 0x%" PRIx64 ": a page is mapped at 0x%" PRIx64
+                                       " already, and VMEM_MAP_REPLACE is not set",
+                                       addr, at);
                 if (unit != old ? u == 0 : u + old->units > units)
-                    return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": the page of %" PRIu64
-                                       " bytes that is mapped at 0x%" PRIx64 " sticks out of the new one",
+                    return vmem__error(-EINVAL,
+                                       "addr 0x%" PRIx64 ": the page of %" PRIu64 " bytes that is mapped at 0x%" PRIx64
+                                       " sticks out of the new one",
                                        addr, old->units * UNIT, at);
                 continue;
             }
@@ -57,8 +60,8 @@ static int add_replacing(struct batch *b, struct vmem__space *s, uint64_t addr, 
         }
         const uint64_t shift = u * UNIT, length = (end - u) * UNIT;
         const uint64_t page_size = page_size_of((units * UNIT) | (addr + shift) | length | (offset + shift));
-        rc = batch_add(b, s, addr + shift, length, a, offset + shift, old,
-                       old ? (frame - 1 - old->base) * UNIT : 0, page_size, false, i);
+        rc = batch_add(b, s, addr + shift, length, a, offset + shift, old, old ? (frame - 1 - old->base) * UNIT : 0,
+                       page_size, false, i);
     }
     return rc;
 }
@@ -73,8 +76,7 @@ static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t
 // Marks the elements after ops[0] that continue its run: same leaf, pages of the same size next to each other, nothing
 // mapped there. They need no look-up, which is most of an element's cost. Returns how many.
 static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__space *s,
-                           struct vmem__leaf *leaf, uint64_t *slot, struct vmem__arena_rec *a,
-                           struct vmem__page *p)
+                           struct vmem__leaf *leaf, uint64_t *slot, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint32_t units = p->units;
     const uint64_t size = units * UNIT, last = s->b.addr + s->b.length - size; // a page behind it would stick out
@@ -89,8 +91,7 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
         p += units;
         if (ops[i].addr != addr || slot == slots_end || addr > last || p == arena_end)
             break;
-        if (p->state != UNIT_PAGE || p->units != units || p->token ||
-            ops[i].page != vmem__handle(b->ctx, p, frame))
+        if (p->state != UNIT_PAGE || p->units != units || p->token || ops[i].page != vmem__handle(b->ctx, p, frame))
             break;
         uint64_t any = 0;
         for (uint32_t u = 0; u < units; u++)
@@ -119,8 +120,10 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     const uint64_t size = units * UNIT, offset = (uint64_t)(p - a->pages) * UNIT;
     struct vmem__space *s = vmem__space_find(ctx, addr);
     if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))
-        return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one "
-                           "reservation", addr, size);
+        return vmem__error(-EINVAL,
+                           "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one "
+                           "reservation",
+                           addr, size);
     if (VMEM__UNLIKELY(addr & (size - 1)))
         return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, addr, size);
     if (VMEM__UNLIKELY(p->token && p->token != b->token))

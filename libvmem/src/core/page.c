@@ -62,8 +62,8 @@ static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces,
                 end++;
                 continue;
             }
-            runs[n_runs++] = (struct vmem__run){
-                .arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
+            runs[n_runs++] =
+                (struct vmem__run){.arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
             units += end - u;
             if (n_runs == sizeof runs / sizeof runs[0] || units >= step) {
                 rc = b->ops->zero(b, runs, n_runs);
@@ -138,8 +138,10 @@ int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
         return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64,
                            n, page_size, ctx->created, ctx->budget);
     if (bytes > total || created > total - bytes)
-        return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64
-                           " bytes of memory", n, page_size, ctx->created,
+        return vmem__error(-ENOMEM,
+                           "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64
+                           " bytes of memory",
+                           n, page_size, ctx->created,
                            ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,",
                            total);
     return 0;
@@ -323,7 +325,8 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
             vmem__lock(ctx);
             continue;
         }
-        if (!ctx->b.ops->populate || !vmem__take(ctx, false, units < VMEM__STEP / UNIT ? units : VMEM__STEP / UNIT, 1, &p)) {
+        if (!ctx->b.ops->populate ||
+            !vmem__take(ctx, false, units < VMEM__STEP / UNIT ? units : VMEM__STEP / UNIT, 1, &p)) {
             rc = vmem__grow(ctx, units, BLOCK_UNITS);
             since += ctx->b.ops->populate ? 0 : ctx->space - space;
             continue;
@@ -345,10 +348,7 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
     return rc;
 }
 
-int vmem_trim(vmem_context *ctx, uint64_t *freed)
-{
-    return vmem__trim_to(ctx, 0, freed);
-}
+int vmem_trim(vmem_context *ctx, uint64_t *freed) { return vmem__trim_to(ctx, 0, freed); }
 
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed)
 {

@@ -16,8 +16,10 @@ int vmem_range_query(vmem_context *ctx, uint64_t addr, struct vmem_range_info *o
     vmem__begin(ctx);
     const struct vmem__space *s = vmem__space_find(ctx, addr);
     if (s)
-        *out = (struct vmem_range_info){
-            .addr = s->b.addr, .length = s->b.length, .mapped = s->mapped, .flags = s->b.flags};
+        *out = (struct vmem_range_info){.addr = s->b.addr,
+                                        .length = s->b.length,
+                                        .mapped = s->mapped,
+                                        .flags = s->b.flags};
     vmem__end(ctx);
     return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
 }

@@ -31,8 +31,8 @@ static inline uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t 
         slot += units;
         frame += units;
         p += units;
-        if (end - slot < units || *slot != frame || p == arena_end || p->state != UNIT_PAGE ||
-            p->units != units || p->token || (single && p->mappings != 1))
+        if (end - slot < units || *slot != frame || p == arena_end || p->state != UNIT_PAGE || p->units != units ||
+            p->token || (single && p->mappings != 1))
             break;
         *slot |= SLOT_PENDING;
         p->token = b->token;
@@ -42,8 +42,8 @@ static inline uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t 
 }
 
 // Marks a page and all addresses it is mapped at; *s and *slot are the last of these.
-static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p, size_t i,
-                     struct vmem__space **s, uint64_t **slot)
+static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p, size_t i, struct vmem__space **s,
+                     uint64_t **slot)
 {
     for (uint64_t addr = p->mapping; addr; addr = next_mapping(b->ctx, addr, p)) {
         *s = vmem__space_find(b->ctx, addr);
@@ -83,8 +83,8 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
         step = p->units * UNIT;
         const bool cuts_start = vmem__page_frame(a, p) != vmem__slot_frame(*slot) - 1;
         if (cuts_start || step > end - addr)
-            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", start,
-                               length, cuts_start ? "start" : "end");
+            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", start, length,
+                               cuts_start ? "start" : "end");
         if (p->token && p->token != b->token)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
         if (*slot & SLOT_PENDING) {
@@ -112,8 +112,10 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
     uint64_t bytes = 0;
     int rc = vmem__space_of(b->ctx, op->addr, op->length, &s);
     if (!rc && (op->addr % UNIT || op->length % UNIT || !op->length))
-        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
-                         "the length not 0", op->addr, op->length);
+        rc = vmem__error(-EINVAL,
+                         "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
+                         "the length not 0",
+                         op->addr, op->length);
     return rc ? rc : prepare_range(b, op->addr, op->length, i, false, &bytes);
 }
 
@@ -213,8 +215,8 @@ int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length)
 
 // Marks the pages after pages[0] that continue it: of its size, physically next to it, and either mapped nowhere, as it
 // is, or at one address each, next to its slot. They need no look-up. Returns how many.
-static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n, struct vmem__space *s,
-                               uint64_t *slot, struct vmem__arena_rec *a, struct vmem__page *p)
+static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n, struct vmem__space *s, uint64_t *slot,
+                               struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint32_t units = p->units, mappings = p->mappings;
     const struct vmem__page *const arena_end = a->pages + a->units;
@@ -305,10 +307,7 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
     return rc ? vmem__batch_fail(rc, "pages", n, at, bad) : 0;
 }
 
-int vMemRelease(vmem_context *ctx, vmem_page page)
-{
-    return vMemReleaseBatch(ctx, &page, 1, NULL);
-}
+int vMemRelease(vmem_context *ctx, vmem_page page) { return vMemReleaseBatch(ctx, &page, 1, NULL); }
 
 // ---- decommit -----------------------------------------------------------------------------------------------
 

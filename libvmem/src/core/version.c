@@ -1,7 +1,4 @@
 // SPDX-License-Identifier: MIT
 #include "vmem.h"
 
-uint32_t vmem_version(void)
-{
-    return VMEM_VERSION;
-}
+uint32_t vmem_version(void) { return VMEM_VERSION; }

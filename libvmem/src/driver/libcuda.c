@@ -42,10 +42,10 @@ int vmem__libcuda_load(struct vmem__libcuda *fn)
 
     if (!library)
         return vmem__error(-ENODEV, "no CUDA driver library: %s", dlerror());
-#define VMEM__LIBCUDA_LOAD(field, name, parameters)                                                                    \
-    symbol = dlsym(library, name);                                                                                     \
-    if (!symbol)                                                                                                       \
-        return vmem__error(-ENODEV, "libcuda.so.1 does not export %s: the driver is older than R515", name);           \
+#define VMEM__LIBCUDA_LOAD(field, name, parameters)                                                          \
+    symbol = dlsym(library, name);                                                                           \
+    if (!symbol)                                                                                             \
+        return vmem__error(-ENODEV, "libcuda.so.1 does not export %s: the driver is older than R515", name); \
     memcpy(&fn->field, &symbol, sizeof(symbol));
     VMEM__LIBCUDA(VMEM__LIBCUDA_LOAD)
 #undef VMEM__LIBCUDA_LOAD
@@ -244,10 +244,7 @@ int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
     return counted(cu, cu->fn.mem_set_access(addr, length, &access, 1), "cuMemSetAccess");
 }
 
-static int ascending(const void *a, const void *b)
-{
-    return *(const int *)a - *(const int *)b;
-}
+static int ascending(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
 
 int vmem__cuda_uvm_fds(int *fds, int max)
 {

@@ -45,33 +45,33 @@ struct vmem__cu_access {
 };
 
 // X(field, exported name, parameters): all return a CUresult. The list is what a stand-in libcuda must export.
-#define VMEM__LIBCUDA(X)                                                                                               \
-    X(init, "cuInit", (unsigned flags))                                                                                \
-    X(error_string, "cuGetErrorString", (int result, const char **text))                                               \
-    X(device_count, "cuDeviceGetCount", (int *count))                                                                  \
-    X(device_get, "cuDeviceGet", (int *device, int ordinal))                                                           \
-    X(device_name, "cuDeviceGetName", (char *name, int length, int device))                                            \
-    X(device_uuid, "cuDeviceGetUuid", (unsigned char uuid[16], int device))                                            \
-    X(device_attribute, "cuDeviceGetAttribute", (int *value, int attribute, int device))                               \
-    X(ctx_retain, "cuDevicePrimaryCtxRetain", (void **context, int device))                                            \
-    X(ctx_release, "cuDevicePrimaryCtxRelease_v2", (int device))                                                       \
-    X(ctx_push, "cuCtxPushCurrent_v2", (void *context))                                                                \
-    X(ctx_pop, "cuCtxPopCurrent_v2", (void **context))                                                                 \
-    X(mem_info, "cuMemGetInfo_v2", (size_t *free, size_t *total))                                                      \
-    X(address_reserve, "cuMemAddressReserve",                                                                          \
-      (uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags))                          \
-    X(address_free, "cuMemAddressFree", (uint64_t addr, size_t length))                                                \
-    X(mem_create, "cuMemCreate",                                                                                       \
-      (uint64_t *handle, size_t length, const struct vmem__cu_prop *prop, unsigned long long flags))                   \
-    X(mem_release, "cuMemRelease", (uint64_t handle))                                                                  \
-    X(mem_map, "cuMemMap", (uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags))   \
-    X(mem_unmap, "cuMemUnmap", (uint64_t addr, size_t length))                                                         \
-    X(mem_set_access, "cuMemSetAccess",                                                                                \
-      (uint64_t addr, size_t length, const struct vmem__cu_access *access, size_t count))                              \
-    X(memcpy_async, "cuMemcpyAsync", (uint64_t dst, uint64_t src, size_t length, void *stream))                        \
-    X(memset_async, "cuMemsetD8Async", (uint64_t addr, unsigned char value, size_t length, void *stream))              \
-    X(stream_create, "cuStreamCreate", (void **stream, unsigned flags))                                                \
-    X(stream_destroy, "cuStreamDestroy_v2", (void *stream))                                                            \
+#define VMEM__LIBCUDA(X)                                                                                             \
+    X(init, "cuInit", (unsigned flags))                                                                              \
+    X(error_string, "cuGetErrorString", (int result, const char **text))                                             \
+    X(device_count, "cuDeviceGetCount", (int *count))                                                                \
+    X(device_get, "cuDeviceGet", (int *device, int ordinal))                                                         \
+    X(device_name, "cuDeviceGetName", (char *name, int length, int device))                                          \
+    X(device_uuid, "cuDeviceGetUuid", (unsigned char uuid[16], int device))                                          \
+    X(device_attribute, "cuDeviceGetAttribute", (int *value, int attribute, int device))                             \
+    X(ctx_retain, "cuDevicePrimaryCtxRetain", (void **context, int device))                                          \
+    X(ctx_release, "cuDevicePrimaryCtxRelease_v2", (int device))                                                     \
+    X(ctx_push, "cuCtxPushCurrent_v2", (void *context))                                                              \
+    X(ctx_pop, "cuCtxPopCurrent_v2", (void **context))                                                               \
+    X(mem_info, "cuMemGetInfo_v2", (size_t *free, size_t *total))                                                    \
+    X(address_reserve, "cuMemAddressReserve",                                                                        \
+      (uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags))                        \
+    X(address_free, "cuMemAddressFree", (uint64_t addr, size_t length))                                              \
+    X(mem_create, "cuMemCreate",                                                                                     \
+      (uint64_t *handle, size_t length, const struct vmem__cu_prop *prop, unsigned long long flags))                 \
+    X(mem_release, "cuMemRelease", (uint64_t handle))                                                                \
+    X(mem_map, "cuMemMap", (uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags)) \
+    X(mem_unmap, "cuMemUnmap", (uint64_t addr, size_t length))                                                       \
+    X(mem_set_access, "cuMemSetAccess",                                                                              \
+      (uint64_t addr, size_t length, const struct vmem__cu_access *access, size_t count))                            \
+    X(memcpy_async, "cuMemcpyAsync", (uint64_t dst, uint64_t src, size_t length, void *stream))                      \
+    X(memset_async, "cuMemsetD8Async", (uint64_t addr, unsigned char value, size_t length, void *stream))            \
+    X(stream_create, "cuStreamCreate", (void **stream, unsigned flags))                                              \
+    X(stream_destroy, "cuStreamDestroy_v2", (void *stream))                                                          \
     X(stream_sync, "cuStreamSynchronize", (void *stream))
 
 struct vmem__libcuda {

@@ -33,10 +33,7 @@ void vmem__unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdro
 int vmem__activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r,
                    uint64_t addr, uint64_t length);
 
-static inline bool vmem__bit(const uint64_t *bits, uint64_t i)
-{
-    return bits[i / 64] >> i % 64 & 1;
-}
+static inline bool vmem__bit(const uint64_t *bits, uint64_t i) { return bits[i / 64] >> i % 64 & 1; }
 static inline void vmem__bit_set(uint64_t *bits, uint64_t i, bool value)
 {
     bits[i / 64] = (bits[i / 64] & ~(UINT64_C(1) << i % 64)) | (uint64_t)value << i % 64;

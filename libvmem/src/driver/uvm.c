@@ -14,8 +14,8 @@ int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint
     params.head = (struct uvm_map_head){.base = addr, .length = length, .offset = offset};
     params.attributes[0] = (struct uvm_attributes){0};
     memcpy(params.attributes[0].uuid, space->uuid, sizeof(space->uuid));
-    *tail = (struct uvm_map_tail){
-        .attributes_count = 1, .rm_control_fd = rm->fd, .client = rm->client, .memory = memory};
+    *tail =
+        (struct uvm_map_tail){.attributes_count = 1, .rm_control_fd = rm->fd, .client = rm->client, .memory = memory};
     if (ioctl(space->fd, UVM_MAP_EXTERNAL_ALLOCATION, &params))
         return vmem__error(-errno, "map: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     return vmem__rm_error(tail->status, "map");

@@ -12,10 +12,7 @@
 
 #include "kv/kv.h"
 
-static vmem_page *pages_of(const vmem_kv *kv, uint32_t id)
-{
-    return kv->named + (uint64_t)id * kv->block_pages;
-}
+static vmem_page *pages_of(const vmem_kv *kv, uint32_t id) { return kv->named + (uint64_t)id * kv->block_pages; }
 
 static int check_id(const vmem_kv *kv, uint32_t id)
 {
@@ -40,8 +37,10 @@ static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
         if (g->window || g->max_tokens != kv->max_tokens)
             return vmem__error(-EOPNOTSUPP, "blocks need tensors of the cache's max_tokens and without windows");
         if (bytes & (kv->page_size - 1))
-            return vmem__error(-EINVAL, "block_tokens %u: rows of %" PRIu64 " bytes make blocks of %" PRIu64
-                               ", not whole pages of %" PRIu64, block_tokens, g->row_bytes, bytes, kv->page_size);
+            return vmem__error(-EINVAL,
+                               "block_tokens %u: rows of %" PRIu64 " bytes make blocks of %" PRIu64
+                               ", not whole pages of %" PRIu64,
+                               block_tokens, g->row_bytes, bytes, kv->page_size);
         pages += (bytes >> kv->page_shift) * g->n;
     }
     if (pages > UINT32_MAX)
@@ -225,7 +224,10 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
         for (uint32_t p = 0; p < hi; p++)
             kv_ref_hold(&kv->refs, kv_row(kv, slot, i, p), 1, 0);
         kv->stats.attached_pages += (uint64_t)hi * g->n;
-        *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi), .need_hi = hi, .keep_hi = hi, .shared_hi = hi,
+        *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi),
+                               .need_hi = hi,
+                               .keep_hi = hi,
+                               .shared_hi = hi,
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
     }
     sl->tokens = sl->shared_tokens = n * kv->block_tokens;

@@ -42,8 +42,8 @@ static int find(vmem_kv *kv, struct move **moves, uint64_t *n)
             for (uint32_t k = 0; k < each; k++) {
                 const struct kv_ref *ref = kv_ref_find(&kv->refs, row[k]);
                 for (uint32_t t = 0; t < g->n && !ref->slots && ref->prefixes == 1; t++)
-                    (*moves)[(*n)++] = (struct move){
-                        .name = &row[t * each + k], .from = row[t * each + k], .row = t ? 0 : g->n};
+                    (*moves)[(*n)++] =
+                        (struct move){.name = &row[t * each + k], .from = row[t * each + k], .row = t ? 0 : g->n};
             }
             row += g->n * each;
         }
@@ -89,8 +89,8 @@ static int copy(vmem_kv *kv, const struct move *moves, uint64_t n)
     uint64_t window;
     int rc = vmem_context_info(kv->ctx, &info);
     if (!rc)
-        rc = vMemReserve(kv->ctx, 2 * CHUNK * kv->page_size,
-                         info.caps & VMEM_CAP_BACKDROP ? VMEM_RESERVE_BACKDROP : 0, &window);
+        rc = vMemReserve(kv->ctx, 2 * CHUNK * kv->page_size, info.caps & VMEM_CAP_BACKDROP ? VMEM_RESERVE_BACKDROP : 0,
+                         &window);
     if (rc)
         return rc;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)

@@ -20,10 +20,7 @@ static uint64_t gcd(uint64_t a, uint64_t b)
     return a;
 }
 
-static uint64_t round_up(uint64_t x, uint64_t to)
-{
-    return (x + to - 1) / to * to;
-}
+static uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
 uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before)
 {
@@ -206,8 +203,8 @@ static int reserve(vmem_kv *kv)
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_group *g = &kv->groups[j];
         for (uint32_t i = g->first; i < g->first + g->n; i++) {
-            rc = vMemReserve(kv->ctx, g->slot_stride * kv->n_slots, backdrop ? VMEM_RESERVE_BACKDROP : 0,
-                             &kv->addrs[i]);
+            rc =
+                vMemReserve(kv->ctx, g->slot_stride * kv->n_slots, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->addrs[i]);
             // Kernels are handed the tensor's first address, which must be one that CUDA knows.
             if (!rc && backdrop)
                 rc = vmem_backdrop(kv->ctx, kv->addrs[i], kv->page_size);

@@ -36,10 +36,10 @@ struct kv_group {
 // Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
 struct kv_span {
     uint32_t lo, hi;
-    uint32_t need_lo, need_hi; // what the slot's last step asked for; equal: nothing
-    uint32_t keep_lo, keep_hi; // what kernels in flight touch: those of the last steps, and of the next
-    uint32_t shared_hi;        // pages from here on are nobody else's
-    uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page
+    uint32_t need_lo, need_hi;   // what the slot's last step asked for; equal: nothing
+    uint32_t keep_lo, keep_hi;   // what kernels in flight touch: those of the last steps, and of the next
+    uint32_t shared_hi;          // pages from here on are nobody else's
+    uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page
     uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
 };
 
@@ -120,7 +120,7 @@ struct vmem_kv {
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
     uint64_t step, retired; // the last step; the last whose kernels have ended
     uint32_t n_ending;
-    struct kv_past *past; // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
+    struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
     uint32_t page_shift, block; // block: pages in 2 MiB
@@ -160,18 +160,18 @@ struct vmem_kv {
     uint64_t *marks, mark; // blocks that the call numbered `mark` has seen
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
-    bool cutting; // the worker unmaps pages that others may hold or release
+    bool cutting;           // the worker unmaps pages that others may hold or release
     int32_t *staged;        // vmem_kv_grow: lengths of the step to come
     uint64_t *staged_pages; // missing for each, when it was asked
     uint32_t n_staged;
-    uint64_t staged_missing; // their sum
-    uint32_t *todo; // slots that a step has to extend
-    struct vmem_kv_stats stats; // counters; the rest is filled in by kv_summarise
+    uint64_t staged_missing;       // their sum
+    uint32_t *todo;                // slots that a step has to extend
+    struct vmem_kv_stats stats;    // counters; the rest is filled in by kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
-    struct vmem_kv_stats shown; // under stats_lock
-    bool stale;          // shown is older than stats
-    uint64_t summarised; // when it was brought up to date, in ns
-    _Atomic bool long_call; // a public call has state and may be in the library below; shown is as it was before
+    struct vmem_kv_stats shown;    // under stats_lock
+    bool stale;                    // shown is older than stats
+    uint64_t summarised;           // when it was brought up to date, in ns
+    _Atomic bool long_call;        // a public call has state and may be in the library below; shown is as it was before
     struct vmem_kv_view *view;
     char *view_path;
 };
@@ -200,10 +200,7 @@ static inline uint64_t kv_unused(const vmem_kv *kv)
 }
 
 // Memory is scarce when fewer pages than this are unused, plentiful from twice as many on.
-static inline uint64_t kv_low(const vmem_kv *kv)
-{
-    return kv->budget_pages * kv->reclaim_percent / 100;
-}
+static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }
 
 // ---- kv.c
 
@@ -355,9 +352,9 @@ int kv_check_blocks(const vmem_kv *kv);
 
 // ---- stats.c
 
-#define KV_VIEW_NS 5000000 // how far the published view may be behind
-#define KV_DEVICE_NS 100000000 // and what it says of the device's memory
-uint64_t kv_now(void);            // ns, to a few ms
+#define KV_VIEW_NS 5000000          // how far the published view may be behind
+#define KV_DEVICE_NS 100000000      // and what it says of the device's memory
+uint64_t kv_now(void);              // ns, to a few ms
 void kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
 void kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
 void kv_unpublish(vmem_kv *kv);

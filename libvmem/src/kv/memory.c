@@ -26,10 +26,7 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
     return 0;
 }
 
-void kv_enough(void)
-{
-    last = (struct vmem_kv_shortage){0};
-}
+void kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
@@ -47,23 +44,29 @@ int kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
 {
     uint64_t n = want - kv->budget_pages;
     note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
-    return vmem__error(-ENOMEM, "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
-                       "raise the budget", n, kv->budget_pages, kv->refs.only);
+                       "raise the budget",
+                       n, kv->budget_pages, kv->refs.only);
 }
 
 int kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     note(kv, VMEM_KV_SHORT_OF_DEVICE, pages, missing);
-    return vmem__error(-ENOMEM, "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
-                       "memory for them; free some elsewhere, or end a request", pages, kv->budget_pages);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
+                       "memory for them; free some elsewhere, or end a request",
+                       pages, kv->budget_pages);
 }
 
 int kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages, missing);
-    return vmem__error(-ENOMEM, "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
-                       "raise vm.max_map_count, use larger pages, or end a request", pages);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
+                       "raise vm.max_map_count, use larger pages, or end a request",
+                       pages);
 }
 
 int kv_short_of_slots(vmem_kv *kv)

@@ -25,9 +25,13 @@ int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, u
         return rc;
     uint32_t b = kv->block, first = (from + b - 1) / b * b, last = KV_MIN(to, coarse_hi) / b * b;
     bool coarse = b > 1 && !g->window && last >= first + COARSE_BLOCKS * b;
-    l->parts[l->n_parts++] = (struct kv_part){
-        .slot = slot, .group = group, .from = from, .to = to, .coarse_hi = coarse ? last : 0,
-        .joins = from > kv_span(kv, slot, group)->lo && from == kv_span(kv, slot, group)->hi};
+    l->parts[l->n_parts++] =
+        (struct kv_part){.slot = slot,
+                         .group = group,
+                         .from = from,
+                         .to = to,
+                         .coarse_hi = coarse ? last : 0,
+                         .joins = from > kv_span(kv, slot, group)->lo && from == kv_span(kv, slot, group)->hi};
     l->total += (uint64_t)(to - from) * g->n;
     return 0;
 }
@@ -42,10 +46,7 @@ int kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, ui
     return rc ? rc : kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
 }
 
-void kv_grow_reset(struct kv_grow *l)
-{
-    l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0;
-}
+void kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0; }
 
 uint64_t kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
 {
@@ -134,8 +135,13 @@ void kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
         const struct kv_part *p = &l->parts[i];
         struct kv_span *s = kv_span(kv, p->slot, p->group);
         if (s->lo == s->hi) // begins here
-            *s = (struct kv_span){.lo = p->from, .need_lo = p->from, .need_hi = p->from, .keep_lo = p->from,
-                                  .keep_hi = p->from, .stale_lo = s->stale_lo, .stale_hi = s->stale_hi};
+            *s = (struct kv_span){.lo = p->from,
+                                  .need_lo = p->from,
+                                  .need_hi = p->from,
+                                  .keep_lo = p->from,
+                                  .keep_hi = p->from,
+                                  .stale_lo = s->stale_lo,
+                                  .stale_hi = s->stale_hi};
         if (p->to == s->lo && s->lo < s->hi)
             s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step asked for anything yet
         else
@@ -165,8 +171,8 @@ static int cut_part(vmem_kv *kv, struct kv_cut *c, uint32_t from, uint32_t to)
         for (uint32_t t = 0; t < g->n && !kv_row(kv, c->slot, c->group, i); t++)
             c->pages[c->n_pages++] = kv_table(kv, g, c->slot, t)[i];
     for (uint32_t t = 0; t < g->n; t++) {
-        c->ops[c->n_ops++] = (struct vmem_unmap_op){
-            .addr = kv_addr(kv, g, c->slot, t, from), .length = (uint64_t)(to - from) << kv->page_shift};
+        c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, c->slot, t, from),
+                                                    .length = (uint64_t)(to - from) << kv->page_shift};
         const vmem_page *pages = kv_table(kv, g, c->slot, t);
         memcpy(c->pages + c->n_pages, pages + shared, (to - shared) * sizeof(*pages));
         c->n_pages += to - shared;
@@ -316,9 +322,9 @@ int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *s = kv_span(kv, slot, i);
         for (uint32_t t = 0; t < g->n && s->stale_lo < s->stale_hi; t++)
-            c->ops[c->n_ops++] = (struct vmem_unmap_op){
-                .addr = kv_addr(kv, g, slot, t, s->stale_lo),
-                .length = (uint64_t)(s->stale_hi - s->stale_lo) << kv->page_shift};
+            c->ops[c->n_ops++] =
+                (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, s->stale_lo),
+                                       .length = (uint64_t)(s->stale_hi - s->stale_lo) << kv->page_shift};
     }
     return rc;
 }

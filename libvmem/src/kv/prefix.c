@@ -209,8 +209,10 @@ struct split {
 static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
     uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
-    struct split s = {.lo = kv_need_lo(kv, g, tokens), .full = (uint32_t)(bytes >> kv->page_shift),
-                      .hi = kv_need_hi(kv, g, tokens), .part = bytes & (kv->page_size - 1)};
+    struct split s = {.lo = kv_need_lo(kv, g, tokens),
+                      .full = (uint32_t)(bytes >> kv->page_shift),
+                      .hi = kv_need_hi(kv, g, tokens),
+                      .part = bytes & (kv->page_size - 1)};
     s.full = KV_MAX(s.full, s.lo);
     return s;
 }
@@ -226,7 +228,8 @@ static int copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pa
     for (uint32_t t = 0; t < g->n; t++) {
         uint64_t window = kv->scratch + t * kv->page_size, addr = kv_addr(kv, g, slot, t, page);
         maps[t] = (struct vmem_map_op){.addr = window, .page = pages[t * stride]};
-        copies[t] = (struct vmem_copy_op){.dst = to_scratch ? window : addr, .src = to_scratch ? addr : window,
+        copies[t] = (struct vmem_copy_op){.dst = to_scratch ? window : addr,
+                                          .src = to_scratch ? addr : window,
                                           .length = bytes};
     }
     // A page that could not be unmapped the last time does no harm: it is replaced, or unmapped when it is released.
@@ -252,8 +255,8 @@ static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uin
         for (uint32_t t = 0; t < g->n; t++) {
             const vmem_page *from = pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
             for (uint32_t k = s.lo; k < s.full; k++)
-                l->fine[(*n_ops)++] = (struct vmem_map_op){
-                    .addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
+                l->fine[(*n_ops)++] =
+                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
         }
     }
     return *n_ops ? vMemMapBatch(kv->ctx, l->fine, *n_ops, VMEM_MAP_FINE, NULL) : 0;
@@ -279,8 +282,13 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
         if (s.lo == s.hi)
             continue;
         struct kv_span *sp = kv_span(kv, slot, i);
-        *sp = (struct kv_span){.lo = s.lo, .hi = KV_MAX(s.hi, sp->hi), .need_lo = s.lo, .need_hi = s.hi,
-                               .keep_lo = s.lo, .keep_hi = s.hi, .shared_hi = s.full > s.lo ? s.full : 0,
+        *sp = (struct kv_span){.lo = s.lo,
+                               .hi = KV_MAX(s.hi, sp->hi),
+                               .need_lo = s.lo,
+                               .need_hi = s.hi,
+                               .keep_lo = s.lo,
+                               .keep_hi = s.hi,
+                               .shared_hi = s.full > s.lo ? s.full : 0,
                                .coarse_hi = sp->coarse_hi};
         for (uint32_t t = 0; t < g->n; t++)
             memcpy(kv_table(kv, g, slot, t) + s.lo,

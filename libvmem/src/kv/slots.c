@@ -167,8 +167,8 @@ int kv_free(vmem_kv *kv, uint32_t slot)
     s->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
     s->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
-        s->from = KV_MAX(s->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
-                                             kv->groups[i].row_bytes));
+        s->from = KV_MAX(s->from,
+                         (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes));
     s->state = VMEM_KV_FREE;
     s->tokens = s->shared_tokens = 0;
     s->skip = false;

@@ -241,9 +241,11 @@ int kv_check_books(vmem_kv *kv)
                            sp->need_hi <= sp->keep_hi && sp->keep_hi <= sp->hi && sp->hi <= g->slot_pages &&
                            sp->shared_hi <= sp->hi && sp->coarse_hi <= sp->hi;
             if (!ordered)
-                return vmem__error(-EFAULT, "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi "
-                                   "%u shared %u coarse %u", s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi,
-                                   sp->keep_hi, sp->hi, sp->shared_hi, sp->coarse_hi);
+                return vmem__error(-EFAULT,
+                                   "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi "
+                                   "%u shared %u coarse %u",
+                                   s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi, sp->keep_hi, sp->hi,
+                                   sp->shared_hi, sp->coarse_hi);
             if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
                 return vmem__error(-EFAULT, "slot %u is free but not clean", s);
             for (uint32_t p = sp->lo; p < sp->hi; p++) {
@@ -270,8 +272,9 @@ int kv_check_books(vmem_kv *kv)
             return vmem__error(-EFAULT, "page %#" PRIx64 " is counted as shared", ref->page);
     }
     if (pages + kv->pending != kv->held || slots != refs || only != kv->refs.only || shared != kv->refs.shared)
-        return vmem__error(-EFAULT, "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %"
-                           PRIu64 ", %" PRIu64 ", %" PRIu64 " and %" PRIu64, pages + kv->pending, slots, only, shared,
-                           kv->held, refs, kv->refs.only, kv->refs.shared);
+        return vmem__error(-EFAULT,
+                           "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
+                           ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
+                           pages + kv->pending, slots, only, shared, kv->held, refs, kv->refs.only, kv->refs.shared);
     return kv_check_blocks(kv);
 }

@@ -12,8 +12,9 @@ static int check_length(const vmem_kv *kv, uint32_t i, int32_t tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", i, tokens, kv->max_tokens);
     if (s->state != VMEM_KV_ACTIVE)
         return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", i, tokens,
-                           s->state == VMEM_KV_FREE ? "free" :
-                           s->state == VMEM_KV_ENDING ? "being given up" : "swapped out");
+                           s->state == VMEM_KV_FREE     ? "free"
+                           : s->state == VMEM_KV_ENDING ? "being given up"
+                                                        : "swapped out");
     if ((uint32_t)tokens < s->shared_tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", i, tokens,
                            s->shared_tokens);
@@ -82,10 +83,7 @@ static uint32_t find_todo(vmem_kv *kv, const int32_t *lengths, bool *waited)
 
 // Whether a step that needs pages up to hi can go on from what the span has. What an earlier request left further back,
 // behind a prefix, is of no use.
-static bool usable(const struct kv_span *sp, uint32_t hi)
-{
-    return sp->lo < sp->hi && sp->lo <= hi;
-}
+static bool usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 static uint64_t missing_in(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
@@ -481,7 +479,8 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
                 hi = KV_MAX(hi, kv->slots[slot].fresh ? 0 : sp->coarse_hi);
                 // Shared pages that a window has passed free nothing when they are let go of.
                 if (from > sp->lo)
-                    pages += (uint64_t)kv_rows_shared(kv, (uint32_t)slot, i, sp->lo, KV_MIN(sp->shared_hi, from)) * g->n;
+                    pages +=
+                        (uint64_t)kv_rows_shared(kv, (uint32_t)slot, i, sp->lo, KV_MIN(sp->shared_hi, from)) * g->n;
             }
             pages += (uint64_t)(hi - KV_MIN(lo, hi)) * g->n;
         }

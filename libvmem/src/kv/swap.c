@@ -18,8 +18,9 @@ static uint64_t copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out
         for (uint32_t t = 0; t < g->n && length; t++) {
             uint64_t addr = kv_addr(kv, g, slot, t, lo);
             if (ops)
-                ops[*n] = (struct vmem_copy_op){
-                    .dst = out ? host + size : addr, .src = out ? addr : host + size, .length = length};
+                ops[*n] = (struct vmem_copy_op){.dst = out ? host + size : addr,
+                                                .src = out ? addr : host + size,
+                                                .length = length};
             ++*n;
             size += length;
         }

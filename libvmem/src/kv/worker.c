@@ -61,10 +61,7 @@ void kv_worker_wake(vmem_kv *kv)
         pthread_cond_signal(&kv->work);
 }
 
-static bool plentiful(const vmem_kv *kv)
-{
-    return kv_unused(kv) >= 2 * kv_low(kv);
-}
+static bool plentiful(const vmem_kv *kv) { return kv_unused(kv) >= 2 * kv_low(kv); }
 
 static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
 {
@@ -190,8 +187,8 @@ static bool extend_one(vmem_kv *kv)
     }
     if (least == UINT32_MAX)
         return false;
-    bool did = (plenty && extend(kv, slot, ahead, true)) ||
-               (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
+    bool did =
+        (plenty && extend(kv, slot, ahead, true)) || (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
     if (!did)
         kv->slots[slot].skip = true; // no memory: the step will take some back or say what is missing
     return true;

@@ -95,7 +95,7 @@ def one(backend, kernel, *, heads=(8, 8), dim=128, dtype=BF16, q_dtype=None, win
             continue
         q = torch.randn(sum(many), q_heads, dim, device="cuda").to(q_dtype)
         refused = attention.kernels(phase, cache, q_heads, q_dtype=q_dtype, **options)[kernel]
-        call = (attention.decode if phase == "decode" else attention.prefill)
+        call = attention.decode if phase == "decode" else attention.prefill
         batch = attention.Batch(cache, slots, lengths, many)
         if refused:
             try:

@@ -27,10 +27,7 @@ static char file[64];
 void failmem_return(void);
 asm(".pushsection .text\n"
     ".type failmem_return, @function\n"
-    "failmem_return:\n"
-    ASM_ENDBR
-    ASM_RET
-    ".size failmem_return, .-failmem_return\n"
+    "failmem_return:\n" ASM_ENDBR ASM_RET ".size failmem_return, .-failmem_return\n"
     ".popsection\n");
 
 static int return_null(struct pt_regs *regs)
@@ -51,9 +48,7 @@ static bool hit(void)
 }
 
 // Its presence keeps the probes from being optimised: only then may a handler change where the call continues.
-static void on_after(struct kprobe *p, struct pt_regs *regs, unsigned long flags)
-{
-}
+static void on_after(struct kprobe *p, struct pt_regs *regs, unsigned long flags) {}
 
 // __uvm_kvmalloc(size, file, line, function) and its sisters
 static int on_uvm_alloc(struct kprobe *p, struct pt_regs *regs)
@@ -66,8 +61,8 @@ static int on_uvm_alloc(struct kprobe *p, struct pt_regs *regs)
 }
 
 static struct kprobe probes[] = {
-    { .symbol_name = "nvidia_uvm:__uvm_kvmalloc", .pre_handler = on_uvm_alloc, .post_handler = on_after },
-    { .symbol_name = "nvidia_uvm:__uvm_kvmalloc_zero", .pre_handler = on_uvm_alloc, .post_handler = on_after },
+    {.symbol_name = "nvidia_uvm:__uvm_kvmalloc", .pre_handler = on_uvm_alloc, .post_handler = on_after},
+    {.symbol_name = "nvidia_uvm:__uvm_kvmalloc_zero", .pre_handler = on_uvm_alloc, .post_handler = on_after},
 };
 
 static int on_slab_alloc(struct kprobe *p, struct pt_regs *regs)
@@ -127,7 +122,7 @@ static const struct file_operations fops = {
     .release = failmem_release,
 };
 
-static struct miscdevice device = { .minor = MISC_DYNAMIC_MINOR, .name = "failmem", .fops = &fops, .mode = 0600 };
+static struct miscdevice device = {.minor = MISC_DYNAMIC_MINOR, .name = "failmem", .fops = &fops, .mode = 0600};
 
 static int __init failmem_init(void)
 {

@@ -11,8 +11,7 @@
 
 #include "simgpu_uapi.h"
 
-struct simcuda simcuda = {
-    .lock = PTHREAD_MUTEX_INITIALIZER, .sim_fd = -1, .uvm_fd = -1, .mm_fd = -1, .ctl_fd = -1};
+struct simcuda simcuda = {.lock = PTHREAD_MUTEX_INITIALIZER, .sim_fd = -1, .uvm_fd = -1, .mm_fd = -1, .ctl_fd = -1};
 
 #define STACK 64
 static _Thread_local struct simcuda_device *stack[STACK];
@@ -24,16 +23,12 @@ CUresult simcuda_ready(void)
     return simcuda.pid == getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 
-struct simcuda_device *simcuda_current(void)
-{
-    return depth ? stack[depth - 1] : NULL;
-}
+struct simcuda_device *simcuda_current(void) { return depth ? stack[depth - 1] : NULL; }
 
 CUresult simcuda_status(uint32_t nv_status)
 {
     switch (nv_status) {
-    case 0x00:
-        return CUDA_SUCCESS;
+    case 0x00: return CUDA_SUCCESS;
     case 0x1a: // insufficient resources
     case 0x51: // no memory
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -41,10 +36,8 @@ CUresult simcuda_status(uint32_t nv_status)
     case 0x1f: // invalid argument
     case 0x2c: // address in use
         return CUDA_ERROR_INVALID_VALUE;
-    case 0x56:
-        return CUDA_ERROR_NOT_SUPPORTED;
-    default:
-        return CUDA_ERROR_UNKNOWN;
+    case 0x56: return CUDA_ERROR_NOT_SUPPORTED;
+    default: return CUDA_ERROR_UNKNOWN;
     }
 }
 
@@ -145,10 +138,7 @@ SIMCUDA_API CUresult cuDeviceGetUuid(unsigned char uuid[16], int device)
     return CUDA_SUCCESS;
 }
 
-SIMCUDA_API CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], int device)
-{
-    return cuDeviceGetUuid(uuid, device);
-}
+SIMCUDA_API CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], int device) { return cuDeviceGetUuid(uuid, device); }
 
 SIMCUDA_API CUresult cuDeviceTotalMem_v2(size_t *bytes, int device)
 {
@@ -166,15 +156,12 @@ SIMCUDA_API CUresult cuDeviceGetAttribute(int *value, int attribute, int device)
     case 75: // compute capability, major: Turing
         *value = 7;
         break;
-    case 76:
-        *value = 5;
-        break;
+    case 76: *value = 5; break;
     case 41:  // unified addressing
     case 102: // virtual memory management
         *value = 1;
         break;
-    default:
-        *value = 0;
+    default: *value = 0;
     }
     return CUDA_SUCCESS;
 }
@@ -261,10 +248,7 @@ SIMCUDA_API CUresult cuCtxGetCurrent(void **context)
     return simcuda_ready();
 }
 
-SIMCUDA_API CUresult cuCtxSynchronize(void)
-{
-    return simcuda_current() ? simcuda_ready() : CUDA_ERROR_INVALID_CONTEXT;
-}
+SIMCUDA_API CUresult cuCtxSynchronize(void) { return simcuda_current() ? simcuda_ready() : CUDA_ERROR_INVALID_CONTEXT; }
 
 // All work is done when its call returns, so a stream is but a name.
 static char streams[1];

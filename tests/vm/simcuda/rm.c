@@ -148,8 +148,9 @@ CUresult simcuda_uvm_open(void)
 CUresult simcuda_uvm_device(struct simcuda_device *d)
 {
     UVM_REGISTER_GPU_PARAMS gpu = {.rmCtrlFd = simcuda.ctl_fd, .hClient = simcuda.h_client};
-    UVM_REGISTER_GPU_VASPACE_PARAMS vas = {
-        .rmCtrlFd = simcuda.ctl_fd, .hClient = simcuda.h_client, .hVaSpace = d->h_vaspace};
+    UVM_REGISTER_GPU_VASPACE_PARAMS vas = {.rmCtrlFd = simcuda.ctl_fd,
+                                           .hClient = simcuda.h_client,
+                                           .hVaSpace = d->h_vaspace};
 
     UUID(gpu.gpu_uuid, d);
     UUID(vas.gpuUuid, d);

@@ -54,10 +54,7 @@ static void put(struct handle *h)
     }
 }
 
-static bool aligned(uint64_t value)
-{
-    return value % SIMCUDA_GRANULARITY == 0;
-}
+static bool aligned(uint64_t value) { return value % SIMCUDA_GRANULARITY == 0; }
 
 static CUresult begin(void)
 {
@@ -259,8 +256,8 @@ SIMCUDA_API CUresult cuMemSetAccess(uint64_t addr, size_t length, const struct a
     for (uint64_t at = addr; !result && at < addr + length;) {
         struct extent *m = next_mapping(at, addr + length);
 
-        result = simcuda_uvm_map(&simcuda.devices[access->location_id], m->addr, m->length, m->offset,
-                                 m->handle->memory);
+        result =
+            simcuda_uvm_map(&simcuda.devices[access->location_id], m->addr, m->length, m->offset, m->handle->memory);
         at += m->length;
     }
     pthread_mutex_unlock(&simcuda.lock);

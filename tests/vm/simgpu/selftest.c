@@ -28,13 +28,13 @@ static unsigned gpus;
 static uint32_t client, device[2], vaspace[2], next_handle = 0x1000;
 static NvProcessorUuid uuid[2];
 
-#define CHECK(cond)                                                                 \
-    do {                                                                            \
-        checks++;                                                                   \
-        if (!(cond)) {                                                              \
-            failures++;                                                             \
-            printf("FAIL %s:%d: %s\n", __func__, __LINE__, #cond);                  \
-        }                                                                           \
+#define CHECK(cond)                                                \
+    do {                                                           \
+        checks++;                                                  \
+        if (!(cond)) {                                             \
+            failures++;                                            \
+            printf("FAIL %s:%d: %s\n", __func__, __LINE__, #cond); \
+        }                                                          \
     } while (0)
 
 static void need(int ok, const char *what)
@@ -404,7 +404,8 @@ static void test_evict(void)
 {
     UVM_REGISTER_CHANNEL_PARAMS rc = {.gpuUuid = uuid[0], .rmCtrlFd = ctl, .hClient = client, .hChannel = 3};
     uint64_t *p = mmap((void *)0x110000000000ul, 4 * BIG, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, uvm,
-                       0x110000000000ul), buf[512];
+                       0x110000000000ul),
+             buf[512];
     struct simgpu_access a = {.vas = vas(0), .len = sizeof(buf), .buf = (uintptr_t)buf, .batch = 8};
     struct simgpu_evict e = {.page_size = BIG, .count = 2};
     uint64_t live;
@@ -520,16 +521,11 @@ int main(void)
         void (*run)(void);
         unsigned gpus;
     } tests[] = {
-        {"map", test_map, 1},
-        {"range", test_range, 1},
-        {"sparse", test_sparse, 1},
-        {"missing invalidate", test_missing_invalidate, 1},
-        {"membar", test_membar, 1},
-        {"loop", test_loop, 1},
-        {"inject", test_inject, 1},
-        {"evict", test_evict, 1},
-        {"peers", test_peers, 2},
-        {"unregister", test_unregister, 1},
+        {"map", test_map, 1},       {"range", test_range, 1},
+        {"sparse", test_sparse, 1}, {"missing invalidate", test_missing_invalidate, 1},
+        {"membar", test_membar, 1}, {"loop", test_loop, 1},
+        {"inject", test_inject, 1}, {"evict", test_evict, 1},
+        {"peers", test_peers, 2},   {"unregister", test_unregister, 1},
     };
 
     setup();

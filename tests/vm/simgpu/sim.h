@@ -49,7 +49,7 @@ enum {
 // A format of page-table entries. These all have: bit 0 says that it is a page, bits 2:1 are the aperture.
 struct sim_mmu_format {
     u8 va_bits;
-    u8 top; // number of the directory that page tables start with
+    u8 top;                            // number of the directory that page tables start with
     u64 (*table)(u64 e, bool vid);     // what a directory entry points to; vid: in video memory
     u64 (*big_table)(u64 e, bool vid); // the same of the half of PDE0 that is for 64K pages
     u64 (*page)(u64 e, bool vid);
@@ -63,17 +63,17 @@ struct sim_mmu_format {
 extern const struct sim_mmu_format sim_ver2, sim_ver3;
 #define SIM_ENTRY_VALID 1ULL
 #define SIM_APERTURE(e) ((e) >> 1 & 3)
-#define SIM_PTE_VID     0ULL
-#define SIM_PTE_PEER    1ULL
+#define SIM_PTE_VID 0ULL
+#define SIM_PTE_PEER 1ULL
 
 struct sim_arch {
     const char *name;
     u32 arch, implementation, host_class, ce_class, compute_class;
     const struct sim_mmu_format *mmu;
-    u64 page_sizes;      // one bit each
-    u64 rm_va_base;      // where RM's own mappings start: past 40 bits where channels can reach that
-    u32 sem_hi_mask;     // of the upper half of a semaphore's address
-    u32 graphics_engine; // number of the engine that the SMs' faults name
+    u64 page_sizes;         // one bit each
+    u64 rm_va_base;         // where RM's own mappings start: past 40 bits where channels can reach that
+    u32 sem_hi_mask;        // of the upper half of a semaphore's address
+    u32 graphics_engine;    // number of the engine that the SMs' faults name
     bool ce_physical_peers; // a copy engine takes physical addresses of a peer
     bool ce_scrub;          // and fills without remapping
     bool link_tlbs;         // an invalidate can leave out all TLBs but those of links
@@ -205,17 +205,17 @@ int sim_inject_ioctl(struct simgpu_inject *io);
 #define sim_log(fmt, ...) pr_info("simgpu: " fmt, ##__VA_ARGS__)
 
 // First statement of every interface function.
-#define SIM_CALL(g)                                     \
-    do {                                                \
-        atomic64_inc(&(g)->rm_calls);                   \
-        if (sim_log_calls)                              \
+#define SIM_CALL(g)                                       \
+    do {                                                  \
+        atomic64_inc(&(g)->rm_calls);                     \
+        if (sim_log_calls)                                \
             sim_log("%s gpu %u\n", __func__, (g)->index); \
     } while (0)
-#define SIM_CALL_MAY_FAIL(g)                            \
-    do {                                                \
-        SIM_CALL(g);                                    \
-        if (sim_inject(g, SIMGPU_SITE_RM))              \
-            return NV_ERR_NO_MEMORY;                    \
+#define SIM_CALL_MAY_FAIL(g)               \
+    do {                                   \
+        SIM_CALL(g);                       \
+        if (sim_inject(g, SIMGPU_SITE_RM)) \
+            return NV_ERR_NO_MEMORY;       \
     } while (0)
 
 // sim_vas.c. With sim_lock held.

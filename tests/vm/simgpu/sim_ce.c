@@ -22,17 +22,17 @@ enum {
     CE_REMAP_CONST_B = 0x704,
     CE_REMAP_COMPONENTS = 0x708,
 };
-#define LAUNCH_TRANSFER     3
-#define LAUNCH_FLUSH        BIT(2)
-#define LAUNCH_PITCH        (3 << 7)
-#define LAUNCH_MULTI_LINE   BIT(9)
-#define LAUNCH_REMAP        BIT(10)
-#define LAUNCH_SRC_PHYS     BIT(12)
-#define LAUNCH_DST_PHYS     BIT(13)
-#define LAUNCH_REDUCTION    BIT(19)
-#define LAUNCH_SCRUB        BIT(23)
-#define LAUNCH_FLUSH_GL     BIT(25)
-#define REDUCTION_INC       6
+#define LAUNCH_TRANSFER 3
+#define LAUNCH_FLUSH BIT(2)
+#define LAUNCH_PITCH (3 << 7)
+#define LAUNCH_MULTI_LINE BIT(9)
+#define LAUNCH_REMAP BIT(10)
+#define LAUNCH_SRC_PHYS BIT(12)
+#define LAUNCH_DST_PHYS BIT(13)
+#define LAUNCH_REDUCTION BIT(19)
+#define LAUNCH_SCRUB BIT(23)
+#define LAUNCH_FLUSH_GL BIT(25)
+#define REDUCTION_INC 6
 
 // Largest write that may stay in flight: page-table entries, not data
 #define MAX_POST 4096
@@ -46,14 +46,12 @@ static struct sim_gpu *phys_target(struct sim_chan *c, u32 mode, bool *ok)
 
     *ok = true;
     switch (mode & 3) {
-    case 0:
-        return g;
+    case 0: return g;
     case 3:
         peer = g->arch->ce_physical_peers ? sim_peer(g, (mode >> 6) & 7) : NULL;
         *ok = peer != NULL;
         return peer;
-    default:
-        return NULL;
+    default: return NULL;
     }
 }
 
@@ -238,9 +236,7 @@ static void semaphore(struct sim_chan *c, u32 launch)
         smp_mb();
         WRITE_ONCE(*p, *p >= payload ? 0 : *p + 1);
         break;
-    case 2:
-        sim_chan_sem_write(c, va, payload, true);
-        break;
+    case 2: sim_chan_sem_write(c, va, payload, true); break;
     }
 }
 

@@ -183,9 +183,7 @@ static void mem_op(struct sim_chan *c, u32 d)
     u32 a = HOST(c, HOST_MEM_OP_A), b = HOST(c, HOST_MEM_OP_B), op_c = HOST(c, HOST_MEM_OP_C), replay;
 
     switch (d >> 27) {
-    case OP_MEMBAR:
-        membar(c, (op_c & 7) == 0);
-        break;
+    case OP_MEMBAR: membar(c, (op_c & 7) == 0); break;
     case OP_TLB_INVALIDATE:
     case OP_TLB_INVALIDATE_TARGETED:
         sim_tlb_invalidate(g, a, b, op_c, d);
@@ -195,8 +193,7 @@ static void mem_op(struct sim_chan *c, u32 d)
             membar(c, false);
         replay = (op_c >> 2) & 7;
         if (replay)
-            sim_fault_replay(g, replay, (u64)b << 32 | (a & ~0xfffu),
-                             ((u64)(d & 0x7ffffff) << 20 | op_c >> 12) << 12);
+            sim_fault_replay(g, replay, (u64)b << 32 | (a & ~0xfffu), ((u64)(d & 0x7ffffff) << 20 | op_c >> 12) << 12);
         break;
     }
     sim_loops_step(g);
@@ -211,9 +208,7 @@ static bool sem_execute(struct sim_chan *c, u32 v)
     bool done;
 
     switch (v & 7) {
-    case 1:
-        sim_chan_sem_write(c, va, want, v & BIT(25));
-        return true;
+    case 1: sim_chan_sem_write(c, va, want, v & BIT(25)); return true;
     case 0: // acquire
     case 2: // acquire greater or equal
     case 3: // the same, circular
@@ -231,9 +226,7 @@ static bool sem_execute(struct sim_chan *c, u32 v)
             c->vas->gpu->c.sem_stalls++;
         }
         return done;
-    default:
-        sim_chan_fault(c, "unsupported semaphore operation", v);
-        return true;
+    default: sim_chan_fault(c, "unsupported semaphore operation", v); return true;
     }
 }
 
@@ -243,11 +236,8 @@ static bool host_method(struct sim_chan *c, u32 addr, u32 v)
 
     HOST(c, addr) = v;
     switch (addr) {
-    case HOST_SEM_EXECUTE:
-        return sem_execute(c, v);
-    case HOST_MEM_OP_D:
-        mem_op(c, v);
-        break;
+    case HOST_SEM_EXECUTE: return sem_execute(c, v);
+    case HOST_MEM_OP_D: mem_op(c, v); break;
     case HOST_WFI:
         c->vas->gpu->c.wfi++;
         list_for_each_entry(p, &c->posted, node)
@@ -408,7 +398,4 @@ int sim_engine_start(void)
     return PTR_ERR_OR_ZERO(engine);
 }
 
-void sim_engine_stop(void)
-{
-    kthread_stop(engine);
-}
+void sim_engine_stop(void) { kthread_stop(engine); }

@@ -76,7 +76,7 @@ static int do_walk(struct simgpu_walk *io)
 
 static int do_tlb(struct simgpu_tlb *io)
 {
-    struct sim_xlat x = { 0 };
+    struct sim_xlat x = {0};
     struct sim_vas *v;
 
     if (io->unit >= SIMGPU_UNITS)
@@ -94,7 +94,7 @@ static int do_tlb(struct simgpu_tlb *io)
 static void do_counters(struct simgpu_counters_io *io)
 {
     struct sim_gpu *g = &sim_gpus[io->gpu];
-    struct simgpu_counters levels = { 0 };
+    struct simgpu_counters levels = {0};
     struct sim_vas *v;
 
     mutex_lock(&sim_lock);
@@ -197,47 +197,23 @@ static int dispatch(struct file *f, unsigned int cmd, void *p)
     if (cmd != SIMGPU_INJECT && *(u32 *)p >= sim_gpu_count)
         return -ENXIO;
     switch (cmd) {
-    case SIMGPU_ACCESS:
-        sim_fault_access(p);
-        return 0;
-    case SIMGPU_COPY:
-        do_copy(p);
-        return 0;
-    case SIMGPU_WALK:
-        return do_walk(p);
-    case SIMGPU_TLB:
-        return do_tlb(p);
-    case SIMGPU_LOOP_START:
-        return sim_loop_start(f, p);
-    case SIMGPU_LOOP_READ:
-        return sim_loop_read(f, p, false);
-    case SIMGPU_LOOP_STOP:
-        return sim_loop_read(f, p, true);
-    case SIMGPU_COUNTERS:
-        do_counters(p);
-        return 0;
-    case SIMGPU_PHYS:
-        return do_phys(p);
-    case SIMGPU_POISON_CHK:
-        sim_pma_poison_check(p);
-        return 0;
-    case SIMGPU_INJECT:
-        return sim_inject_ioctl(p);
-    case SIMGPU_EVICT:
-        ((struct simgpu_evict *)p)->status = sim_pma_evict(p);
-        return 0;
-    case SIMGPU_INFO:
-        do_info(p);
-        return 0;
-    case SIMGPU_MEM:
-        return sim_mem_ioctl(p);
-    case SIMGPU_MODE:
-        do_mode(p);
-        return 0;
-    case SIMGPU_DRAIN:
-        return do_drain(*(u32 *)p);
-    default:
-        return -ENOTTY;
+    case SIMGPU_ACCESS: sim_fault_access(p); return 0;
+    case SIMGPU_COPY: do_copy(p); return 0;
+    case SIMGPU_WALK: return do_walk(p);
+    case SIMGPU_TLB: return do_tlb(p);
+    case SIMGPU_LOOP_START: return sim_loop_start(f, p);
+    case SIMGPU_LOOP_READ: return sim_loop_read(f, p, false);
+    case SIMGPU_LOOP_STOP: return sim_loop_read(f, p, true);
+    case SIMGPU_COUNTERS: do_counters(p); return 0;
+    case SIMGPU_PHYS: return do_phys(p);
+    case SIMGPU_POISON_CHK: sim_pma_poison_check(p); return 0;
+    case SIMGPU_INJECT: return sim_inject_ioctl(p);
+    case SIMGPU_EVICT: ((struct simgpu_evict *)p)->status = sim_pma_evict(p); return 0;
+    case SIMGPU_INFO: do_info(p); return 0;
+    case SIMGPU_MEM: return sim_mem_ioctl(p);
+    case SIMGPU_MODE: do_mode(p); return 0;
+    case SIMGPU_DRAIN: return do_drain(*(u32 *)p);
+    default: return -ENOTTY;
     }
 }
 
@@ -270,7 +246,7 @@ static const struct file_operations dev_fops = {
     .unlocked_ioctl = dev_ioctl,
     .release = dev_release,
 };
-static struct miscdevice dev = { .minor = MISC_DYNAMIC_MINOR, .name = "simgpu", .fops = &dev_fops, .mode = 0666 };
+static struct miscdevice dev = {.minor = MISC_DYNAMIC_MINOR, .name = "simgpu", .fops = &dev_fops, .mode = 0666};
 
 int sim_dev_start(void)
 {

@@ -12,9 +12,9 @@
 
 #include "sim.h"
 
-#define FAULT_PTE      2
-#define FAULT_RO       6
-#define REPLAY_CANCEL_TARGETED  3
+#define FAULT_PTE 2
+#define FAULT_RO 6
+#define REPLAY_CANCEL_TARGETED 3
 #define REPLAY_CANCEL_VA_GLOBAL 5
 
 sim_uvm_events *sim_uvm_ops;
@@ -41,10 +41,7 @@ static void irq_fn(struct irq_work *w)
     ops->isrTopHalf(&uuid);
 }
 
-void sim_fault_init(struct sim_gpu *g)
-{
-    g->irq = IRQ_WORK_INIT_HARD(irq_fn);
-}
+void sim_fault_init(struct sim_gpu *g) { g->irq = IRQ_WORK_INIT_HARD(irq_fn); }
 
 void sim_fault_irq_sync(void)
 {
@@ -175,7 +172,7 @@ void sim_fault_vas_gone(struct sim_vas *v)
 // Stalls until UVM has serviced the fault; the limit is an end for a hang. sim_lock is held on entry and on return.
 static int stall(struct sim_vas *v, struct simgpu_access *a, u64 pos)
 {
-    struct sim_wait w = { .v = v, .a = a, .pos = pos, .state = STALLED };
+    struct sim_wait w = {.v = v, .a = a, .pos = pos, .state = STALLED};
     struct sim_gpu *g = v->gpu;
 
     list_add_tail(&w.node, &g->waiters);
@@ -186,14 +183,10 @@ static int stall(struct sim_vas *v, struct simgpu_access *a, u64 pos)
     mutex_lock(&sim_lock);
     list_del(&w.node);
     switch (w.state) {
-    case READY:
-        return 0;
-    case CANCELLED:
-        return -EFAULT;
-    case GONE:
-        return -ENODEV;
-    default:
-        return -ETIMEDOUT;
+    case READY: return 0;
+    case CANCELLED: return -EFAULT;
+    case GONE: return -ENODEV;
+    default: return -ETIMEDOUT;
     }
 }
 

@@ -5,10 +5,7 @@
 
 static int session_cookie;
 
-static struct sim_gpu *dev_gpu(uvmGpuDeviceHandle d)
-{
-    return (struct sim_gpu *)d;
-}
+static struct sim_gpu *dev_gpu(uvmGpuDeviceHandle d) { return (struct sim_gpu *)d; }
 
 NV_STATUS nvUvmInterfaceRegisterGpu(const NvProcessorUuid *uuid, UvmGpuPlatformInfo *info)
 {
@@ -71,28 +68,16 @@ static void deregister_events(void)
 }
 
 #ifdef SIM_HAVE_UVM_EVENTS
-NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *ops)
-{
-    return register_events(ops);
-}
+NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *ops) { return register_events(ops); }
 EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmEvents);
 
-void nvUvmInterfaceDeRegisterUvmEvents(void)
-{
-    deregister_events();
-}
+void nvUvmInterfaceDeRegisterUvmEvents(void) { deregister_events(); }
 EXPORT_SYMBOL(nvUvmInterfaceDeRegisterUvmEvents);
 #else
-NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *ops)
-{
-    return register_events(ops);
-}
+NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *ops) { return register_events(ops); }
 EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmCallbacks);
 
-void nvUvmInterfaceDeRegisterUvmOps(void)
-{
-    deregister_events();
-}
+void nvUvmInterfaceDeRegisterUvmOps(void) { deregister_events(); }
 EXPORT_SYMBOL(nvUvmInterfaceDeRegisterUvmOps);
 #endif
 
@@ -139,10 +124,7 @@ NV_STATUS nvUvmInterfaceDeviceCreate(uvmGpuSessionHandle session, const UvmGpuIn
 }
 EXPORT_SYMBOL(nvUvmInterfaceDeviceCreate);
 
-void nvUvmInterfaceDeviceDestroy(uvmGpuDeviceHandle device)
-{
-    SIM_CALL(dev_gpu(device));
-}
+void nvUvmInterfaceDeviceDestroy(uvmGpuDeviceHandle device) { SIM_CALL(dev_gpu(device)); }
 EXPORT_SYMBOL(nvUvmInterfaceDeviceDestroy);
 
 NV_STATUS nvUvmInterfaceQueryCaps(uvmGpuDeviceHandle device, UvmGpuCaps *caps)
@@ -356,8 +338,5 @@ NV_STATUS nvUvmInterfaceP2pObjectCreate(uvmGpuDeviceHandle a, uvmGpuDeviceHandle
 }
 EXPORT_SYMBOL(nvUvmInterfaceP2pObjectCreate);
 
-void nvUvmInterfaceP2pObjectDestroy(uvmGpuSessionHandle session, NvHandle object)
-{
-    SIM_CALL(&sim_gpus[0]);
-}
+void nvUvmInterfaceP2pObjectDestroy(uvmGpuSessionHandle session, NvHandle object) { SIM_CALL(&sim_gpus[0]); }
 EXPORT_SYMBOL(nvUvmInterfaceP2pObjectDestroy);

@@ -85,7 +85,7 @@ int sim_inject_ioctl(struct simgpu_inject *io)
 static int gpu_init(struct sim_gpu *g, u32 index, struct pci_dev *pdev, const struct sim_arch *what)
 {
     // The last byte tells the GPUs apart
-    static const u8 uuid[16] = { 0x51, 0x4d, 0x47, 0x50, 0x55, 0, 0, 1, 0x80, 0, 0, 0, 0, 0, 0, 1 };
+    static const u8 uuid[16] = {0x51, 0x4d, 0x47, 0x50, 0x55, 0, 0, 1, 0x80, 0, 0, 0, 0, 0, 0, 1};
 
     g->index = index;
     g->arch = what;

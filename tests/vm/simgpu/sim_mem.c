@@ -154,10 +154,8 @@ static NV_STATUS check_new(void *owner, u32 client, u32 parent, u32 *handle, u32
         return NV_OK;
     case RM_CLASS_MEMORY:
     case RM_CLASS_SUBDEVICE:
-    case RM_CLASS_VASPACE:
-        return up->class_id == RM_CLASS_DEVICE ? NV_OK : NV_ERR_INVALID_OBJECT_PARENT;
-    default:
-        return NV_ERR_INVALID_CLASS;
+    case RM_CLASS_VASPACE: return up->class_id == RM_CLASS_DEVICE ? NV_OK : NV_ERR_INVALID_OBJECT_PARENT;
+    default: return NV_ERR_INVALID_CLASS;
     }
 }
 

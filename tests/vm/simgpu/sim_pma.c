@@ -8,10 +8,7 @@
 
 #include "sim.h"
 
-static struct sim_gpu *pma_gpu(void *pma)
-{
-    return pma;
-}
+static struct sim_gpu *pma_gpu(void *pma) { return pma; }
 
 static void update_stats(struct sim_gpu *g)
 {
@@ -332,8 +329,8 @@ NV_STATUS sim_pma_evict(struct simgpu_evict *io)
         status = NV_ERR_INSUFFICIENT_RESOURCES;
         if (find_next_bit(g->pma_pinned, last + 1, first) > last) {
             g->c.pma_evictions++;
-            status = g->evict_range(g->evict_data, io->phys, io->phys + io->len - 1,
-                                    UVM_PMA_GPU_MEMORY_TYPE_UNPROTECTED);
+            status =
+                g->evict_range(g->evict_data, io->phys, io->phys + io->len - 1, UVM_PMA_GPU_MEMORY_TYPE_UNPROTECTED);
         }
     }
     mutex_unlock(&evict_mutex);

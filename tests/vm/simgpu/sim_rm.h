@@ -6,11 +6,11 @@
 
 #include <linux/types.h>
 
-#define RM_CLASS_MEMORY    0x40
-#define RM_CLASS_CLIENT    0x41
-#define RM_CLASS_DEVICE    0x80
+#define RM_CLASS_MEMORY 0x40
+#define RM_CLASS_CLIENT 0x41
+#define RM_CLASS_DEVICE 0x80
 #define RM_CLASS_SUBDEVICE 0x2080
-#define RM_CLASS_VASPACE   0x90f1
+#define RM_CLASS_VASPACE 0x90f1
 
 // Parameters of RM_CLASS_MEMORY, up to where releases differ.
 struct sim_rm_memory {

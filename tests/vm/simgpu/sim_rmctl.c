@@ -43,7 +43,7 @@ struct rm_uuid_info {
 
 static u32 do_alloc(struct file *f, struct rm_alloc *a)
 {
-    struct sim_rm_memory memory = { 0 };
+    struct sim_rm_memory memory = {0};
     u32 instance = 0, status;
     void __user *params = u64_to_user_ptr(a->params);
 
@@ -114,10 +114,8 @@ static long rm_ioctl(struct file *f, unsigned int cmd, unsigned long arg)
             return -EINVAL;
         p.control.status = fail ? NV_ERR_NO_MEMORY : do_control(&p.control);
         break;
-    case RM_ESC_REGISTER_FD:
-        return 0;
-    default:
-        return -EINVAL;
+    case RM_ESC_REGISTER_FD: return 0;
+    default: return -EINVAL;
     }
     return copy_to_user(user, &p, _IOC_SIZE(cmd)) ? -EFAULT : 0;
 }

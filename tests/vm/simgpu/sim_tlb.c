@@ -29,7 +29,7 @@ struct sim_tlbe *sim_tlb_find(struct sim_vas *v, u32 unit, int level, u32 shift,
     return NULL;
 }
 
-static const u8 pte_shifts[] = { 38, 29, 21, 16, 12 };
+static const u8 pte_shifts[] = {38, 29, 21, 16, 12};
 
 bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
 {
@@ -243,7 +243,7 @@ void sim_tlb_check_free(struct sim_gpu *g, u64 phys, u64 len)
             continue;
         hash_for_each(v->tlb, bucket, t, node) {
             if (t->level == SIM_LEVEL_PTE) {
-                struct sim_xlat x = { .pte = t->e0, .shift = t->shift, .state = t->state };
+                struct sim_xlat x = {.pte = t->e0, .shift = t->shift, .state = t->state};
                 struct simgpu_pte pte;
 
                 sim_pte_decode(v->gpu, &x, &pte);

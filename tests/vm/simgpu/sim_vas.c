@@ -5,10 +5,7 @@
 
 static u32 next_instance = 1;
 
-static struct sim_vas *to_vas(uvmGpuAddressSpaceHandle h)
-{
-    return (struct sim_vas *)h;
-}
+static struct sim_vas *to_vas(uvmGpuAddressSpaceHandle h) { return (struct sim_vas *)h; }
 
 struct sim_vas *sim_vas_find(const struct simgpu_vas_id *id)
 {
@@ -50,13 +47,11 @@ static NV_STATUS vas_new(struct sim_gpu *g, bool dup, u32 h_client, u32 h_vaspac
 }
 
 #ifdef SIM_HAVE_ADDRESS_SPACE_ATS
-NV_STATUS nvUvmInterfaceAddressSpaceCreate(uvmGpuDeviceHandle device, unsigned long long base,
-                                           unsigned long long size, NvBool ats, uvmGpuAddressSpaceHandle *vas,
-                                           UvmGpuAddressSpaceInfo *info)
+NV_STATUS nvUvmInterfaceAddressSpaceCreate(uvmGpuDeviceHandle device, unsigned long long base, unsigned long long size,
+                                           NvBool ats, uvmGpuAddressSpaceHandle *vas, UvmGpuAddressSpaceInfo *info)
 #else
-NV_STATUS nvUvmInterfaceAddressSpaceCreate(uvmGpuDeviceHandle device, unsigned long long base,
-                                           unsigned long long size, uvmGpuAddressSpaceHandle *vas,
-                                           UvmGpuAddressSpaceInfo *info)
+NV_STATUS nvUvmInterfaceAddressSpaceCreate(uvmGpuDeviceHandle device, unsigned long long base, unsigned long long size,
+                                           uvmGpuAddressSpaceHandle *vas, UvmGpuAddressSpaceInfo *info)
 #endif
 {
     SIM_CALL_MAY_FAIL((struct sim_gpu *)device);
@@ -236,10 +231,7 @@ NV_STATUS nvUvmInterfaceMemoryCpuMap(uvmGpuAddressSpaceHandle h, UvmGpuPointer v
 }
 EXPORT_SYMBOL(nvUvmInterfaceMemoryCpuMap);
 
-void nvUvmInterfaceMemoryCpuUnMap(uvmGpuAddressSpaceHandle h, void *cpu)
-{
-    SIM_CALL(to_vas(h)->gpu);
-}
+void nvUvmInterfaceMemoryCpuUnMap(uvmGpuAddressSpaceHandle h, void *cpu) { SIM_CALL(to_vas(h)->gpu); }
 EXPORT_SYMBOL(nvUvmInterfaceMemoryCpuUnMap);
 
 // The same memory at an address of another GPU
@@ -301,14 +293,8 @@ NV_STATUS nvUvmInterfaceBindChannelResources(void *retained, UvmGpuChannelResour
 }
 EXPORT_SYMBOL(nvUvmInterfaceBindChannelResources);
 
-void nvUvmInterfaceReleaseChannel(void *retained)
-{
-    SIM_CALL((struct sim_gpu *)retained);
-}
+void nvUvmInterfaceReleaseChannel(void *retained) { SIM_CALL((struct sim_gpu *)retained); }
 EXPORT_SYMBOL(nvUvmInterfaceReleaseChannel);
 
-void nvUvmInterfaceStopChannel(void *retained, NvBool immediate)
-{
-    SIM_CALL((struct sim_gpu *)retained);
-}
+void nvUvmInterfaceStopChannel(void *retained, NvBool immediate) { SIM_CALL((struct sim_gpu *)retained); }
 EXPORT_SYMBOL(nvUvmInterfaceStopChannel);

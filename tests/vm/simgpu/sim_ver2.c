@@ -3,47 +3,26 @@
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
 
-#define VOL  BIT_ULL(3) // of an invalid entry: sparse
+#define VOL BIT_ULL(3)  // of an invalid entry: sparse
 #define PRIV BIT_ULL(5) // of an invalid 64K entry: the 4K entries below are ignored
-#define RO   BIT_ULL(6)
+#define RO BIT_ULL(6)
 #define NO_ATOMIC BIT_ULL(7)
 #define GENERIC_KIND (6ULL << 56)
 
 // Addresses in video memory, of a GPU's own or a peer's, end before the peer's number
-static u64 page(u64 e, bool vid)
-{
-    return (e >> 8 & (vid ? 0x1ffffffULL : 0x3fffffffffffULL)) << 12;
-}
+static u64 page(u64 e, bool vid) { return (e >> 8 & (vid ? 0x1ffffffULL : 0x3fffffffffffULL)) << 12; }
 
-static u64 table(u64 e, bool vid)
-{
-    return page(e, vid);
-}
+static u64 table(u64 e, bool vid) { return page(e, vid); }
 
-static u64 big_table(u64 e, bool vid)
-{
-    return (e >> 4 & (vid ? 0x1fffffffULL : 0x3ffffffffffffULL)) << 8;
-}
+static u64 big_table(u64 e, bool vid) { return (e >> 4 & (vid ? 0x1fffffffULL : 0x3ffffffffffffULL)) << 8; }
 
-static bool sparse(u64 e)
-{
-    return e & VOL;
-}
+static bool sparse(u64 e) { return e & VOL; }
 
-static bool hides_small(u64 e)
-{
-    return e & PRIV;
-}
+static bool hides_small(u64 e) { return e & PRIV; }
 
-static bool read_only(u64 e)
-{
-    return e & RO;
-}
+static bool read_only(u64 e) { return e & RO; }
 
-static u32 peer(u64 e)
-{
-    return e >> 33 & 7;
-}
+static u32 peer(u64 e) { return e >> 33 & 7; }
 
 static u64 make_pte(u64 phys, int peer_id, bool ro)
 {

@@ -9,10 +9,10 @@
 
 #include "sim.h"
 
-static const u8 shifts[] = { 21, 29, 38, 47, 56 };
+static const u8 shifts[] = {21, 29, 38, 47, 56};
 
 #define PDE_APERTURE_NONE 0
-#define PDE_APERTURE_VID  1
+#define PDE_APERTURE_VID 1
 
 // What a sparse address reads, and where writes to it go. One page each: no access is larger.
 static u8 zero_page[PAGE_SIZE] __aligned(PAGE_SIZE);
@@ -160,10 +160,7 @@ static void walk(struct sim_vas *v, int unit, u64 va, struct sim_xlat *x)
     walk_pde0(v, va, e0, e1, x);
 }
 
-void sim_walk(struct sim_vas *v, u64 va, struct sim_xlat *x)
-{
-    walk(v, -1, va, x);
-}
+void sim_walk(struct sim_vas *v, u64 va, struct sim_xlat *x) { walk(v, -1, va, x); }
 
 void sim_translate(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
 {
@@ -185,8 +182,7 @@ void sim_translate(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
         sim_tlb_add(v, unit, SIM_LEVEL_PTE, min_t(u32, x->shift, 16), va, 0, 0, SIMGPU_PTE_INVALID);
 }
 
-void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target,
-                   u64 *phys)
+void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *contig, struct sim_gpu **target, u64 *phys)
 {
     u64 size = 1ULL << x->shift, off = va & (size - 1), len;
     struct simgpu_pte pte;

@@ -17,13 +17,13 @@ struct simgpu_vas_id {
     __u32 pad;
 };
 
-#define SIMGPU_ACCESS_WRITE   (1 << 0) // else read
-#define SIMGPU_ACCESS_CE      (1 << 1) // as a copy engine: through the HUB's TLB, never replayable. Else as an SM
+#define SIMGPU_ACCESS_WRITE (1 << 0)   // else read
+#define SIMGPU_ACCESS_CE (1 << 1)      // as a copy engine: through the HUB's TLB, never replayable. Else as an SM
 #define SIMGPU_ACCESS_NOFAULT (1 << 2) // an SM access that fails returns at once instead of faulting
 // The data of a write is in flight when the call returns. It lands with the next access of this address space, with
 // SIMGPU_DRAIN, or with the first membar that covers it: one that follows a TLB invalidate acknowledged globally, and
 // is a system membar if the target is not this GPU's memory.
-#define SIMGPU_ACCESS_POSTED  (1 << 3)
+#define SIMGPU_ACCESS_POSTED (1 << 3)
 
 // Read or write [va, va + len) through the TLB and the page tables, page by page.
 struct simgpu_access {
@@ -36,7 +36,7 @@ struct simgpu_access {
     __u32 replays; // OUT
     __s32 result;  // OUT: 0, -EFAULT (no translation, or cancelled), -EACCES, -ETIMEDOUT, -ELOOP, -ENODEV
     __u32 pad;
-    __u64 done;    // OUT: bytes before the access that failed
+    __u64 done; // OUT: bytes before the access that failed
 };
 
 // Copy (src != 0) or fill, as the copy engine of the GPU would.
@@ -49,8 +49,8 @@ struct simgpu_copy {
 };
 
 #define SIMGPU_PTE_INVALID 0
-#define SIMGPU_PTE_VALID   1
-#define SIMGPU_PTE_SPARSE  2
+#define SIMGPU_PTE_VALID 1
+#define SIMGPU_PTE_SPARSE 2
 
 struct simgpu_pte {
     __u64 phys;      // of the page, in its aperture
@@ -73,7 +73,7 @@ struct simgpu_walk {
 
 #define SIMGPU_UNIT_GPC 0 // the SMs' TLB
 #define SIMGPU_UNIT_HUB 1 // the copy engines' and the host's
-#define SIMGPU_UNITS    2
+#define SIMGPU_UNITS 2
 
 // What a TLB holds for an address.
 struct simgpu_tlb {
@@ -120,8 +120,8 @@ struct simgpu_counters {
     __u64 bad_late_writes;    // a write in flight landed in memory that had been freed
     __u64 bad_use_after_free; // an access was translated to free memory
     __u64 bad_double_free;
-    __u64 bad_push_size;      // a push was longer than UVM gives one room for: it wrote into others'
-    __u64 bad_mixed_sizes;    // a TLB held an address while the tables mapped it by an entry of another size
+    __u64 bad_push_size;   // a push was longer than UVM gives one room for: it wrote into others'
+    __u64 bad_mixed_sizes; // a TLB held an address while the tables mapped it by an entry of another size
     // Levels, not reset
     __u64 pma_live;    // 64 KiB units allocated
     __u64 tlb_entries; // translations held, both units
@@ -153,10 +153,10 @@ struct simgpu_poison {
     __u64 first_dirty; // OUT: physical address
 };
 
-#define SIMGPU_SITE_RM      (1 << 0) // any nvUvmInterface* call that returns a status: NV_ERR_NO_MEMORY
-#define SIMGPU_SITE_PMA     (1 << 1) // physical memory: NV_ERR_NO_MEMORY
+#define SIMGPU_SITE_RM (1 << 0)      // any nvUvmInterface* call that returns a status: NV_ERR_NO_MEMORY
+#define SIMGPU_SITE_PMA (1 << 1)     // physical memory: NV_ERR_NO_MEMORY
 #define SIMGPU_SITE_CHANNEL (1 << 2) // a push: its channel faults (fatal to UVM, as on hardware)
-#define SIMGPU_SITE_IOCTL   (1 << 3) // an RM ioctl of the process: NV_ERR_NO_MEMORY
+#define SIMGPU_SITE_IOCTL (1 << 3)   // an RM ioctl of the process: NV_ERR_NO_MEMORY
 struct simgpu_inject {
     __u32 sites; // SIMGPU_SITE_*; 0: disarm
     __u32 nth;   // fail the nth call from now on, 1 the next; 0: only count
@@ -169,11 +169,11 @@ struct simgpu_inject {
 // What RM does when it needs memory that UVM holds.
 struct simgpu_evict {
     __u32 gpu;
-    __u32 range;     // 1: evict [phys, phys + len). 0: ask UVM for count pages of page_size, and free them
+    __u32 range; // 1: evict [phys, phys + len). 0: ask UVM for count pages of page_size, and free them
     __u64 phys, len;
     __u64 page_size;
     __u32 count;
-    __u32 status;    // OUT: NV_STATUS of UVM's callback
+    __u32 status; // OUT: NV_STATUS of UVM's callback
 };
 
 struct simgpu_info {
@@ -193,40 +193,40 @@ struct simgpu_mem {
     __u32 h_memory;
     __u32 page_size; // 64K or 2M
     __u64 size;
-    __u64 phys;      // OUT: of the first page
+    __u64 phys; // OUT: of the first page
 };
 
 // How adversarial the model is. All on when the module is loaded.
-#define SIMGPU_MODE_TLB      (1 << 0) // cache translations at all
+#define SIMGPU_MODE_TLB (1 << 0)      // cache translations at all
 #define SIMGPU_MODE_NEGATIVE (1 << 1) // TLBs remember that an address had no translation
-#define SIMGPU_MODE_REFILL   (1 << 2) // what an invalidate drops is fetched again at once, as work in flight would
-#define SIMGPU_MODE_POST     (1 << 3) // small writes of a copy engine land with the next membar, not before
-#define SIMGPU_MODE_POISON   (1 << 4) // free memory is filled with SIMGPU_POISON
-#define SIMGPU_MODE_ZERO     (1 << 5) // off when loaded: physical memory arrives zeroed, and RM says so
+#define SIMGPU_MODE_REFILL (1 << 2)   // what an invalidate drops is fetched again at once, as work in flight would
+#define SIMGPU_MODE_POST (1 << 3)     // small writes of a copy engine land with the next membar, not before
+#define SIMGPU_MODE_POISON (1 << 4)   // free memory is filled with SIMGPU_POISON
+#define SIMGPU_MODE_ZERO (1 << 5)     // off when loaded: physical memory arrives zeroed, and RM says so
 // Faults of the hardware, off when loaded: with these on a correct driver looks broken, which shows that tests notice.
 #define SIMGPU_MODE_BREAK_INVALIDATE (1 << 8) // TLB invalidates do nothing
-#define SIMGPU_MODE_BREAK_MEMBAR     (1 << 9) // neither do membars
+#define SIMGPU_MODE_BREAK_MEMBAR (1 << 9)     // neither do membars
 struct simgpu_mode {
     __u32 gpu;
     __u32 set, clear;
     __u32 now; // OUT
 };
 
-#define SIMGPU_ACCESS     _IOWR('s', 1, struct simgpu_access)
-#define SIMGPU_COPY       _IOWR('s', 2, struct simgpu_copy)
-#define SIMGPU_WALK       _IOWR('s', 3, struct simgpu_walk)
-#define SIMGPU_TLB        _IOWR('s', 4, struct simgpu_tlb)
+#define SIMGPU_ACCESS _IOWR('s', 1, struct simgpu_access)
+#define SIMGPU_COPY _IOWR('s', 2, struct simgpu_copy)
+#define SIMGPU_WALK _IOWR('s', 3, struct simgpu_walk)
+#define SIMGPU_TLB _IOWR('s', 4, struct simgpu_tlb)
 #define SIMGPU_LOOP_START _IOWR('s', 5, struct simgpu_loop)
-#define SIMGPU_LOOP_READ  _IOWR('s', 6, struct simgpu_loop)
-#define SIMGPU_LOOP_STOP  _IOWR('s', 7, struct simgpu_loop)
-#define SIMGPU_COUNTERS   _IOWR('s', 8, struct simgpu_counters_io)
-#define SIMGPU_PHYS       _IOWR('s', 9, struct simgpu_phys)
+#define SIMGPU_LOOP_READ _IOWR('s', 6, struct simgpu_loop)
+#define SIMGPU_LOOP_STOP _IOWR('s', 7, struct simgpu_loop)
+#define SIMGPU_COUNTERS _IOWR('s', 8, struct simgpu_counters_io)
+#define SIMGPU_PHYS _IOWR('s', 9, struct simgpu_phys)
 #define SIMGPU_POISON_CHK _IOWR('s', 10, struct simgpu_poison)
-#define SIMGPU_INJECT     _IOWR('s', 11, struct simgpu_inject)
-#define SIMGPU_EVICT      _IOWR('s', 12, struct simgpu_evict)
-#define SIMGPU_INFO       _IOWR('s', 13, struct simgpu_info)
-#define SIMGPU_MEM        _IOWR('s', 14, struct simgpu_mem)
-#define SIMGPU_MODE       _IOWR('s', 15, struct simgpu_mode)
-#define SIMGPU_DRAIN      _IOW('s', 16, __u32) // gpu: let every write in flight land
+#define SIMGPU_INJECT _IOWR('s', 11, struct simgpu_inject)
+#define SIMGPU_EVICT _IOWR('s', 12, struct simgpu_evict)
+#define SIMGPU_INFO _IOWR('s', 13, struct simgpu_info)
+#define SIMGPU_MEM _IOWR('s', 14, struct simgpu_mem)
+#define SIMGPU_MODE _IOWR('s', 15, struct simgpu_mode)
+#define SIMGPU_DRAIN _IOW('s', 16, __u32) // gpu: let every write in flight land
 
 #endif

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-#define CALL(u, cmd, p)                                                                          \
-    do {                                                                                         \
-        (p)->rmStatus = 0xdeadu;                                                                 \
-        CHECK_MSG(ioctl((u)->fd, cmd, p) == 0, "%s: %s", #cmd, strerror(errno));                 \
+#define CALL(u, cmd, p)                                                          \
+    do {                                                                         \
+        (p)->rmStatus = 0xdeadu;                                                 \
+        CHECK_MSG(ioctl((u)->fd, cmd, p) == 0, "%s: %s", #cmd, strerror(errno)); \
     } while (0)
 
 struct uvm_vmem_query vm_query(const struct uvm *u, unsigned gpu)
 {
-    struct uvm_vmem_query q = { 0 };
+    struct uvm_vmem_query q = {0};
 
     memcpy(q.gpu_uuid, &u->uuid[gpu], 16);
     CALL(u, UVM_VMEM_QUERY, &q);
@@ -19,7 +19,7 @@ struct uvm_vmem_query vm_query(const struct uvm *u, unsigned gpu)
 
 NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint64_t page_size, uint32_t count, uint64_t *first)
 {
-    struct uvm_vmem_create p = { .page_size = page_size, .count = count };
+    struct uvm_vmem_create p = {.page_size = page_size, .count = count};
 
     memcpy(p.gpu_uuid, &u->uuid[gpu], 16);
     CALL(u, UVM_VMEM_CREATE, &p);
@@ -35,7 +35,7 @@ NV_STATUS vm_create(const struct uvm *u, uint64_t page_size, uint32_t count, uin
 
 NV_STATUS vm_release(const struct uvm *u, const uint64_t *handles, uint32_t count, struct uvm_vmem_release *out)
 {
-    struct uvm_vmem_release p = { .handles = (uintptr_t)handles, .count = count };
+    struct uvm_vmem_release p = {.handles = (uintptr_t)handles, .count = count};
 
     CALL(u, UVM_VMEM_RELEASE, &p);
     if (out)
@@ -43,14 +43,11 @@ NV_STATUS vm_release(const struct uvm *u, const uint64_t *handles, uint32_t coun
     return p.rmStatus;
 }
 
-NV_STATUS vm_release_one(const struct uvm *u, uint64_t handle)
-{
-    return vm_release(u, &handle, 1, NULL);
-}
+NV_STATUS vm_release_one(const struct uvm *u, uint64_t handle) { return vm_release(u, &handle, 1, NULL); }
 
 static struct uvm_vmem_batch batch(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n)
 {
-    struct uvm_vmem_batch b = { .ops = (uintptr_t)ops, .count = n, .opSize = sizeof(*ops) };
+    struct uvm_vmem_batch b = {.ops = (uintptr_t)ops, .count = n, .opSize = sizeof(*ops)};
 
     memcpy(b.gpu_uuid, &u->uuid[gpu], 16);
     return b;
@@ -94,7 +91,7 @@ NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length, uint32_t f
 
 void vm_start(struct uvm *u, uint64_t length)
 {
-    struct uvm_vmem_query q = { 0 };
+    struct uvm_vmem_query q = {0};
 
     uvm_start(u);
     if (ioctl(u->fd, UVM_VMEM_QUERY, &q) && errno == EINVAL)

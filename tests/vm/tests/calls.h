@@ -22,7 +22,7 @@ NV_STATUS vm_release_one(const struct uvm *u, uint64_t handle);
 
 static inline struct uvm_vmem_op vm_op(uint64_t va, uint64_t length, uint64_t handle, uint64_t offset, uint32_t flags)
 {
-    return (struct uvm_vmem_op){ .va = va, .length = length, .handle = handle, .offset = offset, .flags = flags };
+    return (struct uvm_vmem_op){.va = va, .length = length, .handle = handle, .offset = offset, .flags = flags};
 }
 NV_STATUS vm_map_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n,
                      struct uvm_vmem_batch *out);

@@ -27,7 +27,7 @@ static void sim_ioctl(unsigned long cmd, void *arg, const char *what)
 
 struct simgpu_info sim_info(unsigned gpu)
 {
-    struct simgpu_info info = { .gpu = gpu };
+    struct simgpu_info info = {.gpu = gpu};
 
     sim_ioctl(SIMGPU_INFO, &info, "SIMGPU_INFO");
     return info;
@@ -36,8 +36,8 @@ struct simgpu_info sim_info(unsigned gpu)
 void uvm_open(struct uvm *u)
 {
     static uint32_t serial;
-    UVM_INITIALIZE_PARAMS init = { 0 };
-    UVM_MM_INITIALIZE_PARAMS mm = { 0 };
+    UVM_INITIALIZE_PARAMS init = {0};
+    UVM_MM_INITIALIZE_PARAMS mm = {0};
 
     memset(u, 0, sizeof(*u));
     u->gpus = sim_info(0).gpus;
@@ -59,7 +59,7 @@ void uvm_open(struct uvm *u)
 
 NV_STATUS uvm_register(struct uvm *u, unsigned gpu)
 {
-    UVM_REGISTER_GPU_PARAMS p = { .gpu_uuid = u->uuid[gpu], .rmCtrlFd = RM_CTRL_FD, .hClient = u->client };
+    UVM_REGISTER_GPU_PARAMS p = {.gpu_uuid = u->uuid[gpu], .rmCtrlFd = RM_CTRL_FD, .hClient = u->client};
 
     CHECK(ioctl(u->fd, UVM_REGISTER_GPU, &p) == 0);
     return p.rmStatus;
@@ -67,9 +67,10 @@ NV_STATUS uvm_register(struct uvm *u, unsigned gpu)
 
 NV_STATUS uvm_register_vaspace(struct uvm *u, unsigned gpu)
 {
-    UVM_REGISTER_GPU_VASPACE_PARAMS p = {
-        .gpuUuid = u->uuid[gpu], .rmCtrlFd = RM_CTRL_FD, .hClient = u->client, .hVaSpace = u->vaspace + gpu
-    };
+    UVM_REGISTER_GPU_VASPACE_PARAMS p = {.gpuUuid = u->uuid[gpu],
+                                         .rmCtrlFd = RM_CTRL_FD,
+                                         .hClient = u->client,
+                                         .hVaSpace = u->vaspace + gpu};
 
     CHECK(ioctl(u->fd, UVM_REGISTER_GPU_VASPACE, &p) == 0);
     return p.rmStatus;
@@ -77,7 +78,7 @@ NV_STATUS uvm_register_vaspace(struct uvm *u, unsigned gpu)
 
 NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu)
 {
-    UVM_UNREGISTER_GPU_VASPACE_PARAMS p = { .gpuUuid = u->uuid[gpu] };
+    UVM_UNREGISTER_GPU_VASPACE_PARAMS p = {.gpuUuid = u->uuid[gpu]};
 
     CHECK(ioctl(u->fd, UVM_UNREGISTER_GPU_VASPACE, &p) == 0);
     return p.rmStatus;
@@ -85,7 +86,7 @@ NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu)
 
 NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu)
 {
-    UVM_UNREGISTER_GPU_PARAMS p = { .gpu_uuid = u->uuid[gpu] };
+    UVM_UNREGISTER_GPU_PARAMS p = {.gpu_uuid = u->uuid[gpu]};
 
     CHECK(ioctl(u->fd, UVM_UNREGISTER_GPU, &p) == 0);
     return p.rmStatus;
@@ -93,9 +94,10 @@ NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu)
 
 NV_STATUS uvm_register_channel(struct uvm *u, unsigned gpu, uint32_t handle)
 {
-    UVM_REGISTER_CHANNEL_PARAMS p = {
-        .gpuUuid = u->uuid[gpu], .rmCtrlFd = RM_CTRL_FD, .hClient = u->client, .hChannel = handle
-    };
+    UVM_REGISTER_CHANNEL_PARAMS p = {.gpuUuid = u->uuid[gpu],
+                                     .rmCtrlFd = RM_CTRL_FD,
+                                     .hClient = u->client,
+                                     .hChannel = handle};
 
     CHECK(ioctl(u->fd, UVM_REGISTER_CHANNEL, &p) == 0);
     return p.rmStatus;
@@ -125,7 +127,7 @@ NV_STATUS uvm_free_range(struct uvm *u, uint64_t va, uint64_t length)
 
 NV_STATUS uvm_create_external(struct uvm *u, uint64_t va, uint64_t length)
 {
-    UVM_CREATE_EXTERNAL_RANGE_PARAMS p = { .base = va, .length = length };
+    UVM_CREATE_EXTERNAL_RANGE_PARAMS p = {.base = va, .length = length};
 
     CHECK(ioctl(u->fd, UVM_CREATE_EXTERNAL_RANGE, &p) == 0);
     return p.rmStatus;
@@ -133,7 +135,7 @@ NV_STATUS uvm_create_external(struct uvm *u, uint64_t va, uint64_t length)
 
 NV_STATUS uvm_unmap_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length)
 {
-    UVM_UNMAP_EXTERNAL_PARAMS p = { .base = va, .length = length, .gpuUuid = u->uuid[gpu] };
+    UVM_UNMAP_EXTERNAL_PARAMS p = {.base = va, .length = length, .gpuUuid = u->uuid[gpu]};
 
     CHECK(ioctl(u->fd, UVM_UNMAP_EXTERNAL, &p) == 0);
     return p.rmStatus;
@@ -161,14 +163,13 @@ NV_STATUS uvm_map_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t le
 
 struct simgpu_vas_id sim_vas(const struct uvm *u, unsigned gpu)
 {
-    return (struct simgpu_vas_id){ .gpu = gpu, .h_client = u->client, .h_vaspace = u->vaspace + gpu };
+    return (struct simgpu_vas_id){.gpu = gpu, .h_client = u->client, .h_vaspace = u->vaspace + gpu};
 }
 
 static int access_flags(const struct uvm *u, unsigned gpu, uint32_t flags, uint64_t va, void *buf, uint64_t length)
 {
-    struct simgpu_access a = {
-        .vas = sim_vas(u, gpu), .va = va, .len = length, .buf = (uintptr_t)buf, .flags = flags, .batch = 1
-    };
+    struct simgpu_access a =
+        {.vas = sim_vas(u, gpu), .va = va, .len = length, .buf = (uintptr_t)buf, .flags = flags, .batch = 1};
 
     sim_ioctl(SIMGPU_ACCESS, &a, "SIMGPU_ACCESS");
     return a.result;
@@ -199,7 +200,7 @@ int gpu_mark(const struct uvm *u, uint64_t va, uint64_t length, uint64_t value)
 bool gpu_marked(const struct uvm *u, uint64_t va, uint64_t length, uint64_t value, uint64_t *where)
 {
     for (uint64_t at = va; at < va + length; at += KB(64)) {
-        uint64_t spots[2] = { at, at + KB(64) - 8 };
+        uint64_t spots[2] = {at, at + KB(64) - 8};
         for (int i = 0; i < 2; i++) {
             uint64_t got = 0;
             if (where)
@@ -222,9 +223,7 @@ uint64_t gpu_word(const struct uvm *u, uint64_t va)
 
 void sim_walk(const struct uvm *u, unsigned gpu, uint64_t va, uint64_t stride, struct simgpu_pte *out, uint32_t n)
 {
-    struct simgpu_walk w = {
-        .vas = sim_vas(u, gpu), .va = va, .stride = stride, .out = (uintptr_t)out, .count = n
-    };
+    struct simgpu_walk w = {.vas = sim_vas(u, gpu), .va = va, .stride = stride, .out = (uintptr_t)out, .count = n};
 
     sim_ioctl(SIMGPU_WALK, &w, "SIMGPU_WALK");
 }
@@ -242,7 +241,7 @@ static struct simgpu_counters before[2];
 
 struct simgpu_counters sim_counters(unsigned gpu, bool reset)
 {
-    struct simgpu_counters_io io = { .gpu = gpu, .reset = reset };
+    struct simgpu_counters_io io = {.gpu = gpu, .reset = reset};
 
     sim_ioctl(SIMGPU_COUNTERS, &io, "SIMGPU_COUNTERS");
     if (reset) { // keep what sim_check() looks at
@@ -260,7 +259,7 @@ struct simgpu_counters sim_counters(unsigned gpu, bool reset)
 
 void sim_phys(unsigned gpu, bool write, uint64_t phys, void *buf, uint64_t length)
 {
-    struct simgpu_phys p = { .gpu = gpu, .write = write, .phys = phys, .len = length, .buf = (uintptr_t)buf };
+    struct simgpu_phys p = {.gpu = gpu, .write = write, .phys = phys, .len = length, .buf = (uintptr_t)buf};
 
     sim_ioctl(SIMGPU_PHYS, &p, "SIMGPU_PHYS");
 }
@@ -276,7 +275,7 @@ void sim_baseline(void)
 void sim_check(unsigned gpu)
 {
     struct simgpu_counters c = sim_counters(gpu, false), *b = &before[gpu];
-    struct simgpu_poison p = { .gpu = gpu };
+    struct simgpu_poison p = {.gpu = gpu};
 
     CHECK_EQ(c.bad_tlb_at_free - b->bad_tlb_at_free, 0);
     CHECK_EQ(c.bad_pde_at_free - b->bad_pde_at_free, 0);
@@ -292,9 +291,7 @@ void sim_check(unsigned gpu)
 
 uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t page_size, uint64_t size)
 {
-    struct simgpu_mem m = {
-        .gpu = gpu, .h_client = u->client, .h_memory = handle, .page_size = page_size, .size = size
-    };
+    struct simgpu_mem m = {.gpu = gpu, .h_client = u->client, .h_memory = handle, .page_size = page_size, .size = size};
 
     sim_ioctl(SIMGPU_MEM, &m, "SIMGPU_MEM");
     return m.phys;
@@ -302,7 +299,7 @@ uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t pa
 
 void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *out)
 {
-    struct simgpu_inject i = { .sites = sites, .nth = nth, .mine = mine };
+    struct simgpu_inject i = {.sites = sites, .nth = nth, .mine = mine};
 
     sim_ioctl(SIMGPU_INJECT, &i, "SIMGPU_INJECT");
     if (out)
@@ -311,7 +308,7 @@ void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *o
 
 void sim_mode(unsigned gpu, uint32_t set, uint32_t clear)
 {
-    struct simgpu_mode m = { .gpu = gpu, .set = set, .clear = clear };
+    struct simgpu_mode m = {.gpu = gpu, .set = set, .clear = clear};
 
     sim_ioctl(SIMGPU_MODE, &m, "SIMGPU_MODE");
 }

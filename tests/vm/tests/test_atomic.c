@@ -154,7 +154,7 @@ TEST(test_largest_range)
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, GB(4));
     check_states(&u, SIMGPU_PTE_VALID, KB(64));
     CHECK_EQ(gpu_mark(&u, BASE, KB(64), 7), 0);
-    CHECK(gpu_marked(&u, BASE + GB(4) - MB(1), KB(64), 7, &(uint64_t){ 0 }));
+    CHECK(gpu_marked(&u, BASE + GB(4) - MB(1), KB(64), 7, &(uint64_t){0}));
 
     CHECK_EQ(vm_release(&u, &h, 1, &r), NV_OK);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);

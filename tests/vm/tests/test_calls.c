@@ -3,12 +3,12 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-static const uint64_t sizes[] = { KB(64), KB(128), KB(256), MB(2) };
+static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
 
 TEST(test_query_without_gpu)
 {
     struct uvm u;
-    struct uvm_vmem_query q = { 0 };
+    struct uvm_vmem_query q = {0};
 
     uvm_open(&u);
     CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);
@@ -412,8 +412,8 @@ TEST(test_larger_op_size)
     struct {
         struct uvm_vmem_op op;
         uint64_t later[2];
-    } ops[2] = { 0 };
-    struct uvm_vmem_batch b = { .ops = (uintptr_t)ops, .count = 2, .opSize = sizeof(ops[0]) };
+    } ops[2] = {0};
+    struct uvm_vmem_batch b = {.ops = (uintptr_t)ops, .count = 2, .opSize = sizeof(ops[0])};
 
     vm_start(&u, MB(4));
     CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);

@@ -10,7 +10,7 @@ static uint64_t pages[4]; // 64, 128, 256 KiB, 2 MiB; the first is mapped at BAS
 
 static void start(struct vm_state *s)
 {
-    static const uint64_t sizes[] = { KB(64), KB(128), KB(256), MB(2) };
+    static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
 
     vm_start(&u, MB(8));
     for (unsigned i = 0; i < COUNT(sizes); i++)
@@ -23,7 +23,7 @@ static void start(struct vm_state *s)
 
 static struct uvm_vmem_batch batch_of(const struct uvm_vmem_op *ops, uint32_t n)
 {
-    struct uvm_vmem_batch b = { .ops = (uintptr_t)ops, .count = n, .opSize = sizeof(*ops) };
+    struct uvm_vmem_batch b = {.ops = (uintptr_t)ops, .count = n, .opSize = sizeof(*ops)};
 
     memcpy(b.gpu_uuid, &u.uuid[0], 16);
     return b;
@@ -38,9 +38,9 @@ static NV_STATUS run(unsigned long cmd, struct uvm_vmem_batch *b)
 
 TEST(test_err_wrong_descriptor)
 {
-    struct uvm_vmem_query q = { 0 };
-    struct uvm_vmem_create c = { .page_size = KB(64), .count = 1 };
-    struct uvm_vmem_batch b = { 0 };
+    struct uvm_vmem_query q = {0};
+    struct uvm_vmem_create c = {.page_size = KB(64), .count = 1};
+    struct uvm_vmem_batch b = {0};
     int fd = open("/dev/nvidia-uvm", O_RDWR);
 
     uvm_open(&u);
@@ -58,7 +58,7 @@ TEST(test_err_wrong_descriptor)
 
 TEST(test_err_unknown_call)
 {
-    struct uvm_vmem_query q = { 0 };
+    struct uvm_vmem_query q = {0};
 
     uvm_start(&u);
     errno = 0;
@@ -68,8 +68,8 @@ TEST(test_err_unknown_call)
 
 TEST(test_err_structure_unreadable)
 {
-    static const unsigned long cmds[] = { UVM_VMEM_QUERY, UVM_VMEM_CREATE, UVM_VMEM_RELEASE, UVM_VMEM_MAP,
-                                          UVM_VMEM_UNMAP };
+    static const unsigned long cmds[] = {UVM_VMEM_QUERY, UVM_VMEM_CREATE, UVM_VMEM_RELEASE, UVM_VMEM_MAP,
+                                         UVM_VMEM_UNMAP};
     struct vm_state s;
     void *ro;
 
@@ -97,11 +97,11 @@ TEST(test_err_flags_and_reserved)
     struct uvm_vmem_release l;
 
     start(&s);
-#define BAD_FIELD(type, var, cmd, field, val, ...)               \
-    do {                                                         \
-        var = (type){ __VA_ARGS__ };                             \
-        var.field = val;                                         \
-        CHECK(ioctl(u.fd, cmd, &var) == 0);                      \
+#define BAD_FIELD(type, var, cmd, field, val, ...)                                                                     \
+    do {                                                                                                               \
+        var = (type){__VA_ARGS__};                                                                                     \
+        var.field = val;                                                                                               \
+        CHECK(ioctl(u.fd, cmd, &var) == 0);                                                                            \
         CHECK_MSG(var.rmStatus == NV_ERR_INVALID_ARGUMENT, "%s with %s = %s: 0x%x", #cmd, #field, #val, var.rmStatus); \
     } while (0)
     BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, flags, 1, 0);
@@ -151,7 +151,7 @@ TEST(test_err_op_size)
     struct {
         struct uvm_vmem_op op;
         uint64_t later[20];
-    } wide[2] = { 0 };
+    } wide[2] = {0};
     struct uvm_vmem_batch b;
 
     start(&s);
@@ -180,7 +180,7 @@ TEST(test_err_array_unreadable)
     struct vm_state s;
     struct uvm_vmem_batch b;
     struct uvm_vmem_op *ops = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    struct uvm_vmem_release r = { .handles = 8, .count = 1 };
+    struct uvm_vmem_release r = {.handles = 8, .count = 1};
 
     start(&s);
     CHECK(munmap((char *)ops + 4096, 4096) == 0);
@@ -194,7 +194,7 @@ TEST(test_err_array_unreadable)
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_POINTER);
     CHECK(ioctl(u.fd, UVM_VMEM_RELEASE, &r) == 0);
     CHECK_EQ(r.rmStatus, NV_ERR_INVALID_POINTER);
-    r = (struct uvm_vmem_release){ .handles = ~0ull - 7, .count = 3 };
+    r = (struct uvm_vmem_release){.handles = ~0ull - 7, .count = 3};
     CHECK(ioctl(u.fd, UVM_VMEM_RELEASE, &r) == 0);
     CHECK_EQ(r.rmStatus, NV_ERR_INVALID_POINTER);
     UNCHANGED(&s);
@@ -234,8 +234,8 @@ TEST(test_err_device)
     struct vm_state s;
     struct uvm_vmem_op op;
     struct uvm_vmem_batch b;
-    struct uvm_vmem_query q = { .gpu_uuid = { 1, 2, 3 } };
-    struct uvm_vmem_create c = { .gpu_uuid = { 1, 2, 3 }, .page_size = KB(64), .count = 1 };
+    struct uvm_vmem_query q = {.gpu_uuid = {1, 2, 3}};
+    struct uvm_vmem_create c = {.gpu_uuid = {1, 2, 3}, .page_size = KB(64), .count = 1};
     struct uvm bare;
     uint64_t h;
 
@@ -263,7 +263,7 @@ TEST(test_err_device)
 
 TEST(test_err_create)
 {
-    static const uint64_t bad[] = { 0, 1, 4096, KB(32), KB(64) + 1, KB(192), KB(512), MB(1), MB(4), MB(512), ~0ull };
+    static const uint64_t bad[] = {0, 1, 4096, KB(32), KB(64) + 1, KB(192), KB(512), MB(1), MB(4), MB(512), ~0ull};
     struct vm_state s;
 
     start(&s);
@@ -318,7 +318,7 @@ TEST(test_err_cap)
     CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
     CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
     CHECK_EQ(vm_create(&u, KB(64), 31, NULL), NV_OK); // in a slab that is there
-    set_limit("", 2); // under what is held already: only stops more
+    set_limit("", 2);                                 // under what is held already: only stops more
     CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
     CHECK_EQ(vm_map(&u, BASE + MB(4), MB(2), h, 0, 0), NV_OK);
     set_limit("", 0);
@@ -420,7 +420,7 @@ TEST(test_err_release)
     CHECK_EQ(vm_release_one(&u, 0), NV_ERR_INVALID_OBJECT_HANDLE);
     CHECK_EQ(vm_release_one(&u, ~0ull), NV_ERR_INVALID_OBJECT_HANDLE);
     CHECK_EQ(vm_release_one(&u, pages[3] + 1), NV_ERR_INVALID_OBJECT_HANDLE);
-    memcpy(h, (uint64_t[]){ pages[0], pages[1], pages[1], pages[2] }, sizeof(h));
+    memcpy(h, (uint64_t[]){pages[0], pages[1], pages[1], pages[2]}, sizeof(h));
     CHECK_EQ(vm_release(&u, h, 4, &r), NV_ERR_INVALID_OBJECT_HANDLE);
     CHECK_EQ(r.out_failed, 2);
     h[2] = 12345678;
@@ -444,22 +444,22 @@ TEST(test_err_map_elements)
         uint32_t flags;
         NV_STATUS status;
     } bad[] = {
-        { BASE + MB(2) + 4096, KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE + MB(2), KB(64) + 4096, 3, 0, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE + MB(2), 0, 3, 0, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE + MB(8), KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS },         // past the range
-        { BASE + MB(8) - KB(64), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS }, // leaves the range
-        { BASE - KB(64), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS },
-        { 0, KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS },
-        { ~0ull & ~(KB(64) - 1), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS }, // wraps
-        { BASE + MB(2), KB(64), -1, 0, 0, NV_ERR_INVALID_OBJECT_HANDLE },
-        { BASE + MB(2), KB(64), 3, 4096, 0, NV_ERR_INVALID_OFFSET },
-        { BASE + MB(2), KB(128), 0, 0, 0, NV_ERR_INVALID_OFFSET },          // longer than the page
-        { BASE + MB(2), KB(128), 1, KB(64), 0, NV_ERR_INVALID_OFFSET },
-        { BASE + MB(2), KB(64), 3, MB(2), 0, NV_ERR_INVALID_OFFSET },
-        { BASE + MB(2), KB(64), 3, ~0ull & ~(KB(64) - 1), 0, NV_ERR_INVALID_OFFSET }, // offset + length wraps
-        { BASE + KB(64), KB(64), 3, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE },
-        { BASE, KB(128), 1, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE },              // its second half is taken
+        {BASE + MB(2) + 4096, KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE + MB(2), KB(64) + 4096, 3, 0, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE + MB(2), 0, 3, 0, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE + MB(8), KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS},           // past the range
+        {BASE + MB(8) - KB(64), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS}, // leaves the range
+        {BASE - KB(64), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS},
+        {0, KB(64), 3, 0, 0, NV_ERR_INVALID_ADDRESS},
+        {~0ull & ~(KB(64) - 1), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS}, // wraps
+        {BASE + MB(2), KB(64), -1, 0, 0, NV_ERR_INVALID_OBJECT_HANDLE},
+        {BASE + MB(2), KB(64), 3, 4096, 0, NV_ERR_INVALID_OFFSET},
+        {BASE + MB(2), KB(128), 0, 0, 0, NV_ERR_INVALID_OFFSET}, // longer than the page
+        {BASE + MB(2), KB(128), 1, KB(64), 0, NV_ERR_INVALID_OFFSET},
+        {BASE + MB(2), KB(64), 3, MB(2), 0, NV_ERR_INVALID_OFFSET},
+        {BASE + MB(2), KB(64), 3, ~0ull & ~(KB(64) - 1), 0, NV_ERR_INVALID_OFFSET}, // offset + length wraps
+        {BASE + KB(64), KB(64), 3, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE},
+        {BASE, KB(128), 1, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE}, // its second half is taken
     };
 
     start(&s);
@@ -472,8 +472,8 @@ TEST(test_err_map_elements)
             b = batch_of(ops, 3);
             run(UVM_VMEM_MAP, &b);
             CHECK_MSG(b.rmStatus == bad[i].status && b.out_failed == at,
-                      "case %u as element %u: status 0x%x, not 0x%x; out_failed %u", i, at, b.rmStatus,
-                      bad[i].status, b.out_failed);
+                      "case %u as element %u: status 0x%x, not 0x%x; out_failed %u", i, at, b.rmStatus, bad[i].status,
+                      b.out_failed);
             CHECK_EQ(b.out_pushes, 0);
         }
     UNCHANGED(&s);
@@ -502,20 +502,23 @@ TEST(test_err_unmap_elements)
         uint64_t offset;
         NV_STATUS status;
     } bad[] = {
-        { BASE + 4096, KB(64), -1, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE, 0, -1, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE, KB(64) - 1, -1, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE + MB(6), MB(4), -1, 0, NV_ERR_INVALID_ADDRESS },
-        { BASE + KB(64), KB(64), 1, 0, NV_ERR_OBJECT_NOT_FOUND },      // another page is there
-        { BASE + KB(128), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND },     // nothing is there
-        { BASE + MB(2), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND },       // no window is there
-        { BASE + KB(64), KB(64), 99, 0, NV_ERR_INVALID_OBJECT_HANDLE },
+        {BASE + 4096, KB(64), -1, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE, 0, -1, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE, KB(64) - 1, -1, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE + MB(6), MB(4), -1, 0, NV_ERR_INVALID_ADDRESS},
+        {BASE + KB(64), KB(64), 1, 0, NV_ERR_OBJECT_NOT_FOUND},  // another page is there
+        {BASE + KB(128), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND}, // nothing is there
+        {BASE + MB(2), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND},   // no window is there
+        {BASE + KB(64), KB(64), 99, 0, NV_ERR_INVALID_OBJECT_HANDLE},
     };
 
     start(&s);
     for (unsigned i = 0; i < COUNT(bad); i++) {
         ops[0] = vm_op(BASE + KB(64), KB(64), 0, 0, 0);
-        ops[1] = vm_op(bad[i].va, bad[i].length, bad[i].page < 0 ? 0 : bad[i].page == 99 ? 777777 : pages[bad[i].page],
+        ops[1] = vm_op(bad[i].va, bad[i].length,
+                       bad[i].page < 0     ? 0
+                       : bad[i].page == 99 ? 777777
+                                           : pages[bad[i].page],
                        bad[i].offset, 0);
         // the good element first would already have taken the page away for the case that names it
         b = batch_of(ops + 1, 1);

@@ -17,11 +17,11 @@ struct scenario {
     const char *name;
     void (*prepare)(void); // state before the call
     NV_STATUS (*call)(void);
-    void (*undo)(void);    // takes a successful call back
-    bool never_fails;      // for want of memory
+    void (*undo)(void); // takes a successful call back
+    bool never_fails;   // for want of memory
 };
 
-static void nothing(void) { }
+static void nothing(void) {}
 
 static NV_STATUS create_small(void) { return vm_create(&u, KB(64), 40, &made); }
 static void undo_create_small(void)
@@ -115,7 +115,7 @@ static void undo_foreign(void)
 }
 static NV_STATUS query(void)
 {
-    struct uvm_vmem_query q = { 0 };
+    struct uvm_vmem_query q = {0};
 
     memcpy(q.gpu_uuid, &u.uuid[0], 16);
     CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);
@@ -123,24 +123,24 @@ static NV_STATUS query(void)
 }
 
 static const struct scenario scenarios[] = {
-    { "query", nothing, query, nothing },
-    { "create_small", nothing, create_small, undo_create_small },
-    { "create_huge", nothing, create_huge, undo_create_huge },
-    { "map_no_window", close_windows, map_some, undo_map },
-    { "map", open_windows, map_some, undo_map },
-    { "map_huge", close_windows, map_huge, undo_map_huge },
-    { "split_huge", huge_mapped, split, undo_map },
-    { "unmap", some_mapped, unmap, nothing },
-    { "unmap_open", close_windows, unmap_open, nothing },
-    { "release", release_mapped, release, released, true },
-    { "release_pieces", release_pieces, release, released, true },
-    { "release_huge", release_huge, release, released, true },
-    { "takeover", foreign, takeover, undo_foreign },
+    {"query", nothing, query, nothing},
+    {"create_small", nothing, create_small, undo_create_small},
+    {"create_huge", nothing, create_huge, undo_create_huge},
+    {"map_no_window", close_windows, map_some, undo_map},
+    {"map", open_windows, map_some, undo_map},
+    {"map_huge", close_windows, map_huge, undo_map_huge},
+    {"split_huge", huge_mapped, split, undo_map},
+    {"unmap", some_mapped, unmap, nothing},
+    {"unmap_open", close_windows, unmap_open, nothing},
+    {"release", release_mapped, release, released, true},
+    {"release_pieces", release_pieces, release, released, true},
+    {"release_huge", release_huge, release, released, true},
+    {"takeover", foreign, takeover, undo_foreign},
 };
 
 static void arm_memory(uint32_t nth, struct failmem *was)
 {
-    struct failmem f = { .nth = nth };
+    struct failmem f = {.nth = nth};
 
     CHECK(ioctl(failmem, FAILMEM_ARM, &f) == 0);
     if (was)
@@ -153,8 +153,8 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
     unsigned nth, refused = 0;
 
     for (nth = 1; nth < 2000; nth++) {
-        struct failmem f = { 0 };
-        struct simgpu_inject inject = { 0 };
+        struct failmem f = {0};
+        struct simgpu_inject inject = {0};
         struct vm_state before;
         bool fired;
         NV_STATUS status;
@@ -185,7 +185,8 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
             continue;
         }
         refused++;
-        CHECK_MSG(!s->never_fails, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file, f.line, status);
+        CHECK_MSG(!s->never_fails, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file, f.line,
+                  status);
         CHECK_MSG(status == NV_ERR_NO_MEMORY, "%s: failure %u (%s:%u) is answered with 0x%x", s->name, nth, f.file,
                   f.line, status);
         vm_state_same(&u, BASE, &before, true);

@@ -15,9 +15,36 @@ static void *unreadable;
 static uint64_t edge(void)
 {
     static const uint64_t values[] = {
-        0, 1, 2, 7, 8, 48, 4095, 4096, KB(64) - 1, KB(64), KB(64) + 1, KB(128), KB(256), MB(1), MB(2) - 1, MB(2),
-        MB(2) + 1, MB(4), GB(1), GB(4), 1ull << 47, 1ull << 49, 1ull << 63, BASE, BASE + MB(2), BASE + SLOTS * SLOT,
-        ~0ull, ~0ull - 1, ~0ull << 16, ~0ull << 21,
+        0,
+        1,
+        2,
+        7,
+        8,
+        48,
+        4095,
+        4096,
+        KB(64) - 1,
+        KB(64),
+        KB(64) + 1,
+        KB(128),
+        KB(256),
+        MB(1),
+        MB(2) - 1,
+        MB(2),
+        MB(2) + 1,
+        MB(4),
+        GB(1),
+        GB(4),
+        1ull << 47,
+        1ull << 49,
+        1ull << 63,
+        BASE,
+        BASE + MB(2),
+        BASE + SLOTS * SLOT,
+        ~0ull,
+        ~0ull - 1,
+        ~0ull << 16,
+        ~0ull << 21,
     };
 
     switch (rng_below(&rng, 4)) {
@@ -72,17 +99,17 @@ static struct state state(void)
 {
     struct uvm_vmem_query q = vm_query(&u, 0);
 
-    return (struct state){ q.out_bytes_held, q.out_bytes_created, q.out_bytes_mapped };
+    return (struct state){q.out_bytes_held, q.out_bytes_created, q.out_bytes_mapped};
 }
 
 static void one_call(void)
 {
-    static const unsigned long cmds[] = { UVM_VMEM_QUERY, UVM_VMEM_CREATE, UVM_VMEM_RELEASE, UVM_VMEM_MAP,
-                                          UVM_VMEM_UNMAP };
+    static const unsigned long cmds[] = {UVM_VMEM_QUERY, UVM_VMEM_CREATE, UVM_VMEM_RELEASE, UVM_VMEM_MAP,
+                                         UVM_VMEM_UNMAP};
     enum { QUERY, CREATE, RELEASE, MAP, UNMAP };
-    unsigned which = (unsigned[]){ QUERY, CREATE, RELEASE, MAP, MAP, MAP, UNMAP, UNMAP }[rng_below(&rng, 8)];
-    struct uvm_vmem_op ops[OPS + 4] = { 0 };
-    uint64_t handles[OPS] = { 0 };
+    unsigned which = (unsigned[]){QUERY, CREATE, RELEASE, MAP, MAP, MAP, UNMAP, UNMAP}[rng_below(&rng, 8)];
+    struct uvm_vmem_op ops[OPS + 4] = {0};
+    uint64_t handles[OPS] = {0};
     struct state after;
     union {
         struct uvm_vmem_query query;
@@ -90,16 +117,14 @@ static void one_call(void)
         struct uvm_vmem_release release;
         struct uvm_vmem_batch batch;
         uint64_t words[32];
-    } p = { 0 };
+    } p = {0};
     size_t size = _IOC_SIZE(cmds[which]);
     bool good = rng_below(&rng, 16) == 0; // a few pass, so that there is a state to keep
     int rc;
     NV_STATUS status;
 
     switch (which) {
-    case QUERY:
-        memcpy(p.query.gpu_uuid, &u.uuid[0], 16);
-        break;
+    case QUERY: memcpy(p.query.gpu_uuid, &u.uuid[0], 16); break;
     case CREATE:
         memcpy(p.create.gpu_uuid, &u.uuid[0], 16);
         p.create.page_size = KB(64) << rng_below(&rng, 3);
@@ -163,7 +188,7 @@ static void one_call(void)
 
 TEST(test_fuzz_every_call)
 {
-    static const char *const names[] = { "QUERY", "CREATE", "RELEASE", "MAP", "UNMAP" };
+    static const char *const names[] = {"QUERY", "CREATE", "RELEASE", "MAP", "UNMAP"};
     uint64_t calls = env_long("CALLS", 20000);
     char *room = mmap(NULL, 16384, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     double t0 = seconds();
@@ -201,8 +226,8 @@ TEST(test_fuzz_numbers)
     rng = env_long("SEED", 1);
     uvm_start(&u);
     for (unsigned i = 0; i < 2000; i++) {
-        unsigned long cmd = _IOC(rng_below(&rng, 4), UVM_VMEM_IOCTL_TYPE, rng_below(&rng, 256),
-                                 rng_below(&rng, 1 << 14));
+        unsigned long cmd =
+            _IOC(rng_below(&rng, 4), UVM_VMEM_IOCTL_TYPE, rng_below(&rng, 256), rng_below(&rng, 1 << 14));
         for (unsigned k = 0; k < COUNT(noise); k++)
             noise[k] = edge();
         if (ioctl(u.fd, cmd, noise) == 0)

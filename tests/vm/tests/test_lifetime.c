@@ -31,7 +31,7 @@ static void fill(const struct uvm *u, uint64_t va, uint64_t length)
 
 TEST(test_released_page_comes_back_zeroed)
 {
-    static const uint64_t sizes[] = { KB(64), KB(128), KB(256), MB(2) };
+    static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
     struct uvm u;
     uint64_t h, keep;
 
@@ -88,10 +88,12 @@ TEST(test_late_write_lands_before_the_memory_is_free)
 
     vm_start(&u, MB(4));
     for (int i = 0; i < 20; i++) {
-        struct simgpu_access a = {
-            .vas = sim_vas(&u, 0), .va = BASE, .len = 8, .buf = (uintptr_t)&value, .batch = 1,
-            .flags = SIMGPU_ACCESS_WRITE | SIMGPU_ACCESS_NOFAULT | SIMGPU_ACCESS_POSTED
-        };
+        struct simgpu_access a = {.vas = sim_vas(&u, 0),
+                                  .va = BASE,
+                                  .len = 8,
+                                  .buf = (uintptr_t)&value,
+                                  .batch = 1,
+                                  .flags = SIMGPU_ACCESS_WRITE | SIMGPU_ACCESS_NOFAULT | SIMGPU_ACCESS_POSTED};
         CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
         CHECK(ioctl(sim_fd(), SIMGPU_ACCESS, &a) == 0);
@@ -176,7 +178,7 @@ TEST(test_uvm_free_takes_windows_not_pages)
     CHECK_EQ(vm_map(&u, BASE + MB(4), KB(256), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(256), 4), 0);
     CHECK_EQ(uvm_free_range(&u, BASE, MB(8)), NV_OK);
-    CHECK(gpu_access(&u, 0, false, BASE, &(uint64_t){ 0 }, 8) < 0);
+    CHECK(gpu_access(&u, 0, false, BASE, &(uint64_t){0}, 8) < 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_created, 2 * KB(256));
     CHECK_EQ(vm_map(&u, BASE, KB(256), h, 0, 0), NV_ERR_INVALID_ADDRESS);
     CHECK_EQ(uvm_create_external(&u, BASE, MB(8)), NV_OK);
@@ -224,7 +226,8 @@ TEST(test_close_with_everything_outstanding)
             CHECK_EQ(vm_create(&u, KB(64) << s, 20, &h), NV_OK);
             for (unsigned i = 0; i < 20; i++)
                 CHECK_EQ(vm_map(&u, BASE + s * MB(8) + i * KB(384) / KB(128) * KB(128), KB(64) << s, h + i, 0,
-                                UVM_VMEM_MAP_REPLACE), NV_OK);
+                                UVM_VMEM_MAP_REPLACE),
+                         NV_OK);
         }
         CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + MB(24), MB(2), h, 0, 0), NV_OK);
@@ -250,7 +253,7 @@ TEST(test_pma_eviction_leaves_pages_alone)
     }
     phys = sim_pte(&u, BASE).phys & ~(MB(2) - 1);
     for (int range = 0; range < 2; range++) {
-        struct simgpu_evict e = { .range = range, .phys = phys, .len = MB(2), .page_size = MB(2), .count = 1 };
+        struct simgpu_evict e = {.range = range, .phys = phys, .len = MB(2), .page_size = MB(2), .count = 1};
         CHECK(ioctl(sim_fd(), SIMGPU_EVICT, &e) == 0); // may be refused, must not take ours
         for (unsigned i = 0; i < 4; i++)
             CHECK(gpu_marked(&u, BASE + i * MB(2), MB(2), i + 1, NULL));
@@ -264,7 +267,7 @@ TEST(test_pages_push_managed_memory_out)
     struct uvm u;
     uint64_t fb = sim_info(0).fb_size, room = managed_size(fb / 2), rest = (fb - room) / MB(2);
     uint64_t h, *p, n, bad = 0;
-    UVM_MIGRATE_PARAMS m = { .length = room, .cpuNumaNode = -1 };
+    UVM_MIGRATE_PARAMS m = {.length = room, .cpuNumaNode = -1};
 
     vm_start(&u, MB(4));
     p = mmap((void *)0x110000000000ul, room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, u.fd, 0x110000000000ul);

@@ -10,7 +10,7 @@ static struct uvm u;
 
 static struct simgpu_loop loop_start(uint64_t va)
 {
-    struct simgpu_loop l = { .vas = sim_vas(&u, 0), .va = va };
+    struct simgpu_loop l = {.vas = sim_vas(&u, 0), .va = va};
 
     CHECK(ioctl(sim_fd(), SIMGPU_LOOP_START, &l) == 0);
     return l;
@@ -209,7 +209,7 @@ TEST(test_live_takeover_in_one_step)
 // The net itself: the driver's own remap does have a gap, and the loop sees it. Runs on both modules.
 TEST(test_stock_remap_is_seen_invalid)
 {
-    uint64_t n = env_long("REMAPS", 10000) / 20, value[2] = { 1, 2 };
+    uint64_t n = env_long("REMAPS", 10000) / 20, value[2] = {1, 2};
     struct simgpu_loop l;
 
     uvm_start(&u);

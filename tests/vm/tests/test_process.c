@@ -6,10 +6,7 @@
 #include <signal.h>
 #include <sys/socket.h>
 
-static uint64_t live(void)
-{
-    return sim_counters(0, false).pma_live;
-}
+static uint64_t live(void) { return sim_counters(0, false).pma_live; }
 
 // What UVM keeps for itself between processes is cached: the second run is the baseline.
 static uint64_t baseline(void)
@@ -146,9 +143,9 @@ TEST(test_descriptor_passed_to_another_process)
     pid_t pid;
     struct uvm u;
     uint64_t h;
-    char room[CMSG_SPACE(sizeof(int))] = { 0 };
-    struct iovec iov = { .iov_base = &h, .iov_len = sizeof(h) };
-    struct msghdr msg = { .msg_iov = &iov, .msg_iovlen = 1, .msg_control = room, .msg_controllen = sizeof(room) };
+    char room[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec iov = {.iov_base = &h, .iov_len = sizeof(h)};
+    struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = room, .msg_controllen = sizeof(room)};
 
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
     pid = fork();

@@ -21,11 +21,11 @@ static bool among(NV_STATUS status, const NV_STATUS *ok, unsigned n)
             return true;
     return false;
 }
-#define EXPECT(call, ...)                                                                    \
-    do {                                                                                     \
-        NV_STATUS s_ = (call);                                                               \
-        static const NV_STATUS among_[] = { __VA_ARGS__ };                                   \
-        CHECK_MSG(among(s_, among_, COUNT(among_)), "%s: 0x%x", #call, s_);                  \
+#define EXPECT(call, ...)                                                   \
+    do {                                                                    \
+        NV_STATUS s_ = (call);                                              \
+        static const NV_STATUS among_[] = {__VA_ARGS__};                    \
+        CHECK_MSG(among(s_, among_, COUNT(among_)), "%s: 0x%x", #call, s_); \
     } while (0)
 
 // Maps, replaces, unmaps and releases pages of its own.
@@ -49,7 +49,7 @@ static void *mapper(void *arg)
         EXPECT(vm_map_ops(&u, 0, ops, 12, NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
         for (unsigned i = 0; i < 12; i++)
             ops[i] = vm_op(BASE + rng_below(&rng, SLOTS) * SLOT, SLOT, 0, 0,
-                           (uint32_t[]){ 0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID }[rng_below(&rng, 3)]);
+                           (uint32_t[]){0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID}[rng_below(&rng, 3)]);
         EXPECT(vm_unmap_ops(&u, 0, ops, 1 + rng_below(&rng, 12), NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
         CHECK_EQ(vm_release(&u, handles, 12, NULL), NV_OK);
         calls[0] += 4;
@@ -131,7 +131,7 @@ static void run(void *(*const who[])(void *), unsigned n)
 
 TEST(test_concurrent_maps_and_releases)
 {
-    void *(*const who[])(void *) = { mapper, mapper, mapper, reader };
+    void *(*const who[])(void *) = {mapper, mapper, mapper, reader};
 
     uvm_start(&u);
     run(who, COUNT(who));
@@ -139,7 +139,7 @@ TEST(test_concurrent_maps_and_releases)
 
 TEST(test_concurrent_with_uvm_free_and_unmap_external)
 {
-    void *(*const who[])(void *) = { mapper, mapper, uvm_freer, unmapper, asker, reader };
+    void *(*const who[])(void *) = {mapper, mapper, uvm_freer, unmapper, asker, reader};
 
     uvm_start(&u);
     run(who, COUNT(who));

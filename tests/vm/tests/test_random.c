@@ -126,7 +126,7 @@ static int pick_page(void)
 
 static void do_create(void)
 {
-    static const uint64_t sizes[] = { KB(64), KB(64), KB(64), KB(128), KB(256), MB(2) };
+    static const uint64_t sizes[] = {KB(64), KB(64), KB(64), KB(128), KB(256), MB(2)};
     uint64_t size = sizes[rng_below(&rng, COUNT(sizes))], first;
     unsigned want = 1 + rng_below(&rng, size == MB(2) ? 2 : 6), free_at[8], n = 0;
     NV_STATUS status;
@@ -141,7 +141,7 @@ static void do_create(void)
         return;
     CHECK_EQ(status, NV_OK);
     for (unsigned i = 0; i < n; i++) {
-        now.pages[free_at[i]] = (struct page){ .handle = first + i, .size = size, .phys = ~0ull };
+        now.pages[free_at[i]] = (struct page){.handle = first + i, .size = size, .phys = ~0ull};
     }
 }
 
@@ -179,7 +179,7 @@ static void do_release(void)
     for (unsigned i = 0; i < got; i++) {
         for (unsigned g = 0; g < GRANULES; g++)
             if (now.spots[g].state == MAPPED && now.spots[g].page == which[i])
-                now.spots[g] = (struct spot){ .state = SPARSE };
+                now.spots[g] = (struct spot){.state = SPARSE};
         stale[stales++ % 64] = handles[i];
         now.pages[which[i]].handle = 0;
     }
@@ -218,10 +218,22 @@ static void do_map(void)
         ops[i] = vm_op(va_of(g), parts * GRANULE, now.pages[p].handle, part * GRANULE, flags);
         if (fails < 0 && rng_below(&rng, 200) == 0) { // spoil it
             switch (rng_below(&rng, 4)) {
-            case 0: ops[i].handle += 1ull << 40; want = NV_ERR_INVALID_OBJECT_HANDLE; break;
-            case 1: ops[i].offset += now.pages[p].size; want = NV_ERR_INVALID_OFFSET; break;
-            case 2: ops[i].va += 4096; want = NV_ERR_INVALID_ADDRESS; break;
-            case 3: ops[i].flags |= 0x4000; want = NV_ERR_INVALID_ARGUMENT; break;
+            case 0:
+                ops[i].handle += 1ull << 40;
+                want = NV_ERR_INVALID_OBJECT_HANDLE;
+                break;
+            case 1:
+                ops[i].offset += now.pages[p].size;
+                want = NV_ERR_INVALID_OFFSET;
+                break;
+            case 2:
+                ops[i].va += 4096;
+                want = NV_ERR_INVALID_ADDRESS;
+                break;
+            case 3:
+                ops[i].flags |= 0x4000;
+                want = NV_ERR_INVALID_ARGUMENT;
+                break;
             }
             fails = i;
             continue;
@@ -233,7 +245,7 @@ static void do_map(void)
                 want = NV_ERR_UVM_ADDRESS_IN_USE;
             }
             open_window(&next, g + k);
-            *s = (struct spot){ .state = MAPPED, .page = p, .part = part + k };
+            *s = (struct spot){.state = MAPPED, .page = p, .part = part + k};
         }
         if (g < lo)
             lo = g;
@@ -285,7 +297,7 @@ static void do_unmap(void)
     next = now;
     for (unsigned i = 0; i < n; i++) {
         unsigned g = rng_below(&rng, GRANULES), parts = 1 + rng_below(&rng, rng_below(&rng, 4) ? 8 : 80);
-        uint32_t flags = (uint32_t[]){ 0, 0, 0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID }[rng_below(&rng, 5)];
+        uint32_t flags = (uint32_t[]){0, 0, 0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID}[rng_below(&rng, 5)];
 
         if (g + parts > GRANULES)
             g = GRANULES - parts;
@@ -294,7 +306,7 @@ static void do_unmap(void)
             if (flags & UVM_VMEM_UNMAP_OPEN)
                 open_window(&next, k);
             if (next.spots[k].state != CLOSED)
-                next.spots[k] = (struct spot){ .state = flags & UVM_VMEM_UNMAP_INVALID ? INVALID : SPARSE };
+                next.spots[k] = (struct spot){.state = flags & UVM_VMEM_UNMAP_INVALID ? INVALID : SPARSE};
         }
         if (g < lo)
             lo = g;
@@ -327,7 +339,7 @@ static void do_unmap_external(void)
     status = uvm_unmap_external(&u, 0, va_of(g), parts * GRANULE);
     if (status == NV_OK) {
         for (unsigned i = g; i < g + parts; i++)
-            now.spots[i] = (struct spot){ .state = CLOSED };
+            now.spots[i] = (struct spot){.state = CLOSED};
     } else { // only a 2 MiB entry cannot be cut by it
         CHECK_EQ(status, NV_ERR_INVALID_ADDRESS);
         CHECK(parts != 32);

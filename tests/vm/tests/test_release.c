@@ -40,7 +40,7 @@ TEST(test_release_in_steps)
         CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), NULL), NV_OK);
     }
     CHECK_EQ(vm_map(&u, BASE + GB(1) - KB(64), KB(64), h + 1, 0, 0), NV_OK);
-    CHECK_EQ(vm_release(&u, (uint64_t[]){ h, h + 1 }, 2, &r), NV_OK);
+    CHECK_EQ(vm_release(&u, (uint64_t[]){h, h + 1}, 2, &r), NV_OK);
     CHECK_EQ(r.out_waits, 4); // the last for the other page alone
     CHECK_EQ(looks(), 3 * COUNT(ops) + 1);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);

@@ -17,32 +17,32 @@ static void verdict(const char *what, int rc, NV_STATUS status)
     CHECK_MSG(status == NV_OK, "%s: status 0x%x", what, status);
 }
 
-#define CALL(test, ...)                                          \
-    do {                                                         \
-        UVM_TEST_##test##_PARAMS p_ = { __VA_ARGS__ };           \
-        int rc_;                                                 \
-        p_.rmStatus = 0xdead;                                    \
-        rc_ = ioctl(u.fd, UVM_TEST_##test, &p_);                 \
-        verdict("UVM_TEST_" #test, rc_, p_.rmStatus);            \
+#define CALL(test, ...)                               \
+    do {                                              \
+        UVM_TEST_##test##_PARAMS p_ = {__VA_ARGS__};  \
+        int rc_;                                      \
+        p_.rmStatus = 0xdead;                         \
+        rc_ = ioctl(u.fd, UVM_TEST_##test, &p_);      \
+        verdict("UVM_TEST_" #test, rc_, p_.rmStatus); \
     } while (0)
 
-#define NO_GPU(name, test, ...)              \
-    TEST(name)                              \
-    {                                       \
-        uvm_open(&u);                       \
-        CALL(test, __VA_ARGS__);             \
+#define NO_GPU(name, test, ...)  \
+    TEST(name)                   \
+    {                            \
+        uvm_open(&u);            \
+        CALL(test, __VA_ARGS__); \
     }
-#define WITH_GPU(name, test, ...)                 \
-    TEST(name)                                   \
-    {                                            \
-        uvm_open(&u);                            \
-        CHECK_EQ(uvm_register(&u, 0), NV_OK);    \
-        CALL(test, __VA_ARGS__);                  \
+#define WITH_GPU(name, test, ...)             \
+    TEST(name)                                \
+    {                                         \
+        uvm_open(&u);                         \
+        CHECK_EQ(uvm_register(&u, 0), NV_OK); \
+        CALL(test, __VA_ARGS__);              \
     }
 #define WITH_VASPACE(name, test, ...) \
-    TEST(name)                       \
-    {                                \
-        uvm_start(&u);               \
+    TEST(name)                        \
+    {                                 \
+        uvm_start(&u);                \
         CALL(test, __VA_ARGS__);      \
     }
 
@@ -70,12 +70,12 @@ NO_GPU(uvm_pageable_mem_access_type, GET_PAGEABLE_MEM_ACCESS_TYPE, 0)
 
 TEST(uvm_range_group_tree)
 {
-    UVM_TEST_RANGE_GROUP_TREE_PARAMS p = { .rmStatus = 0xdead };
+    UVM_TEST_RANGE_GROUP_TREE_PARAMS p = {.rmStatus = 0xdead};
     int rc;
 
     uvm_open(&u);
     for (int i = 0; i < 4; i++) {
-        UVM_CREATE_RANGE_GROUP_PARAMS c = { 0 };
+        UVM_CREATE_RANGE_GROUP_PARAMS c = {0};
         CHECK(ioctl(u.fd, UVM_CREATE_RANGE_GROUP, &c) == 0);
         p.rangeGroupIds[i] = c.rangeGroupId;
     }
@@ -125,7 +125,7 @@ WITH_VASPACE(uvm_invalidate_tlb_targeted, INVALIDATE_TLB, .gpu_uuid = u.uuid[0],
 
 TEST(uvm_get_gpu_ref_count)
 {
-    UVM_TEST_GET_GPU_REF_COUNT_PARAMS p = { 0 };
+    UVM_TEST_GET_GPU_REF_COUNT_PARAMS p = {0};
     int rc;
 
     uvm_open(&u);
@@ -165,10 +165,12 @@ static bool resident_on_gpu(void *p)
 
 static int faulting_access(bool write, void *va, uint64_t length, void *buf)
 {
-    struct simgpu_access a = {
-        .vas = sim_vas(&u, 0), .va = (uintptr_t)va, .len = length, .buf = (uintptr_t)buf, .batch = 32,
-        .flags = write ? SIMGPU_ACCESS_WRITE : 0
-    };
+    struct simgpu_access a = {.vas = sim_vas(&u, 0),
+                              .va = (uintptr_t)va,
+                              .len = length,
+                              .buf = (uintptr_t)buf,
+                              .batch = 32,
+                              .flags = write ? SIMGPU_ACCESS_WRITE : 0};
 
     CHECK(ioctl(sim_fd(), SIMGPU_ACCESS, &a) == 0);
     return a.result;
@@ -177,7 +179,7 @@ static int faulting_access(bool write, void *va, uint64_t length, void *buf)
 TEST(managed_migrate_and_back)
 {
     uint64_t length = managed_size(MB(4)), bad = 0, *p;
-    UVM_MIGRATE_PARAMS m = { .length = length, .cpuNumaNode = -1 };
+    UVM_MIGRATE_PARAMS m = {.length = length, .cpuNumaNode = -1};
 
     uvm_start(&u);
     p = managed(MANAGED, length);
@@ -260,9 +262,7 @@ static void stress(uint64_t seed, uint64_t length, int iterations)
             memset(p + off, it, size);
             memset(shadow + off, it, size);
             break;
-        case 1:
-            CHECK(!memcmp(p + off, shadow + off, size));
-            break;
+        case 1: CHECK(!memcmp(p + off, shadow + off, size)); break;
         case 2:
             memset(buf, it ^ 0x5a, size);
             memset(shadow + off, it ^ 0x5a, size);

@@ -39,9 +39,9 @@ struct vmtest {
 void vmtest_add(struct vmtest *t);
 
 // A case: passes when it returns. It runs in a child of its own, so descriptors and mappings end with it.
-#define TEST(name_)                                                               \
-    static void name_(void);                                                      \
-    static struct vmtest name_##_entry = { .name = #name_, .run = name_ };        \
+#define TEST(name_)                                                                            \
+    static void name_(void);                                                                   \
+    static struct vmtest name_##_entry = {.name = #name_, .run = name_};                       \
     __attribute__((constructor)) static void name_##_add(void) { vmtest_add(&name_##_entry); } \
     static void name_(void)
 
@@ -50,21 +50,21 @@ _Noreturn void vmtest_skip(const char *fmt, ...) __attribute__((format(printf, 1
 void vmtest_figure(const char *name, double value, const char *unit);
 
 #define FAIL(...) vmtest_fail(__FILE__, __LINE__, __VA_ARGS__)
-#define CHECK(cond)                                            \
-    do {                                                       \
-        if (!(cond))                                           \
-            FAIL("%s", #cond);                                 \
+#define CHECK(cond)            \
+    do {                       \
+        if (!(cond))           \
+            FAIL("%s", #cond); \
     } while (0)
-#define CHECK_MSG(cond, ...)                                   \
-    do {                                                       \
-        if (!(cond))                                           \
-            FAIL(__VA_ARGS__);                                 \
+#define CHECK_MSG(cond, ...)   \
+    do {                       \
+        if (!(cond))           \
+            FAIL(__VA_ARGS__); \
     } while (0)
-#define CHECK_EQ(a, b)                                                                                    \
-    do {                                                                                                  \
-        long long a_ = (long long)(a), b_ = (long long)(b);                                               \
-        if (a_ != b_)                                                                                     \
-            FAIL("%s is 0x%llx (%lld), not %s = 0x%llx (%lld)", #a, a_, a_, #b, b_, b_);                  \
+#define CHECK_EQ(a, b)                                                                   \
+    do {                                                                                 \
+        long long a_ = (long long)(a), b_ = (long long)(b);                              \
+        if (a_ != b_)                                                                    \
+            FAIL("%s is 0x%llx (%lld), not %s = 0x%llx (%lld)", #a, a_, a_, #b, b_, b_); \
     } while (0)
 
 // Integer from the environment: how a tier makes a test longer.
@@ -90,13 +90,13 @@ struct uvm {
 };
 
 int sim_fd(void);
-void uvm_open(struct uvm *u);                       // UVM_INITIALIZE and UVM_MM_INITIALIZE
+void uvm_open(struct uvm *u);                        // UVM_INITIALIZE and UVM_MM_INITIALIZE
 NV_STATUS uvm_register(struct uvm *u, unsigned gpu); // UVM_REGISTER_GPU
 NV_STATUS uvm_register_vaspace(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_register_channel(struct uvm *u, unsigned gpu, uint32_t handle); // what replayable accesses need
-void uvm_start(struct uvm *u);                      // open, and register GPU 0 with its VA space
+void uvm_start(struct uvm *u); // open, and register GPU 0 with its VA space
 void uvm_close(struct uvm *u);
 NV_STATUS uvm_free_range(struct uvm *u, uint64_t va, uint64_t length);
 NV_STATUS uvm_create_external(struct uvm *u, uint64_t va, uint64_t length);

@@ -14,7 +14,7 @@
 #define BACKDROP_BLOCK (UINT64_C(32) << 20)
 
 struct cuda {
-    struct vmem__cuda cuda; // first: vmem__cuda_op_*()
+    struct vmem__cuda cuda;         // first: vmem__cuda_op_*()
     struct vmem__backdrop backdrop; // one page
 };
 
@@ -47,20 +47,11 @@ static struct group next_group(const struct vmem__run *runs, size_t n)
     return g;
 }
 
-static struct cuda_range *range_of(const struct group *g)
-{
-    return g->range->priv;
-}
+static struct cuda_range *range_of(const struct group *g) { return g->range->priv; }
 
-static uint64_t slot_of(const struct group *g, uint64_t addr)
-{
-    return (addr - range_of(g)->r.addr) / PAGE;
-}
+static uint64_t slot_of(const struct group *g, uint64_t addr) { return (addr - range_of(g)->r.addr) / PAGE; }
 
-static bool has_backdrop(const struct group *g)
-{
-    return g->range->flags & VMEM_RESERVE_BACKDROP;
-}
+static bool has_backdrop(const struct group *g) { return g->range->flags & VMEM_RESERVE_BACKDROP; }
 
 // ---- address space ------------------------------------------------------------------------------------------
 
@@ -332,10 +323,7 @@ static int cuda_unmap(struct vmem__backend *b, const struct vmem__run *runs, siz
 
 // ---- opening ------------------------------------------------------------------------------------------------
 
-static int cuda_probe(const struct vmem_options *opts)
-{
-    return vmem__cuda_probe(opts->device);
-}
+static int cuda_probe(const struct vmem_options *opts) { return vmem__cuda_probe(opts->device); }
 
 static void cuda_close(struct vmem__backend *b, bool forked)
 {

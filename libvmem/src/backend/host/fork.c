@@ -32,8 +32,9 @@ struct mapping {
 static const char *number(const char *at, unsigned base, uint64_t *value)
 {
     for (*value = 0;; at++) {
-        const unsigned digit = *at >= '0' && *at <= '9' ? (unsigned)(*at - '0')
-                               : *at >= 'a' && *at <= 'f' ? (unsigned)(*at - 'a') + 10 : base;
+        const unsigned digit = *at >= '0' && *at <= '9'   ? (unsigned)(*at - '0')
+                               : *at >= 'a' && *at <= 'f' ? (unsigned)(*at - 'a') + 10
+                                                          : base;
         if (digit >= base)
             return at + (*at != '\0'); // behind what separates it from the next
         *value = *value * base + digit;

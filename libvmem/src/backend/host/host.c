@@ -39,14 +39,14 @@
 
 struct host {
     struct host_file file;
-    _Atomic uint64_t end;    // of the part of the file that was given to arenas
-    _Atomic uint64_t arenas; // bytes of those that exist
-    pthread_rwlock_t lock;   // read: changing mappings. write: undoing changes, with the ballast dropped
-    char *ballast;           // BALLAST_PAGES mappings of one page, or fewer
-    bool light;              // fewer
+    _Atomic uint64_t end;            // of the part of the file that was given to arenas
+    _Atomic uint64_t arenas;         // bytes of those that exist
+    pthread_rwlock_t lock;           // read: changing mappings. write: undoing changes, with the ballast dropped
+    char *ballast;                   // BALLAST_PAGES mappings of one page, or fewer
+    bool light;                      // fewer
     struct host_range *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
-    bool cgroup;             // a control group allows less than the machine has
-    _Atomic int64_t unasked; // bytes that may be populated before it is asked again
+    bool cgroup;                     // a control group allows less than the machine has
+    _Atomic int64_t unasked;         // bytes that may be populated before it is asked again
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -213,8 +213,10 @@ __attribute__((format(printf, 2, 3))) static int map_error(int err, const char *
     }
     if (!limit)
         return vmem__error(err, "%s: %s", what, strerror(-err));
-    return vmem__error(err, "%s: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
-                       "run of pages and for every gap; raise it, or use larger pages", what, strerror(-err), limit);
+    return vmem__error(err,
+                       "%s: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
+                       "run of pages and for every gap; raise it, or use larger pages",
+                       what, strerror(-err), limit);
 }
 
 // ---- address space ------------------------------------------------------------------------------------------
@@ -380,8 +382,8 @@ static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
     size_t end = *done + 1;
     for (; unmap && end < n && runs[end].range == r->range && runs[end].addr == r->addr + length; end++)
         length += runs[end].length;
-    int rc = unmap ? put(b, r->range, r->addr, length, NULL, 0)
-                   : put(b, r->range, r->addr, length, r->arena, r->offset);
+    int rc =
+        unmap ? put(b, r->range, r->addr, length, NULL, 0) : put(b, r->range, r->addr, length, r->arena, r->offset);
     if (!rc)
         *done = end;
     return rc;

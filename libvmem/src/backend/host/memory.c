@@ -12,13 +12,20 @@
 #include "backend/host/memory.h"
 
 // The memory controller's files. Both versions are mounted where every distribution and container runtime has them.
-static const struct version {
+struct version {
     const char *mount, *limit, *used, *cache[2];
-} v1 = {
-    "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+};
+static const struct version v1 = {
+    "/sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
     {"total_inactive_file ", "total_active_file "},
-}, v2 = {
-    "/sys/fs/cgroup", "memory.max", "memory.current", {"inactive_file ", "active_file "},
+};
+static const struct version v2 = {
+    "/sys/fs/cgroup",
+    "memory.max",
+    "memory.current",
+    {"inactive_file ", "active_file "},
 };
 
 // Opens a file to read; *out is NULL where there is none for us. An error is only what says nothing about the file: no

@@ -13,15 +13,9 @@ static int counted(struct stock *s, int err)
     return err;
 }
 
-static uint64_t block_down(uint64_t addr)
-{
-    return addr & ~(STOCK_BLOCK - 1);
-}
+static uint64_t block_down(uint64_t addr) { return addr & ~(STOCK_BLOCK - 1); }
 
-static uint64_t block_up(uint64_t addr)
-{
-    return block_down(addr + STOCK_BLOCK - 1);
-}
+static uint64_t block_up(uint64_t addr) { return block_down(addr + STOCK_BLOCK - 1); }
 
 static struct stock_slice after(struct stock_slice slice, uint64_t bytes)
 {
@@ -120,8 +114,8 @@ static int put(struct stock *s, struct stock_range *range, uint64_t addr, uint64
     int err = 0;
 
     if (now.memory)
-        coarse = coarse && (addr - now.offset) % STOCK_BLOCK == 0 &&
-                 (last - first == length || last - first >= PROMOTE_MIN);
+        coarse =
+            coarse && (addr - now.offset) % STOCK_BLOCK == 0 && (last - first == length || last - first >= PROMOTE_MIN);
     else
         coarse = coarse && range->backdrop && last - first >= 2 * STOCK_BLOCK;
     if (!coarse)

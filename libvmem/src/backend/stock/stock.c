@@ -262,8 +262,10 @@ static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
         err = word(s, page, &mapped_fine);
     if (!err && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
         vmem__cuda_fill(&s->cuda, addr, 0, STOCK_BLOCK); // the backdrop took the pattern
-        err = vmem__error(-EIO, "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
-                                "64 KiB page", mapped, removed, mapped_fine);
+        err = vmem__error(-EIO,
+                          "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
+                          "64 KiB page",
+                          mapped, removed, mapped_fine);
     }
     return err;
 }

@@ -155,8 +155,9 @@ static int make_alias(struct uvm *u, struct vmem__arena *a)
     if (!arena->aliased) {
         err = uvm_range_new(u, a->size, &arena->alias_range);
         if (!err) {
-            arena->alias = (struct vmem__range){
-                .addr = arena->alias_range.cuda.addr, .length = a->size, .priv = &arena->alias_range};
+            arena->alias = (struct vmem__range){.addr = arena->alias_range.cuda.addr,
+                                                .length = a->size,
+                                                .priv = &arena->alias_range};
             all.addr = arena->alias.addr;
             err = uvm_map(u, &all, 1, &bad);
             if (err)

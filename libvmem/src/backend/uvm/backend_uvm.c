@@ -115,20 +115,11 @@ static int backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t add
     return uvm_activate(b->priv, r->priv, addr, length);
 }
 
-static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
-{
-    return uvm_arena_new(b->priv, a);
-}
+static int arena_new(struct vmem__backend *b, struct vmem__arena *a) { return uvm_arena_new(b->priv, a); }
 
-static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
-{
-    uvm_arena_free(b->priv, a);
-}
+static void arena_free(struct vmem__backend *b, struct vmem__arena *a) { uvm_arena_free(b->priv, a); }
 
-static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
-{
-    return uvm_zero(b->priv, runs, n);
-}
+static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n) { return uvm_zero(b->priv, runs, n); }
 
 static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {

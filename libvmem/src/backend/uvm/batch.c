@@ -20,10 +20,7 @@ static bool before(const struct place *a, const struct place *b)
     return a->run < b->run || (a->run == b->run && a->done < b->done);
 }
 
-static uint64_t min(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
+static uint64_t min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 // The longest op that starts at a place; moves the place behind it.
 static void next_op(const struct vmem__run *runs, enum action action, const struct place *end, struct place *at,

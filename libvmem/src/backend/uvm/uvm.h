@@ -35,9 +35,9 @@ struct uvm_range {
 struct uvm_arena {
     struct uvm_arena *next; // in uvm.unreleased
     uint64_t pages;
-    uint64_t released;      // of these, the first ones
-    uint32_t chunk;         // pages of a chunk, but for the last
-    pthread_mutex_t lock;   // of the alias' making
+    uint64_t released;    // of these, the first ones
+    uint32_t chunk;       // pages of a chunk, but for the last
+    pthread_mutex_t lock; // of the alias' making
     bool aliased;
     struct vmem__range alias; // all of the arena mapped once, for zeroing
     struct uvm_range alias_range;
