@@ -52,7 +52,9 @@ def uints(name: str, values: Any) -> UInts:
 
 def flag(name: str, value: Any) -> bool:
     """value as a bool, which it must be. Raises TypeError."""
-    if value is True or value is False or isinstance(value, np.bool_):
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
         return bool(value)
     raise TypeError(f"{name} must be True or False, not {value!r}")
 

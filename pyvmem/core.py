@@ -306,8 +306,12 @@ class Context(_Owned):
 
         Raises `InvalidArgument`, with the element's ``index``, for what is no page (any more).
         """
-        handles, bad = uints("pages", self._handles(pages)), no_index()
-        _check(lib.vMemReleaseBatch(self._use(), as_buffer("vmem_page[]", handles), len(handles), bad), bad)
+        bad = no_index()
+        if type(pages) is int:  # one page: no array is needed
+            _check(lib.vMemReleaseBatch(self._use(), ffi.new("vmem_page *", uint("pages", pages)), 1, bad), bad)
+        else:
+            handles = uints("pages", self._handles(pages))
+            _check(lib.vMemReleaseBatch(self._use(), as_buffer("vmem_page[]", handles), len(handles), bad), bad)
 
     def page_info(self, page: SupportsIndex) -> PageInfo:
         """The `PageInfo` of a page handle."""
@@ -337,7 +341,7 @@ class Context(_Owned):
         VmemError
             With the ``index`` of the element at fault.
         """
-        if type(addrs) is int and type(pages) is int:  # one page: no array needed
+        if type(addrs) is int and type(pages) is int:  # one page: no array is needed
             op, bad = ffi.new("struct vmem_map_op *", (uint("addrs", addrs), uint("pages", pages))), no_index()
             _check(lib.vMemMapBatch(self._use(), op, 1, map_flags(replace, fine), bad), bad)
         else:
@@ -378,9 +382,8 @@ class Context(_Owned):
         `decommit` releases them. Raises `OutOfMemory`.
         """
         one_of("page_size", page_size, self.page_sizes)
-        ops, done = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths), ffi.new("uint64_t *")
-        buffer = as_buffer("struct vmem_range[]", ops)
-        _check(lib.vmem_commit(self._use(), buffer, len(ops), page_size, create_flags(zero), done))
+        (ranges, n), done = _ranges(addrs, lengths), ffi.new("uint64_t *")
+        _check(lib.vmem_commit(self._use(), ranges, n, page_size, create_flags(zero), done))
         return int(done[0])
 
     def decommit(self, addrs: Any, lengths: Any) -> int:
@@ -388,8 +391,8 @@ class Context(_Owned):
 
         A range must not cut a page.
         """
-        ops, done = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths), ffi.new("uint64_t *")
-        _check(lib.vmem_decommit(self._use(), as_buffer("struct vmem_range[]", ops), len(ops), done))
+        (ranges, n), done = _ranges(addrs, lengths), ffi.new("uint64_t *")
+        _check(lib.vmem_decommit(self._use(), ranges, n, done))
         return int(done[0])
 
     # ---- data ------------------------------------------------------------------------------------------------
@@ -430,6 +433,14 @@ class Context(_Owned):
             raise TypeError(f"data must be a contiguous bytes-like object, not {_kind(data)}") from None
         source = np.frombuffer(view, np.uint8) if len(view) else np.empty(0, np.uint8)
         self.copy(uint("addr", addr), source.ctypes.data, source.nbytes)
+
+
+def _ranges(addrs: Any, lengths: Any) -> tuple[Any, int]:
+    """Ranges (scalars or arrays, bytes) as a ``struct vmem_range[n]``, and n."""
+    if type(addrs) is int and type(lengths) is int:  # one range: no array is needed
+        return ffi.new("struct vmem_range *", (uint("addrs", addrs), uint("lengths", lengths))), 1
+    ops = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths)
+    return as_buffer("struct vmem_range[]", ops), len(ops)
 
 
 def _check_addresses(name: str, addrs: UInts) -> None:

@@ -50,9 +50,12 @@ def as_buffer(ctype: str, array: npt.NDArray[Any]) -> Any:
     return ffi.from_buffer(ctype, array)
 
 
+_SIZE, _NO_INDEX = ffi.typeof("size_t *"), lib.PV_NO_INDEX
+
+
 def no_index() -> Any:
     """What receives the index of a batch's element at fault."""
-    return ffi.new("size_t *", lib.PV_NO_INDEX)
+    return ffi.new(_SIZE, _NO_INDEX)
 
 
 def map_flags(replace: bool, fine: bool) -> int:

@@ -19,6 +19,7 @@ _ROWS = (
     ("reserve 1 GiB of addresses", "vmm", "reserve 1 GiB", None),
     ("create a page", "vmm", "create", "bare"),
     ("map a page", "vmm", "map", "bare"),
+    ("map a page, from Python", "vmm", "map, from Python", None),
     ("release a page, unmap included", "vmm", "release, unmap included", "bare"),
     ("map 1,024 scattered pages", "vmm", "map, batch of 1024 scattered pages", "bare"),
     ("unmap 1,024 scattered pages", "vmm", "unmap, batch of 1024 scattered pages", "bare"),

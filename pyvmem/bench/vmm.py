@@ -71,6 +71,9 @@ class Calls:
                 self.seen |= {"map, no backdrop": arrays[1], "release, unmap included, no backdrop": arrays[3]}
         if "gpu" in context.info().capabilities and page_size < BLOCK:
             self._open_blocks(self._rows[0][0])
+        self._page = stack.enter_context(context.create(page_size))
+        self._python = np.zeros((2, n), np.uint64)
+        self.seen |= zip(("map, from Python", "unmap, from Python"), self._python)
 
     def _pages(self, range_, stride, first, count, raw):
         # A driver call for memory once in many pages is no part of any page's latency.
@@ -87,6 +90,17 @@ class Calls:
     def round(self, first, count):
         for range_, raw in self._rows:
             self._pages(range_, STRIDE, first, count, raw)
+        self._from_python(self._rows[0][0], first, count)
+
+    def _from_python(self, range_, first, count):
+        """The same page's samples through `Reservation.map` and `unmap`."""
+        for i in range(first, first + count):
+            offset = i * STRIDE % (RANGE // self.page_size) * self.page_size
+            start = perf_counter_ns()
+            range_.map(self._page, offset)
+            mapped = perf_counter_ns()
+            range_.unmap(offset, self.page_size)
+            self._python[:, i] = mapped - start, perf_counter_ns() - mapped
 
 
 class CudaCalls:
