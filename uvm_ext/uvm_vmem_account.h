@@ -12,7 +12,7 @@ struct uvm_vmem_user;
 
 enum uvm_vmem_what {
     UVM_VMEM_DEVICE_BYTES, // device memory: parameter uvm_vmem_max_mbytes
-    UVM_VMEM_KERNEL_BYTES, // kernel memory behind windows: parameter uvm_vmem_max_kernel_mbytes
+    UVM_VMEM_KERNEL_BYTES, // kernel memory behind overlays: parameter uvm_vmem_max_kernel_mbytes
     UVM_VMEM_WHATS,
 };
 

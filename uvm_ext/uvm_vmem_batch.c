@@ -1,4 +1,4 @@
-// MAP and UNMAP: every element checked, every window and table at hand, before the first entry changes.
+// MAP and UNMAP: every element checked, every overlay and table at hand, before the first entry changes.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
@@ -88,22 +88,22 @@ static NV_STATUS op_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *o
     *handle = uvm_vmem_handle_find(call->space, op->handle);
     if (!*handle || (*handle)->slab->owner != call->vgpu)
         return NV_ERR_INVALID_OBJECT_HANDLE;
-    if (op->offset + op->length > (*handle)->units * UVM_VMEM_GRANULE)
+    if (op->offset + op->length > (*handle)->granules * UVM_VMEM_GRANULE)
         return NV_ERR_INVALID_OFFSET;
     return NV_OK;
 }
 
-// Open the slot behind a window, if it can be.
-static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_window *window, uvm_vmem_open_t open)
+// Open the block behind an overlay, if it can be.
+static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, uvm_vmem_open_t open)
 {
-    NvU64 va = window->end + 1;
+    NvU64 va = overlay->end + 1;
     uvm_vmem_range_t *range = uvm_vmem_range_find(call->va_space, va);
-    struct uvm_vmem_window *next;
+    struct uvm_vmem_overlay *next;
     NV_STATUS status;
 
-    if (!range || va != uvm_vmem_slot(va) || !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_SLOT))
+    if (!range || va != uvm_vmem_block(va) || !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_BLOCK))
         return NV_OK;
-    status = uvm_vmem_window_touch(call, range, va, open, false, &next);
+    status = uvm_vmem_overlay_touch(call, range, va, open, false, &next);
     return status == NV_ERR_UVM_ADDRESS_IN_USE ? NV_OK : status;
 }
 
@@ -111,7 +111,7 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
 {
     NvU64 va = op->va;
     NvU64 end = op->va + op->length - 1;
-    struct uvm_vmem_window *window = NULL;
+    struct uvm_vmem_overlay *overlay = NULL;
     struct uvm_vmem_handle *handle;
     uvm_vmem_range_t *range;
     NV_STATUS status;
@@ -123,30 +123,30 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
     if (!handle)
         return NV_ERR_INVALID_OBJECT_HANDLE;
 
-    huge = !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_SLOT && va == uvm_vmem_slot(va) &&
+    huge = !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_BLOCK && va == uvm_vmem_block(va) &&
            uvm_vmem_gpu_has_huge(call->gpu);
 
     while (va <= end) {
         struct uvm_vmem_piece piece;
         NvU32 mask;
 
-        status = uvm_vmem_window_touch(call, range, va, op_open(op, true), huge, &window);
+        status = uvm_vmem_overlay_touch(call, range, va, op_open(op, true), huge, &overlay);
         if (status != NV_OK)
             return status;
 
-        piece.window = window;
+        piece.overlay = overlay;
         piece.handle = handle;
         piece.first = uvm_vmem_index(va);
-        piece.count = (min(end, window->end) - va + 1) / UVM_VMEM_GRANULE;
-        piece.unit = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
+        piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
+        piece.granule = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
         piece.invalid = false;
         mask = uvm_vmem_mask(piece.first, piece.count);
 
-        if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (window->occupied & mask))
+        if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->occupied & mask))
             return NV_ERR_UVM_ADDRESS_IN_USE;
-        window->occupied |= mask;
-        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M && !huge)
-            window->cut_wanted = true;
+        overlay->occupied |= mask;
+        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !huge)
+            overlay->cut_wanted = true;
 
         status = uvm_vmem_piece_add(call, &piece);
         if (status != NV_OK)
@@ -154,27 +154,27 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         va += piece.count * UVM_VMEM_GRANULE;
         cond_resched();
     }
-    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !window->had_pages)
-        return open_ahead(call, window, op_open(op, true));
+    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->had_pages)
+        return open_ahead(call, overlay, op_open(op, true));
     return NV_OK;
 }
 
-// Whether the units in mask are all mapped to the handle, from `unit` on.
-static bool window_holds(struct uvm_vmem_window *window, NvU32 mask, struct uvm_vmem_handle *handle, NvU32 unit)
+// Whether the granules in mask are all mapped to the handle, from `granule` on.
+static bool overlay_holds(struct uvm_vmem_overlay *overlay, NvU32 mask, struct uvm_vmem_handle *handle, NvU32 granule)
 {
     NvU32 first = __ffs(mask);
     NvU32 i;
 
-    if ((window->occupied & mask) != mask)
+    if ((overlay->occupied & mask) != mask)
         return false;
-    for (i = first; i < UVM_VMEM_UNITS && (mask & (1U << i)); i++) {
-        if (window->entries[i].handle != handle || window->entries[i].unit != unit + i - first)
+    for (i = first; i < UVM_VMEM_GRANULES && (mask & (1U << i)); i++) {
+        if (overlay->entries[i].handle != handle || overlay->entries[i].granule != granule + i - first)
             return false;
     }
     return true;
 }
 
-// Skip what is not a window. *va is the next address to look at.
+// Skip what is not an overlay. *va is the next address to look at.
 static NV_STATUS unmap_skip(struct uvm_vmem_call *call, uvm_vmem_range_t *range, const struct uvm_vmem_op *op,
                             NvU64 *va)
 {
@@ -207,12 +207,12 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
         return status;
 
     while (va <= end) {
-        struct uvm_vmem_window *window;
+        struct uvm_vmem_overlay *overlay;
         struct uvm_vmem_piece piece;
         NvU32 mask;
 
-        status = uvm_vmem_window_touch(call, range, va, op_open(op, false), false, &window);
-        if (status == NV_OK && !window) {
+        status = uvm_vmem_overlay_touch(call, range, va, op_open(op, false), false, &overlay);
+        if (status == NV_OK && !overlay) {
             status = unmap_skip(call, range, op, &va);
             if (status == NV_OK)
                 continue;
@@ -220,21 +220,21 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
         if (status != NV_OK)
             return status;
 
-        piece.window = window;
+        piece.overlay = overlay;
         piece.handle = NULL;
         piece.first = uvm_vmem_index(va);
-        piece.count = (min(end, window->end) - va + 1) / UVM_VMEM_GRANULE;
-        piece.unit = 0;
+        piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
+        piece.granule = 0;
         piece.invalid = op->flags & UVM_VMEM_UNMAP_INVALID;
         mask = uvm_vmem_mask(piece.first, piece.count);
 
-        if (handle && !window_holds(window, mask, handle, (op->offset + (va - op->va)) / UVM_VMEM_GRANULE))
+        if (handle && !overlay_holds(overlay, mask, handle, (op->offset + (va - op->va)) / UVM_VMEM_GRANULE))
             return NV_ERR_OBJECT_NOT_FOUND;
-        window->occupied &= ~mask;
+        overlay->occupied &= ~mask;
 
         // A 2 MiB entry is a page or nothing; there is no sparse one.
-        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M && !(piece.invalid && mask == ~0U))
-            window->cut_wanted = true;
+        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !(piece.invalid && mask == ~0U))
+            overlay->cut_wanted = true;
 
         status = uvm_vmem_piece_add(call, &piece);
         if (status != NV_OK)
@@ -256,7 +256,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     if (status != NV_OK)
         return status;
 
-    uvm_vmem_windows_reap(call->space, UVM_VMEM_REAP_PER_CALL);
+    uvm_vmem_overlays_reap(call->space, UVM_VMEM_REAP_PER_CALL);
 
     mutex_lock(&call->space->lock);
     call->vgpu = uvm_vmem_gpu_find(call->space, call->gpu, true);
@@ -273,7 +273,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     }
 
     if (status == NV_OK)
-        status = uvm_vmem_windows_cut(call);
+        status = uvm_vmem_overlays_cut(call);
     if (status != NV_OK) {
         uvm_vmem_call_undo(call);
         return status;

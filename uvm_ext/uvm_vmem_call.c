@@ -26,7 +26,7 @@ static NV_STATUS step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_
         status = change(call, arg);
     uvm_va_space_downgrade_write(call->va_space);
 
-    // Also after a failure: windows may have been cut.
+    // Also after a failure: overlays may have been cut.
     wait = uvm_vmem_push_wait(&call->push);
     done = status == NV_OK || status == NV_WARN_MORE_PROCESSING_REQUIRED;
     if (done && wait == NV_OK && changed)

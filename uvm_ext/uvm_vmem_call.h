@@ -14,7 +14,7 @@ struct uvm_vmem_call {
     struct uvm_vmem_gpu *vgpu;
     uvm_page_tree_t *tree; // NULL (RELEASE alone): the GPU has no address space, so nothing is mapped
 
-    struct list_head touched; // windows
+    struct list_head touched; // overlays
     struct uvm_vmem_piece *pieces;
     NvU32 num_pieces;
     NvU32 max_pieces;

@@ -17,7 +17,7 @@ NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
 
 NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p)
 {
-    if (p->flags || p->reserved || p->pad || !p->count || !uvm_vmem_page_units(p->page_size))
+    if (p->flags || p->reserved || p->pad || !p->count || !uvm_vmem_page_granules(p->page_size))
         return NV_ERR_INVALID_ARGUMENT;
     if (p->count > UVM_VMEM_MAX_OPS || p->count * p->page_size > UVM_VMEM_MAX_BYTES)
         return NV_ERR_INVALID_LIMIT;
@@ -52,7 +52,7 @@ NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total
     if (!map) {
         if ((op->flags & UVM_VMEM_UNMAP_INVALID) && (op->flags & ~(__u32)UVM_VMEM_UNMAP_INVALID))
             return NV_ERR_INVALID_ARGUMENT;
-        // Taking a slot over opens a window in it.
+        // Taking a block over opens an overlay in it.
         if ((op->flags & UVM_VMEM_TAKEOVER) && !(op->flags & UVM_VMEM_UNMAP_OPEN))
             return NV_ERR_INVALID_ARGUMENT;
         if (!op->handle && op->offset)
@@ -65,8 +65,8 @@ NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total
         return NV_ERR_INVALID_ADDRESS;
 
     if (map || op->handle) {
-        if (misaligned(op->offset, UVM_VMEM_GRANULE) || op->offset >= UVM_VMEM_SLOT ||
-            op->length > UVM_VMEM_SLOT - op->offset)
+        if (misaligned(op->offset, UVM_VMEM_GRANULE) || op->offset >= UVM_VMEM_BLOCK ||
+            op->length > UVM_VMEM_BLOCK - op->offset)
             return NV_ERR_INVALID_OFFSET;
     }
 

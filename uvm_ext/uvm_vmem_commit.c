@@ -8,100 +8,100 @@
 
 static NvU64 page_pte(struct uvm_vmem_call *call, const struct uvm_vmem_entry *entry)
 {
-    NvU64 address = uvm_vmem_handle_address(entry->handle) + entry->unit * UVM_VMEM_GRANULE;
+    NvU64 address = uvm_vmem_handle_address(entry->handle) + entry->granule * UVM_VMEM_GRANULE;
 
     return call->tree->hal->make_pte(UVM_APERTURE_VID, address, UVM_PROT_READ_WRITE_ATOMIC, UVM_MMU_PTE_FLAGS_CACHED);
 }
 
-static NvU64 entry_pte(struct uvm_vmem_call *call, const struct uvm_vmem_window *window, NvU32 index)
+static NvU64 entry_pte(struct uvm_vmem_call *call, const struct uvm_vmem_overlay *overlay, NvU32 index)
 {
-    if (window->pages & (1U << index))
-        return page_pte(call, &window->entries[index]);
-    return window->sparse & (1U << index) ? call->tree->hal->make_sparse_pte() : 0;
+    if (overlay->pages & (1U << index))
+        return page_pte(call, &overlay->entries[index]);
+    return overlay->sparse & (1U << index) ? call->tree->hal->make_sparse_pte() : 0;
 }
 
-static bool window_is_huge(const struct uvm_vmem_window *window)
+static bool overlay_is_huge(const struct uvm_vmem_overlay *overlay)
 {
-    return !window->cut && uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M;
+    return !overlay->cut && uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M;
 }
 
-// 64 KiB units whose entries are to be written.
-static NvU32 window_writes(const struct uvm_vmem_window *window)
+// Granules whose entries are to be written.
+static NvU32 overlay_writes(const struct uvm_vmem_overlay *overlay)
 {
-    if (window->fresh || window->taken || window->cut)
-        return uvm_vmem_cover(window->start, window->end);
-    return window->changed;
+    if (overlay->fresh || overlay->taken || overlay->cut)
+        return uvm_vmem_cover(overlay->start, overlay->end);
+    return overlay->changed;
 }
 
-// Whether the 2 MiB entry of a window that is cut goes first, and the table comes after an invalidate. A TLB must not
+// Whether the 2 MiB entry of an overlay that is cut goes first, and the table comes after an invalidate. A TLB must not
 // hold an address in entries of two sizes, or accesses to it lose their order; UVM never goes in one step. With
 // uvm_vmem_one_step it is done where no page stays, so that there is no order to lose: not seen on hardware.
-static bool window_breaks(const struct uvm_vmem_window *window)
+static bool overlay_breaks(const struct uvm_vmem_overlay *overlay)
 {
-    bool valid = window->taken || window->had_pages;
-    bool keeps = !window->taken && (window->had_pages & window->pages & ~window->changed);
+    bool valid = overlay->taken || overlay->had_pages;
+    bool keeps = !overlay->taken && (overlay->had_pages & overlay->pages & ~overlay->changed);
 
-    return window->cut && valid && (keeps || !uvm_vmem_is_one_step());
+    return overlay->cut && valid && (keeps || !uvm_vmem_is_one_step());
 }
 
-static void huge_write(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+static void huge_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
-    uvm_page_table_range_t *range = &window->map->pt_range_vec.ranges[0];
+    uvm_page_table_range_t *range = &overlay->map->pt_range_vec.ranges[0];
     uvm_gpu_phys_address_t address = uvm_page_table_range_entry_address(call->tree, range, 0);
     NvU32 size = uvm_mmu_pte_size(call->tree, UVM_PAGE_SIZE_2M);
 
     // All 2 MiB of one page, or nothing: everything else was cut.
-    if (window->pages)
-        uvm_pte_batch_write_pte(&call->push.ptes, address, page_pte(call, &window->entries[0]), size);
+    if (overlay->pages)
+        uvm_pte_batch_write_pte(&call->push.ptes, address, page_pte(call, &overlay->entries[0]), size);
     else
         uvm_pte_batch_clear_ptes(&call->push.ptes, address, 0, size, 1);
 }
 
-static void entry_write(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 index)
+static void entry_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index)
 {
-    NvU64 va = uvm_vmem_slot(window->start) + index * UVM_VMEM_GRANULE;
+    NvU64 va = uvm_vmem_block(overlay->start) + index * UVM_VMEM_GRANULE;
     NvU32 size = uvm_mmu_pte_size(call->tree, UVM_PAGE_SIZE_64K);
     uvm_page_table_range_t *range;
     NvU64 start;
 
-    if (window->cut) {
-        range = &window->table;
-        start = uvm_vmem_slot(window->start);
+    if (overlay->cut) {
+        range = &overlay->table;
+        start = uvm_vmem_block(overlay->start);
     } else {
-        uvm_ext_gpu_map_t *map = uvm_vmem_window_map(call, window, index);
+        uvm_ext_gpu_map_t *map = uvm_vmem_overlay_map(call, overlay, index);
 
         range = &map->pt_range_vec.ranges[0];
         start = map->pt_range_vec.start;
     }
     uvm_pte_batch_write_pte(&call->push.ptes,
                             uvm_page_table_range_entry_address(call->tree, range, (va - start) / UVM_VMEM_GRANULE),
-                            entry_pte(call, window, index), size);
+                            entry_pte(call, overlay, index), size);
 }
 
-static void entries_write(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 mask)
+static void entries_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 mask)
 {
     for (; mask; mask &= mask - 1)
-        entry_write(call, window, __ffs(mask));
+        entry_write(call, overlay, __ffs(mask));
 }
 
-// The entries of all windows. Those of a cut window go to its new table, which the GPU does not reach yet.
+// The entries of all overlays. Those of a cut overlay go to its new table, which the GPU does not reach yet.
 static NV_STATUS stage_entries(struct uvm_vmem_call *call)
 {
-    struct uvm_vmem_window *window;
+    struct uvm_vmem_overlay *overlay;
     NV_STATUS status;
 
-    list_for_each_entry(window, &call->touched, touched) {
-        NvU32 mask = window_writes(window);
+    list_for_each_entry(overlay, &call->touched, touched) {
+        NvU32 mask = overlay_writes(overlay);
 
         if (!mask)
             continue;
-        status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_WINDOW_SPACE);
+        status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_OVERLAY_SPACE);
         if (status != NV_OK)
             return status;
-        if (window_is_huge(window))
-            huge_write(call, window);
+        if (overlay_is_huge(overlay))
+            huge_write(call, overlay);
         else
-            entries_write(call, window, mask);
+            entries_write(call, overlay, mask);
     }
     return NV_OK;
 }
@@ -110,22 +110,22 @@ static NV_STATUS stage_entries(struct uvm_vmem_call *call)
 static NV_STATUS stage_break(struct uvm_vmem_call *call)
 {
     NvU32 size = uvm_mmu_pte_size(call->tree, UVM_PAGE_SIZE_2M);
-    struct uvm_vmem_window *window;
+    struct uvm_vmem_overlay *overlay;
     NV_STATUS status;
 
     uvm_vmem_push_invalidate_begin(&call->push);
-    list_for_each_entry(window, &call->touched, touched) {
+    list_for_each_entry(overlay, &call->touched, touched) {
         uvm_page_table_range_t *range;
 
-        if (!window_breaks(window))
+        if (!overlay_breaks(overlay))
             continue;
-        range = &window->map->pt_range_vec.ranges[0];
+        range = &overlay->map->pt_range_vec.ranges[0];
         status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_PDE_SPACE);
         if (status != NV_OK)
             return status;
         uvm_pte_batch_clear_ptes(&call->push.ptes, uvm_page_table_range_entry_address(call->tree, range, 0), 0, size,
                                  1);
-        uvm_vmem_push_invalidate_add(&call->push, window->start, window->end, true);
+        uvm_vmem_push_invalidate_add(&call->push, overlay->start, overlay->end, true);
     }
     uvm_vmem_push_entries_end(&call->push);
     uvm_vmem_push_invalidate(&call->push, uvm_hal_downgrade_membar_type(call->gpu, true));
@@ -136,15 +136,15 @@ static NV_STATUS stage_break(struct uvm_vmem_call *call)
 static NV_STATUS stage_directories(struct uvm_vmem_call *call)
 {
     uvm_membar_t membar = UVM_MEMBAR_NONE;
-    struct uvm_vmem_window *window;
+    struct uvm_vmem_overlay *overlay;
     NV_STATUS status;
 
-    list_for_each_entry(window, &call->touched, touched) {
+    list_for_each_entry(overlay, &call->touched, touched) {
         uvm_page_table_range_t *single;
 
-        if (!window->cut)
+        if (!overlay->cut)
             continue;
-        single = &window->map->pt_range_vec.ranges[0];
+        single = &overlay->map->pt_range_vec.ranges[0];
         status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_PDE_SPACE);
         if (status != NV_OK)
             return status;
@@ -166,20 +166,20 @@ static NV_STATUS stage_directories(struct uvm_vmem_call *call)
 static void stage_invalidate(struct uvm_vmem_call *call)
 {
     uvm_membar_t membar = UVM_MEMBAR_NONE;
-    struct uvm_vmem_window *window;
+    struct uvm_vmem_overlay *overlay;
 
     uvm_vmem_push_invalidate_begin(&call->push);
-    list_for_each_entry(window, &call->touched, touched) {
-        NvU32 mask = window_writes(window);
-        NvU64 slot = uvm_vmem_slot(window->start);
+    list_for_each_entry(overlay, &call->touched, touched) {
+        NvU32 mask = overlay_writes(overlay);
+        NvU64 block = uvm_vmem_block(overlay->start);
 
         if (!mask)
             continue;
-        if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M)
-            uvm_vmem_push_invalidate_add(&call->push, window->start, window->end, true);
+        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)
+            uvm_vmem_push_invalidate_add(&call->push, overlay->start, overlay->end, true);
         else
-            uvm_vmem_push_invalidate_add(&call->push, slot + __ffs(mask) * UVM_VMEM_GRANULE,
-                                         slot + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);
+            uvm_vmem_push_invalidate_add(&call->push, block + __ffs(mask) * UVM_VMEM_GRANULE,
+                                         block + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);
     }
 
     // Memory that goes away is local vidmem, also that of a mapping taken over: accesses by the old entries must have
@@ -210,102 +210,102 @@ static NV_STATUS push_all(struct uvm_vmem_call *call)
 }
 
 // Bring the books to where the page tables are, or will be when the push is done.
-static void window_settle(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
-    list_del_init(&window->touched);
+    list_del_init(&overlay->touched);
 
     // UVM waits for it before it touches the mapping. Without memory for a longer tracker this waits; any other failure
     // is a fatal error, which the call's wait reports.
-    if (window->map) {
-        (void)uvm_tracker_add_tracker_safe(&window->map->tracker, &call->push.tracker);
+    if (overlay->map) {
+        (void)uvm_tracker_add_tracker_safe(&overlay->map->tracker, &call->push.tracker);
     } else {
         NvU32 mask;
 
-        for (mask = window->changed; mask; mask &= mask - 1) {
-            uvm_ext_gpu_map_t *map = uvm_vmem_window_map(call, window, __ffs(mask));
+        for (mask = overlay->changed; mask; mask &= mask - 1) {
+            uvm_ext_gpu_map_t *map = uvm_vmem_overlay_map(call, overlay, __ffs(mask));
 
             (void)uvm_tracker_add_tracker_safe(&map->tracker, &call->push.tracker);
         }
     }
 
-    if (window->cut) {
-        uvm_page_table_range_vec_t *vec = &window->map->pt_range_vec;
+    if (overlay->cut) {
+        uvm_page_table_range_vec_t *vec = &overlay->map->pt_range_vec;
         uvm_page_table_range_t single = vec->ranges[0];
 
         vec->page_size = UVM_PAGE_SIZE_64K;
-        vec->ranges[0] = window->table;
+        vec->ranges[0] = overlay->table;
 
         // The directory is held by the new table: this frees nothing, and writes nothing.
         uvm_page_tree_put_ptes_async(call->tree, &single);
     }
 
-    if (window->former) {
-        uvm_gpu_retain(window->former->owning_gpu);
-        uvm_deferred_free_object_add(&call->deferred_free, &window->former->deferred_free,
+    if (overlay->former) {
+        uvm_gpu_retain(overlay->former->owning_gpu);
+        uvm_deferred_free_object_add(&call->deferred_free, &overlay->former->deferred_free,
                                      UVM_DEFERRED_FREE_OBJECT_TYPE_EXTERNAL_ALLOCATION);
-        window->former = NULL;
+        overlay->former = NULL;
     }
-    window->map = NULL;
-    window->range = NULL;
+    overlay->map = NULL;
+    overlay->range = NULL;
 }
 
 static NV_STATUS commit(struct uvm_vmem_call *call)
 {
-    struct uvm_vmem_window *window, *next;
+    struct uvm_vmem_overlay *overlay, *next;
     bool work = false;
 
-    list_for_each_entry(window, &call->touched, touched) {
-        work = work || window_writes(window);
-        call->downgrade = call->downgrade || window->former;
-        call->sparse_goes = call->sparse_goes || window->taken;
+    list_for_each_entry(overlay, &call->touched, touched) {
+        work = work || overlay_writes(overlay);
+        call->downgrade = call->downgrade || overlay->former;
+        call->sparse_goes = call->sparse_goes || overlay->taken;
     }
     if (work)
         call->space->dead = push_all(call);
 
-    list_for_each_entry_safe(window, next, &call->touched, touched)
-        window_settle(call, window);
+    list_for_each_entry_safe(overlay, next, &call->touched, touched)
+        overlay_settle(call, overlay);
     return call->space->dead;
 }
 
-void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_window *window, NvU32 index, bool invalid)
+void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index, bool invalid)
 {
     NvU32 bit = 1U << index;
 
-    if (window->pages & bit) {
-        uvm_vmem_entry_clear(window, index);
+    if (overlay->pages & bit) {
+        uvm_vmem_entry_clear(overlay, index);
         call->downgrade = true;
-    } else if (!(window->sparse & bit) == invalid) {
+    } else if (!(overlay->sparse & bit) == invalid) {
         return;
     }
-    window->changed |= bit;
-    window->sparse &= ~bit;
+    overlay->changed |= bit;
+    overlay->sparse &= ~bit;
     if (!invalid)
-        window->sparse |= bit;
+        overlay->sparse |= bit;
 }
 
-static void unit_map(struct uvm_vmem_call *call, const struct uvm_vmem_piece *piece, NvU32 n)
+static void granule_map(struct uvm_vmem_call *call, const struct uvm_vmem_piece *piece, NvU32 n)
 {
-    struct uvm_vmem_window *window = piece->window;
+    struct uvm_vmem_overlay *overlay = piece->overlay;
     NvU32 index = piece->first + n;
-    struct uvm_vmem_entry *entry = &window->entries[index];
+    struct uvm_vmem_entry *entry = &overlay->entries[index];
     NvU32 bit = 1U << index;
 
-    if (window->pages & bit) {
-        if (entry->handle == piece->handle && entry->unit == piece->unit + n)
+    if (overlay->pages & bit) {
+        if (entry->handle == piece->handle && entry->granule == piece->granule + n)
             return;
-        uvm_vmem_entry_clear(window, index);
+        uvm_vmem_entry_clear(overlay, index);
         call->downgrade = true;
     }
-    if (window->sparse & bit)
-        call->sparse_goes = call->sparse_goes || !window->fresh;
-    window->changed |= bit;
-    window->sparse &= ~bit;
+    if (overlay->sparse & bit)
+        call->sparse_goes = call->sparse_goes || !overlay->fresh;
+    overlay->changed |= bit;
+    overlay->sparse &= ~bit;
 
     entry->handle = piece->handle;
-    entry->unit = piece->unit + n;
+    entry->granule = piece->granule + n;
     list_add_tail(&entry->node, &piece->handle->entries);
-    window->pages |= bit;
-    atomic64_add(UVM_VMEM_GRANULE, &window->vgpu->bytes_mapped);
+    overlay->pages |= bit;
+    atomic64_add(UVM_VMEM_GRANULE, &overlay->vgpu->bytes_mapped);
 }
 
 NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call)
@@ -317,9 +317,9 @@ NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call)
 
         for (n = 0; n < piece->count; n++) {
             if (piece->handle)
-                unit_map(call, piece, n);
+                granule_map(call, piece, n);
             else
-                uvm_vmem_entry_unmap(call, piece->window, piece->first + n, piece->invalid);
+                uvm_vmem_entry_unmap(call, piece->overlay, piece->first + n, piece->invalid);
         }
         cond_resched();
     }
@@ -328,14 +328,14 @@ NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call)
 
 void uvm_vmem_call_undo(struct uvm_vmem_call *call)
 {
-    struct uvm_vmem_window *window, *next;
+    struct uvm_vmem_overlay *overlay, *next;
     bool any_cut = false;
 
-    list_for_each_entry_safe(window, next, &call->touched, touched) {
-        if (window->cut)
+    list_for_each_entry_safe(overlay, next, &call->touched, touched) {
+        if (overlay->cut)
             any_cut = true;
         else
-            uvm_vmem_window_undo(call, window);
+            uvm_vmem_overlay_undo(call, overlay);
     }
     if (any_cut)
         (void)commit(call);
@@ -345,8 +345,9 @@ NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_p
 {
     struct uvm_vmem_piece *last = call->num_pieces ? &call->pieces[call->num_pieces - 1] : NULL;
 
-    if (last && last->window == piece->window && last->handle == piece->handle && last->invalid == piece->invalid &&
-        last->first + last->count == piece->first && (!piece->handle || last->unit + last->count == piece->unit)) {
+    if (last && last->overlay == piece->overlay && last->handle == piece->handle && last->invalid == piece->invalid &&
+        last->first + last->count == piece->first &&
+        (!piece->handle || last->granule + last->count == piece->granule)) {
         last->count += piece->count;
         return NV_OK;
     }

@@ -18,8 +18,8 @@ static inline bool uvm_vmem_is_ioctl(unsigned int cmd) { return _IOC_TYPE(cmd) =
 // parameters in and out itself.
 long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 
-// Forget the GPU's windows and free its pages. UVM has cleared and invalidated every external mapping on the GPU before
-// (or its address space was never registered).
+// Forget the GPU's overlays and free its pages. UVM has cleared and invalidated every external mapping on the GPU
+// before (or its address space was never registered).
 //
 // LOCKING: the VA space lock must be held in write mode.
 void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);

@@ -5,17 +5,17 @@
 // or written. A kernel module without vMem answers every one of them with -1, EINVAL; on a descriptor that is not a
 // UVM address space rmStatus is NV_ERR_ILLEGAL_ACTION. So QUERY finds the right descriptor of a process that has many.
 //
-// Physical memory, handles and windows belong to the open file: they survive fork() and travel with the descriptor, and
-// end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table:
+// Physical memory, handles and overlays belong to the open file: they survive fork() and travel with the descriptor,
+// and end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table:
 // never an address, never used twice in the life of the file, and without meaning to another file.
 //
 // Addresses are those of external ranges of the file's address space, which CUDA makes where it maps memory, or the
-// caller by UVM_CREATE_EXTERNAL_RANGE; UVM_FREE gives them back, with the windows in them.
+// caller by UVM_CREATE_EXTERNAL_RANGE; UVM_FREE gives them back, with the overlays in them.
 //
-// A *window* is what the module keeps for each 2 MiB slot of address space (or the part of it that a range covers) that
-// it maps something in. Every 64 KiB of a window is a page, sparse (reads return zero, writes are dropped), or invalid
-// (accesses fault). A window opens with all of it sparse. It closes with its range or by UVM's own calls (UVM_FREE,
-// UVM_UNMAP_EXTERNAL, UVM_UNREGISTER_GPU_VASPACE): these work on it as on any external mapping.
+// An *overlay* is what the module keeps for each 2 MiB block of address space (or the part of it that a range covers)
+// that it maps something in. Every 64 KiB of an overlay is a page, sparse (reads return zero, writes are dropped), or
+// invalid (accesses fault). An overlay opens with all of it sparse. It closes with its range or by UVM's own calls
+// (UVM_FREE, UVM_UNMAP_EXTERNAL, UVM_UNREGISTER_GPU_VASPACE): these work on it as on any external mapping.
 //
 // Growth: a structure never changes once released. New element fields go behind the old ones under a larger opSize (the
 // missing ones of an old caller read as zero, and what a new caller adds must be zero to an old module), new meanings
@@ -53,14 +53,14 @@
 #define UVM_VMEM_MAX_OP_SIZE 128
 
 #define UVM_VMEM_GRANULE (1ULL << 16) // every address, offset and length in MAP and UNMAP is a multiple of it
-#define UVM_VMEM_SLOT (1ULL << 21)
+#define UVM_VMEM_BLOCK (1ULL << 21)
 
 // out_failed when no single element is at fault
 #define UVM_VMEM_NO_OP 0xFFFFFFFFu
 
 // out_caps
 #define UVM_VMEM_CAP_LIVE_REPLACE 0x1   // UVM_VMEM_MAP_REPLACE writes entries of the same size in place
-#define UVM_VMEM_CAP_SPARSE 0x2         // unbacked parts of a window read as zero
+#define UVM_VMEM_CAP_SPARSE 0x2         // unbacked parts of an overlay read as zero
 #define UVM_VMEM_CAP_TAKEOVER 0x4       // there is UVM_VMEM_TAKEOVER
 #define UVM_VMEM_CAP_HUGE 0x8           // aligned 2 MiB pages get one 2 MiB entry
 #define UVM_VMEM_CAP_LIVE_TAKEOVER 0x10 // a 2 MiB entry none of whose pages stays becomes a table in one step
@@ -83,7 +83,7 @@
 // out_bytes_total     physical bytes of the GPU that can be allocated
 // out_pushes, out_invalidates, out_waits
 //                     over the life of the file: batches of commands sent to the GPU by MAP, UNMAP and RELEASE, TLB
-//                     invalidates in them, and times the CPU waited for one. Opening windows allocates page tables,
+//                     invalidates in them, and times the CPU waited for one. Opening overlays allocates page tables,
 //                     for which UVM itself adds its own; these are not counted.
 // Errors: the common ones.
 struct uvm_vmem_query {
@@ -186,28 +186,29 @@ struct uvm_vmem_op {
 // The content is the caller's to make equal, by a copy that is complete before the call, if no kernel is to notice.
 // Without the flag: NV_ERR_UVM_ADDRESS_IN_USE.
 #define UVM_VMEM_MAP_REPLACE 0x1
-// 64 KiB entries even where a 2 MiB one would do. Without it a 2 MiB entry is used where all of a slot that has no
-// window (or has a 2 MiB entry) is mapped to all of a 2 MiB handle. Cutting a 2 MiB entry later, when a part of it
-// changes, makes the slot invalid for a moment: the GPU must not hold one address in entries of two sizes. So no kernel
-// may access such a slot while a part of it is mapped, replaced or unmapped.
+// 64 KiB entries even where a 2 MiB one would do. Without it a 2 MiB entry is used where all of a block that has no
+// overlay (or has a 2 MiB entry) is mapped to all of a 2 MiB handle. Cutting a 2 MiB entry later, when a part of it
+// changes, makes the block invalid for a moment: the GPU must not hold one address in entries of two sizes. So no
+// kernel may access such a block while a part of it is mapped, replaced or unmapped.
 #define UVM_VMEM_MAP_64K 0x2
-// Where the element ends in a slot that held no page, open the slot behind it too (with UVM_VMEM_TAKEOVER by taking it),
-// if an external range is there and nothing that cannot be taken. Kernels that load whole tiles read past the last page:
-// so their slot is open with 64 KiB entries by the time that a page comes to it, and no entry they read is ever cut.
+// Where the element ends in a block that held no page, open the block behind it too (with UVM_VMEM_TAKEOVER by taking
+// it), if an external range is there and nothing that cannot be taken. Kernels that load whole tiles read past the last
+// page: so their block is open with 64 KiB entries by the time that a page comes to it, and no entry they read is ever
+// cut.
 #define UVM_VMEM_MAP_AHEAD 0x4
-// MAP, UNMAP with UVM_VMEM_UNMAP_OPEN: slots that another mapping on this GPU's own memory (a CUDA backdrop) or a
-// sparse mapping covers may be taken: the whole slot becomes a window and loses that mapping. Where it has 64 KiB
-// entries they are replaced in place, as by UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the slot is invalid for a
+// MAP, UNMAP with UVM_VMEM_UNMAP_OPEN: blocks that another mapping on this GPU's own memory (a CUDA backdrop) or a
+// sparse mapping covers may be taken: the whole block becomes an overlay and loses that mapping. Where it has 64 KiB
+// entries they are replaced in place, as by UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the block is invalid for a
 // moment, and no kernel may access it, unless QUERY says UVM_VMEM_CAP_LIVE_TAKEOVER; then an access sees the old memory
 // or the new, and writes there have no order. Without it: NV_ERR_UVM_ADDRESS_IN_USE.
 #define UVM_VMEM_TAKEOVER 0x100
-// Open windows where there are none: the backdrop, ahead of use. Without it such addresses are skipped.
+// Open overlays where there are none: the backdrop, ahead of use. Without it such addresses are skipped.
 #define UVM_VMEM_UNMAP_OPEN 0x10
 // Leave the addresses invalid instead of sparse. Not together with UVM_VMEM_UNMAP_OPEN.
 #define UVM_VMEM_UNMAP_INVALID 0x20
 
 // MAP: put pages behind addresses. UNMAP: take them away. The elements take effect in order, as one: they are checked
-// first, a failure changes no page (windows opened for it may stay), and one TLB invalidate makes them visible. When
+// first, a failure changes no page (overlays opened for it may stay), and one TLB invalidate makes them visible. When
 // the call returns, the GPU translates by the new entries: UVM_VMEM_MAP_REPLACE says what a running kernel sees.
 //
 // gpu_uuid            of the GPU whose address space changes; a page can be mapped on its own GPU only
@@ -224,8 +225,8 @@ struct uvm_vmem_op {
 // NV_ERR_OUT_OF_RANGE the GPU cannot address it; NV_ERR_INVALID_OBJECT_HANDLE no such handle, or another GPU's;
 // NV_ERR_INVALID_OFFSET offset misaligned or offset + length past the page's end; NV_ERR_UVM_ADDRESS_IN_USE see above,
 // or a foreign mapping that cannot be taken (system memory, another GPU's, 4 KiB or 512 MiB entries);
-// NV_ERR_OBJECT_NOT_FOUND (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES the kernel
-// memory behind all windows of the user would pass the module parameter uvm_vmem_max_kernel_mbytes.
+// NV_ERR_OBJECT_NOT_FOUND (UNMAP with a handle) something else is mapped there; NV_ERR_INSUFFICIENT_RESOURCES the
+// kernel memory behind all overlays of the user would pass the module parameter uvm_vmem_max_kernel_mbytes.
 struct uvm_vmem_batch {
     __u8 gpu_uuid[16];
     __u64 ops;

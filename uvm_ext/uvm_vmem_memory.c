@@ -23,7 +23,7 @@
 struct create {
     struct uvm_vmem_space *space;
     struct uvm_vmem_gpu *vgpu;
-    NvU32 units;
+    NvU32 granules;
     NvU32 class;
     NvU32 count;
     struct uvm_vmem_handle **handles;
@@ -51,19 +51,25 @@ struct uvm_vmem_handle *uvm_vmem_handle_leaving(struct uvm_vmem_space *space, Nv
     return handle && handle->leaving ? handle : NULL;
 }
 
-static NvU32 page_class(NvU32 units) { return units == UVM_VMEM_UNITS ? UVM_VMEM_CLASSES - 1 : ilog2(units); }
+static NvU32 page_class(NvU32 granules)
+{
+    return granules == UVM_VMEM_GRANULES ? UVM_VMEM_CLASSES - 1 : ilog2(granules);
+}
 
-static NvU64 units_size(NvU32 units) { return units * UVM_VMEM_GRANULE; }
+static NvU64 granules_size(NvU32 granules) { return granules * UVM_VMEM_GRANULE; }
 
-static NvU32 handle_mask(const struct uvm_vmem_handle *handle) { return uvm_vmem_mask(handle->first, handle->units); }
+static NvU32 handle_mask(const struct uvm_vmem_handle *handle)
+{
+    return uvm_vmem_mask(handle->first, handle->granules);
+}
 
 static void slab_free(struct uvm_vmem_slab *slab)
 {
     struct uvm_vmem_gpu *vgpu = slab->owner;
 
     list_del(&slab->node);
-    vgpu->bytes_held -= UVM_VMEM_SLOT;
-    uvm_vmem_user_uncharge(vgpu->space->user, UVM_VMEM_DEVICE_BYTES, UVM_VMEM_SLOT);
+    vgpu->bytes_held -= UVM_VMEM_BLOCK;
+    uvm_vmem_user_uncharge(vgpu->space->user, UVM_VMEM_DEVICE_BYTES, UVM_VMEM_BLOCK);
     uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);
     uvm_kvfree(slab);
 }
@@ -73,15 +79,15 @@ static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
 {
     while (c->taken < c->count) {
         struct uvm_vmem_handle *handle = c->handles[c->taken];
-        int first = uvm_vmem_slab_find(slab->used, c->units);
+        int first = uvm_vmem_slab_find(slab->used, c->granules);
 
         if (first < 0)
             return;
         handle->slab = slab;
         handle->first = first;
-        handle->units = c->units;
+        handle->granules = c->granules;
         slab->used |= handle_mask(handle);
-        c->vgpu->bytes_created += units_size(c->units);
+        c->vgpu->bytes_created += granules_size(c->granules);
         c->taken++;
     }
 }
@@ -89,9 +95,9 @@ static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
 // Put the slab into the list of its class, where those with a free page come first.
 static void slab_list(struct uvm_vmem_slab *slab)
 {
-    struct list_head *slabs = &slab->owner->slabs[page_class(slab->units)];
+    struct list_head *slabs = &slab->owner->slabs[page_class(slab->granules)];
 
-    if (uvm_vmem_slab_find(slab->used, slab->units) < 0)
+    if (uvm_vmem_slab_find(slab->used, slab->granules) < 0)
         list_move_tail(&slab->node, slabs);
     else
         list_move(&slab->node, slabs);
@@ -105,7 +111,7 @@ void uvm_vmem_handle_free(struct uvm_vmem_handle *handle)
     UVM_ASSERT(list_empty(&handle->entries));
 
     slab->used &= ~handle_mask(handle);
-    slab->owner->bytes_created -= units_size(handle->units);
+    slab->owner->bytes_created -= granules_size(handle->granules);
     slab->owner->space->num_handles--;
     if (slab->used)
         slab_list(slab);
@@ -137,14 +143,14 @@ static NV_STATUS slabs_alloc(struct create *c)
 {
     uvm_gpu_chunk_t *chunks[CHUNKS_AT_ONCE];
     struct uvm_vmem_slab *slab;
-    NvU32 per_slab = UVM_VMEM_UNITS / c->units;
+    NvU32 per_slab = UVM_VMEM_GRANULES / c->granules;
     NvU32 free = 0;
     NvU32 left;
     NvU32 charged; // slabs that are paid for and not there yet
     NV_STATUS status = NV_OK;
 
     list_for_each_entry(slab, &c->vgpu->slabs[c->class], node) {
-        NvU32 n = uvm_vmem_slab_free(slab->used, c->units);
+        NvU32 n = uvm_vmem_slab_free(slab->used, c->granules);
 
         if (!n || free >= c->count)
             break;
@@ -153,7 +159,7 @@ static NV_STATUS slabs_alloc(struct create *c)
     left = free >= c->count ? 0 : DIV_ROUND_UP(c->count - free, per_slab);
 
     charged = left;
-    if (left && !uvm_vmem_user_charge(c->space->user, UVM_VMEM_DEVICE_BYTES, left * UVM_VMEM_SLOT))
+    if (left && !uvm_vmem_user_charge(c->space->user, UVM_VMEM_DEVICE_BYTES, left * UVM_VMEM_BLOCK))
         return NV_ERR_INSUFFICIENT_RESOURCES;
 
     while (left && status == NV_OK) {
@@ -175,17 +181,17 @@ static NV_STATUS slabs_alloc(struct create *c)
             }
             slab->owner = c->vgpu;
             slab->chunk = chunks[i];
-            slab->units = c->units;
+            slab->granules = c->granules;
             slab->dirty = chunks[i]->is_zero ? 0 : ~0U;
             list_add_tail(&slab->node, &c->slabs);
-            c->vgpu->bytes_held += UVM_VMEM_SLOT;
+            c->vgpu->bytes_held += UVM_VMEM_BLOCK;
             charged--;
         }
         left -= n;
         cond_resched();
     }
     if (charged)
-        uvm_vmem_user_uncharge(c->space->user, UVM_VMEM_DEVICE_BYTES, charged * UVM_VMEM_SLOT);
+        uvm_vmem_user_uncharge(c->space->user, UVM_VMEM_DEVICE_BYTES, charged * UVM_VMEM_BLOCK);
     return status;
 }
 
@@ -198,8 +204,8 @@ static void push_end(struct create *c)
     c->pushing = false;
 }
 
-// Zero units of a slab. The memsets of one CREATE share a push, as far as there is room.
-static NV_STATUS units_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 first, NvU32 count)
+// Zero granules of a slab. The memsets of one CREATE share a push, as far as there is room.
+static NV_STATUS granules_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 first, NvU32 count)
 {
     uvm_gpu_t *gpu = c->vgpu->gpu;
     NvU64 address = slab->chunk->address + first * UVM_VMEM_GRANULE;
@@ -220,7 +226,7 @@ static NV_STATUS units_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 
     uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
     uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
     gpu->parent->ce_hal->memset_8(&c->push, uvm_gpu_address_copy(gpu, uvm_gpu_phys_address(UVM_APERTURE_VID, address)),
-                                  0, units_size(count));
+                                  0, granules_size(count));
     return NV_OK;
 }
 
@@ -234,7 +240,7 @@ static NV_STATUS pages_zero(struct create *c)
     list_for_each_entry(slab, &c->slabs, node) {
         if (!slab->dirty)
             continue;
-        status = units_zero(c, slab, 0, UVM_VMEM_UNITS);
+        status = granules_zero(c, slab, 0, UVM_VMEM_GRANULES);
         if (status != NV_OK)
             break;
         slab->dirty = 0;
@@ -245,7 +251,7 @@ static NV_STATUS pages_zero(struct create *c)
         unsigned int first, count;
 
         while (status == NV_OK && uvm_vmem_next_run(&mask, &first, &count))
-            status = units_zero(c, c->handles[i]->slab, first, count);
+            status = granules_zero(c, c->handles[i]->slab, first, count);
         c->handles[i]->slab->dirty |= handle_mask(c->handles[i]);
     }
 
@@ -260,7 +266,7 @@ static void pages_take(struct create *c)
 
     while (c->taken < c->count && !list_empty(slabs)) {
         slab = list_first_entry(slabs, struct uvm_vmem_slab, node);
-        if (uvm_vmem_slab_find(slab->used, c->units) < 0)
+        if (uvm_vmem_slab_find(slab->used, c->granules) < 0)
             break;
         pages_take_from(c, slab);
         slab_list(slab);
@@ -298,7 +304,7 @@ static void create_unwind(struct create *c)
         struct uvm_vmem_handle *handle = c->handles[--c->taken];
 
         handle->slab->used &= ~handle_mask(handle);
-        c->vgpu->bytes_created -= units_size(handle->units);
+        c->vgpu->bytes_created -= granules_size(handle->granules);
         if (c->taken < c->from_old)
             slab_list(handle->slab);
         handle->slab = NULL;
@@ -381,8 +387,8 @@ NV_STATUS uvm_vmem_api_create(void *params, struct file *filp)
     if (!c)
         return NV_ERR_NO_MEMORY;
 
-    c->units = uvm_vmem_page_units(p->page_size);
-    c->class = page_class(c->units);
+    c->granules = uvm_vmem_page_granules(p->page_size);
+    c->class = page_class(c->granules);
     c->count = p->count;
     INIT_LIST_HEAD(&c->slabs);
     uvm_tracker_init(&c->tracker);

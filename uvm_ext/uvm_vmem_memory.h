@@ -21,7 +21,7 @@ struct uvm_vmem_handle *uvm_vmem_handle_leaving(struct uvm_vmem_space *space, Nv
 // LOCKING: space->lock and the VA space lock.
 void uvm_vmem_handle_free(struct uvm_vmem_handle *handle);
 
-// Free all pages of a GPU; its windows are forgotten.
+// Free all pages of a GPU; its overlays are forgotten.
 //
 // LOCKING: space->lock and the VA space lock in write mode.
 void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu);

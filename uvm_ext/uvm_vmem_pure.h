@@ -1,4 +1,4 @@
-// What needs neither a kernel nor a GPU: arithmetic of slabs and slots, and the checks of what user space passed. The
+// What needs neither a kernel nor a GPU: arithmetic of slabs and blocks, and the checks of what user space passed. The
 // same source is compiled into the module and, for the tests, into a program.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
@@ -14,13 +14,13 @@
 
 #define UVM_VMEM_PAGE_SIZES ((1ULL << 16) | (1ULL << 17) | (1ULL << 18) | (1ULL << 21))
 
-// Units of 64 KiB in a 2 MiB slab, and in a slot of address space: a bit each.
-#define UVM_VMEM_UNITS 32u
+// Granules in a 2 MiB slab, and in a block of address space: a bit each.
+#define UVM_VMEM_GRANULES 32u
 
 // Bits [first, first + count), count from 1 to 32.
 static inline __u32 uvm_vmem_mask(unsigned int first, unsigned int count)
 {
-    return (0xFFFFFFFFu >> (UVM_VMEM_UNITS - count)) << first;
+    return (0xFFFFFFFFu >> (UVM_VMEM_GRANULES - count)) << first;
 }
 
 // Take the lowest run of set bits out of *mask. False when there is none.
@@ -33,51 +33,52 @@ static inline bool uvm_vmem_next_run(__u32 *mask, unsigned int *first, unsigned 
 
     *first = (unsigned int)__builtin_ctz(*mask);
     rest = ~(*mask >> *first);
-    *count = rest ? (unsigned int)__builtin_ctz(rest) : UVM_VMEM_UNITS;
+    *count = rest ? (unsigned int)__builtin_ctz(rest) : UVM_VMEM_GRANULES;
     *mask &= ~uvm_vmem_mask(*first, *count);
     return true;
 }
 
-// 64 KiB units of a page, 0 for a size that there is not.
-static inline unsigned int uvm_vmem_page_units(__u64 page_size)
+// Granules of a page, 0 for a size that does not exist.
+static inline unsigned int uvm_vmem_page_granules(__u64 page_size)
 {
     if (!page_size || (page_size & (page_size - 1)) || !(page_size & UVM_VMEM_PAGE_SIZES))
         return 0;
     return (unsigned int)(page_size / UVM_VMEM_GRANULE);
 }
 
-// First unit of a free, naturally aligned page of `units` in a slab whose taken units are `used`; -1 when it is full.
-static inline int uvm_vmem_slab_find(__u32 used, unsigned int units)
+// First granule of a free, naturally aligned page of `granules` in a slab whose taken granules are `used`; -1 when it
+// is full.
+static inline int uvm_vmem_slab_find(__u32 used, unsigned int granules)
 {
     unsigned int first;
 
-    for (first = 0; first < UVM_VMEM_UNITS; first += units) {
-        if (!(used & uvm_vmem_mask(first, units)))
+    for (first = 0; first < UVM_VMEM_GRANULES; first += granules) {
+        if (!(used & uvm_vmem_mask(first, granules)))
             return (int)first;
     }
     return -1;
 }
 
-// How many pages of `units` are free in a slab.
-static inline unsigned int uvm_vmem_slab_free(__u32 used, unsigned int units)
+// How many pages of `granules` are free in a slab.
+static inline unsigned int uvm_vmem_slab_free(__u32 used, unsigned int granules)
 {
     unsigned int first, n = 0;
 
-    for (first = 0; first < UVM_VMEM_UNITS; first += units)
-        n += !(used & uvm_vmem_mask(first, units));
+    for (first = 0; first < UVM_VMEM_GRANULES; first += granules)
+        n += !(used & uvm_vmem_mask(first, granules));
     return n;
 }
 
-static inline __u64 uvm_vmem_slot(__u64 va) { return va & ~(UVM_VMEM_SLOT - 1); }
+static inline __u64 uvm_vmem_block(__u64 va) { return va & ~(UVM_VMEM_BLOCK - 1); }
 
-static inline __u64 uvm_vmem_slot_end(__u64 va) { return va | (UVM_VMEM_SLOT - 1); }
+static inline __u64 uvm_vmem_block_end(__u64 va) { return va | (UVM_VMEM_BLOCK - 1); }
 
 static inline unsigned int uvm_vmem_index(__u64 va)
 {
-    return (unsigned int)((va & (UVM_VMEM_SLOT - 1)) / UVM_VMEM_GRANULE);
+    return (unsigned int)((va & (UVM_VMEM_BLOCK - 1)) / UVM_VMEM_GRANULE);
 }
 
-// Units of the slot that [start, end] covers; both lie in one slot, start is aligned and end is inclusive.
+// Granules of the block that [start, end] covers; both lie in one block, start is aligned and end is inclusive.
 static inline __u32 uvm_vmem_cover(__u64 start, __u64 end)
 {
     unsigned int first = uvm_vmem_index(start);
@@ -85,8 +86,8 @@ static inline __u32 uvm_vmem_cover(__u64 start, __u64 end)
     return uvm_vmem_mask(first, uvm_vmem_index(end) - first + 1);
 }
 
-// Cut [*start, *end] down to whole units; both are inclusive bounds. False when none is left.
-static inline bool uvm_vmem_whole_units(__u64 *start, __u64 *end)
+// Cut [*start, *end] down to whole granules; both are inclusive bounds. False when none is left.
+static inline bool uvm_vmem_whole_granules(__u64 *start, __u64 *end)
 {
     if (*start > ~0ULL - (UVM_VMEM_GRANULE - 1))
         return false;

@@ -33,9 +33,9 @@ struct uvm_vmem_push {
     NvU32 waits;
 };
 
-// Room in a push that the 64 KiB entries of one window take at most (32 separate writes), and a directory entry or a
+// Room in a push that the 64 KiB entries of one overlay take at most (32 separate writes), and a directory entry or a
 // 2 MiB entry
-#define UVM_VMEM_WINDOW_SPACE 6144
+#define UVM_VMEM_OVERLAY_SPACE 6144
 #define UVM_VMEM_PDE_SPACE 1024
 
 void uvm_vmem_push_init(struct uvm_vmem_push *push);

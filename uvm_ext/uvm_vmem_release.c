@@ -65,16 +65,16 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
     return NV_ERR_INVALID_OBJECT_HANDLE;
 }
 
-// Take the page out of all of a window with a 2 MiB entry, which is one page's alone.
-static NvU32 huge_unmap(struct uvm_vmem_call *call, struct uvm_vmem_window *window)
+// Take the page out of all of an overlay with a 2 MiB entry, which is one page's alone.
+static NvU32 huge_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
     // There is no sparse entry of 2 MiB. Without memory for a table the addresses become invalid instead.
-    bool invalid = uvm_vmem_window_cut(call, window) != NV_OK;
+    bool invalid = uvm_vmem_overlay_cut(call, overlay) != NV_OK;
     NvU32 i;
 
-    for (i = 0; i < UVM_VMEM_UNITS; i++)
-        uvm_vmem_entry_unmap(call, window, i, invalid);
-    return UVM_VMEM_UNITS;
+    for (i = 0; i < UVM_VMEM_GRANULES; i++)
+        uvm_vmem_entry_unmap(call, overlay, i, invalid);
+    return UVM_VMEM_GRANULES;
 }
 
 // Take the page out of up to *budget entries. False when there are more.
@@ -82,19 +82,19 @@ static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *han
 {
     while (!list_empty(&handle->entries)) {
         struct uvm_vmem_entry *entry = list_first_entry(&handle->entries, struct uvm_vmem_entry, node);
-        struct uvm_vmem_window *window = uvm_vmem_entry_window(entry);
+        struct uvm_vmem_overlay *overlay = uvm_vmem_entry_overlay(entry);
         NvU32 done = 1;
 
         if (!*budget)
             return false;
         atomic64_inc(&call->space->looks);
 
-        if (!call->tree || !uvm_vmem_window_touch_entry(call, window, entry->index))
-            uvm_vmem_entry_clear(window, entry->index); // UVM has unmapped the address since
-        else if (uvm_vmem_window_page_size(window) == UVM_PAGE_SIZE_2M && !window->cut)
-            done = huge_unmap(call, window);
+        if (!call->tree || !uvm_vmem_overlay_touch_entry(call, overlay, entry->index))
+            uvm_vmem_entry_clear(overlay, entry->index); // UVM has unmapped the address since
+        else if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !overlay->cut)
+            done = huge_unmap(call, overlay);
         else
-            uvm_vmem_entry_unmap(call, window, entry->index, false);
+            uvm_vmem_entry_unmap(call, overlay, entry->index, false);
 
         *budget -= min(*budget, done);
         if (!(*budget % 64))
@@ -111,7 +111,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     uvm_gpu_va_space_t *gpu_va_space;
     NV_STATUS status;
 
-    uvm_vmem_windows_reap(call->space, UVM_VMEM_REAP_PER_CALL);
+    uvm_vmem_overlays_reap(call->space, UVM_VMEM_REAP_PER_CALL);
 
     if (!r->claimed) {
         status = handles_claim(call, r);

@@ -7,7 +7,7 @@
 #include "uvm_vmem_memory.h"
 #include "uvm_vmem_proc.h"
 #include "uvm_vmem_release.h"
-#include "uvm_vmem_window.h"
+#include "uvm_vmem_overlay.h"
 
 #include "uvm_kvmalloc.h"
 #include "uvm_pmm_gpu.h"
@@ -54,7 +54,7 @@ static struct uvm_vmem_space *space_alloc(struct file *filp)
     space->va_space = uvm_va_space_get(filp);
     mutex_init(&space->lock);
     INIT_LIST_HEAD(&space->gpus);
-    INIT_LIST_HEAD(&space->windows);
+    INIT_LIST_HEAD(&space->overlays);
     xa_init(&space->handles);
 
     // Handles of different files differ, so that one taken from another file is as good as never found.
@@ -153,7 +153,7 @@ NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu)
 
     // Pascal and later: a table of 64 KiB entries covers 2 MiB.
     if (!uvm_mmu_page_size_supported(tree, UVM_PAGE_SIZE_64K) ||
-        uvm_mmu_pde_coverage(tree, UVM_PAGE_SIZE_64K) != UVM_VMEM_SLOT)
+        uvm_mmu_pde_coverage(tree, UVM_PAGE_SIZE_64K) != UVM_VMEM_BLOCK)
         return NV_ERR_NOT_SUPPORTED;
 
     return NV_OK;
@@ -260,7 +260,7 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     mutex_lock(&space->lock);
     vgpu = uvm_vmem_gpu_find(space, gpu, false);
     if (vgpu) {
-        uvm_vmem_windows_forget(vgpu);
+        uvm_vmem_overlays_forget(vgpu);
         uvm_vmem_memory_free_all(vgpu);
         list_del(&vgpu->node);
         uvm_kvfree(vgpu);
@@ -280,7 +280,7 @@ void uvm_vmem_destroy(uvm_va_space_t *va_space)
     mutex_unlock(&g_uvm_vmem_spaces_lock);
 
     UVM_ASSERT(list_empty(&space->gpus));
-    UVM_ASSERT(list_empty(&space->windows));
+    UVM_ASSERT(list_empty(&space->overlays));
     UVM_ASSERT(xa_empty(&space->handles));
 
     va_space->vmem = NULL;

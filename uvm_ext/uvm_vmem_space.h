@@ -2,7 +2,7 @@
 //
 // Locking. In the order of uvm_lock.h, with ours between:
 //
-//   VA space lock   write mode: MAP, UNMAP, RELEASE while they change windows, entries and the handle table; GPU
+//   VA space lock   write mode: MAP, UNMAP, RELEASE while they change overlays, entries and the handle table; GPU
 //                   unregister. Never while user memory is copied, and no RM calls below it.
 //                   read mode: CREATE and QUERY; waiting for a push, after a downgrade.
 //   space->lock     what CREATE changes while it holds the VA space lock in read mode only: handle table, slabs, byte
@@ -11,10 +11,10 @@
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions ask. No range tree or page tree lock is taken
 //                   while a push is open.
 //
-// A RELEASE takes the lock of the file's room for it before all others. The lock of the list of files is taken for steps
-// in the list alone, with none of these inside: a reader of the proc file holds nobody up.
+// A RELEASE takes the lock of the file's room for it before all others. The lock of the list of files is taken for
+// steps in the list alone, with none of these inside: a reader of the proc file holds nobody up.
 //
-// Lifetime. A window's UVM side (uvm_ext_gpu_map_t) can be destroyed by UVM at any time that the VA space lock is not
+// Lifetime. An overlay's UVM side (uvm_ext_gpu_map_t) can be destroyed by UVM at any time that the VA space lock is not
 // held; its PTEs are cleared and invalidated by then. Our side is told by the reference count of the memory handle that
 // both share: one reference is ours, one is UVM's per piece of mapping. So what we record as mapped is a superset of
 // the PTEs that are live, and memory is freed only when no record is left, or after our own clear, invalidate and wait.
@@ -48,7 +48,7 @@ struct uvm_vmem_gpu {
 
     // Changed under the VA space lock in write mode, read anywhere
     atomic64_t bytes_mapped;
-    atomic64_t windows;
+    atomic64_t overlays;
 };
 
 struct uvm_vmem_space {
@@ -64,8 +64,8 @@ struct uvm_vmem_space {
     struct uvm_vmem_user *user; // whose limits apply: who opened the file
     struct uvm_vmem_release_room *release;
 
-    // All windows, those longest not looked at first. VA space lock in write mode
-    struct list_head windows;
+    // All overlays, those longest not looked at first. VA space lock in write mode
+    struct list_head overlays;
 
     // NV_OK, or the fatal error that left a batch half done: nothing but the last close is possible. VA space lock in
     // write mode
@@ -87,17 +87,17 @@ struct uvm_vmem_slab {
     struct list_head node;
     struct uvm_vmem_gpu *owner;
     uvm_gpu_chunk_t *chunk;
-    NvU32 units; // of a page
-    NvU32 used;  // units that belong to a handle
-    NvU32 dirty; // units not known to be zero
+    NvU32 granules; // of a page
+    NvU32 used;     // granules that belong to a handle
+    NvU32 dirty;    // granules not known to be zero
 };
 
 // A page.
 struct uvm_vmem_handle {
     NvU64 id;
     struct uvm_vmem_slab *slab;
-    NvU8 first; // unit in the slab
-    NvU8 units;
+    NvU8 first; // granule in the slab
+    NvU8 granules;
     bool leaving; // a RELEASE is at it: no other call finds it. VA space lock in write mode
 
     // Where it is mapped: uvm_vmem_entry.node. VA space lock in write mode

@@ -67,11 +67,11 @@ int vmem_context_create(const struct vmem_options *opts, vmem_context **out);
 // are in; none may start any more.
 void vmem_context_destroy(vmem_context *ctx);
 
-// Lets long calls be interrupted: vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after every 32 MiB or so
-// of their work, in the thread that made the call and with no lock held. If it returns other than 0, the call undoes
+// Lets long calls be interrupted: vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after every 32 MiB or
+// so of their work, in the thread that made the call and with no lock held. If it returns other than 0, the call undoes
 // what it has done and returns -EINTR; the memory itself may go back to the system a little later, and counts as
-// overhead until then. The function may call libvmem, but must not destroy the context. NULL: none.
-// The calls that give something back are never interrupted.
+// overhead until then. The function may call libvmem, but must not destroy the context. NULL: none. The calls that give
+// something back are never interrupted.
 int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg);
 
 // Whether a context of this backend could be created: 0, or the error that stops it, with the one fact in
@@ -135,8 +135,8 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
 // addr: as returned by vMemReserve. -EBUSY while anything is mapped there.
 int vMemFree(vmem_context *ctx, uint64_t addr);
 // Gives up a reservation with all that is mapped there: pages of vmem_commit are released, others only unmapped. For
-// those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another call
-// works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
+// those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another
+// call works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
 // Where the backdrop is established lazily (cuda and stock backends, in blocks of tens of MiB), make it readable over
 // [addr, addr+length) now. Mapping a page does this for the page's block and the one after it.
@@ -201,8 +201,8 @@ struct vmem_range {
 
 // Backs every unbacked part of the ranges with new pages of one size, consecutive where possible; what is backed stays
 // as it is. Ranges are multiples of page_size, each inside one reservation, and do not overlap. All or nothing.
-// *bytes, when not NULL, receives how much was newly backed. The pages belong to the addresses: one that is mapped nowhere
-// any more, because it was unmapped, replaced, or its reservation given up, is released.
+// *bytes, when not NULL, receives how much was newly backed. The pages belong to the addresses: one that is mapped
+// nowhere any more, because it was unmapped, replaced, or its reservation given up, is released.
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
                 uint64_t *bytes);
 // Releases every page mapped in the ranges, wherever else it is mapped. Ranges cut no page; unbacked parts are skipped.

@@ -6,13 +6,13 @@
 // the one of the vAttention paper (Prabhu et al., ASPLOS 2025, section 5), with prefix sharing, swapping,
 // sliding-window release and a live budget added.
 //
-// The rule about kernels. When a step is called, kernels of the `steps_in_flight` iterations before it may be running (1
-// by default); those of earlier iterations must have ended. They may touch, in each slot that took part, the rows
+// The rule about kernels. When a step is called, kernels of the `steps_in_flight` iterations before it may be running
+// (1 by default); those of earlier iterations must have ended. They may touch, in each slot that took part, the rows
 // [first, last): last is the length rounded up to whole tiles; first is 0, or in a tensor with a window, the length
-// before that step less the window, rounded down to whole tiles. The manager maps and unmaps only what lies outside these
-// rows. Calls that must touch more say "quiet": no kernel in flight may touch that slot when they are made. Those with a
-// fence, the number of a step (vmem_kv_last_step), need no quiet: the manager waits with what kernels up to that step
-// could touch, and the caller does not.
+// before that step less the window, rounded down to whole tiles. The manager maps and unmaps only what lies outside
+// these rows. Calls that must touch more say "quiet": no kernel in flight may touch that slot when they are made. Those
+// with a fence, the number of a step (vmem_kv_last_step), need no quiet: the manager waits with what kernels up to that
+// step could touch, and the caller does not.
 //
 // Backed rows that nobody has written yet hold finite values: zero, or with tensors of one kind, what an earlier
 // request left there (VMEM_KV_ZERO: always zero).
@@ -119,21 +119,21 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Kernels of the steps up to this one have ended, says the caller, who saw an event or synchronised. Without it they
 // have when the steps that the rule allows in flight are called after them. -EINVAL for a step that was not made yet.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
-// Not quiet: vmem_kv_free when the kernels of the steps up to this one have ended. Until then the slot is VMEM_KV_ENDING:
-// no call may name it, and its pages are in use.
+// Not quiet: vmem_kv_free when the kernels of the steps up to this one have ended. Until then the slot is
+// VMEM_KV_ENDING: no call may name it, and its pages are in use.
 int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
-// Not quiet: vmem_kv_truncate while kernels of the steps up to this one may touch the rows. -EBUSY, and nothing changed,
-// where shared pages would have to go and these kernels have not ended.
+// Not quiet: vmem_kv_truncate while kernels of the steps up to this one may touch the rows. -EBUSY, and nothing
+// changed, where shared pages would have to go and these kernels have not ended.
 int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
 
 // Before an iteration: lengths[s] is the number of tokens of slot s once the iteration has run, 0 for a slot that takes
 // no part in it (what the slot holds stays). n must be the number of slots. On return the rows are backed.
 // -ENOMEM: *missing pages (NULL is allowed) more must become free first: free or swap out a request and try again.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
-// A step built up request by request. grow: slot is to have `tokens` tokens (0: takes no part after all); 0 when the step
-// would find memory with all that is staged, else -ENOMEM, and it is as before. commit: vmem_kv_step with what is staged,
-// which then is no more; where it fails (memory that was there went to other calls), all stays staged. -EINVAL when
-// nothing is. Freeing, swapping out and truncating a slot take its growth back.
+// A step built up request by request. grow: slot is to have `tokens` tokens (0: takes no part after all); 0 when the
+// step would find memory with all that is staged, else -ENOMEM, and it is as before. commit: vmem_kv_step with what is
+// staged, which then is no more; where it fails (memory that was there went to other calls), all stays staged. -EINVAL
+// when nothing is. Freeing, swapping out and truncating a slot take its growth back.
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
 int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
 
@@ -203,8 +203,8 @@ int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t
 // Takes names away, as far as they are taken. Pages that nobody else holds are released.
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
 // Gives unused device memory back to the system as vmem_kv_reclaim does, and moves pages that only names hold close
-// together where that gives more. *freed, when not NULL: bytes of device memory. Takes some ms for each GiB that is moved;
-// for idle times.
+// together where that gives more. *freed, when not NULL: bytes of device memory. Takes some ms for each GiB that is
+// moved; for idle times.
 int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed);
 
 // ---- swapping -----------------------------------------------------------------------------------------------

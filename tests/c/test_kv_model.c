@@ -256,7 +256,8 @@ static void do_free(uint32_t s)
     requests[s] = (struct request){0};
 }
 
-// Stages the lengths one by one: each fits exactly when a step with those before it would. In the end nothing is staged.
+// Stages the lengths one by one: each fits exactly when a step with those before it would. In the end nothing is
+// staged.
 static void stage_all(const int32_t *lengths)
 {
     int32_t sofar[SLOTS] = {0};

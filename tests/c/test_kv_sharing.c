@@ -1,4 +1,5 @@
-// Requests beside prefixes: what is kept of them, what counts as shared, and that a prefix which is gone leaves no trace.
+// Requests beside prefixes: what is kept of them, what counts as shared, and that a prefix which is gone leaves no
+// trace.
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"

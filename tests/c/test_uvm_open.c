@@ -1,5 +1,5 @@
-// Which of a process' descriptors the uvm backend takes: the one where the module knows both the GPU and CUDA's addresses.
-// Three descriptors stand for /dev/nvidia-uvm, and each gives the module's answers that a case says.
+// Which of a process' descriptors the uvm backend takes: the one where the module knows both the GPU and CUDA's
+// addresses. Three descriptors stand for /dev/nvidia-uvm, and each gives the module's answers that a case says.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>

@@ -1,10 +1,10 @@
 // The patched module's calls on the fake driver; fakegpu.c includes this, nobody else.
 //
-// As in the kernel, a 2 MiB slot that a page was mapped in is a window: each 64 KiB of it is a page or sparse, whatever
-// CUDA mapped there before. A call changes all that it was asked to or nothing. Few elements and bytes per call are
-// allowed, so that batches need several. An entry of 2 MiB that would have to be cut beside a page that stays ends the
-// program: the kernel passes through an invalid entry then, and a backend that promises live replacement must never ask
-// for it.
+// As in the kernel, a 2 MiB block that a page was mapped in is an overlay: each 64 KiB of it is a page or sparse,
+// whatever CUDA mapped there before. A call changes all that it was asked to or nothing. Few elements and bytes per
+// call are allowed, so that batches need several. An entry of 2 MiB that would have to be cut beside a page that stays
+// ends the program: the kernel passes through an invalid entry then, and a backend that promises live replacement must
+// never ask for it.
 //
 // SPDX-License-Identifier: MIT
 #include "../../uvm_ext/uvm_vmem_ioctl.h"
@@ -22,7 +22,7 @@
 struct kmod_entry {
     struct memory *page; // NULL: sparse
     uint64_t offset;
-    bool window; // of a window; otherwise CUDA's or the stock calls'
+    bool overlay; // of an overlay; otherwise CUDA's or the stock calls'
     bool huge;
 };
 
@@ -62,7 +62,7 @@ static uint32_t kmod_check(const struct uvm_vmem_op *op, bool map)
     for (uint64_t va = op->va; va < op->va + op->length; va += PAGE) {
         const struct kmod_entry *e = kmod_entry_at(m, va);
 
-        if (map && !e->window && !(op->flags & UVM_VMEM_TAKEOVER))
+        if (map && !e->overlay && !(op->flags & UVM_VMEM_TAKEOVER))
             return ADDRESS_IN_USE;
         if (map && e->page && !(op->flags & UVM_VMEM_MAP_REPLACE))
             return ADDRESS_IN_USE;
@@ -81,7 +81,7 @@ static void kmod_do(const struct uvm_vmem_op *op, bool map)
     bool huge = map && !(op->flags & UVM_VMEM_MAP_64K) && op->length == BLOCK && op->va % BLOCK == 0;
 
     for (uint64_t va = op->va; va < op->va + op->length; va += PAGE) {
-        if (!kmod_entry_at(m, va)->window) {
+        if (!kmod_entry_at(m, va)->overlay) {
             if (!map && !(op->flags & UVM_VMEM_UNMAP_OPEN))
                 continue;
             for (uint64_t i = 0; i < BLOCK; i += PAGE)

@@ -1,4 +1,4 @@
-// The arithmetic of slabs and slots, and the checks of what user space passes: the module's own source, in a program.
+// The arithmetic of slabs and blocks, and the checks of what user space passes: the module's own source, in a program.
 //
 // SPDX-License-Identifier: MIT
 #include <stdint.h>
@@ -55,80 +55,80 @@ static void test_masks(void)
 
 static void test_page_sizes(void)
 {
-    CHECK(uvm_vmem_page_units(1u << 16) == 1);
-    CHECK(uvm_vmem_page_units(1u << 17) == 2);
-    CHECK(uvm_vmem_page_units(1u << 18) == 4);
-    CHECK(uvm_vmem_page_units(1u << 21) == 32);
+    CHECK(uvm_vmem_page_granules(1u << 16) == 1);
+    CHECK(uvm_vmem_page_granules(1u << 17) == 2);
+    CHECK(uvm_vmem_page_granules(1u << 18) == 4);
+    CHECK(uvm_vmem_page_granules(1u << 21) == 32);
     for (unsigned int bit = 0; bit < 64; bit++) {
         if (bit != 16 && bit != 17 && bit != 18 && bit != 21)
-            CHECK(uvm_vmem_page_units(1ull << bit) == 0);
+            CHECK(uvm_vmem_page_granules(1ull << bit) == 0);
     }
-    CHECK(uvm_vmem_page_units(0) == 0);
-    CHECK(uvm_vmem_page_units((1u << 16) | (1u << 17)) == 0);
+    CHECK(uvm_vmem_page_granules(0) == 0);
+    CHECK(uvm_vmem_page_granules((1u << 16) | (1u << 17)) == 0);
 }
 
-// A slab against a model that knows every unit.
+// A slab against a model that knows every granule.
 static void test_slab(void)
 {
     static const unsigned int sizes[] = {1, 2, 4, 32};
 
     for (unsigned int s = 0; s < 4; s++) {
-        unsigned int units = sizes[s];
+        unsigned int granules = sizes[s];
         __u32 used = 0;
         bool taken[32] = {false};
 
         for (int i = 0; i < 20000; i++) {
             unsigned int n_free = 0;
-            for (unsigned int u = 0; u < 32; u += units)
+            for (unsigned int u = 0; u < 32; u += granules)
                 n_free += !taken[u];
-            CHECK(uvm_vmem_slab_free(used, units) == n_free);
+            CHECK(uvm_vmem_slab_free(used, granules) == n_free);
 
             if (rnd() % 2) {
-                int first = uvm_vmem_slab_find(used, units);
+                int first = uvm_vmem_slab_find(used, granules);
                 CHECK((first < 0) == (n_free == 0));
                 if (first < 0)
                     continue;
-                CHECK((unsigned int)first % units == 0 && !taken[first]);
-                for (unsigned int u = 0; u < (unsigned int)first; u += units)
+                CHECK((unsigned int)first % granules == 0 && !taken[first]);
+                for (unsigned int u = 0; u < (unsigned int)first; u += granules)
                     CHECK(taken[u]); // the lowest
-                used |= uvm_vmem_mask((unsigned int)first, units);
-                memset(&taken[first], 1, units);
+                used |= uvm_vmem_mask((unsigned int)first, granules);
+                memset(&taken[first], 1, granules);
             } else {
-                unsigned int first = rnd() % 32 / units * units;
+                unsigned int first = rnd() % 32 / granules * granules;
                 if (!taken[first])
                     continue;
-                used &= ~uvm_vmem_mask(first, units);
-                memset(&taken[first], 0, units);
+                used &= ~uvm_vmem_mask(first, granules);
+                memset(&taken[first], 0, granules);
             }
         }
     }
 }
 
-static void test_slots(void)
+static void test_blocks(void)
 {
-    const __u64 slot = UVM_VMEM_SLOT, unit = UVM_VMEM_GRANULE;
+    const __u64 block = UVM_VMEM_BLOCK, granule = UVM_VMEM_GRANULE;
 
-    CHECK(uvm_vmem_slot(5 * slot + 1) == 5 * slot);
-    CHECK(uvm_vmem_slot_end(5 * slot) == 6 * slot - 1);
-    CHECK(uvm_vmem_slot_end(~0ull) == ~0ull);
-    CHECK(uvm_vmem_index(7 * slot) == 0 && uvm_vmem_index(8 * slot - 1) == 31);
-    CHECK(uvm_vmem_cover(slot, 2 * slot - 1) == ~0u);
-    CHECK(uvm_vmem_cover(slot + 31 * unit, 2 * slot - 1) == 0x80000000u);
-    CHECK(uvm_vmem_cover(slot, slot + unit - 1) == 1);
+    CHECK(uvm_vmem_block(5 * block + 1) == 5 * block);
+    CHECK(uvm_vmem_block_end(5 * block) == 6 * block - 1);
+    CHECK(uvm_vmem_block_end(~0ull) == ~0ull);
+    CHECK(uvm_vmem_index(7 * block) == 0 && uvm_vmem_index(8 * block - 1) == 31);
+    CHECK(uvm_vmem_cover(block, 2 * block - 1) == ~0u);
+    CHECK(uvm_vmem_cover(block + 31 * granule, 2 * block - 1) == 0x80000000u);
+    CHECK(uvm_vmem_cover(block, block + granule - 1) == 1);
 
     for (unsigned int first = 0; first < 32; first++) {
         for (unsigned int last = first; last < 32; last++) {
             __u32 want = 0;
             for (unsigned int i = first; i <= last; i++)
                 want |= 1u << i;
-            CHECK(uvm_vmem_cover(9 * slot + first * unit, 9 * slot + (last + 1) * unit - 1) == want);
+            CHECK(uvm_vmem_cover(9 * block + first * granule, 9 * block + (last + 1) * granule - 1) == want);
         }
     }
 }
 
-static void test_whole_units(void)
+static void test_whole_granules(void)
 {
-    // Against counting: the first and last whole unit inside, at every offset of 4 KiB around three units.
+    // Against counting: the first and last whole granule inside, at every offset of 4 KiB around three granules.
     for (__u64 start = 0; start <= 4 * UVM_VMEM_GRANULE; start += 4096) {
         for (__u64 end = start; end <= 5 * UVM_VMEM_GRANULE; end += 4096) {
             __u64 s = start, e = end, first = ~0ull, last = 0;
@@ -138,7 +138,7 @@ static void test_whole_units(void)
                     last = u;
                 }
             }
-            bool any = uvm_vmem_whole_units(&s, &e);
+            bool any = uvm_vmem_whole_granules(&s, &e);
             CHECK(any == (first != ~0ull));
             if (any)
                 CHECK(s == first * UVM_VMEM_GRANULE && e == (last + 1) * UVM_VMEM_GRANULE - 1);
@@ -146,9 +146,9 @@ static void test_whole_units(void)
     }
 
     __u64 s = ~0ull - 10, e = ~0ull;
-    CHECK(!uvm_vmem_whole_units(&s, &e));
+    CHECK(!uvm_vmem_whole_granules(&s, &e));
     s = ~0ull - UVM_VMEM_GRANULE + 1, e = ~0ull;
-    CHECK(uvm_vmem_whole_units(&s, &e) && e == ~0ull);
+    CHECK(uvm_vmem_whole_granules(&s, &e) && e == ~0ull);
 }
 
 static void test_check_query(void)
@@ -187,7 +187,7 @@ static void test_check_create(void)
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_LIMIT);
     p = good, p.count = ~0u;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_LIMIT);
-    p = good, p.page_size = UVM_VMEM_SLOT, p.count = UVM_VMEM_MAX_BYTES / UVM_VMEM_SLOT;
+    p = good, p.page_size = UVM_VMEM_BLOCK, p.count = UVM_VMEM_MAX_BYTES / UVM_VMEM_BLOCK;
     STATUS(uvm_vmem_check_create(&p), NV_OK);
     p.count++;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_LIMIT);
@@ -275,15 +275,15 @@ static void test_check_op(void)
         STATUS(op_status(op, map), NV_ERR_INVALID_ADDRESS);
         op = good, op.offset = 1;
         STATUS(op_status(op, map), NV_ERR_INVALID_OFFSET);
-        op = good, op.offset = UVM_VMEM_SLOT;
+        op = good, op.offset = UVM_VMEM_BLOCK;
         STATUS(op_status(op, map), NV_ERR_INVALID_OFFSET);
         op = good, op.offset = ~0ull - UVM_VMEM_GRANULE + 1;
         STATUS(op_status(op, map), NV_ERR_INVALID_OFFSET);
-        op = good, op.offset = UVM_VMEM_SLOT - op.length; // the last bytes of a 2 MiB page
+        op = good, op.offset = UVM_VMEM_BLOCK - op.length; // the last bytes of a 2 MiB page
         STATUS(op_status(op, map), NV_OK);
         op.offset += UVM_VMEM_GRANULE;
         STATUS(op_status(op, map), NV_ERR_INVALID_OFFSET);
-        op = good, op.length = UVM_VMEM_SLOT + UVM_VMEM_GRANULE; // no page is as long
+        op = good, op.length = UVM_VMEM_BLOCK + UVM_VMEM_GRANULE; // no page is as long
         STATUS(op_status(op, map), NV_ERR_INVALID_OFFSET);
     }
 
@@ -333,8 +333,8 @@ int main(void)
     test_masks();
     test_page_sizes();
     test_slab();
-    test_slots();
-    test_whole_units();
+    test_blocks();
+    test_whole_granules();
     test_check_query();
     test_check_create();
     test_check_release();

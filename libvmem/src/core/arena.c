@@ -399,8 +399,8 @@ void vmem__shrink(vmem_context *ctx)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
     struct vmem__piece p;
-    // Committed extents of a lazy backend go through discard() into the other list, a step at a time, since others wait in
-    // the kernel for its end. One that cannot be discarded comes back into the same list, and ends the loop.
+    // Committed extents of a lazy backend go through discard() into the other list, a step at a time, since others wait
+    // in the kernel for its end. One that cannot be discarded comes back into the same list, and ends the loop.
     while (lazy && ctx->committed >= ctx->keep + UNIT) {
         const uint64_t units = (ctx->committed - ctx->keep) / UNIT, step = VMEM__STEP / UNIT;
         if (!vmem__take(ctx, true, units < step ? units : step, 1, &p))

@@ -1,6 +1,6 @@
-// Committing: pages that belong to the addresses they back. Looks first whether there may be so many, then finds holes in
-// the shadow, a part at a time, and fills them by the public calls, which check again: a call that got in between makes
-// them fail, and all that was filled goes again.
+// Committing: pages that belong to the addresses they back. Looks first whether there may be so many, then finds holes
+// in the shadow, a part at a time, and fills them by the public calls, which check again: a call that got in between
+// makes them fail, and all that was filled goes again.
 //
 // SPDX-License-Identifier: MIT
 #include <stdio.h>

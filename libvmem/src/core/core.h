@@ -8,8 +8,8 @@
 //   - a range, by vmem__space.inflight: some backend call uses it, so it cannot be freed;
 //   - units of an arena that are in no free list and in no page: being committed, discarded or zeroed by their taker;
 //   - addresses that vmem_copy_batch and vmem_fill touch, by a struct vmem__access in ctx->accesses.
-// Whoever finds a mark that is not its own returns -EBUSY. Nobody waits, but for vmem_context_destroy: every call counts
-// itself in ctx->calls between vmem__begin() and vmem__end().
+// Whoever finds a mark that is not its own returns -EBUSY. Nobody waits, but for vmem_context_destroy: every call
+// counts itself in ctx->calls between vmem__begin() and vmem__end().
 //
 // What must go but is marked by another call is doomed (drop.c), and goes when a call ends.
 //
@@ -43,7 +43,8 @@
 #define FRAME_END (UINT64_C(1) << (FRAME_BITS - 1))
 #define GENERATION_MAX ((1u << 24) - 1)
 #define MAX_RESERVE (UINT64_C(1) << 46)
-// Memory is committed and zeroed in steps of this many bytes, some 10 ms each, and between two a call can be interrupted.
+// Memory is committed and zeroed in steps of this many bytes, some 10 ms each, and between two a call can be
+// interrupted.
 #define VMEM__STEP (UINT64_C(32) << 20)
 
 // ---- physical memory (arena.c, page.c) ----------------------------------------------------------------------

@@ -10,8 +10,8 @@ static struct vmem__space *space_at(vmem_context *ctx, uint64_t addr, uint64_t l
     return i < ctx->n_spaces && ctx->spaces[i]->b.addr < addr + length ? ctx->spaces[i] : NULL;
 }
 
-// Addresses that touch a reservation must lie inside it and be backed, or be readable through its backdrop, and no other
-// call may be mapping or unmapping there. With the lock held.
+// Addresses that touch a reservation must lie inside it and be backed, or be readable through its backdrop, and no
+// other call may be mapping or unmapping there. With the lock held.
 static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint64_t length, bool write)
 {
     if (length > UINT64_MAX - addr)

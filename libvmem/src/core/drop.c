@@ -1,6 +1,6 @@
 // What must go, for callers who cannot do anything about a failure. What another call works on is doomed: it goes when
-// that call ends. What the kernel or the driver refuses to unmap for lack of its own resources stays doomed until something
-// else was unmapped.
+// that call ends. What the kernel or the driver refuses to unmap for lack of its own resources stays doomed until
+// something else was unmapped.
 //
 // SPDX-License-Identifier: MIT
 #include <stdio.h>

@@ -1,9 +1,9 @@
 // Blocks: names that an engine has for pages.
 //
-// A name holds its pages as a prefix does (struct kv_ref counts both), so that slots, sharing and the books need to know
-// nothing of names. Prefixes themselves do not carry blocks: a prefix is one request's beginning, held and let go as a
-// whole, while an engine names each block when a request gets it, drops it when it hands the number to somebody else,
-// and starts a request with blocks that several others wrote.
+// A name holds its pages as a prefix does (struct kv_ref counts both), so that slots, sharing and the books need to
+// know nothing of names. Prefixes themselves do not carry blocks: a prefix is one request's beginning, held and let go
+// as a whole, while an engine names each block when a request gets it, drops it when it hands the number to somebody
+// else, and starts a request with blocks that several others wrote.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>

@@ -129,8 +129,8 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
                                         "tokens %u: rows below %u are shared, and kernels of step %" PRIu64
                                         " may be in flight",
                                         tokens, s->shared_tokens, step));
-    // Nothing changes under the kernels: the rows go when steps have come that do not ask for them. What the window of a
-    // shorter request reads stays, too.
+    // Nothing changes under the kernels: the rows go when steps have come that do not ask for them. What the window of
+    // a shorter request reads stays, too.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         sp->need_lo = KV_MIN(sp->need_lo, kv_need_lo(kv, &kv->groups[i], tokens));

@@ -332,8 +332,8 @@ void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
 int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
 // Rows at the end of the shared ones that nobody else holds any more are the slot's own.
 void kv_unmark_shared(vmem_kv *kv, uint32_t slot);
-// A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as
-// far as it is of use, the rest goes. gap: also where pages between them are still to be backed.
+// A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays
+// as far as it is of use, the rest goes. gap: also where pages between them are still to be backed.
 int kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap);
 // Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
 // before them.

@@ -1,6 +1,6 @@
-// Who holds a row of pages: a hash table, open addressing, of the rows that prefixes hold or several slots have mapped. A
-// row is what the tensors of a group have at one page number; they are shared together, so that the first tensor's page
-// stands for all.
+// Who holds a row of pages: a hash table, open addressing, of the rows that prefixes hold or several slots have mapped.
+// A row is what the tensors of a group have at one page number; they are shared together, so that the first tensor's
+// page stands for all.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

@@ -209,7 +209,7 @@ static uint64_t dirty(int gpu)
     struct simgpu_poison p = {.gpu = gpu};
 
     need(ioctl(sim, SIMGPU_POISON_CHK, &p) == 0, "SIMGPU_POISON_CHK");
-    return p.dirty_units;
+    return p.dirty_granules;
 }
 
 #define POISON (SIMGPU_POISON * 0x0101010101010101ull)

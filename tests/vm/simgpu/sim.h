@@ -92,7 +92,7 @@ struct sim_gpu {
     u8 **fb;
     u64 fb_size;
     unsigned long *pma_used, *pma_pinned;
-    u64 pma_units;
+    u64 pma_granules;
     UvmPmaStatistics pma_stats;
     uvmPmaEvictPagesCallback evict_pages;
     uvmPmaEvictRangeCallback evict_range;

@@ -162,7 +162,7 @@ static void do_info(struct simgpu_info *io)
     io->registered = g->registered != 0;
     memcpy(io->uuid, g->uuid, sizeof(io->uuid));
     io->fb_size = g->fb_size;
-    io->fb_free = (g->pma_units - g->c.pma_live) << SIM_PMA_SHIFT;
+    io->fb_free = (g->pma_granules - g->c.pma_live) << SIM_PMA_SHIFT;
     io->gpus = sim_gpu_count;
     io->va_bits = g->arch->mmu->va_bits;
     mutex_unlock(&sim_lock);

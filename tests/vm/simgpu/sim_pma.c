@@ -1,4 +1,4 @@
-// Video memory and PMA, the allocator that UVM and RM share: a bitmap of 64 KiB units.
+// Video memory and PMA, the allocator that UVM and RM share: a bitmap of granules.
 //
 // Memory is poisoned while it is free, so that nothing that was never zeroed can look zeroed, and a write to free
 // memory stays visible.
@@ -14,11 +14,11 @@ static void update_stats(struct sim_gpu *g)
 {
     u64 i, free_2m = 0;
 
-    for (i = 0; i + 32 <= g->pma_units; i += 32)
+    for (i = 0; i + 32 <= g->pma_granules; i += 32)
         free_2m += find_next_bit(g->pma_used, i + 32, i) >= i + 32;
-    g->pma_stats.numPages2m = g->pma_units / 32;
+    g->pma_stats.numPages2m = g->pma_granules / 32;
     g->pma_stats.numFreePages2m = free_2m;
-    g->pma_stats.numFreePages64k = g->pma_units - bitmap_weight(g->pma_used, g->pma_units);
+    g->pma_stats.numFreePages64k = g->pma_granules - bitmap_weight(g->pma_used, g->pma_granules);
 }
 
 #define CHUNK (2ULL << 20)
@@ -26,9 +26,9 @@ static void update_stats(struct sim_gpu *g)
 int sim_pma_init(struct sim_gpu *g)
 {
     g->fb = kvcalloc(g->fb_size / CHUNK, sizeof(*g->fb), GFP_KERNEL);
-    g->pma_units = g->fb_size >> SIM_PMA_SHIFT;
-    g->pma_used = bitmap_zalloc(g->pma_units, GFP_KERNEL);
-    g->pma_pinned = bitmap_zalloc(g->pma_units, GFP_KERNEL);
+    g->pma_granules = g->fb_size >> SIM_PMA_SHIFT;
+    g->pma_used = bitmap_zalloc(g->pma_granules, GFP_KERNEL);
+    g->pma_pinned = bitmap_zalloc(g->pma_granules, GFP_KERNEL);
     if (!g->fb || !g->pma_used || !g->pma_pinned)
         return -ENOMEM;
     update_stats(g);
@@ -80,37 +80,37 @@ bool sim_pma_is_free(struct sim_gpu *g, u64 phys)
     return phys < g->fb_size && !test_bit(phys >> SIM_PMA_SHIFT, g->pma_used);
 }
 
-static bool take(struct sim_gpu *g, u64 unit, u64 n, bool pinned, bool zero)
+static bool take(struct sim_gpu *g, u64 granule, u64 n, bool pinned, bool zero)
 {
     u64 phys, contig;
 
-    for (phys = unit << SIM_PMA_SHIFT; phys < (unit + n) << SIM_PMA_SHIFT; phys += contig) {
+    for (phys = granule << SIM_PMA_SHIFT; phys < (granule + n) << SIM_PMA_SHIFT; phys += contig) {
         if (!sim_fb_ptr(g, phys, &contig))
             return false;
     }
-    bitmap_set(g->pma_used, unit, n);
+    bitmap_set(g->pma_used, granule, n);
     if (pinned)
-        bitmap_set(g->pma_pinned, unit, n);
+        bitmap_set(g->pma_pinned, granule, n);
     else
-        bitmap_clear(g->pma_pinned, unit, n);
+        bitmap_clear(g->pma_pinned, granule, n);
     if (zero)
-        fill(g, unit << SIM_PMA_SHIFT, n << SIM_PMA_SHIFT, 0);
+        fill(g, granule << SIM_PMA_SHIFT, n << SIM_PMA_SHIFT, 0);
     g->c.pma_live += n;
     return true;
 }
 
-static void give(struct sim_gpu *g, u64 unit, u64 n)
+static void give(struct sim_gpu *g, u64 granule, u64 n)
 {
-    u64 phys = unit << SIM_PMA_SHIFT, len = n << SIM_PMA_SHIFT;
+    u64 phys = granule << SIM_PMA_SHIFT, len = n << SIM_PMA_SHIFT;
 
-    if (unit + n > g->pma_units || find_next_zero_bit(g->pma_used, unit + n, unit) < unit + n) {
+    if (granule + n > g->pma_granules || find_next_zero_bit(g->pma_used, granule + n, granule) < granule + n) {
         g->c.bad_double_free++;
         WARN(1, "simgpu: free of 0x%llx, which is free\n", phys);
         return;
     }
     sim_tlb_check_free(g, phys, len);
-    bitmap_clear(g->pma_used, unit, n);
-    bitmap_clear(g->pma_pinned, unit, n);
+    bitmap_clear(g->pma_used, granule, n);
+    bitmap_clear(g->pma_pinned, granule, n);
     g->c.pma_live -= n;
     if (g->mode & SIMGPU_MODE_POISON)
         fill(g, phys, len, SIMGPU_POISON);
@@ -118,16 +118,16 @@ static void give(struct sim_gpu *g, u64 unit, u64 n)
     sim_post_check_free(g, phys, len);
 }
 
-// n runs of run units. Returns how many were found.
+// n runs of run granules. Returns how many were found.
 static u64 take_runs(struct sim_gpu *g, u64 lo, u64 hi, u64 run, u64 align, u64 n, bool pinned, bool zero, u64 *pages)
 {
-    u64 i, unit = lo;
+    u64 i, granule = lo;
 
     for (i = 0; i < n; i++) {
-        unit = bitmap_find_next_zero_area(g->pma_used, hi, unit, run, align - 1);
-        if (unit + run > hi || !take(g, unit, run, pinned, zero))
+        granule = bitmap_find_next_zero_area(g->pma_used, hi, granule, run, align - 1);
+        if (granule + run > hi || !take(g, granule, run, pinned, zero))
             break;
-        pages[i] = unit << SIM_PMA_SHIFT;
+        pages[i] = granule << SIM_PMA_SHIFT;
     }
     return i;
 }
@@ -200,11 +200,11 @@ NV_STATUS nvUvmInterfacePmaAllocPages(void *pma, NvLength count, NvU64 page_size
     struct sim_gpu *g = pma_gpu(pma);
     bool contiguous = o->flags & UVM_PMA_ALLOCATE_CONTIGUOUS, pinned = o->flags & UVM_PMA_ALLOCATE_PINNED;
     bool zero = (g->mode & SIMGPU_MODE_ZERO) && !(o->flags & UVM_PMA_ALLOCATE_NO_ZERO);
-    u64 unit = page_size >> SIM_PMA_SHIFT, run = contiguous ? unit * count : unit, n = contiguous ? 1 : count;
-    u64 lo = 0, hi = g->pma_units, i;
+    u64 granule = page_size >> SIM_PMA_SHIFT, run = contiguous ? granule * count : granule, n = contiguous ? 1 : count;
+    u64 lo = 0, hi = g->pma_granules, i;
 
     SIM_CALL_MAY_FAIL(g);
-    if (!unit || !is_power_of_2(unit) || !count)
+    if (!granule || !is_power_of_2(granule) || !count)
         return NV_ERR_INVALID_ARGUMENT;
     if (sim_inject(g, SIMGPU_SITE_PMA))
         return NV_ERR_NO_MEMORY;
@@ -214,7 +214,7 @@ NV_STATUS nvUvmInterfacePmaAllocPages(void *pma, NvLength count, NvU64 page_size
             hi = (o->physEnd + 1) >> SIM_PMA_SHIFT;
     }
     mutex_lock(&sim_lock);
-    i = take_runs(g, lo, hi, run, unit, n, pinned, zero, pages);
+    i = take_runs(g, lo, hi, run, granule, n, pinned, zero, pages);
     if (i < n && !(o->flags & UVM_PMA_ALLOCATE_ALLOW_PARTIAL)) {
         while (i--)
             give(g, pages[i] >> SIM_PMA_SHIFT, run);
@@ -234,14 +234,14 @@ EXPORT_SYMBOL(nvUvmInterfacePmaAllocPages);
 NV_STATUS nvUvmInterfacePmaPinPages(void *pma, NvU64 *pages, NvLength count, NvU64 page_size, NvU32 flags)
 {
     struct sim_gpu *g = pma_gpu(pma);
-    u64 i, unit = page_size >> SIM_PMA_SHIFT;
+    u64 i, granule = page_size >> SIM_PMA_SHIFT;
 
     SIM_CALL_MAY_FAIL(g);
     if (sim_inject(g, SIMGPU_SITE_PMA))
         return NV_ERR_NO_MEMORY;
     mutex_lock(&sim_lock);
     for (i = 0; i < count; i++)
-        bitmap_set(g->pma_pinned, pages[i] >> SIM_PMA_SHIFT, unit);
+        bitmap_set(g->pma_pinned, pages[i] >> SIM_PMA_SHIFT, granule);
     mutex_unlock(&sim_lock);
     return NV_OK;
 }
@@ -250,14 +250,14 @@ EXPORT_SYMBOL(nvUvmInterfacePmaPinPages);
 void nvUvmInterfacePmaFreePages(void *pma, NvU64 *pages, NvLength count, NvU64 page_size, NvU32 flags)
 {
     struct sim_gpu *g = pma_gpu(pma);
-    u64 i, unit = page_size >> SIM_PMA_SHIFT;
+    u64 i, granule = page_size >> SIM_PMA_SHIFT;
 
     SIM_CALL(g);
     mutex_lock(&sim_lock);
     for (i = 0; i < count; i++) {
         u64 phys = flags & UVM_PMA_ALLOCATE_CONTIGUOUS ? pages[0] + i * page_size : pages[i];
 
-        give(g, phys >> SIM_PMA_SHIFT, unit);
+        give(g, phys >> SIM_PMA_SHIFT, granule);
     }
     g->c.pma_frees++;
     update_stats(g);
@@ -267,18 +267,18 @@ EXPORT_SYMBOL(nvUvmInterfacePmaFreePages);
 
 NV_STATUS sim_pma_rm_alloc(struct sim_gpu *g, u64 page_size, u64 count, u64 *pages)
 {
-    u64 i, unit = page_size >> SIM_PMA_SHIFT;
+    u64 i, granule = page_size >> SIM_PMA_SHIFT;
     NV_STATUS status = NV_OK;
 
     if (sim_inject(g, SIMGPU_SITE_PMA))
         return NV_ERR_NO_MEMORY;
     mutex_lock(&sim_lock);
-    i = take_runs(g, 0, g->pma_units, unit, unit, count, true, g->mode & SIMGPU_MODE_ZERO, pages);
+    i = take_runs(g, 0, g->pma_granules, granule, granule, count, true, g->mode & SIMGPU_MODE_ZERO, pages);
     update_stats(g);
     mutex_unlock(&sim_lock);
     while (i < count && status == NV_OK) {
         mutex_lock(&evict_mutex);
-        status = evict_from_uvm(g, page_size, 1, 0, g->pma_units, pages + i);
+        status = evict_from_uvm(g, page_size, 1, 0, g->pma_granules, pages + i);
         mutex_unlock(&evict_mutex);
         if (status == NV_OK)
             i++;
@@ -312,7 +312,7 @@ NV_STATUS sim_pma_evict(struct simgpu_evict *io)
         if (!pages)
             return NV_ERR_NO_MEMORY;
         mutex_lock(&evict_mutex);
-        status = evict_from_uvm(g, io->page_size, io->count, 0, g->pma_units, pages);
+        status = evict_from_uvm(g, io->page_size, io->count, 0, g->pma_granules, pages);
         mutex_unlock(&evict_mutex);
         if (status == NV_OK)
             sim_pma_rm_free(g, io->page_size, io->count, pages);
@@ -340,18 +340,18 @@ NV_STATUS sim_pma_evict(struct simgpu_evict *io)
 void sim_pma_poison_check(struct simgpu_poison *io)
 {
     struct sim_gpu *g = &sim_gpus[io->gpu];
-    u64 unit;
+    u64 granule;
 
-    io->free_units = io->dirty_units = io->first_dirty = 0;
+    io->free_granules = io->dirty_granules = io->first_dirty = 0;
     mutex_lock(&sim_lock);
-    for_each_clear_bit(unit, g->pma_used, g->pma_units) {
-        u64 phys = unit << SIM_PMA_SHIFT;
+    for_each_clear_bit(granule, g->pma_used, g->pma_granules) {
+        u64 phys = granule << SIM_PMA_SHIFT;
         u8 *chunk = g->fb[phys / CHUNK];
 
-        io->free_units++;
+        io->free_granules++;
         if (!chunk || !memchr_inv(chunk + phys % CHUNK, SIMGPU_POISON, 1 << SIM_PMA_SHIFT))
             continue;
-        if (!io->dirty_units++)
+        if (!io->dirty_granules++)
             io->first_dirty = phys;
     }
     mutex_unlock(&sim_lock);

@@ -123,7 +123,7 @@ struct simgpu_counters {
     __u64 bad_push_size;   // a push was longer than UVM gives one room for: it wrote into others'
     __u64 bad_mixed_sizes; // a TLB held an address while the tables mapped it by an entry of another size
     // Levels, not reset
-    __u64 pma_live;    // 64 KiB units allocated
+    __u64 pma_live;    // granules allocated
     __u64 tlb_entries; // translations held, both units
     __u64 posted;      // writes in flight
     __u64 vaspaces, channels, rm_allocs, rm_objects;
@@ -148,9 +148,9 @@ struct simgpu_phys {
 struct simgpu_poison {
     __u32 gpu;
     __u32 pad;
-    __u64 free_units;  // OUT: 64 KiB units that are free
-    __u64 dirty_units; // OUT: of these, written to since they were freed
-    __u64 first_dirty; // OUT: physical address
+    __u64 free_granules;  // OUT: granules that are free
+    __u64 dirty_granules; // OUT: of these, written to since they were freed
+    __u64 first_dirty;    // OUT: physical address
 };
 
 #define SIMGPU_SITE_RM (1 << 0)      // any nvUvmInterface* call that returns a status: NV_ERR_NO_MEMORY

@@ -107,7 +107,7 @@ void vm_state_take(const struct uvm *u, uint64_t va, uint64_t length, struct vm_
     sim_walk(u, 0, va, GRANULE, s->ptes, s->count);
 }
 
-void vm_state_same(const struct uvm *u, uint64_t va, const struct vm_state *before, bool windows)
+void vm_state_same(const struct uvm *u, uint64_t va, const struct vm_state *before, bool overlays)
 {
     struct vm_state now;
 
@@ -118,7 +118,7 @@ void vm_state_same(const struct uvm *u, uint64_t va, const struct vm_state *befo
     for (uint32_t i = 0; i < now.count; i++) {
         const struct simgpu_pte *a = &before->ptes[i], *b = &now.ptes[i];
         unsigned long long at = va + i * GRANULE;
-        if (windows && a->state == SIMGPU_PTE_INVALID && b->state == SIMGPU_PTE_SPARSE)
+        if (overlays && a->state == SIMGPU_PTE_INVALID && b->state == SIMGPU_PTE_SPARSE)
             continue;
         CHECK_MSG(a->state == b->state && a->phys == b->phys && a->page_size == b->page_size,
                   "0x%llx was state %u phys 0x%llx size 0x%x, is state %u phys 0x%llx size 0x%x", at, a->state,

@@ -8,7 +8,7 @@
 
 #include "uvm_vmem_ioctl.h"
 
-#define SLOT UVM_VMEM_SLOT
+#define BLOCK UVM_VMEM_BLOCK
 #define GRANULE UVM_VMEM_GRANULE
 
 // Where the cases map; nothing else lives there.
@@ -40,9 +40,9 @@ struct vm_state {
     uint32_t count;
     struct simgpu_pte *ptes;
 };
-// windows opened for a failed batch may stay: with `windows`, invalid and sparse count as the same
+// overlays opened for a failed batch may stay: with `overlays`, invalid and sparse count as the same
 void vm_state_take(const struct uvm *u, uint64_t va, uint64_t length, struct vm_state *s);
-void vm_state_same(const struct uvm *u, uint64_t va, const struct vm_state *before, bool windows);
+void vm_state_same(const struct uvm *u, uint64_t va, const struct vm_state *before, bool overlays);
 void vm_state_free(struct vm_state *s);
 
 #endif

@@ -285,8 +285,8 @@ void sim_check(unsigned gpu)
     CHECK_EQ(c.bad_push_size - b->bad_push_size, 0);
     CHECK_EQ(c.bad_mixed_sizes - b->bad_mixed_sizes, 0);
     sim_ioctl(SIMGPU_POISON_CHK, &p, "SIMGPU_POISON_CHK");
-    CHECK_MSG(p.dirty_units == 0, "%llu units of free memory were written to, the first at 0x%llx",
-              (unsigned long long)p.dirty_units, (unsigned long long)p.first_dirty);
+    CHECK_MSG(p.dirty_granules == 0, "%llu granules of free memory were written to, the first at 0x%llx",
+              (unsigned long long)p.dirty_granules, (unsigned long long)p.first_dirty);
 }
 
 uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t page_size, uint64_t size)

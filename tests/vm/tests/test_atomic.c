@@ -5,7 +5,7 @@
 
 enum { N = 120 };
 
-// One bad element at every position of a batch over windows that exist: no page changes, no push is made.
+// One bad element at every position of a batch over overlays that exist: no page changes, no push is made.
 TEST(test_one_bad_element_anywhere)
 {
     struct uvm u;
@@ -120,16 +120,16 @@ TEST(test_largest_batch)
     sim_check(0);
 }
 
-// What one call touches at most. Windows opened one after the other have tables that lie side by side in memory, and
+// What one call touches at most. Overlays opened one after the other have tables that lie side by side in memory, and
 // UVM's PTE batch gathers entries of such tables inside the push without counting them.
 static void check_states(const struct uvm *u, uint8_t state, uint32_t page_size)
 {
-    static struct simgpu_pte ptes[GB(4) / SLOT];
+    static struct simgpu_pte ptes[GB(4) / BLOCK];
 
-    sim_walk(u, 0, BASE + KB(1088), SLOT, ptes, COUNT(ptes));
+    sim_walk(u, 0, BASE + KB(1088), BLOCK, ptes, COUNT(ptes));
     for (unsigned i = 0; i < COUNT(ptes); i++)
         CHECK_MSG(ptes[i].state == state && (!page_size || ptes[i].page_size == page_size),
-                  "slot %u is in state %u, size 0x%x", i, ptes[i].state, ptes[i].page_size);
+                  "block %u is in state %u, size 0x%x", i, ptes[i].state, ptes[i].page_size);
     sim_check(0);
 }
 
@@ -165,19 +165,19 @@ TEST(test_largest_range)
 TEST(test_largest_range_of_huge_entries)
 {
     struct uvm u;
-    static struct uvm_vmem_op ops[GB(4) / SLOT];
+    static struct uvm_vmem_op ops[GB(4) / BLOCK];
     struct uvm_vmem_batch b;
     uint64_t h;
 
     vm_start(&u, GB(4));
     CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
     for (unsigned i = 0; i < COUNT(ops); i++)
-        ops[i] = vm_op(BASE + i * SLOT, SLOT, h, 0, 0);
+        ops[i] = vm_op(BASE + i * BLOCK, BLOCK, h, 0, 0);
     CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
     check_states(&u, SIMGPU_PTE_VALID, MB(2));
 
     for (unsigned i = 0; i < COUNT(ops); i++)
-        ops[i] = vm_op(BASE + i * SLOT, KB(64), 0, 0, 0);
+        ops[i] = vm_op(BASE + i * BLOCK, KB(64), 0, 0, 0);
     CHECK_EQ(vm_unmap_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
     CHECK_EQ(b.out_waits, 1);
     check_states(&u, SIMGPU_PTE_VALID, KB(64));
@@ -185,7 +185,7 @@ TEST(test_largest_range_of_huge_entries)
     check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
 }
 
-// 120 pages at 120 distant addresses, windows there: one push, one invalidate, one wait, no call into RM.
+// 120 pages at 120 distant addresses, overlays there: one push, one invalidate, one wait, no call into RM.
 TEST(test_batch_of_120_pages_costs_one_push)
 {
     struct uvm u;

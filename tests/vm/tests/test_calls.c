@@ -114,7 +114,7 @@ TEST(test_fresh_pages_read_as_zero)
     }
 }
 
-TEST(test_map_window_rest_is_sparse)
+TEST(test_map_overlay_rest_is_sparse)
 {
     struct uvm u;
     uint64_t h, value = 0x1122334455667788ull;
@@ -124,7 +124,7 @@ TEST(test_map_window_rest_is_sparse)
     CHECK_EQ(vm_map(&u, BASE + KB(64) * 5, KB(64), h, 0, 0), NV_OK);
     for (unsigned i = 0; i < 32; i++)
         CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, i == 5 ? SIMGPU_PTE_VALID : SIMGPU_PTE_SPARSE);
-    CHECK_EQ(sim_pte(&u, BASE + SLOT).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(sim_pte(&u, BASE + BLOCK).state, SIMGPU_PTE_INVALID);
     CHECK_EQ(sim_pte(&u, BASE + KB(64) * 5).page_size, KB(64));
     CHECK_EQ(sim_pte(&u, BASE + KB(64) * 5).aperture, 0);
     CHECK_EQ(sim_pte(&u, BASE + KB(64) * 5).read_only, 0);
@@ -133,7 +133,7 @@ TEST(test_map_window_rest_is_sparse)
     // sparse: writes are dropped, reads return zero
     CHECK_EQ(gpu_access(&u, 0, true, BASE + KB(64) * 6, &value, 8), 0);
     CHECK_EQ(gpu_word(&u, BASE + KB(64) * 6), 0);
-    CHECK(gpu_access(&u, 0, false, BASE + SLOT, &value, 8) < 0);
+    CHECK(gpu_access(&u, 0, false, BASE + BLOCK, &value, 8) < 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(64));
 }
 
@@ -169,7 +169,7 @@ TEST(test_sparse_goes_behind_a_membar)
 
     vm_start(&u, MB(8));
     CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, SLOT, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK);
     sim_counters(0, true);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     c = sim_counters(0, true);
@@ -197,7 +197,7 @@ TEST(test_map_parts_of_a_page_by_offset)
         CHECK(gpu_marked(&u, BASE + (31 - i) * GRANULE, GRANULE, 100 + i, NULL));
 }
 
-TEST(test_page_across_two_windows)
+TEST(test_page_across_two_overlays)
 {
     struct uvm u;
     uint64_t h, va = BASE + MB(2) - KB(128);
@@ -442,7 +442,7 @@ TEST(test_map_in_a_range_of_the_drivers_own)
     sim_check(0);
 }
 
-// A mapping of somebody else's is left alone, unless the caller says so; then the slot becomes ours without a gap.
+// A mapping of somebody else's is left alone, unless the caller says so; then the block becomes ours without a gap.
 TEST(test_takeover_of_a_foreign_mapping)
 {
     struct uvm u;
@@ -457,7 +457,7 @@ TEST(test_takeover_of_a_foreign_mapping)
     CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, base + MB(2), KB(64), h, 0, 0), NV_ERR_UVM_ADDRESS_IN_USE);
     CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64), UVM_VMEM_UNMAP_OPEN), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64), 0), NV_OK); // no window there: skipped
+    CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64), 0), NV_OK); // no overlay there: skipped
     CHECK_EQ(gpu_word(&u, base + MB(4)), value);
     op = vm_op(base + MB(2), KB(64), h, 0, UVM_VMEM_TAKEOVER);
     CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);

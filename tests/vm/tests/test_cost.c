@@ -21,7 +21,7 @@ static double median(double *v, unsigned n)
 
 static uint64_t va_of(unsigned i) { return BASE + i * MB(2) + i % 32 * GRANULE; }
 
-// Windows exist, as they do for all but the first page of each 2 MiB.
+// Overlays exist, as they do for all but the first page of each 2 MiB.
 TEST(cost_of_120_pages)
 {
     struct uvm u;

@@ -374,16 +374,16 @@ TEST(test_err_kernel_memory)
     b = batch_of(&op, 1);
     CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INSUFFICIENT_RESOURCES);
     CHECK_EQ(b.out_failed, 0);
-    for (open = 0; open < GB(4) && status == NV_OK; open += SLOT)
-        status = vm_unmap(&u, BASE + open, SLOT, UVM_VMEM_UNMAP_OPEN);
-    open -= SLOT; // the one that was refused
+    for (open = 0; open < GB(4) && status == NV_OK; open += BLOCK)
+        status = vm_unmap(&u, BASE + open, BLOCK, UVM_VMEM_UNMAP_OPEN);
+    open -= BLOCK; // the one that was refused
     CHECK_EQ(status, NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_MSG(open > MB(2) * 256 && open < MB(2) * 1024, "%llu windows in 1 MiB", (unsigned long long)open / SLOT);
+    CHECK_MSG(open > MB(2) * 256 && open < MB(2) * 1024, "%llu overlays in 1 MiB", (unsigned long long)open / BLOCK);
     // one that the driver's own call has closed gives its place at once, wherever it is among the others
-    CHECK_EQ(uvm_unmap_external(&u, 0, BASE + open - SLOT, SLOT), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE + open, SLOT, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(uvm_unmap_external(&u, 0, BASE + open - BLOCK, BLOCK), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE + open, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK);
     vm_start(&second, MB(8));
-    CHECK_EQ(vm_unmap(&second, BASE, SLOT, UVM_VMEM_UNMAP_OPEN), NV_ERR_INSUFFICIENT_RESOURCES);
+    CHECK_EQ(vm_unmap(&second, BASE, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_ERR_INSUFFICIENT_RESOURCES);
     CHECK_EQ(uvm_free_range(&u, BASE, GB(4)), NV_OK);
     CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
     CHECK_EQ(vm_unmap(&u, BASE, MB(64), UVM_VMEM_UNMAP_OPEN), NV_OK);
@@ -508,7 +508,7 @@ TEST(test_err_unmap_elements)
         {BASE + MB(6), MB(4), -1, 0, NV_ERR_INVALID_ADDRESS},
         {BASE + KB(64), KB(64), 1, 0, NV_ERR_OBJECT_NOT_FOUND},  // another page is there
         {BASE + KB(128), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND}, // nothing is there
-        {BASE + MB(2), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND},   // no window is there
+        {BASE + MB(2), KB(64), 0, 0, NV_ERR_OBJECT_NOT_FOUND},   // no overlay is there
         {BASE + KB(64), KB(64), 99, 0, NV_ERR_INVALID_OBJECT_HANDLE},
     };
 

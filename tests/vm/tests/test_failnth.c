@@ -6,7 +6,7 @@
 
 #include "failmem_uapi.h"
 
-enum { WINDOWS = 4 };
+enum { OVERLAYS = 4 };
 
 static struct uvm u;
 static int failmem = -1;
@@ -36,49 +36,49 @@ static void undo_create_huge(void)
         CHECK_EQ(vm_release_one(&u, made + i), NV_OK);
 }
 
-static void close_windows(void)
+static void close_overlays(void)
 {
-    for (unsigned i = 0; i < WINDOWS; i++)
-        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * SLOT, SLOT), NV_OK);
+    for (unsigned i = 0; i < OVERLAYS; i++)
+        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * BLOCK, BLOCK), NV_OK);
 }
-static void open_windows(void) { CHECK_EQ(vm_unmap(&u, BASE, WINDOWS * SLOT, UVM_VMEM_UNMAP_OPEN), NV_OK); }
+static void open_overlays(void) { CHECK_EQ(vm_unmap(&u, BASE, OVERLAYS * BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK); }
 static NV_STATUS map_some(void)
 {
     struct uvm_vmem_op ops[6];
 
     for (unsigned i = 0; i < 6; i++)
-        ops[i] = vm_op(BASE + i % WINDOWS * SLOT + i * KB(128), KB(64), small + i, 0, 0);
+        ops[i] = vm_op(BASE + i % OVERLAYS * BLOCK + i * KB(128), KB(64), small + i, 0, 0);
     return vm_map_ops(&u, 0, ops, 6, NULL);
 }
-static void undo_map(void) { CHECK_EQ(vm_unmap(&u, BASE, WINDOWS * SLOT, 0), NV_OK); }
+static void undo_map(void) { CHECK_EQ(vm_unmap(&u, BASE, OVERLAYS * BLOCK, 0), NV_OK); }
 static NV_STATUS map_huge(void) { return vm_map(&u, BASE, MB(2), big, 0, 0); }
 static void undo_map_huge(void) { CHECK_EQ(vm_unmap(&u, BASE, MB(2), 0), NV_OK); }
 static void huge_mapped(void)
 {
-    close_windows();
+    close_overlays();
     CHECK_EQ(vm_map(&u, BASE, MB(2), big, 0, 0), NV_OK);
 }
 static NV_STATUS split(void) { return vm_map(&u, BASE + KB(64), KB(64), small, 0, UVM_VMEM_MAP_REPLACE); }
 static void some_mapped(void)
 {
-    open_windows();
+    open_overlays();
     CHECK_EQ(map_some(), NV_OK);
 }
-static NV_STATUS unmap(void) { return vm_unmap(&u, BASE, WINDOWS * SLOT, 0); }
-static NV_STATUS unmap_open(void) { return vm_unmap(&u, BASE, WINDOWS * SLOT, UVM_VMEM_UNMAP_OPEN); }
+static NV_STATUS unmap(void) { return vm_unmap(&u, BASE, OVERLAYS * BLOCK, 0); }
+static NV_STATUS unmap_open(void) { return vm_unmap(&u, BASE, OVERLAYS * BLOCK, UVM_VMEM_UNMAP_OPEN); }
 static uint64_t victims[6];
 static void release_mapped(void)
 {
     uint64_t h;
 
-    open_windows();
+    open_overlays();
     CHECK_EQ(vm_create(&u, KB(64), 6, &h), NV_OK);
     for (unsigned i = 0; i < 6; i++) {
         victims[i] = h + i;
         CHECK_EQ(vm_map(&u, BASE + i * KB(192), KB(64), h + i, 0, 0), NV_OK);
     }
 }
-// UVM's own call leaves pieces of a window, which RELEASE is the first to meet.
+// UVM's own call leaves pieces of an overlay, which RELEASE is the first to meet.
 static void release_pieces(void)
 {
     release_mapped();
@@ -87,11 +87,11 @@ static void release_pieces(void)
 }
 static void release_huge(void)
 {
-    close_windows();
+    close_overlays();
     for (unsigned i = 0; i < 6; i++) {
         CHECK_EQ(vm_create(&u, MB(2), 1, &victims[i]), NV_OK);
         if (i < 3)
-            CHECK_EQ(vm_map(&u, BASE + i * SLOT, MB(2), victims[i], 0, 0), NV_OK);
+            CHECK_EQ(vm_map(&u, BASE + i * BLOCK, MB(2), victims[i], 0, 0), NV_OK);
     }
 }
 static NV_STATUS release(void) { return vm_release(&u, victims, 6, NULL); }
@@ -126,12 +126,12 @@ static const struct scenario scenarios[] = {
     {"query", nothing, query, nothing},
     {"create_small", nothing, create_small, undo_create_small},
     {"create_huge", nothing, create_huge, undo_create_huge},
-    {"map_no_window", close_windows, map_some, undo_map},
-    {"map", open_windows, map_some, undo_map},
-    {"map_huge", close_windows, map_huge, undo_map_huge},
+    {"map_no_overlay", close_overlays, map_some, undo_map},
+    {"map", open_overlays, map_some, undo_map},
+    {"map_huge", close_overlays, map_huge, undo_map_huge},
     {"split_huge", huge_mapped, split, undo_map},
     {"unmap", some_mapped, unmap, nothing},
-    {"unmap_open", close_windows, unmap_open, nothing},
+    {"unmap_open", close_overlays, unmap_open, nothing},
     {"release", release_mapped, release, released, true},
     {"release_pieces", release_pieces, release, released, true},
     {"release_huge", release_huge, release, released, true},
@@ -160,7 +160,7 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
         NV_STATUS status;
 
         s->prepare();
-        vm_state_take(&u, BASE, WINDOWS * SLOT, &before);
+        vm_state_take(&u, BASE, OVERLAYS * BLOCK, &before);
         if (memory)
             arm_memory(nth, NULL);
         else
@@ -202,7 +202,7 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
 
 static void start(void)
 {
-    vm_start(&u, WINDOWS * SLOT);
+    vm_start(&u, OVERLAYS * BLOCK);
     CHECK_EQ(vm_create(&u, KB(64), 6, &small), NV_OK);
     CHECK_EQ(vm_create(&u, MB(2), 1, &big), NV_OK);
     sim_mem(&u, 0, 33, MB(2), MB(6));

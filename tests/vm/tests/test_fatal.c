@@ -30,14 +30,14 @@ static void after(NV_STATUS status)
     CHECK_EQ(sim_counters(0, false).bad_double_free, 0);
 }
 
-TEST(in_map_with_window_)
+TEST(in_map_with_overlay_)
 {
     start();
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
     after(vm_map(&u, BASE + KB(64), KB(64), h + 1, 0, 0));
 }
 
-TEST(in_map_no_window_)
+TEST(in_map_no_overlay_)
 {
     start();
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);

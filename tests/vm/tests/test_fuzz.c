@@ -6,7 +6,7 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-enum { SLOTS = 6, OPS = 6 };
+enum { BLOCKS = 6, OPS = 6 };
 
 static struct uvm u;
 static uint64_t rng, pages[6], counts[7][2];
@@ -40,7 +40,7 @@ static uint64_t edge(void)
         1ull << 63,
         BASE,
         BASE + MB(2),
-        BASE + SLOTS * SLOT,
+        BASE + BLOCKS * BLOCK,
         ~0ull,
         ~0ull - 1,
         ~0ull << 16,
@@ -73,7 +73,7 @@ static void good_op(struct uvm_vmem_op *op)
 {
     unsigned p = rng_below(&rng, COUNT(pages));
 
-    *op = vm_op(BASE + rng_below(&rng, SLOTS * 32) * GRANULE, KB(64), pages[p], 0, UVM_VMEM_MAP_REPLACE);
+    *op = vm_op(BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, KB(64), pages[p], 0, UVM_VMEM_MAP_REPLACE);
 }
 
 static void *maybe_bad(void *p)
@@ -196,7 +196,7 @@ TEST(test_fuzz_every_call)
     munmap(room + 4096, 8192);
     unreadable = room + 4096;
     rng = env_long("SEED", 1);
-    vm_start(&u, SLOTS * SLOT);
+    vm_start(&u, BLOCKS * BLOCK);
     for (unsigned i = 0; i < COUNT(pages); i++)
         CHECK_EQ(vm_create(&u, KB(64), 1, &pages[i]), NV_OK);
     for (uint64_t i = 0; i < calls; i++) {
@@ -209,7 +209,7 @@ TEST(test_fuzz_every_call)
                (unsigned long long)counts[i][1]);
         CHECK(counts[i][0] > 0 && (calls < 5000 || counts[i][1] > 0));
     }
-    CHECK_EQ(vm_unmap(&u, BASE, SLOTS * SLOT, 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, BLOCKS * BLOCK, 0), NV_OK);
     for (unsigned i = 0; i < COUNT(pages); i++)
         CHECK_EQ(vm_release_one(&u, pages[i]), NV_OK);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);

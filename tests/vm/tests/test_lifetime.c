@@ -167,7 +167,7 @@ TEST(test_unregister_gpu_at_once)
     sim_check(0);
 }
 
-TEST(test_uvm_free_takes_windows_not_pages)
+TEST(test_uvm_free_takes_overlays_not_pages)
 {
     struct uvm u;
     uint64_t h;
@@ -190,7 +190,7 @@ TEST(test_uvm_free_takes_windows_not_pages)
     sim_check(0);
 }
 
-TEST(test_unmap_external_closes_a_window)
+TEST(test_unmap_external_closes_an_overlay)
 {
     struct uvm u;
     uint64_t h;
@@ -206,7 +206,7 @@ TEST(test_unmap_external_closes_a_window)
         CHECK(gpu_marked(&u, BASE + MB(4), KB(64), round + 1, NULL));
         CHECK_EQ(vm_unmap(&u, BASE + MB(4), KB(64), 0), NV_OK);
     }
-    // a window that UVM closed does not make release or free stumble
+    // an overlay that UVM closed does not make release or free stumble
     CHECK_EQ(vm_map(&u, BASE + MB(6), KB(64), h + 1, 0, 0), NV_OK);
     CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(6), MB(2)), NV_OK);
     CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);

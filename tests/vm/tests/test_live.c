@@ -120,8 +120,8 @@ TEST(test_live_neighbours_never_invalid)
     sim_check(0);
 }
 
-// A backdrop that somebody else mapped becomes ours under a reader, who reads `at` bytes behind its start. The slot that
-// is taken is the second.
+// A backdrop that somebody else mapped becomes ours under a reader, who reads `at` bytes behind its start. The block
+// that is taken is the second.
 static struct simgpu_loop takeover(uint32_t page_size, uint64_t at)
 {
     uint64_t h, base = BASE + GB(4);
@@ -153,21 +153,21 @@ static void takeover_start(bool one_step)
 }
 
 // Of 64 KiB entries it is a replacement like any other, and the neighbours of a 2 MiB entry are left alone. The entry
-// itself goes before the table comes: a reader of that slot meets an invalid entry, and no TLB one of each size.
+// itself goes before the table comes: a reader of that block meets an invalid entry, and no TLB one of each size.
 TEST(test_live_takeover)
 {
     takeover_start(false);
-    for (unsigned slot = 0; slot < 4; slot++) {
-        check_no_gap(takeover(KB(64), slot * SLOT + KB(128)));
-        if (slot != 1)
-            check_no_gap(takeover(MB(2), slot * SLOT + KB(128)));
+    for (unsigned block = 0; block < 4; block++) {
+        check_no_gap(takeover(KB(64), block * BLOCK + KB(128)));
+        if (block != 1)
+            check_no_gap(takeover(MB(2), block * BLOCK + KB(128)));
     }
-    CHECK(takeover(MB(2), SLOT + KB(128)).invalid > 0);
+    CHECK(takeover(MB(2), BLOCK + KB(128)).invalid > 0);
     sim_check(0);
 }
 
-// A tensor that grows over a backdrop of 2 MiB entries while a kernel reads whole tiles, past its last page: from one slot
-// into the next, the reader meets no gap. The first slot is entered before it starts.
+// A tensor that grows over a backdrop of 2 MiB entries while a kernel reads whole tiles, past its last page: from one
+// block into the next, the reader meets no gap. The first block is entered before it starts.
 TEST(test_live_growth_over_a_backdrop)
 {
     const uint32_t flags = UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD;
@@ -179,8 +179,8 @@ TEST(test_live_growth_over_a_backdrop)
     CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
     CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
     CHECK_EQ(vm_map(&u, base, KB(256), h, 0, flags), NV_OK);
-    CHECK_EQ(sim_pte(&u, base + SLOT).state, SIMGPU_PTE_SPARSE);
-    CHECK_EQ(sim_pte(&u, base + 2 * SLOT).page_size, MB(2));
+    CHECK_EQ(sim_pte(&u, base + BLOCK).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(sim_pte(&u, base + 2 * BLOCK).page_size, MB(2));
     for (unsigned i = 1; i < 32; i++) {
         // what is behind the last page, and the last page
         l[0] = loop_start(base + i * KB(256) + KB(64));
@@ -199,8 +199,8 @@ TEST(test_live_takeover_in_one_step)
     struct simgpu_counters c = sim_counters(0, true);
 
     takeover_start(true);
-    for (unsigned slot = 0; slot < 4; slot++)
-        check_no_gap(takeover(MB(2), slot * SLOT + KB(128)));
+    for (unsigned block = 0; block < 4; block++)
+        check_no_gap(takeover(MB(2), block * BLOCK + KB(128)));
     c = sim_counters(0, false);
     CHECK(c.bad_mixed_sizes > 0);
     takeover_start(false);

@@ -66,7 +66,7 @@ TEST(test_killed_in_mid_batch)
         CHECK(kill(pid, SIGKILL) == 0);
         CHECK_EQ(wait_child(pid), 128 + SIGKILL);
         sim_check(0);
-        CHECK_MSG(live() <= before, "kill %d: %llu units are still allocated, %llu before", i,
+        CHECK_MSG(live() <= before, "kill %d: %llu granules are still allocated, %llu before", i,
                   (unsigned long long)live(), (unsigned long long)before);
     }
 }

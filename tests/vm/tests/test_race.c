@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-enum { SLOTS = 8 };
+enum { BLOCKS = 8 };
 
 static struct uvm u;
 static atomic_bool stop;
@@ -41,14 +41,14 @@ static void *mapper(void *arg)
             continue;
         CHECK_EQ(s, NV_OK);
         for (unsigned i = 0; i < 12; i++) {
-            ops[i] = vm_op(BASE + rng_below(&rng, SLOTS) * SLOT + rng_below(&rng, 8) * KB(256), size, h + i, 0,
+            ops[i] = vm_op(BASE + rng_below(&rng, BLOCKS) * BLOCK + rng_below(&rng, 8) * KB(256), size, h + i, 0,
                            UVM_VMEM_MAP_REPLACE);
             handles[i] = h + i;
         }
         // the ranges come and go
         EXPECT(vm_map_ops(&u, 0, ops, 12, NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
         for (unsigned i = 0; i < 12; i++)
-            ops[i] = vm_op(BASE + rng_below(&rng, SLOTS) * SLOT, SLOT, 0, 0,
+            ops[i] = vm_op(BASE + rng_below(&rng, BLOCKS) * BLOCK, BLOCK, 0, 0,
                            (uint32_t[]){0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID}[rng_below(&rng, 3)]);
         EXPECT(vm_unmap_ops(&u, 0, ops, 1 + rng_below(&rng, 12), NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
         CHECK_EQ(vm_release(&u, handles, 12, NULL), NV_OK);
@@ -62,9 +62,9 @@ static void *uvm_freer(void *arg)
     uint64_t rng = (uintptr_t)arg * 31 + 5;
 
     while (!stop) {
-        uint64_t va = BASE + rng_below(&rng, SLOTS) * SLOT;
-        EXPECT(uvm_free_range(&u, va, SLOT), NV_OK, NV_ERR_INVALID_ADDRESS);
-        EXPECT(uvm_create_external(&u, va, SLOT), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
+        uint64_t va = BASE + rng_below(&rng, BLOCKS) * BLOCK;
+        EXPECT(uvm_free_range(&u, va, BLOCK), NV_OK, NV_ERR_INVALID_ADDRESS);
+        EXPECT(uvm_create_external(&u, va, BLOCK), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
         calls[1] += 2;
         usleep(rng_below(&rng, 2000));
     }
@@ -76,7 +76,7 @@ static void *unmapper(void *arg)
     uint64_t rng = (uintptr_t)arg * 13 + 9;
 
     while (!stop) {
-        EXPECT(uvm_unmap_external(&u, 0, BASE + rng_below(&rng, SLOTS) * SLOT, SLOT), NV_OK, NV_ERR_INVALID_ADDRESS);
+        EXPECT(uvm_unmap_external(&u, 0, BASE + rng_below(&rng, BLOCKS) * BLOCK, BLOCK), NV_OK, NV_ERR_INVALID_ADDRESS);
         calls[2]++;
         usleep(rng_below(&rng, 500));
     }
@@ -102,7 +102,7 @@ static void *reader(void *arg)
 
     while (!stop) {
         uint64_t value = 0;
-        gpu_access(&u, 0, false, BASE + rng_below(&rng, SLOTS * 32) * GRANULE, &value, 8);
+        gpu_access(&u, 0, false, BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, &value, 8);
         CHECK_MSG(value != 0xd5d5d5d5d5d5d5d5ull, "the GPU read memory that is free");
         calls[4]++;
     }
@@ -113,8 +113,8 @@ static void run(void *(*const who[])(void *), unsigned n)
 {
     pthread_t threads[8];
 
-    for (unsigned i = 0; i < SLOTS; i++)
-        EXPECT(uvm_create_external(&u, BASE + i * SLOT, SLOT), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
+    for (unsigned i = 0; i < BLOCKS; i++)
+        EXPECT(uvm_create_external(&u, BASE + i * BLOCK, BLOCK), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
     for (unsigned i = 0; i < n; i++)
         CHECK(pthread_create(&threads[i], NULL, who[i], (void *)(uintptr_t)(i + 1)) == 0);
     usleep(env_long("SECONDS_EACH", 2) * 1000000);
@@ -164,7 +164,7 @@ TEST(test_concurrent_release_of_one_handle)
 {
     pthread_t t[3];
 
-    vm_start(&u, SLOT * 4);
+    vm_start(&u, BLOCK * 4);
     for (int round = 0; round < 5; round++) {
         released = 0;
         CHECK_EQ(vm_create(&u, KB(64), 64, &shared_first), NV_OK);
@@ -202,9 +202,9 @@ static void *tolerant_mapper(void *arg)
     while (!stop) {
         EXPECT(vm_create(&u, KB(64), 4, &h), NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_NO_MEMORY);
         for (unsigned i = 0; i < 4; i++)
-            EXPECT(vm_map(&u, BASE + rng_below(&rng, SLOTS * 32) * GRANULE, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE),
+            EXPECT(vm_map(&u, BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE),
                    NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_INVALID_OBJECT_HANDLE);
-        EXPECT(vm_unmap(&u, BASE, SLOTS * SLOT, 0), NV_OK, NV_ERR_INVALID_DEVICE);
+        EXPECT(vm_unmap(&u, BASE, BLOCKS * BLOCK, 0), NV_OK, NV_ERR_INVALID_DEVICE);
         for (unsigned i = 0; i < 4; i++)
             EXPECT(vm_release_one(&u, h + i), NV_OK, NV_ERR_INVALID_OBJECT_HANDLE);
         calls[0]++;
@@ -216,7 +216,7 @@ TEST(test_concurrent_with_gpu_unregister)
 {
     pthread_t t[3];
 
-    vm_start(&u, SLOTS * SLOT);
+    vm_start(&u, BLOCKS * BLOCK);
     pthread_create(&t[0], NULL, registrar, NULL);
     pthread_create(&t[1], NULL, tolerant_mapper, (void *)1);
     pthread_create(&t[2], NULL, tolerant_mapper, (void *)2);
@@ -239,7 +239,7 @@ TEST(test_concurrent_processes)
         pids[p] = fork();
         if (pids[p] == 0) {
             uint64_t rng = p + 1, h, end = seconds() + env_long("SECONDS_EACH", 2);
-            vm_start(&u, SLOT * 4);
+            vm_start(&u, BLOCK * 4);
             while (seconds() < end) {
                 CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
                 for (unsigned i = 0; i < 8; i++) {

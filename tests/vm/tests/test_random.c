@@ -6,7 +6,7 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-enum { SLOTS = 24, GRANULES = SLOTS * 32, MAX_PAGES = 96, BATCH = 24 };
+enum { BLOCKS = 24, GRANULES = BLOCKS * 32, MAX_PAGES = 96, BATCH = 24 };
 
 struct page {
     uint64_t handle, size; // 0: no page
@@ -99,8 +99,8 @@ static void check_words(unsigned from, unsigned to)
     }
 }
 
-// A window opens in the hole around the address, as far as the slot goes.
-static void open_window(struct model *m, unsigned g)
+// An overlay opens in the hole around the address, as far as the block goes.
+static void open_overlay(struct model *m, unsigned g)
 {
     unsigned first = g, last = g;
 
@@ -244,7 +244,7 @@ static void do_map(void)
                 fails = i;
                 want = NV_ERR_UVM_ADDRESS_IN_USE;
             }
-            open_window(&next, g + k);
+            open_overlay(&next, g + k);
             *s = (struct spot){.state = MAPPED, .page = p, .part = part + k};
         }
         if (g < lo)
@@ -268,14 +268,14 @@ static void do_map(void)
     if (fails < 0) {
         now = next;
     } else {
-        // windows opened for it may stay
+        // overlays opened for it may stay
         struct simgpu_pte p;
         for (unsigned g = 0; g < GRANULES; g++) {
             if (now.spots[g].state != CLOSED)
                 continue;
             p = sim_pte(&u, va_of(g));
             if (p.state == SIMGPU_PTE_SPARSE)
-                open_window(&now, g);
+                open_overlay(&now, g);
         }
     }
     if (lo < hi) {
@@ -304,7 +304,7 @@ static void do_unmap(void)
         ops[i] = vm_op(va_of(g), parts * GRANULE, 0, 0, flags);
         for (unsigned k = g; k < g + parts; k++) {
             if (flags & UVM_VMEM_UNMAP_OPEN)
-                open_window(&next, k);
+                open_overlay(&next, k);
             if (next.spots[k].state != CLOSED)
                 next.spots[k] = (struct spot){.state = flags & UVM_VMEM_UNMAP_INVALID ? INVALID : SPARSE};
         }
@@ -326,10 +326,10 @@ static void do_unmap(void)
     check_words(lo, lo + 8 < hi ? lo + 8 : hi);
 }
 
-// UVM's own calls work on windows as on any external mapping, whole or in part.
+// UVM's own calls work on overlays as on any external mapping, whole or in part.
 static void do_unmap_external(void)
 {
-    unsigned g = rng_below(&rng, SLOTS) * 32, parts = 32;
+    unsigned g = rng_below(&rng, BLOCKS) * 32, parts = 32;
     NV_STATUS status;
 
     if (rng_below(&rng, 2)) {
@@ -382,7 +382,7 @@ TEST(test_random_operations_against_a_shadow)
     double t0 = seconds();
 
     rng = env_long("SEED", 1);
-    vm_start(&u, SLOTS * SLOT);
+    vm_start(&u, BLOCKS * BLOCK);
     for (ops_done = 0; ops_done < total; ops_done++) {
         switch (rng_below(&rng, 32)) {
         case 0 ... 3: do_create(); break;
@@ -408,7 +408,7 @@ TEST(test_random_operations_against_a_shadow)
             CHECK_EQ(vm_release_one(&u, now.pages[i].handle), NV_OK);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-    CHECK_EQ(uvm_free_range(&u, BASE, SLOTS * SLOT), NV_OK);
+    CHECK_EQ(uvm_free_range(&u, BASE, BLOCKS * BLOCK), NV_OK);
     sim_check(0);
     vmtest_figure("random_operations", total, "operations");
     vmtest_figure("random_seconds", seconds() - t0, "s");

@@ -1,5 +1,5 @@
-// RELEASE of pages that are mapped at many addresses, in windows of which the driver left pieces, by 2 MiB entries, and of
-// a GPU that goes meanwhile.
+// RELEASE of pages that are mapped at many addresses, in overlays of which the driver left pieces, by 2 MiB entries,
+// and of a GPU that goes meanwhile.
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
@@ -49,8 +49,8 @@ TEST(test_release_in_steps)
     sim_check(0);
 }
 
-// Every second address was unmapped by the driver's own call, which leaves pieces of the windows. Each record is looked
-// at once, whatever state it is in.
+// Every second address was unmapped by the driver's own call, which leaves pieces of the overlays. Each record is
+// looked at once, whatever state it is in.
 TEST(test_release_of_pieces)
 {
     unsigned n = env_long("ADDRESSES", 2048);
@@ -106,8 +106,8 @@ TEST(test_release_of_a_huge_page)
     sim_check(0);
 }
 
-// A GPU that is unregistered while a RELEASE of its pages is at work takes the rest of them along: whichever comes first,
-// every page is freed once and the file can go on.
+// A GPU that is unregistered while a RELEASE of its pages is at work takes the rest of them along: whichever comes
+// first, every page is freed once and the file can go on.
 static struct uvm shared;
 static uint64_t leaving;
 

@@ -1,7 +1,7 @@
 // What a forked child gets of the pages. They are shared mappings of one memfd, so that a page can stand at several
-// addresses; left as they are, a child's stray write into an old tensor would reach the parent's new one. So the child's
-// mappings are made private before fork() returns there: it reads what the parent's pages hold, until it writes a page,
-// and what it writes is its own, as with any other memory.
+// addresses; left as they are, a child's stray write into an old tensor would reach the parent's new one. So the
+// child's mappings are made private before fork() returns there: it reads what the parent's pages hold, until it writes
+// a page, and what it writes is its own, as with any other memory.
 //
 // The child's own list of mappings says what there is: a call of another thread may have been half done in the parent.
 //

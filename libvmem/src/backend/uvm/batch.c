@@ -102,8 +102,8 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
     return err;
 }
 
-// Takes back what an action did between the start of the batch and a place. The windows are there, so only a broken GPU
-// can refuse this; then nothing can be done about it.
+// Takes back what an action did between the start of the batch and a place. The overlays are there, so only a broken
+// GPU can refuse this; then nothing can be done about it.
 static void undo(struct uvm *u, enum action action, const struct vmem__run *runs, const struct place *done)
 {
     size_t bad;
