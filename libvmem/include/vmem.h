@@ -138,8 +138,8 @@ int vMemFree(vmem_context *ctx, uint64_t addr);
 // those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another
 // call works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
-// Where the backdrop is established lazily (cuda and stock backends, in blocks of tens of MiB), make it readable over
-// [addr, addr+length) now. Mapping a page does this for the page's block and the one after it.
+// Where the backdrop is established lazily (cuda and stock backends, in segments of tens of MiB), make it readable over
+// [addr, addr+length) now. Mapping a page does this for the page's segment and the one after it.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 
 // ---- physical pages ---------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n);
 
 struct vmem_page_info {
     uint64_t page_size;
-    uint64_t frame;    // position in the context's physical memory, in units of 64 KiB: two pages whose frames are
+    uint64_t frame;    // position in the context's physical memory, in granules of 64 KiB: two pages whose frames are
                        // page_size / 64 KiB apart are physically consecutive and map in one run
     uint64_t mappings; // how many addresses it is mapped at
 };
@@ -211,14 +211,14 @@ int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, 
 
 // ---- what is where ----------------------------------------------------------------------------------------
 
-struct vmem_range_info {
+struct vmem_reservation_info {
     uint64_t addr, length; // of the reservation
     uint64_t mapped;       // bytes of it that are backed
     uint32_t flags;        // VMEM_RESERVE_*
     uint32_t reserved;     // 0
 };
 // The reservation that holds addr.
-int vmem_range_query(vmem_context *ctx, uint64_t addr, struct vmem_range_info *out);
+int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out);
 // The first backed stretch of [addr, addr+length), which lies in one reservation; length 0 where nothing is backed. A
 // stretch of more than 4 GiB comes in parts. Costs time for what is backed, next to none for the rest.
 int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out);

@@ -89,9 +89,9 @@ static void wait_for_kernels(int device)
 static void destroy_range(void *thing)
 {
     struct range *r = thing;
-    struct vmem_range_info info;
+    struct vmem_reservation_info info;
     // In a forked child every call refuses, which is right: the parent still uses it all.
-    if (r->device >= 0 && !vmem_range_query(r->ctx, r->addr, &info))
+    if (r->device >= 0 && !vmem_reservation_query(r->ctx, r->addr, &info))
         wait_for_kernels(r->device);
     vmem_unreserve(r->ctx, r->addr);
     free(r);
@@ -165,8 +165,8 @@ int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length)
 int pv_range_mapped(pv_owner *owner, uint64_t *bytes)
 {
     const struct range *r = owner->thing;
-    struct vmem_range_info info;
-    int rc = vmem_range_query(r->ctx, r->addr, &info);
+    struct vmem_reservation_info info;
+    int rc = vmem_reservation_query(r->ctx, r->addr, &info);
     if (!rc)
         *bytes = info.mapped;
     return rc;

@@ -133,45 +133,45 @@ static void drop(struct object *table, const void *p)
     o->p = NULL;
 }
 
-// Units in use: key is an address in units, or an arena and an offset (for slices in flight).
-struct unit {
+// Granules in use: key is an address in granules, or an arena and an offset (for slices in flight).
+struct granule {
     uint64_t key;
     const struct vmem__arena *arena; // what is mapped at the address
     uint64_t offset;
     bool busy;
 };
-#define UNITS (1u << 18)
-static struct unit units[UNITS];
-static size_t n_units;
+#define GRANULES (1u << 18)
+static struct granule granules[GRANULES];
+static size_t n_granules;
 
-static struct unit *unit_of(uint64_t key)
+static struct granule *granule_of(uint64_t key)
 {
     uint64_t h = key * UINT64_C(0x9e3779b97f4a7c15) >> 40;
-    for (uint64_t i = 0; i < UNITS; i++) {
-        struct unit *u = &units[(h + i) % UNITS];
+    for (uint64_t i = 0; i < GRANULES; i++) {
+        struct granule *u = &granules[(h + i) % GRANULES];
         if (u->key == key)
             return u;
         if (!u->key) {
             u->key = key;
-            n_units++;
+            n_granules++;
             return u;
         }
     }
-    BROKEN("table of units is full");
+    BROKEN("table of granules is full");
 }
-static struct unit *unit_at(uint64_t addr) { return unit_of(addr >> 16); }
+static struct granule *granule_at(uint64_t addr) { return granule_of(addr >> 16); }
 // Arena structures are 16-byte aligned heap memory, so their keys do not meet those of addresses.
-static struct unit *slice_at(const struct vmem__arena *a, uint64_t offset)
+static struct granule *slice_at(const struct vmem__arena *a, uint64_t offset)
 {
-    return unit_of(UINT64_C(1) << 63 | (((uint64_t)(uintptr_t)a << 16) + (offset >> 16)));
+    return granule_of(UINT64_C(1) << 63 | (((uint64_t)(uintptr_t)a << 16) + (offset >> 16)));
 }
 
 static void slice_busy(const struct vmem__arena *a, uint64_t offset, uint64_t length, bool busy)
 {
     MUST(find(arenas, a));
-    MUST(offset % UNIT == 0 && length % UNIT == 0 && length && offset + length <= a->size);
-    for (uint64_t at = offset; at < offset + length; at += UNIT) {
-        struct unit *u = slice_at(a, at);
+    MUST(offset % GRANULE == 0 && length % GRANULE == 0 && length && offset + length <= a->size);
+    for (uint64_t at = offset; at < offset + length; at += GRANULE) {
+        struct granule *u = slice_at(a, at);
         MUST(u->busy != busy);
         u->busy = busy;
     }
@@ -179,12 +179,12 @@ static void slice_busy(const struct vmem__arena *a, uint64_t offset, uint64_t le
 
 static void check_run(const struct vmem__run *r)
 {
-    MUST(find(ranges, r->range) && find(arenas, r->arena) && (!r->old_arena || find(arenas, r->old_arena)));
+    MUST(find(ranges, r->reservation) && find(arenas, r->arena) && (!r->old_arena || find(arenas, r->old_arena)));
     MUST(r->page_size == VMEM_PAGE_64K || r->page_size == VMEM_PAGE_128K || r->page_size == VMEM_PAGE_256K ||
          r->page_size == VMEM_PAGE_2M);
     MUST(r->length && r->length % r->page_size == 0);
     MUST(r->addr % r->page_size == 0 && r->offset % r->page_size == 0);
-    MUST(r->addr >= r->range->addr && r->addr + r->length <= r->range->addr + r->range->length);
+    MUST(r->addr >= r->reservation->addr && r->addr + r->length <= r->reservation->addr + r->reservation->length);
     MUST(r->offset + r->length <= r->arena->size);
 }
 
@@ -193,8 +193,8 @@ static void check_runs(const struct vmem__run *runs, size_t n, bool unmap)
     for (size_t i = 0; i < n; i++) {
         check_run(&runs[i]);
         MUST(!i || runs[i].op >= runs[i - 1].op);
-        for (uint64_t d = 0; d < runs[i].length; d += UNIT) {
-            struct unit *u = unit_at(runs[i].addr + d);
+        for (uint64_t d = 0; d < runs[i].length; d += GRANULE) {
+            struct granule *u = granule_at(runs[i].addr + d);
             MUST(!u->busy);
             u->busy = true;
             if (unmap) {
@@ -212,8 +212,8 @@ static void finish_runs(const struct vmem__run *runs, size_t n, bool unmap, bool
 {
     for (size_t i = 0; i < n; i++) {
         const struct vmem__run *r = &runs[i];
-        for (uint64_t d = 0; d < r->length; d += UNIT) {
-            struct unit *u = unit_at(r->addr + d);
+        for (uint64_t d = 0; d < r->length; d += GRANULE) {
+            struct granule *u = granule_at(r->addr + d);
             u->busy = false;
             if (done) {
                 u->arena = unmap ? NULL : r->arena;
@@ -226,7 +226,7 @@ static void finish_runs(const struct vmem__run *runs, size_t n, bool unmap, bool
         if (r->old_arena)
             find(arenas, r->old_arena)->mapped -= r->length;
         else
-            find(ranges, r->range)->mapped += unmap ? -r->length : r->length;
+            find(ranges, r->reservation)->mapped += unmap ? -r->length : r->length;
     }
 }
 
@@ -234,9 +234,9 @@ static void finish_runs(const struct vmem__run *runs, size_t n, bool unmap, bool
 
 static void locked(bool on) { on ? pthread_mutex_lock(&lock) : pthread_mutex_unlock(&lock); }
 
-static int reserve(struct vmem__backend *b, struct vmem__range *r)
+static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    MUST(r->length && r->length % UNIT == 0);
+    MUST(r->length && r->length % GRANULE == 0);
     int rc = fault() ? injected() : inner->reserve(b, r);
     if (!rc) {
         MUST(r->addr && r->addr % BLOCK == 0);
@@ -246,17 +246,17 @@ static int reserve(struct vmem__backend *b, struct vmem__range *r)
     }
     return rc;
 }
-static void unreserve(struct vmem__backend *b, struct vmem__range *r)
+static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     locked(true);
     struct object *o = find(ranges, r);
     MUST(o && (!o->mapped || unmap_failed)); // what would not be unmapped may go with the range
-    for (uint64_t at = r->addr; o->mapped && at < r->addr + r->length; at += UNIT) {
-        struct unit *u = unit_at(at);
+    for (uint64_t at = r->addr; o->mapped && at < r->addr + r->length; at += GRANULE) {
+        struct granule *u = granule_at(at);
         MUST(!u->busy);
         if (u->arena) {
-            find(arenas, u->arena)->mapped -= UNIT;
-            o->mapped -= UNIT;
+            find(arenas, u->arena)->mapped -= GRANULE;
+            o->mapped -= GRANULE;
             u->arena = NULL;
         }
     }
@@ -264,7 +264,7 @@ static void unreserve(struct vmem__backend *b, struct vmem__range *r)
     locked(false);
     inner->unreserve(b, r);
 }
-static int backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+static int backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
 {
     MUST(addr >= r->addr && length <= r->addr + r->length - addr && length);
     return fault() ? injected() : inner->backdrop(b, r, addr, length);
@@ -377,9 +377,9 @@ static void close_(struct vmem__backend *b, bool forked)
 {
     for (size_t i = 0; i < MAX_OBJECTS && !forked; i++)
         MUST(!ranges[i].p && !arenas[i].p);
-    if (n_units > UNITS / 4) { // all unused: forget them
-        memset(units, 0, sizeof units);
-        n_units = 0;
+    if (n_granules > GRANULES / 4) { // all unused: forget them
+        memset(granules, 0, sizeof granules);
+        n_granules = 0;
     }
     inner->close(b, forked);
 }

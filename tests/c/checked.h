@@ -7,7 +7,7 @@
 #include "core/core.h"
 
 // A context whose backend is `name`, wrapped; one at a time in a process. With whole_arenas a backend that commits
-// units as they are used (the host) behaves as GPUs do: an arena is memory, all of it.
+// granules as they are used (the host) behaves as GPUs do: an arena is memory, all of it.
 int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_context **out);
 
 // Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program

@@ -157,10 +157,10 @@ static void shrinks(void)
         // Frames of two arenas are never consecutive: no run may go from one into the other.
         for (struct vmem__arena_rec *a = ctx->arenas; a; a = a->next) {
             for (struct vmem__arena_rec *b = ctx->arenas; b; b = b->next)
-                CHECK(a->base + a->units != b->base);
+                CHECK(a->base + a->granules != b->base);
         }
         OK(vMemReleaseBatch(ctx, page, N, NULL));
-        CHECK(ctx->space <= (ctx->b.arena_min > 32 * MIB ? ctx->b.arena_min : 32 * MIB));
+        CHECK(ctx->arena_bytes <= (ctx->b.arena_min > 32 * MIB ? ctx->b.arena_min : 32 * MIB));
     }
     vmem_context_destroy(ctx);
 }

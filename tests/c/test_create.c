@@ -125,14 +125,14 @@ static void near_hint(void)
     vmem_page a, b[8], c[4];
     OK(vMemCreate(ctx, test_page, 1, 0, &a));
     OK(vmem__create_near(ctx, test_page, 8, a, 0, b));
-    if (query(ctx, b[0]).frame != query(ctx, a).frame + test_page / UNIT)
+    if (query(ctx, b[0]).frame != query(ctx, a).frame + test_page / GRANULE)
         CHECK_EQ(test_page, VMEM_PAGE_2M); // one memory object per page
     else {
         // Room after a again: near takes what fits there, and the rest elsewhere.
         OK(vMemReleaseBatch(ctx, b, 2, NULL));
         OK(vmem__create_near(ctx, test_page, 4, a, 0, c));
-        CHECK_EQ(query(ctx, c[0]).frame, query(ctx, a).frame + test_page / UNIT);
-        CHECK_EQ(query(ctx, c[1]).frame, query(ctx, a).frame + 2 * test_page / UNIT);
+        CHECK_EQ(query(ctx, c[0]).frame, query(ctx, a).frame + test_page / GRANULE);
+        CHECK_EQ(query(ctx, c[1]).frame, query(ctx, a).frame + 2 * test_page / GRANULE);
         CHECK(query(ctx, c[2]).frame > query(ctx, b[7]).frame);
     }
     // A page that is gone is no hint, and no error.
@@ -171,7 +171,7 @@ static void mixed(void)
     }
     OK(vMemCreate(ctx, VMEM_PAGE_2M, BIG, 0, big));
     for (int i = 1; i < BIG && test_page != VMEM_PAGE_2M; i++)
-        CHECK_EQ(query(ctx, big[i]).frame, query(ctx, big[i - 1]).frame + VMEM_PAGE_2M / UNIT);
+        CHECK_EQ(query(ctx, big[i]).frame, query(ctx, big[i - 1]).frame + VMEM_PAGE_2M / GRANULE);
     OK(vMemReleaseBatch(ctx, big, BIG, NULL));
     OK(vmem_trim(ctx, NULL));
     CHECK_EQ(test_stats(ctx).created, 0);

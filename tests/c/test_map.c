@@ -120,7 +120,7 @@ static void aliases(vmem_context *ctx)
     OK(vMemUnmap(ctx, addr + 64 * MIB - P, P));
 }
 
-// Consecutive in both spaces is one run; a gap in either ends it.
+// Consecutive in both reservations is one run; a gap in either ends it.
 static void runs(vmem_context *ctx)
 {
     enum { N = 16 };

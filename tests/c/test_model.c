@@ -13,18 +13,18 @@ enum { MAX_RANGES = 6, MAX_PAGES = 96, RANGE_UNITS = 160, BLOCK_64K = 32 };
 // Every 64 KiB of memory holds one byte value, but for its first word, which has a value of its own.
 struct page {
     vmem_page handle; // 0: free entry
-    uint32_t units;
+    uint32_t granules;
     uint64_t frame;
     uint8_t fill[32];
     uint64_t word[32];
 };
 struct range {
     uint64_t addr; // 0: free entry
-    uint32_t units, flags;
+    uint32_t granules, flags;
     struct {
         struct page *page;
-        uint32_t unit;
-    } slot[RANGE_UNITS];
+        uint32_t granule;
+    } entry[RANGE_UNITS];
 };
 
 static vmem_context *ctx;
@@ -57,52 +57,52 @@ static struct page *any_page(void)
 static struct page *page_after(const struct page *p)
 {
     for (int i = 0; p && i < MAX_PAGES; i++) {
-        if (pages[i].handle && pages[i].units == p->units && pages[i].frame == p->frame + p->units)
+        if (pages[i].handle && pages[i].granules == p->granules && pages[i].frame == p->frame + p->granules)
             return &pages[i];
     }
     return NULL;
 }
-static uint64_t at(const struct range *r, uint32_t unit) { return r->addr + unit * UNIT; }
+static uint64_t at(const struct range *r, uint32_t granule) { return r->addr + granule * GRANULE; }
 
-static uint64_t expected(const struct page *p, uint32_t unit, uint32_t word)
+static uint64_t expected(const struct page *p, uint32_t granule, uint32_t word)
 {
-    return word ? p->fill[unit] * UINT64_C(0x0101010101010101) : p->word[unit];
+    return word ? p->fill[granule] * UINT64_C(0x0101010101010101) : p->word[granule];
 }
 
-static void check_unit(const struct range *r, uint32_t u)
+static void check_granule(const struct range *r, uint32_t u)
 {
-    static uint64_t buf[UNIT / 8];
-    const struct page *p = r->slot[u].page;
+    static uint64_t buf[GRANULE / 8];
+    const struct page *p = r->entry[u].page;
     vmem_page handle;
     uint64_t offset;
     OK(vmem_query(ctx, at(r, u) + 5, &handle, &offset));
     CHECK_EQ(handle, p ? p->handle : 0);
-    CHECK_EQ(offset, p ? r->slot[u].unit * UNIT + 5 : 0);
+    CHECK_EQ(offset, p ? r->entry[u].granule * GRANULE + 5 : 0);
     if (!p && !(r->flags & VMEM_RESERVE_BACKDROP)) {
         ERR(vmem_fill(ctx, at(r, u), 1, 8), EFAULT, "nothing is mapped");
         return;
     }
     if (!p)
-        OK(vmem_backdrop(ctx, at(r, u), UNIT));
-    OK(vmem_copy_batch(ctx, &(struct vmem_copy_op){(uintptr_t)buf, at(r, u), UNIT}, 1));
-    for (uint32_t w = 0; w < UNIT / 8; w++) {
-        uint64_t want = p ? expected(p, r->slot[u].unit, w) : 0;
+        OK(vmem_backdrop(ctx, at(r, u), GRANULE));
+    OK(vmem_copy_batch(ctx, &(struct vmem_copy_op){(uintptr_t)buf, at(r, u), GRANULE}, 1));
+    for (uint32_t w = 0; w < GRANULE / 8; w++) {
+        uint64_t want = p ? expected(p, r->entry[u].granule, w) : 0;
         if (buf[w] != want)
             FAIL("0x%" PRIx64 " + %u words: 0x%" PRIx64 ", not 0x%" PRIx64, at(r, u), w, buf[w], want);
     }
 }
 
-static void write_unit(const struct range *r, uint32_t u)
+static void write_granule(const struct range *r, uint32_t u)
 {
-    struct page *p = r->slot[u].page;
-    const uint32_t unit = r->slot[u].unit;
+    struct page *p = r->entry[u].page;
+    const uint32_t granule = r->entry[u].granule;
     if (below(2)) {
-        p->fill[unit] = (uint8_t)rnd(&seed);
-        OK(vmem_fill(ctx, at(r, u), p->fill[unit], UNIT));
-        p->word[unit] = expected(p, unit, 1);
+        p->fill[granule] = (uint8_t)rnd(&seed);
+        OK(vmem_fill(ctx, at(r, u), p->fill[granule], GRANULE));
+        p->word[granule] = expected(p, granule, 1);
     } else {
-        p->word[unit] = rnd(&seed);
-        put_word(ctx, at(r, u), p->word[unit]);
+        p->word[granule] = rnd(&seed);
+        put_word(ctx, at(r, u), p->word[granule]);
     }
 }
 
@@ -110,8 +110,8 @@ static uint64_t mappings_of(const struct page *p)
 {
     uint64_t n = 0;
     for (int i = 0; i < MAX_RANGES; i++) {
-        for (uint32_t u = 0; ranges[i].addr && u < ranges[i].units; u++)
-            n += ranges[i].slot[u].page == p && ranges[i].slot[u].unit == 0;
+        for (uint32_t u = 0; ranges[i].addr && u < ranges[i].granules; u++)
+            n += ranges[i].entry[u].page == p && ranges[i].entry[u].granule == 0;
     }
     return n;
 }
@@ -119,8 +119,8 @@ static uint64_t mappings_of(const struct page *p)
 static void forget(struct range *r, uint32_t u, uint32_t n)
 {
     for (uint32_t i = u; i < u + n; i++) {
-        mapped -= r->slot[i].page ? UNIT : 0;
-        r->slot[i].page = NULL;
+        mapped -= r->entry[i].page ? GRANULE : 0;
+        r->entry[i].page = NULL;
     }
 }
 
@@ -131,14 +131,14 @@ static void step_reserve(void)
     struct range *r = &ranges[below(MAX_RANGES)];
     if (r->addr)
         return;
-    r->units = 1 + below(RANGE_UNITS);
+    r->granules = 1 + below(RANGE_UNITS);
     // Often a little more or less than whole blocks: the last pages of a run then stick out of the end.
     if (below(2))
-        r->units = BLOCK_64K * (1 + below(4)) + (below(2) ? 1 + below(3) : -1 - below(3));
+        r->granules = BLOCK_64K * (1 + below(4)) + (below(2) ? 1 + below(3) : -1 - below(3));
     r->flags = test_info.caps & VMEM_CAP_BACKDROP ? below(2) : 0;
-    OK(vMemReserve(ctx, r->units * UNIT, r->flags, &r->addr));
-    reserved += r->units * UNIT;
-    memset(r->slot, 0, sizeof r->slot);
+    OK(vMemReserve(ctx, r->granules * GRANULE, r->flags, &r->addr));
+    reserved += r->granules * GRANULE;
+    memset(r->entry, 0, sizeof r->entry);
 }
 
 static void step_free(void)
@@ -147,14 +147,14 @@ static void step_free(void)
     if (!r)
         return;
     bool used = false;
-    for (uint32_t u = 0; u < r->units; u++)
-        used = used || r->slot[u].page;
+    for (uint32_t u = 0; u < r->granules; u++)
+        used = used || r->entry[u].page;
     if (used) {
         ERR(vMemFree(ctx, r->addr), EBUSY, "still mapped");
         return;
     }
     OK(vMemFree(ctx, r->addr));
-    reserved -= r->units * UNIT;
+    reserved -= r->granules * GRANULE;
     r->addr = 0;
 }
 
@@ -164,7 +164,7 @@ static void step_create(void)
     const uint32_t n = 1 + below(8), zero = below(2);
     uint64_t size;
     do
-        size = UNIT << below(6);
+        size = GRANULE << below(6);
     while (!(size & test_info.page_sizes));
     struct page *free_page[8];
     uint32_t found = 0;
@@ -182,7 +182,7 @@ static void step_create(void)
     for (uint32_t i = 0; i < n; i++) {
         struct page *p = free_page[i];
         p->handle = handles[i];
-        p->units = (uint32_t)(size / UNIT);
+        p->granules = (uint32_t)(size / GRANULE);
         struct vmem_page_info info;
         OK(vmem_page_query(ctx, p->handle, &info));
         p->frame = info.frame;
@@ -208,12 +208,12 @@ static void step_release(void)
         if (!p)
             break;
         for (int k = 0; k < MAX_RANGES; k++) {
-            for (uint32_t u = 0; ranges[k].addr && u < ranges[k].units; u++) {
-                if (ranges[k].slot[u].page == p)
+            for (uint32_t u = 0; ranges[k].addr && u < ranges[k].granules; u++) {
+                if (ranges[k].entry[u].page == p)
                     forget(&ranges[k], u, 1);
             }
         }
-        created -= p->units * UNIT;
+        created -= p->granules * GRANULE;
         handles[got++] = p->handle;
         p->handle = 0;
     }
@@ -234,7 +234,7 @@ static void step_map(void)
     } plan[MAX];
     struct range *r = any_range();
     uint32_t n = 1 + below(MAX), flags = below(4); // REPLACE and FINE in all combinations
-    uint32_t next = r ? below(r->units) : 0, at_fault = n;
+    uint32_t next = r ? below(r->granules) : 0, at_fault = n;
     // Pages in a row, up to the end of the reservation and past it, as a batch for a tensor has them.
     const bool in_a_row = below(2);
     struct page *p = NULL;
@@ -246,33 +246,33 @@ static void step_map(void)
             p = any_page();
         if (below(in_a_row ? 24 : 6) == 0) {
             r = any_range();
-            next = r ? below(r->units) : 0;
+            next = r ? below(r->granules) : 0;
         }
         if (!r || !p)
             return;
-        uint32_t u = (next + p->units - 1) / p->units * p->units;
-        if (u >= r->units)
+        uint32_t u = (next + p->granules - 1) / p->granules * p->granules;
+        if (u >= r->granules)
             u = 0; // beyond the end another reservation may begin
         ops[i] = (struct vmem_map_op){at(r, u), p->handle};
         plan[i].r = r, plan[i].p = p, plan[i].u = u;
-        next = u + p->units;
+        next = u + p->granules;
         // What must come of this element, if none before it fails.
-        for (uint32_t k = u; k < u + p->units && !err; k++) {
-            if (u + p->units > r->units) {
+        for (uint32_t k = u; k < u + p->granules && !err; k++) {
+            if (u + p->granules > r->granules) {
                 err = EINVAL;
             } else if (taken[r - ranges][k]) {
                 err = EINVAL;
-            } else if (r->slot[k].page) {
-                uint32_t first = k - r->slot[k].unit, end = first + r->slot[k].page->units;
+            } else if (r->entry[k].page) {
+                uint32_t first = k - r->entry[k].granule, end = first + r->entry[k].page->granules;
                 if (!(flags & VMEM_MAP_REPLACE))
                     err = EEXIST;
-                else if (k - u < r->slot[k].unit || end > u + p->units)
+                else if (k - u < r->entry[k].granule || end > u + p->granules)
                     err = EINVAL;
             }
             if (err && at_fault == n)
                 at_fault = i;
         }
-        for (uint32_t k = u; !err && k < u + p->units; k++)
+        for (uint32_t k = u; !err && k < u + p->granules; k++)
             taken[r - ranges][k] = true;
     }
     size_t bad = ~(size_t)0;
@@ -284,12 +284,12 @@ static void step_map(void)
     }
     OK(rc);
     for (uint32_t i = 0; i < n; i++) {
-        forget(plan[i].r, plan[i].u, plan[i].p->units);
-        for (uint32_t k = 0; k < plan[i].p->units; k++) {
-            plan[i].r->slot[plan[i].u + k].page = plan[i].p;
-            plan[i].r->slot[plan[i].u + k].unit = k;
+        forget(plan[i].r, plan[i].u, plan[i].p->granules);
+        for (uint32_t k = 0; k < plan[i].p->granules; k++) {
+            plan[i].r->entry[plan[i].u + k].page = plan[i].p;
+            plan[i].r->entry[plan[i].u + k].granule = k;
         }
-        mapped += plan[i].p->units * UNIT;
+        mapped += plan[i].p->granules * GRANULE;
     }
 }
 
@@ -298,14 +298,14 @@ static void step_unmap(void)
     struct range *r = any_range();
     if (!r)
         return;
-    const uint32_t u = below(r->units), n = 1 + below(r->units - u);
-    const bool cut =
-        (r->slot[u].page && r->slot[u].unit) || (u + n < r->units && r->slot[u + n].page && r->slot[u + n].unit);
+    const uint32_t u = below(r->granules), n = 1 + below(r->granules - u);
+    const bool cut = (r->entry[u].page && r->entry[u].granule) ||
+                     (u + n < r->granules && r->entry[u + n].page && r->entry[u + n].granule);
     if (cut) {
-        ERR(vMemUnmap(ctx, at(r, u), n * UNIT), EINVAL, "cuts the page");
+        ERR(vMemUnmap(ctx, at(r, u), n * GRANULE), EINVAL, "cuts the page");
         return;
     }
-    OK(vMemUnmap(ctx, at(r, u), n * UNIT));
+    OK(vMemUnmap(ctx, at(r, u), n * GRANULE));
     forget(r, u, n);
 }
 
@@ -314,9 +314,9 @@ static void step_write(void)
     struct range *r = any_range();
     if (!r)
         return;
-    const uint32_t u = below(r->units);
-    if (r->slot[u].page)
-        write_unit(r, u);
+    const uint32_t u = below(r->granules);
+    if (r->entry[u].page)
+        write_granule(r, u);
 }
 
 static void step_memory(void)
@@ -334,15 +334,15 @@ static void check_all(void)
     CHECK_EQ(s.mapped, mapped);
     CHECK_EQ(s.reserved, reserved);
     for (int i = 0; i < MAX_RANGES; i++) {
-        for (uint32_t u = 0; ranges[i].addr && u < ranges[i].units; u++)
-            check_unit(&ranges[i], u);
+        for (uint32_t u = 0; ranges[i].addr && u < ranges[i].granules; u++)
+            check_granule(&ranges[i], u);
     }
     for (int i = 0; i < MAX_PAGES; i++) {
         struct vmem_page_info info;
         if (!pages[i].handle)
             continue;
         OK(vmem_page_query(ctx, pages[i].handle, &info));
-        CHECK_EQ(info.page_size, pages[i].units * UNIT);
+        CHECK_EQ(info.page_size, pages[i].granules * GRANULE);
         CHECK_EQ(info.mappings, mappings_of(&pages[i]));
     }
 }
@@ -358,7 +358,7 @@ static void play(long steps, bool whole_arenas)
         kinds[below(COUNT(kinds))]();
         struct range *r = any_range();
         if (r)
-            check_unit(r, below(r->units));
+            check_granule(r, below(r->granules));
         if (i % 500 == 499)
             check_all();
     }

@@ -133,7 +133,7 @@ static void decommit_of_a_page_twice(void)
 static void giving_up_a_reservation(void)
 {
     const uint64_t P = test_page, addr = reserve(64 * MIB), other = reserve(4 * P);
-    struct vmem_range_info info;
+    struct vmem_reservation_info info;
     vmem_page own;
     commit(addr + 8 * P, 4 * P);
     OK(vMemCreate(ctx, P, 1, 0, &own));
@@ -141,13 +141,13 @@ static void giving_up_a_reservation(void)
     OK(vMemMap(ctx, other, page_at(ctx, addr + 9 * P)));
     put_word(ctx, other, 7);
 
-    OK(vmem_range_query(ctx, addr + 63 * MIB, &info));
+    OK(vmem_reservation_query(ctx, addr + 63 * MIB, &info));
     CHECK_EQ(info.addr, addr);
     CHECK_EQ(info.length, 64 * MIB);
     CHECK_EQ(info.mapped, 5 * P);
     CHECK_EQ(info.flags, 0);
-    ERR(vmem_range_query(ctx, 0, &info), EINVAL, "in no reservation");
-    ERR(vmem_range_query(ctx, addr, NULL), EINVAL, "out is NULL");
+    ERR(vmem_reservation_query(ctx, 0, &info), EINVAL, "in no reservation");
+    ERR(vmem_reservation_query(ctx, addr, NULL), EINVAL, "out is NULL");
 
     ERR(vmem_unreserve(ctx, addr + P), EINVAL, "not the start of a reservation");
     OK(vmem_unreserve(ctx, addr));

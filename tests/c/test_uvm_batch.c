@@ -8,8 +8,8 @@
 #include "backend/uvm/uvm.h"
 
 #define BASE (UINT64_C(1) << 40)
-#define SLOTS 8
-#define UNITS (SLOTS * UVM_SLOT / UVM_VMEM_GRANULE)
+#define SEGMENTS 8
+#define GRANULES (SEGMENTS * UVM_SEGMENT / UVM_VMEM_GRANULE)
 #define MODULE_FD 12345
 #define STATUS_NO_MEMORY 0x51u
 #define STATUS_IN_USE 0x68u
@@ -21,7 +21,7 @@ static struct {
     struct {
         uint64_t handle, offset;
         uint32_t flags;
-    } entry[UNITS];
+    } entry[GRANULES];
     uint64_t next_handle;
     bool alive[4096]; // by handle
     unsigned calls, creates, pages;
@@ -38,8 +38,8 @@ static uint32_t check_op(const struct uvm_vmem_op *op, bool map)
     uint64_t first = op->va - BASE;
 
     CHECK(op->va % UVM_VMEM_GRANULE == 0 && op->length && op->length % UVM_VMEM_GRANULE == 0);
-    CHECK(op->va >= BASE && op->va + op->length <= BASE + SLOTS * UVM_SLOT);
-    CHECK_EQ(first / UVM_SLOT, (first + op->length - 1) / UVM_SLOT); // one external range
+    CHECK(op->va >= BASE && op->va + op->length <= BASE + SEGMENTS * UVM_SEGMENT);
+    CHECK_EQ(first / UVM_SEGMENT, (first + op->length - 1) / UVM_SEGMENT); // one external range
     CHECK_EQ(op->reserved, 0);
     if (!map) {
         CHECK_EQ(op->handle | op->offset | op->flags, 0);
@@ -143,29 +143,30 @@ int ioctl(int fd, unsigned long request, ...)
     return 0;
 }
 
-// ---- a backend with an arena and a range --------------------------------------------------------------------
+// ---- a backend with an arena and a reservation --------------------------------------------------------------------
 
 static _Atomic uint64_t syscalls, overhead;
 static struct uvm uvm;
-static struct uvm_range uvm_range;
-static struct vmem__range range;
+static struct uvm_reservation uvm_reservation;
+static struct vmem__reservation reservation;
 static struct vmem__arena arena, other;
 
 static void start(uint32_t max_ops, uint64_t max_bytes, uint64_t arena_size)
 {
-    static uint64_t active = (1u << SLOTS) - 1; // nothing is left to activate: no CUDA is needed
+    static uint64_t active = (1u << SEGMENTS) - 1; // nothing is left to activate: no CUDA is needed
 
     memset(&module, 0, sizeof(module));
     module.next_handle = 1;
     module.max_ops = max_ops;
     module.max_bytes = max_bytes;
-    uvm = (struct uvm){.backdrop = {.slot = UVM_SLOT},
+    uvm = (struct uvm){.backdrop = {.segment = UVM_SEGMENT},
                        .overhead = &overhead,
                        .lock = PTHREAD_MUTEX_INITIALIZER,
                        .kmod = {.fd = MODULE_FD, .max_ops = max_ops, .max_bytes = max_bytes, .syscalls = &syscalls}};
-    uvm_range.cuda = (struct vmem__reservation){.addr = BASE, .length = SLOTS * UVM_SLOT, .active = &active};
-    pthread_mutex_init(&uvm_range.lock, NULL);
-    range = (struct vmem__range){.addr = BASE, .length = SLOTS * UVM_SLOT, .priv = &uvm_range};
+    uvm_reservation.cuda =
+        (struct vmem__cuda_reservation){.addr = BASE, .length = SEGMENTS * UVM_SEGMENT, .active = &active};
+    pthread_mutex_init(&uvm_reservation.lock, NULL);
+    reservation = (struct vmem__reservation){.addr = BASE, .length = SEGMENTS * UVM_SEGMENT, .priv = &uvm_reservation};
     arena = other = (struct vmem__arena){.size = arena_size};
     CHECK_EQ(uvm_arena_new(&uvm, &arena), 0);
     CHECK_EQ(uvm_arena_new(&uvm, &other), 0);
@@ -177,12 +178,12 @@ static void end(void)
     uvm_arena_free(&uvm, &arena);
     uvm_arena_free(&uvm, &other);
     CHECK_EQ(module.pages, 0);
-    pthread_mutex_destroy(&uvm_range.lock);
+    pthread_mutex_destroy(&uvm_reservation.lock);
 }
 
 static struct vmem__run run(uint64_t at, uint64_t length, struct vmem__arena *a, uint64_t offset, uint32_t flags)
 {
-    return (struct vmem__run){.range = &range,
+    return (struct vmem__run){.reservation = &reservation,
                               .addr = BASE + at,
                               .length = length,
                               .arena = a,
@@ -226,11 +227,11 @@ static void test_one_call_for_120_scattered_pages(void)
         expect(i * 4 * MIB, 64 * KIB, &arena, (119 - i) * 64 * KIB);
     CHECK_EQ(uvm_unmap(&uvm, runs, 120, &bad), 0);
     CHECK_EQ(module.calls, 2);
-    expect(0, SLOTS * UVM_SLOT, NULL, 0);
+    expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     end();
 }
 
-static void test_a_run_across_slots_and_handles_is_one_call(void)
+static void test_a_run_across_segments_and_handles_is_one_call(void)
 {
     // Neither its addresses nor its offsets are multiples of 2 MiB.
     struct vmem__run r;
@@ -245,7 +246,7 @@ static void test_a_run_across_slots_and_handles_is_one_call(void)
     expect(r.addr - BASE + r.length, 64 * KIB, NULL, 0);
     CHECK_EQ(uvm_unmap(&uvm, &r, 1, &bad), 0);
     CHECK_EQ(module.calls, 2);
-    expect(0, SLOTS * UVM_SLOT, NULL, 0);
+    expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     end();
 }
 
@@ -263,7 +264,7 @@ static void test_limits_of_one_call_are_kept_with_as_few_calls_as_possible(void)
         expect(i * 128 * KIB, 64 * KIB, &arena, i * 64 * KIB);
     end();
 
-    start(4096, UVM_SLOT, 256 * MIB);
+    start(4096, UVM_SEGMENT, 256 * MIB);
     runs[0] = run(0, 256 * MIB, &arena, 0, 0);
     CHECK_EQ(uvm_map(&uvm, runs, 1, &bad), 0);
     CHECK_EQ(module.calls, 4);
@@ -285,7 +286,7 @@ static void test_a_failed_map_leaves_nothing_mapped_and_names_the_run(void)
         CHECK_EQ(uvm_map(&uvm, runs, 20, &bad), -ENOMEM);
         CHECK_EQ(bad, 4 * (call - 1) + 2);
         CHECK(strstr(vmem_last_error(), "map at 0x"));
-        expect(0, SLOTS * UVM_SLOT, NULL, 0);
+        expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     }
     end();
 }
@@ -301,7 +302,7 @@ static void test_a_run_that_fails_in_its_middle_is_taken_back(void)
     module.fail_op = UVM_VMEM_NO_OP;
     CHECK_EQ(uvm_map(&uvm, &r, 1, &bad), -ENOMEM);
     CHECK_EQ(bad, 0);
-    expect(0, SLOTS * UVM_SLOT, NULL, 0);
+    expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     end();
 }
 
@@ -437,7 +438,7 @@ static void test_handles_mapped_at_many_addresses_are_released_fewer_at_a_time(v
 int main(void)
 {
     test_one_call_for_120_scattered_pages();
-    test_a_run_across_slots_and_handles_is_one_call();
+    test_a_run_across_segments_and_handles_is_one_call();
     test_limits_of_one_call_are_kept_with_as_few_calls_as_possible();
     test_a_failed_map_leaves_nothing_mapped_and_names_the_run();
     test_a_run_that_fails_in_its_middle_is_taken_back();

@@ -8,24 +8,24 @@
 
 #include "../c/harness.h"
 
-#define UNIT (64 * KIB)
-#define SPACE (320 * MIB) // five slots of the stock backend
-#define SLOTS (SPACE / UNIT)
+#define GRANULE (64 * KIB)
+#define SPACE (320 * MIB) // five segments of the stock backend
+#define ENTRIES (SPACE / GRANULE)
 #define MAX_PAGES 3000
 
 struct page {
     vmem_page handle;
-    uint32_t units;
+    uint32_t granules;
     uint32_t stamp;
-    uint32_t mapped_at[4]; // slot + 1, 0: unused
+    uint32_t mapped_at[4]; // entry + 1, 0: unused
 };
 
 static vmem_context *ctx;
 static uint64_t space;
 static bool readable; // unbacked addresses are
 static struct page pages[MAX_PAGES];
-static struct page *shadow[SLOTS];  // whose page is mapped there
-static uint16_t shadow_unit[SLOTS]; // and which unit of it
+static struct page *shadow[ENTRIES];     // whose page is mapped there
+static uint16_t shadow_granule[ENTRIES]; // and which granule of it
 static uint32_t next_stamp = 1;
 static uint64_t seed;
 static unsigned failed, succeeded, steps;
@@ -34,24 +34,24 @@ static uint32_t pick(uint32_t n) { return (uint32_t)(rnd(&seed) % n); }
 
 static void stamp(const struct page *p, uint64_t addr)
 {
-    for (uint32_t u = 0; u < p->units; u++)
-        *(volatile uint64_t *)(addr + u * UNIT + UNIT - 8) = (uint64_t)p->stamp << 32 | u | 0x80000000u;
+    for (uint32_t u = 0; u < p->granules; u++)
+        *(volatile uint64_t *)(addr + u * GRANULE + GRANULE - 8) = (uint64_t)p->stamp << 32 | u | 0x80000000u;
 }
 
-static void check_slot(uint32_t slot)
+static void check_entry(uint32_t entry)
 {
-    if (!shadow[slot] && !readable)
+    if (!shadow[entry] && !readable)
         return;
-    uint64_t want = shadow[slot] ? (uint64_t)shadow[slot]->stamp << 32 | shadow_unit[slot] | 0x80000000u : 0;
+    uint64_t want = shadow[entry] ? (uint64_t)shadow[entry]->stamp << 32 | shadow_granule[entry] | 0x80000000u : 0;
 
-    CHECK_EQ(*(volatile uint64_t *)(space + slot * UNIT + UNIT - 8), want);
-    CHECK_EQ(*(volatile uint64_t *)(space + slot * UNIT), 0); // never what was left in device memory
+    CHECK_EQ(*(volatile uint64_t *)(space + entry * GRANULE + GRANULE - 8), want);
+    CHECK_EQ(*(volatile uint64_t *)(space + entry * GRANULE), 0); // never what was left in device memory
 }
 
 static void check_all(void)
 {
-    for (uint32_t i = 0; i < SLOTS; i++)
-        check_slot(i);
+    for (uint32_t i = 0; i < ENTRIES; i++)
+        check_entry(i);
 }
 
 // Lets a driver call fail in the next call, mostly an early one, or none.
@@ -75,23 +75,23 @@ static struct page *free_page(void)
     return NULL;
 }
 
-static void forget_mapping(struct page *p, uint32_t slot)
+static void forget_mapping(struct page *p, uint32_t entry)
 {
     for (int k = 0; k < 4; k++)
-        if (p->mapped_at[k] == slot + 1)
+        if (p->mapped_at[k] == entry + 1)
             p->mapped_at[k] = 0;
-    for (uint32_t u = 0; u < p->units; u++)
-        shadow[slot + u] = NULL;
+    for (uint32_t u = 0; u < p->granules; u++)
+        shadow[entry + u] = NULL;
 }
 
-static bool add_mapping(struct page *p, uint32_t slot)
+static bool add_mapping(struct page *p, uint32_t entry)
 {
     for (int k = 0; k < 4; k++)
         if (!p->mapped_at[k]) {
-            p->mapped_at[k] = slot + 1;
-            for (uint32_t u = 0; u < p->units; u++) {
-                shadow[slot + u] = p;
-                shadow_unit[slot + u] = (uint16_t)u;
+            p->mapped_at[k] = entry + 1;
+            for (uint32_t u = 0; u < p->granules; u++) {
+                shadow[entry + u] = p;
+                shadow_granule[entry + u] = (uint16_t)u;
             }
             return true;
         }
@@ -100,7 +100,7 @@ static bool add_mapping(struct page *p, uint32_t slot)
 
 static uint64_t some_size(void)
 {
-    uint64_t size = UNIT << (pick(3) ? pick(3) : 5);
+    uint64_t size = GRANULE << (pick(3) ? pick(3) : 5);
 
     return size & test_info.page_sizes ? size : test_page;
 }
@@ -109,16 +109,16 @@ static uint64_t some_size(void)
 static void create_and_map(void)
 {
     const uint64_t size = some_size();
-    const uint32_t units = (uint32_t)(size / UNIT), n = 1 + pick(pick(3) ? 8 : 4 * 32 * 10 / units);
+    const uint32_t granules = (uint32_t)(size / GRANULE), n = 1 + pick(pick(3) ? 8 : 4 * 32 * 10 / granules);
     struct vmem_map_op ops[2048];
     vmem_page handles[2048];
     struct page *made[2048];
-    uint32_t at = pick(SLOTS / units), step = pick(3) ? 1 : 2, count = 0;
+    uint32_t at = pick(ENTRIES / granules), step = pick(3) ? 1 : 2, count = 0;
     uint32_t flags = (pick(3) ? 0 : VMEM_MAP_FINE) | (pick(3) ? 0 : VMEM_MAP_REPLACE);
     uint64_t created = test_stats(ctx).created;
 
     if (pick(2)) { // whole blocks, which large entries can map
-        at -= at % (32 / units);
+        at -= at % (32 / granules);
         step = 1;
     }
     maybe_fail(6);
@@ -127,22 +127,22 @@ static void create_and_map(void)
         return;
     }
     for (; count < n && (made[count] = free_page()); count++)
-        *made[count] = (struct page){.handle = handles[count], .units = units, .stamp = next_stamp++};
+        *made[count] = (struct page){.handle = handles[count], .granules = granules, .stamp = next_stamp++};
     for (uint32_t i = count; i < n; i++)
         OK(vMemRelease(ctx, handles[i]));
-    // Where they fit: free slots, or with REPLACE slots whose pages do not stick out.
+    // Where they fit: free entries, or with REPLACE entries whose pages do not stick out.
     uint32_t ready = 0;
     for (uint32_t i = 0; i < count; i++, at += step) {
-        uint32_t slot = at * units % SLOTS;
+        uint32_t entry = at * granules % ENTRIES;
         bool fits = true;
 
-        for (uint32_t u = 0; u < units && fits; u++) {
-            struct page *old = shadow[slot + u];
-            fits = !old || ((flags & VMEM_MAP_REPLACE) && shadow_unit[slot + u] <= u &&
-                            u - shadow_unit[slot + u] + old->units <= units);
+        for (uint32_t u = 0; u < granules && fits; u++) {
+            struct page *old = shadow[entry + u];
+            fits = !old || ((flags & VMEM_MAP_REPLACE) && shadow_granule[entry + u] <= u &&
+                            u - shadow_granule[entry + u] + old->granules <= granules);
         }
         if (fits)
-            ops[ready++] = (struct vmem_map_op){space + slot * UNIT, made[i]->handle};
+            ops[ready++] = (struct vmem_map_op){space + entry * GRANULE, made[i]->handle};
     }
     for (uint32_t i = 1; i < ready; i++)
         if (ops[i].addr <= ops[i - 1].addr)
@@ -152,11 +152,11 @@ static void create_and_map(void)
         for (uint32_t i = 0, k = 0; i < ready; i++, k++) {
             while (made[k]->handle != ops[i].page)
                 k++;
-            uint32_t slot = (uint32_t)((ops[i].addr - space) / UNIT);
-            for (uint32_t u = 0; u < units; u++)
-                if (shadow[slot + u])
-                    forget_mapping(shadow[slot + u], slot + u - shadow_unit[slot + u]);
-            add_mapping(made[k], slot);
+            uint32_t entry = (uint32_t)((ops[i].addr - space) / GRANULE);
+            for (uint32_t u = 0; u < granules; u++)
+                if (shadow[entry + u])
+                    forget_mapping(shadow[entry + u], entry + u - shadow_granule[entry + u]);
+            add_mapping(made[k], entry);
             stamp(made[k], ops[i].addr);
         }
 }
@@ -175,35 +175,35 @@ static struct page *some_page(bool mapped)
 static void alias(void)
 {
     struct page *p = some_page(true);
-    uint32_t slot = p ? pick(SLOTS / p->units) * p->units : 0;
+    uint32_t entry = p ? pick(ENTRIES / p->granules) * p->granules : 0;
 
     if (!p || (p->mapped_at[0] && p->mapped_at[1] && p->mapped_at[2] && p->mapped_at[3]))
         return;
-    for (uint32_t u = 0; u < p->units; u++)
-        if (shadow[slot + u])
+    for (uint32_t u = 0; u < p->granules; u++)
+        if (shadow[entry + u])
             return;
     maybe_fail(5);
-    if (worked(vMemMap(ctx, space + slot * UNIT, p->handle)))
-        add_mapping(p, slot);
+    if (worked(vMemMap(ctx, space + entry * GRANULE, p->handle)))
+        add_mapping(p, entry);
 }
 
 // Unmaps from one mapped page to another, whatever lies between.
 static void unmap(void)
 {
     struct page *p = some_page(true);
-    uint32_t slot = 0, end;
+    uint32_t entry = 0, end;
 
     for (int k = 0; p && k < 4; k++)
         if (p->mapped_at[k])
-            slot = p->mapped_at[k] - 1;
+            entry = p->mapped_at[k] - 1;
     if (!p)
         return;
-    end = slot + p->units;
-    for (uint32_t more = pick(3) ? pick(40) : pick(SLOTS / 4); more && end < SLOTS; more--)
-        end += shadow[end] ? shadow[end]->units : 1;
+    end = entry + p->granules;
+    for (uint32_t more = pick(3) ? pick(40) : pick(ENTRIES / 4); more && end < ENTRIES; more--)
+        end += shadow[end] ? shadow[end]->granules : 1;
     maybe_fail(12);
-    if (worked(vMemUnmap(ctx, space + slot * UNIT, (end - slot) * UNIT)))
-        for (uint32_t i = slot; i < end; i++)
+    if (worked(vMemUnmap(ctx, space + entry * GRANULE, (end - entry) * GRANULE)))
+        for (uint32_t i = entry; i < end; i++)
             if (shadow[i])
                 forget_mapping(shadow[i], i);
 }
@@ -241,19 +241,19 @@ static void demotion(void)
 {
     struct vmem_map_op ops[32];
     vmem_page handles[32];
-    struct page p = {.units = 32, .stamp = next_stamp++};
+    struct page p = {.granules = 32, .stamp = next_stamp++};
 
     if (test_page == VMEM_PAGE_2M)
         return;
-    OK(vMemCreate(ctx, UNIT, 32, 0, handles));
+    OK(vMemCreate(ctx, GRANULE, 32, 0, handles));
     for (uint32_t i = 0; i < 32; i++)
-        ops[i] = (struct vmem_map_op){space + i * UNIT, handles[i]};
+        ops[i] = (struct vmem_map_op){space + i * GRANULE, handles[i]};
     for (long n = 1;; n++) {
         OK(vMemMapBatch(ctx, ops, 32, 0, NULL));
         stamp(&p, space);
         add_mapping(&p, 0);
         fakegpu_fail(n);
-        bool done = worked(vMemUnmap(ctx, space + 5 * UNIT, UNIT));
+        bool done = worked(vMemUnmap(ctx, space + 5 * GRANULE, GRANULE));
         if (done)
             shadow[5] = NULL;
         check_all();

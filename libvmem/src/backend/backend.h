@@ -1,13 +1,13 @@
 // The contract between libvmem's core and a backend.
 //
 // The core owns all bookkeeping: which pages exist, where they are mapped, what may overlap, the budget. It checks
-// every argument once. A backend knows three things only: ranges of addresses, arenas of physical memory, and runs that
-// put a slice of an arena behind a slice of a range. It sees valid, non-overlapping requests, and it never sees a page
-// handle.
+// every argument once. A backend knows three things only: reservations of addresses, arenas of physical memory, and
+// runs that put a slice of an arena behind a slice of a reservation. It sees valid, non-overlapping requests, and it
+// never sees a page handle.
 //
 // Concurrency: the core calls a backend from several threads at once, without holding a lock. No two calls in flight
-// concern the same addresses of a range or the same bytes of an arena; reserve/unreserve and arena_new/arena_free of
-// one object never run beside other calls on it. What else must be serialised, the backend serialises.
+// concern the same addresses of a reservation or the same bytes of an arena; reserve/unreserve and arena_new/arena_free
+// of one object never run beside other calls on it. What else must be serialised, the backend serialises.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BACKEND_H
@@ -18,7 +18,7 @@
 
 #include "vmem.h"
 
-struct vmem__range {
+struct vmem__reservation {
     uint64_t addr;   // set by reserve(); 2 MiB aligned
     uint64_t length; // a multiple of 64 KiB
     uint32_t flags;  // VMEM_RESERVE_*
@@ -32,7 +32,7 @@ struct vmem__arena {
 
 // Consecutive in addresses and in physical memory.
 struct vmem__run {
-    struct vmem__range *range;
+    struct vmem__reservation *reservation;
     uint64_t addr, length;         // multiples of page_size
     struct vmem__arena *arena;     // map(): what to put there. unmap(): what is mapped there now
     uint64_t offset;               // in the arena; a multiple of page_size
@@ -65,11 +65,11 @@ struct vmem__ops {
     // Total and free bytes of the device.
     int (*memory)(struct vmem__backend *b, uint64_t *total, uint64_t *free);
 
-    int (*reserve)(struct vmem__backend *b, struct vmem__range *r);
+    int (*reserve)(struct vmem__backend *b, struct vmem__reservation *r);
     // Cannot fail. Something may still be mapped there if unmap() failed: that goes too.
-    void (*unreserve)(struct vmem__backend *b, struct vmem__range *r);
-    // Optional (NULL: the backdrop always covers the whole range).
-    int (*backdrop)(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length);
+    void (*unreserve)(struct vmem__backend *b, struct vmem__reservation *r);
+    // Optional (NULL: the backdrop always covers the whole reservation).
+    int (*backdrop)(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
 
     // Physical memory, zero-filled, of a->size bytes. -ENOMEM when there is none.
     int (*arena_new)(struct vmem__backend *b, struct vmem__arena *a);

@@ -1,6 +1,6 @@
 // Arenas of physical memory, the free extents in them, and the numbering of their frames.
 //
-// Free extents carry their length in their first and last unit, so that neighbours are found and joined at once, and
+// Free extents carry their length in their first and last granule, so that neighbours are found and joined at once, and
 // hang in lists by the power of two of their length: taking and returning memory costs the same at any size. An extent
 // is wholly committed (it holds device memory) or wholly not; the two kinds have lists of their own and never join.
 //
@@ -14,7 +14,7 @@
 
 static inline uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
-static inline unsigned bin_of(uint64_t units) { return 63 - (unsigned)__builtin_clzll(units); }
+static inline unsigned bin_of(uint64_t granules) { return 63 - (unsigned)__builtin_clzll(granules); }
 
 // ---- free extents -------------------------------------------------------------------------------------------
 
@@ -24,15 +24,15 @@ static inline struct vmem__page *extent_at(const vmem_context *ctx, uint64_t fra
     return &(*a)->pages[frame - (*a)->base];
 }
 
-static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t units, bool committed)
+static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t granules, bool committed)
 {
-    struct vmem__page *head = &a->pages[first], *tail = head + units - 1;
+    struct vmem__page *head = &a->pages[first], *tail = head + granules - 1;
     struct vmem__freelist *fl = &ctx->free[committed];
-    unsigned bin = bin_of(units);
+    unsigned bin = bin_of(granules);
     uint64_t link = a->base + first + 1;
 
-    tail->state = head->state = UNIT_FREE;
-    tail->units = head->units = units;
+    tail->state = head->state = GRANULE_FREE;
+    tail->granules = head->granules = granules;
     tail->committed = head->committed = committed;
     head->prev = 0;
     head->next = fl->head[bin];
@@ -42,16 +42,16 @@ static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t f
     }
     fl->head[bin] = link;
     fl->nonempty |= UINT64_C(1) << bin;
-    ctx->space_free += units * UNIT;
+    ctx->arena_free += granules * GRANULE;
     if (committed)
-        a->committed += units;
+        a->committed += granules;
 }
 
 static void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first)
 {
-    struct vmem__page *head = &a->pages[first], *tail = head + head->units - 1;
+    struct vmem__page *head = &a->pages[first], *tail = head + head->granules - 1;
     struct vmem__freelist *fl = &ctx->free[head->committed];
-    unsigned bin = bin_of(head->units);
+    unsigned bin = bin_of(head->granules);
     struct vmem__arena_rec *other;
 
     if (head->next)
@@ -60,62 +60,63 @@ static void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t
         extent_at(ctx, head->prev - 1, &other)->next = head->next;
     else if (!(fl->head[bin] = head->next))
         fl->nonempty &= ~(UINT64_C(1) << bin);
-    ctx->space_free -= head->units * UNIT;
+    ctx->arena_free -= head->granules * GRANULE;
     if (head->committed)
-        a->committed -= head->units;
-    tail->state = head->state = UNIT_IDLE;
+        a->committed -= head->granules;
+    tail->state = head->state = GRANULE_IDLE;
 }
 
 // Links an extent, joined with its free neighbours of the same kind.
-static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t units, bool committed)
+static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t granules,
+                          bool committed)
 {
     if (first > 0) {
         const struct vmem__page *before = &a->pages[first - 1];
-        if (before->state == UNIT_FREE && before->committed == committed) {
-            uint32_t n = before->units;
+        if (before->state == GRANULE_FREE && before->committed == committed) {
+            uint32_t n = before->granules;
             first -= n;
-            units += n;
+            granules += n;
             extent_unlink(ctx, a, first);
         }
     }
-    if (first + units < a->units) {
-        const struct vmem__page *after = &a->pages[first + units];
-        if (after->state == UNIT_FREE && after->committed == committed) {
-            uint32_t n = after->units;
-            extent_unlink(ctx, a, first + units);
-            units += n;
+    if (first + granules < a->granules) {
+        const struct vmem__page *after = &a->pages[first + granules];
+        if (after->state == GRANULE_FREE && after->committed == committed) {
+            uint32_t n = after->granules;
+            extent_unlink(ctx, a, first + granules);
+            granules += n;
         }
     }
-    extent_link(ctx, a, first, units, committed);
+    extent_link(ctx, a, first, granules, committed);
 }
 
-// How many units, in multiples of align and aligned, the extent at `frame` could give; *first is where they start.
+// How many granules, in multiples of align and aligned, the extent at `frame` could give; *first is where they start.
 static uint64_t usable(const vmem_context *ctx, uint64_t frame, uint32_t align, uint32_t *first)
 {
     struct vmem__arena_rec *a;
     const struct vmem__page *head = extent_at(ctx, frame, &a);
-    uint64_t at = frame - a->base, end = at + head->units;
+    uint64_t at = frame - a->base, end = at + head->granules;
     uint64_t start = round_up(at, align);
     *first = (uint32_t)start;
     return start < end ? (end - start) / align * align : 0;
 }
 
-// Cuts [first, first + units) out of the free extent that starts at unit `at`.
-static void extent_cut(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t at, uint32_t first, uint32_t units,
+// Cuts [first, first + granules) out of the free extent that starts at granule `at`.
+static void extent_cut(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t at, uint32_t first, uint32_t granules,
                        struct vmem__piece *out)
 {
-    uint32_t all = a->pages[at].units;
+    uint32_t all = a->pages[at].granules;
     bool committed = a->pages[at].committed;
     extent_unlink(ctx, a, at);
     if (first > at)
         extent_link(ctx, a, at, first - at, committed);
-    if (first + units < at + all)
-        extent_link(ctx, a, first + units, at + all - first - units, committed);
-    a->used += units;
-    *out = (struct vmem__piece){.arena = a, .first = first, .units = units, .committed = committed};
+    if (first + granules < at + all)
+        extent_link(ctx, a, first + granules, at + all - first - granules, committed);
+    a->used += granules;
+    *out = (struct vmem__piece){.arena = a, .first = first, .granules = granules, .committed = committed};
 }
 
-bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t align, struct vmem__piece *out)
+bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out)
 {
     const struct vmem__freelist *fl = &ctx->free[committed];
     struct vmem__arena_rec *a;
@@ -123,12 +124,12 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t alig
     uint32_t first, best_first = 0;
 
     // All in one piece, from the shortest extents that might hold it ...
-    unsigned bin = bin_of(units);
+    unsigned bin = bin_of(granules);
     for (uint64_t bins = bin < VMEM__BINS ? fl->nonempty >> bin << bin : 0; bins && !best; bins &= bins - 1) {
         uint64_t link = fl->head[__builtin_ctzll(bins)];
         for (int tries = FIT_TRIES; link && tries-- && !best; link = extent_at(ctx, link - 1, &a)->next) {
-            if (usable(ctx, link - 1, align, &first) >= units)
-                best = units, best_frame = link - 1, best_first = first;
+            if (usable(ctx, link - 1, align, &first) >= granules)
+                best = granules, best_frame = link - 1, best_first = first;
         }
     }
     // ... or else what one of the longest has.
@@ -146,20 +147,21 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t alig
     if (!best)
         return false;
     extent_at(ctx, best_frame, &a);
-    extent_cut(ctx, a, (uint32_t)(best_frame - a->base), best_first, (uint32_t)(best < units ? best : units), out);
+    extent_cut(ctx, a, (uint32_t)(best_frame - a->base), best_first, (uint32_t)(best < granules ? best : granules),
+               out);
     return true;
 }
 
-bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t units, uint32_t align,
+bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
                    struct vmem__piece *out)
 {
     uint32_t start;
-    if (first >= a->units || first % align || a->pages[first].state != UNIT_FREE)
+    if (first >= a->granules || first % align || a->pages[first].state != GRANULE_FREE)
         return false;
     uint64_t n = usable(ctx, a->base + first, align, &start);
     if (!n)
         return false;
-    extent_cut(ctx, a, first, first, (uint32_t)(n < units ? n : units), out);
+    extent_cut(ctx, a, first, first, (uint32_t)(n < granules ? n : granules), out);
     return true;
 }
 
@@ -169,7 +171,7 @@ bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first,
 // never consecutive.
 static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
 {
-    size_t need = a->units / BLOCK_UNITS + 1, at, run = 0;
+    size_t need = a->granules / BLOCK_GRANULES + 1, at, run = 0;
 
     while (ctx->free_block < ctx->n_blocks &&
            (ctx->blocks[ctx->free_block].arena || ctx->blocks[ctx->free_block].generation > GENERATION_MAX))
@@ -194,22 +196,22 @@ static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
     a->base = (uint64_t)at << BLOCK_SHIFT;
     for (size_t i = 0; i < need; i++) {
         ctx->blocks[at + i].arena = a;
-        for (uint32_t u = 0; i < need - 1 && u < BLOCK_UNITS; u++)
-            a->pages[i * BLOCK_UNITS + u].generation = ctx->blocks[at + i].generation;
+        for (uint32_t u = 0; i < need - 1 && u < BLOCK_GRANULES; u++)
+            a->pages[i * BLOCK_GRANULES + u].generation = ctx->blocks[at + i].generation;
     }
     return 0;
 }
 
 static void blocks_put(vmem_context *ctx, struct vmem__arena_rec *a)
 {
-    size_t at = a->base >> BLOCK_SHIFT, n = a->units / BLOCK_UNITS;
+    size_t at = a->base >> BLOCK_SHIFT, n = a->granules / BLOCK_GRANULES;
     for (size_t i = 0; i < n; i++) {
         uint32_t generation = 0;
-        for (uint32_t u = 0; u < BLOCK_UNITS; u++) {
+        for (uint32_t u = 0; u < BLOCK_GRANULES; u++) {
             // A page's generation is raised when it is released, so the highest one here was never given out, or is
-            // that of a worn unit.
-            const struct vmem__page *p = &a->pages[i * BLOCK_UNITS + u];
-            uint32_t next = p->state == UNIT_WORN ? GENERATION_MAX + 1 : p->generation;
+            // that of a worn granule.
+            const struct vmem__page *p = &a->pages[i * BLOCK_GRANULES + u];
+            uint32_t next = p->state == GRANULE_WORN ? GENERATION_MAX + 1 : p->generation;
             generation = next > generation ? next : generation;
         }
         ctx->blocks[at + i].generation = generation;
@@ -222,12 +224,12 @@ static void blocks_put(vmem_context *ctx, struct vmem__arena_rec *a)
 
 static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
 {
-    for (uint32_t u = 0; u < a->units;) {
-        if (a->pages[u].state != UNIT_FREE) {
+    for (uint32_t u = 0; u < a->granules;) {
+        if (a->pages[u].state != GRANULE_FREE) {
             u++; // worn
             continue;
         }
-        uint32_t n = a->pages[u].units;
+        uint32_t n = a->pages[u].granules;
         extent_unlink(ctx, a, u);
         u += n;
     }
@@ -237,19 +239,19 @@ static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
         a->prev->next = a->next;
     else
         ctx->arenas = a->next;
-    ctx->space -= a->b.size;
+    ctx->arena_bytes -= a->b.size;
     blocks_put(ctx, a);
 }
 
-int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align)
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align)
 {
     struct vmem__backend *b = &ctx->b;
     const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
-    const uint64_t least = round_up(align * UNIT, BLOCK);
+    const uint64_t least = round_up(align * GRANULE, BLOCK);
     int rc;
 
     // Arenas grow with what there is, so that their number stays small, but never hold more than an eighth in vain.
-    uint64_t size = round_up(units * UNIT, BLOCK), eighth = round_up(ctx->space / 8, BLOCK);
+    uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
     size = size < eighth ? eighth : size;
     size = size < b->arena_min ? b->arena_min : size;
     size = size > b->arena_max ? b->arena_max : size;
@@ -262,13 +264,13 @@ int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align)
                 return vmem__error(-ENOMEM,
                                    "the budget of %" PRIu64 " bytes is all allocated, and its free parts (%" PRIu64
                                    " bytes) are too short for pages of %" PRIu64 " bytes",
-                                   ctx->budget, ctx->space_free, align * UNIT);
+                                   ctx->budget, ctx->arena_free, align * GRANULE);
         }
-        struct vmem__arena_rec *a = calloc(1, sizeof *a + size / UNIT * sizeof a->pages[0]);
+        struct vmem__arena_rec *a = calloc(1, sizeof *a + size / GRANULE * sizeof a->pages[0]);
         if (!a)
             return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
         a->b.size = size;
-        a->units = (uint32_t)(size / UNIT);
+        a->granules = (uint32_t)(size / GRANULE);
         ctx->committed += lazy ? 0 : size; // before the lock goes: others must see it
         vmem__unlock(ctx);
         rc = b->ops->arena_new(b, &a->b);
@@ -280,8 +282,8 @@ int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align)
                 if (a->next)
                     a->next->prev = a;
                 ctx->arenas = a;
-                ctx->space += size;
-                extent_link(ctx, a, 0, a->units, !lazy);
+                ctx->arena_bytes += size;
+                extent_link(ctx, a, 0, a->granules, !lazy);
                 return 0;
             }
             vmem__unlock(ctx);
@@ -306,9 +308,9 @@ static bool arena_surplus(const vmem_context *ctx, const struct vmem__arena_rec 
     if (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep)
         return false;
     // Hysteresis: what is free stays while it is little beside the rest.
-    uint64_t stay = (ctx->space - a->b.size) / 8;
+    uint64_t stay = (ctx->arena_bytes - a->b.size) / 8;
     stay = stay < ctx->b.arena_min ? ctx->b.arena_min : stay;
-    return a->b.size > stay || ctx->space_free - a->b.size >= stay;
+    return a->b.size > stay || ctx->arena_free - a->b.size >= stay;
 }
 
 static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
@@ -322,15 +324,15 @@ static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
 struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p)
 {
     struct vmem__arena_rec *a = p->arena;
-    uint32_t start = p->first, end = p->first + p->units;
+    uint32_t start = p->first, end = p->first + p->granules;
 
-    a->used -= p->units;
+    a->used -= p->granules;
     for (uint32_t u = start; u < end; u++) {
         if (VMEM__LIKELY(a->pages[u].generation <= GENERATION_MAX - 1)) {
-            a->pages[u].state = UNIT_IDLE;
+            a->pages[u].state = GRANULE_IDLE;
             continue;
         }
-        a->pages[u].state = UNIT_WORN;
+        a->pages[u].state = GRANULE_WORN;
         a->worn++;
         a->committed += p->committed;
         if (u > start)
@@ -341,7 +343,7 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
         extent_insert(ctx, a, start, end - start, p->committed);
     if (a->used || !arena_surplus(ctx, a))
         return NULL;
-    ctx->committed -= ctx->b.ops->populate ? a->committed * UNIT : a->b.size;
+    ctx->committed -= ctx->b.ops->populate ? a->committed * GRANULE : a->b.size;
     arena_unlink(ctx, a);
     return a;
 }
@@ -353,7 +355,7 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
     bool discard = false;
 
     for (size_t i = 0; i < n; i++) {
-        uint64_t bytes = p[i].units * UNIT;
+        uint64_t bytes = p[i].granules * GRANULE;
         if (b->ops->discard && p[i].committed && !ctx->undoing && ctx->committed - bytes >= ctx->keep) {
             ctx->committed -= bytes;
             p[i].committed = false;
@@ -364,25 +366,25 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
             a->next = gone;
             gone = a;
         }
-        p[i].units = 0; // done
+        p[i].granules = 0; // done
     }
     if (discard) {
         vmem__unlock(ctx);
         for (size_t i = 0; i < n; i++) {
-            if (!p[i].units)
+            if (!p[i].granules)
                 continue;
-            int rc = b->ops->discard(b, &p[i].arena->b, p[i].first * UNIT, p[i].units * UNIT);
+            int rc = b->ops->discard(b, &p[i].arena->b, p[i].first * GRANULE, p[i].granules * GRANULE);
             p[i].committed = rc < 0; // the memory stays ours then
             p[i].zeroed = rc == 1;
         }
         vmem__lock(ctx);
         for (size_t i = 0; i < n; i++) {
-            if (!p[i].units)
+            if (!p[i].granules)
                 continue;
-            for (uint32_t u = 0; p[i].zeroed && u < p[i].units; u++)
+            for (uint32_t u = 0; p[i].zeroed && u < p[i].granules; u++)
                 p[i].arena->pages[p[i].first + u].dirty = 0;
             if (p[i].committed)
-                ctx->committed += p[i].units * UNIT;
+                ctx->committed += p[i].granules * GRANULE;
             if ((a = vmem__put(ctx, &p[i]))) {
                 a->next = gone;
                 gone = a;
@@ -401,9 +403,9 @@ void vmem__shrink(vmem_context *ctx)
     struct vmem__piece p;
     // Committed extents of a lazy backend go through discard() into the other list, a step at a time, since others wait
     // in the kernel for its end. One that cannot be discarded comes back into the same list, and ends the loop.
-    while (lazy && ctx->committed >= ctx->keep + UNIT) {
-        const uint64_t units = (ctx->committed - ctx->keep) / UNIT, step = VMEM__STEP / UNIT;
-        if (!vmem__take(ctx, true, units < step ? units : step, 1, &p))
+    while (lazy && ctx->committed >= ctx->keep + GRANULE) {
+        const uint64_t granules = (ctx->committed - ctx->keep) / GRANULE, step = VMEM__PORTION / GRANULE;
+        if (!vmem__take(ctx, true, granules < step ? granules : step, 1, &p))
             break;
         vmem__give(ctx, &p, 1);
         if (p.committed)

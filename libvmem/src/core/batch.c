@@ -1,4 +1,4 @@
-// The frame of a batch: its token, its runs, the call of the backend.
+// What every batch goes through: its operation id, its runs, the call of the backend.
 //
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
@@ -11,7 +11,7 @@ void vmem__batch_init(struct batch *b, vmem_context *ctx, uint32_t flags)
     b->n = 0;
     b->cap = BATCH_FEW;
     b->ended = NULL;
-    b->token = vmem__token(ctx);
+    b->opid = vmem__opid(ctx);
 }
 
 void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags)
@@ -23,7 +23,7 @@ void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags)
 void vmem__batch_end(struct batch *b)
 {
     for (size_t i = 0; i < b->n; i++)
-        ((struct vmem__space *)b->runs[i].range)->inflight--;
+        ((struct vmem__reservation_rec *)b->runs[i].reservation)->inflight--;
     vmem__end(b->ctx);
     if (b->runs != b->few)
         free(b->runs);
@@ -42,7 +42,7 @@ int vmem__batch_push(struct batch *b, const struct vmem__run *run)
         b->cap = cap;
     }
     b->runs[b->n++] = *run;
-    ((struct vmem__space *)run->range)->inflight++;
+    ((struct vmem__reservation_rec *)run->reservation)->inflight++;
     return 0;
 }
 
@@ -73,7 +73,7 @@ void vmem__batch_give(struct batch *b)
             struct vmem__arena_rec *a = b->ended_arena;
             pieces[n++] = (struct vmem__piece){.arena = a,
                                                .first = (uint32_t)(head - a->pages),
-                                               .units = head->units,
+                                               .granules = head->granules,
                                                .committed = true};
             b->ended = NULL;
             if (head->next) {

@@ -13,13 +13,13 @@
 
 struct batch {
     vmem_context *ctx;
-    uint32_t token;
+    uint32_t opid;
     uint32_t flags;
     struct vmem__run *runs;
     size_t n, cap;
     struct vmem__run few[BATCH_FEW];
-    // Memory of pages that the batch has ended, consecutive pages as one piece: a list through the first units, by
-    // `next`, whose `units` are the piece's. It takes no memory, so that ending pages cannot fail.
+    // Memory of pages that the batch has ended, consecutive pages as one piece: a list through the first granules, by
+    // `next`, whose `granules` are the piece's. It takes no memory, so that ending pages cannot fail.
     struct vmem__page *ended;
     struct vmem__arena_rec *ended_arena;
     uint64_t ended_frame;
@@ -40,12 +40,12 @@ int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad);
 
 // Adds a piece to the batch: to its last run where it continues that, or else as a run of its own. Pieces of different
 // page sizes join only where `mixed` allows it.
-static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t addr, uint64_t length,
+static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, uint64_t addr, uint64_t length,
                             struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
                             uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
 {
     struct vmem__run *r = &b->runs[b->n - 1];
-    if (b->n && r->addr + r->length == addr && r->range == &s->b && r->arena == &a->b &&
+    if (b->n && r->addr + r->length == addr && r->reservation == &s->b && r->arena == &a->b &&
         r->offset + r->length == offset &&
         (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset : !r->old_arena)) {
         if (r->page_size == page_size || mixed) {
@@ -55,7 +55,7 @@ static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t add
         }
     }
     return vmem__batch_push(b, &(struct vmem__run){
-                                   .range = &s->b,
+                                   .reservation = &s->b,
                                    .addr = addr,
                                    .length = length,
                                    .arena = &a->b,
@@ -69,16 +69,16 @@ static inline int batch_add(struct batch *b, struct vmem__space *s, uint64_t add
 }
 
 // Where the leaf of addr ends, or the end before that.
-static inline uint64_t leaf_end(const struct vmem__space *s, uint64_t addr, uint64_t end)
+static inline uint64_t leaf_end(const struct vmem__reservation_rec *s, uint64_t addr, uint64_t end)
 {
-    const uint64_t stop = addr + LEAF_SLOTS * UNIT - (addr - s->b.addr) % (LEAF_SLOTS * UNIT);
+    const uint64_t stop = addr + LEAF_ENTRIES * GRANULE - (addr - s->b.addr) % (LEAF_ENTRIES * GRANULE);
     return stop < end ? stop : end;
 }
 
-// The page at a mapped slot.
-static inline struct vmem__page *slot_page(vmem_context *ctx, const uint64_t *slot, struct vmem__arena_rec **a)
+// The page at a mapped entry.
+static inline struct vmem__page *entry_page(vmem_context *ctx, const uint64_t *entry, struct vmem__arena_rec **a)
 {
-    uint64_t frame = vmem__slot_frame(*slot) - 1;
+    uint64_t frame = vmem__entry_frame(*entry) - 1;
     *a = vmem__frame_arena(ctx, frame);
     return vmem__frame_page(*a, frame);
 }
@@ -87,12 +87,12 @@ static inline struct vmem__page *slot_page(vmem_context *ctx, const uint64_t *sl
 
 static inline struct vmem__link *link_at(vmem_context *ctx, uint64_t addr)
 {
-    struct vmem__space *s = vmem__space_find(ctx, addr);
+    struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-    return &leaf->links[vmem__slot_in(s, leaf, addr) - leaf->slots];
+    return &leaf->links[vmem__entry_in(s, leaf, addr) - leaf->entries];
 }
 
-// Enters a page that is mapped at addr now; its slots are the caller's to write.
+// Enters a page that is mapped at addr now; its entries are the caller's to write.
 static inline void link_page(vmem_context *ctx, uint64_t addr, struct vmem__page *p)
 {
     if (VMEM__UNLIKELY(p->mappings)) {
@@ -132,23 +132,23 @@ static inline uint64_t next_mapping(vmem_context *ctx, uint64_t addr, const stru
 static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint64_t frame = vmem__page_frame(a, p);
-    const uint32_t units = p->units;
+    const uint32_t granules = p->granules;
     p->generation++; // before the flags beside it: a word read after a byte's store waits for that
-    p->state = UNIT_IDLE;
-    for (uint32_t u = 0; u < units; u++)
+    p->state = GRANULE_IDLE;
+    for (uint32_t u = 0; u < granules; u++)
         p[u].dirty = 1;
-    b->ctx->created -= units * UNIT;
+    b->ctx->created -= granules * GRANULE;
     b->ctx->n_doomed -= p->doomed;
     // Frames of different arenas are never consecutive, so the frames alone tell.
     struct vmem__page *last = b->ended;
-    if (last && b->ended_frame + last->units == frame) {
-        last->units += units;
+    if (last && b->ended_frame + last->granules == frame) {
+        last->granules += granules;
         return;
     }
     p->next = last ? b->ended_frame + 1 : 0;
-    if (last && frame + units == b->ended_frame) {
+    if (last && frame + granules == b->ended_frame) {
         p->next = last->next;
-        p->units += last->units;
+        p->granules += last->granules;
     }
     b->ended = p;
     b->ended_arena = a;
@@ -156,7 +156,7 @@ static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, st
 }
 
 // Bytes mapped at a range, more or less.
-static inline void count_mapped(vmem_context *ctx, struct vmem__space *s, uint64_t bytes)
+static inline void count_mapped(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t bytes)
 {
     s->mapped += bytes;
     ctx->mapped += bytes;

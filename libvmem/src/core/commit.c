@@ -8,7 +8,7 @@
 #include "core/core.h"
 
 #define PART 4096 // pages of a part
-// Slots looked at between two chances for other calls to have the lock.
+// Entries looked at between two chances for other calls to have the lock.
 #define LOOK 65536
 
 // A vector that grows.
@@ -36,17 +36,17 @@ static int make_room(struct pages *pages, size_t n)
     return 0;
 }
 
-int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t unit)
+int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule)
 {
-    struct vmem__space *s;
-    int rc = vmem__space_of(ctx, range->addr, range->length, &s);
-    if (!rc && (range->addr % unit || range->length % unit))
+    struct vmem__reservation_rec *s;
+    int rc = vmem__reservation_of(ctx, range->addr, range->length, &s);
+    if (!rc && (range->addr % granule || range->length % granule))
         rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %" PRIu64,
-                         range->addr, range->length, unit);
+                         range->addr, range->length, granule);
     return rc;
 }
 
-// The unbacked places from *at on, up to `most` of them; ops may be NULL: only counted. Returns after LOOK slots too,
+// The unbacked places from *at on, up to `most` of them; ops may be NULL: only counted. Returns after LOOK entries too,
 // with *at behind what it saw. With the lock held.
 static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size,
                       struct place *at, size_t most, size_t *found, struct vmem_map_op *ops)
@@ -57,18 +57,18 @@ static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t
         int rc = vmem__check_range(ctx, range, page_size);
         if (rc)
             return n > 1 ? vmem__error(rc, "ranges[%zu]: %s", at->range, vmem_last_error()) : rc;
-        const struct vmem__space *s = vmem__space_find(ctx, range->addr);
+        const struct vmem__reservation_rec *s = vmem__reservation_find(ctx, range->addr);
         const uint64_t end = range->addr + range->length;
         for (uint64_t addr = range->addr + at->done; addr < end; addr += page_size, at->done += page_size) {
             if (*found >= most || looks++ == LOOK)
                 return 0;
             struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-            uint64_t frame = leaf ? vmem__slot_frame(*vmem__slot_in(s, leaf, addr)) : 0;
+            uint64_t frame = leaf ? vmem__entry_frame(*vmem__entry_in(s, leaf, addr)) : 0;
             if (!frame) {
                 if (ops)
                     ops[*found].addr = addr;
                 ++*found;
-            } else if (vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->units * UNIT < page_size) {
+            } else if (vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->granules * GRANULE < page_size) {
                 return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64,
                                    addr, page_size);
             }
@@ -159,7 +159,7 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     while (!rc && holes && at.range < n) {
         rc = fill(ctx, ranges, n, page_size, create_flags, &at, ops, most, &pages, &filled);
         since += filled * page_size;
-        if (!rc && since >= VMEM__STEP && at.range < n) {
+        if (!rc && since >= VMEM__PORTION && at.range < n) {
             rc = vmem__interrupted(&ctx->b);
             since = 0;
         }

@@ -139,9 +139,9 @@ void vmem_context_destroy(vmem_context *ctx)
         while (ctx->calls)
             pthread_cond_wait(&ctx->idle, &ctx->lock);
         vmem__unlock(ctx);
-        for (size_t i = 0; i < ctx->n_spaces; i++)
-            vMemUnmap(ctx, ctx->spaces[i]->b.addr, ctx->spaces[i]->b.length);
-        vmem__spaces_destroy(ctx);
+        for (size_t i = 0; i < ctx->n_reservations; i++)
+            vMemUnmap(ctx, ctx->reservations[i]->b.addr, ctx->reservations[i]->b.length);
+        vmem__reservations_destroy(ctx);
         vmem__arenas_destroy(ctx);
     }
     ctx->b.ops->close(&ctx->b, forked);

@@ -3,10 +3,10 @@
 // Locking. One mutex, ctx->lock, guards every field of this file except where noted. It is never held across a backend
 // call. A call that needs the backend goes: lock, validate, mark what it touches, unlock, backend, lock, commit or
 // unwind, unlock. What is marked:
-//   - a page, by vmem__page.token: some call maps, unmaps or releases it;
-//   - a slot (64 KiB of addresses), by SLOT_PENDING: some call maps or unmaps there;
-//   - a range, by vmem__space.inflight: some backend call uses it, so it cannot be freed;
-//   - units of an arena that are in no free list and in no page: being committed, discarded or zeroed by their taker;
+//   - a page, by vmem__page.opid: some call maps, unmaps or releases it;
+//   - a shadow entry (64 KiB of addresses), by ENTRY_PENDING: some call maps or unmaps there;
+//   - a reservation, by vmem__reservation_rec.inflight: some backend call uses it, so it cannot be freed;
+//   - granules of an arena that are in no free list and in no page: their taker commits, discards or zeroes them;
 //   - addresses that vmem_copy_batch and vmem_fill touch, by a struct vmem__access in ctx->accesses.
 // Whoever finds a mark that is not its own returns -EBUSY. Nobody waits, but for vmem_context_destroy: every call
 // counts itself in ctx->calls between vmem__begin() and vmem__end().
@@ -28,12 +28,12 @@
 #define VMEM__LIKELY(x) __builtin_expect(!!(x), 1)
 #define VMEM__UNLIKELY(x) __builtin_expect(!!(x), 0)
 
-// The unit of all bookkeeping: the smallest page.
-#define UNIT_SHIFT 16
-#define UNIT VMEM_PAGE_64K
+// What everything is counted in: the smallest page.
+#define GRANULE_SHIFT 16
+#define GRANULE VMEM_PAGE_64K
 // Arenas are whole blocks of 2 MiB, of address space and of frame numbers.
 #define BLOCK_SHIFT 5
-#define BLOCK_UNITS (1u << BLOCK_SHIFT)
+#define BLOCK_GRANULES (1u << BLOCK_SHIFT)
 #define BLOCK VMEM_PAGE_2M
 // A page handle: the generation of its first frame, and the frame, XORed with the context's salt. A handle of another
 // context comes out as a frame that does not exist, or as a wrong generation. The salt has a bit that no frame has, so
@@ -45,46 +45,46 @@
 #define MAX_RESERVE (UINT64_C(1) << 46)
 // Memory is committed and zeroed in steps of this many bytes, some 10 ms each, and between two a call can be
 // interrupted.
-#define VMEM__STEP (UINT64_C(32) << 20)
+#define VMEM__PORTION (UINT64_C(32) << 20)
 
 // ---- physical memory (arena.c, page.c) ----------------------------------------------------------------------
 
 enum vmem__state {
-    UNIT_IDLE = 0, // inside a free extent, or with whoever took it from one
-    UNIT_FREE,     // first or last unit of a free extent
-    UNIT_PAGE,     // first unit of a page
-    UNIT_REST,     // another unit of a page
-    UNIT_WORN,     // its generations are used up; unused until the arena goes
+    GRANULE_IDLE = 0, // inside a free extent, or with whoever took it from one
+    GRANULE_FREE,     // first or last granule of a free extent
+    GRANULE_PAGE,     // first granule of a page
+    GRANULE_REST,     // another granule of a page
+    GRANULE_WORN,     // its generations are used up; unused until the arena goes
 };
 
-// One per unit of an arena.
+// One per granule of an arena.
 struct vmem__page {
     union {
-        struct {              // UNIT_PAGE
+        struct {              // GRANULE_PAGE
             uint64_t mapping; // first address it is mapped at (others: vmem__link.next), 0 when nowhere
             uint32_t mappings;
-            uint32_t token; // of the call that works on it; 0: none
+            uint32_t opid; // operation id of the call that works on it; 0: none
         };
-        struct { // first unit of a free extent: neighbours in the free list, as frame + 1
+        struct { // first granule of a free extent: neighbours in the free list, as frame + 1
             uint64_t next, prev;
         };
     };
-    uint32_t units; // UNIT_PAGE: of the page. UNIT_REST: back to the page's first. UNIT_FREE: of the extent
+    uint32_t granules; // GRANULE_PAGE: of the page. GRANULE_REST: back to the page's first. GRANULE_FREE: of the extent
     uint32_t generation : 24, state : 3;
     uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
-    uint32_t bound : 1;     // UNIT_PAGE: of vmem_commit, goes when it is mapped nowhere any more
-    uint32_t doomed : 1;    // UNIT_PAGE: to be released as soon as it can be
-    uint32_t committed : 1; // first and last unit of a free extent: it holds device memory
+    uint32_t bound : 1;     // GRANULE_PAGE: of vmem_commit, goes when it is mapped nowhere any more
+    uint32_t doomed : 1;    // GRANULE_PAGE: to be released as soon as it can be
+    uint32_t committed : 1; // first and last granule of a free extent: it holds device memory
 };
 
 struct vmem__arena_rec {
     struct vmem__arena b; // the backend's view
     struct vmem__arena_rec *next, *prev;
     uint64_t base; // frame of offset 0
-    uint32_t units;
-    uint32_t used;      // units in pages, or taken from the free lists otherwise
-    uint32_t worn;      // units
-    uint32_t committed; // units in free extents, or worn, that hold device memory
+    uint32_t granules;
+    uint32_t used;      // granules in pages, or taken from the free lists otherwise
+    uint32_t worn;      // granules
+    uint32_t committed; // granules in free extents, or worn, that hold device memory
     struct vmem__page pages[];
 };
 
@@ -96,47 +96,48 @@ struct vmem__block {
 
 #define VMEM__BINS 33
 struct vmem__freelist {
-    uint64_t head[VMEM__BINS]; // extents of [2^i, 2^(i+1)) units: frame + 1 of the first
+    uint64_t head[VMEM__BINS]; // extents of [2^i, 2^(i+1)) granules: frame + 1 of the first
     uint64_t nonempty;         // bit i: head[i] != 0
 };
 
-// Consecutive units of one arena on their way into or out of the free lists.
+// Consecutive granules of one arena on their way into or out of the free lists.
 struct vmem__piece {
     struct vmem__arena_rec *arena;
-    uint32_t first, units;
+    uint32_t first, granules;
     bool committed;
     bool zeroed; // by discard()
 };
 
-// ---- address space (range.c) --------------------------------------------------------------------------------
+// ---- address space (reservation.c) --------------------------------------------------------------------------------
 
-// A slot, one per 64 KiB of a range: frame + 1 of the unit that is mapped here, 0 for none. While a call works on it,
-// with SLOT_PENDING; if it was empty before, both marks and the token of that call.
-#define SLOT_PENDING (UINT64_C(1) << 63)
-#define SLOT_COMING (UINT64_C(1) << 62)
+// The shadow: an entry for each granule of a reservation. It holds frame + 1 of the granule that is mapped there, 0 for
+// none. While a call works on it, it also has ENTRY_PENDING; if it was empty before, both marks and the operation id of
+// that call.
+#define ENTRY_PENDING (UINT64_C(1) << 63)
+#define ENTRY_COMING (UINT64_C(1) << 62)
 // What is mapped there, as frame + 1, or 0.
-static inline uint64_t vmem__slot_frame(uint64_t slot) { return slot & SLOT_COMING ? 0 : slot & ~SLOT_PENDING; }
+static inline uint64_t vmem__entry_frame(uint64_t entry) { return entry & ENTRY_COMING ? 0 : entry & ~ENTRY_PENDING; }
 
-// At the first slot of a page that is mapped at several addresses: the next and the previous of them. Of a page with
+// At the first entry of a page that is mapped at several addresses: the next and the previous of them. Of a page with
 // one address only this says nothing, so that most pages' links are never touched.
 struct vmem__link {
     uint64_t next, prev;
 };
 
 #define LEAF_SHIFT 8
-#define LEAF_SLOTS (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are 2 MiB at most and never cross leaves
+#define LEAF_ENTRIES (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are 2 MiB at most and never cross leaves
 struct vmem__leaf {
-    uint32_t used;            // slots mapped or pending; the leaf goes when it falls to 0
+    uint32_t used;            // entries mapped or pending; the leaf goes when it falls to 0
     struct vmem__leaf *spare; // the next one, in vmem_context.spare
-    uint64_t slots[LEAF_SLOTS];
-    struct vmem__link links[LEAF_SLOTS];
+    uint64_t entries[LEAF_ENTRIES];
+    struct vmem__link links[LEAF_ENTRIES];
 };
 
-struct vmem__space {
-    struct vmem__range b; // the backend's view
-    uint64_t mapped;      // bytes
-    uint64_t inflight;    // backend calls that use it
-    bool doomed;          // to be given up as soon as inflight is 0
+struct vmem__reservation_rec {
+    struct vmem__reservation b; // the backend's view
+    uint64_t mapped;            // bytes
+    uint64_t inflight;          // backend calls that use it
+    bool doomed;                // to be given up as soon as inflight is 0
     struct vmem__leaf **leaves;
 };
 
@@ -169,9 +170,9 @@ struct vmem_context {
     bool shrinking;    // its thread runs
     bool stuck;        // the kernel's or the driver's resources were exhausted, and nothing was unmapped since
 
-    struct vmem__space **spaces; // by address
-    size_t n_spaces, cap_spaces;
-    struct vmem__space *last_space;
+    struct vmem__reservation_rec **reservations; // by address
+    size_t n_reservations, cap_reservations;
+    struct vmem__reservation_rec *last_reservation;
     struct vmem__leaf *spare;
     size_t n_spare;
 
@@ -181,12 +182,12 @@ struct vmem_context {
     struct vmem__arena_rec *arenas;
     struct vmem__freelist free[2]; // [1]: extents that hold device memory. Without populate() all do.
 
-    uint32_t token;
+    uint32_t opid; // the last operation id given to a call
     uint64_t budget;
-    uint64_t keep;              // bytes of device memory that release does not give back: vmem_prealloc
-    struct vmem_kv *caches;     // KV caches over this context; theirs to read and write, under the lock
-    uint64_t space, space_free; // bytes of arenas; of free extents in them
-    uint64_t committed;         // bytes of device memory in arenas
+    uint64_t keep;                    // bytes of device memory that release does not give back: vmem_prealloc
+    struct vmem_kv *caches;           // KV caches over this context; theirs to read and write, under the lock
+    uint64_t arena_bytes, arena_free; // bytes of arenas; of free extents in them
+    uint64_t committed;               // bytes of device memory in arenas
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 
@@ -213,11 +214,12 @@ static inline void vmem__end(vmem_context *ctx)
         pthread_cond_signal(&ctx->idle);
     vmem__unlock(ctx);
 }
-static inline uint32_t vmem__token(vmem_context *ctx)
+// An operation id for a call: what the call marks, it marks with this number.
+static inline uint32_t vmem__opid(vmem_context *ctx)
 {
-    if (++ctx->token == 0)
-        ctx->token = 1;
-    return ctx->token;
+    if (++ctx->opid == 0)
+        ctx->opid = 1;
+    return ctx->opid;
 }
 
 // A context over the given operations; what vmem_context_create calls once it has chosen them.
@@ -225,17 +227,18 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
 
 // arena.c. All with the lock held; grow and give drop it for a while.
 //
-// Takes up to `units`, in multiples of `align` units and so aligned, from the free extents; false when there are none.
-bool vmem__take(vmem_context *ctx, bool committed, uint64_t units, uint32_t align, struct vmem__piece *out);
-// The same from the extent that starts at unit `first` of the arena, if one does.
-bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t units, uint32_t align,
+// Takes up to `granules`, in multiples of `align` granules and so aligned, from the free extents; false when there are
+// none.
+bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out);
+// The same from the extent that starts at granule `first` of the arena, if one does.
+bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
                    struct vmem__piece *out);
 // Puts a piece into the free lists. Returns the arena if it is empty now and should go: it is unlinked then.
 struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p);
 // Puts pieces into the free lists, returning to the system what is more than ctx->keep and the hysteresis allow.
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
-// A new arena, of at least `align` units and up to `units` where it can.
-int vmem__grow(vmem_context *ctx, uint64_t units, uint32_t align);
+// A new arena, of at least `align` granules and up to `granules` where it can.
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align);
 // Returns all free memory beyond ctx->keep to the system, without hysteresis.
 void vmem__shrink(vmem_context *ctx);
 // The same in a thread of its own, for a call that was interrupted and is to end now: it takes 100 ms a GiB and more.
@@ -268,10 +271,10 @@ static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_pa
     if (VMEM__UNLIKELY(block >= ctx->n_blocks))
         return NULL;
     struct vmem__arena_rec *a = ctx->blocks[block].arena;
-    if (VMEM__UNLIKELY(!a || frame - a->base >= a->units))
+    if (VMEM__UNLIKELY(!a || frame - a->base >= a->granules))
         return NULL;
     struct vmem__page *p = &a->pages[frame - a->base];
-    if (VMEM__UNLIKELY(p->state != UNIT_PAGE || p->generation != page >> FRAME_BITS))
+    if (VMEM__UNLIKELY(p->state != GRANULE_PAGE || p->generation != page >> FRAME_BITS))
         return NULL;
     *arena = a;
     return p;
@@ -285,53 +288,53 @@ static inline struct vmem__arena_rec *vmem__frame_arena(const vmem_context *ctx,
 {
     return ctx->blocks[frame >> BLOCK_SHIFT].arena;
 }
-// The first unit of the page that a mapped frame belongs to.
+// The first granule of the page that a mapped frame belongs to.
 static inline struct vmem__page *vmem__frame_page(const struct vmem__arena_rec *a, uint64_t frame)
 {
     const struct vmem__page *p = &a->pages[frame - a->base];
-    return (struct vmem__page *)(p->state == UNIT_REST ? p - p->units : p);
+    return (struct vmem__page *)(p->state == GRANULE_REST ? p - p->granules : p);
 }
 static inline uint64_t vmem__page_frame(const struct vmem__arena_rec *a, const struct vmem__page *p)
 {
     return a->base + (uint64_t)(p - a->pages);
 }
 
-// commit.c. -EINVAL unless the range is inside one reservation and of whole units. With the lock held.
-int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t unit);
+// commit.c. -EINVAL unless the range is inside one reservation and of whole granules. With the lock held.
+int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule);
 
 // data.c. -EBUSY, with *bad, if a run lies where a copy or a fill is at work. With the lock held.
 int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, size_t n, size_t *bad);
 
-// range.c. With the lock held.
+// reservation.c. With the lock held.
 //
 // The reservation that holds addr, or NULL.
-struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr);
+struct vmem__reservation_rec *vmem__reservation_find(vmem_context *ctx, uint64_t addr);
 // The index of the first reservation that ends after addr.
-size_t vmem__space_after(const vmem_context *ctx, uint64_t addr);
+size_t vmem__reservation_after(const vmem_context *ctx, uint64_t addr);
 // -EINVAL, naming [addr, addr + length), unless it is inside one reservation, which is *out then.
-int vmem__space_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__space **out);
+int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__reservation_rec **out);
 // Takes a reservation, on which no call works, out of the table; the caller then ends it without the lock.
-void vmem__space_remove(vmem_context *ctx, struct vmem__space *s);
-void vmem__space_end(vmem_context *ctx, struct vmem__space *s);
-void vmem__space_free(struct vmem__space *s, bool leaves);                                  // leaves: there are some
-struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr); // NULL: no memory
-void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr);
-static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__space *s, uint64_t addr)
+void vmem__reservation_remove(vmem_context *ctx, struct vmem__reservation_rec *s);
+void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s);
+void vmem__reservation_free(struct vmem__reservation_rec *s, bool leaves); // leaves: there are some
+struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr); // NULL: no memory
+void vmem__leaf_drop(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr);
+static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__reservation_rec *s, uint64_t addr)
 {
-    return s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
+    return s->leaves[(addr - s->b.addr) >> (GRANULE_SHIFT + LEAF_SHIFT)];
 }
-static inline uint64_t *vmem__slot_in(const struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr)
+static inline uint64_t *vmem__entry_in(const struct vmem__reservation_rec *s, struct vmem__leaf *leaf, uint64_t addr)
 {
-    return &leaf->slots[((addr - s->b.addr) >> UNIT_SHIFT) & (LEAF_SLOTS - 1)];
+    return &leaf->entries[((addr - s->b.addr) >> GRANULE_SHIFT) & (LEAF_ENTRIES - 1)];
 }
-// That many slots of the leaf are unused again.
-static inline void vmem__leaf_put(vmem_context *ctx, struct vmem__space *s, struct vmem__leaf *leaf, uint64_t addr,
-                                  uint32_t units)
+// That many entries of the leaf are unused again.
+static inline void vmem__leaf_put(vmem_context *ctx, struct vmem__reservation_rec *s, struct vmem__leaf *leaf,
+                                  uint64_t addr, uint32_t granules)
 {
-    leaf->used -= units;
+    leaf->used -= granules;
     if (VMEM__UNLIKELY(!leaf->used))
         vmem__leaf_drop(ctx, s, addr);
 }
-void vmem__spaces_destroy(vmem_context *ctx);
+void vmem__reservations_destroy(vmem_context *ctx);
 
 #endif

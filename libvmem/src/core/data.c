@@ -4,10 +4,10 @@
 #include "core/core.h"
 
 // The first reservation that ends after addr, if it begins before the end; NULL: the addresses are the caller's own.
-static struct vmem__space *space_at(vmem_context *ctx, uint64_t addr, uint64_t length)
+static struct vmem__reservation_rec *reservation_at(vmem_context *ctx, uint64_t addr, uint64_t length)
 {
-    const size_t i = vmem__space_after(ctx, addr);
-    return i < ctx->n_spaces && ctx->spaces[i]->b.addr < addr + length ? ctx->spaces[i] : NULL;
+    const size_t i = vmem__reservation_after(ctx, addr);
+    return i < ctx->n_reservations && ctx->reservations[i]->b.addr < addr + length ? ctx->reservations[i] : NULL;
 }
 
 // Addresses that touch a reservation must lie inside it and be backed, or be readable through its backdrop, and no
@@ -17,7 +17,7 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
     if (length > UINT64_MAX - addr)
         return vmem__error(-EINVAL, "%s 0x%" PRIx64 " + %" PRIu64 " is beyond the end of addresses", what, addr,
                            length);
-    const struct vmem__space *s = space_at(ctx, addr, length);
+    const struct vmem__reservation_rec *s = reservation_at(ctx, addr, length);
     if (!s || !length)
         return 0;
     const uint64_t end = addr + length, last = s->b.addr + s->b.length;
@@ -28,14 +28,14 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
                            what, addr, length, addr < s->b.addr ? "into" : "past the end of", s->b.addr, last);
     const bool unbacked = !write && (s->b.flags & VMEM_RESERVE_BACKDROP);
     uint64_t step;
-    for (uint64_t at = addr - addr % UNIT; at < end; at += step) {
+    for (uint64_t at = addr - addr % GRANULE; at < end; at += step) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, at);
-        const uint64_t slot = leaf ? *vmem__slot_in(s, leaf, at) : 0;
-        step = leaf ? UNIT : LEAF_SLOTS * UNIT - (at - s->b.addr) % (LEAF_SLOTS * UNIT);
-        if (slot & SLOT_PENDING)
+        const uint64_t entry = leaf ? *vmem__entry_in(s, leaf, at) : 0;
+        step = leaf ? GRANULE : LEAF_ENTRIES * GRANULE - (at - s->b.addr) % (LEAF_ENTRIES * GRANULE);
+        if (entry & ENTRY_PENDING)
             return vmem__error(-EBUSY, "%s 0x%" PRIx64 " + %" PRIu64 ": another call works on 0x%" PRIx64, what, addr,
                                length, at);
-        if (!slot && !unbacked)
+        if (!entry && !unbacked)
             return vmem__error(-EFAULT, "%s 0x%" PRIx64 " + %" PRIu64 ": nothing is mapped at 0x%" PRIx64, what, addr,
                                length, at);
     }
@@ -65,7 +65,7 @@ int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, 
 
 static void hold(vmem_context *ctx, uint64_t addr, uint64_t length, int by)
 {
-    struct vmem__space *s = length ? space_at(ctx, addr, length) : NULL;
+    struct vmem__reservation_rec *s = length ? reservation_at(ctx, addr, length) : NULL;
     if (s)
         s->inflight += (uint64_t)by;
 }
@@ -100,7 +100,7 @@ static int need_backdrop(vmem_context *ctx, const struct vmem_copy_op *ops, size
 {
     int rc = 0;
     for (size_t i = 0; i < n && !rc && ctx->b.ops->backdrop; i++) {
-        struct vmem__space *s = ops[i].length ? space_at(ctx, ops[i].src, ops[i].length) : NULL;
+        struct vmem__reservation_rec *s = ops[i].length ? reservation_at(ctx, ops[i].src, ops[i].length) : NULL;
         if (!s || !(s->b.flags & VMEM_RESERVE_BACKDROP))
             continue;
         vmem__unlock(ctx);

@@ -11,23 +11,23 @@
 
 // ---- reservations -------------------------------------------------------------------------------------------
 
-// The page whose first slot is at addr or, on the way there, the next slot to look at; NULL at the end.
-static struct vmem__page *next_page(vmem_context *ctx, struct vmem__space *s, uint64_t *addr,
+// The page whose first entry is at addr or, on the way there, the next entry to look at; NULL at the end.
+static struct vmem__page *next_page(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t *addr,
                                     struct vmem__arena_rec **a)
 {
     const uint64_t end = s->b.addr + s->b.length;
-    for (; *addr < end; *addr += UNIT) {
+    for (; *addr < end; *addr += GRANULE) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, *addr);
         if (!leaf) {
-            *addr = leaf_end(s, *addr, end) - UNIT;
+            *addr = leaf_end(s, *addr, end) - GRANULE;
             continue;
         }
-        const uint64_t frame = vmem__slot_frame(*vmem__slot_in(s, leaf, *addr));
+        const uint64_t frame = vmem__entry_frame(*vmem__entry_in(s, leaf, *addr));
         if (!frame)
             continue;
         *a = vmem__frame_arena(ctx, frame - 1);
         struct vmem__page *p = &(*a)->pages[frame - 1 - (*a)->base];
-        if (p->state == UNIT_PAGE)
+        if (p->state == GRANULE_PAGE)
             return p;
     }
     return NULL;
@@ -35,42 +35,42 @@ static struct vmem__page *next_page(vmem_context *ctx, struct vmem__space *s, ui
 
 // Takes a reservation out of the table as it is, with what is mapped there, which the kernel or the driver would not
 // unmap: unreserve() takes it away. False: another call works on a page of it. With the lock held, which it drops.
-static bool force(vmem_context *ctx, struct vmem__space *s)
+static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     const uint64_t start = s->b.addr;
     struct vmem__arena_rec *a;
     struct vmem__page *p;
     struct batch b;
 
-    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += UNIT) {
-        if (p->token)
+    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += GRANULE) {
+        if (p->opid)
             return false;
     }
     vmem__batch_init(&b, ctx, 0);
-    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += UNIT) {
+    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += GRANULE) {
         unlink_page(ctx, addr, p);
-        p->token = b.token; // until the addresses are gone
+        p->opid = b.opid; // until the addresses are gone
     }
     count_mapped(ctx, s, -s->mapped);
-    vmem__space_remove(ctx, s);
+    vmem__reservation_remove(ctx, s);
     vmem__unlock(ctx);
     ctx->b.ops->unreserve(&ctx->b, &s->b);
     vmem__lock(ctx);
-    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += UNIT) {
-        if (p->token != b.token)
+    for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += GRANULE) {
+        if (p->opid != b.opid)
             continue; // seen at another address
         if (p->bound && !p->mappings)
             batch_end_page(&b, a, p);
         else
-            p->token = 0;
+            p->opid = 0;
     }
-    vmem__space_free(s, true);
+    vmem__reservation_free(s, true);
     vmem__batch_give(&b);
     return true;
 }
 
 // False: not yet. With the lock held, which it drops.
-static bool end_space(vmem_context *ctx, struct vmem__space *s)
+static bool end_space(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     int rc = 0;
     if (s->mapped) {
@@ -84,17 +84,17 @@ static bool end_space(vmem_context *ctx, struct vmem__space *s)
         return false; // the other call looks here again when it ends
     if (s->mapped)
         return force(ctx, s);
-    vmem__space_remove(ctx, s);
+    vmem__reservation_remove(ctx, s);
     vmem__unlock(ctx);
-    vmem__space_end(ctx, s);
+    vmem__reservation_end(ctx, s);
     vmem__lock(ctx);
     return true;
 }
 
 static bool sweep_spaces(vmem_context *ctx)
 {
-    for (size_t i = 0; i < ctx->n_spaces; i++) {
-        struct vmem__space *s = ctx->spaces[i];
+    for (size_t i = 0; i < ctx->n_reservations; i++) {
+        struct vmem__reservation_rec *s = ctx->reservations[i];
         if (s->doomed && !s->inflight && end_space(ctx, s)) {
             ctx->stuck = false;
             return true;
@@ -109,9 +109,9 @@ static size_t find_doomed(const vmem_context *ctx, vmem_page *pages, size_t most
 {
     size_t n = 0;
     for (const struct vmem__arena_rec *a = ctx->arenas; a; a = a->next) {
-        for (uint32_t u = 0; u < a->units && n < most; u++) {
+        for (uint32_t u = 0; u < a->granules && n < most; u++) {
             const struct vmem__page *p = &a->pages[u];
-            if (p->state == UNIT_PAGE && p->doomed && !p->token)
+            if (p->state == GRANULE_PAGE && p->doomed && !p->opid)
                 pages[n++] = vmem__handle(ctx, p, a->base + u);
         }
     }

@@ -3,33 +3,34 @@
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
 
-// Whether the pages mapped under [addr, addr + units) may be replaced: they lie inside it, and no other call has them.
-static int check_slots(struct batch *b, const uint64_t *slot, uint32_t units, uint64_t addr)
+// Whether the pages mapped under [addr, addr + granules) may be replaced: they lie inside it, and no other call has
+// them.
+static int check_entries(struct batch *b, const uint64_t *entry, uint32_t granules, uint64_t addr)
 {
-    for (uint32_t u = 0; u < units; u++) {
-        const uint64_t at = addr + u * UNIT, frame = vmem__slot_frame(slot[u]);
-        if (!slot[u])
+    for (uint32_t u = 0; u < granules; u++) {
+        const uint64_t at = addr + u * GRANULE, frame = vmem__entry_frame(entry[u]);
+        if (!entry[u])
             continue;
-        uint32_t owner = (uint32_t)slot[u];
+        uint32_t owner = (uint32_t)entry[u];
         if (frame) {
             struct vmem__arena_rec *a = vmem__frame_arena(b->ctx, frame - 1);
-            const struct vmem__page *unit = &a->pages[frame - 1 - a->base], *old = vmem__frame_page(a, frame - 1);
-            owner = old->token;
-            if (!(slot[u] & SLOT_PENDING) && (!owner || owner == b->token)) {
+            const struct vmem__page *granule = &a->pages[frame - 1 - a->base], *old = vmem__frame_page(a, frame - 1);
+            owner = old->opid;
+            if (!(entry[u] & ENTRY_PENDING) && (!owner || owner == b->opid)) {
                 if (!(b->flags & VMEM_MAP_REPLACE))
                     return vmem__error(-EEXIST,
                                        "addr 0x%" PRIx64 ": a page is mapped at 0x%" PRIx64
                                        " already, and VMEM_MAP_REPLACE is not set",
                                        addr, at);
-                if (unit != old ? u == 0 : u + old->units > units)
+                if (granule != old ? u == 0 : u + old->granules > granules)
                     return vmem__error(-EINVAL,
                                        "addr 0x%" PRIx64 ": the page of %" PRIu64 " bytes that is mapped at 0x%" PRIx64
                                        " sticks out of the new one",
-                                       addr, old->units * UNIT, at);
+                                       addr, old->granules * GRANULE, at);
                 continue;
             }
         }
-        if (owner == b->token)
+        if (owner == b->opid)
             return vmem__error(-EINVAL, "addr 0x%" PRIx64 " overlaps an earlier element of the batch", addr);
         return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on 0x%" PRIx64, addr, at);
     }
@@ -46,60 +47,61 @@ static uint64_t page_size_of(uint64_t x)
 }
 
 // Adds the runs of one page that replaces others: one for each stretch of old memory that is itself consecutive.
-static int add_replacing(struct batch *b, struct vmem__space *s, uint64_t addr, struct vmem__arena_rec *a,
-                         uint64_t offset, const uint64_t *slot, uint32_t units, size_t i)
+static int add_replacing(struct batch *b, struct vmem__reservation_rec *s, uint64_t addr, struct vmem__arena_rec *a,
+                         uint64_t offset, const uint64_t *entry, uint32_t granules, size_t i)
 {
     int rc = 0;
-    for (uint32_t u = 0, end; u < units && !rc; u = end) {
-        const uint64_t frame = vmem__slot_frame(slot[u]);
+    for (uint32_t u = 0, end; u < granules && !rc; u = end) {
+        const uint64_t frame = vmem__entry_frame(entry[u]);
         struct vmem__arena_rec *old = frame ? vmem__frame_arena(b->ctx, frame - 1) : NULL;
         // Frames of different arenas are never consecutive, so the frames alone tell.
-        for (end = u + 1; end < units; end++) {
-            if (vmem__slot_frame(slot[end]) != (frame ? frame + (end - u) : 0))
+        for (end = u + 1; end < granules; end++) {
+            if (vmem__entry_frame(entry[end]) != (frame ? frame + (end - u) : 0))
                 break;
         }
-        const uint64_t shift = u * UNIT, length = (end - u) * UNIT;
-        const uint64_t page_size = page_size_of((units * UNIT) | (addr + shift) | length | (offset + shift));
-        rc = batch_add(b, s, addr + shift, length, a, offset + shift, old, old ? (frame - 1 - old->base) * UNIT : 0,
+        const uint64_t shift = u * GRANULE, length = (end - u) * GRANULE;
+        const uint64_t page_size = page_size_of((granules * GRANULE) | (addr + shift) | length | (offset + shift));
+        rc = batch_add(b, s, addr + shift, length, a, offset + shift, old, old ? (frame - 1 - old->base) * GRANULE : 0,
                        page_size, false, i);
     }
     return rc;
 }
 
-static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *slot, uint32_t units)
+static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *entry, uint32_t granules)
 {
-    leaf->used += units;
-    for (uint32_t u = 0; u < units; u++)
-        slot[u] = SLOT_PENDING | SLOT_COMING | b->token;
+    leaf->used += granules;
+    for (uint32_t u = 0; u < granules; u++)
+        entry[u] = ENTRY_PENDING | ENTRY_COMING | b->opid;
 }
 
 // Marks the elements after ops[0] that continue its run: same leaf, pages of the same size next to each other, nothing
 // mapped there. They need no look-up, which is most of an element's cost. Returns how many.
-static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__space *s,
-                           struct vmem__leaf *leaf, uint64_t *slot, struct vmem__arena_rec *a, struct vmem__page *p)
+static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__reservation_rec *s,
+                           struct vmem__leaf *leaf, uint64_t *entry, struct vmem__arena_rec *a, struct vmem__page *p)
 {
-    const uint32_t units = p->units;
-    const uint64_t size = units * UNIT, last = s->b.addr + s->b.length - size; // a page behind it would stick out
-    const uint64_t *const slots_end = leaf->slots + LEAF_SLOTS;
-    const struct vmem__page *const arena_end = a->pages + a->units;
+    const uint32_t granules = p->granules;
+    const uint64_t size = granules * GRANULE, last = s->b.addr + s->b.length - size; // a page behind it would stick out
+    const uint64_t *const entries_end = leaf->entries + LEAF_ENTRIES;
+    const struct vmem__page *const arena_end = a->pages + a->granules;
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
     size_t i = 1;
     for (; i < n; i++) {
         addr += size;
-        frame += units;
-        slot += units;
-        p += units;
-        if (ops[i].addr != addr || slot == slots_end || addr > last || p == arena_end)
+        frame += granules;
+        entry += granules;
+        p += granules;
+        if (ops[i].addr != addr || entry == entries_end || addr > last || p == arena_end)
             break;
-        if (p->state != UNIT_PAGE || p->units != units || p->token || ops[i].page != vmem__handle(b->ctx, p, frame))
+        if (p->state != GRANULE_PAGE || p->granules != granules || p->opid ||
+            ops[i].page != vmem__handle(b->ctx, p, frame))
             break;
         uint64_t any = 0;
-        for (uint32_t u = 0; u < units; u++)
-            any |= slot[u];
+        for (uint32_t u = 0; u < granules; u++)
+            any |= entry[u];
         if (any)
             break;
-        mark_empty(b, leaf, slot, units);
-        p->token = b->token;
+        mark_empty(b, leaf, entry, granules);
+        p->opid = b->opid;
     }
     b->runs[b->n - 1].length += (i - 1) * size;
     return i - 1;
@@ -116,9 +118,9 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     struct vmem__page *p = vmem__page_get(ctx, op->page, &a);
     if (VMEM__UNLIKELY(!p))
         return vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", op->page);
-    const uint32_t units = p->units;
-    const uint64_t size = units * UNIT, offset = (uint64_t)(p - a->pages) * UNIT;
-    struct vmem__space *s = vmem__space_find(ctx, addr);
+    const uint32_t granules = p->granules;
+    const uint64_t size = granules * GRANULE, offset = (uint64_t)(p - a->pages) * GRANULE;
+    struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))
         return vmem__error(-EINVAL,
                            "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one "
@@ -126,52 +128,52 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
                            addr, size);
     if (VMEM__UNLIKELY(addr & (size - 1)))
         return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, addr, size);
-    if (VMEM__UNLIKELY(p->token && p->token != b->token))
+    if (VMEM__UNLIKELY(p->opid && p->opid != b->opid))
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", op->page);
 
     struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
     if (VMEM__UNLIKELY(!leaf) && !(leaf = vmem__leaf_new(ctx, s, addr)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    uint64_t *slot = vmem__slot_in(s, leaf, addr);
+    uint64_t *entry = vmem__entry_in(s, leaf, addr);
     uint64_t any = 0;
-    for (uint32_t u = 0; u < units; u++)
-        any |= slot[u];
-    int rc = any ? check_slots(b, slot, units, addr) : 0;
+    for (uint32_t u = 0; u < granules; u++)
+        any |= entry[u];
+    int rc = any ? check_entries(b, entry, granules, addr) : 0;
     if (!rc)
-        rc = any ? add_replacing(b, s, addr, a, offset, slot, units, i)
+        rc = any ? add_replacing(b, s, addr, a, offset, entry, granules, i)
                  : batch_add(b, s, addr, size, a, offset, NULL, 0, size, false, i);
     if (VMEM__UNLIKELY(rc)) {
         vmem__leaf_put(ctx, s, leaf, addr, 0); // it may be new and empty
         return rc;
     }
 
-    p->token = b->token;
+    p->opid = b->opid;
     if (VMEM__UNLIKELY(any)) {
-        for (uint32_t u = 0; u < units; u++) {
-            if (slot[u]) {
-                struct vmem__arena_rec *old = vmem__frame_arena(ctx, slot[u] - 1);
-                vmem__frame_page(old, slot[u] - 1)->token = b->token;
-                slot[u] |= SLOT_PENDING;
+        for (uint32_t u = 0; u < granules; u++) {
+            if (entry[u]) {
+                struct vmem__arena_rec *old = vmem__frame_arena(ctx, entry[u] - 1);
+                vmem__frame_page(old, entry[u] - 1)->opid = b->opid;
+                entry[u] |= ENTRY_PENDING;
             } else {
-                mark_empty(b, leaf, &slot[u], 1);
+                mark_empty(b, leaf, &entry[u], 1);
             }
         }
         return 0;
     }
-    mark_empty(b, leaf, slot, units);
-    *next += continue_map(b, ops + i, n - i, s, leaf, slot, a, p);
+    mark_empty(b, leaf, entry, granules);
+    *next += continue_map(b, ops + i, n - i, s, leaf, entry, a, p);
     return 0;
 }
 
 // The pages that a run takes the place of leave their lists.
 static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
 {
-    struct vmem__space *s = (struct vmem__space *)run->range;
-    struct vmem__page *old = &((struct vmem__arena_rec *)run->old_arena)->pages[run->old_offset >> UNIT_SHIFT];
+    struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
+    struct vmem__page *old = &((struct vmem__arena_rec *)run->old_arena)->pages[run->old_offset >> GRANULE_SHIFT];
     uint64_t addr = run->addr;
 
-    for (const uint64_t end = addr + run->length; addr < end; addr += old->units * UNIT, old += old->units) {
-        old->token = 0;
+    for (const uint64_t end = addr + run->length; addr < end; addr += old->granules * GRANULE, old += old->granules) {
+        old->opid = 0;
         unlink_page(ctx, addr, old);
     }
     count_mapped(ctx, s, -run->length);
@@ -182,37 +184,37 @@ static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
 static void end_old(struct batch *b, const struct vmem__run *run)
 {
     struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->old_arena;
-    struct vmem__page *p = &a->pages[run->old_offset >> UNIT_SHIFT], *const end = p + (run->length >> UNIT_SHIFT);
-    for (uint32_t units; p < end; p += units) {
-        units = p->state == UNIT_PAGE ? p->units : 1; // it may have ended with an earlier run
-        if (p->state == UNIT_PAGE && p->bound && !p->mappings)
+    struct vmem__page *p = &a->pages[run->old_offset >> GRANULE_SHIFT], *const end = p + (run->length >> GRANULE_SHIFT);
+    for (uint32_t granules; p < end; p += granules) {
+        granules = p->state == GRANULE_PAGE ? p->granules : 1; // it may have ended with an earlier run
+        if (p->state == GRANULE_PAGE && p->bound && !p->mappings)
             batch_end_page(b, a, p);
     }
 }
 
-// Writes the result of a run. A page may lie in several runs, its first unit in the first of them.
+// Writes the result of a run. A page may lie in several runs, its first granule in the first of them.
 static void commit_map(vmem_context *ctx, const struct vmem__run *run)
 {
-    struct vmem__space *s = (struct vmem__space *)run->range;
+    struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
     struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
-    struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
+    struct vmem__page *p = &a->pages[run->offset >> GRANULE_SHIFT];
     uint64_t frame = vmem__page_frame(a, p);
     const uint64_t end = run->addr + run->length;
-    const uint32_t units = (uint32_t)(run->page_size >> UNIT_SHIFT);
+    const uint32_t granules = (uint32_t)(run->page_size >> GRANULE_SHIFT);
 
     if (run->old_arena)
         unlink_old(ctx, run);
     count_mapped(ctx, s, run->length);
     for (uint64_t addr = run->addr, stop; addr < end; addr = stop) {
-        uint64_t *slot = vmem__slot_in(s, vmem__leaf_get(s, addr), addr);
+        uint64_t *entry = vmem__entry_in(s, vmem__leaf_get(s, addr), addr);
         stop = leaf_end(s, addr, end);
-        for (const uint64_t *last = slot + (stop - addr) / UNIT; slot < last;)
-            *slot++ = ++frame;
-        // Pages start at multiples of the run's page size. The other units' records are not touched: those of a batch
-        // of 2 MiB pages would fill a cache.
-        for (; addr < stop; addr += run->page_size, p += units) {
-            if (p->state == UNIT_PAGE) {
-                p->token = 0;
+        for (const uint64_t *last = entry + (stop - addr) / GRANULE; entry < last;)
+            *entry++ = ++frame;
+        // Pages start at multiples of the run's page size. The other granules' records are not touched: those of a
+        // batch of 2 MiB pages would fill a cache.
+        for (; addr < stop; addr += run->page_size, p += granules) {
+            if (p->state == GRANULE_PAGE) {
+                p->opid = 0;
                 link_page(ctx, addr, p);
             }
         }
@@ -222,19 +224,19 @@ static void commit_map(vmem_context *ctx, const struct vmem__run *run)
 // Takes the marks of a run back, as far as they were set.
 static void undo_map(vmem_context *ctx, const struct vmem__run *run)
 {
-    struct vmem__space *s = (struct vmem__space *)run->range;
-    struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> UNIT_SHIFT];
-    for (uint64_t addr = run->addr; addr < run->addr + run->length; addr += UNIT, p++) {
-        if (p->state == UNIT_PAGE)
-            p->token = 0;
+    struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
+    struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> GRANULE_SHIFT];
+    for (uint64_t addr = run->addr; addr < run->addr + run->length; addr += GRANULE, p++) {
+        if (p->state == GRANULE_PAGE)
+            p->opid = 0;
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        uint64_t *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
-        if (!slot || !(*slot & SLOT_PENDING))
+        uint64_t *entry = leaf ? vmem__entry_in(s, leaf, addr) : NULL;
+        if (!entry || !(*entry & ENTRY_PENDING))
             continue;
-        *slot = vmem__slot_frame(*slot);
-        if (*slot) {
-            struct vmem__arena_rec *old = vmem__frame_arena(ctx, *slot - 1);
-            vmem__frame_page(old, *slot - 1)->token = 0;
+        *entry = vmem__entry_frame(*entry);
+        if (*entry) {
+            struct vmem__arena_rec *old = vmem__frame_arena(ctx, *entry - 1);
+            vmem__frame_page(old, *entry - 1)->opid = 0;
         } else {
             vmem__leaf_put(ctx, s, leaf, addr, 1);
         }
@@ -290,20 +292,20 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
     if (!page)
         return vmem__error(-EINVAL, "page is NULL");
     vmem__begin(ctx);
-    struct vmem__space *s = vmem__space_find(ctx, addr);
+    struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (s) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        const uint64_t *slot = leaf ? vmem__slot_in(s, leaf, addr) : NULL;
+        const uint64_t *entry = leaf ? vmem__entry_in(s, leaf, addr) : NULL;
         *page = 0;
         if (offset)
             *offset = 0;
-        if (slot && vmem__slot_frame(*slot)) {
+        if (entry && vmem__entry_frame(*entry)) {
             struct vmem__arena_rec *a;
-            const struct vmem__page *p = slot_page(ctx, slot, &a);
+            const struct vmem__page *p = entry_page(ctx, entry, &a);
             uint64_t frame = vmem__page_frame(a, p);
             *page = vmem__handle(ctx, p, frame);
             if (offset)
-                *offset = (vmem__slot_frame(*slot) - 1 - frame) * UNIT + addr % UNIT;
+                *offset = (vmem__entry_frame(*entry) - 1 - frame) * GRANULE + addr % GRANULE;
         }
     }
     vmem__end(ctx);

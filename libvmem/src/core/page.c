@@ -5,14 +5,14 @@
 
 #include "core/core.h"
 
-// Units of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page, an
-// interrupted call gives back what it has of one part.
+// Granules of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page,
+// an interrupted call gives back what it has of one part.
 #define PART_UNITS(ctx) ((ctx)->b.ops->populate ? UINT64_C(1) << 10 : UINT64_C(1) << 14)
 
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 {
     char sizes[64] = "";
-    for (uint64_t size = UNIT; size <= VMEM_PAGE_2M; size *= 2) {
+    for (uint64_t size = GRANULE; size <= VMEM_PAGE_2M; size *= 2) {
         const size_t used = strlen(sizes);
         if (size & ctx->b.info.page_sizes)
             snprintf(sizes + used, sizeof sizes - used, "%s%" PRIu64 " KiB", used ? ", " : "", size >> 10);
@@ -22,56 +22,57 @@ int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 }
 
 // Makes pages of a piece, and their handles.
-static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t units, bool bound,
+static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, bool bound,
                        vmem_page *out)
 {
     struct vmem__arena_rec *a = piece->arena;
-    for (uint32_t u = piece->first; u < piece->first + piece->units; u += units) {
+    for (uint32_t u = piece->first; u < piece->first + piece->granules; u += granules) {
         struct vmem__page *p = &a->pages[u];
         // Before the state beside it is written: a word read after a byte's store waits for that.
         *out++ = vmem__handle(ctx, p, a->base + u);
         p->mapping = 0;
         p->mappings = 0;
-        p->token = 0;
-        p->units = units;
-        p->state = UNIT_PAGE;
+        p->opid = 0;
+        p->granules = granules;
+        p->state = GRANULE_PAGE;
         p->bound = bound;
         p->doomed = 0;
-        for (uint32_t i = 1; i < units; i++) {
-            p[i].state = UNIT_REST;
-            p[i].units = i;
+        for (uint32_t i = 1; i < granules; i++) {
+            p[i].state = GRANULE_REST;
+            p[i].granules = i;
         }
     }
 }
 
-// Zeroes the dirty units of the pieces, in as few calls as a small array allows: each may wait for the device.
+// Zeroes the dirty granules of the pieces, in as few calls as a small array allows: each may wait for the device.
 static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n)
 {
     struct vmem__run runs[64];
-    const uint32_t step = (uint32_t)(VMEM__STEP / UNIT);
-    uint32_t units = 0;
+    const uint32_t step = (uint32_t)(VMEM__PORTION / GRANULE);
+    uint32_t granules = 0;
     size_t n_runs = 0;
     int rc = 0;
     for (size_t i = 0; i < n; i++) {
         const struct vmem__piece *p = &pieces[i];
-        const struct vmem__page *unit = &p->arena->pages[p->first];
-        for (uint32_t u = 0, end; u < p->units && !rc; u = end) {
-            for (end = u; end < p->units && end - u < step && unit[end].dirty;)
+        const struct vmem__page *granule = &p->arena->pages[p->first];
+        for (uint32_t u = 0, end; u < p->granules && !rc; u = end) {
+            for (end = u; end < p->granules && end - u < step && granule[end].dirty;)
                 end++;
             if (end == u) {
                 end++;
                 continue;
             }
-            runs[n_runs++] =
-                (struct vmem__run){.arena = &p->arena->b, .offset = (p->first + u) * UNIT, .length = (end - u) * UNIT};
-            units += end - u;
-            if (n_runs == sizeof runs / sizeof runs[0] || units >= step) {
+            runs[n_runs++] = (struct vmem__run){.arena = &p->arena->b,
+                                                .offset = (p->first + u) * GRANULE,
+                                                .length = (end - u) * GRANULE};
+            granules += end - u;
+            if (n_runs == sizeof runs / sizeof runs[0] || granules >= step) {
                 rc = b->ops->zero(b, runs, n_runs);
                 n_runs = 0;
             }
-            if (!rc && units >= step) {
+            if (!rc && granules >= step) {
                 rc = vmem__interrupted(b);
-                units = 0;
+                granules = 0;
             }
         }
     }
@@ -81,11 +82,11 @@ static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces,
 // Commits the first *done bytes of a piece, as many as can be.
 static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64_t *done)
 {
-    const uint64_t length = p->units * UNIT;
+    const uint64_t length = p->granules * GRANULE;
     int rc = 0;
     for (*done = 0; !rc && *done < length;) {
-        const uint64_t step = length - *done < VMEM__STEP ? length - *done : VMEM__STEP;
-        rc = b->ops->populate(b, &p->arena->b, p->first * UNIT + *done, step);
+        const uint64_t step = length - *done < VMEM__PORTION ? length - *done : VMEM__PORTION;
+        rc = b->ops->populate(b, &p->arena->b, p->first * GRANULE + *done, step);
         *done += rc ? 0 : step;
         if (!rc && *done < length)
             rc = vmem__interrupted(b);
@@ -93,7 +94,7 @@ static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64
     return rc;
 }
 
-// Commits the memory of the pieces that have none, and zeroes it where asked. Without the lock: the units are ours.
+// Commits the memory of the pieces that have none, and zeroes it where asked. Without the lock: the granules are ours.
 static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size_t n, uint32_t flags)
 {
     struct vmem__backend *b = &ctx->b;
@@ -106,13 +107,13 @@ static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size
     }
     if (!rc && (flags & VMEM_CREATE_ZERO))
         rc = zero_dirty(b, pieces, n);
-    // On failure give back what was committed here, of the last piece perhaps only a part; the caller puts the units
+    // On failure give back what was committed here, of the last piece perhaps only a part; the caller puts the granules
     // back.
     for (size_t i = 0; rc && i < done; i++) {
         const struct vmem__piece *p = &pieces[i];
-        const uint64_t bytes = i == done - 1 && length ? length : p->units * UNIT;
+        const uint64_t bytes = i == done - 1 && length ? length : p->granules * GRANULE;
         if (!p->committed && (i < done - 1 || length))
-            b->ops->discard(b, &p->arena->b, p->first * UNIT, bytes);
+            b->ops->discard(b, &p->arena->b, p->first * GRANULE, bytes);
     }
     return rc;
 }
@@ -147,15 +148,15 @@ int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
     return 0;
 }
 
-// Creates n pages, of which `left` units more will follow, continuing physically after page `near`. With the lock held,
-// which it drops for a while. *grown: new arenas were made.
-static int create_part(vmem_context *ctx, uint32_t units, size_t n, uint64_t more, vmem_page near, uint32_t flags,
+// Creates n pages, of which `left` granules more will follow, continuing physically after page `near`. With the lock
+// held, which it drops for a while. *grown: new arenas were made.
+static int create_part(vmem_context *ctx, uint32_t granules, size_t n, uint64_t more, vmem_page near, uint32_t flags,
                        vmem_page *out, bool *grown)
 {
     struct vmem__piece few[16], *pieces = few;
     if (n > sizeof few / sizeof few[0] && !(pieces = malloc(n * sizeof *pieces)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
-    uint64_t left = (uint64_t)n * units, fresh = 0;
+    uint64_t left = (uint64_t)n * granules, fresh = 0;
     size_t n_pieces = 0;
     bool ready = true; // all is committed and clean enough
     int rc = 0;
@@ -163,37 +164,37 @@ static int create_part(vmem_context *ctx, uint32_t units, size_t n, uint64_t mor
         struct vmem__piece *p = &pieces[n_pieces];
         struct vmem__arena_rec *a;
         const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
-        bool got = q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->units, left, units, p);
+        bool got = q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->granules, left, granules, p);
         near = 0;
         // Long stretches start at whole blocks, so that page-table entries of 2 MiB can map them.
-        const uint32_t align = left < BLOCK_UNITS ? units : BLOCK_UNITS;
-        got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, units, p) ||
-              vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, units, p);
+        const uint32_t align = left < BLOCK_GRANULES ? granules : BLOCK_GRANULES;
+        got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, granules, p) ||
+              vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, granules, p);
         if (!got) {
-            const uint64_t space = ctx->space;
-            if (fresh >= VMEM__STEP) {
+            const uint64_t space = ctx->arena_bytes;
+            if (fresh >= VMEM__PORTION) {
                 vmem__unlock(ctx);
                 rc = vmem__interrupted(&ctx->b);
                 vmem__lock(ctx);
                 fresh = 0;
             }
             if (!rc)
-                rc = vmem__grow(ctx, left + more, units);
+                rc = vmem__grow(ctx, left + more, granules);
             if (rc)
                 break;
             *grown = true;
-            fresh += ctx->b.ops->populate ? 0 : ctx->space - space;
+            fresh += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
             continue;
         }
         if (!p->committed) {
-            ctx->committed += p->units * UNIT;
+            ctx->committed += p->granules * GRANULE;
             ready = false;
         }
-        for (uint32_t u = 0; ready && (flags & VMEM_CREATE_ZERO) && u < p->units; u++)
+        for (uint32_t u = 0; ready && (flags & VMEM_CREATE_ZERO) && u < p->granules; u++)
             ready = !p->arena->pages[p->first + u].dirty;
-        pages_make(ctx, p, units, flags & VMEM__CREATE_BOUND, out);
-        out += p->units >> __builtin_ctz(units);
-        left -= p->units;
+        pages_make(ctx, p, granules, flags & VMEM__CREATE_BOUND, out);
+        out += p->granules >> __builtin_ctz(granules);
+        left -= p->granules;
         n_pieces++;
     }
     if (!rc && !ready) {
@@ -204,7 +205,7 @@ static int create_part(vmem_context *ctx, uint32_t units, size_t n, uint64_t mor
     if (rc) {
         for (size_t i = 0; i < n_pieces; i++) {
             if (!pieces[i].committed)
-                ctx->committed -= pieces[i].units * UNIT;
+                ctx->committed -= pieces[i].granules * GRANULE;
         }
         vmem__give(ctx, pieces, n_pieces);
     }
@@ -221,7 +222,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     if (rc || !n)
         return rc;
 
-    const uint32_t units = (uint32_t)(page_size >> UNIT_SHIFT);
+    const uint32_t granules = (uint32_t)(page_size >> GRANULE_SHIFT);
     size_t done = 0;
     bool grown = false;
     vmem__begin(ctx);
@@ -230,8 +231,8 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     ctx->created += bytes;
     while (!rc && done < n) {
         const uint64_t most = PART_UNITS(ctx);
-        const size_t part = (n - done) * units <= most ? n - done : most / units;
-        rc = create_part(ctx, units, part, (n - done - part) * units, near, flags, out + done, &grown);
+        const size_t part = (n - done) * granules <= most ? n - done : most / granules;
+        rc = create_part(ctx, granules, part, (n - done - part) * granules, near, flags, out + done, &grown);
         done += rc ? 0 : part;
         if (rc || done == n)
             break;
@@ -275,7 +276,7 @@ int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *ou
     struct vmem__arena_rec *a;
     const struct vmem__page *p = vmem__page_get(ctx, page, &a);
     if (p)
-        *out = (struct vmem_page_info){p->units * UNIT, vmem__page_frame(a, p), p->mappings};
+        *out = (struct vmem_page_info){p->granules * GRANULE, vmem__page_frame(a, p), p->mappings};
     vmem__end(ctx);
     return p ? 0 : vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
 }
@@ -300,7 +301,7 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
         return vmem__error(-ENOMEM, "bytes: %" PRIu64 " is more than 2^46", bytes);
     if (!bytes)
         return vmem_trim(ctx, NULL);
-    bytes = (bytes + UNIT - 1) / UNIT * UNIT;
+    bytes = (bytes + GRANULE - 1) / GRANULE * GRANULE;
 
     vmem__begin(ctx);
     const uint64_t kept = ctx->keep;
@@ -316,9 +317,9 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
     if (ctx->keep < goal)
         ctx->keep = goal;
     while (!rc && ctx->committed < goal && ctx->keep >= goal) {
-        const uint64_t units = (goal - ctx->committed) >> UNIT_SHIFT, space = ctx->space;
+        const uint64_t granules = (goal - ctx->committed) >> GRANULE_SHIFT, space = ctx->arena_bytes;
         struct vmem__piece p;
-        if (since >= VMEM__STEP) {
+        if (since >= VMEM__PORTION) {
             since = 0;
             vmem__unlock(ctx);
             rc = vmem__interrupted(&ctx->b);
@@ -326,18 +327,18 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
             continue;
         }
         if (!ctx->b.ops->populate ||
-            !vmem__take(ctx, false, units < VMEM__STEP / UNIT ? units : VMEM__STEP / UNIT, 1, &p)) {
-            rc = vmem__grow(ctx, units, BLOCK_UNITS);
-            since += ctx->b.ops->populate ? 0 : ctx->space - space;
+            !vmem__take(ctx, false, granules < VMEM__PORTION / GRANULE ? granules : VMEM__PORTION / GRANULE, 1, &p)) {
+            rc = vmem__grow(ctx, granules, BLOCK_GRANULES);
+            since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
             continue;
         }
-        since += p.units * UNIT;
-        ctx->committed += p.units * UNIT;
+        since += p.granules * GRANULE;
+        ctx->committed += p.granules * GRANULE;
         vmem__unlock(ctx);
-        rc = ctx->b.ops->populate(&ctx->b, &p.arena->b, p.first * UNIT, p.units * UNIT);
+        rc = ctx->b.ops->populate(&ctx->b, &p.arena->b, p.first * GRANULE, p.granules * GRANULE);
         vmem__lock(ctx);
         p.committed = !rc;
-        ctx->committed -= rc ? p.units * UNIT : 0;
+        ctx->committed -= rc ? p.granules * GRANULE : 0;
         vmem__give(ctx, &p, 1);
     }
     if (rc) {

@@ -5,54 +5,54 @@
 
 // ---- unmap --------------------------------------------------------------------------------------------------
 
-// Marks a mapped page's first slot and adds its run.
-static inline int mark_unmap(struct batch *b, struct vmem__space *s, uint64_t addr, uint64_t *slot,
+// Marks a mapped page's first entry and adds its run.
+static inline int mark_unmap(struct batch *b, struct vmem__reservation_rec *s, uint64_t addr, uint64_t *entry,
                              struct vmem__arena_rec *a, struct vmem__page *p, size_t i)
 {
-    const uint64_t size = p->units * UNIT;
-    int rc = batch_add(b, s, addr, size, a, (uint64_t)(p - a->pages) * UNIT, NULL, 0, size, true, i);
+    const uint64_t size = p->granules * GRANULE;
+    int rc = batch_add(b, s, addr, size, a, (uint64_t)(p - a->pages) * GRANULE, NULL, 0, size, true, i);
     if (rc)
         return rc;
-    *slot |= SLOT_PENDING;
-    p->token = b->token;
+    *entry |= ENTRY_PENDING;
+    p->opid = b->opid;
     return 0;
 }
 
-// Marks the pages in `length` bytes from a slot that continue the run of the page at it: of its size, next to each
+// Marks the pages in `length` bytes from an entry that continue the run of the page at it: of its size, next to each
 // other, nobody's, and with `single` mapped nowhere else. They need no look-up. Returns their bytes.
-static inline uint64_t continue_unmap(struct batch *b, uint64_t *slot, uint64_t length, struct vmem__arena_rec *a,
+static inline uint64_t continue_unmap(struct batch *b, uint64_t *entry, uint64_t length, struct vmem__arena_rec *a,
                                       struct vmem__page *p, bool single)
 {
-    const uint32_t units = p->units;
-    const struct vmem__page *const arena_end = a->pages + a->units;
-    const uint64_t *const end = slot + length / UNIT;
+    const uint32_t granules = p->granules;
+    const struct vmem__page *const arena_end = a->pages + a->granules;
+    const uint64_t *const end = entry + length / GRANULE;
     uint64_t frame = vmem__page_frame(a, p) + 1, bytes = 0;
-    for (;; bytes += units * UNIT) {
-        slot += units;
-        frame += units;
-        p += units;
-        if (end - slot < units || *slot != frame || p == arena_end || p->state != UNIT_PAGE || p->units != units ||
-            p->token || (single && p->mappings != 1))
+    for (;; bytes += granules * GRANULE) {
+        entry += granules;
+        frame += granules;
+        p += granules;
+        if (end - entry < granules || *entry != frame || p == arena_end || p->state != GRANULE_PAGE ||
+            p->granules != granules || p->opid || (single && p->mappings != 1))
             break;
-        *slot |= SLOT_PENDING;
-        p->token = b->token;
+        *entry |= ENTRY_PENDING;
+        p->opid = b->opid;
     }
     b->runs[b->n - 1].length += bytes;
     return bytes;
 }
 
-// Marks a page and all addresses it is mapped at; *s and *slot are the last of these.
-static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p, size_t i, struct vmem__space **s,
-                     uint64_t **slot)
+// Marks a page and all addresses it is mapped at; *s and *entry are the last of these.
+static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p, size_t i,
+                     struct vmem__reservation_rec **s, uint64_t **entry)
 {
     for (uint64_t addr = p->mapping; addr; addr = next_mapping(b->ctx, addr, p)) {
-        *s = vmem__space_find(b->ctx, addr);
-        *slot = vmem__slot_in(*s, vmem__leaf_get(*s, addr), addr);
-        int rc = mark_unmap(b, *s, addr, *slot, a, p, i);
+        *s = vmem__reservation_find(b->ctx, addr);
+        *entry = vmem__entry_in(*s, vmem__leaf_get(*s, addr), addr);
+        int rc = mark_unmap(b, *s, addr, *entry, a, p, i);
         if (rc)
             return rc;
     }
-    p->token = b->token;
+    p->opid = b->opid;
     return 0;
 }
 
@@ -62,45 +62,45 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
 {
     vmem_context *ctx = b->ctx;
     const uint64_t start = addr, end = addr + length;
-    struct vmem__space *s;
-    int rc = vmem__space_of(ctx, addr, length, &s);
+    struct vmem__reservation_rec *s;
+    int rc = vmem__reservation_of(ctx, addr, length, &s);
     if (rc)
         return rc;
     for (uint64_t step; addr < end; addr += step) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-        step = UNIT;
+        step = GRANULE;
         if (!leaf) {
             step = leaf_end(s, addr, end) - addr;
             continue;
         }
-        uint64_t *slot = vmem__slot_in(s, leaf, addr);
-        if (!*slot)
+        uint64_t *entry = vmem__entry_in(s, leaf, addr);
+        if (!*entry)
             continue;
-        if (*slot & SLOT_COMING)
+        if (*entry & ENTRY_COMING)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call maps there", addr);
         struct vmem__arena_rec *a;
-        struct vmem__page *p = slot_page(ctx, slot, &a);
-        step = p->units * UNIT;
-        const bool cuts_start = vmem__page_frame(a, p) != vmem__slot_frame(*slot) - 1;
+        struct vmem__page *p = entry_page(ctx, entry, &a);
+        step = p->granules * GRANULE;
+        const bool cuts_start = vmem__page_frame(a, p) != vmem__entry_frame(*entry) - 1;
         if (cuts_start || step > end - addr)
             return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", start, length,
                                cuts_start ? "start" : "end");
-        if (p->token && p->token != b->token)
+        if (p->opid && p->opid != b->opid)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
-        if (*slot & SLOT_PENDING) {
+        if (*entry & ENTRY_PENDING) {
             *bytes += step; // marked already: by an earlier element, or as another address of its page
             continue;
         }
         const bool only = p->mappings == 1;
-        struct vmem__space *s2;
-        uint64_t *slot2;
-        rc = whole && !only ? mark_page(b, a, p, i, &s2, &slot2) : mark_unmap(b, s, addr, slot, a, p, i);
+        struct vmem__reservation_rec *s2;
+        uint64_t *entry2;
+        rc = whole && !only ? mark_page(b, a, p, i, &s2, &entry2) : mark_unmap(b, s, addr, entry, a, p, i);
         if (rc)
             return rc;
         if (!whole)
-            step += continue_unmap(b, slot, leaf_end(s, addr, end) - addr, a, p, false);
+            step += continue_unmap(b, entry, leaf_end(s, addr, end) - addr, a, p, false);
         else if (only)
-            step += continue_unmap(b, slot, leaf_end(s, addr, end) - addr, a, p, true);
+            step += continue_unmap(b, entry, leaf_end(s, addr, end) - addr, a, p, true);
         *bytes += step;
     }
     return 0;
@@ -108,10 +108,10 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
 
 static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t i)
 {
-    struct vmem__space *s;
+    struct vmem__reservation_rec *s;
     uint64_t bytes = 0;
-    int rc = vmem__space_of(b->ctx, op->addr, op->length, &s);
-    if (!rc && (op->addr % UNIT || op->length % UNIT || !op->length))
+    int rc = vmem__reservation_of(b->ctx, op->addr, op->length, &s);
+    if (!rc && (op->addr % GRANULE || op->length % GRANULE || !op->length))
         rc = vmem__error(-EINVAL,
                          "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
                          "the length not 0",
@@ -121,8 +121,8 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
 
 enum end {
     TAKE_BACK, // the marks
-    UNMAPPED,  // empty the slots; bound pages that are mapped nowhere now end
-    RELEASED,  // empty the slots; all pages end
+    UNMAPPED,  // empty the entries; bound pages that are mapped nowhere now end
+    RELEASED,  // empty the entries; all pages end
 };
 
 // The runs name every page in the batch that is mapped.
@@ -131,38 +131,38 @@ static inline __attribute__((always_inline)) void finish_runs(struct batch *b, c
     vmem_context *ctx = b->ctx;
     for (size_t r = 0; r < b->n; r++) {
         const struct vmem__run *run = &b->runs[r];
-        struct vmem__space *s = (struct vmem__space *)run->range;
+        struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
         struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
-        struct vmem__page *p = &a->pages[run->offset >> UNIT_SHIFT];
+        struct vmem__page *p = &a->pages[run->offset >> GRANULE_SHIFT];
         uint64_t addr = run->addr;
         if (end != TAKE_BACK)
             count_mapped(ctx, s, -run->length);
         for (const uint64_t stop = addr + run->length; addr < stop;) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-            uint64_t *slot = vmem__slot_in(s, leaf, addr);
+            uint64_t *entry = vmem__entry_in(s, leaf, addr);
             const uint64_t first = addr, leaf_stop = leaf_end(s, addr, stop);
-            for (uint32_t units; addr < leaf_stop; addr += units * UNIT, slot += units, p += units) {
-                units = p->units;
+            for (uint32_t granules; addr < leaf_stop; addr += granules * GRANULE, entry += granules, p += granules) {
+                granules = p->granules;
                 if (end == TAKE_BACK) {
-                    p->token = 0;
-                    *slot &= ~SLOT_PENDING;
+                    p->opid = 0;
+                    *entry &= ~ENTRY_PENDING;
                     continue;
                 }
                 unlink_page(ctx, addr, p);
                 ctx->unmap_ops++;
-                if (end == RELEASED) { // the token stays while it is mapped elsewhere
+                if (end == RELEASED) { // the operation id stays while it is mapped elsewhere
                     if (VMEM__LIKELY(!p->mappings))
                         batch_end_page(b, a, p);
                 } else if (VMEM__UNLIKELY(p->bound && !p->mappings)) {
                     batch_end_page(b, a, p);
                 } else {
-                    p->token = 0;
+                    p->opid = 0;
                 }
             }
             if (end != TAKE_BACK) {
-                const uint32_t units = (uint32_t)((leaf_stop - first) / UNIT);
-                memset(vmem__slot_in(s, leaf, first), 0, units * sizeof *slot);
-                vmem__leaf_put(ctx, s, leaf, first, units);
+                const uint32_t granules = (uint32_t)((leaf_stop - first) / GRANULE);
+                memset(vmem__entry_in(s, leaf, first), 0, granules * sizeof *entry);
+                vmem__leaf_put(ctx, s, leaf, first, granules);
             }
         }
     }
@@ -214,32 +214,32 @@ int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length)
 // ---- release ------------------------------------------------------------------------------------------------
 
 // Marks the pages after pages[0] that continue it: of its size, physically next to it, and either mapped nowhere, as it
-// is, or at one address each, next to its slot. They need no look-up. Returns how many.
-static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n, struct vmem__space *s, uint64_t *slot,
-                               struct vmem__arena_rec *a, struct vmem__page *p)
+// is, or at one address each, next to its entry. They need no look-up. Returns how many.
+static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n, struct vmem__reservation_rec *s,
+                               uint64_t *entry, struct vmem__arena_rec *a, struct vmem__page *p)
 {
-    const uint32_t units = p->units, mappings = p->mappings;
-    const struct vmem__page *const arena_end = a->pages + a->units;
+    const uint32_t granules = p->granules, mappings = p->mappings;
+    const struct vmem__page *const arena_end = a->pages + a->granules;
     uint64_t frame = vmem__page_frame(a, p), addr = p->mapping;
     const uint64_t stop = addr ? leaf_end(s, addr, s->b.addr + s->b.length) : 0;
     size_t i = 1;
     for (; i < n; i++) {
-        frame += units;
-        p += units;
-        if (p == arena_end || p->state != UNIT_PAGE || p->units != units || p->token || p->mappings != mappings ||
-            pages[i] != vmem__handle(b->ctx, p, frame))
+        frame += granules;
+        p += granules;
+        if (p == arena_end || p->state != GRANULE_PAGE || p->granules != granules || p->opid ||
+            p->mappings != mappings || pages[i] != vmem__handle(b->ctx, p, frame))
             break;
         if (mappings) {
-            addr += units * UNIT;
-            slot += units;
+            addr += granules * GRANULE;
+            entry += granules;
             if (p->mapping != addr || addr == stop)
                 break;
-            *slot |= SLOT_PENDING;
+            *entry |= ENTRY_PENDING;
         }
-        p->token = b->token;
+        p->opid = b->opid;
     }
     if (mappings)
-        b->runs[b->n - 1].length += (i - 1) * units * UNIT;
+        b->runs[b->n - 1].length += (i - 1) * granules * GRANULE;
     return i - 1;
 }
 
@@ -253,17 +253,17 @@ static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, si
     struct vmem__page *p = vmem__page_get(ctx, page, &a);
     if (!p)
         return vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
-    if (p->token == b->token)
+    if (p->opid == b->opid)
         return vmem__error(-EINVAL, "page 0x%" PRIx64 " is in the batch twice", page);
-    if (p->token)
+    if (p->opid)
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", page);
-    struct vmem__space *s = NULL;
-    uint64_t *slot = NULL;
-    int rc = mark_page(b, a, p, i, &s, &slot);
+    struct vmem__reservation_rec *s = NULL;
+    uint64_t *entry = NULL;
+    int rc = mark_page(b, a, p, i, &s, &entry);
     if (rc)
         return rc;
     if (p->mappings <= 1)
-        *next += continue_release(b, pages + i, n - i, s, slot, a, p);
+        *next += continue_release(b, pages + i, n - i, s, entry, a, p);
     return 0;
 }
 
@@ -273,12 +273,12 @@ static void finish_unmapped(struct batch *b, const vmem_page *pages, size_t n, b
     for (size_t i = 0; i < n; i++) {
         struct vmem__arena_rec *a;
         struct vmem__page *p = vmem__page_get(b->ctx, pages[i], &a);
-        if (!p || p->token != b->token)
+        if (!p || p->opid != b->opid)
             continue;
         if (release)
             batch_end_page(b, a, p);
         else
-            p->token = 0;
+            p->opid = 0;
     }
 }
 
@@ -324,7 +324,7 @@ int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, 
     size_t at = 0;
     vmem__batch_begin(&b, ctx, 0);
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = vmem__check_range(ctx, &ranges[i], UNIT);
+        rc = vmem__check_range(ctx, &ranges[i], GRANULE);
         if (!rc)
             rc = prepare_range(&b, ranges[i].addr, ranges[i].length, i, true, &found);
         at = i;

@@ -4,24 +4,24 @@
 #include <errno.h>
 #include <stdlib.h>
 
-int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t slot)
+int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t segment)
 {
-    struct vmem__reservation r;
+    struct vmem__cuda_reservation r;
     int err = vmem__cuda_enter(cu);
 
     if (err)
         return err;
-    err = vmem__cuda_create(cu, slot, &backdrop->handle);
+    err = vmem__cuda_create(cu, segment, &backdrop->handle);
     vmem__cuda_leave(cu);
     if (err)
         return err;
-    backdrop->slot = slot;
-    err = vmem__reserve(cu, backdrop, slot, &r);
+    backdrop->segment = segment;
+    err = vmem__cuda_reserve(cu, backdrop, segment, &r);
     if (!err) {
-        err = vmem__activate(cu, backdrop, &r, r.addr, slot);
+        err = vmem__cuda_activate(cu, backdrop, &r, r.addr, segment);
         if (!err)
-            err = vmem__cuda_fill(cu, r.addr, 0, slot);
-        vmem__unreserve(cu, backdrop, &r);
+            err = vmem__cuda_fill(cu, r.addr, 0, segment);
+        vmem__cuda_unreserve(cu, backdrop, &r);
     }
     if (err)
         vmem__backdrop_free(cu, backdrop);
@@ -30,25 +30,25 @@ int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, u
 
 void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop)
 {
-    if (backdrop->slot && vmem__cuda_enter(cu) == 0) {
+    if (backdrop->segment && vmem__cuda_enter(cu) == 0) {
         vmem__cuda_release(cu, backdrop->handle);
         vmem__cuda_leave(cu);
     }
-    backdrop->slot = 0;
+    backdrop->segment = 0;
 }
 
-int vmem__reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length,
-                  struct vmem__reservation *out)
+int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length,
+                       struct vmem__cuda_reservation *out)
 {
-    uint64_t slots = (length + backdrop->slot - 1) / backdrop->slot;
+    uint64_t segments = (length + backdrop->segment - 1) / backdrop->segment;
     int err = vmem__cuda_enter(cu);
 
     if (err)
         return err;
-    out->length = slots * backdrop->slot;
-    out->active = calloc((slots + 63) / 64, sizeof(uint64_t));
+    out->length = segments * backdrop->segment;
+    out->active = calloc((segments + 63) / 64, sizeof(uint64_t));
     if (!out->active)
-        err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu slots", (unsigned long long)slots);
+        err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu segments", (unsigned long long)segments);
     if (!err)
         err = vmem__cuda_error(&cu->fn, cu->fn.address_reserve(&out->addr, out->length, VMEM_PAGE_2M, 0, 0),
                                "cuMemAddressReserve");
@@ -58,60 +58,62 @@ int vmem__reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, 
     return err;
 }
 
-// The first run of slots with the given bit in [first, end); returns its first slot, *n its length, 0 if there is none.
-static uint64_t next_run(const struct vmem__reservation *r, bool active, uint64_t first, uint64_t end, uint64_t *n)
+// The first run of segments with the given bit in [first, end); returns its first segment, *n its length, 0 if there is
+// none.
+static uint64_t next_run(const struct vmem__cuda_reservation *r, bool active, uint64_t first, uint64_t end, uint64_t *n)
 {
     const uint64_t skip = active ? 0 : UINT64_MAX;
 
     *n = 0;
     while (first < end && vmem__bit(r->active, first) != active)
-        first += first % 64 == 0 && r->active[first / 64] == skip ? 64 : 1; // a reservation has up to 2^25 slots
+        first += first % 64 == 0 && r->active[first / 64] == skip ? 64 : 1; // a reservation has up to 2^25 segments
     while (first + *n < end && vmem__bit(r->active, first + *n) == active)
         ++*n;
     return first;
 }
 
-void vmem__unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r)
+void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop,
+                          struct vmem__cuda_reservation *r)
 {
-    uint64_t slot = backdrop->slot, end = r->length / slot, n;
+    uint64_t segment = backdrop->segment, end = r->length / segment, n;
 
     if (vmem__cuda_enter(cu) == 0) {
         for (uint64_t i = next_run(r, true, 0, end, &n); n; i = next_run(r, true, i + n, end, &n))
-            vmem__cuda_unmap(cu, r->addr + i * slot, n * slot);
+            vmem__cuda_unmap(cu, r->addr + i * segment, n * segment);
         cu->fn.address_free(r->addr, r->length);
         vmem__cuda_leave(cu);
     }
     free(r->active);
 }
 
-static int activate_run(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r,
+static int activate_run(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__cuda_reservation *r,
                         uint64_t first, uint64_t n)
 {
-    uint64_t slot = backdrop->slot, addr = r->addr + first * slot, done = 0;
+    uint64_t segment = backdrop->segment, addr = r->addr + first * segment, done = 0;
     int err = 0;
 
     while (!err && done < n)
-        if ((err = vmem__cuda_map(cu, addr + done * slot, slot, backdrop->handle)) == 0)
+        if ((err = vmem__cuda_map(cu, addr + done * segment, segment, backdrop->handle)) == 0)
             done++;
     if (!err)
-        err = vmem__cuda_allow(cu, addr, n * slot);
+        err = vmem__cuda_allow(cu, addr, n * segment);
     if (err && done)
-        vmem__cuda_unmap(cu, addr, done * slot);
+        vmem__cuda_unmap(cu, addr, done * segment);
     for (uint64_t i = first; !err && i < first + n; i++)
         vmem__bit_set(r->active, i, true);
     return err;
 }
 
-int vmem__activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__reservation *r,
-                   uint64_t addr, uint64_t length)
+int vmem__cuda_activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__cuda_reservation *r,
+                        uint64_t addr, uint64_t length)
 {
-    uint64_t slot = backdrop->slot, slots = r->length / slot, n, i;
-    uint64_t end = (addr - r->addr + length + slot - 1) / slot;
+    uint64_t segment = backdrop->segment, segments = r->length / segment, n, i;
+    uint64_t end = (addr - r->addr + length + segment - 1) / segment;
     int err;
 
-    if (end > slots)
-        end = slots;
-    i = next_run(r, false, (addr - r->addr) / slot, end, &n);
+    if (end > segments)
+        end = segments;
+    i = next_run(r, false, (addr - r->addr) / segment, end, &n);
     if (n == 0)
         return 0;
     err = vmem__cuda_enter(cu);

@@ -11,18 +11,18 @@
 
 #define PAGE VMEM_PAGE_2M
 // What is made readable at once in a reservation with a backdrop.
-#define BACKDROP_BLOCK (UINT64_C(32) << 20)
+#define BACKDROP_AHEAD (UINT64_C(32) << 20)
 
 struct cuda {
     struct vmem__cuda cuda;         // first: vmem__cuda_op_*()
     struct vmem__backdrop backdrop; // one page
 };
 
-// A slot of the reservation counts as active when a page or the backdrop is mapped there. Without
+// A segment of the reservation counts as active when a page or the backdrop is mapped there. Without
 // VMEM_RESERVE_BACKDROP it never is the backdrop.
-struct cuda_range {
-    struct vmem__reservation r;
-    pthread_mutex_t lock; // held over CUDA's calls for the range, which wait for each other inside CUDA anyway
+struct cuda_reservation {
+    struct vmem__cuda_reservation r;
+    pthread_mutex_t lock; // held over CUDA's calls for the reservation, which wait for each other inside CUDA anyway
 };
 
 struct cuda_arena {
@@ -30,72 +30,72 @@ struct cuda_arena {
     bool clean; // zeroed, or used since. CUDA memory can be filled only where it is mapped, so the next map does it
 };
 
-// Runs that follow each other in one range's addresses.
+// Runs that follow each other in one reservation's addresses.
 struct group {
     const struct vmem__run *runs;
     size_t n;
-    struct vmem__range *range;
+    struct vmem__reservation *reservation;
     uint64_t addr, length;
 };
 
 static struct group next_group(const struct vmem__run *runs, size_t n)
 {
-    struct group g = {runs, 1, runs->range, runs->addr, runs->length};
+    struct group g = {runs, 1, runs->reservation, runs->addr, runs->length};
 
-    while (g.n < n && runs[g.n].range == g.range && runs[g.n].addr == g.addr + g.length)
+    while (g.n < n && runs[g.n].reservation == g.reservation && runs[g.n].addr == g.addr + g.length)
         g.length += runs[g.n++].length;
     return g;
 }
 
-static struct cuda_range *range_of(const struct group *g) { return g->range->priv; }
+static struct cuda_reservation *reservation_of(const struct group *g) { return g->reservation->priv; }
 
-static uint64_t slot_of(const struct group *g, uint64_t addr) { return (addr - range_of(g)->r.addr) / PAGE; }
+static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->r.addr) / PAGE; }
 
-static bool has_backdrop(const struct group *g) { return g->range->flags & VMEM_RESERVE_BACKDROP; }
+static bool has_backdrop(const struct group *g) { return g->reservation->flags & VMEM_RESERVE_BACKDROP; }
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-static int cuda_reserve(struct vmem__backend *b, struct vmem__range *r)
+static int cuda_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     struct cuda *c = b->priv;
-    struct cuda_range *range = malloc(sizeof(*range));
-    int err = range ? vmem__reserve(&c->cuda, &c->backdrop, r->length, &range->r)
-                    : vmem__error(-ENOMEM, "reserve: no memory");
+    struct cuda_reservation *reservation = malloc(sizeof(*reservation));
+    int err = reservation ? vmem__cuda_reserve(&c->cuda, &c->backdrop, r->length, &reservation->r)
+                          : vmem__error(-ENOMEM, "reserve: no memory");
 
     if (!err && (r->flags & VMEM_RESERVE_BACKDROP)) { // CUDA must know the first address
-        err = vmem__activate(&c->cuda, &c->backdrop, &range->r, range->r.addr, BACKDROP_BLOCK);
+        err = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->r, reservation->r.addr, BACKDROP_AHEAD);
         if (err)
-            vmem__unreserve(&c->cuda, &c->backdrop, &range->r);
+            vmem__cuda_unreserve(&c->cuda, &c->backdrop, &reservation->r);
     }
     if (err) {
-        free(range);
+        free(reservation);
         return err;
     }
-    pthread_mutex_init(&range->lock, NULL);
-    r->addr = range->r.addr;
-    r->priv = range;
+    pthread_mutex_init(&reservation->lock, NULL);
+    r->addr = reservation->r.addr;
+    r->priv = reservation;
     return 0;
 }
 
-static void cuda_unreserve(struct vmem__backend *b, struct vmem__range *r)
+static void cuda_unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     struct cuda *c = b->priv;
-    struct cuda_range *range = r->priv;
+    struct cuda_reservation *reservation = r->priv;
 
-    vmem__unreserve(&c->cuda, &c->backdrop, &range->r);
-    pthread_mutex_destroy(&range->lock);
-    free(range);
+    vmem__cuda_unreserve(&c->cuda, &c->backdrop, &reservation->r);
+    pthread_mutex_destroy(&reservation->lock);
+    free(reservation);
 }
 
-static int cuda_backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+static int cuda_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
 {
     struct cuda *c = b->priv;
-    struct cuda_range *range = r->priv;
+    struct cuda_reservation *reservation = r->priv;
     int err;
 
-    pthread_mutex_lock(&range->lock);
-    err = vmem__activate(&c->cuda, &c->backdrop, &range->r, addr, length);
-    pthread_mutex_unlock(&range->lock);
+    pthread_mutex_lock(&reservation->lock);
+    err = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->r, addr, length);
+    pthread_mutex_unlock(&reservation->lock);
     return err;
 }
 
@@ -145,17 +145,17 @@ static int cuda_zero(struct vmem__backend *b, const struct vmem__run *runs, size
 // Unmaps whatever is mapped in the group's addresses.
 static int clear(struct cuda *c, const struct group *g)
 {
-    uint64_t *active = range_of(g)->r.active, end = slot_of(g, g->addr) + g->length / PAGE, n;
+    uint64_t *active = reservation_of(g)->r.active, end = segment_of(g, g->addr) + g->length / PAGE, n;
     int err = 0;
 
-    for (uint64_t i = slot_of(g, g->addr); !err && i < end; i += n) {
+    for (uint64_t i = segment_of(g, g->addr); !err && i < end; i += n) {
         bool mapped = vmem__bit(active, i);
 
         for (n = 1; i + n < end && vmem__bit(active, i + n) == mapped; n++)
             ;
         if (!mapped)
             continue;
-        err = vmem__cuda_unmap(&c->cuda, range_of(g)->r.addr + i * PAGE, n * PAGE);
+        err = vmem__cuda_unmap(&c->cuda, reservation_of(g)->r.addr + i * PAGE, n * PAGE);
         for (uint64_t k = 0; !err && k < n; k++)
             vmem__bit_set(active, i + k, false);
     }
@@ -173,7 +173,7 @@ static struct vmem__arena *arena_of(const struct vmem__run *run, enum what what)
 // arena. On failure *bad is the run, and some are mapped.
 static int put(struct cuda *c, const struct group *g, enum what what, size_t *bad)
 {
-    uint64_t *active = range_of(g)->r.active;
+    uint64_t *active = reservation_of(g)->r.active;
     int err = 0;
 
     for (size_t i = 0; !err && i < g->n; i++) {
@@ -185,7 +185,7 @@ static int put(struct cuda *c, const struct group *g, enum what what, size_t *ba
             continue;
         err = vmem__cuda_map(&c->cuda, run->addr, run->length, ((struct cuda_arena *)arena->priv)->handle);
         if (!err)
-            vmem__bit_set(active, slot_of(g, run->addr), true);
+            vmem__bit_set(active, segment_of(g, run->addr), true);
     }
     // Access in one call over what follows each other.
     for (size_t i = 0, n; !err && i < g->n; i += n) {
@@ -203,7 +203,7 @@ static int put(struct cuda *c, const struct group *g, enum what what, size_t *ba
 
 static int refill(struct cuda *c, const struct group *g)
 {
-    return has_backdrop(g) ? vmem__activate(&c->cuda, &c->backdrop, &range_of(g)->r, g->addr, g->length) : 0;
+    return has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation_of(g)->r, g->addr, g->length) : 0;
 }
 
 // Back to what was there before a map: the old arenas, or the backdrop.
@@ -242,17 +242,17 @@ static int clean(struct cuda *c, const struct group *g)
 
 static int map_group(struct cuda *c, const struct group *g, size_t *bad)
 {
-    struct cuda_range *range = range_of(g);
+    struct cuda_reservation *reservation = reservation_of(g);
     int err = 0;
 
     *bad = 0;
-    pthread_mutex_lock(&range->lock);
+    pthread_mutex_lock(&reservation->lock);
     // The rest of the block and the next one become readable with the page.
     if (has_backdrop(g)) {
-        uint64_t first = (g->addr - range->r.addr) / BACKDROP_BLOCK * BACKDROP_BLOCK;
+        uint64_t first = (g->addr - reservation->r.addr) / BACKDROP_AHEAD * BACKDROP_AHEAD;
 
-        err = vmem__activate(&c->cuda, &c->backdrop, &range->r, range->r.addr + first,
-                             g->addr - range->r.addr - first + g->length + BACKDROP_BLOCK);
+        err = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->r, reservation->r.addr + first,
+                                  g->addr - reservation->r.addr - first + g->length + BACKDROP_AHEAD);
     }
     if (!err)
         err = clear(c, g);
@@ -262,7 +262,7 @@ static int map_group(struct cuda *c, const struct group *g, size_t *bad)
         err = clean(c, g);
     if (err)
         restore(c, g, OLD);
-    pthread_mutex_unlock(&range->lock);
+    pthread_mutex_unlock(&reservation->lock);
     return err;
 }
 
@@ -271,13 +271,13 @@ static int unmap_group(struct cuda *c, const struct group *g, size_t *bad)
     int err;
 
     *bad = 0;
-    pthread_mutex_lock(&range_of(g)->lock);
+    pthread_mutex_lock(&reservation_of(g)->lock);
     err = clear(c, g);
     if (!err)
         err = refill(c, g);
     if (err)
         restore(c, g, NEW);
-    pthread_mutex_unlock(&range_of(g)->lock);
+    pthread_mutex_unlock(&reservation_of(g)->lock);
     return err;
 }
 
@@ -303,9 +303,9 @@ static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, siz
     }
     for (size_t i = 0; err && i < done; i += g.n) {
         g = next_group(runs + i, done - i);
-        pthread_mutex_lock(&range_of(&g)->lock);
+        pthread_mutex_lock(&reservation_of(&g)->lock);
         restore(c, &g, before);
-        pthread_mutex_unlock(&range_of(&g)->lock);
+        pthread_mutex_unlock(&reservation_of(&g)->lock);
     }
     vmem__cuda_leave(&c->cuda);
     return err;
@@ -357,7 +357,7 @@ static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
     b->info.page_sizes = VMEM_PAGE_2M;
     b->info.reserve_align = PAGE;
-    b->overhead = c->backdrop.slot;
+    b->overhead = c->backdrop.segment;
     b->arena_min = b->arena_max = PAGE;
     return 0;
 }

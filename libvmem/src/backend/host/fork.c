@@ -18,7 +18,7 @@
 #include "backend/backend.h"
 #include "backend/host/host.h"
 
-// Guards the lists of files and of their ranges; held while the process forks.
+// Guards the lists of files and of their reservations; held while the process forks.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct host_file *files;
@@ -99,7 +99,7 @@ static bool see_all(void)
 static void forbid(void)
 {
     for (const struct host_file *f = files; f; f = f->next) {
-        for (const struct host_range *r = f->ranges; r; r = r->next) {
+        for (const struct host_reservation *r = f->reservations; r; r = r->next) {
             if (mprotect((void *)(uintptr_t)r->addr, r->length, PROT_READ))
                 munmap((void *)(uintptr_t)r->addr, r->length);
         }
@@ -150,18 +150,18 @@ void host_file_remove(struct host_file *f)
     pthread_mutex_unlock(&lock);
 }
 
-void host_range_add(struct host_file *f, struct host_range *r)
+void host_reservation_add(struct host_file *f, struct host_reservation *r)
 {
     pthread_mutex_lock(&lock);
-    r->next = f->ranges;
-    r->link = &f->ranges;
+    r->next = f->reservations;
+    r->link = &f->reservations;
     if (r->next)
         r->next->link = &r->next;
-    f->ranges = r;
+    f->reservations = r;
     pthread_mutex_unlock(&lock);
 }
 
-void host_range_remove(struct host_range *r)
+void host_reservation_remove(struct host_reservation *r)
 {
     pthread_mutex_lock(&lock);
     *r->link = r->next;

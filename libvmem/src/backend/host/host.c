@@ -39,14 +39,14 @@
 
 struct host {
     struct host_file file;
-    _Atomic uint64_t end;            // of the part of the file that was given to arenas
-    _Atomic uint64_t arenas;         // bytes of those that exist
-    pthread_rwlock_t lock;           // read: changing mappings. write: undoing changes, with the ballast dropped
-    char *ballast;                   // BALLAST_PAGES mappings of one page, or fewer
-    bool light;                      // fewer
-    struct host_range *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
-    bool cgroup;                     // a control group allows less than the machine has
-    _Atomic int64_t unasked;         // bytes that may be populated before it is asked again
+    _Atomic uint64_t end;                  // of the part of the file that was given to arenas
+    _Atomic uint64_t arenas;               // bytes of those that exist
+    pthread_rwlock_t lock;                 // read: changing mappings. write: undoing changes, with the ballast dropped
+    char *ballast;                         // BALLAST_PAGES mappings of one page, or fewer
+    bool light;                            // fewer
+    struct host_reservation *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
+    bool cgroup;                           // a control group allows less than the machine has
+    _Atomic int64_t unasked;               // bytes that may be populated before it is asked again
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -150,7 +150,7 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
 // Tries again what did. With the lock for writing, or alone.
 static void unmap_lost(struct host *h, bool last_time)
 {
-    struct host_range *r, *next, *still = NULL;
+    struct host_reservation *r, *next, *still = NULL;
     for (r = h->lost; r; r = next) {
         next = r->next;
         if (!munmap((void *)(uintptr_t)r->addr, r->length) || last_time) {
@@ -164,7 +164,7 @@ static void unmap_lost(struct host *h, bool last_time)
 }
 
 // Unmaps addresses, now or when other mappings have gone, and frees r.
-static void give_up(struct host *h, struct host_range *r)
+static void give_up(struct host *h, struct host_reservation *r)
 {
     const bool gone = !munmap((void *)(uintptr_t)r->addr, r->length);
     if (gone)
@@ -221,18 +221,18 @@ __attribute__((format(printf, 2, 3))) static int map_error(int err, const char *
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-static int reserve(struct vmem__backend *b, struct vmem__range *r)
+static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     struct host *h = b->priv;
     b->syscalls++;
     const int prot = r->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
     const uint64_t slack = VMEM_PAGE_2M;
-    struct host_range *range = malloc(sizeof *range);
-    if (!range)
+    struct host_reservation *reservation = malloc(sizeof *reservation);
+    if (!reservation)
         return vmem__error(-ENOMEM, "no memory for a reservation");
     char *at = mmap(NULL, r->length + slack, prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
-        free(range);
+        free(reservation);
         return map_error(-errno, "length %" PRIu64 ": mmap", r->length);
     }
     char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1)), *end = at + r->length + slack;
@@ -245,21 +245,21 @@ static int reserve(struct vmem__backend *b, struct vmem__range *r)
         err = -errno;
     else if (!err)
         at = start;
-    *range = (struct host_range){.addr = (uintptr_t)at, .length = (uint64_t)(end - at)};
+    *reservation = (struct host_reservation){.addr = (uintptr_t)at, .length = (uint64_t)(end - at)};
     if (err) {
-        give_up(h, range);
+        give_up(h, reservation);
         return map_error(err, "length %" PRIu64 ": munmap", r->length);
     }
-    host_range_add(&h->file, range);
+    host_reservation_add(&h->file, reservation);
     r->addr = (uintptr_t)start;
-    r->priv = range;
+    r->priv = reservation;
     return 0;
 }
 
-static void unreserve(struct vmem__backend *b, struct vmem__range *r)
+static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     b->syscalls++;
-    host_range_remove(r->priv);
+    host_reservation_remove(r->priv);
     give_up(b->priv, r->priv);
 }
 
@@ -359,12 +359,12 @@ static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
 
 // ---- mapping ------------------------------------------------------------------------------------------------
 
-// Puts a slice of an arena (NULL: what unbacked addresses hold) behind addresses of a range.
-static int put(struct vmem__backend *b, const struct vmem__range *range, uint64_t addr, uint64_t length,
+// Puts a slice of an arena (NULL: what unbacked addresses hold) behind addresses of a reservation.
+static int put(struct vmem__backend *b, const struct vmem__reservation *reservation, uint64_t addr, uint64_t length,
                const struct vmem__arena *a, uint64_t offset)
 {
     const struct host *h = b->priv;
-    const int unbacked = range->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
+    const int unbacked = reservation->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
     void *at = (void *)(uintptr_t)addr;
     b->syscalls++;
     void *got = a ? mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->file.fd,
@@ -380,10 +380,10 @@ static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
     const struct vmem__run *r = &runs[*done];
     uint64_t length = r->length;
     size_t end = *done + 1;
-    for (; unmap && end < n && runs[end].range == r->range && runs[end].addr == r->addr + length; end++)
+    for (; unmap && end < n && runs[end].reservation == r->reservation && runs[end].addr == r->addr + length; end++)
         length += runs[end].length;
-    int rc =
-        unmap ? put(b, r->range, r->addr, length, NULL, 0) : put(b, r->range, r->addr, length, r->arena, r->offset);
+    int rc = unmap ? put(b, r->reservation, r->addr, length, NULL, 0)
+                   : put(b, r->reservation, r->addr, length, r->arena, r->offset);
     if (!rc)
         *done = end;
     return rc;
@@ -391,7 +391,7 @@ static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
 
 static void undo(struct vmem__backend *b, const struct vmem__run *r, bool unmap)
 {
-    put(b, r->range, r->addr, r->length, unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);
+    put(b, r->reservation, r->addr, r->length, unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);
 }
 
 static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *bad)

@@ -23,91 +23,93 @@ static struct stock_slice after(struct stock_slice slice, uint64_t bytes)
     return slice;
 }
 
-static bool is_fine(const struct stock_range *range, uint64_t addr)
+static bool is_fine(const struct stock_reservation *reservation, uint64_t addr)
 {
-    return vmem__bit(range->fine, (addr - range->cuda.addr) / STOCK_BLOCK);
+    return vmem__bit(reservation->fine, (addr - reservation->cuda.addr) / STOCK_BLOCK);
 }
 
-static void set_fine(struct stock_range *range, uint64_t addr, uint64_t end, bool fine)
+static void set_fine(struct stock_reservation *reservation, uint64_t addr, uint64_t end, bool fine)
 {
     for (addr = block_down(addr); addr < end; addr += STOCK_BLOCK)
-        vmem__bit_set(range->fine, (addr - range->cuda.addr) / STOCK_BLOCK, fine);
+        vmem__bit_set(reservation->fine, (addr - reservation->cuda.addr) / STOCK_BLOCK, fine);
 }
 
 // One driver call. The entries come out fine unless addr, length and offset are multiples of a block.
-static int put_one(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now)
+static int put_one(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                   struct stock_slice now)
 {
     bool fine = now.memory == 0 || (addr | length | now.offset) % STOCK_BLOCK != 0;
     int err;
 
     if (now.memory)
         err = vmem__uvm_map(&s->uvm, &s->rm, addr, length, now.memory, now.offset);
-    else if (range->backdrop)
+    else if (reservation->backdrop)
         err = vmem__uvm_sparse(&s->uvm, addr, length);
     else
         err = vmem__uvm_unmap(&s->uvm, addr, length);
     err = counted(s, err);
     if (!err)
-        set_fine(range, addr, addr + length, fine);
+        set_fine(reservation, addr, addr + length, fine);
     return err;
 }
 
 // Fine entries for the block that [from, to) lies in and is about to be replaced in. before stands behind from, and
 // behind all of the block if that is a 2 MiB entry of an arena: then the rest of the block is invalid for a moment,
 // and comes back.
-static int refine(struct stock *s, struct stock_range *range, uint64_t from, uint64_t to, struct stock_slice before)
+static int refine(struct stock *s, struct stock_reservation *reservation, uint64_t from, uint64_t to,
+                  struct stock_slice before)
 {
     uint64_t block = block_down(from), end = block + STOCK_BLOCK;
     int err;
 
-    if (is_fine(range, block))
+    if (is_fine(reservation, block))
         return 0;
     before.offset -= from - block;
-    err = put_one(s, range, block, STOCK_BLOCK, (struct stock_slice){0});
+    err = put_one(s, reservation, block, STOCK_BLOCK, (struct stock_slice){0});
     if (!err && before.memory && block < from)
-        err = put_one(s, range, block, from - block, before);
+        err = put_one(s, reservation, block, from - block, before);
     if (!err && before.memory && to < end)
-        err = put_one(s, range, to, end - to, after(before, to - block));
+        err = put_one(s, reservation, to, end - to, after(before, to - block));
     if (err && before.memory)
-        put_one(s, range, block, STOCK_BLOCK, before); // the rest must not stay away
+        put_one(s, reservation, block, STOCK_BLOCK, before); // the rest must not stay away
     return err;
 }
 
 // Fine entries throughout, in one call if it can be.
-static int put_fine(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now,
-                    struct stock_slice before)
+static int put_fine(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                    struct stock_slice now, struct stock_slice before)
 {
     uint64_t end = addr + length, first = block_up(addr), last = block_down(end);
     bool coarse = now.memory && (addr | length | now.offset) % STOCK_BLOCK == 0;
     int err = 0;
 
     if (addr < first) // a block of which the run takes only a part
-        err = refine(s, range, addr, end < first ? end : first, before);
+        err = refine(s, reservation, addr, end < first ? end : first, before);
     if (!err && last < end && last >= first)
-        err = refine(s, range, last, end, after(before, last - addr));
+        err = refine(s, reservation, last, end, after(before, last - addr));
     if (err || !coarse)
-        return err ? err : put_one(s, range, addr, length, now);
+        return err ? err : put_one(s, reservation, addr, length, now);
     // The driver would take 2 MiB entries for these numbers: two calls of odd lengths.
-    err = refine(s, range, last - STOCK_BLOCK, last, after(before, length - STOCK_BLOCK));
+    err = refine(s, reservation, last - STOCK_BLOCK, last, after(before, length - STOCK_BLOCK));
     if (!err)
-        err = put_one(s, range, addr, length - VMEM_PAGE_64K, now);
-    return err ? err : put_one(s, range, end - VMEM_PAGE_64K, VMEM_PAGE_64K, after(now, length - VMEM_PAGE_64K));
+        err = put_one(s, reservation, addr, length - VMEM_PAGE_64K, now);
+    return err ? err : put_one(s, reservation, end - VMEM_PAGE_64K, VMEM_PAGE_64K, after(now, length - VMEM_PAGE_64K));
 }
 
 // Takes whole blocks away: a call for many, where 64 KiB entries would take about 12 us for each.
-static int put_scratch(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length)
+static int put_scratch(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
     int err = 0;
 
     for (uint64_t n; !err && length; addr += n, length -= n) {
         n = length < STOCK_SCRATCH ? length : STOCK_SCRATCH;
-        err = put_one(s, range, addr, n, (struct stock_slice){s->scratch, 0});
+        err = put_one(s, reservation, addr, n, (struct stock_slice){s->scratch, 0});
     }
     return err;
 }
 
-static int put(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now,
-               struct stock_slice before, bool keep_fine)
+static int put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+               struct stock_slice now, struct stock_slice before, bool keep_fine)
 {
     uint64_t end = addr + length, first = block_up(addr), last = block_down(end);
     bool coarse = first < last && !keep_fine;
@@ -117,53 +119,53 @@ static int put(struct stock *s, struct stock_range *range, uint64_t addr, uint64
         coarse =
             coarse && (addr - now.offset) % STOCK_BLOCK == 0 && (last - first == length || last - first >= PROMOTE_MIN);
     else
-        coarse = coarse && range->backdrop && last - first >= 2 * STOCK_BLOCK;
+        coarse = coarse && reservation->backdrop && last - first >= 2 * STOCK_BLOCK;
     if (!coarse)
-        return put_fine(s, range, addr, length, now, before);
+        return put_fine(s, reservation, addr, length, now, before);
     if (addr < first)
-        err = put_fine(s, range, addr, first - addr, now, before);
+        err = put_fine(s, reservation, addr, first - addr, now, before);
     if (!err && !now.memory)
-        err = put_scratch(s, range, first, last - first);
+        err = put_scratch(s, reservation, first, last - first);
     else if (!err)
-        err = put_one(s, range, first, last - first, after(now, first - addr));
+        err = put_one(s, reservation, first, last - first, after(now, first - addr));
     if (!err && last < end)
-        err = put_fine(s, range, last, end - last, after(now, last - addr), after(before, last - addr));
+        err = put_fine(s, reservation, last, end - last, after(now, last - addr), after(before, last - addr));
     return err;
 }
 
-int stock_empty(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length)
+int stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
-    return put_one(s, range, addr, length, (struct stock_slice){0});
+    return put_one(s, reservation, addr, length, (struct stock_slice){0});
 }
 
-static uint64_t piece(const struct stock_range *range, uint64_t addr, uint64_t end)
+static uint64_t piece(const struct stock_reservation *reservation, uint64_t addr, uint64_t end)
 {
-    uint64_t slot_end = addr + STOCK_SLOT - (addr - range->cuda.addr) % STOCK_SLOT;
+    uint64_t segment_end = addr + STOCK_SEGMENT - (addr - reservation->cuda.addr) % STOCK_SEGMENT;
 
-    return (end < slot_end ? end : slot_end) - addr;
+    return (end < segment_end ? end : segment_end) - addr;
 }
 
-int stock_put(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now,
-              struct stock_slice before, bool keep_fine)
+int stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+              struct stock_slice now, struct stock_slice before, bool keep_fine)
 {
     uint64_t end = addr + length, at = addr, n;
     int err;
 
-    pthread_mutex_lock(&range->lock);
-    // With the slot after them, so that a kernel's tile may reach beyond the last page.
-    err = stock_activate(s, range, addr, range->backdrop ? length + STOCK_SLOT : length);
+    pthread_mutex_lock(&reservation->lock);
+    // With the segment after them, so that a kernel's tile may reach beyond the last page.
+    err = stock_activate(s, reservation, addr, reservation->backdrop ? length + STOCK_SEGMENT : length);
     if (err)
         goto unlock;
     for (; !err && at < end; at += n) {
-        n = piece(range, at, end);
-        err = put(s, range, at, n, after(now, at - addr), after(before, at - addr), keep_fine);
+        n = piece(reservation, at, end);
+        err = put(s, reservation, at, n, after(now, at - addr), after(before, at - addr), keep_fine);
     }
     // As it was, the failed piece too. Where a block is still coarse and taken in part, what stands there is before.
     for (end = at, at = addr; err && at < end; at += n) {
-        n = piece(range, at, end);
-        put_fine(s, range, at, n, after(before, at - addr), after(before, at - addr));
+        n = piece(reservation, at, end);
+        put_fine(s, reservation, at, n, after(before, at - addr), after(before, at - addr));
     }
 unlock:
-    pthread_mutex_unlock(&range->lock);
+    pthread_mutex_unlock(&reservation->lock);
     return err;
 }

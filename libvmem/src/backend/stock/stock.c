@@ -14,84 +14,85 @@
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-int stock_activate(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length)
+int stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
-    const uint64_t slots = range->cuda.length / STOCK_SLOT, end = addr - range->cuda.addr + length;
+    const uint64_t segments = reservation->cuda.length / STOCK_SEGMENT, end = addr - reservation->cuda.addr + length;
     int err = 0;
 
-    if (range->backdrop)
-        return vmem__activate(&s->cuda, &s->backdrop, &range->cuda, addr, length);
-    for (uint64_t i = (addr - range->cuda.addr) / STOCK_SLOT; !err && i < slots && i * STOCK_SLOT < end; i++) {
-        const uint64_t at = range->cuda.addr + i * STOCK_SLOT;
+    if (reservation->backdrop)
+        return vmem__cuda_activate(&s->cuda, &s->backdrop, &reservation->cuda, addr, length);
+    for (uint64_t i = (addr - reservation->cuda.addr) / STOCK_SEGMENT; !err && i < segments && i * STOCK_SEGMENT < end;
+         i++) {
+        const uint64_t at = reservation->cuda.addr + i * STOCK_SEGMENT;
 
-        if (vmem__bit(range->cuda.active, i))
+        if (vmem__bit(reservation->cuda.active, i))
             continue;
-        err = vmem__activate(&s->cuda, &s->backdrop, &range->cuda, at, STOCK_SLOT);
+        err = vmem__cuda_activate(&s->cuda, &s->backdrop, &reservation->cuda, at, STOCK_SEGMENT);
         if (!err)
-            err = stock_empty(s, range, at, STOCK_SLOT);
+            err = stock_empty(s, reservation, at, STOCK_SEGMENT);
     }
     return err;
 }
 
-int stock_range_new(struct stock *s, uint64_t length, bool backdrop, struct stock_range *range)
+int stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation)
 {
-    int err = vmem__reserve(&s->cuda, &s->backdrop, length, &range->cuda);
+    int err = vmem__cuda_reserve(&s->cuda, &s->backdrop, length, &reservation->cuda);
 
     if (err)
         return err;
-    range->backdrop = backdrop;
-    range->fine = calloc((range->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
-    if (!range->fine)
+    reservation->backdrop = backdrop;
+    reservation->fine = calloc((reservation->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
+    if (!reservation->fine)
         err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
-    // CUDA must know the first address; the slot after it is what the first map would ask for.
+    // CUDA must know the first address; the segment after it is what the first map would ask for.
     if (!err)
-        err = stock_activate(s, range, range->cuda.addr, backdrop ? 2 * STOCK_SLOT : STOCK_SLOT);
+        err = stock_activate(s, reservation, reservation->cuda.addr, backdrop ? 2 * STOCK_SEGMENT : STOCK_SEGMENT);
     if (err) {
-        free(range->fine);
-        vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
+        free(reservation->fine);
+        vmem__cuda_unreserve(&s->cuda, &s->backdrop, &reservation->cuda);
         return err;
     }
-    pthread_mutex_init(&range->lock, NULL);
+    pthread_mutex_init(&reservation->lock, NULL);
     return 0;
 }
 
-void stock_range_free(struct stock *s, struct stock_range *range)
+void stock_reservation_free(struct stock *s, struct stock_reservation *reservation)
 {
-    vmem__unreserve(&s->cuda, &s->backdrop, &range->cuda);
-    pthread_mutex_destroy(&range->lock);
-    free(range->fine);
+    vmem__cuda_unreserve(&s->cuda, &s->backdrop, &reservation->cuda);
+    pthread_mutex_destroy(&reservation->lock);
+    free(reservation->fine);
 }
 
-static int stock_reserve(struct vmem__backend *b, struct vmem__range *r)
+static int stock_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    struct stock_range *range = malloc(sizeof(*range));
-    int err = range ? stock_range_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, range)
-                    : vmem__error(-ENOMEM, "reserve: no memory");
+    struct stock_reservation *reservation = malloc(sizeof(*reservation));
+    int err = reservation ? stock_reservation_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, reservation)
+                          : vmem__error(-ENOMEM, "reserve: no memory");
 
     if (err) {
-        free(range);
+        free(reservation);
         return err;
     }
-    r->addr = range->cuda.addr;
-    r->priv = range;
+    r->addr = reservation->cuda.addr;
+    r->priv = reservation;
     return 0;
 }
 
-static void stock_unreserve(struct vmem__backend *b, struct vmem__range *r)
+static void stock_unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    stock_range_free(b->priv, r->priv);
+    stock_reservation_free(b->priv, r->priv);
     free(r->priv);
 }
 
-static int stock_backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+static int stock_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
 {
     struct stock *s = b->priv;
-    struct stock_range *range = r->priv;
+    struct stock_reservation *reservation = r->priv;
     int err;
 
-    pthread_mutex_lock(&range->lock);
-    err = stock_activate(s, range, addr, length);
-    pthread_mutex_unlock(&range->lock);
+    pthread_mutex_lock(&reservation->lock);
+    err = stock_activate(s, reservation, addr, length);
+    pthread_mutex_unlock(&reservation->lock);
     return err;
 }
 
@@ -110,7 +111,7 @@ static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     err = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
     if (err)
         goto no_memory;
-    err = stock_range_new(s, a->size, true, &arena->alias);
+    err = stock_reservation_new(s, a->size, true, &arena->alias);
     if (err)
         goto no_alias;
     err = stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0}, nothing,
@@ -123,7 +124,7 @@ static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     return 0;
 
 no_zero:
-    stock_range_free(s, &arena->alias);
+    stock_reservation_free(s, &arena->alias);
 no_alias:
     vmem__rm_memory_free(&s->rm, arena->memory);
 no_memory:
@@ -136,7 +137,7 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     struct stock *s = b->priv;
     struct stock_arena *arena = a->priv;
 
-    stock_range_free(s, &arena->alias);
+    stock_reservation_free(s, &arena->alias);
     atomic_fetch_add(&b->syscalls, 1);
     vmem__rm_memory_free(&s->rm, arena->memory);
     free(arena);
@@ -169,16 +170,16 @@ static int map_run(struct stock *s, const struct vmem__run *run, bool undo)
     struct stock_slice now = slice(run->arena, run->offset), before = slice(run->old_arena, run->old_offset);
     bool keep_fine = (run->flags & VMEM_MAP_FINE) && run->page_size < STOCK_BLOCK;
 
-    return undo ? stock_put(s, run->range->priv, run->addr, run->length, before, now, true)
-                : stock_put(s, run->range->priv, run->addr, run->length, now, before, keep_fine);
+    return undo ? stock_put(s, run->reservation->priv, run->addr, run->length, before, now, true)
+                : stock_put(s, run->reservation->priv, run->addr, run->length, now, before, keep_fine);
 }
 
 static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
 {
     struct stock_slice nothing = {0}, page = slice(run->arena, run->offset);
 
-    return undo ? stock_put(s, run->range->priv, run->addr, run->length, page, nothing, true)
-                : stock_put(s, run->range->priv, run->addr, run->length, nothing, page, false);
+    return undo ? stock_put(s, run->reservation->priv, run->addr, run->length, page, nothing, true)
+                : stock_put(s, run->reservation->priv, run->addr, run->length, nothing, page, false);
 }
 
 // All runs or none.
@@ -239,7 +240,7 @@ static int word(struct stock *s, uint64_t addr, uint32_t *value)
     return vmem__cuda_copy(&s->cuda, &op, 1);
 }
 
-// Whether maps through s->uvm reach what CUDA reads at addr, the start of an active slot: a 2 MiB map, its removal,
+// Whether maps through s->uvm reach what CUDA reads at addr, the start of an active segment: a 2 MiB map, its removal,
 // and a 64 KiB map over that. memory: 2 MiB.
 static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
 {
@@ -273,17 +274,17 @@ static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
 // Among the process' UVM descriptors, the one that is the VA space of its CUDA contexts.
 static int find_space(struct stock *s)
 {
-    struct vmem__reservation r;
+    struct vmem__cuda_reservation r;
     int fds[UVM_FDS], n = vmem__cuda_uvm_fds(fds, UVM_FDS), err;
     uint32_t memory;
 
     err = vmem__rm_memory_new(&s->rm, STOCK_BLOCK, &memory);
     if (err)
         return err;
-    err = vmem__reserve(&s->cuda, &s->backdrop, STOCK_SLOT, &r);
+    err = vmem__cuda_reserve(&s->cuda, &s->backdrop, STOCK_SEGMENT, &r);
     if (err)
         goto no_range;
-    err = vmem__activate(&s->cuda, &s->backdrop, &r, r.addr, STOCK_SLOT);
+    err = vmem__cuda_activate(&s->cuda, &s->backdrop, &r, r.addr, STOCK_SEGMENT);
     if (err)
         goto no_space;
     err = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
@@ -300,7 +301,7 @@ static int find_space(struct stock *s)
         }
     }
 no_space:
-    vmem__unreserve(&s->cuda, &s->backdrop, &r);
+    vmem__cuda_unreserve(&s->cuda, &s->backdrop, &r);
 no_range:
     vmem__rm_memory_free(&s->rm, memory);
     return err;
@@ -308,17 +309,17 @@ no_range:
 
 static int scratch_new(struct stock *s)
 {
-    struct stock_range alias;
+    struct stock_reservation alias;
     int err = vmem__rm_memory_new(&s->rm, STOCK_SCRATCH, &s->scratch);
 
     if (!err)
-        err = stock_range_new(s, STOCK_SCRATCH, true, &alias);
+        err = stock_reservation_new(s, STOCK_SCRATCH, true, &alias);
     if (err)
         return err;
     err = vmem__uvm_map(&s->uvm, &s->rm, alias.cuda.addr, STOCK_SCRATCH, s->scratch, 0);
     if (!err)
         err = vmem__cuda_fill(&s->cuda, alias.cuda.addr, 0, STOCK_SCRATCH);
-    stock_range_free(s, &alias);
+    stock_reservation_free(s, &alias);
     return err;
 }
 
@@ -355,7 +356,7 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
         err = vmem__rm_open(&s->rm, abi, b->info.device_uuid);
     }
     if (!err)
-        err = vmem__backdrop_new(&s->cuda, &s->backdrop, STOCK_SLOT);
+        err = vmem__backdrop_new(&s->cuda, &s->backdrop, STOCK_SEGMENT);
     if (!err)
         err = find_space(s);
     if (!err)
@@ -368,7 +369,7 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
     b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
     b->info.reserve_align = STOCK_BLOCK;
-    b->overhead = s->backdrop.slot + STOCK_SCRATCH;
+    b->overhead = s->backdrop.segment + STOCK_SCRATCH;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
     return 0;

@@ -10,9 +10,9 @@
 #include "driver/reserve.h"
 #include "driver/uvm.h"
 
-// Runs are cut where one cuMemMap() of CUDA's ends, so longer slots mean fewer calls; the backdrop costs one slot of
-// memory.
-#define STOCK_SLOT (UINT64_C(64) << 20)
+// Runs are cut where one cuMemMap() of CUDA's ends, so longer segments mean fewer calls; the backdrop costs one segment
+// of memory.
+#define STOCK_SEGMENT (UINT64_C(64) << 20)
 // What one page-table entry of the larger size covers; entries change size in whole blocks.
 #define STOCK_BLOCK VMEM_PAGE_2M
 // Zeroed memory of ours for taking whole blocks away by 2 MiB entries, this much in a call. The handle of the
@@ -28,9 +28,9 @@ struct stock {
     uint32_t scratch; // RM's handle; 0: none yet
 };
 
-struct stock_range {
-    struct vmem__reservation cuda;
-    // Whether unbacked addresses of active slots are readable. If not, an active slot is emptied at once: CUDA
+struct stock_reservation {
+    struct vmem__cuda_reservation cuda;
+    // Whether unbacked addresses of active segments are readable. If not, an active segment is emptied at once: CUDA
     // believes the backdrop mapped there, but accesses fault, and maps and unmaps beside other pages are a quarter
     // cheaper for having nothing to replace.
     bool backdrop;
@@ -43,16 +43,16 @@ struct stock_range {
 };
 
 struct stock_arena {
-    uint32_t memory;          // RM's handle
-    struct stock_range alias; // all of it mapped once, for zeroing
+    uint32_t memory;                // RM's handle
+    struct stock_reservation alias; // all of it mapped once, for zeroing
 };
 
-int stock_range_new(struct stock *s, uint64_t length, bool backdrop, struct stock_range *range);
-void stock_range_free(struct stock *s, struct stock_range *range);
+int stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation);
+void stock_reservation_free(struct stock *s, struct stock_reservation *reservation);
 
-// Makes the slots active that [addr, addr + length) touches; with the range's lock held, or before others know the
-// range.
-int stock_activate(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length);
+// Makes the segments active that [addr, addr + length) touches; with the reservation's lock held, or before others know
+// the reservation.
+int stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
 
 // What stands behind addresses: a slice of an arena's memory; memory 0: nothing.
 struct stock_slice {
@@ -63,10 +63,10 @@ struct stock_slice {
 // Puts now behind [addr, addr + length) in place of before, which stands behind all of it. keep_fine: every 64 KiB
 // stays replaceable alone. On failure the addresses are as they were, unless the driver refuses even that: then they
 // are invalid.
-int stock_put(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length, struct stock_slice now,
-              struct stock_slice before, bool keep_fine);
+int stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+              struct stock_slice now, struct stock_slice before, bool keep_fine);
 
-// Takes away whatever the driver has behind [addr, addr + length), whole blocks inside one slot.
-int stock_empty(struct stock *s, struct stock_range *range, uint64_t addr, uint64_t length);
+// Takes away whatever the driver has behind [addr, addr + length), whole blocks inside one segment.
+int stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
 
 #endif

@@ -7,35 +7,35 @@
 
 #include "backend/uvm/uvm.h"
 
-int uvm_range_new(struct uvm *u, uint64_t length, struct uvm_range *range)
+int uvm_reservation_new(struct uvm *u, uint64_t length, struct uvm_reservation *reservation)
 {
-    int err = vmem__reserve(&u->cuda, &u->backdrop, length, &range->cuda);
+    int err = vmem__cuda_reserve(&u->cuda, &u->backdrop, length, &reservation->cuda);
 
     if (err)
         return err;
-    // CUDA must know the first address; the slot after it is what the first map would ask for.
-    err = vmem__activate(&u->cuda, &u->backdrop, &range->cuda, range->cuda.addr, 2 * UVM_SLOT);
+    // CUDA must know the first address; the segment after it is what the first map would ask for.
+    err = vmem__cuda_activate(&u->cuda, &u->backdrop, &reservation->cuda, reservation->cuda.addr, 2 * UVM_SEGMENT);
     if (err) {
-        vmem__unreserve(&u->cuda, &u->backdrop, &range->cuda);
+        vmem__cuda_unreserve(&u->cuda, &u->backdrop, &reservation->cuda);
         return err;
     }
-    pthread_mutex_init(&range->lock, NULL);
+    pthread_mutex_init(&reservation->lock, NULL);
     return 0;
 }
 
-void uvm_range_free(struct uvm *u, struct uvm_range *range)
+void uvm_reservation_free(struct uvm *u, struct uvm_reservation *reservation)
 {
-    vmem__unreserve(&u->cuda, &u->backdrop, &range->cuda);
-    pthread_mutex_destroy(&range->lock);
+    vmem__cuda_unreserve(&u->cuda, &u->backdrop, &reservation->cuda);
+    pthread_mutex_destroy(&reservation->lock);
 }
 
-int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t length)
+int uvm_activate(struct uvm *u, struct uvm_reservation *reservation, uint64_t addr, uint64_t length)
 {
     int err;
 
-    pthread_mutex_lock(&range->lock);
-    err = vmem__activate(&u->cuda, &u->backdrop, &range->cuda, addr, length);
-    pthread_mutex_unlock(&range->lock);
+    pthread_mutex_lock(&reservation->lock);
+    err = vmem__cuda_activate(&u->cuda, &u->backdrop, &reservation->cuda, addr, length);
+    pthread_mutex_unlock(&reservation->lock);
     return err;
 }
 
@@ -58,7 +58,7 @@ static bool release(struct uvm *u, struct uvm_arena *arena)
 static void end_arena(struct uvm *u, struct uvm_arena *arena)
 {
     if (arena->aliased)
-        uvm_range_free(u, &arena->alias_range);
+        uvm_reservation_free(u, &arena->alias_reservation);
     pthread_mutex_destroy(&arena->lock);
     free(arena);
 }
@@ -147,21 +147,21 @@ void uvm_arenas_end(struct uvm *u)
 static int make_alias(struct uvm *u, struct vmem__arena *a)
 {
     struct uvm_arena *arena = a->priv;
-    struct vmem__run all = {.range = &arena->alias, .length = a->size, .arena = a, .page_size = VMEM_PAGE_2M};
+    struct vmem__run all = {.reservation = &arena->alias, .length = a->size, .arena = a, .page_size = VMEM_PAGE_2M};
     size_t bad;
     int err = 0;
 
     pthread_mutex_lock(&arena->lock);
     if (!arena->aliased) {
-        err = uvm_range_new(u, a->size, &arena->alias_range);
+        err = uvm_reservation_new(u, a->size, &arena->alias_reservation);
         if (!err) {
-            arena->alias = (struct vmem__range){.addr = arena->alias_range.cuda.addr,
-                                                .length = a->size,
-                                                .priv = &arena->alias_range};
+            arena->alias = (struct vmem__reservation){.addr = arena->alias_reservation.cuda.addr,
+                                                      .length = a->size,
+                                                      .priv = &arena->alias_reservation};
             all.addr = arena->alias.addr;
             err = uvm_map(u, &all, 1, &bad);
             if (err)
-                uvm_range_free(u, &arena->alias_range);
+                uvm_reservation_free(u, &arena->alias_reservation);
         }
         arena->aliased = !err;
     }

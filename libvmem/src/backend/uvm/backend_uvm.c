@@ -19,13 +19,13 @@ static int probe(const struct vmem_options *opts)
 // The module's descriptor is the one that knows what CUDA maps.
 static int open_kmod(struct uvm *u, const uint8_t uuid[16])
 {
-    struct uvm_range range;
-    int err = uvm_range_new(u, UVM_SLOT, &range);
+    struct uvm_reservation reservation;
+    int err = uvm_reservation_new(u, UVM_SEGMENT, &reservation);
 
     if (err)
         return err;
-    err = vmem__kmod_open(&u->kmod, uuid, range.cuda.addr);
-    uvm_range_free(u, &range);
+    err = vmem__kmod_open(&u->kmod, uuid, reservation.cuda.addr);
+    uvm_reservation_free(u, &reservation);
     return err;
 }
 
@@ -59,7 +59,7 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
     pthread_mutex_init(&u->lock, NULL);
     err = vmem__cuda_open(&u->cuda, opts->device, &b->info);
     if (!err)
-        err = vmem__backdrop_new(&u->cuda, &u->backdrop, UVM_SLOT);
+        err = vmem__backdrop_new(&u->cuda, &u->backdrop, UVM_SEGMENT);
     if (!err)
         err = open_kmod(u, b->info.device_uuid);
     if (!err && (u->kmod.caps & needed) != needed)
@@ -67,7 +67,7 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
                           (unsigned long long)u->kmod.caps);
     if (!err && !(u->kmod.page_sizes & VMEM_PAGE_2M))
         err = vmem__error(-EOPNOTSUPP, "the module has no 2 MiB pages on this GPU");
-    if (!err && (u->kmod.max_ops < 1 || u->kmod.max_bytes < UVM_SLOT))
+    if (!err && (u->kmod.max_ops < 1 || u->kmod.max_bytes < UVM_SEGMENT))
         err = vmem__error(-EOPNOTSUPP, "the module takes %u elements and %llu bytes in one call: too few",
                           u->kmod.max_ops, (unsigned long long)u->kmod.max_bytes);
     if (err) {
@@ -83,34 +83,34 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
     b->info.reserve_align = VMEM_PAGE_2M;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
-    atomic_store(&b->overhead, UVM_SLOT);
+    atomic_store(&b->overhead, UVM_SEGMENT);
     return 0;
 }
 
-static int reserve(struct vmem__backend *b, struct vmem__range *r)
+static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    struct uvm_range *range = malloc(sizeof(*range));
+    struct uvm_reservation *reservation = malloc(sizeof(*reservation));
     int err;
 
-    if (!range)
+    if (!reservation)
         return vmem__error(-ENOMEM, "no memory for a reservation");
-    err = uvm_range_new(b->priv, r->length, range);
+    err = uvm_reservation_new(b->priv, r->length, reservation);
     if (err) {
-        free(range);
+        free(reservation);
         return err;
     }
-    r->addr = range->cuda.addr;
-    r->priv = range;
+    r->addr = reservation->cuda.addr;
+    r->priv = reservation;
     return 0;
 }
 
-static void unreserve(struct vmem__backend *b, struct vmem__range *r)
+static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    uvm_range_free(b->priv, r->priv);
+    uvm_reservation_free(b->priv, r->priv);
     free(r->priv);
 }
 
-static int backdrop(struct vmem__backend *b, struct vmem__range *r, uint64_t addr, uint64_t length)
+static int backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
 {
     return uvm_activate(b->priv, r->priv, addr, length);
 }

@@ -27,11 +27,11 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
                     struct uvm_vmem_op *op)
 {
     const struct vmem__run *run = &runs[at->run];
-    const struct uvm_range *range = run->range->priv;
+    const struct uvm_reservation *reservation = run->reservation->priv;
     uint64_t whole = at->run == end->run ? end->done : run->length;
 
     *op = (struct uvm_vmem_op){.va = run->addr + at->done, .length = whole - at->done};
-    op->length = min(op->length, UVM_SLOT - (op->va - range->cuda.addr) % UVM_SLOT);
+    op->length = min(op->length, UVM_SEGMENT - (op->va - reservation->cuda.addr) % UVM_SEGMENT);
     if (action != TAKE) {
         uint64_t offset = (action == PUT ? run->offset : run->old_offset) + at->done, page = offset / VMEM_PAGE_2M;
         const struct uvm_arena *arena = (action == PUT ? run->arena : run->old_arena)->priv;
@@ -40,7 +40,7 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
         op->offset = offset % VMEM_PAGE_2M;
         op->length = min(op->length, VMEM_PAGE_2M - op->offset);
         // A 2 MiB entry is never cut beside running kernels: one that holds a page is replaced as a whole, and those of
-        // the backdrop are cut a slot ahead of the kernels that read past the last small page.
+        // the backdrop are cut a segment ahead of the kernels that read past the last small page.
         op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD : 0) |
                     (run->flags & VMEM_MAP_REPLACE ? UVM_VMEM_MAP_REPLACE : 0);
     }
@@ -55,7 +55,7 @@ static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, c
     uint64_t n = 0;
 
     for (size_t i = at->run; i < end->run + (end->done > 0); i++)
-        n += runs[i].length / VMEM_PAGE_2M + runs[i].length / UVM_SLOT + 3;
+        n += runs[i].length / VMEM_PAGE_2M + runs[i].length / UVM_SEGMENT + 3;
     return n;
 }
 
@@ -134,9 +134,9 @@ static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__
 
 int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    // The slot behind is activated too, ahead of the kernels that read whole tiles.
+    // The segment behind is activated too, ahead of the kernels that read whole tiles.
     for (size_t i = 0; i < n; i++) {
-        int err = uvm_activate(u, runs[i].range->priv, runs[i].addr, runs[i].length + UVM_SLOT);
+        int err = uvm_activate(u, runs[i].reservation->priv, runs[i].addr, runs[i].length + UVM_SEGMENT);
 
         if (err) {
             *bad = i;

@@ -10,9 +10,10 @@
 #include "driver/reserve.h"
 #include "driver/kmod.h"
 
-// One cuMemMap() of CUDA's is one external range of UVM's, and an op must lie inside one: longer slots mean fewer ops.
-// The backdrop costs one slot of memory. Once the module puts a page into 2 MiB of it, the rest of these reads as zero.
-#define UVM_SLOT (UINT64_C(64) << 20)
+// One cuMemMap() of CUDA's is one external range of UVM's, and an op must lie inside one: longer segments mean fewer
+// ops. The backdrop costs one segment of memory. Once the module puts a page into 2 MiB of it, the rest of these reads
+// as zero.
+#define UVM_SEGMENT (UINT64_C(64) << 20)
 
 struct uvm {
     struct vmem__cuda cuda; // first: vmem__cuda_op_*()
@@ -26,9 +27,9 @@ struct uvm {
     struct uvm_arena *unreleased;
 };
 
-struct uvm_range {
-    struct vmem__reservation cuda;
-    pthread_mutex_t lock; // of the slots' activation
+struct uvm_reservation {
+    struct vmem__cuda_reservation cuda;
+    pthread_mutex_t lock; // of the segments' activation
 };
 
 // 2 MiB pages of the module, created many at a time; those of one chunk have consecutive handles.
@@ -39,15 +40,15 @@ struct uvm_arena {
     uint32_t chunk;       // pages of a chunk, but for the last
     pthread_mutex_t lock; // of the alias' making
     bool aliased;
-    struct vmem__range alias; // all of the arena mapped once, for zeroing
-    struct uvm_range alias_range;
+    struct vmem__reservation alias; // all of the arena mapped once, for zeroing
+    struct uvm_reservation alias_reservation;
     uint64_t first[]; // handle of each chunk's first page
 };
 
-int uvm_range_new(struct uvm *u, uint64_t length, struct uvm_range *range);
-void uvm_range_free(struct uvm *u, struct uvm_range *range);
-// CUDA must know a slot before the module can map in it: activates what [addr, addr + length) touches.
-int uvm_activate(struct uvm *u, struct uvm_range *range, uint64_t addr, uint64_t length);
+int uvm_reservation_new(struct uvm *u, uint64_t length, struct uvm_reservation *reservation);
+void uvm_reservation_free(struct uvm *u, struct uvm_reservation *reservation);
+// CUDA must know a segment before the module can map in it: activates what [addr, addr + length) touches.
+int uvm_activate(struct uvm *u, struct uvm_reservation *reservation, uint64_t addr, uint64_t length);
 
 int uvm_arena_new(struct uvm *u, struct vmem__arena *a);
 void uvm_arena_free(struct uvm *u, struct vmem__arena *a);

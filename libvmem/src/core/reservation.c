@@ -9,12 +9,12 @@
 // Empty leaves kept for the next mapping: 1.5 MiB.
 #define SPARE_LEAVES 256
 
-size_t vmem__space_after(const vmem_context *ctx, uint64_t addr)
+size_t vmem__reservation_after(const vmem_context *ctx, uint64_t addr)
 {
-    size_t lo = 0, hi = ctx->n_spaces;
+    size_t lo = 0, hi = ctx->n_reservations;
     while (lo < hi) {
         size_t mid = (lo + hi) / 2;
-        const struct vmem__space *s = ctx->spaces[mid];
+        const struct vmem__reservation_rec *s = ctx->reservations[mid];
         if (s->b.addr + s->b.length <= addr)
             lo = mid + 1;
         else
@@ -23,32 +23,32 @@ size_t vmem__space_after(const vmem_context *ctx, uint64_t addr)
     return lo;
 }
 
-struct vmem__space *vmem__space_find(vmem_context *ctx, uint64_t addr)
+struct vmem__reservation_rec *vmem__reservation_find(vmem_context *ctx, uint64_t addr)
 {
-    struct vmem__space *s = ctx->last_space;
+    struct vmem__reservation_rec *s = ctx->last_reservation;
     if (VMEM__LIKELY(s && addr - s->b.addr < s->b.length))
         return s;
-    size_t i = vmem__space_after(ctx, addr);
-    if (i == ctx->n_spaces || addr < ctx->spaces[i]->b.addr)
+    size_t i = vmem__reservation_after(ctx, addr);
+    if (i == ctx->n_reservations || addr < ctx->reservations[i]->b.addr)
         return NULL;
-    return ctx->last_space = ctx->spaces[i];
+    return ctx->last_reservation = ctx->reservations[i];
 }
 
-int vmem__space_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__space **out)
+int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__reservation_rec **out)
 {
-    struct vmem__space *s = vmem__space_find(ctx, addr);
+    struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (!s || length > s->b.addr + s->b.length - addr)
         return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
     *out = s;
     return 0;
 }
 
-static inline struct vmem__leaf **leaf_place(struct vmem__space *s, uint64_t addr)
+static inline struct vmem__leaf **leaf_place(struct vmem__reservation_rec *s, uint64_t addr)
 {
-    return &s->leaves[(addr - s->b.addr) >> (UNIT_SHIFT + LEAF_SHIFT)];
+    return &s->leaves[(addr - s->b.addr) >> (GRANULE_SHIFT + LEAF_SHIFT)];
 }
 
-struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
+struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr)
 {
     struct vmem__leaf *leaf = ctx->spare;
     if (leaf) {
@@ -60,11 +60,11 @@ struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__space *s, uint
     return *leaf_place(s, addr) = leaf;
 }
 
-void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
+void vmem__leaf_drop(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr)
 {
     struct vmem__leaf **place = leaf_place(s, addr), *leaf = *place;
     *place = NULL;
-    // An empty leaf's frames are 0, and nothing reads the rest of a slot then: it can serve again as it is.
+    // An empty leaf's frames are 0, and nothing reads the rest of an entry then: it can serve again as it is.
     if (ctx->n_spare == SPARE_LEAVES) {
         free(leaf);
         return;
@@ -74,13 +74,13 @@ void vmem__leaf_drop(vmem_context *ctx, struct vmem__space *s, uint64_t addr)
     ctx->n_spare++;
 }
 
-static size_t leaf_count(const struct vmem__space *s)
+static size_t leaf_count(const struct vmem__reservation_rec *s)
 {
-    const uint64_t span = UNIT * LEAF_SLOTS;
+    const uint64_t span = GRANULE * LEAF_ENTRIES;
     return (s->b.length + span - 1) / span;
 }
 
-void vmem__space_free(struct vmem__space *s, bool leaves)
+void vmem__reservation_free(struct vmem__reservation_rec *s, bool leaves)
 {
     for (size_t i = 0; leaves && i < leaf_count(s); i++)
         free(s->leaves[i]);
@@ -95,14 +95,14 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
         return rc;
     if (!addr)
         return vmem__error(-EINVAL, "addr is NULL");
-    if (!length || length % UNIT || length > MAX_RESERVE)
+    if (!length || length % GRANULE || length > MAX_RESERVE)
         return vmem__error(-EINVAL, "length %" PRIu64 " is not a positive multiple of 64 KiB up to 2^46", length);
     if (flags & ~VMEM_RESERVE_BACKDROP)
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_RESERVE_BACKDROP is known", flags);
     if ((flags & VMEM_RESERVE_BACKDROP) && !(ctx->b.info.caps & VMEM_CAP_BACKDROP))
         return vmem__error(-EOPNOTSUPP, "flags: the %s backend has no backdrop", ctx->b.ops->name);
 
-    struct vmem__space *s = calloc(1, sizeof *s);
+    struct vmem__reservation_rec *s = calloc(1, sizeof *s);
     if (!s)
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
     s->b.length = length;
@@ -118,25 +118,26 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
     vmem__lock(ctx);
     if (rc) {
         vmem__end(ctx);
-        vmem__space_free(s, false);
+        vmem__reservation_free(s, false);
         return rc;
     }
-    if (ctx->n_spaces == ctx->cap_spaces) {
-        size_t cap = ctx->cap_spaces ? 2 * ctx->cap_spaces : 16;
-        struct vmem__space **grown = realloc(ctx->spaces, cap * sizeof *grown);
+    if (ctx->n_reservations == ctx->cap_reservations) {
+        size_t cap = ctx->cap_reservations ? 2 * ctx->cap_reservations : 16;
+        struct vmem__reservation_rec **grown = realloc(ctx->reservations, cap * sizeof *grown);
         if (!grown) {
             vmem__unlock(ctx);
-            vmem__space_end(ctx, s);
+            vmem__reservation_end(ctx, s);
             vmem__lock(ctx);
             vmem__end(ctx);
             return vmem__error(-ENOMEM, "no memory for bookkeeping");
         }
-        ctx->spaces = grown;
-        ctx->cap_spaces = cap;
+        ctx->reservations = grown;
+        ctx->cap_reservations = cap;
     }
-    size_t at = vmem__space_after(ctx, s->b.addr);
-    memmove(&ctx->spaces[at + 1], &ctx->spaces[at], (ctx->n_spaces++ - at) * sizeof *ctx->spaces);
-    ctx->spaces[at] = s;
+    size_t at = vmem__reservation_after(ctx, s->b.addr);
+    memmove(&ctx->reservations[at + 1], &ctx->reservations[at],
+            (ctx->n_reservations++ - at) * sizeof *ctx->reservations);
+    ctx->reservations[at] = s;
     ctx->reserved += length;
     *addr = s->b.addr;
     vmem__end(ctx);
@@ -144,29 +145,30 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
 }
 
 // With the lock held.
-static int find_start(vmem_context *ctx, uint64_t addr, struct vmem__space **out)
+static int find_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out)
 {
-    struct vmem__space *s = vmem__space_find(ctx, addr);
+    struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (!s || s->b.addr != addr || s->doomed)
         return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not the start of a reservation", addr);
     *out = s;
     return 0;
 }
 
-void vmem__space_remove(vmem_context *ctx, struct vmem__space *s)
+void vmem__reservation_remove(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
-    size_t at = vmem__space_after(ctx, s->b.addr);
-    memmove(&ctx->spaces[at], &ctx->spaces[at + 1], (--ctx->n_spaces - at) * sizeof *ctx->spaces);
-    if (ctx->last_space == s)
-        ctx->last_space = NULL;
+    size_t at = vmem__reservation_after(ctx, s->b.addr);
+    memmove(&ctx->reservations[at], &ctx->reservations[at + 1],
+            (--ctx->n_reservations - at) * sizeof *ctx->reservations);
+    if (ctx->last_reservation == s)
+        ctx->last_reservation = NULL;
     ctx->reserved -= s->b.length;
     ctx->n_doomed -= s->doomed;
 }
 
-void vmem__space_end(vmem_context *ctx, struct vmem__space *s)
+void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     ctx->b.ops->unreserve(&ctx->b, &s->b);
-    vmem__space_free(s, false);
+    vmem__reservation_free(s, false);
 }
 
 int vMemFree(vmem_context *ctx, uint64_t addr)
@@ -174,7 +176,7 @@ int vMemFree(vmem_context *ctx, uint64_t addr)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    struct vmem__space *s = NULL;
+    struct vmem__reservation_rec *s = NULL;
     vmem__begin(ctx);
     rc = find_start(ctx, addr, &s);
     if (!rc && s->mapped)
@@ -182,9 +184,9 @@ int vMemFree(vmem_context *ctx, uint64_t addr)
     if (!rc && s->inflight)
         rc = vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on this reservation", addr);
     if (!rc) {
-        vmem__space_remove(ctx, s);
+        vmem__reservation_remove(ctx, s);
         vmem__unlock(ctx);
-        vmem__space_end(ctx, s);
+        vmem__reservation_end(ctx, s);
         vmem__lock(ctx);
         ctx->stuck = false;
     }
@@ -197,7 +199,7 @@ int vmem_unreserve(vmem_context *ctx, uint64_t addr)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    struct vmem__space *s = NULL;
+    struct vmem__reservation_rec *s = NULL;
     vmem__begin(ctx);
     rc = find_start(ctx, addr, &s);
     if (!rc) {
@@ -214,9 +216,9 @@ int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    struct vmem__space *s = NULL;
+    struct vmem__reservation_rec *s = NULL;
     vmem__begin(ctx);
-    rc = vmem__space_of(ctx, addr, length, &s);
+    rc = vmem__reservation_of(ctx, addr, length, &s);
     if (!rc && !(s->b.flags & VMEM_RESERVE_BACKDROP))
         rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 " was reserved without VMEM_RESERVE_BACKDROP", addr);
     if (!rc && length && ctx->b.ops->backdrop) {
@@ -230,14 +232,14 @@ int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length)
     return rc;
 }
 
-void vmem__spaces_destroy(vmem_context *ctx)
+void vmem__reservations_destroy(vmem_context *ctx)
 {
-    while (ctx->n_spaces) {
-        struct vmem__space *s = ctx->spaces[--ctx->n_spaces];
+    while (ctx->n_reservations) {
+        struct vmem__reservation_rec *s = ctx->reservations[--ctx->n_reservations];
         ctx->b.ops->unreserve(&ctx->b, &s->b);
-        vmem__space_free(s, s->mapped != 0); // what could not be unmapped goes with the reservation
+        vmem__reservation_free(s, s->mapped != 0); // what could not be unmapped goes with the reservation
     }
-    free(ctx->spaces);
+    free(ctx->reservations);
     for (struct vmem__leaf *leaf; (leaf = ctx->spare); free(leaf))
         ctx->spare = leaf->spare;
 }
