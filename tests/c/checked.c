@@ -250,7 +250,7 @@ static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     locked(true);
     struct object *o = find(ranges, r);
-    MUST(o && (!o->mapped || unmap_failed)); // what would not be unmapped may go with the range
+    MUST(o && (!o->mapped || unmap_failed || hit)); // what would not be unmapped may go with the range
     for (uint64_t at = r->addr; o->mapped && at < r->addr + r->length; at += GRANULE) {
         struct granule *u = granule_at(at);
         MUST(!u->busy);

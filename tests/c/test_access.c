@@ -120,7 +120,7 @@ static void copy_and_fill(vmem_context *ctx)
     ERR(vmem_fill(ctx, addr + P, 1, 2 * P + 1), EFAULT, "nothing is mapped at");
     ERR(vmem_fill(ctx, addr + P, 1, UINT64_MAX), EINVAL, "beyond the end");
     ERR(vmem_fill(ctx, full, 1, 2 * P + 1), EFAULT, "past the end of the reservation");
-    ERR(vmem_fill(ctx, full - 1, 1, 8), EFAULT, "into the reservation");
+    ERR(vmem_fill(ctx, full - 1, 1, 8), EFAULT, "the reservation"); // or past the end of the one before
     ERR(vmem_fill(ctx, full + P, 1, 4 * GIB), EFAULT, "past the end of the reservation");
     OK(vmem_fill(ctx, full, 1, 2 * P));
     OK(vmem_unreserve(ctx, full));

@@ -227,6 +227,8 @@ static void run(uint32_t flags)
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
+    if (test_page != VMEM_PAGE_64K)
+        SKIP("the shapes here are made of pages of 64 KiB");
     ctx = test_context(0);
     for (uint32_t i = 0; i < COUNT(shapes); i++)
         for (uint32_t f = 0; f < COUNT(flag_sets); f++) {

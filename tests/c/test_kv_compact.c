@@ -69,6 +69,8 @@ static void verify(const uint32_t *kept, uint32_t n)
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
+    if (test_page != VMEM_PAGE_64K)
+        SKIP("the shapes here are made of pages of 64 KiB");
     OK(checked_context(test_backend, 0, true, &ctx));
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = 8192}, {.row_bytes = 4096}};
     struct vmem_kv_config config = {
