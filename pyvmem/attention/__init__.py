@@ -13,18 +13,35 @@ SPDX-License-Identifier: MIT
 """
 
 import math
+from typing import Any
 
 import torch
 
-from pyvmem.attention.batch import Batch
+from pyvmem.attention.batch import Batch, Cache, Ints
 from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
 from pyvmem.attention.table import KERNELS, Choice, choose, demand, stops
+
+# A request's slots: a `Batch`, or their numbers. A layer: its number in the cache, or its K and V.
+Slots = Batch | Ints
+Layer = int | tuple[torch.Tensor, torch.Tensor]
 
 __all__ = ["Batch", "Choice", "Kernel", "Shape", "best", "decode", "kernels", "prefill", "tile_rows"]
 
 
-def decode(q, cache, layer, slots, lengths=None, *, kernel="best", softmax_scale=None, window=0, softcap=0.0,
-           num_splits=0, out=None):  # fmt: skip
+def decode(
+    q: torch.Tensor,
+    cache: Cache,
+    layer: Layer,
+    slots: Slots,
+    lengths: Ints | None = None,
+    *,
+    kernel: str = "best",
+    softmax_scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of one new token of each request over all rows of its slot.
 
     Parameters
@@ -70,8 +87,21 @@ def decode(q, cache, layer, slots, lengths=None, *, kernel="best", softmax_scale
     return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
 
 
-def prefill(q, cache, layer, slots, lengths=None, query_lengths=None, *, kernel="best", softmax_scale=None, window=0,
-            softcap=0.0, num_splits=0, out=None):  # fmt: skip
+def prefill(
+    q: torch.Tensor,
+    cache: Cache,
+    layer: Layer,
+    slots: Slots,
+    lengths: Ints | None = None,
+    query_lengths: Ints | None = None,
+    *,
+    kernel: str = "best",
+    softmax_scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of several new tokens of each request: a prompt, or a chunk of one behind what stands there.
 
     The queries of request i are the last ``query_lengths[i]`` of its ``lengths[i]`` tokens, so the causal mask is
@@ -84,7 +114,16 @@ def prefill(q, cache, layer, slots, lengths=None, query_lengths=None, *, kernel=
     return _attend("prefill", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
 
 
-def best(phase, cache, query_heads, layer=0, *, q_dtype=None, window=0, softcap=0.0):
+def best(
+    phase: str,
+    cache: Cache,
+    query_heads: int,
+    layer: Layer = 0,
+    *,
+    q_dtype: torch.dtype | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Choice:
     """The `Choice` of a kernel for "decode" or "prefill" by GPU and shape, with the reason.
 
     q_dtype: that of the cache by default. Raises ValueError where no kernel takes it.
@@ -93,14 +132,31 @@ def best(phase, cache, query_heads, layer=0, *, q_dtype=None, window=0, softcap=
     return choose(_shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
 
 
-def kernels(phase, cache, query_heads, layer=0, *, q_dtype=None, window=0, softcap=0.0):
+def kernels(
+    phase: str,
+    cache: Cache,
+    query_heads: int,
+    layer: Layer = 0,
+    *,
+    q_dtype: torch.dtype | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> dict[str, str | None]:
     """{name: None, or why the kernel cannot take it here} of all kernels."""
     k, _ = _layer(cache, layer)
     shape = _shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap)
     return {name: stops(name, shape) for name in KERNELS}
 
 
-def tile_rows(kernel, query_heads, kv_heads, head_dim, dtype=torch.bfloat16, window=0, device="cuda"):
+def tile_rows(
+    kernel: str,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int = 0,
+    device: str | torch.device = "cuda",
+) -> int:
     """The `tile_rows` to make a `KVCache` with, so that the kernel may be used for decode and for prefill."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} must be one of {', '.join(KERNELS)}")
@@ -111,7 +167,7 @@ def tile_rows(kernel, query_heads, kv_heads, head_dim, dtype=torch.bfloat16, win
     return math.lcm(*(KERNELS[kernel].tile_rows(shape) for shape in shapes))
 
 
-def _batch(cache, slots, lengths, query_lengths):
+def _batch(cache: Cache, slots: Slots, lengths: Ints | None, query_lengths: Ints | None) -> Batch:
     if not isinstance(slots, Batch):
         if lengths is None:
             raise ValueError("lengths is missing: the rows of each slot")
@@ -123,7 +179,7 @@ def _batch(cache, slots, lengths, query_lengths):
     return slots
 
 
-def _layer(cache, layer):
+def _layer(cache: Cache, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(layer, tuple | list) and len(layer) == 2:
         k, v = layer
     else:
@@ -141,7 +197,16 @@ def _layer(cache, layer):
     return k, v
 
 
-def _shape(phase, cache, k, query_heads, q_dtype, window, softcap, requests=0):
+def _shape(
+    phase: str,
+    cache: Cache,
+    k: torch.Tensor,
+    query_heads: int,
+    q_dtype: torch.dtype,
+    window: int,
+    softcap: float,
+    requests: int = 0,
+) -> Shape:
     if phase not in ("decode", "prefill"):
         raise ValueError(f"phase {phase!r} must be decode or prefill")
     kv_heads = k.shape[2]
@@ -157,11 +222,24 @@ def _shape(phase, cache, k, query_heads, q_dtype, window, softcap, requests=0):
     )  # fmt: skip
 
 
-def _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale):
+def _resolve(
+    phase: str,
+    q: torch.Tensor,
+    cache: Cache,
+    layer: Layer,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Batch,
+    kernel: str,
+    window: int,
+    softcap: float,
+    num_splits: int,
+    scale: float,
+) -> tuple[Kernel, Any, Shape]:
     """(kernel, plan, shape) of a call; all that does not change from layer to layer is done once a batch."""
     key = (phase, kernel, tuple(q.shape), q.dtype, q.device, k.shape, k.stride(), v.stride(), k.dtype, window, softcap,
            num_splits, scale)  # fmt: skip
-    found = batch._plans.get(key)
+    found: tuple[Kernel, Any, Shape] | None = batch._plans.get(key)
     if found is not None:
         return found
     if q.dim() != 3 or q.shape[0] != batch.total_queries or q.shape[2] != k.shape[3] or q.stride(-1) != 1:
@@ -183,7 +261,19 @@ def _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_s
     return found
 
 
-def _attend(phase, q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out):
+def _attend(
+    phase: str,
+    q: torch.Tensor,
+    cache: Cache,
+    layer: Layer,
+    batch: Batch,
+    kernel: str,
+    softmax_scale: float | None,
+    window: int,
+    softcap: float,
+    num_splits: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     k, v = _layer(cache, layer)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale)

@@ -3,11 +3,31 @@
 SPDX-License-Identifier: MIT
 """
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
+Ints = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
-def _ints(name, values):
+
+class Cache(Protocol):
+    """What attention needs of a `KVCache`. Where K and V are given with each call, `tensors` will do for the rest."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+    slots: int
+    max_tokens: int
+    tile_rows: int
+
+    def tokens(self, slots: Any) -> Any:
+        """Rows backed of each of these slots; 0 for a slot that is not in use."""
+
+
+def _ints(name: str, values: Ints) -> npt.NDArray[np.int32]:
     """values as an int32 array. Raises TypeError and ValueError."""
     if isinstance(values, torch.Tensor):
         if values.is_cuda:
@@ -55,24 +75,33 @@ class Batch:
         An argument is wrong; the text names it, its limit, and the element at fault.
     """
 
-    def __init__(self, cache, slots, lengths, query_lengths=None, *, max_length=None, check=True):
+    def __init__(
+        self,
+        cache: Cache,
+        slots: Ints,
+        lengths: Ints,
+        query_lengths: Ints | None = None,
+        *,
+        max_length: int | None = None,
+        check: bool = True,
+    ) -> None:
         self.cache = cache
         self._check = check
         self.fixed = max_length is not None
         self._most = max_length
-        self._plans = {}
-        self.device = cache.keys[0].device if hasattr(cache, "keys") else cache.tensors[0].device
-        self._buffer = None
+        self._plans: dict[Any, Any] = {}  # of the calls, by all that does not change from layer to layer
+        held = cache.keys if hasattr(cache, "keys") else cache.tensors
+        self.device = held[0].device
         self._take(slots, lengths, query_lengths)
         n = len(self.slots)
         self._buffer = torch.empty(3 * n + 1, dtype=torch.int32, device=self.device)
         self.slots_t, self.lengths_t, self.cu_seqlens_q = self._buffer.split([n, n, n + 1])
         self._upload()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.slots)
 
-    def _take(self, slots, lengths, query_lengths):
+    def _take(self, slots: Ints, lengths: Ints, query_lengths: Ints | None) -> None:
         slots, lengths = _ints("slots", slots), _ints("lengths", lengths)
         queries = np.ones_like(slots) if query_lengths is None else _ints("query_lengths", query_lengths)
         n = len(slots)
@@ -85,13 +114,14 @@ class Batch:
         limit = cache.max_tokens if self._most is None else min(self._most, cache.max_tokens)
         why = "max_tokens" if limit == cache.max_tokens else "max_length"
         for name, array, low, high, of in (
-            ("slots", slots, 0, cache.slots - 1, f"the cache has {cache.slots} slots"),
-            ("lengths", lengths, 1, limit, f"{why} is {limit}"),
+            ("slots", slots, 0, np.int32(cache.slots - 1), f"the cache has {cache.slots} slots"),
+            ("lengths", lengths, 1, np.int32(limit), f"{why} is {limit}"),
             ("query_lengths", queries, 1, lengths, "lengths, which include the queries"),
         ):
             bad = np.flatnonzero((array < low) | (array > high))
             if len(bad):
-                i, top = int(bad[0]), high if np.isscalar(high) else int(high[bad[0]])
+                i = int(bad[0])
+                top = np.broadcast_to(high, array.shape)[i]
                 raise ValueError(f"{name}[{i}] {array[i]} must lie between {low} and {top} ({of})")
         if len(np.unique(slots)) != n:
             twice = next(s for s in slots if np.count_nonzero(slots == s) > 1)
@@ -108,7 +138,7 @@ class Batch:
         self.max_query = int(queries.max())
         self.total_queries = int(queries.sum())
 
-    def _upload(self):
+    def _upload(self) -> None:
         ends = np.zeros(len(self.slots) + 1, np.int32)
         np.cumsum(self.query_lengths, out=ends[1:])
         packed = torch.from_numpy(np.concatenate((self.slots, self.lengths, ends)))
@@ -116,7 +146,7 @@ class Batch:
             packed = packed.pin_memory()
         self._buffer.copy_(packed, non_blocking=True)
 
-    def update(self, slots, lengths, query_lengths=None):
+    def update(self, slots: Ints, lengths: Ints, query_lengths: Ints | None = None) -> None:
         """The next iteration's, of as many requests and with as many queries, into the same memory.
 
         CUDA graphs that were captured with this batch then read the new ones. Launches copies on the current stream.

@@ -10,10 +10,12 @@ import functools
 import importlib
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from pyvmem.attention.kernel import BF16, FP8, FP16, Kernel, multiprocessors
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.kernel import BF16, FP8, FP16, Call, Kernel, Shape, multiprocessors
 
 # What the op takes and its schema gives no default for.
 _DEFAULTS = {
@@ -24,7 +26,7 @@ _DEFAULTS = {
 class _Build:
     """One build of the op: what was left out of it, and its arguments in the order of its schema."""
 
-    def __init__(self, name, op, disabled):
+    def __init__(self, name: str, op: Any, disabled: set[str]) -> None:
         self.name = name
         self.disabled = disabled
         self.varlen_only = name == "vLLM's build"  # it was built without the rest, for its size
@@ -35,15 +37,16 @@ class _Build:
             a.default_value if a.has_default_value() else _DEFAULTS.get(a.name) for a in arguments
         ]  # fmt: skip
 
-    def __call__(self, **given):
+    def __call__(self, **given: Any) -> torch.Tensor:
         values = [given.pop(name, value) for name, value in zip(self._names, self._values)]
         if given:
             raise ValueError(f"{self.name} of FlashAttention-3 takes no {', '.join(given)}")
-        return self._op(*values)[0]
+        out: torch.Tensor = self._op(*values)[0]
+        return out
 
 
 @functools.cache
-def _fa3_fwd():
+def _fa3_fwd() -> _Build | Exception:
     """The build in the package fa3-fwd, or the exception that its import raised."""
     try:
         importlib.import_module("fa3_fwd._C")
@@ -55,11 +58,11 @@ def _fa3_fwd():
 
 
 @functools.cache
-def _vllm():
+def _vllm() -> _Build:
     return _Build("vLLM's build", torch.ops._vllm_fa3_C.fwd, set())
 
 
-def build():
+def build() -> _Build | None:
     """The build to use; None where neither is there."""
     if hasattr(torch.ops._vllm_fa3_C, "fwd"):
         return _vllm()
@@ -69,7 +72,14 @@ def build():
     return found if isinstance(found, _Build) else None
 
 
-def _tiles(vllm, head_dim, fp8, window, softcap):
+def _present() -> _Build:
+    """The build of a call, which `unavailable` found to be there."""
+    found = build()
+    assert found is not None
+    return found
+
+
+def _tiles(vllm: bool, head_dim: int, fp8: bool, window: int, softcap: float) -> int:
     """Rows of K in a tile: the least common multiple over the masked kernels of decode and prefill."""
     if fp8 and vllm:
         sizes = ((64, 128), (96, 128), (128, 192), (192, 96), (256, 64 if window else 128))
@@ -86,7 +96,7 @@ def _tiles(vllm, head_dim, fp8, window, softcap):
     return next((rows for most, rows in sizes if head_dim <= most), 128)
 
 
-def _options(call):
+def _options(call: Call) -> dict[str, Any]:
     window = call.shape.window
     return {
         "softmax_scale": call.softmax_scale, "is_causal": True, "window_size_left": window - 1 if window else -1,
@@ -101,26 +111,26 @@ class FlashAttention3(Kernel):
     capability = (9, 0)
     dtypes = (BF16, FP16, FP8)
 
-    def pairs(self):
+    def pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
         disabled = getattr(build(), "disabled", ())
         off = {"FP16": FP16, "FP8": FP8}
         dtypes = [d for d in self.dtypes if d not in [off[flag] for flag in off if flag in disabled]]
         return tuple((d, d) for d in dtypes)
 
-    def tile_rows(self, shape):
+    def tile_rows(self, shape: Shape) -> int:
         """Whole tiles, 128 rows at head_dim 128 in bfloat16; 1 for prefill, which can be kept within each length."""
         return 1 if shape.phase == "prefill" and not shape.window else self._tiles(shape)
 
-    def _tiles(self, shape):
+    def _tiles(self, shape: Shape) -> int:
         vllm = hasattr(torch.ops._vllm_fa3_C, "fwd")
         return _tiles(vllm, shape.head_dim, shape.kv_dtype.itemsize == 1, shape.window, shape.softcap)
 
-    def _wide(self, shape):
+    def _wide(self, shape: Shape) -> bool:
         """Whether decode may take the kernel without a mask, whose tiles have 176 rows: the cache must back those."""
         return shape.phase == "decode" and 96 < shape.head_dim <= 128 and shape.kv_dtype.itemsize == 2 \
             and shape.tile_rows % 176 == 0  # fmt: skip
 
-    def refusal(self, shape):
+    def refusal(self, shape: Shape) -> str | None:
         reason = super().refusal(replace(shape, tile_rows=0) if self._wide(shape) else shape)
         have = build()
         if reason is None and shape.window and shape.phase == "decode":
@@ -136,30 +146,30 @@ class FlashAttention3(Kernel):
             reason = f"a GPU of compute capability {shape.capability[0]}.{shape.capability[1]} (only 9.0)"
         return reason
 
-    def reluctance(self, shape):
+    def reluctance(self, shape: Shape) -> str | None:
         if shape.phase == "prefill" and shape.requests > 8 and not self._joint(shape):
             return f"{shape.requests} launches, one a request (one in all where tile_rows is {self._tiles(shape)})"
         return None
 
-    def unavailable(self, shape):
+    def unavailable(self, shape: Shape) -> str | None:
         if build() is not None:
             return None
         if importlib.util.find_spec("fa3_fwd") is not None:
             return f"the package fa3-fwd is installed but does not load: {str(_fa3_fwd()).splitlines()[0]}"
         return "FlashAttention-3 is not installed (pip install fa3-fwd, or import vllm.vllm_flash_attn)"
 
-    def plan(self, batch, shape, call):
+    def plan(self, batch: Batch, shape: Shape, call: Call) -> None:
         if batch.fixed and not self._joint(shape) and shape.phase == "prefill":
             raise ValueError(
                 f"kernel fa3 does not take a prefill batch with max_length on a cache of tile_rows {shape.tile_rows}"
                 f" (a multiple of {self._tiles(shape)})"
             )
 
-    def _joint(self, shape):
+    def _joint(self, shape: Shape) -> bool:
         """Whether one launch may serve requests of several lengths: tiles past each of them are backed."""
         return shape.tile_rows % self._tiles(shape) == 0 and not shape.window
 
-    def run(self, call):
+    def run(self, call: Call) -> torch.Tensor:
         batch, shape = call.batch, call.shape
         if shape.phase == "prefill" and not batch.fixed and (len(batch) == 1 or not self._joint(shape)):
             return self._one_by_one(call)
@@ -167,17 +177,17 @@ class FlashAttention3(Kernel):
         k, v = (x[:, : batch.max_length] for x in (call.k, call.v))
         # A longest query of 1 drops the mask and takes tiles of 176 rows in place of 128.
         most = 1 if self._wide(shape) else max(batch.max_query, 2)
-        return build()(
+        return _present()(
             q=call.q, k=k, v=v, out=call.out, cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=most,
             seqused_k=batch.lengths_t, kv_batch_idx=batch.slots_t, num_splits=self._splits(call), **_options(call),
         )  # fmt: skip
 
-    def _one_by_one(self, call):
+    def _one_by_one(self, call: Call) -> torch.Tensor:
         """Prefill with K and V as tensors of exactly each request's rows: TMA reads none past them."""
         batch, out, start = call.batch, call.out, 0
         if out is None:
             out = torch.empty(call.q.shape, dtype=BF16 if call.q.dtype == FP8 else call.q.dtype, device=call.q.device)
-        run, options = build(), {**_options(call), "num_splits": call.num_splits}
+        run, options = _present(), {**_options(call), "num_splits": call.num_splits}
         for i, (slot, length, queries) in enumerate(
             zip(batch.slots.tolist(), batch.lengths.tolist(), batch.query_lengths.tolist())
         ):
@@ -192,7 +202,7 @@ class FlashAttention3(Kernel):
             start += queries
         return out
 
-    def _splits(self, call):
+    def _splits(self, call: Call) -> int:
         """1 where requests and heads fill the GPU: the kernel's own choice costs up to 4 % there."""
         if call.num_splits or call.shape.phase == "prefill":
             return call.num_splits

@@ -10,16 +10,20 @@ import importlib.util
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pyvmem.attention.kernel import BF16, FP8, FP16, Kernel
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.kernel import BF16, FP8, FP16, Call, Kernel, Shape
+
+Int32s = npt.NDArray[np.int32]
 
 PAGE = 64  # rows of a table's page, where slots are multiples of it
 WORKSPACE = 128 << 20  # bytes; what FlashInfer recommends
 
 
 @functools.cache
-def _workspace(device):
+def _workspace(device: torch.device) -> torch.Tensor:
     """FlashInfer's scratch memory, zeroed once as it asks; calls of one stream share it."""
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
@@ -27,7 +31,7 @@ def _workspace(device):
 class _Table:
     """The batch's part of the constant table, and FlashInfer's plan for it."""
 
-    def __init__(self, batch, shape, call):
+    def __init__(self, batch: Batch, shape: Shape, call: Call) -> None:
         import flashinfer
 
         self._shape, self._scale = shape, call.softmax_scale
@@ -52,7 +56,7 @@ class _Table:
             self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(device), "NHD", **buffers)
         self.refresh(batch)
 
-    def refresh(self, batch):
+    def refresh(self, batch: Batch) -> None:
         shape = self._shape
         indptr, indices, last = constant_table(batch.slots, batch.lengths, self.page, self.pages)
         table = [torch.from_numpy(x) for x in (indptr, indices, last)]
@@ -69,14 +73,14 @@ class _Table:
             np.cumsum(batch.query_lengths, out=ends[1:])
             self.wrapper.plan(torch.from_numpy(ends), *table, *heads, causal=True, **options)
 
-    def paged(self, x):
+    def paged(self, x: torch.Tensor) -> torch.Tensor:
         """The cache's layer as the table's pages, ``[pages, page, heads, dim]``, without a copy."""
         slots, tokens, heads, dim = x.shape
         pages = max(((slots - 1) * self.pages * self.page + tokens) // self.page, 1)
         return x.as_strided((pages, self.page, heads, dim), (self.page * x.stride(1), *x.stride()[1:]))
 
 
-def constant_table(slots, lengths, page, pages):
+def constant_table(slots: Int32s, lengths: Int32s, page: int, pages: int) -> tuple[Int32s, Int32s, Int32s]:
     """(indptr, indices, last page's rows) of slots and lengths, int32; `pages` pages of `page` rows a slot."""
     count = -(-lengths // page)
     indptr = np.zeros(len(slots) + 1, np.int32)
@@ -94,24 +98,25 @@ class FlashInfer(Kernel):
     mixed = ((BF16, FP8), (FP16, FP8))
     head_dims = (64, 128, 256)
 
-    def tile_rows(self, shape):
+    def tile_rows(self, shape: Shape) -> int:
         """1; with a window, the tile in which it begins may be loaded whole."""
         return 128 if shape.window else 1
 
-    def refusal(self, shape):
+    def refusal(self, shape: Shape) -> str | None:
         reason = super().refusal(shape)
         if reason is None and shape.head_dim not in self.head_dims:
             reason = f"head_dim {shape.head_dim} (only {', '.join(map(str, self.head_dims))})"
         return reason
 
-    def unavailable(self, shape):
+    def unavailable(self, shape: Shape) -> str | None:
         if importlib.util.find_spec("flashinfer") is None:
             return "FlashInfer is not installed (pip install flashinfer-python)"
         return None
 
-    def plan(self, batch, shape, call):
+    def plan(self, batch: Batch, shape: Shape, call: Call) -> _Table:
         return _Table(batch, shape, call)
 
-    def run(self, call):
+    def run(self, call: Call) -> torch.Tensor:
         table = call.plan
-        return table.wrapper.run(call.q, (table.paged(call.k), table.paged(call.v)), out=call.out)
+        out: torch.Tensor = table.wrapper.run(call.q, (table.paged(call.k), table.paged(call.v)), out=call.out)
+        return out

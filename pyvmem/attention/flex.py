@@ -8,22 +8,27 @@ SPDX-License-Identifier: MIT
 
 import functools
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from pyvmem.attention.kernel import BF16, FP16, FP32, Kernel, flat_rows, slot_rows
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.kernel import BF16, FP16, FP32, Call, Kernel, Shape, flat_rows, slot_rows
 
 BLOCK = 128
 
 
-def _call(q, k, v, score_mod, block_mask, scale, enable_gqa):
+def _call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any, block_mask: Any, scale: float, enable_gqa: bool
+) -> torch.Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa)
 
 
 @functools.cache
-def _attention(shape):
+def _attention(shape: Shape) -> Callable[..., torch.Tensor]:
     """FlexAttention compiled for a shape; torch gives up on a function that it has compiled too often.
 
     Without compilation every score of every slot is computed, unbacked rows included, so it must not be silently left
@@ -36,7 +41,7 @@ def _attention(shape):
     return torch.compile(own, dynamic=True, fullgraph=True)
 
 
-def _ranges(first, count, columns):
+def _ranges(first: torch.Tensor, count: torch.Tensor, columns: int) -> torch.Tensor:
     """int32 rows ``first .. first + count - 1``, padded to `columns` with what lies behind."""
     return (first[..., None] + torch.arange(columns, device=first.device, dtype=torch.int32)).to(torch.int32)
 
@@ -44,13 +49,13 @@ def _ranges(first, count, columns):
 class _Mask:
     """The block mask of a batch, and its scores' modification."""
 
-    def __init__(self, batch, shape, rows, total_rows):
+    def __init__(self, batch: Batch, shape: Shape, rows: int, total_rows: int) -> None:
         self.rows, self.window, self.score_mod = rows, shape.window, _soft_cap(shape.softcap)
         self.total = total_rows
         self.queries = batch.max_query
         self.refresh(batch)
 
-    def refresh(self, batch):
+    def refresh(self, batch: Batch) -> None:
         from torch.nn.attention.flex_attention import BlockMask
 
         tiles = -(-self.queries // BLOCK)
@@ -81,7 +86,7 @@ class _Mask:
         window, starts, lengths = self.window, batch.slots_t * self.rows, batch.lengths_t
         offset = batch.lengths_t - (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1])
 
-        def sees(b, h, i, row):
+        def sees(b: Any, h: Any, i: Any, row: Any) -> Any:
             at, position = row - starts[b], offset[b] + i
             seen = (at >= 0) & (at < lengths[b]) & (at <= position)
             return seen & (at > position - window) if window else seen
@@ -93,7 +98,7 @@ class _Mask:
 
 
 @functools.cache
-def _soft_cap(cap):
+def _soft_cap(cap: float) -> Any:
     """The soft cap as FlexAttention wants it; None without.
 
     A literal: a number that the function captured would become an input of the compiled graph, on the CPU, which the
@@ -109,11 +114,11 @@ class FlexAttention(Kernel):
     dtypes = (BF16, FP16, FP32)
     capturable = False
 
-    def tile_rows(self, shape):
+    def tile_rows(self, shape: Shape) -> int:
         """Its blocks."""
         return BLOCK
 
-    def refusal(self, shape):
+    def refusal(self, shape: Shape) -> str | None:
         reason = super().refusal(shape)
         if reason is None and shape.slot_rows % BLOCK:
             reason = f"slots of {shape.slot_rows} rows (multiples of {BLOCK}: so must max_tokens be)"
@@ -121,10 +126,10 @@ class FlexAttention(Kernel):
             reason = f"{shape.slots} slots of {shape.slot_rows} rows (together under 2^31 elements)"
         return reason
 
-    def plan(self, batch, shape, call):
+    def plan(self, batch: Batch, shape: Shape, call: Call) -> _Mask:
         return _Mask(batch, shape, slot_rows(call.k), flat_rows(call.k).shape[0])
 
-    def run(self, call):
+    def run(self, call: Call) -> torch.Tensor:
         batch, shape, q = call.batch, call.shape, call.q
         n, most = len(batch), batch.max_query
         even = batch.total_queries == n * most

@@ -5,13 +5,16 @@ SPDX-License-Identifier: MIT
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from pyvmem.attention.batch import Batch
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
-def dtype_name(dtype):
+def dtype_name(dtype: torch.dtype) -> str:
     """bfloat16 for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
@@ -50,7 +53,7 @@ class Shape:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     device: str
-    capability: tuple
+    capability: tuple[int, int]
     window: int = 0
     softcap: float = 0.0
     tile_rows: int = 1
@@ -59,7 +62,7 @@ class Shape:
     requests: int = 0
 
     @property
-    def group(self):
+    def group(self) -> int:
         """Query heads that share a KV head."""
         return self.query_heads // self.kv_heads
 
@@ -75,12 +78,12 @@ class Call:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    batch: object
+    batch: Batch
     shape: Shape
     softmax_scale: float
     num_splits: int
     out: torch.Tensor | None
-    plan: object
+    plan: Any
 
 
 class Kernel:
@@ -105,24 +108,25 @@ class Kernel:
     """
 
     name = ""
-    devices = ("cuda",)
-    capability = (8, 0)
-    dtypes = (BF16, FP16)
-    mixed = ()
+    devices: tuple[str, ...] = ("cuda",)
+    capability: tuple[int, int] = (8, 0)
+    dtypes: tuple[torch.dtype, ...] = (BF16, FP16)
+    mixed: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
     max_head_dim = 256
     head_dim_multiple = 8
     windows = True
     softcap = True
     capturable = True
 
-    def unavailable(self, shape):
+    def unavailable(self, shape: Shape) -> str | None:
         """Why the kernel cannot run on this machine, in one line; None where it can."""
+        return None
 
-    def tile_rows(self, shape):
+    def tile_rows(self, shape: Shape) -> int:
         """Rows that the kernel loads together, past the length too; 1 where loads are masked."""
         return 1
 
-    def refusal(self, shape):
+    def refusal(self, shape: Shape) -> str | None:
         """The first fact of the shape that the kernel cannot take, in one line that names the argument; else None."""
         if shape.device not in self.devices:
             return f"device {shape.device} (only {' and '.join(self.devices)})"
@@ -146,22 +150,23 @@ class Kernel:
             return f"a cache of tile_rows {shape.tile_rows} (a multiple of {tile}, since it loads whole tiles)"
         return None
 
-    def reluctance(self, shape):
+    def reluctance(self, shape: Shape) -> str | None:
         """Why another kernel should be preferred although this one takes the shape, in one line; None by default."""
+        return None
 
-    def pairs(self):
+    def pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
         """The pairs of dtypes (q, K and V) that it takes."""
         return tuple((d, d) for d in self.dtypes) + tuple(self.mixed)
 
-    def plan(self, batch, shape, call):
+    def plan(self, batch: Batch, shape: Shape, call: Call) -> Any:
         """What one iteration needs beside the batch; its ``refresh(batch)``, if it has one, follows `Batch.update`."""
 
-    def run(self, call):
+    def run(self, call: Call) -> torch.Tensor:
         """The attention of a `Call`: ``[tokens, query_heads, head_dim]``."""
         raise NotImplementedError
 
 
-def flat_rows(x):
+def flat_rows(x: torch.Tensor) -> torch.Tensor:
     """A cache's layer ``[slots, tokens, heads, dim]`` as rows ``[slots * slot rows, heads, dim]``, without a copy.
 
     The last slot's rows past its tokens are left out: they may lie past the end of the memory.
@@ -171,7 +176,7 @@ def flat_rows(x):
     return x.as_strided(((slots - 1) * rows + tokens, *x.shape[2:]), x.stride()[1:])
 
 
-def slot_rows(x):
+def slot_rows(x: torch.Tensor) -> int:
     """Rows from one slot's begin to the next one's. Raises ValueError where slots do not begin at a row."""
     if x.stride(0) % x.stride(1):
         raise ValueError(f"a layer's slots must begin at a multiple of its rows; strides are {tuple(x.stride())}")
@@ -179,12 +184,12 @@ def slot_rows(x):
 
 
 @functools.lru_cache
-def capability(index):
+def capability(index: int | None) -> tuple[int, int]:
     """Compute capability of a CUDA device; (0, 0) for None, a CPU."""
     return (0, 0) if index is None else torch.cuda.get_device_capability(index)
 
 
 @functools.lru_cache
-def multiprocessors(index):
+def multiprocessors(index: int | None) -> int:
     """How many multiprocessors a CUDA device has."""
     return torch.cuda.get_device_properties(index).multi_processor_count

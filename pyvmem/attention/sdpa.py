@@ -7,18 +7,19 @@ SPDX-License-Identifier: MIT
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from pyvmem.attention.kernel import BF16, FP16, FP32, Kernel
+from pyvmem.attention.kernel import BF16, FP16, FP32, Call, Kernel
 
 # cuDNN's plans each length anew, which takes up to half a second, and may read past it.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def _mask(queries, first, length, window, device):
+def _mask(queries: int, first: int, length: int, window: int, device: torch.device) -> torch.Tensor | None:
     """Which of rows first to length the last `queries` tokens see; None where it is all of them."""
     if queries == 1:
         return None
@@ -40,7 +41,7 @@ class SDPA(Kernel):
     softcap = False
     capturable = False
 
-    def run(self, call):
+    def run(self, call: Call) -> torch.Tensor:
         batch, shape, q = call.batch, call.shape, call.q
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if call.out is None else call.out
         quiet = sdpa_kernel(_BACKENDS) if shape.device == "cuda" else contextlib.nullcontext()
@@ -52,7 +53,7 @@ class SDPA(Kernel):
                 start += queries
         return out
 
-    def _request(self, call, out, slot, length, queries, start):
+    def _request(self, call: Call, out: torch.Tensor, slot: int, length: int, queries: int, start: int) -> None:
         shape = call.shape
         first = max(0, length - queries - shape.window + 1) if shape.window else 0
         k = call.k[slot, first:length].transpose(0, 1)[None]
@@ -60,7 +61,7 @@ class SDPA(Kernel):
         rows = slice(start, start + queries)
         if queries == length and not shape.window and queries > 1:  # a whole prompt: the kernels' own causal mask
             q = call.q[rows].transpose(0, 1)[None]
-            gqa = {"enable_gqa": True} if shape.group > 1 else {}
+            gqa: dict[str, Any] = {"enable_gqa": True} if shape.group > 1 else {}  # torch 2.4 does not know it
             o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.softmax_scale, **gqa)
             out[rows] = o[0].transpose(0, 1)
             return

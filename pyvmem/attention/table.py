@@ -9,10 +9,13 @@ from pyvmem.attention.fa2 import FlashAttention2
 from pyvmem.attention.fa3 import FlashAttention3
 from pyvmem.attention.flashinfer import FlashInfer
 from pyvmem.attention.flex import FlexAttention
+from pyvmem.attention.kernel import Kernel, Shape
 from pyvmem.attention.sdpa import SDPA
 from pyvmem.attention.triton import Triton
 
-KERNELS = {k.name: k for k in (FlashAttention3(), FlashAttention2(), FlashInfer(), Triton(), SDPA(), FlexAttention())}
+KERNELS: dict[str, Kernel] = {
+    k.name: k for k in (FlashAttention3(), FlashAttention2(), FlashInfer(), Triton(), SDPA(), FlexAttention())
+}
 
 # Fastest first at most points, by what was measured on an H200 (docs/results/attention.md).
 ORDER = {
@@ -38,18 +41,19 @@ class Choice:
 
     kernel: str
     why: str
-    refused: dict
+    refused: dict[str, str]
 
 
-def stops(name, shape):
+def stops(name: str, shape: Shape) -> str | None:
     """Why the kernel cannot take the shape here, in one line; None where it can."""
     kernel = KERNELS[name]
     return kernel.refusal(shape) or kernel.unavailable(shape)
 
 
-def choose(shape):
+def choose(shape: Shape) -> Choice:
     """The `Choice` for a shape. Raises ValueError where no kernel takes it."""
-    refused, second = {}, []
+    refused: dict[str, str] = {}
+    second: list[str] = []
     for name in _order(shape):
         reason = stops(name, shape)
         if reason is None:
@@ -63,19 +67,19 @@ def choose(shape):
     raise ValueError("no kernel takes this: " + "; ".join(f"{n}: {r}" for n, r in refused.items()))
 
 
-def _order(shape):
+def _order(shape: Shape) -> tuple[str, ...]:
     one = shape.phase == "decode" and 0 < shape.requests * shape.kv_heads <= 8
     return ORDER["decode one request" if one else shape.phase]
 
 
-def _choice(name, shape, refused):
+def _choice(name: str, shape: Shape, refused: dict[str, str]) -> Choice:
     first = "the fastest of those that take it" if refused else "the fastest measured"
     where = "a CPU" if shape.device == "cpu" else f"a GPU of compute capability {'.'.join(map(str, shape.capability))}"
     why = "".join(f"; not {n}: {r}" for n, r in refused.items())
     return Choice(name, f"{name}: {first} for {shape.phase} on {where}{why}", refused)
 
 
-def demand(name, shape):
+def demand(name: str, shape: Shape) -> Kernel:
     """The kernel of that name. Raises ValueError, one line that says what stops it and what would work."""
     if name not in KERNELS:
         raise ValueError(f"kernel {name!r} must be one of best, {', '.join(KERNELS)}")

@@ -9,19 +9,21 @@ SPDX-License-Identifier: MIT
 import importlib.util
 import math
 import os
+from typing import Any
 
 import torch
 
-from pyvmem.attention.kernel import BF16, FP8, FP16, FP32, Kernel, multiprocessors
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.kernel import BF16, FP8, FP16, FP32, Call, Kernel, Shape, multiprocessors
 
 LOG2E = math.log2(math.e)
 
 
-def _power(n):
+def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def interpreted():
+def interpreted() -> bool:
     """Whether Triton's interpreter stands in for its compiler."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -29,7 +31,7 @@ def interpreted():
 class _Parts:
     """How many parts a request's rows are split into, and where those leave their results."""
 
-    def __init__(self, batch, shape, call):
+    def __init__(self, batch: Batch, shape: Shape, call: Call) -> None:
         n, heads = len(batch), shape.query_heads
         programs = n * shape.kv_heads
         wanted = 2 * (multiprocessors(call.q.device.index) if call.q.is_cuda else 2)
@@ -49,17 +51,17 @@ class Triton(Kernel):
     dtypes = (BF16, FP16, FP32, FP8)
     mixed = ((BF16, FP8), (FP16, FP8), (FP32, FP8))
 
-    def unavailable(self, shape):
+    def unavailable(self, shape: Shape) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed (pip install triton)"
         if shape.device == "cpu" and not interpreted():
             return "Triton has no CPU (but for its interpreter, TRITON_INTERPRET=1)"
         return None
 
-    def plan(self, batch, shape, call):
+    def plan(self, batch: Batch, shape: Shape, call: Call) -> _Parts | None:
         return _Parts(batch, shape, call) if shape.phase == "decode" else None
 
-    def run(self, call):
+    def run(self, call: Call) -> torch.Tensor:
         shape, q = call.shape, call.q
         out = call.out
         if out is None:
@@ -68,19 +70,19 @@ class Triton(Kernel):
         return out
 
 
-def _scale(call):
+def _scale(call: Call) -> float:
     """The factor that makes scores exponents of 2; the soft cap comes before it, so the kernel applies it then."""
     return call.softmax_scale if call.shape.softcap else call.softmax_scale * LOG2E
 
 
-def _compute(call):
+def _compute(call: Call) -> Any:
     """The type that q, K and V are multiplied in."""
     import triton.language as tl
 
     return {BF16: tl.bfloat16, FP16: tl.float16, FP32: tl.float32, FP8: tl.bfloat16}[call.q.dtype]
 
 
-def decode(call, out, table=None):
+def decode(call: Call, out: torch.Tensor, table: torch.Tensor | None = None) -> None:
     """Decode into `out`. table: int32[n, pages], a block table; K and V are then ``[pages, page rows, heads, dim]``."""
     from pyvmem.attention import triton_kernels as kernels
 
@@ -104,7 +106,7 @@ def decode(call, out, table=None):
         )  # fmt: skip
 
 
-def prefill(call, out):
+def prefill(call: Call, out: torch.Tensor) -> None:
     """Prefill into `out`."""
     from pyvmem.attention import triton_kernels as kernels
 
