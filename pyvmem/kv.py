@@ -347,7 +347,7 @@ class KVCache(_Owned):
         """
         if self._events:
             self._poll()
-        rc = lib.pv_kv_step(self._use(), self._raw(lengths), self.slots)
+        rc = lib.pv_kv_step(self._thing, self._raw(lengths), self.slots)  # _raw looks whether the cache is closed
         return self._short(rc) if rc else 0
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
@@ -380,7 +380,9 @@ class KVCache(_Owned):
                 return ffi.from_buffer("int32_t[]", array.array("i", lengths))
             except (OverflowError, TypeError) as error:
                 raise _not_lengths(lengths) from error
-        if not isinstance(lengths, np.ndarray):
+        if type(lengths) is torch.Tensor:
+            lengths = lengths.numpy()
+        elif not isinstance(lengths, np.ndarray):
             lengths = lengths.numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
         if lengths.shape != (self.slots,):
             raise ValueError(f"lengths has shape {lengths.shape}, not ({self.slots},)")

@@ -59,7 +59,7 @@ int kv_end_requests(vmem_kv *kv)
 {
     int rc = 0;
     for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
-        if (kv->slots[s].state != VMEM_KV_ENDING || kv->slots[s].ends > kv->retired)
+        if (kv->slots[s].state != VMEM_KV_ENDING || kv->idle[s].ends > kv->retired)
             continue;
         kv_wait_slot(kv, s);
         int failed = kv_free(kv, s);
@@ -105,7 +105,7 @@ int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     else if (!rc) {
         kv_unstage(kv, slot);
         kv->slots[slot].state = VMEM_KV_ENDING;
-        kv->slots[slot].ends = step;
+        kv->idle[slot].ends = step;
         kv->n_ending++;
     }
     return kv_leave(kv, rc);
@@ -138,5 +138,6 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
     }
     kv_unstage(kv, slot);
     s->tokens = tokens;
+    s->steady = 0;
     return kv_leave(kv, 0);
 }

@@ -39,8 +39,25 @@ uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens
     return (uint32_t)((rows * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
 }
 
+uint32_t kv_steady(const vmem_kv *kv, uint32_t slot)
+{
+    uint64_t steady = kv->windows ? 0 : kv->max_tokens;
+    for (uint32_t i = 0; i < kv->n_groups && steady; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        uint64_t rows = ((uint64_t)s->need_hi << kv->page_shift) / g->row_bytes;
+        if (s->keep_lo != s->need_lo || s->keep_hi != s->need_hi)
+            return 0;
+        rows -= rows % kv->tile_rows;
+        if (rows < g->max_tokens)
+            steady = KV_MIN(steady, rows);
+    }
+    return (uint32_t)steady;
+}
+
 void kv_set_backed(vmem_kv *kv, uint32_t slot)
 {
+    kv->slots[slot].steady = 0;
     uint64_t backed = kv->max_tokens;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
@@ -271,6 +288,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->refs.entries);
     free(kv->todo);
     free(kv->slots);
+    free(kv->idle);
     free(kv->spans);
     free(kv->saved);
     free(kv->past);
@@ -312,6 +330,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     if (rc)
         return rc;
     kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
+    kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
     kv->saved = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->saved));
     kv->todo = calloc(kv->n_slots, sizeof(*kv->todo));
@@ -319,7 +338,8 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->past));
     kv->staged = calloc(kv->n_slots, sizeof(*kv->staged));
     kv->staged_pages = calloc(kv->n_slots, sizeof(*kv->staged_pages));
-    if (!kv->slots || !kv->spans || !kv->saved || !kv->todo || !kv->past || !kv->staged || !kv->staged_pages)
+    if (!kv->slots || !kv->idle || !kv->spans || !kv->saved || !kv->todo || !kv->past || !kv->staged ||
+        !kv->staged_pages)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)

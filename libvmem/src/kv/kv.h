@@ -43,20 +43,25 @@ struct kv_span {
     uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
 };
 
+// Every step reads those of all slots, mostly from memory that the caches have forgotten since the last: so they are
+// small, and what is asked only of slots without a running request is in struct kv_idle.
 struct kv_slot {
-    uint32_t state; // enum vmem_kv_slot_state
     uint32_t tokens;
     uint32_t shared_tokens;
-    uint32_t fit;    // tokens of the request that had this free slot last
-    uint32_t from;   // of these, so many were shared: there is no page in their place
     uint32_t backed; // tokens up to which a step has nothing to map
-    uint64_t ends;   // VMEM_KV_ENDING: after the kernels of this step
+    uint32_t steady; // a step to `tokens` or more, up to this, asks for the same pages as the last; 0: not known
+    uint8_t state;   // enum vmem_kv_slot_state
     bool fresh;      // no step since it was allocated or swapped in: no kernel can be touching it
     bool busy;       // the worker is at it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
     bool stale;      // some span has stale mappings
     bool skip;       // the worker failed here: not again before the next step
+};
+struct kv_idle {
+    uint32_t fit;    // tokens of the request that had this free slot last
+    uint32_t from;   // of these, so many were shared: there is no page in their place
     uint64_t parked; // when it was freed
+    uint64_t ends;   // VMEM_KV_ENDING: after the kernels of this step
 };
 
 // What a slot's earlier step asked for; equal: nothing.
@@ -132,7 +137,8 @@ struct vmem_kv {
     struct kv_span *spans; // [slot][group]
     struct kv_span *saved; // room for as many
     struct kv_slot *slots;
-    vmem_page *pages; // see kv_table(); address space, used where there are pages
+    struct kv_idle *idle; // [slot]
+    vmem_page *pages;     // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;
     uint64_t scratch; // a reservation with a page for every tensor, to see pages that are mapped in no slot
 
@@ -207,6 +213,9 @@ static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv-
 // The pages that an iteration touches which takes a slot from `before` tokens to `tokens`.
 uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
 uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
+// The most tokens that a step of the slot can ask for with the pages that it asks for now; 0 where steps to fewer may
+// ask for others.
+uint32_t kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
 void kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Copies a struct of the caller's, which starts with its size, into one of `size` bytes. Fields beyond the caller's are

@@ -60,7 +60,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
     uint64_t oldest = UINT64_MAX;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (slot->state != VMEM_KV_FREE || slot->busy || slot->parked >= oldest)
+        if (slot->state != VMEM_KV_FREE || slot->busy || kv->idle[s].parked >= oldest)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -69,7 +69,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
             uint64_t n = (want + kv->groups[i].n - 1) / kv->groups[i].n;
             uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block * kv->block : sp->lo;
             *v = (struct kv_victim){s, i, sp->lo, KV_MAX(hi, sp->lo)};
-            oldest = slot->parked;
+            oldest = kv->idle[s].parked;
             break;
         }
     }

@@ -58,7 +58,7 @@ static bool fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
 
 // For a request that begins with a prefix: the tokens behind it that the slot has pages for, less those whose pages the
 // prefix would take the place of.
-static int64_t gain_of(const struct kv_slot *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
+static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
 {
     int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->from);
     int64_t lost = (int64_t)KV_MIN(prefix_tokens, fit) - s->from;
@@ -72,17 +72,17 @@ uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
         tokens = kv->eager_tokens;
     int64_t best_gain = INT64_MIN;
     for (uint32_t i = 0; i < kv->n_slots; i++) {
-        const struct kv_slot *s = &kv->slots[i];
-        if (s->state != VMEM_KV_FREE)
+        const struct kv_idle *s = &kv->idle[i];
+        if (kv->slots[i].state != VMEM_KV_FREE)
             continue;
-        uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : s->backed;
+        uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : kv->slots[i].backed;
         int64_t gain = prefix_tokens ? gain_of(s, fit, tokens, prefix_tokens) : 0;
         if (prefix_tokens)
             fit = 0;
         else if (s->from) // what is of use of pages that do not begin at the first row
             fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
         if (best == UINT32_MAX || gain > best_gain || fits_better(fit, best_fit, tokens) ||
-            (gain == best_gain && fit == best_fit && s->from < kv->slots[best].from)) {
+            (gain == best_gain && fit == best_fit && s->from < kv->idle[best].from)) {
             best = i;
             best_fit = fit;
             best_gain = gain;
@@ -164,15 +164,16 @@ int kv_free(vmem_kv *kv, uint32_t slot)
     }
     kv_forget(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && s->backed;
-    s->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
-    s->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
+    struct kv_idle *idle = &kv->idle[slot];
+    idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
+    idle->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
-        s->from = KV_MAX(s->from,
-                         (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes));
+        idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
+                                                   kv->groups[i].row_bytes));
     s->state = VMEM_KV_FREE;
     s->tokens = s->shared_tokens = 0;
     s->skip = false;
-    s->parked = ++kv->clock;
+    idle->parked = ++kv->clock;
     if (kv->held > kv->budget_pages) { // the budget shrank while the request ran
         kv_worker_hold(kv);
         kv_reclaim(kv, kv->held - kv->budget_pages, NULL);
@@ -228,6 +229,7 @@ int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         sp->need_hi = sp->keep_hi = hi;
     }
     s->tokens = tokens;
+    s->steady = 0;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
     return 0;
 }

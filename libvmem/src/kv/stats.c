@@ -246,6 +246,11 @@ int kv_check_books(vmem_kv *kv)
                                    "%u shared %u coarse %u",
                                    s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi, sp->keep_hi, sp->hi,
                                    sp->shared_hi, sp->coarse_hi);
+            if (sl->steady && sl->state == VMEM_KV_ACTIVE &&
+                (sp->keep_lo != sp->need_lo || sp->keep_hi != sp->need_hi ||
+                 sp->need_hi != kv_need_hi(kv, g, sl->tokens) || sp->need_hi != kv_need_hi(kv, g, sl->steady)))
+                return vmem__error(-EFAULT, "slot %u, group %u: from %u to %u tokens it does not need the same pages",
+                                   s, i, sl->tokens, sl->steady);
             if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
                 return vmem__error(-EFAULT, "slot %u is free but not clean", s);
             for (uint32_t p = sp->lo; p < sp->hi; p++) {

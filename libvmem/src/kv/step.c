@@ -5,7 +5,7 @@
 
 #include "kv/kv.h"
 
-static int check_length(const vmem_kv *kv, uint32_t i, int32_t tokens)
+static int __attribute__((noinline)) check_length(const vmem_kv *kv, uint32_t i, int32_t tokens)
 {
     const struct kv_slot *s = &kv->slots[i];
     if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
@@ -28,9 +28,14 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         return vmem__error(-EINVAL, "lengths must not be NULL");
     if (n != kv->n_slots)
         return vmem__error(-EINVAL, "n %u: there are %u slots", n, kv->n_slots);
-    for (uint32_t i = 0; i < n && !rc; i++)
-        if (lengths[i])
+    for (uint32_t i = 0; i < n && !rc; i++) {
+        const struct kv_slot *s = &kv->slots[i];
+        const uint32_t tokens = (uint32_t)lengths[i]; // negative: more than any
+        if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->shared_tokens))
             rc = check_length(kv, i, lengths[i]);
+        if (tokens > s->steady) // they lie apart, and nothing says early that the step will read them
+            __builtin_prefetch(kv_span(kv, i, 0));
+    }
     return rc;
 }
 
@@ -194,36 +199,38 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
     uint64_t pages = 0;
     int rc = 0;
     kv_enough();
-    protect(kv, lengths, kv->saved);
     for (uint32_t k = 0; k < n_todo; k++)
         pages += missing_in(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
+    bool protected = pages > kv_unused(kv);
+    if (protected)
+        protect(kv, lengths, kv->saved);
     rc = kv_make_room(kv, pages, missing);
     for (uint32_t k = 0; k < n_todo && !rc; k++)
         if (kv->slots[kv->todo[k]].fresh)
             rc = adopt(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
     if (!rc)
         rc = plan(kv, lengths, n_todo, spare_for(kv, pages));
-    uint64_t total = kv->grow.total;
-    if (!rc && total > pages) {
+    uint64_t total = rc ? 0 : kv->grow.total;
+    if (!rc && total)
         rc = kv_grow_try(kv, &kv->grow);
-        if (rc == -ENOMEM) { // the device has less than the budget says: then what is needed, and no more
-            rc = plan(kv, lengths, n_todo, 0);
-            total = kv->grow.total;
-            if (!rc)
-                rc = kv_grow_all(kv, &kv->grow, missing);
-        }
-    } else if (!rc && total) {
-        rc = kv_grow_all(kv, &kv->grow, missing);
-    }
-    if (!rc && total) {
-        kv->stats.step_maps += !rc;
-        kv->stats.step_mapped_pages += rc ? 0 : total;
+    if (rc == -ENOMEM && total) { // the device has less than the budget says: then what is needed, and no more
+        if (!protected)
+            protect(kv, lengths, kv->saved);
+        protected = true;
+        rc = plan(kv, lengths, n_todo, 0);
+        total = kv->grow.total;
+        if (!rc)
+            rc = kv_grow_all(kv, &kv->grow, missing);
     }
     if (rc) {
         kv_grow_reset(&kv->grow);
-        unprotect(kv, lengths, kv->saved);
+        if (protected)
+            unprotect(kv, lengths, kv->saved);
+        return rc;
     }
-    return rc;
+    kv->stats.step_maps += total != 0;
+    kv->stats.step_mapped_pages += total;
+    return 0;
 }
 
 static bool passed(const vmem_kv *kv, const struct kv_span *sp)
@@ -248,6 +255,28 @@ static int pass_windows(vmem_kv *kv, uint32_t slot)
     return rc;
 }
 
+// What kernels of the step touch, and what they may still touch of the steps before it.
+static void set_need(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t lo, hi;
+        new_need(kv, slot, i, tokens, &lo, &hi);
+        struct kv_past all = kv_in_flight(kv, slot, i, lo, hi);
+        uint32_t keep_lo = KV_MAX(all.lo, sp->lo), keep_hi = KV_MIN(all.hi, sp->hi);
+        // Unchanged, the line stays shared with the core that the worker runs on.
+        if (sp->need_lo == lo && sp->need_hi == hi && lo == keep_lo && hi == keep_hi && sp->keep_lo == keep_lo &&
+            sp->keep_hi == keep_hi)
+            continue;
+        kv_remember(kv, slot, i);
+        sp->keep_lo = keep_lo;
+        sp->keep_hi = keep_hi;
+        sp->need_lo = lo;
+        sp->need_hi = hi;
+    }
+    kv->slots[slot].steady = kv_steady(kv, slot);
+}
+
 static void commit(vmem_kv *kv, const int32_t *lengths)
 {
     bool due = false;
@@ -258,27 +287,8 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
         uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens)
             continue;
-        for (uint32_t i = 0; i < kv->n_groups; i++) {
-            struct kv_span *sp = kv_span(kv, s, i);
-            uint32_t lo, hi;
-            new_need(kv, s, i, tokens, &lo, &hi);
-            bool none = sp->need_lo == sp->need_hi;
-            uint32_t keep_lo = none ? lo : KV_MIN(sp->need_lo, lo), keep_hi = none ? hi : KV_MAX(sp->need_hi, hi);
-            if (kv->steps_in_flight > 1) {
-                struct kv_past all = kv_in_flight(kv, s, i, lo, hi);
-                keep_lo = KV_MAX(all.lo, sp->lo);
-                keep_hi = KV_MIN(all.hi, sp->hi);
-            }
-            // Most steps change nothing here: then the line stays shared with the core that the worker runs on.
-            if (sp->need_lo == lo && sp->need_hi == hi && sp->keep_lo == keep_lo && sp->keep_hi == keep_hi)
-                continue;
-            if (kv->steps_in_flight > 1)
-                kv_remember(kv, s, i);
-            sp->keep_lo = keep_lo;
-            sp->keep_hi = keep_hi;
-            sp->need_lo = lo;
-            sp->need_hi = hi;
-        }
+        if (tokens < sl->tokens || tokens > sl->steady)
+            set_need(kv, s, tokens);
         sl->tokens = tokens;
         sl->fresh = sl->skip = false;
         due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
