@@ -190,6 +190,7 @@ class KVCache(_Owned):
             raise
         self._own(owner, kv[0])
         self._swapped: dict[int, torch.Tensor] = {}
+        self._raw_stats: Any = None
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if name is not None:
@@ -539,6 +540,14 @@ class KVCache(_Owned):
         return int(freed[0])
 
     # ---- metrics ---------------------------------------------------------------------------------------------
+
+    @property
+    def step_maps(self) -> int:
+        """Steps so far that had to map something themselves: `stats` has it too, this takes no time."""
+        if self._raw_stats is None:
+            self._raw_stats = ffi.new("struct vmem_kv_stats *")
+        _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
+        return int(self._raw_stats.step_maps)
 
     def stats(self) -> KVStats:
         """The `KVStats` of this moment."""

@@ -140,7 +140,8 @@ def kv_state():
     stats = asdict(engine.cache.stats())
     device = engine.context.stats()
     return dict(
-        stats=stats, step_seconds=times, fence_waits=requests.fence_waits, hit_blocks=requests.hit_blocks,
+        stats=stats, step_seconds=times, fence_waits=requests.fence_waits, map_waits=requests.map_waits,
+        map_wait_seconds=requests.map_wait_seconds, hit_blocks=requests.hit_blocks,
         created=device.created, overhead=device.overhead, syscalls=device.syscalls, map_ops=device.map_ops,
         map_runs=device.map_runs,
     )  # fmt: skip
@@ -151,7 +152,7 @@ def preemptions(llm):
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
-def run(llm, load):
+def run(llm, load, profile=None):
     """One workload, all requests at once; what came of it."""
     from vllm import SamplingParams
 
@@ -159,6 +160,8 @@ def run(llm, load):
     prompts = [{"prompt_token_ids": p} for p, _ in wanted]
     params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False) for _, o in wanted]
     kv_state()
+    if profile:
+        profile.take()
     preempted = preemptions(llm)
     gc.collect()
     with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
@@ -167,6 +170,7 @@ def run(llm, load):
         seconds = time.perf_counter() - begin
         time.sleep(1.0)
         idle, kv_idle = memory.used(), memory.kv()
+    steps = profile.take() if profile else None
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     times = [o.metrics for o in outputs if getattr(o, "metrics", None) is not None]
     result = dict(
@@ -178,7 +182,7 @@ def run(llm, load):
         itl=[(m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in times
              if m.num_generation_tokens > 1],
         preemptions=preemptions(llm) - preempted,
-        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv=kv_state(),
+        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv=kv_state(), steps=steps,
     )  # fmt: skip
     if load.get("tokens"):
         result["tokens"] = tokens
@@ -207,6 +211,11 @@ def main():
             settings.update(load_format="dummy", skip_tokenizer_init=True)
         llm = LLM(model=model, disable_log_stats=False, **settings)
         blocks = llm.llm_engine.vllm_config.cache_config
+        profile = None
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # else the steps are in another process
+            from pyvmem.bench.vllm_profile import Profile
+
+            profile = Profile()
         say(ready=True, imported=imported - begin, started=time.perf_counter() - imported, kv=kv_state(),
             blocks=blocks.num_gpu_blocks, block_size=blocks.block_size)  # fmt: skip
         for line in source:
@@ -218,7 +227,7 @@ def main():
                     worker.current().cache.set_budget(load["limit"])
                     say(ok=True)
                 else:
-                    say(**run(llm, load))
+                    say(**run(llm, load, profile))
             except Exception as error:  # the parent says it; the engine may still serve
                 say(error=f"{type(error).__name__}: {error}")
 

@@ -8,6 +8,12 @@ import sys
 from pyvmem.vllm import settings
 
 
+def _register_attention():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "pyvmem.vllm.attention.SlotsBackend")
+
+
 def register():
     """Put vMem under vLLM where the environment says ``VMEM_VLLM=1``; else do nothing.
 
@@ -23,6 +29,7 @@ def register():
         from pyvmem.vllm import metrics, patches
 
         patches.install(vllm.__version__, chosen.force)
+        _register_attention()
         metrics.register()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"pyvmem: {error}")

@@ -61,6 +61,8 @@ class RequestSlots:
         self._trimmed = True
         self.step_seconds = collections.deque(maxlen=100_000)
         self.fence_waits = 0  # steps that waited for a fence because slots or pages were short
+        self.map_waits = 0  # steps whose mapping the GPU waited for: it had nothing left to compute when that ended
+        self.map_wait_seconds = 0.0
         self.hit_blocks = 0
 
     # ---- a step, in this order ---------------------------------------------------------------------------------
@@ -119,6 +121,8 @@ class RequestSlots:
         if not self._ops and self._now % 64:
             return
         began = time.perf_counter()
+        idle = self._fences.done(self._now)
+        maps = self.cache.step_maps
         with self.lock:
             ops, self._ops = self._ops, []
             self._trimmed = False
@@ -128,7 +132,12 @@ class RequestSlots:
                 self._step()
             else:
                 self._back_named(ops)
-        self.step_seconds.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.step_seconds.append(seconds)
+        if (self.cache.step_maps > maps or any(hits for *_, hits, _ in ops)) and self._fences.done(self._now):
+            self.map_waits += 1
+            if idle:  # else an unknown part of it
+                self.map_wait_seconds += seconds
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 

@@ -167,6 +167,24 @@ def test_a_slot_is_free_only_when_the_kernels_of_its_last_step_are_through():
     assert slots.fence_waits == 1
 
 
+def test_a_step_whose_mapping_the_gpu_waited_for_is_counted():
+    engine = Engine(caching=False)
+    slots = engine.slots
+    slots.begin_step()
+    slots.start(0, [1], 0)
+    slots.back()  # kernels of the step before are running
+    assert slots.map_waits == 0
+    slots.begin_step()
+    engine.gpu.wait(engine.gpu.marked)
+    slots.start(1, [2], 0)
+    slots.back()
+    assert slots.map_waits == 1
+    slots.begin_step()
+    engine.gpu.wait(engine.gpu.marked)
+    slots.back()  # nothing to map
+    assert slots.map_waits == 1
+
+
 def test_requests_that_end_outside_a_step_wait_for_their_kernels():
     engine = Engine(requests=2, caching=True)
     slots = engine.slots

@@ -31,6 +31,10 @@ CASES = {
     "layer_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="layer"), "shared"),
     "token_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="token"), "shared"),
     "triton_attention": (dict(attention_backend="TRITON_ATTN"), "mixed"),
+    # Another kernel than vLLM's, so other roundings: the tokens need not all be equal (test_vllm_answers.py).
+    "slots": (dict(enforce_eager=False, enable_prefix_caching=True, on_vmem=dict(attention_backend="CUSTOM")),
+              "shared"),
+    "slots_window": (dict(shape="window", on_vmem=dict(attention_backend="CUSTOM")), "mixed"),
     "refused": (dict(shape="hybrid"), "mixed"),
 }  # fmt: skip
 
@@ -175,6 +179,9 @@ def run(name):
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
             json.dump(SHAPES[changes.pop("shape", "llama")], file)
+        if os.environ.get("VMEM_VLLM") == "1":
+            changes.update(changes.get("on_vmem", {}))
+        changes.pop("on_vmem", None)
         settings = dict(
             load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=24, enforce_eager=True,
             enable_prefix_caching=False, gpu_memory_utilization=0.2, kv_cache_memory_bytes=256 << 20, block_size=32,

@@ -1,0 +1,63 @@
+"""Where an engine's steps spend their time: vLLM's scheduler, its worker, and what vMem adds to both.
+
+Functions are timed by wrapping them in the engine's own process, so this needs one process
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one GPU), as ``pyvmem bench vllm`` runs it.
+
+SPDX-License-Identifier: MIT
+"""
+
+import functools
+import importlib
+import time
+
+import numpy as np
+
+# name: (module, function)
+TIMED = {
+    "engine: step": ("vllm.v1.engine.llm_engine", "LLMEngine.step"),
+    "scheduler: schedule": ("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    "scheduler: update": ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    "worker: prepare and launch": ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.execute_model"),
+    "worker: sample": ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.sample_tokens"),
+    "worker: wait for the GPU": ("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"),
+    "worker: begin": ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.finish_requests"),
+    "worker: tables": ("vllm.v1.worker.gpu.block_table", "BlockTables.append_block_ids"),
+    "worker: back": ("vllm.v1.worker.gpu.block_table", "BlockTables.apply_staged_writes"),
+}
+
+
+class Profile:
+    """Seconds of every call of the functions in `TIMED` since the last `take`."""
+
+    def __init__(self):
+        self.seconds = {}
+        for name, (module, function) in TIMED.items():
+            owner = importlib.import_module(module)
+            *path, last = function.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            setattr(owner, last, self._timed(name, getattr(owner, last)))
+
+    def _timed(self, name, function):
+        seconds = self.seconds[name] = []
+
+        @functools.wraps(function)
+        def timed(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - begin)
+
+        return timed
+
+    def take(self):
+        """{name: calls, seconds in all, and of a call in ms: median, 99th percentile, most}"""
+        found = {}
+        for name, seconds in self.seconds.items():
+            if seconds:
+                ms = 1e3 * np.asarray(seconds)
+                found[name] = dict(calls=len(ms), seconds=float(ms.sum() / 1e3), median=float(np.median(ms)),
+                                   p99=float(np.percentile(ms, 99)), most=float(ms.max()))  # fmt: skip
+            seconds.clear()
+        return found

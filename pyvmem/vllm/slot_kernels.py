@@ -1,0 +1,132 @@
+"""Decode attention by slots, in Triton. Triton compiles the kernels from this file.
+
+Each request's rows lie behind one address, so a program computes where a row is and reads no block table. The work of
+all requests is one row of tiles, cut into as many equal parts as there are programs (the idea of stream-K, Osama et
+al., 2023, and of LeanAttention, Sanovar et al., 2024): no program waits for another that has a longer request. Loads
+are masked: no row past a length is touched, which is what lets pages be mapped there while a kernel runs.
+
+SPDX-License-Identifier: MIT
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def plan(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where each request's tiles end in the row, for one head. REQUESTS: a power of 2, no less than `requests`."""
+    r = tl.arange(0, REQUESTS)
+    rows = tl.load(lengths + r, mask=r < requests, other=0)
+    if window > 0:
+        rows = tl.minimum(rows, window)
+    tl.store(ends + r, tl.cumsum(tl.cdiv(rows, BLOCK_N), 0), mask=r < requests)
+
+
+@triton.jit
+def decode(
+    q, kv, out, partial, lse, table, lengths, ends,
+    scale_log2, softcap, window, requests,
+    q_token, q_head, table_row, kv_block, kv_row, kv_head, v_offset, o_token, o_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """One part of the row of tiles. A request's tiles are there once for each KV head, head after head."""
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
+    r = tl.arange(0, REQUESTS)
+    all_ends = tl.load(ends + r, mask=r < requests, other=0)
+    tiles = tl.max(all_ends, 0).to(tl.int64) * HEADS
+    tile = (program * tiles // programs).to(tl.int32)
+    last = ((program + 1) * tiles // programs).to(tl.int32)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    d_ok = d < DIM
+    ok = (g < GROUP)[:, None] & d_ok[None, :]
+    part = 0
+    while tile < last:
+        passed = all_ends <= tile // HEADS
+        request = tl.sum((passed & (r < requests)).to(tl.int32), 0)
+        before = tl.max(tl.where(passed, all_ends, 0), 0)
+        each = tl.min(tl.where(passed, 2147483647, all_ends), 0) - before  # tiles of the request and one head
+        head = (tile - before * HEADS) // each
+        start = before * HEADS + head * each  # where this head's tiles begin in the row
+        stop = tl.minimum(start + each, last)
+        length = tl.load(lengths + request)
+        first = 0  # the row that the head's tiles begin with
+        if WINDOW:
+            first = tl.maximum(length - window, 0)
+        begin = first + (tile - start) * BLOCK_N
+        end = tl.minimum(first + (stop - start) * BLOCK_N, length)
+        base = tl.load(table + request.to(tl.int64) * table_row).to(tl.int64)
+        heads_at = head * GROUP + g
+        qs = tl.load(q + request.to(tl.int64) * q_token + heads_at[:, None] * q_head + d[None, :], mask=ok, other=0.0)
+        best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        at_head = kv + head.to(tl.int64) * kv_head
+        for n in range(begin, end, BLOCK_N):
+            rows = n + tl.arange(0, BLOCK_N)
+            seen = rows < end
+            at = (base + rows // TOKENS) * kv_block + (rows % TOKENS).to(tl.int64) * kv_row
+            ks = tl.load(at_head + at[None, :] + d[:, None], mask=seen[None, :] & d_ok[:, None], other=0.0)
+            s = tl.dot(qs, ks) * scale_log2
+            if SOFTCAP:  # scale_log2 is the scale alone then; tanh(x) = 1 - 2 / (exp(2x) + 1)
+                s = (softcap * 1.4426950408889634) * (1 - 2 / (tl.exp2(s * (2.8853900817779268 / softcap)) + 1))
+            s = tl.where(seen[None, :], s, float("-inf"))
+            new = tl.maximum(best, tl.max(s, 1))
+            p = tl.exp2(s - new[:, None])
+            old = tl.exp2(best - new)
+            vs = tl.load(at_head + v_offset + at[:, None] + d[None, :], mask=seen[:, None] & d_ok[None, :], other=0.0)
+            acc = acc * old[:, None] + tl.dot(p.to(vs.dtype), vs)
+            total = total * old + tl.sum(p, 1)
+            best = new
+        result = acc / total[:, None]
+        if (tile == start) & (stop == start + each):
+            tl.store(out + request.to(tl.int64) * o_token + heads_at[:, None] * o_head + d[None, :],
+                     result.to(out.dtype.element_ty), mask=ok)  # fmt: skip
+        else:  # the beginning or the end of a head that other programs have the rest of
+            slot = (program * 2 + part) * GROUP
+            tl.store(partial + (slot + g)[:, None] * DIM + d[None, :], result, mask=ok)
+            tl.store(lse + slot + g, best + tl.log2(total), mask=g < GROUP)
+        part = 1
+        tile = stop
+
+
+@triton.jit
+def join(
+    out, partial, lse, ends, programs, o_token, o_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """One request and KV head: what several programs have computed of it."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    tiles = tl.load(ends + tl.num_programs(0) - 1).to(tl.int64) * HEADS
+    before = 0
+    if request > 0:
+        before = tl.load(ends + request - 1)
+    each = tl.load(ends + request) - before
+    start = (before * HEADS + head * each).to(tl.int64)
+    if each > 0:
+        first = ((start + 1) * programs - 1) // tiles
+        final = ((start + each) * programs - 1) // tiles
+        if first < final:
+            g = tl.arange(0, GROUP_PAD)
+            d = tl.arange(0, DIM_PAD)
+            ok = (g < GROUP)[:, None] & (d < DIM)[None, :]
+            best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP_PAD], tl.float32)
+            acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+            for program in range(first, final + 1):
+                # The head is the program's first, unless the program begins with another.
+                part = tl.where(program * tiles // programs < start, 1, 0)
+                slot = (program * 2 + part) * GROUP
+                logs = tl.load(lse + slot + g, mask=g < GROUP, other=0.0)
+                values = tl.load(partial + (slot + g)[:, None] * DIM + d[None, :], mask=ok, other=0.0)
+                new = tl.maximum(best, logs)
+                old = tl.exp2(best - new)
+                weight = tl.exp2(logs - new)
+                acc = acc * old[:, None] + values * weight[:, None]
+                total = total * old + weight
+                best = new
+            tl.store(out + request.to(tl.int64) * o_token + (head * GROUP + g)[:, None] * o_head + d[None, :],
+                     (acc / total[:, None]).to(out.dtype.element_ty), mask=ok)  # fmt: skip
