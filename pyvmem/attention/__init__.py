@@ -24,6 +24,7 @@ from pyvmem.attention.table import KERNELS, Choice, choose, demand, stops
 # A request's slots: a `Batch`, or their numbers. A layer: its number in the cache, or its K and V.
 Slots = Batch | Ints
 Layer = int | tuple[torch.Tensor, torch.Tensor]
+NewRows = tuple[torch.Tensor, torch.Tensor]
 
 __all__ = ["Batch", "Choice", "Kernel", "Shape", "best", "decode", "kernels", "prefill", "tile_rows"]
 
@@ -41,6 +42,7 @@ def decode(
     softcap: float = 0.0,
     num_splits: int = 0,
     out: torch.Tensor | None = None,
+    new: NewRows | None = None,
 ) -> torch.Tensor:
     """Attention of one new token of each request over all rows of its slot.
 
@@ -49,7 +51,7 @@ def decode(
     q : torch.Tensor
         ``[requests, query_heads, head_dim]``, in the order of `slots`.
     cache : KVCache
-        The rows of the new tokens must be written already.
+        The rows of the new tokens must be written already, unless they are given as `new`.
     layer : int or (torch.Tensor, torch.Tensor)
         Number of a layer (``cache.keys[layer]``), or its K and V, each ``[slots, max_tokens, kv_heads, head_dim]``.
     slots : Batch or sequence of int
@@ -70,6 +72,9 @@ def decode(
         themselves ignore it.
     out : torch.Tensor, optional
         Where to write the result, shaped as the result.
+    new : (torch.Tensor, torch.Tensor), optional
+        K and V of the new tokens, ``[requests, kv_heads, head_dim]`` each, of the cache's dtype or of q's. They are
+        stored in the last row of each request's length: by the attention kernel itself where it can (`triton`).
 
     Returns
     -------
@@ -84,7 +89,7 @@ def decode(
     batch = _batch(cache, slots, lengths, None)
     if batch.max_query != 1:
         raise ValueError(f"query_lengths of the batch go up to {batch.max_query}: decode takes 1; prefill takes any")
-    return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
+    return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out, new)
 
 
 def prefill(
@@ -222,6 +227,18 @@ def _shape(
     )  # fmt: skip
 
 
+def _check_new(new: NewRows, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> None:
+    if not isinstance(new, tuple | list) or len(new) != 2:
+        raise TypeError(f"new must be a pair of tensors, K and V of the new tokens, not {new!r:.60}")
+    for name, x in zip(("K", "V"), new):
+        want = len(batch), *k.shape[2:]
+        if tuple(x.shape) != want or x.stride(-1) != 1 or x.device != k.device or x.dtype not in (k.dtype, q.dtype):
+            raise ValueError(
+                f"new: {name} {tuple(x.shape)} of {x.dtype} on {x.device} must be {want} of {k.dtype} on {k.device},"
+                " with a contiguous last dimension"
+            )
+
+
 def _resolve(
     phase: str,
     q: torch.Tensor,
@@ -235,10 +252,13 @@ def _resolve(
     softcap: float,
     num_splits: int,
     scale: float,
+    new: NewRows | None,
 ) -> tuple[Kernel, Any, Shape]:
     """(kernel, plan, shape) of a call; all that does not change from layer to layer is done once a batch."""
-    key = (phase, kernel, tuple(q.shape), q.dtype, q.device, k.shape, k.stride(), v.stride(), k.dtype, window, softcap,
-           num_splits, scale)  # fmt: skip
+    key: tuple[Any, ...] = (phase, kernel, q.shape, q.dtype, q.device, q.stride(-1), k.shape, k.stride(), v.stride(),
+                            k.dtype, window, softcap, num_splits, scale)  # fmt: skip
+    if new is not None:
+        key += tuple((x.shape, x.stride(-1), x.dtype, x.device) for x in new)
     found: tuple[Kernel, Any, Shape] | None = batch._plans.get(key)
     if found is not None:
         return found
@@ -247,6 +267,8 @@ def _resolve(
             f"q {tuple(q.shape)} must be [{batch.total_queries} tokens, query_heads, {k.shape[3]}],"
             " with a contiguous last dimension"
         )
+    if new is not None:
+        _check_new(new, q, k, batch)
     if q.device != k.device:
         raise ValueError(f"q is on {q.device}, the cache on {k.device}")
     if k.shape[0] < cache.slots or k.shape[1] < batch.max_length:
@@ -273,12 +295,21 @@ def _attend(
     softcap: float,
     num_splits: int,
     out: torch.Tensor | None,
+    new: NewRows | None = None,
 ) -> torch.Tensor:
     k, v = _layer(cache, layer)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale)
+    chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale, new)
     if out is not None:
         want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         if out.shape != q.shape or out.dtype != want or out.device != q.device or not out.is_contiguous():
             raise ValueError(f"out must be contiguous {tuple(q.shape)} of {want} on {q.device}")
-    return chosen.run(Call(q, k, v, batch, shape, scale, num_splits, out, plan))
+    if new is not None and not chosen.appends:
+        rows = batch.last_rows()
+        for x, row in zip((k, v), new):
+            row = row.to(x.dtype)
+            if x.dtype.itemsize == 1:  # torch indexes no FP8
+                x, row = x.view(torch.uint8), row.view(torch.uint8)
+            x.index_put_(rows, row)
+        new = None
+    return chosen.run(Call(q, k, v, batch, shape, scale, num_splits, out, plan, new))

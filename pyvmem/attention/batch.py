@@ -142,9 +142,16 @@ class Batch:
         ends = np.zeros(len(self.slots) + 1, np.int32)
         np.cumsum(self.query_lengths, out=ends[1:])
         packed = torch.from_numpy(np.concatenate((self.slots, self.lengths, ends)))
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.device.type == "cuda":
             packed = packed.pin_memory()
         self._buffer.copy_(packed, non_blocking=True)
+
+    def last_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the last tokens' rows are: slots and rows, int64[n] each on the device."""
+        if self._last is None or self.fixed:  # a captured graph computes them anew
+            self._last = self.slots_t.long(), self.lengths_t.long() - 1
+        return self._last
 
     def update(self, slots: Ints, lengths: Ints, query_lengths: Ints | None = None) -> None:
         """The next iteration's, of as many requests and with as many queries, into the same memory.

@@ -72,7 +72,8 @@ class Call:
     """One layer's attention, checked: what `Kernel.run` is given.
 
     q : ``[tokens, query_heads, head_dim]``; k, v: ``[slots, max_tokens, kv_heads, head_dim]``, strided views of the
-    cache; out: as q, or None. plan: what `Kernel.plan` made for the batch.
+    cache; out: as q, or None. plan: what `Kernel.plan` made for the batch. new: K and V of the requests' last tokens,
+    ``[requests, kv_heads, head_dim]`` each, for a kernel that `appends`; None where the cache has them.
     """
 
     q: torch.Tensor
@@ -84,6 +85,7 @@ class Call:
     num_splits: int
     out: torch.Tensor | None
     plan: Any
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Kernel:
@@ -103,6 +105,8 @@ class Kernel:
     max_head_dim, head_dim_multiple : int
     windows, softcap : bool
         Whether it takes them.
+    appends : bool
+        Whether decode stores the last token's K and V itself, in the same launch.
     capturable : bool
         Whether a call can be captured in a CUDA graph. `Batch.update` then changes slots and lengths under the graph.
     """
@@ -116,6 +120,7 @@ class Kernel:
     head_dim_multiple = 8
     windows = True
     softcap = True
+    appends = False
     capturable = True
 
     def unavailable(self, shape: Shape) -> str | None:

@@ -6,9 +6,11 @@ Takes what no other kernel does, on every GPU that Triton supports, and never re
 SPDX-License-Identifier: MIT
 """
 
+import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from pyvmem.attention.batch import Batch
 from pyvmem.attention.kernel import BF16, FP8, FP16, FP32, Call, Kernel, Shape, multiprocessors
 
 LOG2E = math.log2(math.e)
+Launch = Callable[[Any], None]  # of a compiled kernel: takes pointers
+_SEATS = 3  # programs of decode that a multiprocessor runs at once
 
 
 def _power(n: int) -> int:
@@ -28,18 +32,52 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
+def _direct() -> bool:
+    """Whether compiled kernels may be launched without Triton's look-up: how they take arguments differs by version."""
+    import triton
+
+    return not interpreted() and f"{triton.__version__}.".startswith("3.6.")
+
+
+def _splits(programs: int, rows: int, device: torch.device) -> int:
+    """Parts of a request's rows, so that programs fill whole rounds of the GPU's multiprocessors."""
+    most = max(min(rows // 256, 128), 1)
+    seats = _SEATS * (multiprocessors(device.index) if device.type == "cuda" else 1)
+    best, used = 1, 0.0
+    for splits in range(1, most + 1):
+        rounds = programs * splits / seats
+        filled = rounds / math.ceil(rounds)
+        if filled > used + 0.02:  # each part costs a little
+            best, used = splits, filled
+        if rounds >= 4:
+            break
+    return best
+
+
 class _Parts:
-    """How many parts a request's rows are split into, and where those leave their results."""
+    """How many parts a request's rows are split into, where those leave their results, and how they are launched."""
 
     def __init__(self, batch: Batch, shape: Shape, call: Call) -> None:
-        n, heads = len(batch), shape.query_heads
-        programs = n * shape.kv_heads
-        wanted = 2 * (multiprocessors(call.q.device.index) if call.q.is_cuda else 2)
+        self._shape, self._asked, self._device = shape, call.num_splits, call.q.device
+        self._n = len(batch)
+        self.splits = 0
+        self.refresh(batch)
+
+    def refresh(self, batch: Batch) -> None:
+        """Follow a batch to other lengths; one with a `max_length` is launched for that, whatever they are."""
+        shape = self._shape
         rows = min(batch.max_length, shape.window or batch.max_length)
-        self.splits = call.num_splits or min(-(-wanted // programs), max(rows // 256, 1), 128)
-        size = self.splits * n * heads if self.splits > 1 else 0
-        self.partial = torch.empty(size * shape.head_dim, dtype=torch.float32, device=call.q.device)
-        self.lse = torch.empty(size, dtype=torch.float32, device=call.q.device)
+        splits = self._asked or _splits(self._n * shape.kv_heads, rows, self._device)
+        if splits == self.splits:
+            return
+        self.splits = splits
+        size = splits * self._n * shape.query_heads if splits > 1 else 0
+        self.partial = torch.empty(size * shape.head_dim, dtype=torch.float32, device=self._device)
+        self.lse = torch.empty(size, dtype=torch.float32, device=self._device)
+        self.launches: dict[
+            tuple[int, ...], tuple[Launch, Launch | None]
+        ] = {}  # compiled kernels with those arguments that all layers share
 
 
 class Triton(Kernel):
@@ -50,6 +88,7 @@ class Triton(Kernel):
     capability = (7, 5)
     dtypes = (BF16, FP16, FP32, FP8)
     mixed = ((BF16, FP8), (FP16, FP8), (FP32, FP8))
+    appends = True
 
     def unavailable(self, shape: Shape) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -82,28 +121,91 @@ def _compute(call: Call) -> Any:
     return {BF16: tl.bfloat16, FP16: tl.float16, FP32: tl.float32, FP8: tl.bfloat16}[call.q.dtype]
 
 
+def _tile(pad: int) -> tuple[int, int, int]:
+    """Rows, warps and stages of decode at a padded head_dim; `_SEATS` goes with them."""
+    return 128 if pad <= 64 else 64, 4, 3 if pad <= 128 else 2
+
+
+def _row_strides(x: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
 def decode(call: Call, out: torch.Tensor, table: torch.Tensor | None = None) -> None:
     """Decode into `out`. table: int32[n, pages], a block table; K and V are then ``[pages, page rows, heads, dim]``."""
+    parts, q, k, v = call.plan, call.q, call.k, call.v
+    k_new, v_new = call.new or (None, None)
+    strides = (*q.stride()[:2], *out.stride()[:2], *_row_strides(k_new), *_row_strides(v_new))
+    tensors = [q, k, v, out]
+    if k_new is not None:
+        tensors += [k_new, v_new]
+    pointers = [x.data_ptr() for x in tensors]
+    aligned = all(p % 16 == 0 for p in pointers)
+    ready = parts.launches.get(strides) if aligned and table is None else None
+    if ready is not None:
+        first, joined = ready
+        first(pointers)
+        if joined is not None:
+            joined(pointers[3])
+        return
+    first, joined = _decode_by_lookup(call, out, table, strides)
+    if aligned and table is None and first is not None and _direct():
+        parts.launches[strides] = first, joined
+
+
+def _decode_by_lookup(
+    call: Call, out: torch.Tensor, table: torch.Tensor | None, strides: tuple[int, ...]
+) -> tuple[Launch | None, Launch | None]:
+    """Decode through Triton's own look-up; returns how to launch the same again, of other tensors like these."""
     from pyvmem.attention import triton_kernels as kernels
 
     shape, batch, parts, q, k, v = call.shape, call.batch, call.plan, call.q, call.k, call.v
     n, dim = len(batch), shape.head_dim
     pad = max(_power(dim), 16)
-    kernels.decode[(n, shape.kv_heads, parts.splits)](
-        q, k, v, out, parts.partial, parts.lse, batch.slots_t, batch.lengths_t,
-        batch.slots_t if table is None else table, _scale(call), shape.softcap, shape.window, parts.splits, n,
-        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], out.stride(0), out.stride(1),
-        0 if table is None else table.stride(0),
-        GROUP=shape.group, GROUP_PAD=max(_power(shape.group), 16), DIM=dim, DIM_PAD=pad,
-        BLOCK_N=128 if pad <= 64 else 64, PAGE=0 if table is None else k.shape[1],
-        WINDOW=shape.window > 0, SOFTCAP=shape.softcap > 0,
-        SPLIT=parts.splits > 1, COMPUTE=_compute(call), num_warps=4, num_stages=3 if pad <= 128 else 2,
+    k_new, v_new = call.new or (k, v)
+    block, warps, stages = _tile(pad)
+    table_row = 0 if table is None else table.stride(0)
+    numbers = (
+        _scale(call), shape.softcap, shape.window, parts.splits, n, *strides, *k.stride()[:3], *v.stride()[:3],
+        table_row,
     )  # fmt: skip
+    constants = {
+        "GROUP": shape.group, "GROUP_PAD": max(_power(shape.group), 16), "DIM": dim, "DIM_PAD": pad,
+        "BLOCK_N": block, "PAGE": 0 if table is None else k.shape[1], "WINDOW": shape.window > 0,
+        "SOFTCAP": shape.softcap > 0, "SPLIT": parts.splits > 1, "APPEND": call.new is not None,
+        "COMPUTE": _compute(call),
+    }  # fmt: skip
+    shared = parts.partial, parts.lse, batch.slots_t, batch.lengths_t, batch.slots_t if table is None else table
+    grid = n, shape.kv_heads, parts.splits
+    compiled = kernels.decode[grid](
+        q, k, v, out, k_new, v_new, *shared, *numbers, **constants, num_warps=warps, num_stages=stages
+    )
+    joined = None
     if parts.splits > 1:
-        kernels.join[(n, shape.query_heads)](
-            out, parts.partial, parts.lse, parts.splits, n, out.stride(0), out.stride(1),
-            DIM=dim, DIM_PAD=pad, PARTS=_power(parts.splits),
-        )  # fmt: skip
+        joined = _join(call, out)
+    if not _direct():
+        return None, None
+    run = compiled[grid]
+    rest = (*(x.data_ptr() for x in shared), *numbers, *constants.values())
+    if call.new is None:
+        return lambda p: run(*p, p[1], p[2], *rest), joined
+    return lambda p: run(*p, *rest), joined
+
+
+def _join(call: Call, out: torch.Tensor) -> Launch | None:
+    from pyvmem.attention import triton_kernels as kernels
+
+    shape, parts, n = call.shape, call.plan, len(call.batch)
+    numbers = parts.splits, n, *out.stride()[:2]
+    constants = {
+        "DIM": shape.head_dim, "DIM_PAD": max(_power(shape.head_dim), 16), "PARTS": _power(parts.splits)
+    }  # fmt: skip
+    grid = n, shape.query_heads, 1
+    compiled = kernels.join[grid](out, parts.partial, parts.lse, *numbers, **constants)
+    if not _direct():
+        return None
+    run = compiled[grid]
+    rest = parts.partial.data_ptr(), parts.lse.data_ptr(), *numbers, *constants.values()
+    return lambda p: run(p, *rest)
 
 
 def prefill(call: Call, out: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 Split-KV decode is Flash-Decoding's idea (Dao et al., 2023): parts of one request's rows go to different programs, and
 a second pass joins their results by the logarithms of their sums. Every load is masked, so no row past a length, or
 before a window, is touched. With PAGE, rows are looked up in a block table: the same kernel, paged, for benchmarks.
+With APPEND, each request's last row comes from `k_new` and `v_new`, and the kernel stores it in the cache.
 
 SPDX-License-Identifier: MIT
 """
@@ -12,9 +13,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _scores(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr):
-    """q @ k, scaled for exp2."""
-    s = tl.dot(q, k, input_precision="ieee")
+def _scaled(s, scale_log2, softcap, SOFTCAP: tl.constexpr):
+    """Products of q and k as scores for exp2."""
     if SOFTCAP:
         # scale_log2 is the scale alone here. tanh(x) = 1 - 2 / (exp(2x) + 1)
         x = s * (scale_log2 / softcap)
@@ -24,11 +24,13 @@ def _scores(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def decode(
-    q, k, v, out, partial, lse, slots, lengths, table,
+    q, k, v, out, k_new, v_new, partial, lse, slots, lengths, table,
     scale_log2, softcap, window, splits, requests,
-    q_token, q_head, k_slot, k_row, k_head, v_slot, v_row, v_head, o_token, o_head, table_row,
+    q_token, q_head, o_token, o_head, k_new_token, k_new_head, v_new_token, v_new_head,
+    k_slot, k_row, k_head, v_slot, v_row, v_head, table_row,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, APPEND: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One request, one KV head with its GROUP of query heads, one part of the rows."""
     request = tl.program_id(0)
@@ -40,9 +42,10 @@ def decode(
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0)
-    each = tl.cdiv(tl.cdiv(length - first, BLOCK_N), splits) * BLOCK_N
+    stored = length - 1 if APPEND else length
+    each = tl.cdiv(tl.cdiv(stored - first, BLOCK_N), splits) * BLOCK_N
     begin = first + part * each
-    end = tl.minimum(begin + each, length)
+    end = tl.minimum(begin + each, stored)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
@@ -64,8 +67,8 @@ def decode(
             k_at = slot * k_slot + rows.to(tl.int64) * k_row
             v_at = slot * v_slot + rows.to(tl.int64) * v_row
         ks = tl.load(k + head * k_head + k_at[None, :] + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)
-        s = _scores(qs, ks.to(COMPUTE), scale_log2, softcap, SOFTCAP)
-        s = tl.where(ok[None, :], s, float("-inf"))
+        s = tl.dot(qs, ks.to(COMPUTE), input_precision="ieee")
+        s = tl.where(ok[None, :], _scaled(s, scale_log2, softcap, SOFTCAP), float("-inf"))
         new = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - new[:, None])
         old = tl.exp2(best - new)
@@ -73,6 +76,23 @@ def decode(
         acc = acc * old[:, None] + tl.dot(p.to(COMPUTE), vs.to(COMPUTE), input_precision="ieee")
         total = total * old + tl.sum(p, 1)
         best = new
+    if APPEND:
+        if part == 0:  # the row that no program may read from the cache, since this one writes it
+            row = stored.to(tl.int64)
+            k1 = tl.load(k_new + request.to(tl.int64) * k_new_token + head * k_new_head + d, mask=d_ok, other=0.0)
+            v1 = tl.load(v_new + request.to(tl.int64) * v_new_token + head * v_new_head + d, mask=d_ok, other=0.0)
+            k1 = k1.to(k.dtype.element_ty)
+            v1 = v1.to(v.dtype.element_ty)
+            tl.store(k + slot * k_slot + row * k_row + head * k_head + d, k1, mask=d_ok)
+            tl.store(v + slot * v_slot + row * v_row + head * v_head + d, v1, mask=d_ok)
+            s1 = tl.sum(qs.to(tl.float32) * k1.to(tl.float32)[None, :], 1)
+            s1 = _scaled(s1, scale_log2, softcap, SOFTCAP)
+            new = tl.maximum(best, s1)
+            p1 = tl.exp2(s1 - new)
+            old = tl.exp2(best - new)
+            acc = acc * old[:, None] + p1[:, None] * v1.to(tl.float32)[None, :]
+            total = total * old + p1
+            best = new
     ok = g_ok[:, None] & d_ok[None, :]
     heads_at = head * GROUP + g
     if SPLIT:
@@ -146,7 +166,7 @@ def prefill(
         ok = rows < end
         at = rows.to(tl.int64)
         ks = tl.load(k_base + at[None, :] * k_row + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)
-        s = _scores(qs, ks.to(COMPUTE), scale_log2, softcap, SOFTCAP)
+        s = _scaled(tl.dot(qs, ks.to(COMPUTE), input_precision="ieee"), scale_log2, softcap, SOFTCAP)
         sees = ok[None, :] & (rows[None, :] <= position[:, None])
         if WINDOW:
             sees = sees & (rows[None, :] > position[:, None] - window)

@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -72,12 +73,14 @@ def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scali
         first = layer.length - keys.shape[2]
         mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
         return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
-    plan = handover.write(key, attention_mask)
+    plan = handover.write(key, attention_mask, by_kernel=layer.appends)
     if attention_mask is not None and not layer.rows.ragged:  # earlier passes stored the padding too
         keys, values = layer.view(handover.start)
         first = layer.length - keys.shape[2]
         mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
         return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
+    if handover.value is not None:
+        return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0), None
     return _by_length(layer, plan, query, scaling, window, softcap or 0.0), None
 
 
@@ -120,19 +123,28 @@ def _by_kernel(layer, query, key, mask, dropout, window, softcap, sinks, bias, c
     """Whether the kernels of `pyvmem.attention` can compute this."""
     if (mask is not None and mask.dim() != 2) or sinks is not None or bias is not None or dropout or not causal:
         return False
-    asked = (softcap, query.dtype, query.shape[1])
-    if layer.taken is None or layer.taken[0] != asked:
-        shapes = [_shape(phase, query.shape[1], key, window, float(softcap or 0.0)) for phase in ("decode", "prefill")]
-        layer.taken = asked, query.dtype == key.dtype and all(map(_taken, shapes))
-    return layer.taken[1]
+    asked = (softcap, query.dtype, query.shape[:2])
+    if layer.asked != asked:
+        layer.asked, layer.taken, layer.appends = asked, query.dtype == key.dtype, False
+        try:
+            for phase in ("prefill", "decode") if layer.taken else ():
+                shape = _shape(phase, query.shape[1], key, window, float(softcap or 0.0), layer.rows.kv.tile_rows)
+                kernel = KERNELS[choose(replace(shape, requests=query.shape[0])).kernel]
+                layer.appends = kernel.appends
+        except ValueError:  # none does
+            layer.taken = False
+    return layer.taken
 
 
-def _taken(shape):
-    try:
-        choose(shape)
-    except ValueError:
-        return False
-    return True
+def _decode(layer, plan, query, key, value, scaling, window, softcap):
+    """A decode step of the whole batch, whose new rows the kernel stores."""
+    rows = layer.rows
+    new = key[:, :, 0], value[:, :, 0]
+    out = attention.decode(
+        query[:, :, 0], rows.kv, layer.kv(), rows.batch_of(plan), softmax_scale=scaling, window=window,
+        softcap=softcap, new=new,
+    )  # fmt: skip
+    return out[:, None]
 
 
 def _by_length(layer, plan, query, scaling, window, softcap):
@@ -144,7 +156,7 @@ def _by_length(layer, plan, query, scaling, window, softcap):
         return q.new_zeros(n, tokens, heads, dim)
     if plan.sources is not None:
         q = q.index_select(0, plan.sources)
-    kv = layer.slot(0), layer.slot(1)
+    kv = layer.kv()
     call = attention.decode if batch.max_query == 1 else attention.prefill
     out = call(q, rows.kv, kv, batch, softmax_scale=scaling, window=window, softcap=softcap)
     if plan.sources is not None:

@@ -24,18 +24,22 @@ class Handover:
         self.value = value
         self.plan = None
 
-    def write(self, key, mask=None, uniform=False):
+    def write(self, key, mask=None, uniform=False, by_kernel=False):
         """Store the rows, once; returns the pass's `Plan`.
 
-        mask: as in `Rows.begin`. uniform: padding is stored too.
+        mask: as in `Rows.begin`. uniform: padding is stored too. by_kernel: a decode step's rows may be left to the
+        attention kernel; `Handover.value` is not None then.
         """
         if self.plan is None:
-            layer = self.layer
-            layer.rows.pending = None
-            plan = layer.rows.begin(self.start, self.tokens, key.shape[0], None if uniform else mask)
-            layer.store(plan, key, self.value)
+            layer, rows = self.layer, self.layer.rows
+            rows.pending = None
+            plan = rows.begin(self.start, self.tokens, key.shape[0], None if uniform else mask)
             self.plan = plan
-            self.value = None
+            if by_kernel and self.tokens == 1 and plan.kept is None and (mask is None or rows.ragged):
+                layer.length = self.start + 1
+                return plan
+            layer.store(plan, key, self.value)
+        self.value = None
         return self.plan
 
 
@@ -54,7 +58,8 @@ class VMemLayer(CacheLayerMixin):
         self._settings = vars(config)
         self.length = 0  # columns, padding included
         self.is_initialized = False
-        self.taken = None  # what the kernels were last asked to take of this layer, and whether they do
+        self.asked = None  # what the kernels were last asked to take of this layer,
+        self.taken = self.appends = False  # whether they do, and whether decode stores the rows itself
         self._version = -1  # of `rows`, when the views were made
 
     @property
@@ -145,6 +150,10 @@ class VMemLayer(CacheLayerMixin):
     def slot(self, which):
         """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``; backed as far as the lengths."""
         return self.rows.kv.tensors[2 * self.index + which]
+
+    def kv(self):
+        """K and V as `slot` gives them."""
+        return self.slot(0), self.slot(1)
 
     def _bind(self):
         """The views of the batch, ``[batch, heads, max_tokens, head_dim]``."""

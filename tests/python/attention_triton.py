@@ -54,9 +54,22 @@ def main():
                     x[slot, length : length + 40] = float("nan")
             options = {"window": window, "softcap": softcap}
             q = queries(len(slots), heads, dim)
-            out = attention.decode(q, cache, 1, slots, LENGTHS, kernel="triton", num_splits=splits, **options)
-            wrong = error(out, reference(q, k, v, slots, LENGTHS, [1] * 5, **options))
+            expected = reference(q, k, v, slots, LENGTHS, [1] * 5, **options)
+            options["num_splits"] = splits
+            out = attention.decode(q, cache, 1, slots, LENGTHS, kernel="triton", **options)
+            wrong = error(out, expected)
             assert wrong < 1e-5, ("decode", heads, dim, window, softcap, splits, wrong)
+            rows = torch.tensor(slots), torch.tensor(LENGTHS) - 1
+            kept = k.clone(), v.clone()
+            new = k[rows], v[rows]
+            for x in (k, v):
+                x[rows] = float("nan")
+            out = attention.decode(q, cache, 1, slots, LENGTHS, kernel="triton", new=new, **options)
+            wrong = error(out, expected)
+            assert wrong < 1e-5, ("append", heads, dim, window, softcap, splits, wrong)
+            for x, before in zip((k, v), kept):
+                assert torch.equal(x.nan_to_num(7.0), before.nan_to_num(7.0)), "append stores elsewhere"
+            del options["num_splits"]
             if splits == 1:
                 q = queries(sum(COUNTS), heads, dim)
                 out = attention.prefill(q, cache, 1, slots, LENGTHS, COUNTS, kernel="triton", **options)

@@ -106,6 +106,46 @@ def test_the_result_goes_where_it_is_wanted():
             attention.decode(q, cache, 0, slots, LENGTHS, out=out[:, :4])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_rows_are_stored_and_seen(dtype):
+    cache, slots = make(dtype=dtype)
+    with cache:
+        n, k, v = len(slots), cache.keys[0], cache.values[0]
+        q, rows = queries(n, 8, 64, dtype), (torch.tensor(slots), torch.tensor(LENGTHS) - 1)
+        before = k.clone(), v.clone()
+        new = torch.randn(2, n, 4, 64).to(dtype).unbind()
+        out = attention.decode(q, cache, 0, slots, LENGTHS, new=new)
+        for x, old, rows_new in zip((k, v), before, new):
+            assert torch.equal(x[rows], rows_new)
+            x[rows] = old[rows]
+            assert torch.equal(x.nan_to_num(), old.nan_to_num())  # and nothing else was
+            x[rows] = rows_new
+        assert error(out, reference(q, k, v, slots, LENGTHS, [1] * n)) < (1e-5 if dtype == torch.float32 else 1e-2)
+        batch = attention.Batch(cache, slots, LENGTHS)
+        attention.decode(q, cache, 0, batch, new=new)
+        shorter = [max(length - 1, 1) for length in LENGTHS]
+        batch.update(slots, shorter)
+        attention.decode(q, cache, 0, batch, new=new)
+        assert torch.equal(k[torch.tensor(slots), torch.tensor(shorter) - 1], new[0])
+
+
+@pytest.mark.parametrize(
+    "new, text",
+    [
+        (lambda x: x, "new must be a pair of tensors"),
+        (lambda x: (x, x[:, :2]), r"new: V \(9, 2, 64\) of torch.float32 on cpu must be \(9, 4, 64\)"),
+        (lambda x: (x.double(), x), r"new: K .* of torch.float64 .* must be .* of torch.float32"),
+    ],
+)
+def test_wrong_new_rows_are_refused_before_anything_is_stored(new, text):
+    cache, slots = make()
+    with cache:
+        before = cache.keys[0].clone()
+        with pytest.raises((TypeError, ValueError), match=text):
+            attention.decode(queries(9, 8, 64), cache, 0, slots, LENGTHS, new=new(torch.zeros(9, 4, 64)))
+        assert torch.equal(cache.keys[0].nan_to_num(), before.nan_to_num())
+
+
 def test_update_serves_the_next_iteration_from_the_same_memory():
     cache, slots = make()
     with cache:

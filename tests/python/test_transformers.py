@@ -459,8 +459,9 @@ def test_no_mask_is_built_and_nothing_is_concatenated(make, device, monkeypatch)
     seen = []
     from pyvmem.transformers import attention
 
-    inner = attention._by_length
-    monkeypatch.setattr(attention, "_by_length", lambda layer, *a: seen.append(layer) or inner(layer, *a))
+    for name in ("_by_length", "_decode"):  # on a GPU, decode stores the rows itself
+        inner = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda layer, *a, inner=inner: seen.append(layer) or inner(layer, *a))
     monkeypatch.setattr(attention, "_dense", lambda *a: pytest.fail("a mask was used"))
     generate(model, ids, make(model), "vmem", new=3, attention_mask=padding("left").to(device))
     assert len(seen) == 3 * 2
