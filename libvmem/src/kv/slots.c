@@ -149,6 +149,15 @@ int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
     return vmem_kv_alloc_with(kv, &o, slot);
 }
 
+// `backed` does not say: a group may have pages where another has none, or less than a row.
+static bool has_pages(const vmem_kv *kv, uint32_t slot)
+{
+    bool some = false;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        some |= kv_span(kv, slot, i)->lo < kv_span(kv, slot, i)->hi;
+    return some;
+}
+
 int kv_free(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
@@ -163,7 +172,7 @@ int kv_free(vmem_kv *kv, uint32_t slot)
         return rc;
     }
     kv_forget(kv, slot);
-    s->dirty = kv->flags & VMEM_KV_ZERO && s->backed;
+    s->dirty = kv->flags & VMEM_KV_ZERO && has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
     idle->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
