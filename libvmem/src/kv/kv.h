@@ -299,10 +299,14 @@ bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_vic
 int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
 // Makes room for `pages` more: 0, or -ENOMEM with what is missing.
 int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// The device has refused pages: takes back as many as it lacks, if there are so many.
+int kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // kv_grow_run and kv_grow_commit.
 int kv_grow_try(vmem_kv *kv, struct kv_grow *l);
 // The same after kv_make_room, taking back more where the device has less than the budget says, or no mappings.
 int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+// That without kv_grow_commit. The pages are in kv->held.
+int kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
 
 // ---- worker.c
 

@@ -342,14 +342,8 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         rc = kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
     }
     uint64_t total = l->total, n_shared = 0;
-    if (!rc)
-        rc = kv_make_room(kv, total, missing);
-    if (!rc && total) {
-        rc = kv_grow_run(kv, l);
-        if (rc == -ENOMEM && l->at != KV_GROW_LISTS)
-            rc = l->at == KV_GROW_CREATE ? kv_short_of_device(kv, total, missing)
-                                         : kv_short_of_mappings(kv, total, missing);
-    }
+    if (!rc && total)
+        rc = kv_grow_make(kv, l, missing);
     if (!rc) {
         rc = map_shared(kv, p, slot, tokens, &n_shared);
         bool mapped = !rc;
@@ -362,15 +356,16 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         }
         if (rc && mapped)
             unmap_shared(kv, slot, tokens);
-        if (rc)
+        if (rc && total) {
             kv_grow_undo(kv, l);
+            kv->held -= total;
+        }
     }
     if (rc) {
         hold_tail(kv, slot, tokens, false);
         kv_grow_reset(l);
         return rc;
     }
-    kv->held += total;
     commit_attach(kv, p, slot, tokens);
     return 0;
 }
@@ -436,6 +431,8 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     if (!rc)
         rc = kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
     if (!rc)
+        rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
+    if (rc == -ENOMEM && !kv_make_device_room(kv, g->n, NULL))
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
         return rc;

@@ -19,8 +19,9 @@ uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *s = kv_span(kv, slot, i);
         uint64_t n = 0;
-        if (kv->slots[slot].state == VMEM_KV_FREE) {
-            n = s->hi - s->lo;
+        if (kv->slots[slot].state == VMEM_KV_FREE || kv->slots[slot].state == VMEM_KV_SWAPPED) {
+            // What a swapped slot still has could not be unmapped when it was swapped out.
+            n = s->hi - s->lo - kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
         } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
             n = s->hi - tail(kv, slot, s);
             if (s->keep_lo > s->lo)
@@ -60,7 +61,8 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
     uint64_t oldest = UINT64_MAX;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (slot->state != VMEM_KV_FREE || slot->busy || kv->idle[s].parked >= oldest)
+        bool kept = slot->state == VMEM_KV_FREE || slot->state == VMEM_KV_SWAPPED;
+        if (!kept || slot->busy || kv->idle[s].parked >= oldest)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -142,8 +144,7 @@ int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     return rc;
 }
 
-// The device has refused pages: takes back as many as it lacks, if there are so many.
-static int make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     kv_worker_hold(kv);
     uint64_t device = kv_device_pages(kv), kept = kv_reclaimable(kv);
@@ -170,33 +171,46 @@ static int make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     return kv->held < before ? 0 : kv_short_of_mappings(kv, pages, missing);
 }
 
-int kv_grow_try(vmem_kv *kv, struct kv_grow *l)
+static int run(vmem_kv *kv, struct kv_grow *l)
 {
-    uint64_t total = l->total;
-    kv->held += total;
+    kv->held += l->total;
     int rc = kv_grow_run(kv, l);
     if (rc)
-        kv->held -= total;
-    else
+        kv->held -= l->total;
+    return rc;
+}
+
+int kv_grow_try(vmem_kv *kv, struct kv_grow *l)
+{
+    int rc = run(kv, l);
+    if (!rc)
         kv_grow_commit(kv, l);
+    return rc;
+}
+
+int kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+{
+    int rc = kv_make_room(kv, l->total, missing);
+    if (!rc)
+        rc = run(kv, l);
+    for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
+        bool create = l->at == KV_GROW_CREATE;
+        rc = create ? kv_make_device_room(kv, l->total, missing) : make_mappings(kv, l->total, missing);
+        if (rc)
+            break;
+        rc = run(kv, l);
+        if (rc == -ENOMEM && tries == 1)
+            rc = create ? kv_short_of_device(kv, l->total, missing) : kv_short_of_mappings(kv, l->total, missing);
+    }
     return rc;
 }
 
 int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
 {
-    int rc = kv_make_room(kv, l->total, missing);
-    if (!rc)
-        rc = kv_grow_try(kv, l);
-    for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
-        bool create = l->at == KV_GROW_CREATE;
-        rc = create ? make_device_room(kv, l->total, missing) : make_mappings(kv, l->total, missing);
-        if (rc)
-            break;
-        rc = kv_grow_try(kv, l);
-        if (rc == -ENOMEM && tries == 1)
-            rc = create ? kv_short_of_device(kv, l->total, missing) : kv_short_of_mappings(kv, l->total, missing);
-    }
+    int rc = kv_grow_make(kv, l, missing);
     if (rc)
         kv_grow_reset(l);
+    else
+        kv_grow_commit(kv, l);
     return rc;
 }

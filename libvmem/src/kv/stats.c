@@ -52,8 +52,7 @@ void kv_summarise(vmem_kv *kv)
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }
         }
-        if (sl->state != VMEM_KV_SWAPPED)
-            reclaimable += kv_reclaimable_in(kv, s);
+        reclaimable += kv_reclaimable_in(kv, s);
     }
     uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
     if (kv->promise >= kv->budget_pages) {
