@@ -45,18 +45,13 @@ static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
     }
     if (pages > UINT32_MAX)
         return vmem__error(-EINVAL, "block_tokens %u: a block would have %" PRIu64 " pages", block_tokens, pages);
-    // Zeros, and address space where nothing is used.
-    uint64_t *marks = calloc(n_blocks, sizeof(*marks));
-    vmem_page *named = mmap(NULL, n_blocks * pages * sizeof(*named), PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (named == MAP_FAILED || !marks) {
-        if (named != MAP_FAILED)
-            munmap(named, n_blocks * pages * sizeof(*named));
-        free(marks);
-        return vmem__error(-ENOMEM, "no memory for a table of %u blocks", n_blocks);
-    }
+    // Zeros. Refused where the machine has not as much memory: all of it is used once every name is taken.
+    vmem_page *named =
+        mmap(NULL, n_blocks * pages * sizeof(*named), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (named == MAP_FAILED)
+        return vmem__error(-ENOMEM, "n_blocks %u: no memory for a table of as many, of %" PRIu64 " pages each",
+                           n_blocks, pages);
     kv->named = named;
-    kv->marks = marks;
     kv->n_blocks = n_blocks;
     kv->block_tokens = block_tokens;
     kv->block_pages = (uint32_t)pages;
@@ -75,7 +70,9 @@ int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 {
     vmem_page *pages = pages_of(kv, id), *row = pages;
-    for (uint32_t i = 0; i < kv->n_groups && pages[0]; i++) {
+    if (!pages[0]) // nor written to: a table that is mostly untouched takes no memory
+        return;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
         uint32_t each = kv_block_pages(kv, &kv->groups[i]);
         for (uint32_t k = 0; k < each; k++) {
             struct kv_ref *ref = kv_ref_find(&kv->refs, row[k]);
@@ -87,6 +84,7 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
     }
     for (uint32_t i = 0; i < kv->block_pages; i++)
         pages[i] = 0;
+    kv->n_named--;
 }
 
 static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
@@ -120,13 +118,11 @@ int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
 
 void kv_blocks_destroy(vmem_kv *kv)
 {
-    for (uint32_t i = 0; i < kv->n_blocks; i++)
+    for (uint32_t i = 0; i < kv->n_blocks && kv->n_named; i++)
         drop_all(kv, &i, 1);
     if (kv->named)
         munmap(kv->named, (uint64_t)kv->n_blocks * kv->block_pages * sizeof(*kv->named));
-    free(kv->marks);
     kv->named = NULL;
-    kv->marks = NULL;
     kv->n_blocks = 0;
 }
 
@@ -162,6 +158,7 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
         }
         sp->shared_hi = KV_MAX(sp->shared_hi, (index + 1) * n);
     }
+    kv->n_named++;
     return 0;
 }
 
@@ -251,10 +248,12 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
         rc = check_id(kv, ids[i]);
         if (!rc && !*pages_of(kv, ids[i]))
             rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
-        if (!rc && kv->marks[ids[i]] == kv->mark) // no page is in a slot twice
-            rc = vmem__error(-EINVAL, "block %u is named twice", ids[i]);
+        // No page is in a slot twice. The first tells: two names may be one block's.
+        struct kv_ref *first = rc ? NULL : kv_ref_find(&kv->refs, *pages_of(kv, ids[i]));
+        if (!rc && first->mark == kv->mark)
+            rc = vmem__error(-EINVAL, "block %u is named twice, perhaps by another name", ids[i]);
         if (!rc)
-            kv->marks[ids[i]] = kv->mark;
+            first->mark = kv->mark;
         if (rc && bad)
             *bad = i;
     }
@@ -277,8 +276,10 @@ int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t
 
 int kv_check_blocks(const vmem_kv *kv)
 {
-    for (uint32_t id = 0; id < kv->n_blocks; id++) {
+    uint32_t left = kv->n_named;
+    for (uint32_t id = 0; id < kv->n_blocks && left; id++) {
         const vmem_page *row = pages_of(kv, id);
+        left -= row[0] != 0;
         for (uint32_t i = 0; i < kv->n_groups && pages_of(kv, id)[0]; i++) {
             uint32_t each = kv_block_pages(kv, &kv->groups[i]);
             for (uint32_t k = 0; k < each; k++) {
@@ -290,5 +291,7 @@ int kv_check_blocks(const vmem_kv *kv)
             row += kv->groups[i].n * each;
         }
     }
+    if (left)
+        return vmem__error(-EFAULT, "%u block names are counted as taken and are not", left);
     return 0;
 }

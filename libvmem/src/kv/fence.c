@@ -124,11 +124,11 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
     struct kv_slot *s = &kv->slots[slot];
     if (step <= ended(kv) || s->fresh)
         return kv_leave(kv, kv_truncate(kv, slot, tokens));
-    if (tokens < s->shared_tokens)
+    if (tokens < s->shared_tokens || kv_others_read(kv, slot, tokens))
         return kv_leave(kv, vmem__error(-EBUSY,
-                                        "tokens %u: rows below %u are shared, and kernels of step %" PRIu64
+                                        "tokens %u: rows from there on are shared, and kernels of step %" PRIu64
                                         " may be in flight",
-                                        tokens, s->shared_tokens, step));
+                                        tokens, step));
     // Nothing changes under the kernels: the rows go when steps have come that do not ask for them. What the window of
     // a shorter request reads stays, too.
     for (uint32_t i = 0; i < kv->n_groups; i++) {

@@ -82,7 +82,8 @@ struct kv_prefix {
 struct kv_ref {
     vmem_page page; // of the group's first tensor; 0: empty
     uint32_t slots, prefixes;
-    uint32_t n; // pages
+    uint32_t n;    // pages
+    uint64_t mark; // vmem_kv.mark of the call that saw it
 };
 struct kv_refs {
     struct kv_ref *entries;
@@ -162,8 +163,8 @@ struct vmem_kv {
     uint64_t cap_prefixes;
     uint32_t n_prefixes, prefix_generation;
     vmem_page *named; // pages of block names, block_pages each, group after group, tensor after tensor; 0: not taken
-    uint32_t n_blocks, block_tokens, block_pages;
-    uint64_t *marks, mark; // blocks that the call numbered `mark` has seen
+    uint32_t n_blocks, block_tokens, block_pages, n_named; // n_named: names that are taken
+    uint64_t mark;                                         // the number of the last call that marked what it saw
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
     bool cutting;           // the worker unmaps pages that others may hold or release
@@ -334,6 +335,8 @@ static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t g
 }
 // How many rows of [from, to) of a span others hold as well.
 uint32_t kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+// Whether another slot has a page of rows from `tokens` on, which must not be written then.
+bool kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // The entry, made with slots = 1 if there was none; NULL: out of memory.
 struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
 int kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` kv_ref_get do not fail

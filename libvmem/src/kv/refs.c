@@ -94,6 +94,21 @@ void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
     remove_entry(r, ref);
 }
 
+bool kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        uint64_t from = (KV_MIN(tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
+        for (uint32_t p = (uint32_t)KV_MAX(from, s->lo); p < KV_MIN(s->shared_hi, s->hi); p++) {
+            const struct kv_ref *ref = kv_row(kv, slot, i, p);
+            if (ref && ref->slots > 1)
+                return true;
+        }
+    }
+    return false;
+}
+
 uint32_t kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     uint32_t n = 0;

@@ -18,6 +18,9 @@ static int __attribute__((noinline)) check_length(const vmem_kv *kv, uint32_t i,
     if ((uint32_t)tokens < s->shared_tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", i, tokens,
                            s->shared_tokens);
+    if ((uint32_t)tokens < s->tokens && kv_others_read(kv, i, (uint32_t)tokens))
+        return vmem__error(-EINVAL, "lengths[%u] %d: other requests have rows from there on; truncate the slot first",
+                           i, tokens);
     return 0;
 }
 
