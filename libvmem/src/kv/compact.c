@@ -95,7 +95,7 @@ static int copy(vmem_kv *kv, const struct move *moves, uint64_t n)
         return rc;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
         rc = copy_chunk(kv, window, &moves[i], KV_MIN(n - i, CHUNK));
-    vMemFree(kv->ctx, window);
+    vmem_unreserve(kv->ctx, window); // which cannot fail
     return rc;
 }
 

@@ -244,11 +244,9 @@ static void release(vmem_kv *kv)
     kv_blocks_destroy(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
-            vMemFree(kv->ctx, kv->addrs[i]);
-    if (kv->scratch) {
-        vMemUnmap(kv->ctx, kv->scratch, kv->n_tensors * kv->page_size);
-        vMemFree(kv->ctx, kv->scratch);
-    }
+            vmem_unreserve(kv->ctx, kv->addrs[i]);
+    if (kv->scratch)
+        vmem_unreserve(kv->ctx, kv->scratch);
     kv_part(kv);
 }
 
