@@ -1,0 +1,174 @@
+// Corners of the KV cache that random calls found: each was wrong once.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 2
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+static void make(uint32_t flags, const struct vmem_kv_tensor *tensors, uint32_t n, uint64_t pages)
+{
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags | VMEM_KV_CHECK,
+                                 .tensors = tensors,
+                                 .n_tensors = n,
+                                 .slots = SLOTS,
+                                 .max_tokens = 1000,
+                                 .page_size = test_page,
+                                 .budget = pages * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+}
+
+static void end(void)
+{
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+static uint64_t row(uint32_t tensor, uint32_t slot, uint32_t r)
+{
+    struct vmem_kv_layout l;
+    OK(vmem_kv_get_layout(kv, tensor, &l));
+    return l.addr + slot * l.slot_stride + r * l.row_bytes;
+}
+
+static void step(int32_t a, int32_t b)
+{
+    int32_t lengths[SLOTS] = {a, b};
+    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+}
+
+static uint32_t alloc(uint32_t slot)
+{
+    struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot};
+    uint32_t chosen;
+    OK(vmem_kv_alloc_with(kv, &o, &chosen));
+    return chosen;
+}
+
+// VMEM_KV_ZERO where one tensor's kept pages were taken back and another's were not, and a request ends before it began:
+// the next does not see them.
+static void test_zero_where_one_tensor_kept_pages(void)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 16}};
+    struct vmem_kv_slot_info info;
+    make(VMEM_KV_DEFER | VMEM_KV_ZERO, tensors, 2, 40);
+    alloc(0);
+    step(1, 0);
+    put_word(ctx, row(1, 0, 0), 0x5ec2e7);
+    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_reclaim(kv, test_page, NULL));
+    OK(vmem_kv_get_slot(kv, 0, &info));
+    CHECK_EQ(info.pages, 1);
+    alloc(0);
+    OK(vmem_kv_free(kv, 0));
+    alloc(0);
+    step(1, 0);
+    CHECK_EQ(get_word(ctx, row(1, 0, 0)), 0);
+    end();
+}
+
+// What kernels of another request read is not written: neither by stepping back nor by a truncation behind a fence.
+static void test_blocks_of_others_are_not_written(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
+    const uint32_t slots[] = {0, 0, 0}, index[] = {0, 1, 1}, ids[] = {0, 1, 2};
+    int32_t back[SLOTS] = {20, 0};
+    uint64_t last;
+    size_t bad;
+    make(0, &tensor, 1, 40);
+    OK(vmem_kv_blocks_init(kv, 1 << 20, 16));
+    alloc(0);
+    step(40, 0);
+    put_word(ctx, row(0, 0, 30), 30);
+    OK(vmem_kv_block_bind(kv, slots, index, ids, 3, NULL));
+    OK(vmem_kv_step(kv, back, SLOTS, NULL)); // nobody else reads these rows
+    step(40, 0);
+    alloc(1);
+    ERR_AT(vmem_kv_block_attach(kv, 1, ids + 1, 2, &bad), bad, 1, EINVAL, "named twice");
+    OK(vmem_kv_block_attach(kv, 1, ids, 2, NULL));
+    ERR(vmem_kv_step(kv, back, SLOTS, NULL), EINVAL, "truncate the slot first");
+    ERR(vmem_kv_grow(kv, 0, 20, NULL), EINVAL, "truncate the slot first");
+    OK(vmem_kv_last_step(kv, &last));
+    ERR(vmem_kv_truncate_after(kv, 0, 20, last), EBUSY, "are shared");
+    OK(vmem_kv_truncate_after(kv, 0, 32, last));
+    OK(vmem_kv_truncate(kv, 0, 20));
+    step(40, 0);
+    put_word(ctx, row(0, 0, 30), 31);
+    CHECK_EQ(get_word(ctx, row(0, 1, 30)), 30);
+    end();
+}
+
+// Names beyond all need are refused where their table does not fit into memory; else they cost none.
+static void test_a_table_of_names_takes_no_memory(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
+    make(0, &tensor, 1, 4);
+    if (vmem_kv_blocks_init(kv, INT32_MAX, 16 * 60))
+        ERR(vmem_kv_blocks_init(kv, INT32_MAX, 16 * 60), ENOMEM, "n_blocks 2147483647: no memory");
+    end();
+}
+
+// A slot of 3 pages, of which a prefix holds all, beside 9 pages that another request left: all that the device has.
+static uint64_t full_device(vmem_context **device)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    uint64_t prefix;
+    *device = ctx;
+    ctx = test_context(12 * test_page);
+    make(VMEM_KV_DEFER | VMEM_KV_LAZY, &tensor, 1, 40);
+    alloc(0);
+    alloc(1);
+    step(80, 0);
+    put_word(ctx, row(0, 0, 69), 69);
+    OK(vmem_kv_prefix_save(kv, 0, 72, &prefix));
+    step(0, 288);
+    CHECK_EQ(test_stats(ctx).created, 12 * test_page);
+    OK(vmem_kv_free(kv, 1));
+    return prefix;
+}
+static void end_full_device(vmem_context *device)
+{
+    vmem_kv_destroy(kv);
+    vmem_context_destroy(ctx);
+    ctx = device;
+}
+
+// Kept pages are taken back for a copy, too, where the device has no others.
+static void test_attach_on_a_full_device(void)
+{
+    vmem_context *device;
+    uint64_t prefix = full_device(&device), missing;
+    OK(vmem_kv_free(kv, 0));
+    alloc(0);
+    OK(vmem_kv_prefix_check(kv, prefix, 72, &missing));
+    OK(vmem_kv_prefix_attach(kv, prefix, 0, 72, &missing));
+    CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
+    end_full_device(device);
+}
+static void test_truncate_on_a_full_device(void)
+{
+    vmem_context *device;
+    uint64_t missing;
+    full_device(&device);
+    OK(vmem_kv_truncate_check(kv, 0, 70, &missing));
+    OK(vmem_kv_truncate(kv, 0, 70));
+    CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
+    end_full_device(device);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    test_zero_where_one_tensor_kept_pages();
+    test_blocks_of_others_are_not_written();
+    test_a_table_of_names_takes_no_memory();
+    test_attach_on_a_full_device();
+    test_truncate_on_a_full_device();
+    vmem_context_destroy(ctx);
+    return 0;
+}
