@@ -34,7 +34,7 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     for (uint32_t i = 0; i < n && !rc; i++) {
         const struct kv_slot *s = &kv->slots[i];
         const uint32_t tokens = (uint32_t)lengths[i]; // negative: more than any
-        if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->shared_tokens))
+        if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
             rc = check_length(kv, i, lengths[i]);
         if (tokens > s->steady) // they lie apart, and nothing says early that the step will read them
             __builtin_prefetch(kv_span(kv, i, 0));
