@@ -23,7 +23,8 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 
 .DEFAULT_GOAL := all
 .PHONY: all help lib install venv bench lint format wheel clean
-.PHONY: test test-uvm-ext test-c mutants-c test-asan test-tsan test-python test-python-fake test-gpu test-vllm
+.PHONY: check test test-fast test-uvm-ext test-c mutants-c test-asan test-tsan test-python test-python-fake test-gpu
+.PHONY: test-vllm
 
 all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
 
@@ -43,8 +44,18 @@ install: lib ## Install headers, libraries and vmem.pc under PREFIX (/usr/local)
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
-test: test-uvm-ext test-c test-asan test-python test-python-fake ## Run every test that needs no GPU
+check: lint test-uvm-ext test-fast ## Format, style, types, and the quick tests: before each commit; no root (1 minute)
+
+test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (15 minutes)
 test: test-module test-vm-quick
+
+# Of the C and the Python tests those that take a second or less, and start no further process.
+FAST_C := abi_stock access busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
+          replace reserve unmap uvm_batch uvm_open
+FAST_PYTHON := arguments errors kv_blocks kv_prefix map owned
+test-fast: lib venv ## The quick ones of the C and the Python tests, on host memory
+	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS=host T="$(FAST_C:%=test_%)"
+	$(Q)VMEM_TEST_BACKENDS=host $(PY) -m pytest -q $(FAST_PYTHON:%=tests/python/test_%.py)
 
 test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
 	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
@@ -81,14 +92,12 @@ test-vllm: venv ## vLLM's own answers against its answers on vMem, on a GPU (vLL
 bench: venv ## Run every benchmark, quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick
 
-lint: venv ## Compile with -Werror, and check the Python code where ruff is installed
+lint: venv ## Compile with -Werror; clang-format, ruff and mypy --strict over the whole tree
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
-	$(Q)if ! command -v ruff >/dev/null; then echo "ruff is not installed"; \
-	    else ruff check pyvmem tests/python examples .ci setup.py; fi
+	$(Q)$(PY) .ci/lint.py --beside $(PYTHON)
 
-format: ## Bring the C and the Python code into the form of .clang-format and pyproject.toml
-	$(Q)clang-format -i $$(git ls-files '*.c' '*.h')
-	$(Q)ruff format
+format: venv ## Bring the C and the Python code into the form of .clang-format and pyproject.toml
+	$(Q)$(PY) .ci/lint.py --beside $(PYTHON) --fix
 
 wheel: | toolchain ## Build the source distribution and the manylinux wheel into build/dist, and try the wheel
 	$(Q)$(PYTHON) .ci/make_wheel.py build/dist

@@ -81,8 +81,10 @@ def install(target):
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-warn-script-location", *quiet]
     has_torch = "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"
     if subprocess.run([python, "-c", has_torch]).returncode:
-        print("installing", TORCH, flush=True)
+        print(f"installing {TORCH} into {target}; with CUDA's libraries some gigabytes", flush=True)
         subprocess.run([*pip, TORCH], check=True)
+    print(f"installing pyvmem with its extras bench and test into {target}: packages that are missing are downloaded,")
+    print("libvmem is compiled (half a minute to two minutes)", flush=True)
     subprocess.run([*pip, "setuptools>=77", "cffi>=1.15"], check=True)
     subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[bench,test]"], check=True)
 

@@ -47,10 +47,11 @@ MUTANTS = [
         # marks
         ("map ignores the page's operation id", _M, "if (VMEM__UNLIKELY(p->opid && p->opid != b->opid))", "if (0)",
          "test_busy"),
-        ("map continues over a busy page", _M, "|| p->granules != granules || p->opid ||", "|| p->granules != granules ||",
-         "test_busy"),
+        ("map continues over a busy page", _M, "p->granules != granules || p->opid ||",
+         "p->granules != granules ||", "test_busy"),
         ("unmap ignores the page's operation id", _U, "if (p->opid && p->opid != b->opid)", "if (0)", "test_busy"),
-        ("release continues over a busy page", _U, "|| p->opid ||\n            p->mappings", "||\n            p->mappings", "test_busy"),
+        ("release continues over a busy page", _U, "|| p->opid ||\n            p->mappings",
+         "||\n            p->mappings", "test_busy"),
         ("undo leaves the pages' operation ids", _M, "        if (p->state == GRANULE_PAGE)\n            p->opid = 0;\n"
          "        struct vmem__leaf", "        struct vmem__leaf", "test_map test_failures"),
         ("undo leaves the entries", _M, "        *entry = vmem__entry_frame(*entry);\n", "", "test_map test_failures"),
@@ -119,8 +120,8 @@ MUTANTS = [
         # the host backend
         ("an undo maps the new page", _H, "unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);",
          "r->arena, r->offset);", "test_map_limit"),
-        ("a batch that fails is not undone", _H, "    while (rc && done--)\n        undo", "    while (0)\n        undo",
-         "test_map_limit"),
+        ("a batch that fails is not undone", _H, "    while (rc && done--)\n        undo",
+         "    while (0)\n        undo", "test_map_limit"),
         ("no ballast", _H, "    ballast_take(h);\n    h->cgroup", "    h->cgroup", "test_map_limit"),
         ("a refused munmap is forgotten", _H, "    if (!gone) {\n", "    if (0) {\n", "test_reserve"),
         ("a child's mappings stay shared", _F, "if (files && !see_all())", "if (0)", "test_fork"),

@@ -70,7 +70,7 @@ class Result:
     complaints: list = dataclasses.field(default_factory=list)
 
     def lines(self, prefix):
-        return [l[len(prefix) :].strip() for l in self.output if l.startswith(prefix)]
+        return [line[len(prefix) :].strip() for line in self.output if line.startswith(prefix)]
 
     @property
     def passed(self):

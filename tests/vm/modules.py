@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from kernel import CACHE, HERE, TOP, Missing, digest, say
 

@@ -29,7 +29,8 @@ MUTANTS = (
     # ---- invalidates, membars, page-table entries
     _m("no_invalidate", "no TLB invalidate after the entries", "test_calls test_replace",
        _C,
-       "        if (!mask)\n            continue;\n        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)\n"
+       "        if (!mask)\n            continue;\n"
+       "        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)\n"
        "            uvm_vmem_push_invalidate_add(&call->push, overlay->start, overlay->end, true);\n        else\n"
        "            uvm_vmem_push_invalidate_add(&call->push, block + __ffs(mask) * UVM_VMEM_GRANULE,\n"
        "                                         block + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);",

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import kernel as kernels
 import modules
-import plan
 import rootfs
 from guest import Step, command_line
 from kernel import CACHE, HERE, TOP, Missing, say
