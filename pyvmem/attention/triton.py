@@ -136,7 +136,7 @@ def decode(call: Call, out: torch.Tensor, table: torch.Tensor | None = None) -> 
     k_new, v_new = call.new or (None, None)
     strides = (*q.stride()[:2], *out.stride()[:2], *_row_strides(k_new), *_row_strides(v_new))
     tensors = [q, k, v, out]
-    if k_new is not None:
+    if k_new is not None and v_new is not None:
         tensors += [k_new, v_new]
     pointers = [x.data_ptr() for x in tensors]
     aligned = all(p % 16 == 0 for p in pointers)
