@@ -148,58 +148,79 @@ int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
     return 0;
 }
 
-// Creates n pages, of which `left` granules more will follow, continuing physically after page `near`. With the lock
-// held, which it drops for a while. *grown: new arenas were made.
-static int create_part(vmem_context *ctx, uint32_t granules, size_t n, uint64_t more, vmem_page near, uint32_t flags,
-                       vmem_page *out, bool *grown)
+// Takes up to `left` granules for pages of `granules` each: behind page `near`, or else where there is memory, or else
+// where there is none yet.
+static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vmem_page near, struct vmem__piece *p)
+{
+    struct vmem__arena_rec *a;
+    const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
+    if (q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->granules, left, granules, p))
+        return true;
+    // Long stretches start at whole blocks, so that page-table entries of 2 MiB can map them.
+    const bool blocks = left >= BLOCK_GRANULES && granules < BLOCK_GRANULES;
+    return (blocks && vmem__take(ctx, true, left, BLOCK_GRANULES, p)) || vmem__take(ctx, true, left, granules, p) ||
+           (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) || vmem__take(ctx, false, left, granules, p);
+}
+
+// A new arena, after a look for an interrupt where the last ones took long to make. *fresh: bytes made since that look.
+static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, uint64_t *fresh)
+{
+    const uint64_t before = ctx->arena_bytes;
+    int rc = 0;
+    if (*fresh >= VMEM__PORTION) {
+        vmem__unlock(ctx);
+        rc = vmem__interrupted(&ctx->b);
+        vmem__lock(ctx);
+        *fresh = 0;
+    }
+    if (!rc)
+        rc = vmem__grow(ctx, wanted, granules);
+    if (!rc)
+        *fresh += ctx->b.ops->populate ? 0 : ctx->arena_bytes - before;
+    return rc;
+}
+
+// A part of a call that creates pages.
+struct part {
+    uint32_t granules; // of a page
+    uint32_t flags;
+    size_t n;
+    uint64_t more;  // granules that will follow
+    vmem_page near; // continues physically behind this page; 0: anywhere
+    bool grown;     // arenas were made for it
+};
+
+// Creates its pages. With the lock held, which it drops for a while.
+static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *out)
 {
     struct vmem__piece few[16], *pieces = few;
-    if (n > sizeof few / sizeof few[0] && !(pieces = malloc(n * sizeof *pieces)))
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
-    uint64_t left = (uint64_t)n * granules, fresh = 0;
+    if (part->n > sizeof few / sizeof few[0] && !(pieces = malloc(part->n * sizeof *pieces)))
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", part->n);
+    uint64_t left = (uint64_t)part->n * part->granules, fresh = 0;
     size_t n_pieces = 0;
     bool ready = true; // all is committed and clean enough
     int rc = 0;
-    while (left) {
+    while (left && !rc) {
         struct vmem__piece *p = &pieces[n_pieces];
-        struct vmem__arena_rec *a;
-        const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
-        bool got = q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->granules, left, granules, p);
-        near = 0;
-        // Long stretches start at whole blocks, so that page-table entries of 2 MiB can map them.
-        const uint32_t align = left < BLOCK_GRANULES ? granules : BLOCK_GRANULES;
-        got = got || vmem__take(ctx, true, left, align, p) || vmem__take(ctx, true, left, granules, p) ||
-              vmem__take(ctx, false, left, align, p) || vmem__take(ctx, false, left, granules, p);
-        if (!got) {
-            const uint64_t space = ctx->arena_bytes;
-            if (fresh >= VMEM__PORTION) {
-                vmem__unlock(ctx);
-                rc = vmem__interrupted(&ctx->b);
-                vmem__lock(ctx);
-                fresh = 0;
-            }
-            if (!rc)
-                rc = vmem__grow(ctx, left + more, granules);
-            if (rc)
-                break;
-            *grown = true;
-            fresh += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
+        if (!take(ctx, part->granules, left, n_pieces ? 0 : part->near, p)) {
+            rc = make_arena(ctx, left + part->more, part->granules, &fresh);
+            part->grown |= !rc;
             continue;
         }
         if (!p->committed) {
             ctx->committed += p->granules * GRANULE;
             ready = false;
         }
-        for (uint32_t u = 0; ready && (flags & VMEM_CREATE_ZERO) && u < p->granules; u++)
+        for (uint32_t u = 0; (part->flags & VMEM_CREATE_ZERO) && ready && u < p->granules; u++)
             ready = !p->arena->pages[p->first + u].dirty;
-        pages_make(ctx, p, granules, flags & VMEM__CREATE_BOUND, out);
-        out += p->granules >> __builtin_ctz(granules);
+        pages_make(ctx, p, part->granules, part->flags & VMEM__CREATE_BOUND, out);
+        out += p->granules >> __builtin_ctz(part->granules);
         left -= p->granules;
         n_pieces++;
     }
     if (!rc && !ready) {
         vmem__unlock(ctx);
-        rc = pages_ready(ctx, pieces, n_pieces, flags);
+        rc = pages_ready(ctx, pieces, n_pieces, part->flags);
         vmem__lock(ctx);
     }
     if (rc) {
@@ -214,6 +235,23 @@ static int create_part(vmem_context *ctx, uint32_t granules, size_t n, uint64_t 
     return rc;
 }
 
+// The end of a call that failed with rc when it had created `done` pages of n.
+static void __attribute__((cold)) undo_create(vmem_context *ctx, int rc, uint64_t page_size, size_t n,
+                                              const vmem_page *pages, size_t done, bool grown)
+{
+    ctx->created -= (n - done) * page_size;
+    ctx->undoing += rc == -EINTR;
+    vmem__unlock(ctx);
+    if (done)
+        vmem_drop(ctx, pages, done); // nobody else knows them
+    vmem__lock(ctx);
+    ctx->undoing -= rc == -EINTR;
+    if (rc == -EINTR)
+        vmem__shrink_later(ctx);
+    else if (grown)
+        vmem__shrink(ctx);
+}
+
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
 {
     int rc = vmem__enter(ctx);
@@ -222,37 +260,33 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     if (rc || !n)
         return rc;
 
-    const uint32_t granules = (uint32_t)(page_size >> GRANULE_SHIFT);
-    size_t done = 0;
-    bool grown = false;
+    struct part part = {.granules = (uint32_t)(page_size >> GRANULE_SHIFT), .flags = flags, .near = near};
     vmem__begin(ctx);
     rc = vmem__check_room(ctx, page_size, n);
-    const uint64_t bytes = rc ? 0 : n * page_size;
-    ctx->created += bytes;
-    while (!rc && done < n) {
-        const uint64_t most = PART_UNITS(ctx);
-        const size_t part = (n - done) * granules <= most ? n - done : most / granules;
-        rc = create_part(ctx, granules, part, (n - done - part) * granules, near, flags, out + done, &grown);
-        done += rc ? 0 : part;
-        if (rc || done == n)
-            break;
-        near = out[done - 1];
-        vmem__unlock(ctx);
-        rc = vmem__interrupted(&ctx->b);
-        vmem__lock(ctx);
-    }
     if (rc) {
-        ctx->created -= bytes - done * page_size;
-        ctx->undoing += rc == -EINTR;
-        vmem__unlock(ctx);
-        if (done)
-            vmem_drop(ctx, out, done); // nobody else knows them
-        vmem__lock(ctx);
-        ctx->undoing -= rc == -EINTR;
-        if (rc == -EINTR)
-            vmem__shrink_later(ctx);
-        else if (grown)
-            vmem__shrink(ctx);
+        vmem__end(ctx);
+        return rc;
+    }
+    ctx->created += n * page_size;
+    const uint64_t most = PART_UNITS(ctx);
+    for (size_t done = 0;;) {
+        const size_t left = n - done;
+        part.n = left * part.granules <= most ? left : most / part.granules;
+        part.more = (left - part.n) * part.granules;
+        rc = create_part(ctx, &part, out + done);
+        done += rc ? 0 : part.n;
+        if (!rc && done == n)
+            break;
+        if (!rc) {
+            part.near = out[done - 1];
+            vmem__unlock(ctx);
+            rc = vmem__interrupted(&ctx->b);
+            vmem__lock(ctx);
+        }
+        if (rc) {
+            undo_create(ctx, rc, page_size, n, out, done, part.grown);
+            break;
+        }
     }
     vmem__end(ctx);
     return rc;
