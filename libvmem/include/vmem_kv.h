@@ -69,7 +69,7 @@ struct vmem_kv_config {
     uint64_t budget; // most bytes of pages; taken from the device at creation (vmem_prealloc), unless LAZY
     // 0 in any of these: a default that suits.
     uint32_t ahead_tokens;    // plentiful memory: stay backed this far past the length, up to twice as far (128)
-    uint32_t ahead_min;       // scarce memory: the same (4)
+    uint32_t ahead_min;       // scarce memory: the same, up to twice as far (4)
     uint32_t eager_tokens;    // (512)
     uint32_t reclaim_percent; // memory is scarce when less than this part of the budget is free (10)
     uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)

@@ -103,7 +103,7 @@ class RequestSlots:
         with self.lock:
             if self._slots[index] >= 0:
                 self.finish(index)
-            slot = self._alloc(len(ids) * self.block_tokens)
+            slot = self._alloc(len(ids) * self.block_tokens, hits * self.block_tokens)
             self._slots[index] = slot
             self._ops.append((slot, 0, ids, hits, True))
             self.hit_blocks += hits
@@ -174,13 +174,13 @@ class RequestSlots:
             fresh.update(blocks[hits:])
         settle()
 
-    def _alloc(self, tokens):
-        slot = self.cache.alloc_reqid(tokens)
+    def _alloc(self, tokens, prefix_tokens):
+        slot = self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)
         while slot < 0 and self._retiring:
             self.fence_waits += 1
             self._fences.wait(self._retiring[0][0])
             self._reap()
-            slot = self.cache.alloc_reqid(tokens)
+            slot = self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)
         if slot < 0:
             raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
         return slot

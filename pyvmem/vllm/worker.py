@@ -76,8 +76,10 @@ class Engine:
         # Pages of requests that ended in the step before are free for the scheduler, but kernels may still read them.
         budget = self.num_blocks * self.layout.block_bytes
         budget += max(budget // 64, 16 * self.layout.block_bytes)
+        # vLLM counts on every block that it has, so next to nothing is kept unused; what requests are backed ahead is
+        # taken back when it is needed. A page is some tokens only: fewer calls to the driver, each for some pages.
         self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
-                             lazy=True, name="vllm")  # fmt: skip
+                             lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name="vllm")  # fmt: skip
         caching = vllm_config.cache_config.enable_prefix_caching
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
         self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names,

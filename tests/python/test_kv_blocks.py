@@ -90,11 +90,13 @@ def test_blocks_need_tensors_without_windows():
             BlockNames(cache, 10, TOKENS)
 
 
-def test_the_background_thread_backs_a_growing_request_seldom():
+@pytest.mark.parametrize("plenty", [True, False])
+def test_the_background_thread_backs_a_growing_request_seldom(plenty):
     """Whole stretches at a time, even where a page is only some tokens."""
     page = 2 << 20
     with KVCache([TensorSpec("kv", (page // 16,), torch.uint8)], 2, 512, 128 * page, backend="host", page_size=page,
-                 lazy=True, eager=False, ahead_tokens=64, name=None) as cache:  # fmt: skip
+                 lazy=True, eager=False, ahead_tokens=64, ahead_min=64, reclaim_percent=10 if plenty else 50,
+                 name=None) as cache:  # fmt: skip
         slot = cache.alloc_reqid()
         lengths = [0, 0]
         for tokens in range(1, 401):

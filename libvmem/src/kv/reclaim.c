@@ -87,8 +87,8 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
             uint32_t from = tail(kv, s, sp);
-            if (spare_ahead)
-                from = KV_MAX(from, kv_need_hi(kv, &kv->groups[i], (uint64_t)slot->tokens + kv->ahead_min));
+            if (spare_ahead) // what the background thread would map again at once
+                from = KV_MAX(from, kv_need_hi(kv, &kv->groups[i], slot->tokens + 2 * (uint64_t)kv->ahead_min));
             if (from < sp->hi) {
                 *v = (struct kv_victim){s, i, sp->lo, from};
                 return true;

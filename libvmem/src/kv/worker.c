@@ -148,9 +148,9 @@ static bool unmap_stale_one(vmem_kv *kv)
 
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
-    // Twice as far while memory is plentiful, so that a call lasts for a while: each interrupts address translation on
-    // the GPU, however many pages it maps.
-    uint64_t want = KV_MIN(kv->slots[slot].tokens + (uint64_t)ahead * (plenty ? 2 : 1), kv->max_tokens);
+    // Twice as far, so that a call lasts for a while: each interrupts address translation on the GPU, however many pages
+    // it maps.
+    uint64_t want = KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint32_t to = kv_need_hi(kv, g, want);
