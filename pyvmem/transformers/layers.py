@@ -149,11 +149,11 @@ class VMemLayer(CacheLayerMixin):
 
     def slot(self, which):
         """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``; backed as far as the lengths."""
-        return self.rows.kv.tensors[2 * self.index + which]
+        return self.rows.pairs[self.index][which]
 
     def kv(self):
         """K and V as `slot` gives them."""
-        return self.slot(0), self.slot(1)
+        return self.rows.pairs[self.index]
 
     def _bind(self):
         """The views of the batch, ``[batch, heads, max_tokens, head_dim]``."""

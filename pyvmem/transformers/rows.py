@@ -83,6 +83,8 @@ class Rows:
         Sliding window of each layer that keeps rows here, tokens; 0 for none.
     kv : KVCache or None
         Made when the first layer shows its shapes. All its slots are taken for good, used or not.
+    pairs : list of (torch.Tensor, torch.Tensor)
+        K and V of each layer, ``[slots, max_tokens, heads, head_dim]``: views of `kv`'s tensors.
     batch : int
         Sequences.
     slots : list of int
@@ -96,7 +98,7 @@ class Rows:
         self.max_tokens = max_tokens
         self.budget = budget
         self.options = options
-        self.kv = self.device = self.dtype = self.plan = None
+        self.kv = self.pairs = self.device = self.dtype = self.plan = None
         self.pending = None  # a `Handover` whose keys are on their way to the attention
         self.batch = self.version = 0
         self.slots = []
@@ -148,7 +150,9 @@ class Rows:
     def _create(self, slots):
         specs = []
         for i, ((k, v), window) in enumerate(zip(self._shapes, self.windows)):
-            specs += [TensorSpec(f"k{i}", k, self.dtype, window), TensorSpec(f"v{i}", v, self.dtype, window)]
+            # K and V side by side, row by row: half as many tensors, so half as many runs of pages to map.
+            parts = {f"kv{i}": (2, *k)} if k == v else {f"k{i}": k, f"v{i}": v}
+            specs += [TensorSpec(name, shape, self.dtype, window) for name, shape in parts.items()]
         options = {"lazy": True, "generous": False, "eager": False, "name": "transformers", **self.options}
         if options.get("context") is None and self.device.type == "cpu":
             options["backend"] = "host"
@@ -164,8 +168,15 @@ class Rows:
             kv.alloc_reqid(slot=slot)
         return kv
 
+    @staticmethod
+    def _pairs(kv):
+        """K and V of each layer, ``[slots, max_tokens, heads, head_dim]``."""
+        each = iter(zip(kv.specs, kv.tensors))
+        return [(t[:, :, 0], t[:, :, 1]) if spec.name.startswith("kv") else (t, next(each)[1]) for spec, t in each]
+
     def _take(self, kv):
         self.kv = kv
+        self.pairs = self._pairs(kv)
         self._finalizer = weakref.finalize(self, _finish, kv, self.device)
         self._lengths = np.zeros(kv.slots, np.int32)
         self.plan = None
@@ -199,13 +210,13 @@ class Rows:
             lengths[: len(self._lengths)] = self._lengths
             if lengths.any():
                 self._back(new, lengths)
-            for i, (source, target) in enumerate(zip(self.kv.tensors, new.tensors)):
-                if source.shape[2:] != target.shape[2:]:  # of a layer that has no rows yet
-                    continue
-                window = self.windows[i // 2]
+            for window, old, copies in zip(self.windows, self.pairs, self._pairs(new)):
+                if any(source.shape[2:] != target.shape[2:] for source, target in zip(old, copies)):
+                    continue  # a layer that has no rows yet
                 for slot, floor in zip(self.slots, self._floor):
                     live = slice(max(0, floor - window) if window else 0, int(lengths[slot]))
-                    target[slot, live] = source[slot, live]
+                    for source, target in zip(old, copies):
+                        target[slot, live] = source[slot, live]
         except BaseException:
             _finish(new, self.device)
             raise
@@ -232,7 +243,7 @@ class Rows:
             self._finalizer()
             if self.cudnn:
                 self.cudnn()
-            self.kv = self.plan = self.cudnn = None
+            self.kv = self.pairs = self.plan = self.cudnn = None
             self.batch = 0
             self._known = [False] * len(self.windows)
 

@@ -144,7 +144,7 @@ def test_beams_share_pages(make, device):
     assert stats.attached_pages > 0
     row = 2 * 2 * 2 * 16 * 4  # bytes of one token over both layers
     one = (2148 + 6) * row
-    # Each of the 4 tensors holds 4 full pages of the prompt; a beam's own are its last, partial ones.
+    # Each of the 2 tensors holds 8 full pages of the prompt; a beam's own are its last, partial ones.
     assert stats.page_size * stats.held_pages < 2.2 * one
 
 
@@ -366,8 +366,8 @@ def test_only_live_rows_have_pages(make, device):
     model = tiny_model("llama", device=device, max_position_embeddings=100_000)
     cache = make(model, slots=32)
     run(model, prompts(2, 10, device=device), cache)
-    # 4 tensors of 2 sequences with a page each.
-    assert cache.stats().held_pages <= 2 * 4 * 2
+    # K and V of a layer lie side by side: 2 tensors of 2 sequences with a page each.
+    assert cache.stats().held_pages <= 2 * 2 * 2
     assert sum(t.numel() for t in cache.kv.tensors) * 4 > 1 << 30
 
 
@@ -385,7 +385,7 @@ def test_sliding_layers_give_rows_up(make, device):
 def test_out_of_memory_names_what_to_lower_and_the_cache_goes_on(attention, make, device, backend):
     model = tiny_model("llama", device=device, max_position_embeddings=8192)
     page = min(pyvmem.Context(backend).page_sizes)
-    cache = make(model, budget=8 * page)  # for 4 tensors: two pages each
+    cache = make(model, budget=8 * page)  # for 2 tensors: four pages each
     ids = prompts(2, 64, device=device)
     want = generate(model, ids, cache, attention)
     cache.reset()
