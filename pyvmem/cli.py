@@ -85,7 +85,8 @@ def _bench(args, benchmarks):
     about = summary.about()
     records = []
     for b in chosen:
-        found = b.run(view.Session(b.name, args))
+        keep = (lambda so_far: form.dump(records + so_far, args.json, about)) if args.json else None
+        found = b.run(view.Session(b.name, args, keep=keep))
         if args.bench != "all" or args.full:
             view.show(f"{b.name}: {b.help}", found)
         records += found

@@ -135,10 +135,7 @@ def decode(call: Call, out: torch.Tensor, table: torch.Tensor | None = None) -> 
     parts, q, k, v = call.plan, call.q, call.k, call.v
     k_new, v_new = call.new or (None, None)
     strides = (*q.stride()[:2], *out.stride()[:2], *_row_strides(k_new), *_row_strides(v_new))
-    tensors = [q, k, v, out]
-    if k_new is not None and v_new is not None:
-        tensors += [k_new, v_new]
-    pointers = [x.data_ptr() for x in tensors]
+    pointers = [x.data_ptr() for x in (q, k, v, out, *(call.new or ()))]
     aligned = all(p % 16 == 0 for p in pointers)
     ready = parts.launches.get(strides) if aligned and table is None else None
     if ready is not None:

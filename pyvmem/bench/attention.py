@@ -352,5 +352,6 @@ def _points(session, context, points, pools, have, measure, gpu):
             records.append(session.record(point.bytes / rate, context, metric, "us", backend="cudaMalloc"))
         records += _ratios(session, context, point, found)
         records += _table(session, context, point, found)
+        session.keep(records)
         del runs, one
     return records

@@ -157,6 +157,37 @@ class Bench:
         return clock.times[0] - start, steps, most + pages, pages
 
 
+def _records(session, context, bench, size, long, brief, short):
+    """Of the runs so far: {name: results of `Bench.run`} for long prompts and for short ones."""
+    records = []
+    batch, prompt, new = size
+
+    def note(samples, name, metric, unit):
+        attention, kind, graphs, cudnn = CACHES[name]
+        backend = f"{context.backend if kind == 'VMemCache' else kind}, {attention}"
+        backend += ", graphs" * graphs + ", no cuDNN" * (not cudnn)
+        records.append(session.record(samples, context, metric, unit, backend=backend))
+
+    for runs_of, (tokens, few) in ((long, (prompt, new)), (short, brief)):
+        text = f"{batch} x {tokens} tokens"
+        for name, runs in runs_of.items():
+            if not runs:
+                continue
+            note([1e3 * r[0] for r in runs], name, f"prefill, {text}", "ms")
+            note(np.concatenate([1e3 * r[1][1:] for r in runs]), name, f"decode step, {text}", "ms")
+            if runs_of is short:
+                note([1e3 * (r[0] + r[1].sum()) for r in runs], name, f"{text} and {few} new ones", "ms")
+            if bench.gpu:
+                note([r[2] / GIB for r in runs], name, f"most memory beside the weights, {text}", "GiB")
+            if runs[0][3]:
+                note([r[3] / GIB for r in runs], name, f"of it pages, {text}", "GiB")
+    config = bench.model.config
+    row = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    metric = f"rows of keys and values, {batch} x {prompt} tokens"
+    records.append(session.record(batch * (prompt + new - 1) * row / GIB, context, metric, "GiB", backend="needed"))
+    return records
+
+
 @benchmark("generate", "transformers' generate() with VMemCache, DynamicCache and StaticCache", arguments=arguments)
 def run(session):
     """A batch of long prompts, then of short ones, with each cache in turns."""
@@ -177,39 +208,16 @@ def run(session):
         repeats = 1 if session.quick else args.repeats
         if not bench.gpu:  # there is no cuDNN, and no graph
             args.caches = [name for name in args.caches if name != "vmem-graphs" and not name.endswith("-nocudnn")]
-        records = []
         allowed = torch.backends.cuda.cudnn_sdp_enabled()
-
-        def note(samples, name, metric, unit):
-            attention, kind, graphs, cudnn = CACHES[name]
-            backend = f"{context.backend if kind == 'VMemCache' else kind}, {attention}"
-            backend += ", graphs" * graphs + ", no cuDNN" * (not cudnn)
-            records.append(session.record(samples, context, metric, unit, backend=backend))
-
+        long, short = ({name: [] for name in args.caches} for _ in range(2))
         for name in args.caches:  # what is compiled or planned at the first call
             bench.run(name, batch, brief, 4, 0)
-        found = {name: [] for name in args.caches}
         order = [name for i in range(repeats) for name in args.caches[:: 1 if i % 2 == 0 else -1]]
         for name in session.track(order, "long prompts"):
-            found[name].append(bench.run(name, batch, prompt, new, args.chunk))
-        text = f"{batch} x {prompt} tokens"
-        for name, runs in found.items():
-            note([1e3 * r[0] for r in runs], name, f"prefill, {text}", "ms")
-            note(np.concatenate([1e3 * r[1][1:] for r in runs]), name, f"decode step, {text}", "ms")
-            if bench.gpu:
-                note([r[2] / GIB for r in runs], name, f"most memory beside the weights, {text}", "GiB")
-            if runs[0][3]:
-                note([r[3] / GIB for r in runs], name, f"of it pages, {text}", "GiB")
-        config = bench.model.config
-        row = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        records.append(session.record(
-            batch * (prompt + new - 1) * row / GIB, context, f"rows of keys and values, {text}", "GiB", backend="needed"
-        ))  # fmt: skip
-        short = {name: [] for name in args.caches}
+            long[name].append(bench.run(name, batch, prompt, new, args.chunk))
+            session.keep(_records(session, context, bench, (batch, prompt, new), long, (brief, few), short))
         for name in session.track(2 * order, "short prompts"):
-            prefill, steps, _, _ = bench.run(name, batch, brief, few, 0)
-            short[name].append(1e3 * (prefill + steps.sum()))
-        for name, times in short.items():
-            note(times, name, f"{batch} x {brief} tokens and {few} new ones", "ms")
+            short[name].append(bench.run(name, batch, brief, few, 0))
+            session.keep(_records(session, context, bench, (batch, prompt, new), long, (brief, few), short))
         torch.backends.cuda.enable_cudnn_sdp(allowed)
-    return records
+        return _records(session, context, bench, (batch, prompt, new), long, (brief, few), short)

@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -63,11 +64,16 @@ FIELDS = tuple(f.name for f in fields(Record))
 def dump(records, path, about=None):
     """Write records as JSON, one a line: ``{"about": {...}, "records": [...]}``.
 
-    about: what they belong to, such as date, versions and machine (`pyvmem.bench.summary.about`).
+    about: what they belong to, such as date, versions and machine (`pyvmem.bench.summary.about`). A file that was there
+    is replaced as a whole, so that it is complete whenever the process ends.
     """
     rows = ",\n".join(json.dumps(asdict(r)) for r in records)
-    with open(path, "w", encoding="utf-8") as file:
+    whole = os.path.isfile(path) or not os.path.exists(path)  # else a pipe or a device
+    target = f"{path}.part" if whole else path
+    with open(target, "w", encoding="utf-8") as file:
         file.write(f'{{"about": {json.dumps(about or {})},\n"records": [\n{rows}\n]}}\n')
+    if whole:
+        os.replace(target, path)
 
 
 def load(path):

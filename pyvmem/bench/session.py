@@ -31,11 +31,17 @@ class Session:
         A smaller run that shows the same.
     """
 
-    def __init__(self, name, args, out=sys.stderr):
+    def __init__(self, name, args, out=sys.stderr, keep=None):
         self.name = name
         self.args = args
         self.quick = args.quick
         self._out = out
+        self._keep = keep
+
+    def keep(self, records):
+        """Write the benchmark's records so far, where they are to go: a long run may be cut off."""
+        if self._keep is not None:
+            self._keep(records)
 
     def context(self, backend=None, **options):
         """A new `Context` of the backend asked for on the command line, or of another."""

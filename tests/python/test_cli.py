@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -258,6 +259,32 @@ def test_load_refuses_what_is_no_list_of_records(tmp_path):
         (tmp_path / "r.json").write_text(text)
         with pytest.raises(ValueError, match="records"):
             form.load(tmp_path / "r.json")
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_kept(tmp_path):
+    path, first = tmp_path / "r.json", form.Record.of(1, **SOME)
+
+    class CutOff(Exception):
+        pass
+
+    def measure(session):
+        session.keep([first])
+        session.keep([first, first])
+        raise CutOff
+
+    bench = SimpleNamespace(name="b", help="", run=measure)
+    args = SimpleNamespace(bench="b", plot=None, json=str(path), quick=True)
+    with pytest.raises(CutOff):
+        cli._bench(args, [bench])
+    assert form.load(path) == [first, first] and os.listdir(tmp_path) == ["r.json"]
+
+
+def test_records_go_to_a_pipe_too(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = subprocess.Popen(["cat", path], stdout=subprocess.PIPE, text=True)
+    form.dump([form.Record.of(1, **SOME)], path)
+    assert '"bench": "b"' in reader.communicate(timeout=60)[0] and path.is_fifo()
 
 
 SIZES = [("64K", 65536), ("2M", 2 << 20), ("12TiB", 12 << 40), ("1.5g", 3 << 29), ("7", 7)]
