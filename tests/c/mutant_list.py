@@ -44,6 +44,8 @@ MUTANTS = [
          "for (uint64_t at = addr - addr % GRANULE; at <= addr;", "test_access"),
         ("space_find is off by one", _R, "if (s->b.addr + s->b.length <= addr)", "if (s->b.addr + s->b.length < addr)",
          "test_map"),
+        ("the largest budget rounds up to none", _A, "ctx->budget < MAX_RESERVE ? ctx->budget : MAX_RESERVE",
+         "ctx->budget", "test_budget"),
         # marks
         ("map ignores the page's operation id", _M, "if (VMEM__UNLIKELY(p->opid && p->opid != b->opid))", "if (0)",
          "test_busy"),
@@ -104,6 +106,17 @@ MUTANTS = [
          "test_failures"),
         ("a failed create keeps its first part", _P, "            vmem_drop(ctx, out, done);", "            (void)0;",
          "test_create test_interrupt"),
+        ("a commit builds on one that may fail", _C, "if (p->tentative || p->doomed)", "if (p->doomed)", "test_commit"),
+        ("a commit builds on what is to go", _C, "if (p->tentative || p->doomed)", "if (p->tentative)", "test_busy"),
+        ("pages stay tentative", _C, "                p->tentative = 0;\n", "                ;\n", "test_commit"),
+        ("no page is tentative", _C, "(at->range < n ? VMEM__CREATE_TENTATIVE : 0)", "0", "test_commit"),
+        ("prealloc takes all there is", _P, "} else if (bytes > ctx->b.info.memory_total ||", "} else if (0 &&",
+         "test_budget"),
+        ("drop loses the error before it", _X, "        if (rc && rc != -EINVAL)\n            doom(ctx, pages[i], rc != -EBUSY);\n"
+         "    }\n    vmem__error(0, \"%s\", text);", "        if (rc && rc != -EINVAL)\n            doom(ctx, pages[i], rc != -EBUSY);\n"
+         "    }", "test_busy"),
+        ("a reservation waits for another one's sweep", _X, "        if (!s->inflight)\n            end_space(ctx, s);\n",
+         "", "test_busy"),
         ("a failed commit keeps what it made", _C, "        undo(ctx, &pages, rc);\n", "        (void)undo;\n",
          "test_failures test_interrupt"),
         ("an interrupt is not asked for", _P,

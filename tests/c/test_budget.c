@@ -63,6 +63,28 @@ static void commit_looks_first(void)
     vmem_context_destroy(ctx);
 }
 
+// As a limit that never binds.
+static void largest_budget(void)
+{
+    vmem_context *ctx = test_context(UINT64_MAX);
+    vmem_page page;
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
+    vmem_context_destroy(ctx);
+}
+
+// More than there is fails at once, and does not take all there is first.
+static void prealloc_looks_first(void)
+{
+    vmem_context *ctx = test_context(0);
+    const uint64_t calls = test_stats(ctx).syscalls;
+    ctx->b.info.memory_total = 16 * MIB; // of so small a device
+    ERR(vmem_prealloc(ctx, 16 * MIB + 1), ENOMEM, "bytes of memory");
+    ERR(vmem_prealloc(ctx, 32 * TIB), ENOMEM, "bytes of memory");
+    CHECK_EQ(test_stats(ctx).syscalls, calls);
+    OK(vmem_prealloc(ctx, 16 * MIB));
+    vmem_context_destroy(ctx);
+}
+
 static void prealloc_of_nothing(void)
 {
     vmem_context *ctx = test_context(0);
@@ -171,7 +193,9 @@ int main(int argc, char **argv)
     budget();
     budget_caps_arenas(false);
     budget_caps_arenas(true);
+    largest_budget();
     commit_looks_first();
+    prealloc_looks_first();
     prealloc_of_nothing();
     prealloc();
     shrinks();

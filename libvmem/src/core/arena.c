@@ -257,7 +257,7 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align)
     size = size > b->arena_max ? b->arena_max : size;
     for (;;) {
         if (!lazy && ctx->budget) {
-            uint64_t cap = round_up(ctx->budget, BLOCK);
+            uint64_t cap = round_up(ctx->budget < MAX_RESERVE ? ctx->budget : MAX_RESERVE, BLOCK);
             uint64_t left = cap > ctx->committed ? cap - ctx->committed : 0;
             size = size > left ? left / BLOCK * BLOCK : size;
             if (size < least)

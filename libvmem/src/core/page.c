@@ -133,6 +133,11 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
 }
 
 int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
+static const char *whose_memory(const vmem_context *ctx)
+{
+    return ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,";
+}
+
 {
     const uint64_t total = ctx->b.info.memory_total, created = ctx->created, bytes = n * page_size;
     if (ctx->budget && (created >= ctx->budget || bytes > ctx->budget - created))
@@ -142,9 +147,7 @@ int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
         return vmem__error(-ENOMEM,
                            "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64
                            " bytes of memory",
-                           n, page_size, ctx->created,
-                           ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,",
-                           total);
+                           n, page_size, ctx->created, whose_memory(ctx), total);
     return 0;
 }
 
@@ -344,6 +347,12 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
                          bytes, ctx->created, ctx->budget);
         bytes = 0;
     }
+    } else if (bytes > ctx->b.info.memory_total || ctx->created > ctx->b.info.memory_total - bytes) {
+        // Without this look all memory there is would be taken first.
+        rc = vmem__error(-ENOMEM,
+                         "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages: the %s %" PRIu64 " bytes of memory",
+                         bytes, ctx->created, whose_memory(ctx), ctx->b.info.memory_total);
+        bytes = 0;
     // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not
     // move the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
     const uint64_t goal = ctx->created + bytes;
