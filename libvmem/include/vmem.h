@@ -200,7 +200,8 @@ struct vmem_range {
 };
 
 // Backs every unbacked part of the ranges with new pages of one size, consecutive where possible; what is backed stays
-// as it is. Ranges are multiples of page_size, each inside one reservation, and do not overlap. All or nothing.
+// as it is. Ranges are multiples of page_size, each inside one reservation, and do not overlap. All or nothing; -EBUSY
+// where another call commits that is not over, or where pages are that are to go (vmem_drop).
 // *bytes, when not NULL, receives how much was newly backed. The pages belong to the addresses: one that is mapped
 // nowhere any more, because it was unmapped, replaced, or its reservation given up, is released.
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,

@@ -136,8 +136,12 @@ static void during_data(const char *name, int (*held)(void))
     ERR(vMemFree(ctx, addr), EBUSY, "");
     OK(vMemUnmap(ctx, addr + 8 * test_page, test_page));
     CHECK_EQ(page_at(ctx, second), under);
+    ERR(vMemRelease(ctx, 0), EINVAL, "page 0x0");
     OK(vmem_drop(ctx, &under, 1)); // later
+    CHECK(strstr(vmem_last_error(), "page 0x0"));
     CHECK_EQ(page_at(ctx, second), under);
+    ERR(vmem_commit(ctx, &both, 1, test_page, 0, NULL), EBUSY,
+        "commits or releases there"); // as backed it would go too
     checked_resume();
     CHECK(!pthread_join(t, NULL));
     CHECK_EQ(result, 0);
@@ -189,6 +193,31 @@ static void gives_up_later(void)
     CHECK_EQ(test_stats(ctx).mapped, before.mapped);
     page[0] = page0;
     addr = keep;
+}
+
+static int do_unreserve(void) { return vmem_unreserve(ctx, addr); }
+
+// A reservation is gone when its call returns, whatever else another thread gives up at that time.
+static void two_unreserve(void)
+{
+    const struct vmem_stats before = test_stats(ctx);
+    pthread_t t;
+    uint64_t second;
+    OK(vMemReserve(ctx, 2 * MIB, 0, &addr));
+    OK(vMemReserve(ctx, 2 * MIB, 0, &second));
+    OK(vmem_commit(ctx, &(struct vmem_range){addr, test_page}, 1, test_page, 0, NULL));
+    OK(vmem_commit(ctx, &(struct vmem_range){second, test_page}, 1, test_page, 0, NULL));
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_unreserve));
+    checked_held();
+    OK(vmem_unreserve(ctx, second));
+    CHECK_EQ(test_stats(ctx).reserved, before.reserved + 2 * MIB);
+    CHECK_EQ(test_stats(ctx).mapped, before.mapped + test_page);
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    CHECK_EQ(test_stats(ctx).reserved, before.reserved);
+    CHECK_EQ(test_stats(ctx).created, before.created);
 }
 
 static _Atomic bool gone;
@@ -255,6 +284,7 @@ int main(int argc, char **argv)
     data_during(do_map, true);
     data_during(do_unmap, false);
     gives_up_later();
+    two_unreserve();
     vmem_context_destroy(ctx);
     destroy_waits();
     return 0;

@@ -74,6 +74,49 @@ static void page_sizes(vmem_context *ctx)
     CHECK_EQ(bytes, 4 * MIB);
 }
 
+// What a commit has filled so far goes again if it fails: until it is over, another one must not build on it. The
+// interrupt function stands for a second thread.
+static struct vmem_range first_page;
+static unsigned refusals, stop_at;
+
+static int commit_beside(void *arg)
+{
+    vmem_context *ctx = arg;
+    vmem_page page;
+    OK(vmem_query(ctx, first_page.addr, &page, NULL));
+    if (!page)
+        return 0;
+    ERR(vmem_commit(ctx, &first_page, 1, test_page, 0, NULL), EBUSY, "another call commits");
+    return ++refusals == stop_at;
+}
+
+static void beside_another(vmem_context *ctx)
+{
+    if (test_page == VMEM_PAGE_2M)
+        return; // it would take 8 GiB until a commit is done in parts
+    uint64_t bytes, start;
+    const uint64_t length = 4112 * test_page;
+    OK(vMemReserve(ctx, length, 0, &start));
+    const struct vmem_range all = {start, length};
+    first_page = (struct vmem_range){start, test_page};
+    OK(vmem_set_interrupt(ctx, commit_beside, ctx));
+    for (stop_at = 1; stop_at <= 2; stop_at++) {
+        refusals = 0;
+        if (stop_at == 1)
+            ERR(vmem_commit(ctx, &all, 1, test_page, 0, NULL), EINTR, "interrupted");
+        else
+            OK(vmem_commit(ctx, &all, 1, test_page, 0, &bytes));
+        CHECK_EQ(refusals, 1);
+        CHECK_EQ(test_stats(ctx).mapped, stop_at == 1 ? 0 : length);
+    }
+    CHECK_EQ(bytes, length);
+    OK(vmem_set_interrupt(ctx, NULL, NULL));
+    // It is over: its pages count as backed, as any do.
+    OK(vmem_commit(ctx, &all, 1, test_page, 0, &bytes));
+    CHECK_EQ(bytes, 0);
+    OK(vmem_unreserve(ctx, start));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -82,6 +125,7 @@ int main(int argc, char **argv)
     errors(ctx);
     grows_and_shrinks(ctx);
     page_sizes(ctx);
+    beside_another(ctx);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -98,6 +98,10 @@ extern const struct vmem__ops vmem__uvm_ops, vmem__stock_ops, vmem__cuda_ops, vm
 // some 50 ms in arena_new(), which then leave nothing behind. Not for anything that undoes.
 int vmem__interrupted(struct vmem__backend *b);
 
+// The calling thread's error text, which vmem__error(0, "%s", kept) puts back: for what a call does on its way out.
+#define VMEM__TEXT 512
+void vmem__keep_error(char kept[VMEM__TEXT]);
+
 // Sets the calling thread's error text and returns err (a negative errno), so that `return vmem__error(-EINVAL, ...)`.
 int vmem__error(int err, const char *fmt, ...) __attribute__((format(printf, 2, 3), cold));
 

@@ -1,10 +1,9 @@
 // Committing: pages that belong to the addresses they back. Looks first whether there may be so many, then finds holes
 // in the shadow, a part at a time, and fills them by the public calls, which check again: a call that got in between
-// makes them fail, and all that was filled goes again.
+// makes them fail, and all that was filled goes again. Until the last part is filled, its pages are tentative: another
+// commit must not take for backed what may go again.
 //
 // SPDX-License-Identifier: MIT
-#include <stdio.h>
-
 #include "core/core.h"
 
 #define PART 4096 // pages of a part
@@ -68,10 +67,14 @@ static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t
                 if (ops)
                     ops[*found].addr = addr;
                 ++*found;
-            } else if (vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->granules * GRANULE < page_size) {
+                continue;
+            }
+            const struct vmem__page *p = vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1);
+            if (p->tentative || p->doomed)
+                return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call commits or releases there", addr);
+            if (p->granules * GRANULE < page_size)
                 return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64,
                                    addr, page_size);
-            }
         }
     }
     return 0;
@@ -107,13 +110,29 @@ static int fill(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     if (rc || !*filled)
         return rc;
     vmem_page *part = pages->items + pages->n;
-    rc = vmem__create_near(ctx, page_size, *filled, pages->n ? part[-1] : 0, create_flags | VMEM__CREATE_BOUND, part);
+    const uint32_t flags = create_flags | VMEM__CREATE_BOUND | (at->range < n ? VMEM__CREATE_TENTATIVE : 0);
+    rc = vmem__create_near(ctx, page_size, *filled, pages->n ? part[-1] : 0, flags, part);
     if (rc)
         return rc;
     pages->n += *filled;
     for (size_t i = 0; i < *filled; i++)
         ops[i].page = part[i];
     return vMemMapBatch(ctx, ops, *filled, 0, NULL);
+}
+
+// Nothing can fail any more. Pages that another call released meanwhile are left out.
+static void settle(vmem_context *ctx, const struct pages *pages)
+{
+    struct vmem__arena_rec *a;
+    for (size_t i = 0; i < pages->n;) {
+        vmem__lock(ctx);
+        for (const size_t end = i + LOOK; i < pages->n && i < end; i++) {
+            struct vmem__page *p = vmem__page_get(ctx, pages->items[i], &a);
+            if (p)
+                p->tentative = 0;
+        }
+        vmem__unlock(ctx);
+    }
 }
 
 static void undo(vmem_context *ctx, const struct pages *pages, int rc)
@@ -148,6 +167,7 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     struct pages pages = {0};
     struct place at = {0};
     size_t holes, filled, since = 0;
+    bool tentative = false;
     vmem__begin(ctx);
     rc = count_holes(ctx, ranges, n, page_size, &holes);
     vmem__unlock(ctx);
@@ -159,17 +179,16 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     while (!rc && holes && at.range < n) {
         rc = fill(ctx, ranges, n, page_size, create_flags, &at, ops, most, &pages, &filled);
         since += filled * page_size;
+        tentative = tentative || at.range < n;
         if (!rc && since >= VMEM__PORTION && at.range < n) {
             rc = vmem__interrupted(&ctx->b);
             since = 0;
         }
     }
-    if (rc && pages.n) {
-        char text[256];
-        snprintf(text, sizeof(text), "%s", vmem_last_error());
+    if (rc && pages.n)
         undo(ctx, &pages, rc);
-        vmem__error(rc, "%s", text);
-    }
+    else if (tentative)
+        settle(ctx, &pages);
     vmem__lock(ctx);
     vmem__end(ctx);
     if (!rc && bytes)

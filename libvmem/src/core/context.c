@@ -131,6 +131,8 @@ void vmem_context_destroy(vmem_context *ctx)
     if (!ctx)
         return;
     const bool forked = !*ctx->owned;
+    char text[VMEM__TEXT];
+    vmem__keep_error(text);
     // In a forked child the bookkeeping may be half-written and the lock held by a thread that does not exist here:
     // only the backend's own state goes, the rest is left to the process's end.
     if (!forked) {
@@ -151,6 +153,7 @@ void vmem_context_destroy(vmem_context *ctx)
         pthread_mutex_destroy(&ctx->lock);
     }
     free(ctx);
+    vmem__error(0, "%s", text);
 }
 
 int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg)

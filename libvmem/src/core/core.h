@@ -74,6 +74,7 @@ struct vmem__page {
     uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
     uint32_t bound : 1;     // GRANULE_PAGE: of vmem_commit, goes when it is mapped nowhere any more
     uint32_t doomed : 1;    // GRANULE_PAGE: to be released as soon as it can be
+    uint32_t tentative : 1; // GRANULE_PAGE: of a vmem_commit that may fail yet, and would take it away again
     uint32_t committed : 1; // first and last granule of a free extent: it holds device memory
 };
 
@@ -258,7 +259,8 @@ static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_s
 // vmem_trim, keeping `ahead` bytes besides the pages that exist.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
-#define VMEM__CREATE_BOUND 0x80000000u // among the flags: the pages are bound to their addresses
+#define VMEM__CREATE_BOUND 0x80000000u     // among the flags: the pages are bound to their addresses
+#define VMEM__CREATE_TENTATIVE 0x40000000u // and of a vmem_commit that is not over with them
 // -ENOMEM unless there may be n pages more, at most 2^46 bytes, by the budget and by what the device has. With the lock
 // held.
 int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n);
@@ -313,6 +315,8 @@ struct vmem__reservation_rec *vmem__reservation_find(vmem_context *ctx, uint64_t
 size_t vmem__reservation_after(const vmem_context *ctx, uint64_t addr);
 // -EINVAL, naming [addr, addr + length), unless it is inside one reservation, which is *out then.
 int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__reservation_rec **out);
+// -EINVAL unless a reservation starts at addr, which is *out then, and was not given up.
+int vmem__reservation_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out);
 // Takes a reservation, on which no call works, out of the table; the caller then ends it without the lock.
 void vmem__reservation_remove(vmem_context *ctx, struct vmem__reservation_rec *s);
 void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s);

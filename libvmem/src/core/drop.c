@@ -3,8 +3,6 @@
 // something else was unmapped.
 //
 // SPDX-License-Identifier: MIT
-#include <stdio.h>
-
 #include "core/batch.h"
 
 #define FEW 64
@@ -103,6 +101,32 @@ static bool sweep_spaces(vmem_context *ctx)
     return false;
 }
 
+int vmem_unreserve(vmem_context *ctx, uint64_t addr)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    struct vmem__reservation_rec *s = NULL;
+    vmem__begin(ctx);
+    rc = vmem__reservation_start(ctx, addr, &s);
+    if (!rc) {
+        s->doomed = true;
+        ctx->n_doomed++;
+        ctx->stuck = false;
+        // Here and now, not by whoever sweeps: what the caller does next may need the memory, or the pages.
+        const bool sweeping = ctx->sweeping;
+        char text[VMEM__TEXT];
+        vmem__keep_error(text);
+        ctx->sweeping = true; // this call looks after the rest when it ends
+        if (!s->inflight)
+            end_space(ctx, s);
+        ctx->sweeping = ctx->sweeping && sweeping;
+        vmem__error(0, "%s", text);
+    }
+    vmem__end(ctx); // sweeps
+    return rc;
+}
+
 // ---- pages --------------------------------------------------------------------------------------------------
 
 static size_t find_doomed(const vmem_context *ctx, vmem_page *pages, size_t most)
@@ -136,8 +160,8 @@ static bool sweep_pages(vmem_context *ctx)
 
 void vmem__sweep(vmem_context *ctx)
 {
-    char text[512];
-    snprintf(text, sizeof(text), "%s", vmem_last_error()); // may be what the caller is about to return
+    char text[VMEM__TEXT];
+    vmem__keep_error(text); // may be what the caller is about to return
     ctx->sweeping = true;
     while (ctx->n_doomed && !ctx->stuck && (sweep_spaces(ctx) || sweep_pages(ctx)))
         ;
@@ -166,12 +190,14 @@ int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n)
         return rc;
     if (n && !pages)
         return vmem__error(-EINVAL, "pages is NULL");
-    if (!vMemReleaseBatch(ctx, pages, n, NULL))
-        return 0;
-    for (size_t i = 0; i < n; i++) {
+    char text[VMEM__TEXT];
+    vmem__keep_error(text); // callers clean up before they report what failed
+    const bool all = !vMemReleaseBatch(ctx, pages, n, NULL);
+    for (size_t i = 0; i < n && !all; i++) {
         rc = vMemRelease(ctx, pages[i]);
         if (rc && rc != -EINVAL)
             doom(ctx, pages[i], rc != -EBUSY);
     }
+    vmem__error(0, "%s", text);
     return 0;
 }

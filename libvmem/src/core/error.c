@@ -7,7 +7,7 @@
 
 #include "backend/backend.h"
 
-static _Thread_local char text[512];
+static _Thread_local char text[VMEM__TEXT];
 
 int vmem__error(int err, const char *fmt, ...)
 {
@@ -20,5 +20,7 @@ int vmem__error(int err, const char *fmt, ...)
     memcpy(text, fresh, sizeof text);
     return err;
 }
+
+void vmem__keep_error(char kept[VMEM__TEXT]) { memcpy(kept, text, sizeof text); }
 
 const char *vmem_last_error(void) { return text; }

@@ -22,7 +22,7 @@ int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 }
 
 // Makes pages of a piece, and their handles.
-static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, bool bound,
+static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
                        vmem_page *out)
 {
     struct vmem__arena_rec *a = piece->arena;
@@ -35,7 +35,8 @@ static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece,
         p->opid = 0;
         p->granules = granules;
         p->state = GRANULE_PAGE;
-        p->bound = bound;
+        p->bound = (flags & VMEM__CREATE_BOUND) != 0;
+        p->tentative = (flags & VMEM__CREATE_TENTATIVE) != 0;
         p->doomed = 0;
         for (uint32_t i = 1; i < granules; i++) {
             p[i].state = GRANULE_REST;
@@ -123,7 +124,7 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
     int rc = vmem__check_page_size(ctx, page_size);
     if (rc)
         return rc;
-    if (flags & ~(VMEM_CREATE_ZERO | VMEM__CREATE_BOUND))
+    if (flags & ~(VMEM_CREATE_ZERO | VMEM__CREATE_BOUND | VMEM__CREATE_TENTATIVE))
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     if (n && !out)
         return vmem__error(-EINVAL, "pages is NULL");
@@ -132,12 +133,12 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
     return 0;
 }
 
-int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 static const char *whose_memory(const vmem_context *ctx)
 {
     return ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,";
 }
 
+int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 {
     const uint64_t total = ctx->b.info.memory_total, created = ctx->created, bytes = n * page_size;
     if (ctx->budget && (created >= ctx->budget || bytes > ctx->budget - created))
@@ -216,7 +217,7 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
         }
         for (uint32_t u = 0; (part->flags & VMEM_CREATE_ZERO) && ready && u < p->granules; u++)
             ready = !p->arena->pages[p->first + u].dirty;
-        pages_make(ctx, p, part->granules, part->flags & VMEM__CREATE_BOUND, out);
+        pages_make(ctx, p, part->granules, part->flags, out);
         out += p->granules >> __builtin_ctz(part->granules);
         left -= p->granules;
         n_pieces++;
@@ -297,7 +298,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
 
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
 {
-    if (flags & VMEM__CREATE_BOUND) // not the caller's to use
+    if (flags & (VMEM__CREATE_BOUND | VMEM__CREATE_TENTATIVE)) // not the caller's to use
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     return vmem__create_near(ctx, page_size, n, 0, flags, pages);
 }
@@ -346,13 +347,13 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
         rc = vmem__error(-ENOMEM, "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages exceed the budget of %" PRIu64,
                          bytes, ctx->created, ctx->budget);
         bytes = 0;
-    }
     } else if (bytes > ctx->b.info.memory_total || ctx->created > ctx->b.info.memory_total - bytes) {
         // Without this look all memory there is would be taken first.
         rc = vmem__error(-ENOMEM,
                          "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages: the %s %" PRIu64 " bytes of memory",
                          bytes, ctx->created, whose_memory(ctx), ctx->b.info.memory_total);
         bytes = 0;
+    }
     // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not
     // move the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
     const uint64_t goal = ctx->created + bytes;

@@ -144,8 +144,7 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
     return 0;
 }
 
-// With the lock held.
-static int find_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out)
+int vmem__reservation_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out)
 {
     struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (!s || s->b.addr != addr || s->doomed)
@@ -178,7 +177,7 @@ int vMemFree(vmem_context *ctx, uint64_t addr)
         return rc;
     struct vmem__reservation_rec *s = NULL;
     vmem__begin(ctx);
-    rc = find_start(ctx, addr, &s);
+    rc = vmem__reservation_start(ctx, addr, &s);
     if (!rc && s->mapped)
         rc = vmem__error(-EBUSY, "addr 0x%" PRIx64 ": %" PRIu64 " bytes are still mapped there", addr, s->mapped);
     if (!rc && s->inflight)
@@ -191,23 +190,6 @@ int vMemFree(vmem_context *ctx, uint64_t addr)
         ctx->stuck = false;
     }
     vmem__end(ctx);
-    return rc;
-}
-
-int vmem_unreserve(vmem_context *ctx, uint64_t addr)
-{
-    int rc = vmem__enter(ctx);
-    if (rc)
-        return rc;
-    struct vmem__reservation_rec *s = NULL;
-    vmem__begin(ctx);
-    rc = find_start(ctx, addr, &s);
-    if (!rc) {
-        s->doomed = true;
-        ctx->n_doomed++;
-        ctx->stuck = false;
-    }
-    vmem__end(ctx); // sweeps
     return rc;
 }
 
