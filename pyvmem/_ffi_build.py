@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from cffi import FFI
@@ -15,7 +16,7 @@ INCLUDE = TOP / "libvmem" / "include"
 NATIVE = TOP / "pyvmem" / "native"
 
 
-def declarations(header):
+def declarations(header: str) -> str:
     """What cffi can read of a header: no comments, no conditionals, constants left for the compiler to evaluate."""
     text = re.sub(r"/\*.*?\*/", "", re.sub(r"//[^\n]*", "", header), flags=re.S)
     text = text.replace("\\\n", " ")
@@ -25,11 +26,11 @@ def declarations(header):
     return text.replace("@", "#define ")
 
 
-def relative(paths):
+def relative(paths: Iterable[Path]) -> list[str]:
     return sorted(str(p.relative_to(TOP)) for p in paths)
 
 
-def headers():
+def headers() -> list[Path]:
     """vmem.h first: the others include it."""
     public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name))
     return public + sorted(NATIVE.glob("*.h"))

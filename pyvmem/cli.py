@@ -3,21 +3,29 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from pyvmem import __version__
 from pyvmem.bench import argtypes
 from pyvmem.core import backends
 from pyvmem.errors import VmemError
 
+if TYPE_CHECKING:
+    from pyvmem.bench import Benchmark
+    from pyvmem.bench.records import Record
 
-def _device(parser):
+
+def _device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--device", type=argtypes.whole(0), default=0, metavar="N", help="CUDA device ordinal (0)")
 
 
-def _common():
+def _common() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     group = common.add_argument_group("common to all benchmarks")
     group.add_argument("--backend", choices=backends(), help="the best that works by default")
@@ -36,7 +44,7 @@ def _common():
     return common
 
 
-def _parser(benchmarks):
+def _parser(benchmarks: Sequence[Benchmark]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
     parser.add_argument("--version", action="version", version=f"pyvmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -56,25 +64,25 @@ def _parser(benchmarks):
         if b.arguments:
             b.arguments(own)
             # "all" takes the same arguments, so that for instance a trace can be named there.
-            b.arguments(_Once(everything))
+            b.arguments(cast(argparse.ArgumentParser, _Once(everything)))
     return parser
 
 
 class _Once:
     """Adds to a parser what it does not have yet: benchmarks may share the name of an argument."""
 
-    def __init__(self, parser):
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser
 
-    def add_argument_group(self, *args, **options):
+    def add_argument_group(self, *args: Any, **options: Any) -> Any:
         return self
 
-    def add_argument(self, *names, **options):
+    def add_argument(self, *names: Any, **options: Any) -> None:
         if not any(name in self._parser._option_string_actions for name in names):
             self._parser.add_argument(*names, **options)
 
 
-def _bench(args, benchmarks):
+def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     from pyvmem.bench import records as form
     from pyvmem.bench import session as view
     from pyvmem.bench import summary
@@ -83,7 +91,7 @@ def _bench(args, benchmarks):
     if args.plot:
         _check_plot(args.plot)
     about = summary.about()
-    records = []
+    records: list[Record] = []
     for b in chosen:
         keep = (lambda so_far: form.dump(records + so_far, args.json, about)) if args.json else None
         found = b.run(view.Session(b.name, args, keep=keep))
@@ -99,7 +107,7 @@ def _bench(args, benchmarks):
     return 0
 
 
-def _check_plot(path):
+def _check_plot(path: str) -> None:
     """Before anything runs: whether a plot can be drawn there."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -110,7 +118,7 @@ def _check_plot(path):
         raise ValueError(f"--plot {path}: the ending must be one of {', '.join(sorted(known))}")
 
 
-def _plot(benchmarks, records, path):
+def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str) -> None:
     from matplotlib.figure import Figure
 
     from pyvmem.bench.session import plot
@@ -125,7 +133,7 @@ def _plot(benchmarks, records, path):
         figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120)
 
 
-def _run(args, benchmarks):
+def _run(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     if args.command == "doctor":
         from pyvmem.doctor import doctor
 
@@ -137,7 +145,7 @@ def _run(args, benchmarks):
     return _bench(args, benchmarks)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
     from pyvmem.bench import all_benchmarks
 
@@ -153,8 +161,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except (VmemError, MemoryError, ValueError) as error:
-        text = error
+        text = str(error)
     print(f"pyvmem: {text}", file=sys.stderr)
     return 1

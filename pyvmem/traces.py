@@ -3,12 +3,18 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import math
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TextIO
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -23,13 +29,13 @@ class Trace:
     """
 
     name: str
-    prompt: np.ndarray
-    output: np.ndarray
+    prompt: npt.NDArray[np.int64]
+    output: npt.NDArray[np.int64]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.prompt)
 
-    def head(self, n):
+    def head(self, n: int) -> Trace:
         """The first `n` requests."""
         return Trace(self.name, self.prompt[:n], self.output[:n])
 
@@ -44,7 +50,7 @@ _FORMATS = (
 )
 
 
-def read_trace(path):
+def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace; the format is told by its column names.
 
     Azure's CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``), Mooncake's JSON lines (``input_length``,
@@ -68,12 +74,13 @@ def read_trace(path):
     return Trace(str(path), *(np.maximum(np.rint(c), 1).astype(np.int64) for c in (prompt, output)))
 
 
-def _lengths(file, path):
+def _lengths(file: TextIO, path: str | os.PathLike[str]) -> tuple[list[float], list[float]]:
     """The lists of both lengths."""
     json_lines = file.read(1) == "{"
     file.seek(0)
     rows = _json_rows(file, path) if json_lines else csv.DictReader(file)
-    lengths, columns = ([], []), None
+    lengths: tuple[list[float], list[float]] = ([], [])
+    columns: tuple[str, str] | None = None
     for number, row in enumerate(rows, start=1 if json_lines else 2):
         columns = columns or _columns(row, path)
         for column, found in zip(columns, lengths):
@@ -86,7 +93,7 @@ def _lengths(file, path):
     return lengths
 
 
-def _json_rows(file, path):
+def _json_rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -95,7 +102,7 @@ def _json_rows(file, path):
                 raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-def _columns(row, path):
+def _columns(row: Mapping[str, Any], path: str | os.PathLike[str]) -> tuple[str, str]:
     for _, prompt, output in _FORMATS:
         if prompt in row and output in row:
             return prompt, output
@@ -103,14 +110,16 @@ def _columns(row, path):
     raise ValueError(f"{path} has none of the known pairs of columns ({known})")
 
 
-def synthetic_trace(n=1000, *, mean_prompt=1100, mean_output=210, longest=8192, seed=0):
+def synthetic_trace(
+    n: int = 1000, *, mean_prompt: float = 1100, mean_output: float = 210, longest: int = 8192, seed: int = 0
+) -> Trace:
     """`n` requests of a conversation's shape: prompt and output lengths log-normal, clipped to [1, longest].
 
     The means default to those of Azure's conversation trace of 2023.
     """
     rng = np.random.default_rng(seed)
 
-    def lengths(mean, sigma):
+    def lengths(mean: float, sigma: float) -> npt.NDArray[np.int64]:
         return np.clip(np.rint(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n)), 1, longest).astype(np.int64)
 
     return Trace(f"synthetic, {n} requests, seed {seed}", lengths(mean_prompt, 1.0), lengths(mean_output, 0.8))

@@ -14,11 +14,10 @@ Ints = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 class Cache(Protocol):
-    """What attention needs of a `KVCache`. Where K and V are given with each call, `tensors` will do for the rest."""
+    """What attention needs of a `KVCache`. Where K and V are given with each call, `tensors` stand for both lists."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    tensors: list[torch.Tensor]
     slots: int
     max_tokens: int
     tile_rows: int
@@ -90,7 +89,7 @@ class Batch:
         self.fixed = max_length is not None
         self._most = max_length
         self._plans: dict[Any, Any] = {}  # of the calls, by all that does not change from layer to layer
-        held = cache.keys if hasattr(cache, "keys") else cache.tensors
+        held: list[torch.Tensor] = cache.keys if hasattr(cache, "keys") else getattr(cache, "tensors")
         self.device = held[0].device
         self._take(slots, lengths, query_lengths)
         n = len(self.slots)

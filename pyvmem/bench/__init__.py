@@ -3,12 +3,25 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
+from typing import TYPE_CHECKING
 
-_registered = {}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+
+
+Run = Callable[["Session"], "list[Record]"]
+
+_registered: dict[str, Benchmark] = {}
 
 
 @dataclass(frozen=True)
@@ -31,23 +44,30 @@ class Benchmark:
 
     name: str
     help: str
-    run: Callable
-    arguments: Callable | None = None
-    plot: Callable | None = None
+    run: Run
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    plot: Callable[[list[Record], Figure], None] | None = None
     order: int = 100
 
 
-def benchmark(name, help, *, arguments=None, plot=None, order=100):
+def benchmark(
+    name: str,
+    help: str,
+    *,
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    plot: Callable[[list[Record], Figure], None] | None = None,
+    order: int = 100,
+) -> Callable[[Run], Run]:
     """Register the decorated ``run(session)`` as ``pyvmem bench NAME``."""
 
-    def register(run):
+    def register(run: Run) -> Run:
         _registered[name] = Benchmark(name, help, run, arguments, plot, order)
         return run
 
     return register
 
 
-def all_benchmarks():
+def all_benchmarks() -> list[Benchmark]:
     """Every benchmark of this folder, in the order of ``bench all``."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")

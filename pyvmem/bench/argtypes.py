@@ -3,14 +3,17 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import os
+from collections.abc import Callable
 
 from pyvmem.bench.session import parse_size
 
 
-def size(text):
+def size(text: str) -> int:
     """A number of bytes, such as 64K; at least 1."""
     try:
         bytes = parse_size(text)
@@ -21,10 +24,10 @@ def size(text):
     return bytes
 
 
-def whole(least, most=2**31 - 1):
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     """A type for whole numbers from `least` to `most`."""
 
-    def number(text):
+    def number(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
@@ -36,7 +39,7 @@ def whole(least, most=2**31 - 1):
     return number
 
 
-def seconds(text):
+def seconds(text: str) -> float:
     """A time that one can wait, such as 0.5."""
     try:
         value = float(text)
@@ -47,7 +50,7 @@ def seconds(text):
     return value
 
 
-def input_file(text):
+def input_file(text: str) -> str:
     """A file that can be read."""
     try:
         open(text, "rb").close()
@@ -56,7 +59,7 @@ def input_file(text):
     return text
 
 
-def output_file(text):
+def output_file(text: str) -> str:
     """A file that can be written, or made; it is not touched yet."""
     folder = os.path.dirname(text) or "."
     if not os.path.isdir(folder):
@@ -68,7 +71,7 @@ def output_file(text):
     return text
 
 
-def trace(parser):
+def trace(parser: argparse._ActionsContainer) -> None:
     """The arguments of a benchmark that runs the requests of a trace (`pyvmem.traces`)."""
     formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
     parser.add_argument("--trace", type=input_file, metavar="FILE", help=formats)

@@ -6,10 +6,14 @@ of one layer (32 query and 8 KV heads of 128 in bfloat16, unless a table names a
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import importlib.util
+from collections.abc import Collection
 from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +21,13 @@ from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.attention_plots import draw
 from pyvmem.bench.kv_load import MODELS
 from pyvmem.bench.session import size_text
+
+if TYPE_CHECKING:
+    from pyvmem.bench.attention_runs import Point, Pool
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+    from pyvmem.core import Context
+
 
 KIB = 1024
 SPLITS = (0, 1, 2, 4, 8)
@@ -52,7 +63,7 @@ PAPER_6 = {
 COLUMNS = ("fa3 paged", "fa3 contiguous", "flashinfer paged")  # that the paper's columns stand beside
 
 
-def arguments(parser):
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("attention")
     for what, known in (("figure", FIGURES), ("table", TABLES)):
@@ -69,8 +80,8 @@ def arguments(parser):
     group.add_argument("--seconds", type=argtypes.seconds, default=0.3, metavar="S", help="turns at one point (0.3)")
 
 
-def _numbers(known):
-    def numbers(text):
+def _numbers(known: Collection[int]) -> Any:
+    def numbers(text: str) -> Any:
         try:
             found = [int(part) for part in text.split(",")]
         except ValueError:
@@ -85,25 +96,25 @@ def _numbers(known):
 # ---- the grid -------------------------------------------------------------------------------------------------------
 
 
-def grid(figures, tables, quick):
+def grid(figures: Any, tables: Any, quick: bool) -> Any:
     """{point: set of the kinds of runs wanted there}; kinds: see `runs_at`."""
     from pyvmem.bench.attention_runs import Point
 
-    points = {}
+    points: dict[Point, set[str]] = {}
 
-    def want(phase, batch, tokens, kinds, heads=(32, 8)):
+    def want(phase: str, batch: Any, tokens: Any, kinds: Any, heads: Any = (32, 8)) -> None:
         points.setdefault(Point(phase, batch, tokens, *heads), set()).update(kinds)
 
     base = {"memories", "paged"}
     if quick:
         sizes = [(1, 1), (32, 1), (8, 8), (1, 32)]
-        prompts, blocks, curve = (1, 8), [(8, 8)], (1, 8)
+        prompts, blocks, curve = [1, 8], [(8, 8)], [1, 8]
     else:
         sizes = [(1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (128, 2), (1, 4), (8, 4), (64, 4), (1, 8), (8, 8),
                  (32, 8), (128, 8), (16, 16), (1, 32), (8, 32), (32, 32), (1, 64), (16, 64), (1, 128), (8, 128),
                  (1, 192), (4, 192)]  # fmt: skip
-        prompts = 1, 2, 4, 8, 16, 32, 64, 128, 192
-        blocks, curve = [(4, 8), (1, 16), (8, 16), (32, 16)], (1, 2, 4, 8, 16, 32, 64)
+        prompts = [1, 2, 4, 8, 16, 32, 64, 128, 192]
+        blocks, curve = [(4, 8), (1, 16), (8, 16), (32, 16)], [1, 2, 4, 8, 16, 32, 64]
     if 11 in figures:
         for batch, k in sizes:
             want("decode", batch, k * KIB, base | {"others"})
@@ -138,7 +149,7 @@ def grid(figures, tables, quick):
     return points
 
 
-def runs_at(point, kinds, pools, have):
+def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
     """{(name, backend, page size): run} of the kinds wanted at a point, of what is installed."""
     from pyvmem.bench import attention_runs as r
 
@@ -147,7 +158,7 @@ def runs_at(point, kinds, pools, have):
     plain, best = pools[-1], pools[0]
     runs = {}
 
-    def add(run):
+    def add(run: Any) -> None:
         runs[run.name, run.pool.name] = run
 
     first = have["contiguous"][0]
@@ -176,14 +187,14 @@ def runs_at(point, kinds, pools, have):
     return runs
 
 
-def installed(device, without, say):
+def installed(device: Any, without: Any, say: Any) -> Any:
     """What can be measured here."""
     from pyvmem.attention import fa3
 
     if device.type == "cpu":
         return {"contiguous": ["sdpa"], "flashinfer": False, "fa3 paged": False, "triton": False}
     there = fa3.build() if "fa3" not in without else None
-    have = {
+    have: dict[str, Any] = {
         name: name not in without and importlib.util.find_spec(name) is not None for name in ("triton", "flashinfer")
     }
     libraries = {"fa3": there is not None, "fa2": True, **have}
@@ -194,7 +205,7 @@ def installed(device, without, say):
     return have
 
 
-def _load_vllm():
+def _load_vllm() -> None:
     """Load vLLM's build of FlashAttention-3 without the rest of vLLM's start. Raises ValueError."""
     try:
         importlib.import_module("vllm.vllm_flash_attn")
@@ -202,7 +213,7 @@ def _load_vllm():
         raise ValueError(f"--fa3 vllm: {error}") from None
 
 
-def hbm(pool, repeats=20):
+def hbm(pool: Pool, repeats: int = 20) -> Any:
     """Bytes that a streaming kernel reads per microsecond out of cudaMalloc's memory."""
     import torch
 
@@ -230,7 +241,7 @@ def hbm(pool, repeats=20):
 @benchmark(
     "attention", "attention on virtual tensors, on cudaMalloc's, and paged", arguments=arguments, plot=draw, order=50
 )
-def run(session):
+def run(session: Session) -> list[Record]:
     """All figures and tables, or those asked for."""
     import torch
 
@@ -255,7 +266,9 @@ def run(session):
         most = max((p.bytes // 4 for p in points), default=0)
         elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 8 << 20)) // 2)
         sizes = session.page_sizes(context)
-        kinds = [(size_text(size), context, size) for size in dict.fromkeys((sizes[0], sizes[-1]))]
+        kinds: list[tuple[Any, ...]] = [
+            (size_text(size), context, size) for size in dict.fromkeys((sizes[0], sizes[-1]))
+        ]
         pools = [Pool(name, elements, device, *rest) for name, *rest in (*kinds, ("cudaMalloc" if gpu else "malloc",))]
         try:
             records += _points(session, context, points, pools, have, measure, gpu)
@@ -270,7 +283,7 @@ def run(session):
     return records
 
 
-def _ratios(session, context, point, found):
+def _ratios(session: Session, context: Context, point: Point, found: Any) -> list[Record]:
     """Of each turn: virtual over cudaMalloc's memory, and the best contiguous over the best paged kernel."""
     records = []
     samples = {key: value for key, (value, _) in found.items()}
@@ -291,7 +304,7 @@ def _ratios(session, context, point, found):
     return records
 
 
-def _table(session, context, point, found):
+def _table(session: Session, context: Context, point: Point, found: Any) -> list[Record]:
     """What the paper's Tables 5 and 6 say of a point: one layer's time, times the model's layers."""
     records = []
     for name, workers in WORKERS.items():
@@ -319,7 +332,7 @@ def _table(session, context, point, found):
     return records
 
 
-def _points(session, context, points, pools, have, measure, gpu):
+def _points(session: Session, context: Context, points: Any, pools: Any, have: Any, measure: Any, gpu: bool) -> Any:
     records, checked = [], set()
     rate = None
     if gpu and have["triton"]:

@@ -5,12 +5,24 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.plots import COLOURS
 from pyvmem.bench.session import size_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from pyvmem.bench.records import Record
+
 
 METRIC = re.compile(r"(decode|prefill) B=(\d+) L=(\d+) heads (\d+)/(\d+), (.+)")
 
@@ -18,8 +30,8 @@ METRIC = re.compile(r"(decode|prefill) B=(\d+) L=(\d+) heads (\d+)/(\d+), (.+)")
 class Timed:
     """The medians of one run's records: ``at(phase, batch, tokens)`` is {series: microseconds}."""
 
-    def __init__(self, records, heads=(32, 8)):
-        self._at = {}
+    def __init__(self, records: Sequence[Record], heads: Any = (32, 8)) -> None:
+        self._at: dict[tuple[str, int, int], dict[str, float]] = {}
         for r in records:
             found = METRIC.fullmatch(r.metric)
             if not found or r.unit != "us" or (int(found[4]), int(found[5])) != heads:
@@ -32,17 +44,17 @@ class Timed:
                 series = f"{name.removesuffix(' contiguous')}, {memory}"
             self._at.setdefault((phase, batch, tokens), {})[series] = r.median
 
-    def at(self, phase, batch, tokens):
+    def at(self, phase: str, batch: int, tokens: int) -> Any:
         return self._at.get((phase, batch, tokens), {})
 
-    def points(self, phase, **fixed):
+    def points(self, phase: str, **fixed: Any) -> Any:
         """(batch, tokens) that were measured, sorted; batch or tokens may be fixed."""
         found = sorted((b, t) for p, b, t in self._at if p == phase)
         return [(b, t) for b, t in found if fixed.get("batch", b) == b and fixed.get("tokens", t) == t]
 
-    def lines(self, phase, points):
+    def lines(self, phase: str, points: Any) -> Any:
         """{series: {point: microseconds}}: series that stand at half of the points, blocks of 16 and 256 only."""
-        lines = {}
+        lines: dict[str, dict[Any, float]] = {}
         for point in points:
             for series, value in self.at(phase, *point).items():
                 if not series.endswith(("paged 32", "paged 64", "paged 128")):
@@ -50,9 +62,13 @@ class Timed:
         return {series: values for series, values in lines.items() if 2 * len(values) >= len(points)}
 
 
-def _lines(axes, lines, x, value, xlabel, ylabel, log=True):
+def _lines(axes: Axes, lines: Any, x: Any, value: Any, xlabel: str, ylabel: str, log: bool = True) -> None:
     for i, (series, values) in enumerate(sorted(lines.items())):
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": "os^vDP"[i // len(COLOURS) % 6], "markersize": 3}
+        look: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": "os^vDP"[i // len(COLOURS) % 6],
+            "markersize": 3,
+        }
         axes.plot([x(p) for p in values], [value(p, v) for p, v in values.items()], label=series, linewidth=1, **look)
     if log:
         axes.set_xscale("log", base=2)
@@ -63,11 +79,11 @@ def _lines(axes, lines, x, value, xlabel, ylabel, log=True):
         axes.legend(fontsize="xx-small")
 
 
-def _kilo(n):
+def _kilo(n: int) -> str:
     return size_text(n) if n >= 1024 else str(n)
 
 
-def figure_2(axes, timed):
+def figure_2(axes: Axes, timed: Timed) -> None:
     """Paged over unpaged kernels of the same library, prefill."""
     points = timed.points("prefill", batch=1)
     pairs = (("fa3 paged 16", "fa3, cudaMalloc"), ("fa3 paged 256", "fa3, cudaMalloc"),
@@ -88,7 +104,7 @@ def figure_2(axes, timed):
         axes.legend(fontsize="xx-small")
 
 
-def figure_3(axes, timed):
+def figure_3(axes: Axes, timed: Timed) -> None:
     """Decode of paged kernels by block size."""
     i = 0
     for point in timed.points("decode"):
@@ -108,27 +124,27 @@ def figure_3(axes, timed):
         axes.legend(fontsize="xx-small")
 
 
-def figure_4(axes, timed):
+def figure_4(axes: Axes, timed: Timed) -> None:
     """Decode tokens per second by batch, at 1K tokens."""
     lines = timed.lines("decode", timed.points("decode", tokens=1024))
     lines = {s: v for s, v in lines.items() if s.endswith((", 64K", ", cudaMalloc"))}
     _lines(axes, lines, lambda p: p[0], lambda p, us: p[0] / us * 1e6, "requests", "tokens per second, one layer")
 
 
-def figure_6(axes, timed):
+def figure_6(axes: Axes, timed: Timed) -> None:
     """Prefill tokens per second by context length."""
     lines = timed.lines("prefill", timed.points("prefill", batch=1))
     _lines(axes, lines, lambda p: p[1], lambda p, us: p[1] / us * 1e6, "tokens of the prompt",
            "tokens per second, one layer")  # fmt: skip
 
 
-def figure_7(axes, timed):
+def figure_7(axes: Axes, timed: Timed) -> None:
     """Decode tokens per second by batch, at 16K tokens."""
     lines = timed.lines("decode", timed.points("decode", tokens=16384))
     _lines(axes, lines, lambda p: p[0], lambda p, us: p[0] / us * 1e6, "requests", "tokens per second, one layer")
 
 
-def figure_11(axes, timed):
+def figure_11(axes: Axes, timed: Timed) -> None:
     """Virtual tensors over cudaMalloc's memory."""
     drawn = 0
     names = []
@@ -161,7 +177,7 @@ PANELS = {
 }
 
 
-def draw(records, figure):
+def draw(records: list[Record], figure: Figure) -> None:
     """All panels in one figure."""
     timed = Timed(records)
     figure.set_size_inches(16, 9)
@@ -172,7 +188,7 @@ def draw(records, figure):
     figure.tight_layout()
 
 
-def main(records, folder):
+def main(records: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
     """One PNG for each panel."""
     from matplotlib.figure import Figure
 

@@ -6,10 +6,14 @@ measured from the cache of the GPU.
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +23,10 @@ from pyvmem.attention import fa3
 from pyvmem.attention.flashinfer import constant_table
 from pyvmem.bench.vmm import backdrop_flag, scattered
 from pyvmem.tensor import tensor_at
+
+if TYPE_CHECKING:
+    from pyvmem.core import Context
+
 
 TILE_ROWS = math.lcm(64, 80, 96, 112, 128, 144, 160, 192, 224, 384)  # of every kernel: the pools are backed whole
 WIDE_TILE_ROWS = 176 * TILE_ROWS  # so that FlashAttention-3 decodes with its kernel of 176 rows
@@ -38,32 +46,34 @@ class Point:
     head_dim: int = 128
 
     @property
-    def bytes(self):
+    def bytes(self) -> int:
         """Of K and V together."""
         return 4 * self.batch * self.tokens * self.kv_heads * self.head_dim
 
     @property
-    def flops(self):
+    def flops(self) -> int:
         """Multiplications and additions of the causal half of a prefill."""
         return 2 * self.batch * self.tokens**2 * self.query_heads * self.head_dim
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.phase} B={self.batch} L={self.tokens} heads {self.query_heads}/{self.kv_heads}"
 
 
 class Pool:
     """K and V of random rows, `elements` bfloat16 each, on one kind of memory. Points take their sets out of it."""
 
-    def __init__(self, name, elements, device, context=None, page_size=None):
+    def __init__(
+        self, name: str, elements: int, device: Any, context: Context | None = None, page_size: int | None = None
+    ) -> None:
         self.name, self.elements = name, elements
-        self._held = []
+        self._held: list[Any] = []
         self.k, self.v = (self._tensor(elements, device, context, page_size) for _ in range(2))
         for x in (self.k, self.v):
             for part in x.split(1 << 26):
                 part.copy_(torch.randn(part.numel(), dtype=torch.bfloat16, device=device))
 
-    def _tensor(self, elements, device, context, page_size):
-        if context is None:
+    def _tensor(self, elements: int, device: Any, context: Context | None, page_size: int | None) -> torch.Tensor:
+        if context is None or page_size is None:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
         n = -(-elements * 2 // page_size)
         range_ = context.reserve(n * page_size, backdrop=bool(backdrop_flag(context)))
@@ -72,20 +82,20 @@ class Pool:
         self._held += [range_, pages]
         return tensor_at(range_._owner, range_.addr, (elements,), torch.bfloat16, device)
 
-    def sets(self, point):
+    def sets(self, point: Point) -> int:
         """How many sets of the point's K and V it holds, as far as they are needed."""
         size = point.bytes // 4
         return max(1, min(self.elements // size, -(-L2_BYTES // point.bytes), 16))
 
-    def views(self, point, i):
+    def views(self, point: Point, i: int) -> Any:
         """K and V of set i, each ``[batch, tokens, kv_heads, head_dim]``."""
         size = point.bytes // 4
         shape = point.batch, point.tokens, point.kv_heads, point.head_dim
         return [x[i * size : (i + 1) * size].view(shape) for x in (self.k, self.v)]
 
-    def close(self):
+    def close(self) -> None:
         """Let go of the memory."""
-        self.k = self.v = None
+        self.k = self.v = torch.empty(0)
         for thing in self._held:
             thing.close()
 
@@ -93,12 +103,12 @@ class Pool:
 class _Cache:
     """What `pyvmem.attention` needs of a cache: the sets stand for layers."""
 
-    def __init__(self, point, pool, tile_rows=TILE_ROWS):
+    def __init__(self, point: Point, pool: Pool, tile_rows: int = TILE_ROWS) -> None:
         both = [pool.views(point, i) for i in range(pool.sets(point))]
         self.keys, self.values = ([pair[n] for pair in both] for n in (0, 1))
         self.slots, self.max_tokens, self.tile_rows = point.batch, point.tokens, tile_rows
 
-    def tokens(self, slots):
+    def tokens(self, slots: Any) -> Any:
         return [self.max_tokens] * len(slots)
 
 
@@ -109,7 +119,7 @@ class Run:
     from; ``run.split`` is the one in use.
     """
 
-    def __init__(self, name, point, pool, splits=(0,)):
+    def __init__(self, name: str, point: Point, pool: Pool, splits: Sequence[int] = (0,)) -> None:
         self.name, self.point, self.pool, self.splits, self.split = name, point, pool, splits, splits[0]
         self.sets = pool.sets(point)
         self.device = pool.k.device
@@ -118,13 +128,13 @@ class Run:
         self.q = torch.randn(shape, dtype=torch.bfloat16, device=self.device)
         self.out = torch.empty_like(self.q)
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> Any:
         raise NotImplementedError
 
-    def dense(self):
+    def dense(self) -> Any:
         raise NotImplementedError
 
-    def check(self):
+    def check(self) -> Any:
         """The relative error of set 0's result against float32. Raises ValueError where it is no attention."""
         point = self.point
         self.out.fill_(float("nan"))
@@ -145,7 +155,7 @@ class Run:
 class Contiguous(Run):
     """An adapter of `pyvmem.attention` by name, over slots in random order."""
 
-    def __init__(self, kernel, point, pool, splits=(0,), wide=False):
+    def __init__(self, kernel: str, point: Point, pool: Pool, splits: Sequence[int] = (0,), wide: bool = False) -> None:
         super().__init__(f"{kernel}{'-176' if wide else ''} contiguous", point, pool, splits)
         self.kernel = kernel
         self.cache = _Cache(point, pool, WIDE_TILE_ROWS if wide else TILE_ROWS)
@@ -156,11 +166,11 @@ class Contiguous(Run):
         self.batch = attention.Batch(self.cache, self.order, self.lengths, queries, max_length=most)
         self._call = attention.decode if point.phase == "decode" else attention.prefill
 
-    def __call__(self, i):
-        layer, options = i % self.sets, {"kernel": self.kernel, "num_splits": self.split, "out": self.out}
-        self._call(self.q, self.cache, layer, self.batch, **options)
+    def __call__(self, i: int) -> Any:
+        layer = i % self.sets
+        self._call(self.q, self.cache, layer, self.batch, kernel=self.kernel, num_splits=self.split, out=self.out)
 
-    def dense(self):
+    def dense(self) -> Any:
         order = torch.from_numpy(self.order).to(self.device)
         return [x[order] for x in self.pool.views(self.point, 0)]
 
@@ -168,7 +178,7 @@ class Contiguous(Run):
 class _Paged(Run):
     """A paged call: blocks of `block` rows in random order."""
 
-    def __init__(self, name, point, pool, block, splits=(0,)):
+    def __init__(self, name: str, point: Point, pool: Pool, block: int, splits: Sequence[int] = (0,)) -> None:
         super().__init__(f"{name} paged {block}", point, pool, splits)
         self.block = block
         self.count = point.tokens // block
@@ -178,12 +188,12 @@ class _Paged(Run):
         shape = -1, block, point.kv_heads, point.head_dim
         self.kv = [[x.view(shape) for x in pool.views(point, i)] for i in range(self.sets)]
 
-    def dense(self):
+    def dense(self) -> Any:
         point = self.point
         shape = point.batch, point.tokens, point.kv_heads, point.head_dim
         return [x[self.table.flatten()].view(shape) for x in self.kv[0]]
 
-    def ends(self, each):
+    def ends(self, each: int) -> Any:
         """int32[batch + 1] offsets of requests of `each`."""
         return torch.arange(self.point.batch + 1, dtype=torch.int32) * each
 
@@ -191,16 +201,18 @@ class _Paged(Run):
 class FA3Paged(_Paged):
     """FlashAttention-3 with a page table, which vLLM's build has."""
 
-    def __init__(self, point, pool, block, splits=(0,)):
+    def __init__(self, point: Point, pool: Pool, block: int, splits: Sequence[int] = (0,)) -> None:
         super().__init__("fa3", point, pool, block, splits)
         each = 1 if point.phase == "decode" else point.tokens
         self.max_query = each
         self.cu_seqlens_q = self.ends(each).to(self.device)
         self.used = torch.full((point.batch,), point.tokens, dtype=torch.int32, device=self.device)
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> Any:
         k, v = self.kv[i % self.sets]
-        fa3.build()(
+        build = fa3.build()
+        assert build is not None  # or this run would not have been chosen
+        build(
             q=self.q, k=k, v=v, out=self.out, cu_seqlens_q=self.cu_seqlens_q, max_seqlen_q=self.max_query,
             seqused_k=self.used, page_table=self.table, softmax_scale=self.point.head_dim**-0.5, is_causal=True,
             window_size_left=-1, window_size_right=-1, softcap=0.0, num_splits=self.split,
@@ -210,7 +222,7 @@ class FA3Paged(_Paged):
 class FlashInferPaged(_Paged):
     """FlashInfer over a block table in random order."""
 
-    def __init__(self, point, pool, block, backend="auto"):
+    def __init__(self, point: Point, pool: Pool, block: int, backend: str = "auto") -> None:
         import flashinfer
 
         from pyvmem.attention.flashinfer import _workspace
@@ -218,7 +230,7 @@ class FlashInferPaged(_Paged):
         super().__init__("flashinfer" if backend == "auto" else f"flashinfer-{backend}", point, pool, block)
         work, heads = _workspace(self.device), (point.query_heads, point.kv_heads, point.head_dim, block)
         last = torch.full((point.batch,), block, dtype=torch.int32)
-        options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+        options: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
         ints = functools.partial(torch.empty, dtype=torch.int32, device=self.device)
         if point.phase == "decode":
             self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -232,30 +244,30 @@ class FlashInferPaged(_Paged):
             self.wrapper.plan(self.ends(point.tokens), self.ends(self.count), self.table.flatten(), last, *heads,
                               causal=True, **options)  # fmt: skip
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> Any:
         self.wrapper.run(self.q, tuple(self.kv[i % self.sets]), out=self.out)
 
 
 class FlashInferRagged(Run):
     """FlashInfer's kernel for contiguous K and V: one prompt at a time."""
 
-    def __init__(self, point, pool):
+    def __init__(self, point: Point, pool: Pool) -> None:
         super().__init__("flashinfer unpaged", point, pool)
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> Any:
         import flashinfer
 
         k, v = self.pool.views(self.point, i % self.sets)
         self.out.copy_(flashinfer.single_prefill_with_kv_cache(self.q, k[0], v[0], causal=True))
 
-    def dense(self):
+    def dense(self) -> Any:
         return self.pool.views(self.point, 0)
 
 
 class TritonPaged(_Paged):
     """Our Triton decode kernel with a block table: the same code but for the look-up."""
 
-    def __init__(self, point, pool, block, splits=(0,)):
+    def __init__(self, point: Point, pool: Pool, block: int, splits: Sequence[int] = (0,)) -> None:
         from pyvmem.attention import triton as ours
         from pyvmem.attention.kernel import Call, Shape, capability
 
@@ -272,7 +284,7 @@ class TritonPaged(_Paged):
                 self.calls[i, n] = call
         self._decode = ours.decode
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> Any:
         self._decode(self.calls[i % self.sets, self.split], self.out, self.table)
 
 
@@ -282,7 +294,7 @@ class TritonPaged(_Paged):
 class Timer:
     """Calls of one run by the clock: a captured CUDA graph on a GPU, a loop on the CPU. A sample is the time of one."""
 
-    def __init__(self, run, target=1.5e-3):
+    def __init__(self, run: Any, target: float = 1.5e-3) -> None:
         self.run = run
         self.gpu = run.device.type == "cuda"
         once = self._warm()
@@ -295,11 +307,11 @@ class Timer:
                 self._loop()
             self.result(self.start())  # the first replay uploads the graph
 
-    def _loop(self):
+    def _loop(self) -> None:
         for i in range(self.calls):
             self.run(i)
 
-    def _warm(self):
+    def _warm(self) -> Any:
         """Seconds of one call, roughly."""
         if not self.gpu:
             self.run(0)
@@ -310,15 +322,15 @@ class Timer:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.run(0)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
             self.run(1)
-            end.record()
-        end.synchronize()
+            last.record()
+        last.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
-        return max(start.elapsed_time(end) / 1e3, 1e-6)
+        return max(first.elapsed_time(last) / 1e3, 1e-6)
 
-    def start(self):
+    def start(self) -> Any:
         """Time the calls once; on a GPU only queue them."""
         if not self.gpu:
             begin = perf_counter()
@@ -330,7 +342,7 @@ class Timer:
         end.record()
         return start, end
 
-    def result(self, started):
+    def result(self, started: Any) -> Any:
         """Microseconds of one call."""
         if not self.gpu:
             return started * 1e6
@@ -338,7 +350,7 @@ class Timer:
         return started[0].elapsed_time(started[1]) * 1e3 / self.calls
 
 
-def measure(runs, turns=11, seconds=0.4):
+def measure(runs: Any, turns: int = 11, seconds: float = 0.4) -> Any:
     """Time runs in turns, another one first in each. Returns {name: (microseconds[turns], splits chosen)}.
 
     Where a run has several numbers of splits, the fastest of two tries each is taken first; the kind of memory does
@@ -353,7 +365,7 @@ def measure(runs, turns=11, seconds=0.4):
                 timer = Timer(run)
                 tried[split] = min(timer.result(timer.start()) for _ in range(2))
                 del timer
-            chosen[run.name] = min(tried, key=tried.get)
+            chosen[run.name] = min(tried, key=lambda split: tried[split])
         run.split = chosen.get(run.name, run.split)
         timers[name] = Timer(run)
     whole = sum(t.seconds for t in timers.values())
@@ -373,7 +385,7 @@ def measure(runs, turns=11, seconds=0.4):
 # ---- what a block table costs the CPU ----------------------------------------------------------------------------
 
 
-def prepare(batch, tokens, block, device, repeats):
+def prepare(batch: int, tokens: int, block: int, device: Any, repeats: int) -> Any:
     """Microseconds until an iteration's tables are on the device: {how: samples}.
 
     A padded table as vLLM builds one: rows of block numbers, of which each request has a list, copied as a whole; the
@@ -385,18 +397,18 @@ def prepare(batch, tokens, block, device, repeats):
     numbers = rng.permutation(int(count.sum())).astype(np.int32)
     lists = [part.tolist() for part in np.split(numbers, np.cumsum(count)[:-1])]
 
-    def upload(array):
+    def upload(array: Any) -> Any:
         host = torch.from_numpy(array)
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
-    def padded():
+    def padded() -> None:
         table = np.zeros((batch, max(map(len, lists))), np.int32)
         for row, blocks in zip(table, lists):
             row[: len(blocks)] = blocks
         upload(table)
         upload(lengths)
 
-    def compressed():
+    def compressed() -> None:
         indptr = np.zeros(batch + 1, np.int32)
         np.cumsum([len(blocks) for blocks in lists], out=indptr[1:])
         upload(indptr)
@@ -408,7 +420,7 @@ def prepare(batch, tokens, block, device, repeats):
                                "tokens": lambda self, slots: [tokens] * len(slots)})()  # fmt: skip
     order = rng.permutation(batch).astype(np.int32)
     ready = attention.Batch(cache, order, lengths, max_length=tokens)
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         f"block table, padded, block {block}": padded,
         f"block table, compressed, block {block}": compressed,
         "slots and lengths": lambda: ready.update(order, lengths),

@@ -4,7 +4,12 @@ it is read then.
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
 from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +21,16 @@ from pyvmem.bench.vmm import SIZES, STRIDE, backdrop_flag, sample_arrays
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import _check
 
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+
+
 # GB/s on one A100: 64, 128 and 256 KiB through the paper's driver, 2 MiB through CUDA. One call for each page.
 PAPER = dict(zip(SIZES, (7.59, 14.56, 27.04, 35.17)))
 
 
-def arguments(parser):
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("bandwidth")
     number, size = argtypes.whole(1), argtypes.size
@@ -28,7 +38,7 @@ def arguments(parser):
     group.add_argument("--size", type=size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
 
 
-def backing(context, page_size, tensors, size, repeats):
+def backing(context: Context, page_size: int, tensors: int, size: int, repeats: int) -> Any:
     """(GB/s of backing, GB/s of giving back): each tensor whole, all tensors in one call."""
     flag = bool(backdrop_flag(context))
     size = -(-size // page_size) * page_size
@@ -48,7 +58,7 @@ def backing(context, page_size, tensors, size, repeats):
     return tensors * size / times
 
 
-def page_by_page(context, page_size, size):
+def page_by_page(context: Context, page_size: int, size: int) -> Any:
     """GB/s of mapping one page a call, as the paper's figures do."""
     n = max(size // page_size, 1)
     (_, map_, _, _), raw = sample_arrays(4, n)
@@ -57,7 +67,7 @@ def page_by_page(context, page_size, size):
     return page_size / np.maximum(map_, 1)
 
 
-def _torch_sees(context):
+def _torch_sees(context: Context) -> bool:
     """Whether torch can use the context's addresses: CUDA pointers, and a torch with CUDA."""
     if "cuda_pointer" not in context.info().capabilities:
         return False
@@ -69,13 +79,13 @@ def _torch_sees(context):
 
 
 @benchmark("bandwidth", "memory backed per second, and read, by page size", arguments=arguments, order=20)
-def run(session):
+def run(session: Session) -> list[Record]:
     """Back many tensors; on a GPU beside CUDA's own calls, and read them."""
     args = session.args
     repeats = 10 if session.quick else 50
     records = []
 
-    def measure(context, page_sizes):
+    def measure(context: Context, page_sizes: Sequence[int]) -> None:
         # Half of what is free at most: the defaults are 2 GiB, which a small machine may not have.
         tensors = max(1, min(args.tensors, context.info().memory_free // 2 // args.size))
         what = f"{tensors} tensors of {size_text(args.size)}"

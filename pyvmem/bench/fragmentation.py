@@ -7,6 +7,12 @@ pages, without a model.
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from pyvmem.bench import argtypes, benchmark, plots
@@ -14,6 +20,17 @@ from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
 from pyvmem.traces import read_trace, synthetic_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pyvmem.bench.kv_load import Model
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+    from pyvmem.core import Context
+    from pyvmem.kv import KVCache
+    from pyvmem.traces import Trace
+
 
 # (model, workers, page size in KiB): tokens in a page, worst waste of a request in MB, as the paper gives them.
 TABLE_8 = {
@@ -27,7 +44,7 @@ TABLE_8 = {
 TABLE_8_PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
 
 
-def arguments(parser):
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("fragmentation")
     argtypes.trace(group)
@@ -35,12 +52,12 @@ def arguments(parser):
     group.add_argument("--kv-budget", type=argtypes.whole(1), metavar="MIB", help="for the largest batch")
 
 
-def table_8(model, workers, page_size):
+def table_8(model: Model, workers: int, page_size: int) -> Any:
     """(tokens in a page, worst waste of a request in bytes, over all workers): the paper's section 7.1."""
     return page_size // model.row_bytes(workers), 2 * model.layers * page_size * workers
 
 
-def measure_table_8(context, model, workers, page_size):
+def measure_table_8(context: Context, model: Model, workers: int, page_size: int) -> Any:
     """The same, seen in a real cache of one worker: when a second page is mapped, and how much is mapped then."""
     from pyvmem.kv import KVCache
 
@@ -65,7 +82,7 @@ def measure_table_8(context, model, workers, page_size):
         return low, (cache.stats().held_pages - before) * page_size * workers
 
 
-def run_table_8(session, context, page_sizes):
+def run_table_8(session: Session, context: Context, page_sizes: Sequence[int]) -> list[Record]:
     """Records of Table 8."""
     records = []
     for (name, workers), (paper_tokens, paper_waste) in TABLE_8.items():
@@ -99,7 +116,9 @@ def run_table_8(session, context, page_sizes):
     return records
 
 
-def _cache(context, model, layers, slots, longest, budget, page_size, **options):
+def _cache(
+    context: Context, model: Model, layers: int, slots: int, longest: int, budget: int, page_size: int, **options: Any
+) -> KVCache:
     from pyvmem.kv import KVCache
 
     return KVCache.for_model(
@@ -108,7 +127,16 @@ def _cache(context, model, layers, slots, longest, budget, page_size, **options)
     )  # fmt: skip
 
 
-def run_waste(context, model, layers, slots, trace, page_size, advance, **options):
+def run_waste(
+    context: Context,
+    model: Model,
+    layers: int,
+    slots: int,
+    trace: Trace,
+    page_size: int,
+    advance: Callable[[int], object],
+    **options: Any,
+) -> Any:
     """Run a trace through a cache with memory to spare; returns samples of (waste, unavoidable waste, bytes).
 
     waste: part of the backed bytes that hold no token's rows. unavoidable: the same without pages that can be taken
@@ -132,7 +160,15 @@ def run_waste(context, model, layers, slots, trace, page_size, advance, **option
     return np.array(samples)
 
 
-def run_batch(context, model, layers, trace, budget, page_size, advance):
+def run_batch(
+    context: Context,
+    model: Model,
+    layers: int,
+    trace: Trace,
+    budget: int,
+    page_size: int,
+    advance: Callable[[int], object],
+) -> Any:
     """The batch sizes of a server that admits whatever fits into the budget, iteration by iteration."""
     longest = int((trace.prompt + trace.output).max())
     mean = float((trace.prompt + trace.output / 2).mean())
@@ -150,7 +186,7 @@ def run_batch(context, model, layers, trace, budget, page_size, advance):
         return np.array(sizes), server.preempted
 
 
-def draw(records, figure):
+def draw(records: list[Record], figure: Figure) -> None:
     """What pages waste, and the paper's Figure 12 (largest batch by page size)."""
     plots.panels(records, figure, (
         ("waste of a full batch, p10 to p90", "waste, ", {}),
@@ -162,7 +198,9 @@ def draw(records, figure):
 WAYS = {"nothing kept": {"defer": False, "eager": False, "generous": False}, "default": {}}
 
 
-def waste_records(session, context, page_size, model, layers, trace, shape):
+def waste_records(
+    session: Session, context: Context, page_size: int, model: Model, layers: int, trace: Trace, shape: str
+) -> list[Record]:
     """Records of the waste of a running batch, by what the cache keeps beyond need."""
     slots, records = session.args.kv_slots, []
     for how, options in WAYS.items():
@@ -180,7 +218,9 @@ def waste_records(session, context, page_size, model, layers, trace, shape):
     return records
 
 
-def batch_records(session, context, page_size, model, layers, trace, shape, budget):
+def batch_records(
+    session: Session, context: Context, page_size: int, model: Model, layers: int, trace: Trace, shape: str, budget: int
+) -> tuple[Any, list[Record]]:
     """(batch sizes, records) of the largest batch under a budget."""
     with session.progress(f"largest batch, pages of {page_size >> 10} KiB", len(trace)) as advance:
         sizes, preempted = run_batch(context, model, layers, trace, budget, page_size, advance)
@@ -195,7 +235,7 @@ def batch_records(session, context, page_size, model, layers, trace, shape, budg
 
 @benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments, plot=draw,
            order=50)  # fmt: skip
-def run(session):
+def run(session: Session) -> list[Record]:
     """Table 8, the waste of a running batch, and the largest batch, by page size."""
     args = session.args
     model = MODELS[args.model]
@@ -241,6 +281,6 @@ def run(session):
 PAPER_BATCH = {"Yi-6B": (240, 187), "Llama-3-8B": (258, 203), "Yi-34B": (68, 56)}
 
 
-def _paper_batch(model, page_size):
+def _paper_batch(model: str, page_size: int) -> float | None:
     small, large = PAPER_BATCH[model]
     return {64 * KIB: small, 2 * MIB: large}.get(page_size)

@@ -3,13 +3,23 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import gc
+from collections.abc import Callable
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
+
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record, Samples
+    from pyvmem.bench.session import Session
+    from pyvmem.core import Context
 
 GIB = 1 << 30
 # Name: (attention, what the rows are in, decode steps as CUDA graphs, cuDNN's attention allowed).
@@ -24,15 +34,15 @@ CACHES = {
 }
 
 
-def _caches(text):
+def _caches(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in CACHES:
-            raise argtypes.argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(CACHES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(CACHES)}")
     return names
 
 
-def arguments(parser):
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("generate")
     whole = argtypes.whole
@@ -48,12 +58,12 @@ def arguments(parser):
     group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each, in turns (3)")
 
 
-def llama(device, small):
+def llama(device: Any, small: bool) -> Any:
     """A model of Llama-3-8B's shape in bf16 with random weights; a small one of the same class otherwise."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = {
+    size: dict[str, Any] = {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
     }  # fmt: skip
@@ -78,11 +88,11 @@ def llama(device, small):
 class _Clock:
     """A stopping criterion that never stops: when each token was there."""
 
-    def __init__(self, wait):
-        self.times = []
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.times: list[float] = []
         self._wait = wait
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         import torch
 
         self._wait()
@@ -93,7 +103,7 @@ class _Clock:
 class Bench:
     """Runs of ``generate()`` on one model."""
 
-    def __init__(self, session, context):
+    def __init__(self, session: Session, context: Context) -> None:
         import torch
 
         import pyvmem.transformers  # noqa: F401  it registers the attention
@@ -105,13 +115,13 @@ class Bench:
         self.model = llama(self.device, small=not self.gpu)
         self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
 
-    def wait(self):
+    def wait(self) -> None:
         import torch
 
         if self.gpu:
             torch.cuda.synchronize(self.device)
 
-    def cache(self, kind, batch, tokens):
+    def cache(self, kind: str, batch: int, tokens: int) -> Any:
         from transformers import DynamicCache, StaticCache
 
         from pyvmem.transformers import VMemCache
@@ -122,7 +132,9 @@ class Bench:
             return DynamicCache(config=self.model.config)
         return StaticCache(config=self.model.config, max_cache_len=tokens)
 
-    def run(self, name, batch, prompt, new, chunk, seed=0):
+    def run(
+        self, name: str, batch: int, prompt: int, new: int, chunk: int, seed: int = 0
+    ) -> tuple[float, Any, int, int]:
         """(seconds of the prefill, seconds of each decode step, bytes at most beside the weights, bytes of pages)."""
         import torch
         from transformers import StoppingCriteriaList
@@ -157,12 +169,20 @@ class Bench:
         return clock.times[0] - start, steps, most + pages, pages
 
 
-def _records(session, context, bench, size, long, brief, short):
+def _records(
+    session: Session,
+    context: Context,
+    bench: Bench,
+    size: tuple[int, int, int],
+    long: dict[str, list[Any]],
+    brief: tuple[int, int],
+    short: dict[str, list[Any]],
+) -> list[Record]:
     """Of the runs so far: {name: results of `Bench.run`} for long prompts and for short ones."""
     records = []
     batch, prompt, new = size
 
-    def note(samples, name, metric, unit):
+    def note(samples: Samples, name: str, metric: str, unit: str) -> None:
         attention, kind, graphs, cudnn = CACHES[name]
         backend = f"{context.backend if kind == 'VMemCache' else kind}, {attention}"
         backend += ", graphs" * graphs + ", no cuDNN" * (not cudnn)
@@ -189,7 +209,7 @@ def _records(session, context, bench, size, long, brief, short):
 
 
 @benchmark("generate", "transformers' generate() with VMemCache, DynamicCache and StaticCache", arguments=arguments)
-def run(session):
+def run(session: Session) -> list[Record]:
     """A batch of long prompts, then of short ones, with each cache in turns."""
     try:
         import transformers
@@ -209,7 +229,8 @@ def run(session):
         if not bench.gpu:  # there is no cuDNN, and no graph
             args.caches = [name for name in args.caches if name != "vmem-graphs" and not name.endswith("-nocudnn")]
         allowed = torch.backends.cuda.cudnn_sdp_enabled()
-        long, short = ({name: [] for name in args.caches} for _ in range(2))
+        long: dict[str, list[Any]] = {name: [] for name in args.caches}
+        short: dict[str, list[Any]] = {name: [] for name in args.caches}
         for name in args.caches:  # what is compiled or planned at the first call
             bench.run(name, batch, brief, 4, 0)
         order = [name for i in range(repeats) for name in args.caches[:: 1 if i % 2 == 0 else -1]]

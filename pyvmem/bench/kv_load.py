@@ -3,12 +3,22 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem.bench import argtypes
 from pyvmem.core import MIB
+
+if TYPE_CHECKING:
+    from pyvmem.core import Context
+    from pyvmem.kv import KVCache
+    from pyvmem.traces import Trace
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Model:
     query_heads: int = 32
     element_bytes: int = 2
 
-    def row_bytes(self, workers=1):
+    def row_bytes(self, workers: int = 1) -> int:
         """One token's K (or V) of one layer on a worker."""
         return self.kv_heads // workers * self.head_dim * self.element_bytes
 
@@ -38,7 +48,7 @@ MODELS = {
 }
 
 
-def model_options(parser, slots):
+def model_options(parser: argparse._ActionsContainer, slots: str) -> None:
     """The arguments of a benchmark that runs a model's cache; slots: what its slots are for."""
     layers, batch = argtypes.whole(1), argtypes.whole(1, 65536)
     parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
@@ -53,7 +63,7 @@ class Server:
     tokens are computed again.
     """
 
-    def __init__(self, cache, trace, reserve=1):
+    def __init__(self, cache: KVCache, trace: Trace, reserve: int = 1) -> None:
         self.cache = cache
         self.trace = trace
         self.reserve = reserve  # tokens that must be left for an admitted request beyond its prompt
@@ -65,26 +75,26 @@ class Server:
         self.finished = self.preempted = self._clock = 0
 
     @property
-    def active(self):
+    def active(self) -> Any:
         """How many requests are running."""
         return int(np.count_nonzero(self.goal))
 
-    def _end(self, slot):
+    def _end(self, slot: int) -> None:
         self.cache.free_reqid(int(slot))
         self.lengths[slot] = self.goal[slot] = 0
         self.request[slot] = -1
 
-    def retire(self):
+    def retire(self) -> int:
         """End the requests that have all their tokens; returns how many."""
         done = np.flatnonzero((self.goal > 0) & (self.lengths >= self.goal))
         for slot in done:
-            self._end(slot)
+            self._end(int(slot))
         self.finished += len(done)
         return len(done)
 
-    def admit(self, limit=None):
+    def admit(self, limit: int | None = None) -> list[int]:
         """Give slots to waiting requests while there is room for their prompts; returns the slots."""
-        new = []
+        new: list[int] = []
         while self.queue and (limit is None or len(new) < limit):
             request = self.queue[-1]
             prompt = int(self.trace.prompt[request])
@@ -105,7 +115,7 @@ class Server:
             new.append(slot)
         return new
 
-    def decode(self):
+    def decode(self) -> None:
         """One iteration: every request grows by a token. Preempts until there is memory for it."""
         while True:
             lengths = np.where(self.goal > 0, self.lengths + 1, 0).astype(np.int32)
@@ -124,7 +134,7 @@ class Attention:
     Reads K and V through the slots where they are: ``cum_seq_k[b] = slot * rows``, lengths in ``seqused_k``.
     """
 
-    def __init__(self, cache, model, layers=None):
+    def __init__(self, cache: KVCache, model: Model, layers: int | None = None) -> None:
         import torch
 
         self.torch = torch
@@ -142,13 +152,13 @@ class Attention:
         self.row = torch.randn(cache.slots, heads, model.head_dim, dtype=torch.bfloat16, device=device)
         self.events = [None, None]
 
-    def prefill(self, slot, length):
+    def prefill(self, slot: int, length: int) -> None:
         """Write a prompt's rows, as its prefill would."""
         start = slot * self.rows
         for rows in (*self.keys, *self.values):
             rows[start : start + length].fill_(0.01)
 
-    def run(self, lengths):
+    def run(self, lengths: npt.NDArray[np.int32]) -> None:
         """Launch one iteration for the slots whose length is not 0; waits only for the iteration before the last."""
         torch = self.torch
         slots = np.flatnonzero(lengths)
@@ -169,13 +179,13 @@ class Attention:
         event.record()
         self.events = [self.events[1], event]
 
-    def wait(self, everything=False):
+    def wait(self, everything: bool = False) -> None:
         """Wait until the iteration before the last has ended, or all."""
         event = self.events[1 if everything else 0]
         if event is not None:
             event.synchronize()
 
 
-def memory_for(context, fraction=0.5):
+def memory_for(context: Context, fraction: float = 0.5) -> int:
     """A budget, bytes: a part of what the device has free."""
     return int(context.info().memory_free * fraction) // (2 * MIB) * 2 * MIB

@@ -3,12 +3,26 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 from pyvmem.bench.session import size_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from pyvmem.bench.records import Record
+
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 
 
-def panel(axes, records, title, prefix, *, above="p90", log=False):
+def panel(
+    axes: Axes, records: Sequence[Record], title: str, prefix: str, *, above: str = "p90", log: bool = False
+) -> None:
     """Draw the metrics that start with `prefix`: bars by page size, one colour for each rest of a metric's name.
 
     Whiskers go from p10 up to the percentile `above`, where there is more than one sample; the paper's figures are
@@ -23,7 +37,10 @@ def panel(axes, records, title, prefix, *, above="p90", log=False):
         at = [places.index((r.backend, r.page_size)) + (i - (len(series) - 1) / 2) * width for r in mine]
         spread = [[r.median - r.p10 for r in mine], [getattr(r, above) - r.median for r in mine]]
         errors = spread if any(r.n > 1 for r in mine) else None
-        look = {"color": COLOURS[i % len(COLOURS)], "label": metric.removeprefix(prefix).strip(", ") or None}
+        look: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "label": metric.removeprefix(prefix).strip(", ") or None,
+        }
         axes.bar(at, [r.median for r in mine], width, yerr=errors, capsize=2, **look)
         paper = [(x, r.paper) for x, r in zip(at, mine) if r.paper is not None]
         if paper:
@@ -38,7 +55,7 @@ def panel(axes, records, title, prefix, *, above="p90", log=False):
         axes.legend(fontsize="x-small")
 
 
-def panels(records, figure, wanted):
+def panels(records: Sequence[Record], figure: Figure, wanted: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
     """A figure of panels side by side; wanted: title, prefix and options of `panel` for each."""
     wanted = [w for w in wanted if any(r.metric.startswith(w[1]) for r in records)]
     figure.set_size_inches(6 * max(len(wanted), 1), 4.5)

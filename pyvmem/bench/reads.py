@@ -6,16 +6,23 @@ read consecutive memory (as attention kernels read K and V), and `torch.sum`, wh
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyvmem.bench.vmm import backdrop_flag, scattered
 
+if TYPE_CHECKING:
+    from pyvmem.core import Context
+
+
 BLOCK = 4096  # float32 elements that a block of the streaming kernel reads
 
 
-def _streaming_kernel():
+def _streaming_kernel() -> Any:
     """A function that streams through a float32 tensor once; None where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
@@ -23,14 +30,14 @@ def _streaming_kernel():
 
     from pyvmem.triton_stream import stream
 
-    def read(tensor):
+    def read(tensor: Any) -> None:
         blocks = tensor.numel() // BLOCK
         stream[(blocks,)](tensor, torch.empty(blocks, device=tensor.device), BLOCK=BLOCK)
 
     return read
 
 
-def reads(context, page_size, size, repeats):
+def reads(context: Context, page_size: int, size: int, repeats: int) -> Any:
     """Read bandwidth by kernel and kind of memory.
 
     Parameters

@@ -3,11 +3,18 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Samples = float | npt.ArrayLike  # of one metric: a number or an array of numbers, in its unit
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,18 @@ class Record:
     paper: float | None = None
 
     @classmethod
-    def of(cls, samples, *, bench, backend, device, page_size, metric, unit, paper=None):
+    def of(
+        cls,
+        samples: Samples,
+        *,
+        bench: str,
+        backend: str,
+        device: str,
+        page_size: int | None,
+        metric: str,
+        unit: str,
+        paper: float | None = None,
+    ) -> Record:
         """A record of the samples' distribution. samples: a number or an array of numbers, in `unit`."""
         samples = np.atleast_1d(np.asarray(samples, dtype=float))
         p10, median, p90, p99 = (float(p) for p in np.percentile(samples, (10, 50, 90, 99)))
@@ -61,7 +79,7 @@ class Record:
 FIELDS = tuple(f.name for f in fields(Record))
 
 
-def dump(records, path, about=None):
+def dump(records: Sequence[Record], path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
     """Write records as JSON, one a line: ``{"about": {...}, "records": [...]}``.
 
     about: what they belong to, such as date, versions and machine (`pyvmem.bench.summary.about`). A file that was there
@@ -76,7 +94,7 @@ def dump(records, path, about=None):
         os.replace(target, path)
 
 
-def load(path):
+def load(path: str | os.PathLike[str]) -> list[Record]:
     """The records that `dump` wrote; a plain list of records is taken too. Raises ValueError for any other file."""
     with open(path, encoding="utf-8") as file:
         found = json.load(file)

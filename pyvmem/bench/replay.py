@@ -8,7 +8,12 @@ paper (Prabhu et al., ASPLOS 2025, section 5.1): K and V of each layer, slots x 
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
 from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,8 +21,14 @@ from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
 from pyvmem.traces import read_trace, synthetic_trace
 
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record, Samples
+    from pyvmem.bench.session import Session
+    from pyvmem.core import Context
+    from pyvmem.traces import Trace
 
-def arguments(parser):
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("replay")
     whole = argtypes.whole(1)
@@ -32,7 +43,9 @@ def arguments(parser):
 class Cache:
     """The virtual tensors, and how much of each slot is backed: `pages` pages in every tensor."""
 
-    def __init__(self, context, page_size, slots, tensors, row_bytes, longest):
+    def __init__(
+        self, context: Context, page_size: int, slots: int, tensors: int, row_bytes: int, longest: int
+    ) -> None:
         stride = -(-longest * row_bytes // (2 * MIB)) * 2 * MIB
         self.context = context
         self.page_size = page_size
@@ -42,7 +55,7 @@ class Cache:
         self._slots = np.arange(slots, dtype=np.uint64) * np.uint64(stride) + bases[:, None]  # [tensor, slot]
         self._pages = np.zeros(slots, np.int64)
 
-    def grow(self, lengths):
+    def grow(self, lengths: Any) -> Any:
         """Back rows [0, lengths[s]) of every slot s; returns the nanoseconds it took, 0 where no page was missing."""
         need = -(-lengths * self.row_bytes // self.page_size)
         slots = np.flatnonzero(need > self._pages)
@@ -57,7 +70,7 @@ class Cache:
         self._pages[slots] = need[slots]
         return took
 
-    def drop(self, slots):
+    def drop(self, slots: Any) -> Any:
         """Release the slots' memory; returns the nanoseconds it took."""
         addrs = self._slots[:, slots]
         sizes = np.broadcast_to(self._pages[slots] * self.page_size, addrs.shape)
@@ -67,17 +80,17 @@ class Cache:
         self._pages[slots] = 0
         return took
 
-    def close(self):
+    def close(self) -> None:
         """Free the tensors."""
         for tensor in self.tensors:
             tensor.close()
 
 
-def replay(cache, trace, slots, advance=lambda n: None):
+def replay(cache: Any, trace: Trace, slots: int, advance: Callable[[int], object] = lambda n: None) -> Any:
     """Run a trace through a cache; returns a dict of what was seen (nanoseconds, bytes, fractions)."""
     context, tensors = cache.context, len(cache.tensors)
     length, total = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-    seen = {"commit": [], "release": [], "resident": [], "waste": []}
+    seen: dict[str, Any] = {"commit": [], "release": [], "resident": [], "waste": []}
     started, start = 0, perf_counter_ns()
     while True:
         length[total > 0] += 1
@@ -105,7 +118,7 @@ def replay(cache, trace, slots, advance=lambda n: None):
 
 
 @benchmark("replay", "a trace's requests committed row by row as they grow", arguments=arguments, order=30)
-def run(session):
+def run(session: Session) -> list[Record]:
     """Replay the trace once for each page size."""
     args = session.args
     trace = read_trace(args.trace) if args.trace else synthetic_trace(1000)
@@ -124,7 +137,7 @@ def run(session):
             cache.close()
             context.trim()
 
-            def add(metric, unit, samples, page_size=page_size):
+            def add(metric: str, unit: str, samples: Samples, page_size: int | None = page_size) -> None:
                 records.append(session.record(samples, context, metric, unit, page_size=page_size))
 
             add("requests", "count", len(trace))

@@ -3,11 +3,20 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from pyvmem.bench.records import Record
+from pyvmem.bench.records import Record, Samples
 from pyvmem.core import Context
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 try:
     import rich
@@ -15,7 +24,10 @@ try:
     import rich.progress
     import rich.table
 except ImportError:  # an extra: plain text without it
-    rich = None
+    rich = None  # type: ignore[assignment]
+
+
+T = TypeVar("T")
 
 
 class Session:
@@ -31,23 +43,29 @@ class Session:
         A smaller run that shows the same.
     """
 
-    def __init__(self, name, args, out=sys.stderr, keep=None):
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        out: TextIO = sys.stderr,
+        keep: Callable[[list[Record]], None] | None = None,
+    ) -> None:
         self.name = name
         self.args = args
         self.quick = args.quick
         self._out = out
         self._keep = keep
 
-    def keep(self, records):
+    def keep(self, records: list[Record]) -> None:
         """Write the benchmark's records so far, where they are to go: a long run may be cut off."""
         if self._keep is not None:
             self._keep(records)
 
-    def context(self, backend=None, **options):
+    def context(self, backend: str | None = None, **options: Any) -> Context:
         """A new `Context` of the backend asked for on the command line, or of another."""
         return Context(backend or self.args.backend, self.args.device, **options)
 
-    def page_sizes(self, context):
+    def page_sizes(self, context: Context) -> list[int]:
         """The page sizes to measure: the ones asked for, or all that the context supports. Raises ValueError."""
         asked = self.args.page_size or context.page_sizes
         if any(size not in context.page_sizes for size in asked):
@@ -55,7 +73,18 @@ class Session:
             raise ValueError(f"--page-size {texts[0]}: the {context.backend} backend has pages of {texts[1]}")
         return [size for size in context.page_sizes if size in asked]
 
-    def record(self, samples, context, metric, unit, *, page_size=None, backend=None, device=None, paper=None):
+    def record(
+        self,
+        samples: Samples,
+        context: Context,
+        metric: str,
+        unit: str,
+        *,
+        page_size: int | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+        paper: float | None = None,
+    ) -> Record:
         """A `Record` of samples measured on a context; backend names what stands beside it instead."""
         return Record.of(
             samples,
@@ -68,7 +97,7 @@ class Session:
             paper=paper,
         )
 
-    def track(self, items, text, total=None):
+    def track(self, items: Collection[T], text: str, total: int | None = None) -> Iterator[T]:
         """Iterate over items behind a progress bar, where somebody watches."""
         if total is None:
             total = len(items)
@@ -78,7 +107,7 @@ class Session:
                 advance(1)
 
     @contextlib.contextmanager
-    def progress(self, text, total):
+    def progress(self, text: str, total: float) -> Iterator[Callable[[float], None]]:
         """A progress bar, or where nobody watches a line when the work begins: yields advance(n)."""
         if rich is None or not self._out.isatty():
             print(f"{self.name}: {text}", file=self._out, flush=True)
@@ -90,7 +119,7 @@ class Session:
             yield lambda n: bar.advance(task, n)
 
 
-def size_text(bytes: int) -> str:
+def size_text(bytes: int | None) -> str:
     """64K, 2M, 12T: a size in bytes as people say it."""
     if bytes is None:
         return ""
@@ -112,7 +141,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is no size such as 64K, 2M or 1G") from None
 
 
-def number_text(value):
+def number_text(value: float | None) -> str:
     """Four significant digits, and every digit before the point."""
     if value is None:
         return ""
@@ -122,13 +151,13 @@ def number_text(value):
 COLUMNS = ("metric", "backend", "page", "median", "p10", "p90", "p99", "unit", "n", "paper")
 
 
-def by_metric(records):
+def by_metric(records: Sequence[Record]) -> list[Record]:
     """The records with those of one metric together, in the order in which the metrics first come."""
     order = {metric: i for i, metric in enumerate(dict.fromkeys(r.metric for r in records))}
     return sorted(records, key=lambda r: order[r.metric])
 
 
-def table(records):
+def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """Rows of text for `COLUMNS`. A single sample has no spread to show."""
     return [
         (
@@ -145,7 +174,7 @@ def table(records):
     ]
 
 
-def show(title, records, out=sys.stdout):
+def show(title: str, records: Sequence[Record], out: TextIO = sys.stdout) -> None:
     """Print records as a table."""
     rows = table(records)
     right = {"median", "p10", "p90", "p99", "n", "paper", "page"}
@@ -164,7 +193,7 @@ def show(title, records, out=sys.stdout):
         print("  " + "  ".join(cells).rstrip(), file=out)
 
 
-def plot(records, figure):
+def plot(records: Sequence[Record], figure: Figure) -> None:
     """Draw records: a panel for each metric and unit, bars by page size, whiskers p10 to p90, the paper as dots."""
     metrics = list(dict.fromkeys((r.metric, r.unit) for r in records))
     columns = min(3, len(metrics))

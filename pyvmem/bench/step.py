@@ -7,11 +7,17 @@ place. Figures 9 and 10 of the vAttention paper are the same two experiments.
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
 import gc
 import time
+from collections.abc import Callable
 from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import argtypes, benchmark, plots
@@ -19,8 +25,17 @@ from pyvmem.bench.kv_load import MODELS, Attention, memory_for, model_options
 from pyvmem.core import MIB
 from pyvmem.errors import VmemError, _check
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def arguments(parser):
+    from pyvmem.bench.kv_load import Model
+    from pyvmem.bench.records import Record, Samples
+    from pyvmem.bench.session import Session
+    from pyvmem.core import Context
+    from pyvmem.kv import KVCache
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("step")
     model_options(group, "requests that decode together (256)")
@@ -33,7 +48,15 @@ def arguments(parser):
 class Decode:
     """A full batch in decode. Requests that reach their length are replaced, outside the measured steps."""
 
-    def __init__(self, cache, attention, lengths, output, pause_us, seed=1):
+    def __init__(
+        self,
+        cache: KVCache,
+        attention: Any,
+        lengths: tuple[int, int],
+        output: tuple[int, int],
+        pause_us: float,
+        seed: int = 1,
+    ) -> None:
         self.cache = cache
         self.attention = attention
         self.pause = pause_us / 1e6
@@ -48,7 +71,7 @@ class Decode:
         self.goal -= self.rng.integers(0, np.maximum(self.goal - self.lengths, 1))
         cache.wait()
 
-    def _admit(self):
+    def _admit(self) -> None:
         prompt = int(self.rng.integers(*self.prompts))
         slot = self.cache.alloc_reqid(prompt)
         only = np.zeros_like(self.lengths)
@@ -61,7 +84,7 @@ class Decode:
             self.attention.prefill(slot, prompt)
         self.lengths[slot], self.goal[slot] = prompt, prompt + int(self.rng.integers(*self.output))
 
-    def _replace_ended(self):
+    def _replace_ended(self) -> None:
         done = np.flatnonzero(self.lengths >= self.goal)
         if len(done) and self.attention:
             self.attention.wait(everything=True)
@@ -71,7 +94,7 @@ class Decode:
         for _ in done:
             self._admit()
 
-    def run(self, iterations, advance=lambda n: None):
+    def run(self, iterations: int, advance: Callable[[int], object] = lambda n: None) -> Any:
         """(nanoseconds of each decode step, nanoseconds from step to step)."""
         steps, whole = np.zeros(iterations, np.int64), np.zeros(iterations, np.int64)
         gc.collect()
@@ -101,7 +124,19 @@ class Decode:
         return steps, whole
 
 
-def decode(session, context, model, layers, page_size, slots, prompts, output, iterations, name, **options):
+def decode(
+    session: Session,
+    context: Context,
+    model: Model,
+    layers: int,
+    page_size: int,
+    slots: int,
+    prompts: tuple[int, int],
+    output: tuple[int, int],
+    iterations: int,
+    name: str,
+    **options: Any,
+) -> list[Record]:
     """Records of one decode run."""
     from pyvmem.kv import KVCache
 
@@ -125,7 +160,7 @@ def decode(session, context, model, layers, page_size, slots, prompts, output, i
         python = python_step(cache, run.lengths)
         del attention, run.attention
 
-    def add(metric, unit, samples):
+    def add(metric: str, unit: str, samples: Samples) -> None:
         records.append(session.record(samples, context, f"{metric}, {name}", unit, page_size=page_size))
 
     add("decode step", "us", steps / 1e3)
@@ -140,7 +175,7 @@ def decode(session, context, model, layers, page_size, slots, prompts, output, i
     return records
 
 
-def native_step(cache, lengths, n=2000):
+def native_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -> Any:
     """Microseconds of vmem_kv_step from C, where all is backed already."""
     cache.wait()
     again = np.maximum(lengths - n, 1).astype(np.int32)  # grows back to where it is
@@ -150,7 +185,7 @@ def native_step(cache, lengths, n=2000):
     return samples / 1e3
 
 
-def python_step(cache, lengths, n=2000):
+def python_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -> Any:
     """Microseconds of `KVCache.step` where all is backed already, by the type of the lengths."""
     import torch
 
@@ -170,11 +205,13 @@ def python_step(cache, lengths, n=2000):
     return found
 
 
-def prefill(session, context, model, layers, page_size, tokens, repeats):
+def prefill(
+    session: Session, context: Context, model: Model, layers: int, page_size: int, tokens: int, repeats: int
+) -> list[Record]:
     """Records of the time to back one prompt, by allocation strategy (Figure 10)."""
     from pyvmem.kv import KVCache
 
-    strategies = {
+    strategies: dict[str, dict[str, Any]] = {
         "synchronous": {"overlap": False, "defer": False, "eager": False},
         "deferred reclamation": {"overlap": False, "defer": True, "eager": False},
         "eager": {"overlap": True, "defer": False, "eager": True, "eager_tokens": tokens},
@@ -203,7 +240,7 @@ def prefill(session, context, model, layers, page_size, tokens, repeats):
     return records
 
 
-def draw(records, figure):
+def draw(records: list[Record], figure: Figure) -> None:
     """The paper's Figures 9 (decode, with and without overlap) and 10 (prefill, by allocation strategy)."""
     plots.panels(records, figure, (
         ("decode: a step, p10 to p99", "decode step, ", {"above": "p99", "log": True}),
@@ -213,7 +250,7 @@ def draw(records, figure):
 
 
 @benchmark("step", "what a step of the KV cache costs the server", arguments=arguments, plot=draw, order=40)
-def run(session):
+def run(session: Session) -> list[Record]:
     """Decode with and without overlap, and prefill, by page size."""
     args = session.args
     model = MODELS[args.model]

@@ -5,11 +5,19 @@ It fits 80 columns. Everything that was measured is in the tables (``--full``) a
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
 
 from pyvmem import doctor
 from pyvmem.bench.session import number_text, size_text
+
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record
+
 
 WIDTH = 80
 
@@ -36,7 +44,7 @@ _ROWS = (
 _COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
 
 
-def about():
+def about() -> dict[str, Any]:
     """What a run's records belong to: {date, pyvmem, torch, python, kernel, driver}."""
     # Not doctor.examine(): it opens every backend.
     machine, driver = doctor.machine(), doctor.driver()
@@ -50,11 +58,11 @@ def about():
     }
 
 
-def _cell(record):
+def _cell(record: Record | None) -> str:
     return f"{number_text(record.median)} {record.unit.split(' of ')[0]}" if record else ""
 
 
-def rows(records):
+def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
     """(text, small pages, 2 MiB pages, beside, paper) of each row that the records have, as text."""
     own = {"uvm", "stock", "cuda", "host"}
     best = next((r.backend for r in records if r.backend in own), None)
@@ -70,7 +78,7 @@ def rows(records):
     return found
 
 
-def screen(records, about):
+def screen(records: Sequence[Record], about: Mapping[str, Any]) -> list[str]:
     """The lines of the screen."""
     sizes = sorted({r.page_size for r in records if r.page_size and not r.backend.endswith("-bare")})
     first = next((r for r in records if r.backend in ("uvm", "stock", "cuda", "host")), None)

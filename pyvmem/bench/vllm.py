@@ -7,21 +7,29 @@ changes on the machine over time changes for both; the one whose turn it is not 
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import argparse
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.records import Record
+from pyvmem.bench.records import Record, Samples
+
+if TYPE_CHECKING:
+    from pyvmem.bench.session import Session
+
 
 ENGINES = ("vLLM", "vLLM on vMem")
 
 
-def arguments(parser):
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark alone."""
     group = parser.add_argument_group("vllm")
     whole = argtypes.whole(1)
@@ -49,7 +57,7 @@ def arguments(parser):
     group.add_argument("--mooncake", type=argtypes.input_file, metavar="FILE", help="Mooncake's conversation trace")
 
 
-def loads(args):
+def loads(args: argparse.Namespace) -> Any:
     """The workloads by name: dictionaries for `pyvmem.bench.vllm_engine`."""
     longest = args.max_model_len
     most = min(1000, longest // 8)
@@ -61,7 +69,7 @@ def loads(args):
     made["equal-hot"] = dict(kind="hot", batch=200, prefixes=8, prefix=longest // 8, suffix=64, ratio=0.5,
                              cold=[64, longest // 4], output=[16, 128], seed=7, tokens=True)  # fmt: skip
 
-    def decode(batch, prompt):
+    def decode(batch: int, prompt: int) -> Any:
         batch, prompt = min(batch, args.max_num_seqs), min(prompt, longest - 300)
         return dict(kind="fixed", batch=batch, prompt=prompt, output=200, decode=True)
 
@@ -85,7 +93,7 @@ def loads(args):
 class Engine:
     """An engine's process."""
 
-    def __init__(self, args, vmem, log):
+    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any) -> None:
         down, up = os.pipe(), os.pipe()
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
@@ -104,7 +112,7 @@ class Engine:
         self._sink = os.fdopen(down[1], "w", encoding="utf-8")
         self._source = os.fdopen(up[0], "r", encoding="utf-8")
 
-    def answer(self):
+    def answer(self) -> Any:
         line = self._source.readline()
         if not line:
             raise RuntimeError(f"an engine ended (status {self._process.wait()}); its output is in the log")
@@ -113,12 +121,12 @@ class Engine:
             raise RuntimeError(answer["error"])
         return answer
 
-    def ask(self, load):
+    def ask(self, load: Any) -> Any:
         self._sink.write(json.dumps(load) + "\n")
         self._sink.flush()
         return self.answer()
 
-    def close(self):
+    def close(self) -> None:
         self._sink.close()
         try:
             self._process.wait(30)
@@ -130,10 +138,10 @@ class Engine:
 class Turns:
     """Both engines, and the records of what they did."""
 
-    def __init__(self, args, device, log):
+    def __init__(self, args: argparse.Namespace, device: str, log: Any) -> None:
         self._args = args
         self._device = device
-        self.records = []
+        self.records: list[Record] = []
         self.raw = []
         self.engines = dict(zip(ENGINES, (Engine(args, vmem, log) for vmem in (False, True))))
         for name, engine in self.engines.items():
@@ -141,25 +149,25 @@ class Turns:
             self._add(name, "start", "s", answer["started"])
             self.raw.append(dict(engine=name, load="start", **answer))
 
-    def _add(self, engine, metric, unit, samples):
+    def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):
             self.records.append(Record.of(samples, bench="vllm", backend=engine, device=self._device, page_size=None,
                                           metric=metric, unit=unit))  # fmt: skip
 
-    def measure(self, name, load):
+    def measure(self, name: str, load: Any) -> None:
         """One workload: `turns` times through each engine, after one more that warms up."""
         if load.get("tokens"):
             for again in (0, 1):  # the second time the prefix cache knows the prompts
                 self._equal(name + (" again" if again else ""), load)
             return
-        found = {engine: [] for engine in self.engines}
+        found: dict[str, list[Any]] = {engine: [] for engine in self.engines}
         for turn in range(self._args.turns + 1):
             # A seed of its own for each turn, or the prefix cache would know the prompts from the turn before.
             self.turn(name, dict(load, seed=load.get("seed", 0) + 1000 * turn, tokens=not turn), turn, found)
         for engine, results in found.items():
             self._results(engine, name, load, results)
 
-    def turn(self, name, load, turn, found):
+    def turn(self, name: str, load: Any, turn: int, found: Any) -> None:
         """One workload through each engine; the first warms up, and its tokens are compared."""
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
         if load["tokens"]:
@@ -169,7 +177,7 @@ class Turns:
                 found[engine].append(answer)
             self.raw.append(dict(engine=engine, load=name, turn=turn, **answer))
 
-    def _results(self, engine, name, load, results):
+    def _results(self, engine: str, name: str, load: Any, results: Any) -> None:
         if not results:
             return
         if load.get("decode"):
@@ -187,18 +195,18 @@ class Turns:
         self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
         self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
 
-    def _kv(self, engine, name, states):
+    def _kv(self, engine: str, name: str, states: Any) -> None:
         if states:
             self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
             self._add(engine, f"{name}: steps that waited for a fence", "", [k["fence_waits"] for k in states])
 
-    def _compare(self, name, tokens):
+    def _compare(self, name: str, tokens: Any) -> None:
         same = sum(a == b for a, b in zip(*tokens))
         alike = sum(x == y for a, b in zip(*tokens) for x, y in zip(a, b))
         self._add(ENGINES[1], f"{name}: requests with vLLM's tokens, of {len(tokens[0])}", "", same)
         self._add(ENGINES[1], f"{name}: tokens, of {sum(map(len, tokens[0]))}", "", alike)
 
-    def _equal(self, name, load):
+    def _equal(self, name: str, load: Any) -> None:
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
         self._compare(name, [a.pop("tokens") for a in answers.values()])
         for engine, answer in answers.items():
@@ -206,13 +214,13 @@ class Turns:
             self._add(engine, f"{name}: preemptions", "", answer["preemptions"])
             self.raw.append(dict(engine=engine, load=name, **answer))
 
-    def close(self):
+    def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
 
 
 @benchmark("vllm", "vLLM as it is and vLLM on vMem in turns", arguments=arguments, order=900)
-def run(session):
+def run(session: Session) -> list[Record]:
     """Records of both engines; none where there is no vLLM, and none in "all": it takes minutes and a GPU's memory."""
     args = session.args
     if getattr(args, "bench", "vllm") == "all":

@@ -12,9 +12,10 @@ import sys
 import tempfile
 import threading
 import time
+from typing import Any
 
 # Shapes of models; weights are made up (vLLM's load_format "dummy", the same in every engine).
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
                  num_key_value_heads=4, head_dim=128, vocab_size=32000, rope_theta=10000.0),
     "llama-3-8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -28,7 +29,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-def write_config(folder, shape, max_model_len):
+def write_config(folder: Any, shape: Any, max_model_len: int) -> None:
     """config.json of a shape."""
     common = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=max_model_len,
@@ -39,14 +40,14 @@ def write_config(folder, shape, max_model_len):
         json.dump({**common, **SHAPES[shape]}, file)
 
 
-def requests_of(load):
+def requests_of(load: Any) -> Any:
     """[(prompt tokens, output tokens)] of a workload, the same in every engine."""
     import numpy as np
 
     rng = np.random.default_rng(load.get("seed", 0))
     vocabulary = load.get("vocabulary", 30000)
 
-    def tokens(n):
+    def tokens(n: int) -> Any:
         return rng.integers(10, vocabulary, int(n)).tolist()
 
     kind, longest = load["kind"], load.get("longest", 8192)
@@ -86,18 +87,18 @@ def requests_of(load):
 class Sampler:
     """Most device memory in use while it runs, as the driver reports it, and of that the KV cache's."""
 
-    def __init__(self, kv_memory):
+    def __init__(self, kv_memory: bool) -> None:
         self._stop = threading.Event()
         self._kv_memory = kv_memory
         self.peak = self.kv_peak = 0
 
-    def used(self):
+    def used(self) -> int:
         import torch
 
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    def kv(self):
+    def kv(self) -> Any:
         """Device memory of the KV cache: all that vLLM set aside at its start, or what vMem has now."""
         from pyvmem.vllm import worker
 
@@ -107,26 +108,26 @@ class Sampler:
         stats = engine.context.stats()
         return stats.created + stats.overhead
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self._look()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self
 
-    def _look(self):
+    def _look(self) -> None:
         self.peak = max(self.peak, self.used())
         self.kv_peak = max(self.kv_peak, self.kv())
 
-    def _run(self):
+    def _run(self) -> None:
         while not self._stop.wait(0.05):
             self._look()
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         self._stop.set()
         self._thread.join()
 
 
-def kv_state():
+def kv_state() -> Any:
     """What the KV caches of this process and its workers publish, and the worker's own counters."""
     from pyvmem.vllm import worker
 
@@ -147,12 +148,12 @@ def kv_state():
     )  # fmt: skip
 
 
-def preemptions(llm):
+def preemptions(llm: Any) -> int:
     """How often vLLM has preempted a request so far."""
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
-def run(llm, load, profile=None):
+def run(llm: Any, load: Any, profile: Any = None) -> Any:
     """One workload, all requests at once; what came of it."""
     from vllm import SamplingParams
 
@@ -189,12 +190,12 @@ def run(llm, load, profile=None):
     return result
 
 
-def main():
+def main() -> None:
     settings = json.loads(sys.argv[1])
     source = os.fdopen(settings.pop("read"), "r", encoding="utf-8")
     sink = os.fdopen(settings.pop("write"), "w", encoding="utf-8")
 
-    def say(**values):
+    def say(**values: Any) -> None:
         sink.write(json.dumps(values) + "\n")
         sink.flush()
 
@@ -224,7 +225,9 @@ def main():
                 if "limit" in load:
                     from pyvmem.vllm import worker
 
-                    worker.current().cache.set_budget(load["limit"])
+                    engine = worker.current()
+                    assert engine is not None  # a limit is set where the KV cache is on vMem
+                    engine.cache.set_budget(load["limit"])
                     say(ok=True)
                 else:
                     say(**run(llm, load, profile))

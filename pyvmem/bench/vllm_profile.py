@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import functools
 import importlib
 import time
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,8 @@ TIMED = {
 class Profile:
     """Seconds of every call of the functions in `TIMED` since the last `take`."""
 
-    def __init__(self):
-        self.seconds = {}
+    def __init__(self) -> None:
+        self.seconds: dict[str, Any] = {}
         for name, (module, function) in TIMED.items():
             owner = importlib.import_module(module)
             *path, last = function.split(".")
@@ -38,11 +39,11 @@ class Profile:
                 owner = getattr(owner, part)
             setattr(owner, last, self._timed(name, getattr(owner, last)))
 
-    def _timed(self, name, function):
+    def _timed(self, name: str, function: Any) -> Any:
         seconds = self.seconds[name] = []
 
         @functools.wraps(function)
-        def timed(*args, **kwargs):
+        def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             try:
                 return function(*args, **kwargs)
@@ -51,7 +52,7 @@ class Profile:
 
         return timed
 
-    def take(self):
+    def take(self) -> dict[str, Any]:
         """{name: calls, seconds in all, and of a call in ms: median, 99th percentile, most}"""
         found = {}
         for name, seconds in self.seconds.items():

@@ -3,15 +3,26 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import benchmark
 from pyvmem.core import KIB, MAP_OP, MIB
 from pyvmem.errors import OutOfMemory, _check
+
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+    from pyvmem.core import Context, Reservation
+
 
 SIZES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
 
@@ -26,6 +37,9 @@ PAPER = {
     "free 1 GiB": (35, 35, 35, 1),
 }
 
+Seen = dict[str, npt.NDArray[Any]]  # nanoseconds of each call, by metric
+Bare = Callable[[npt.NDArray[np.uint64]], tuple[float, float]]
+
 RANGE = 1 << 30
 STRIDE = 1009  # pages from one sample to the next: prime, so that no two in a row are near each other
 BLOCK = 2 * MIB  # what one page table of small pages covers
@@ -34,18 +48,18 @@ TURN = 20  # single calls in a row, before it is the next one's turn
 TIB = 1 << 40
 
 
-def paper(metric, page_size):
+def paper(metric: str, page_size: int) -> float | None:
     """The paper's microseconds, or None."""
     return PAPER[metric][SIZES.index(page_size)] if metric in PAPER and page_size in SIZES else None
 
 
-def sample_arrays(count, n):
+def sample_arrays(count: int, n: int) -> tuple[list[npt.NDArray[np.uint64]], list[Any]]:
     """`count` arrays for n samples each, and the same as C's loops take them."""
     arrays = [np.zeros(n, np.uint64) for _ in range(count)]
     return arrays, [ffi.from_buffer("uint64_t[]", a) for a in arrays]
 
 
-def backdrop_flag(context):
+def backdrop_flag(context: Context) -> int:
     """VMEM_RESERVE_BACKDROP where the backend can: what tensors use."""
     return lib.VMEM_RESERVE_BACKDROP if "backdrop" in context.info().capabilities else 0
 
@@ -53,7 +67,7 @@ def backdrop_flag(context):
 class Calls:
     """Single calls at one page size, n of each, by `round(first, count)`; then `seen` is {metric: nanoseconds[n]}."""
 
-    def __init__(self, context, page_size, n, stack):
+    def __init__(self, context: Context, page_size: int, n: int, stack: contextlib.ExitStack) -> None:
         self.context, self.page_size = context, page_size
         flags = backdrop_flag(context)
         (reserve, free), raw = sample_arrays(2, min(n, 200))
@@ -75,24 +89,24 @@ class Calls:
         self._python = np.zeros((2, n), np.uint64)
         self.seen |= zip(("map, from Python", "unmap, from Python"), self._python)
 
-    def _pages(self, range_, stride, first, count, raw):
+    def _pages(self, range_: Reservation, stride: int, first: int, count: int, raw: Any) -> None:
         # A driver call for memory once in many pages is no part of any page's latency.
         self.context.prealloc(64 * MIB)
         _check(lib.pv_bench_pages(self.context._use(), self.page_size, range_.addr, RANGE, stride, first, count, *raw))
 
-    def _open_blocks(self, range_):
+    def _open_blocks(self, range_: Reservation) -> None:
         """A page in each block of 2 MiB, of which the first prepares its page table; `round` then sees the rest."""
         n = RANGE // BLOCK
         arrays, raw = sample_arrays(4, n)
         self._pages(range_, STRIDE * BLOCK // self.page_size, 0, n, raw)
         self.seen["map, first page in its 2M"] = arrays[1]
 
-    def round(self, first, count):
+    def round(self, first: int, count: int) -> None:
         for range_, raw in self._rows:
             self._pages(range_, STRIDE, first, count, raw)
         self._from_python(self._rows[0][0], first, count)
 
-    def _from_python(self, range_, first, count):
+    def _from_python(self, range_: Reservation, first: int, count: int) -> None:
         """The same page's samples through `Reservation.map` and `unmap`."""
         for i in range(first, first + count):
             offset = i * STRIDE % (RANGE // self.page_size) * self.page_size
@@ -106,7 +120,7 @@ class Calls:
 class CudaCalls:
     """The same of CUDA's own calls, at 2 MiB."""
 
-    def __init__(self, device, n, stack):
+    def __init__(self, device: int, n: int, stack: contextlib.ExitStack) -> None:
         cuda = ffi.new("pv_cuda **")
         _check(lib.pv_bench_cuda_open(device, RANGE, cuda))
         self._cuda = cuda[0]
@@ -125,18 +139,21 @@ class CudaCalls:
             "free 1 GiB": free,
         }
 
-    def round(self, first, count):
+    def round(self, first: int, count: int) -> None:
         _check(lib.pv_bench_cuda_pages(self._cuda, STRIDE, first, count, *self._raw))
         part = slice(first, first + count)
         self.seen["release, unmap included"][part] = self._release[0][part] + self._release[1][part]
 
 
-def single_calls(session, context, sizes, n):
+def single_calls(
+    session: Session, context: Context, sizes: Sequence[int], n: int
+) -> list[tuple[str | None, int, Seen]]:
     """[(backend or None, page size, {metric: nanoseconds[n]})] of single calls, CUDA's too where there is CUDA.
 
     In turns of TURN calls each, so that a machine whose speed changes is as fast for one as for the other.
     """
     with contextlib.ExitStack() as stack:
+        rows: list[tuple[str | None, int, Calls | CudaCalls]]
         rows = [(None, size, Calls(context, size, n, stack)) for size in sizes]
         if "gpu" in context.info().capabilities:
             rows.append(("cuda-bare", 2 * MIB, CudaCalls(session.args.device, n, stack)))
@@ -146,21 +163,26 @@ def single_calls(session, context, sizes, n):
         return [(backend, size, calls.seen) for backend, size, calls in rows]
 
 
-def paired(ours, theirs, turn):
+def paired(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], turn: int) -> npt.NDArray[np.float64]:
     """What ours take of theirs, turn by turn: float[turns], each the ratio of the medians of one turn's samples."""
-    ours, theirs = (np.asarray(x[: len(x) // turn * turn], float).reshape(-1, turn) for x in (ours, theirs))
-    return np.median(ours, axis=1) / np.maximum(np.median(theirs, axis=1), 1)
+    turns = len(ours) // turn * turn
+    mine, other = (np.median(np.asarray(x[:turns], float).reshape(-1, turn), axis=1) for x in (ours, theirs))
+    ratios: npt.NDArray[np.float64] = mine / np.maximum(other, 1)
+    return ratios
 
 
-def scattered(n, seed=0):
+def scattered(n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
     """Page numbers 0 to n-1 in an order without neighbours to speak of."""
     return np.random.default_rng(seed).permutation(n).astype(np.uint64)
 
 
-ORDERS = {"consecutive": lambda: np.arange(BATCH, dtype=np.uint64), "scattered": lambda: scattered(BATCH)}
+ORDERS: dict[str, Callable[[], npt.NDArray[np.uint64]]] = {
+    "consecutive": lambda: np.arange(BATCH, dtype=np.uint64),
+    "scattered": lambda: scattered(BATCH),
+}
 
 
-def batches(context, page_size, n, bare=None):
+def batches(context: Context, page_size: int, n: int, bare: Bare | None = None) -> dict[tuple[str, str], Any]:
     """{(who, metric): nanoseconds[n]} of whole batches of `BATCH` pages, addresses consecutive or scattered.
 
     bare(slots) does the same without libvmem, in turns with it, and returns nanoseconds of mapping and unmapping.
@@ -189,10 +211,10 @@ def batches(context, page_size, n, bare=None):
     return seen
 
 
-def bare_host(page_size):
+def bare_host(page_size: int) -> Bare:
     """For `batches`: the system calls alone."""
 
-    def once(slots):
+    def once(slots: npt.NDArray[np.uint64]) -> tuple[float, float]:
         times, raw = sample_arrays(2, 1)
         _check(lib.pv_bench_host(page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, 1, *raw))
         return times[0][0], times[1][0]
@@ -200,7 +222,7 @@ def bare_host(page_size):
     return once
 
 
-def largest_reservation(context):
+def largest_reservation(context: Context) -> tuple[float, float]:
     """(milliseconds, overhead in MiB) of reserving the paper's example: 12 TiB."""
     before = context.stats().overhead
     start = perf_counter_ns()
@@ -210,14 +232,14 @@ def largest_reservation(context):
 
 
 @benchmark("vmm", "latency of each call, by page size", order=10)
-def run(session):
+def run(session: Session) -> list[Record]:
     """Time single calls and batches for each page size; on a GPU, CUDA's own calls beside them."""
     n = 200 if session.quick else 2000
     repeats = 20 if session.quick else 100
     records = []
     with session.context() as context:
 
-        def add(seen, page_size, backend=None):
+        def add(seen: Mapping[str, Any], page_size: int, backend: str | None = None) -> None:
             for metric, samples in seen.items():
                 figure = paper(metric, page_size)
                 us = np.asarray(samples, float) / 1e3
@@ -230,17 +252,19 @@ def run(session):
         for backend, page_size, seen in singles:
             add(seen, page_size, backend)
         cuda = {backend: seen for backend, _, seen in singles}.get("cuda-bare")
-        for _, page_size, seen in singles[: -1 if cuda else 0]:
+        for _, page_size, seen in singles:
+            if cuda is None or seen is cuda:
+                continue
             for metric in ("map", "release, unmap included"):
                 ratios = paired(seen[metric], cuda[metric], TURN)
                 records.append(session.record(ratios, context, f"{metric}, of CUDA's at 2M", "x", page_size=page_size))
         for page_size in session.track(sizes, "batches"):
             bare = bare_host(page_size) if context.backend == "host" else None
-            seen = batches(context, page_size, repeats, bare)
-            for (who, metric), samples in seen.items():
+            both = batches(context, page_size, repeats, bare)
+            for (who, metric), samples in both.items():
                 add({metric: samples}, page_size, backend=f"{context.backend}-bare" if who == "bare" else None)
                 if who == "bare":
-                    ratios = paired(seen["ours", metric], samples, 1)
+                    ratios = paired(both["ours", metric], samples, 1)
                     metric += ", of the bare calls"
                     records.append(session.record(ratios, context, metric, "x", page_size=page_size))
         try:

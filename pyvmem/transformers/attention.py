@@ -10,44 +10,76 @@ SPDX-License-Identifier: MIT
 
 import math
 from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from pyvmem import attention
 from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
+from pyvmem.transformers.layers import VMemLayer
+from pyvmem.transformers.rows import Plan
 
 NAME = "vmem"
 
+Int64s = npt.NDArray[np.int64]
 
-def register():
+
+def register() -> None:
     """Make the attention known to transformers as ``"vmem"``. Importing `pyvmem.transformers` does it."""
     AttentionInterface.register(NAME, vmem_attention)
     AttentionMaskInterface.register(NAME, vmem_mask)
 
 
-def vmem_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
-              attention_mask=None, allow_is_causal_skip=True, local_size=None, config=None, **kwargs):  # fmt: skip
+def vmem_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: PreTrainedConfig | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     """What `vmem_attention` is given as its mask.
 
     None where the pattern is causal (with a window or without) and nothing is padded; the 2D padding mask where
     something is; a 4D mask, as sdpa would have it, for any other pattern.
     """
     if not allow_is_causal_skip or getattr(config, "attention_chunk_size", None):
-        return sdpa_mask(
+        dense: torch.Tensor | None = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **kwargs,
         )  # fmt: skip
+        return dense
     if attention_mask is None or attention_mask.all():
         return None
     return attention_mask
 
 
-def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None,
-                   softcap=None, s_aux=None, position_bias=None, **kwargs):  # fmt: skip
+def vmem_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention of queries ``[batch, query_heads, tokens, head_dim]``.
 
     Returns ``(output, None)``, the output as ``[batch, tokens, query_heads, head_dim]``. key, value: what the cache's
@@ -60,8 +92,9 @@ def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scali
     causal = getattr(module, "is_causal", True) if causal is None else causal
     extras = (softcap, s_aux, position_bias)
     if handover is None:
-        padded = attention_mask is not None and attention_mask.dim() == 2
-        columns = attention_mask.shape[1] if padded else key.shape[2]  # a sliding layer's K has not all of them
+        columns = key.shape[2]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            columns = attention_mask.shape[1]  # a sliding layer's K has not all of them
         start, first = columns - query.shape[2], columns - key.shape[2]
         mask = _dense_mask(query, key.shape[2], start, first, sliding_window, attention_mask, causal)
         return _dense(module, query, key, value, mask, dropout, scaling, causal, *extras), None
@@ -87,20 +120,20 @@ def vmem_attention(module, query, key, value, attention_mask, dropout=0.0, scali
 # ---- by lengths ---------------------------------------------------------------------------------------------------
 
 
-def _shape(phase, query_heads, key, window, softcap, tile_rows=0):
+def _shape(phase: str, query_heads: int, key: torch.Tensor, window: int, softcap: float, tile_rows: int = 0) -> Shape:
     device = key.device
     where = capability(device.index if device.type == "cuda" else None)
     heads, dim = key.shape[1], key.shape[3]
     return Shape(phase, query_heads, heads, dim, key.dtype, key.dtype, device.type, where, window, softcap, tile_rows)
 
 
-def decode_shape(layer, query_heads, softcap=0.0):
+def decode_shape(layer: VMemLayer, query_heads: int, softcap: float = 0.0) -> Shape:
     """The `Shape` of a decode step of a `VMemLayer`."""
     key = layer.slot(0)[:, :1].transpose(1, 2)
     return _shape("decode", query_heads, key, layer.window, softcap, layer.rows.kv.tile_rows)
 
 
-def tile_rows(key, config, windows):
+def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -> int:
     """What the cache of a model must be made with, for the kernels that will be chosen to be allowed.
 
     key: ``[batch, heads, tokens, head_dim]``. windows: of the model's layers.
@@ -119,7 +152,18 @@ def tile_rows(key, config, windows):
     return math.lcm(*rows)
 
 
-def _by_kernel(layer, query, key, mask, dropout, window, softcap, sinks, bias, causal):
+def _by_kernel(
+    layer: VMemLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    window: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    causal: bool,
+) -> bool:
     """Whether the kernels of `pyvmem.attention` can compute this."""
     if (mask is not None and mask.dim() != 2) or sinks is not None or bias is not None or dropout or not causal:
         return False
@@ -136,18 +180,31 @@ def _by_kernel(layer, query, key, mask, dropout, window, softcap, sinks, bias, c
     return layer.taken
 
 
-def _decode(layer, plan, query, key, value, scaling, window, softcap):
+def _decode(
+    layer: VMemLayer,
+    plan: Plan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
     """A decode step of the whole batch, whose new rows the kernel stores."""
     rows = layer.rows
+    batch = rows.batch_of(plan)
+    assert batch is not None  # of the whole batch: nothing is padding
     new = key[:, :, 0], value[:, :, 0]
     out = attention.decode(
-        query[:, :, 0], rows.kv, layer.kv(), rows.batch_of(plan), softmax_scale=scaling, window=window,
+        query[:, :, 0], rows.kv, layer.kv(), batch, softmax_scale=scaling, window=window,
         softcap=softcap, new=new,
     )  # fmt: skip
     return out[:, None]
 
 
-def _by_length(layer, plan, query, scaling, window, softcap):
+def _by_length(
+    layer: VMemLayer, plan: Plan, query: torch.Tensor, scaling: float | None, window: int, softcap: float
+) -> torch.Tensor:
     rows = layer.rows
     batch = rows.batch_of(plan)
     n, heads, tokens, dim = query.shape
@@ -167,7 +224,14 @@ def _by_length(layer, plan, query, scaling, window, softcap):
     return out
 
 
-def _of_padding(query, kv, slot, ends, scaling, window):
+def _of_padding(
+    query: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    slot: int,
+    ends: Int64s,
+    scaling: float | None,
+    window: int,
+) -> torch.Tensor:
     """What padding behind tokens sees, ``[columns, heads, dim]``: all rows before it.
 
     Nothing reads what comes of it, but for ``generate()`` with padding on the right, which takes the first new token
@@ -175,9 +239,9 @@ def _of_padding(query, kv, slot, ends, scaling, window):
     """
     end, groups = int(ends[-1]), query.shape[0] // kv[0].shape[2]
     k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
-    ends = torch.as_tensor(ends, device=query.device)[:, None]
+    before = torch.as_tensor(ends, device=query.device)[:, None]
     row = torch.arange(end, device=query.device)
-    mask = (row < ends) & (row >= ends - window) if window else row < ends
+    mask = (row < before) & (row >= before - window) if window else row < before
     k, v = (repeat_kv(t, groups) for t in (k, v))
     out = torch.nn.functional.scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scaling)
     return out[0].transpose(0, 1)
@@ -186,7 +250,15 @@ def _of_padding(query, kv, slot, ends, scaling, window):
 # ---- with a mask --------------------------------------------------------------------------------------------------
 
 
-def _dense_mask(query, kv_length, start, first, window, mask, causal):
+def _dense_mask(
+    query: torch.Tensor,
+    kv_length: int,
+    start: int,
+    first: int,
+    window: int | None,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor | None:
     """A 4D mask (or None, for all or for torch's causal one) for queries from column `start` on.
 
     K and V begin at column `first`. mask: None, the 2D padding mask, or a 4D one, which is taken as it is.
@@ -194,17 +266,30 @@ def _dense_mask(query, kv_length, start, first, window, mask, causal):
     tokens = query.shape[2]
     if not causal or (mask is not None and mask.dim() == 4):
         return mask  # what is not causal, such as cross-attention, has any mask that it needs already
-    windowed = window and kv_length >= window
+    windowed = window if window and kv_length >= window else 0
     if mask is None and not windowed and (tokens == 1 or tokens == kv_length):
         return None
-    pattern = sliding_window_causal_mask_function(window) if windowed else causal_mask_function
-    return sdpa_mask(
+    pattern = sliding_window_causal_mask_function(windowed) if windowed else causal_mask_function
+    dense: torch.Tensor | None = sdpa_mask(
         query.shape[0], tokens, kv_length, start, first, pattern, mask, allow_is_causal_skip=False,
         device=query.device,
     )  # fmt: skip
+    return dense
 
 
-def _dense(module, query, key, value, mask, dropout, scaling, causal, softcap, sinks, bias):
+def _dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     if softcap is None and sinks is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout, scaling, is_causal=causal, position_bias=bias

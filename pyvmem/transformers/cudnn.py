@@ -5,8 +5,11 @@ A plan costs tens of milliseconds, so a decode step whose rows grow by one costs
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import threading
 import weakref
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +17,7 @@ _lock = threading.Lock()
 _users = 0
 
 
-def keep_off(owner):
+def keep_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
     """Keep cuDNN's attention switched off in this process for as long as `owner` lives, or until the call of what this
     returns. False where it is off already, by somebody else's wish."""
     global _users
@@ -26,7 +29,7 @@ def keep_off(owner):
     return weakref.finalize(owner, _let_go)
 
 
-def _let_go():
+def _let_go() -> None:
     global _users
     with _lock:
         _users -= 1

@@ -8,36 +8,53 @@ uploaded.
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from pyvmem.attention import Batch
 from pyvmem.attention.table import KERNELS, choose
+from pyvmem.kv import KVCache
 from pyvmem.transformers.attention import decode_shape
 from pyvmem.transformers.cache import VMemCache
 from pyvmem.transformers.layers import VMemLayer
+from pyvmem.transformers.rows import Plan, Rows
 
 _SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "past_key_values", *_SETTINGS}
 _LEAST = 1024  # rows that a graph's kernels are launched for at least; they double from there
 
 
+class Recorder(Protocol):
+    """What captures a function's kernels, and runs them again."""
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """What the function returned; its kernels are recorded, not run."""
+
+    def replay(self) -> None:
+        """Run them."""
+
+
 class CudaGraph:
     """What captures a function's kernels, and runs them again."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, function):
+    def capture(self, function: Callable[[], Any]) -> Any:
         with torch.cuda.device(self._device):
             return self._capture(function)
 
-    def _capture(self, function):
+    def _capture(self, function: Callable[[], Any]) -> Any:
         # Not torch.cuda.graph: that gives torch's free memory back first, and every later allocation pays for it.
         current = torch.cuda.current_stream()
         stream = _capture_stream(current.device_index)
@@ -55,29 +72,29 @@ class CudaGraph:
         current.wait_stream(stream)
         return output
 
-    def replay(self):
+    def replay(self) -> None:
         with torch.cuda.device(self._device):
             self._graph.replay()
 
 
 @functools.cache
-def _capture_stream(device):
+def _capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 class _Step:
     """One captured decode step of a batch, for lengths up to `limit`. Its inputs lie in buffers of fixed addresses."""
 
-    def __init__(self, rows, batch, limit, recorder):
+    def __init__(self, rows: Rows, batch: int, limit: int, recorder: Recorder) -> None:
         self.limit = limit
         self.recorder = recorder
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
         self.targets = torch.zeros(2, batch, dtype=torch.int64, device=rows.device)
         self.batch = Batch(rows.kv, list(range(batch)), [1] * batch, max_length=limit, check=False)
-        self.output = None
+        self.output: Any = None
 
-    def load(self, rows, plan, ids, positions):
+    def load(self, rows: Rows, plan: Plan, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """Put a pass's numbers where the graph reads them."""
         self.ids.copy_(ids)
         if positions is None:
@@ -121,45 +138,45 @@ class DecodeGraphs:
     ...     model.generate(**inputs, past_key_values=VMemCache(model))
     """
 
-    def __init__(self, model, recorder=CudaGraph):
+    def __init__(self, model: PreTrainedModel, recorder: Callable[[torch.device], Recorder] = CudaGraph) -> None:
         if "forward" in vars(model):
             raise ValueError("model: its forward is replaced already")
-        self.model = model
+        self.model: PreTrainedModel | None = model
         self.captured = self.replayed = 0
-        self.refused = None
+        self.refused: str | None = None
         self._recorder = recorder
         self._forward = model.forward
-        self._kv = None  # weak: graphs are of one KVCache
-        self._steps = {}
-        self._seen = set()
+        self._kv: weakref.ref[KVCache] | None = None  # weak: graphs are of one KVCache
+        self._steps: dict[Any, _Step] = {}
+        self._seen: set[Any] = set()
         self._failed = False
 
         @functools.wraps(self._forward)
-        def forward(*args, **kwargs):
+        def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(args, kwargs)
 
         model.forward = forward
 
-    def close(self):
+    def close(self) -> None:
         """The model's own forward again; what was captured is freed."""
         if self.model is not None:
             del self.model.forward
             self.model = None
         self._drop()
 
-    def _drop(self):
+    def _drop(self) -> None:
         self._steps.clear()
         self._kv = None
 
-    def __enter__(self):
+    def __enter__(self) -> DecodeGraphs:
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: Any) -> None:
         self.close()
 
     # ---- a call ----------------------------------------------------------------------------------------------
 
-    def _run(self, args, kwargs):
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.refused = self._stops(args, kwargs)
         if self.refused is not None:
             return self._forward(*args, **kwargs)
@@ -188,7 +205,7 @@ class DecodeGraphs:
         output["logits"] = output["logits"].clone()
         return output
 
-    def _stops(self, args, kwargs):
+    def _stops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call cannot be a captured step; None where it can."""
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if self._failed:
@@ -198,9 +215,9 @@ class DecodeGraphs:
         extra = [name for name, value in kwargs.items() if value is not None and name not in _TAKEN]
         if extra or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
             return f"asked for {', '.join(extra) or 'no cache, or a tuple'}"
-        layer = cache.layers[0]
         if not all(isinstance(each, VMemLayer) and each.supports_early_init for each in cache.layers):
             return "layers that are not attention"
+        layer: Any = cache.layers[0]
         if ids.shape[1] != 1 or not layer.is_initialized or not layer.length or not layer.by_length:
             return "not a decode step with the attention vmem"
         if len(ids) != cache.rows.batch or torch.is_grad_enabled() or ids.device != cache.rows.device:
@@ -210,7 +227,7 @@ class DecodeGraphs:
             return "a mask that is not 2D"
         return None
 
-    def _step(self, cache, rows, batch, length, kwargs):
+    def _step(self, cache: VMemCache, rows: Rows, batch: int, length: int, kwargs: dict[str, Any]) -> _Step | None:
         """The `_Step` to use, captured or not yet; None in the first step of its kind, which runs as it is."""
         if self._kv is None or self._kv() is not rows.kv:
             self._drop()
@@ -228,7 +245,8 @@ class DecodeGraphs:
                 self.refused = "the first step of its kind"
                 return None
             heads = cache.config.num_attention_heads
-            for layer in cache.layers:
+            layers: list[Any] = cache.layers
+            for layer in layers:
                 try:
                     name = choose(decode_shape(layer, heads)).kernel
                 except ValueError as error:
@@ -240,7 +258,7 @@ class DecodeGraphs:
             self._steps[key] = _Step(rows, batch, limit, self._recorder(rows.device))
         return self._steps[key]
 
-    def _capture(self, step, cache, start, kwargs):
+    def _capture(self, step: _Step, cache: VMemCache, start: int, kwargs: dict[str, Any]) -> bool:
         given = {name: kwargs[name] for name in _SETTINGS if name in kwargs}
         try:
             step.output = step.recorder.capture(
@@ -253,7 +271,8 @@ class DecodeGraphs:
                 raise
             self._failed, self.refused = True, str(error).splitlines()[0]
             self._drop()
-        for layer in cache.layers:
+        layers: list[Any] = cache.layers
+        for layer in layers:
             layer.length = start
         cache.rows.pending = None
         if step.output is None:

@@ -3,10 +3,16 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import copy
+from typing import Any, NoReturn, cast
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from pyvmem.transformers.rows import Plan, Rows
 
 
 class Handover:
@@ -17,14 +23,16 @@ class Handover:
 
     __slots__ = ("layer", "start", "tokens", "value", "plan")
 
-    def __init__(self, layer, start, tokens, value):
+    def __init__(self, layer: VMemLayer, start: int, tokens: int, value: torch.Tensor) -> None:
         self.layer = layer
         self.start = start
         self.tokens = tokens
-        self.value = value
-        self.plan = None
+        self.value: torch.Tensor | None = value
+        self.plan: Plan | None = None
 
-    def write(self, key, mask=None, uniform=False, by_kernel=False):
+    def write(
+        self, key: torch.Tensor, mask: torch.Tensor | None = None, uniform: bool = False, by_kernel: bool = False
+    ) -> Plan:
         """Store the rows, once; returns the pass's `Plan`.
 
         mask: as in `Rows.begin`. uniform: padding is stored too. by_kernel: a decode step's rows may be left to the
@@ -38,6 +46,7 @@ class Handover:
             if by_kernel and self.tokens == 1 and plan.kept is None and (mask is None or rows.ragged):
                 layer.length = self.start + 1
                 return plan
+            assert self.value is not None  # until the rows are stored
             layer.store(plan, key, self.value)
         self.value = None
         return self.plan
@@ -51,36 +60,36 @@ class VMemLayer(CacheLayerMixin):
     is_sliding = False
     window = 0
 
-    def __init__(self, rows, index, config):
+    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig) -> None:
         self.rows = rows
         self.index = index  # among the layers that keep rows
         self.config = config
         self._settings = vars(config)
         self.length = 0  # columns, padding included
         self.is_initialized = False
-        self.asked = None  # what the kernels were last asked to take of this layer,
+        self.asked: Any = None  # what the kernels were last asked to take of this layer,
         self.taken = self.appends = False  # whether they do, and whether decode stores the rows itself
         self._version = -1  # of `rows`, when the views were made
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.rows.dtype
 
     @property
-    def device(self):
+    def device(self) -> Any:
         return self.rows.device
 
     @property
-    def batch_size(self):
+    def batch_size(self) -> int:
         return self.rows.batch
 
     @property
-    def by_length(self):
+    def by_length(self) -> bool:
         """Whether the model's attention is ours; it may change between passes."""
         # The property costs microseconds in every layer: a config looks every name up in several tables.
         return self._settings.get("_attn_implementation_internal") == "vmem"
 
-    def lazy_initialization(self, key_states, value_states):
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.by_length:
             from pyvmem.transformers.attention import tile_rows
 
@@ -89,7 +98,9 @@ class VMemLayer(CacheLayerMixin):
             self.rows.open(self.index, key_states, value_states)
         self.is_initialized = True
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the rows of `tokens` more columns: K and V, ``[batch, heads, tokens, head_dim]``.
 
         Returns K and V of every column that the pass reads, as views; for the attention ``"vmem"`` the new ones as
@@ -108,7 +119,8 @@ class VMemLayer(CacheLayerMixin):
                     f"layer {lost.layer.index} did not hand the keys that the cache returned to transformers' "
                     "AttentionInterface, so they were not stored: use another attention than vmem for this model"
                 )
-            rows.pending = key_states.vmem = Handover(self, start, tokens, value_states)
+            rows.pending = Handover(self, start, tokens, value_states)
+            setattr(key_states, "vmem", rows.pending)
             return key_states, value_states
         rows.begin(start, tokens, key_states.shape[0])
         if self._version != rows.version:
@@ -121,7 +133,7 @@ class VMemLayer(CacheLayerMixin):
         first = self._first(start)
         return self._k.narrow(2, first, self.length - first), self._v.narrow(2, first, self.length - first)
 
-    def store(self, plan, key, value):
+    def store(self, plan: Plan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the rows of a pass where its plan says."""
         start, tokens = plan.start, plan.tokens
         if plan.uniform:
@@ -138,7 +150,7 @@ class VMemLayer(CacheLayerMixin):
                 self.slot(which).index_put_(plan.targets, new)
         self.length = start + tokens
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> VMemLayer:
         new = copy.copy(self)
         memo[id(self)] = new
         # Views of the rows that it is copied from; and the model's own settings, which it goes on to follow.
@@ -147,15 +159,15 @@ class VMemLayer(CacheLayerMixin):
         new._settings = vars(new.config)
         return new
 
-    def slot(self, which):
+    def slot(self, which: int) -> torch.Tensor:
         """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``; backed as far as the lengths."""
         return self.rows.pairs[self.index][which]
 
-    def kv(self):
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as `slot` gives them."""
         return self.rows.pairs[self.index]
 
-    def _bind(self):
+    def _bind(self) -> None:
         """The views of the batch, ``[batch, heads, max_tokens, head_dim]``."""
         rows = self.rows
         if rows.slots != list(range(rows.batch)) or rows.ragged:
@@ -166,7 +178,7 @@ class VMemLayer(CacheLayerMixin):
         self._k, self._v = (self.slot(which)[: rows.batch].transpose(1, 2) for which in (0, 1))
         self._version = rows.version
 
-    def view(self, start=None):
+    def view(self, start: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, as stock attention takes them, of the columns that a pass after `start` columns reads.
 
         By default those that the next pass reads.
@@ -174,48 +186,49 @@ class VMemLayer(CacheLayerMixin):
         if self._version != self.rows.version:
             self._bind()
         first = self._first(self.length if start is None else start)
-        return tuple(t.narrow(2, first, self.length - first) for t in (self._k, self._v))
+        k, v = (t.narrow(2, first, self.length - first) for t in (self._k, self._v))
+        return k, v
 
     keys = property(lambda self: self.view()[0] if self.is_initialized else None)
     values = property(lambda self: self.view()[1] if self.is_initialized else None)
 
-    def _first(self, start):
+    def _first(self, start: int) -> int:
         """The first column that a pass after `start` columns reads."""
         return 0
 
-    def get_mask_sizes(self, query_length):
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = self._first(self.length)
         return self.length + query_length - first, first
 
-    def get_seq_length(self):
+    def get_seq_length(self) -> int:
         return self.length
 
-    def get_max_length(self):
+    def get_max_length(self) -> int:
         return self.rows.max_tokens
 
-    def crop(self, tokens_to_remove):
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """As transformers' layers: so many tokens less, or with a positive number, at most so many left.
 
         The layer's own count only; `VMemCache.crop` gives the pages back too.
         """
         self.length = cropped(self.length, tokens_to_remove)
 
-    def reset(self):
+    def reset(self) -> None:
         self.length = 0
 
-    def offload(self):
+    def offload(self) -> None:
         self.rows.swap_out()
 
-    def prefetch(self):
+    def prefetch(self) -> None:
         self.rows.swap_in()
 
-    def _whole(self, *args):
+    def _whole(self, *args: Any) -> NoReturn:
         raise NotImplementedError("the layers of a VMemCache share their slots: call this method of the cache")
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _whole
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _whole  # type: ignore[assignment]
 
 
-def cropped(length, tokens_to_remove):
+def cropped(length: int, tokens_to_remove: int | torch.Tensor) -> int:
     """What `crop` leaves of a length."""
     tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts on the device
     if tokens_to_remove > 0:
@@ -231,17 +244,17 @@ class VMemSlidingLayer(VMemLayer):
 
     is_sliding = True
 
-    def __init__(self, rows, index, config, window):
+    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig, window: int) -> None:
         super().__init__(rows, index, config)
         self.window = self.sliding_window = window
 
-    def activate_past_recording(self):
+    def activate_past_recording(self) -> None:
         """Nothing to do: the rows that a crop of the last pass needs are there anyway."""
 
-    def _first(self, start):
+    def _first(self, start: int) -> int:
         return max(0, start - self.window + 1)
 
-    def get_max_length(self):
+    def get_max_length(self) -> int:
         return self.window
 
 
@@ -256,34 +269,34 @@ class _LinearAndRows(LinearAttentionLayer):
     is_croppable = LinearAttentionLayer.is_croppable
     dtype = device = None  # of the states; the rows know their own
 
-    def lazy_initialization(self, *args, **kwargs):
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # Only `update` gives two positional arguments, K and V; states come by name.
         if args:
-            VMemLayer.lazy_initialization(self, *args)
+            VMemLayer.lazy_initialization(cast("VMemLayer", self), *args)
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def reset(self):
+    def reset(self) -> None:
         LinearAttentionLayer.reset(self)
-        VMemLayer.reset(self)
+        VMemLayer.reset(cast("VMemLayer", self))
 
-    def crop(self, tokens_to_remove):
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        VMemLayer.crop(self, tokens_to_remove)
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        LinearAttentionLayer.crop(self, int(tokens_to_remove))
+        VMemLayer.crop(cast("VMemLayer", self), tokens_to_remove)
 
-    def offload(self):
+    def offload(self) -> None:
         LinearAttentionLayer.offload(self)
-        VMemLayer.offload(self)
+        VMemLayer.offload(cast("VMemLayer", self))
 
-    def prefetch(self):
+    def prefetch(self) -> None:
         LinearAttentionLayer.prefetch(self)
-        VMemLayer.prefetch(self)
+        VMemLayer.prefetch(cast("VMemLayer", self))
 
 
 class VMemHybridLayer(_LinearAndRows, VMemLayer):
     """A linear-attention state beside full attention."""
 
-    def __init__(self, rows, index, config, number_of_states=1):
+    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig, number_of_states: int = 1) -> None:
         VMemLayer.__init__(self, rows, index, config)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
@@ -293,7 +306,9 @@ class VMemHybridLayer(_LinearAndRows, VMemLayer):
 class VMemHybridSlidingLayer(_LinearAndRows, VMemSlidingLayer):
     """A linear-attention state beside attention with a sliding window."""
 
-    def __init__(self, rows, index, config, window, number_of_states=1):
+    def __init__(
+        self, rows: Rows, index: int, config: PreTrainedConfig, window: int, number_of_states: int = 1
+    ) -> None:
         VMemSlidingLayer.__init__(self, rows, index, config, window)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 

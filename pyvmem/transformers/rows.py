@@ -3,12 +3,17 @@
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyvmem.attention import Batch
@@ -17,6 +22,8 @@ from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.transformers.cudnn import keep_off
 
 MIB = 1 << 20
+
+Int32s = npt.NDArray[np.int32]
 
 
 @dataclass
@@ -45,28 +52,28 @@ class Plan:
 
     start: int
     tokens: int
-    lengths: list
-    kept: np.ndarray | None = None
+    lengths: list[int]
+    kept: npt.NDArray[np.bool_] | None = None
     uniform: bool = True
-    batch: object = None
+    batch: Batch | None = None
     located: bool = False
-    padding: tuple | list = ()
-    targets: tuple | None = None
+    padding: Sequence[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = ()
+    targets: tuple[torch.Tensor, torch.Tensor] | None = None
     sources: torch.Tensor | None = None
 
 
-def _finish(kv, device):
+def _finish(kv: KVCache, device: torch.device) -> None:
     """Free a cache's memory once no kernel reads it any more."""
     _wait(device)
     kv.close()
 
 
-def _wait(device):
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def default_budget(device):
+def default_budget(device: torch.device) -> int:
     """Bytes that a cache may take when nobody says: what is free on the GPU, or half of the machine's memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -93,36 +100,46 @@ class Rows:
         Changes with the tensors and with the batch: what layers derive from them holds for one version.
     """
 
-    def __init__(self, windows, max_tokens, slots, budget, options):
+    def __init__(
+        self, windows: Iterable[int], max_tokens: int, slots: int, budget: int | None, options: dict[str, Any]
+    ) -> None:
         self.windows = list(windows)
         self.max_tokens = max_tokens
         self.budget = budget
         self.options = options
-        self.kv = self.pairs = self.device = self.dtype = self.plan = None
-        self.pending = None  # a `Handover` whose keys are on their way to the attention
+        # None until a layer shows its shapes: a KVCache, a torch.device, a torch.dtype.
+        self.kv: Any = None
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V of each layer
+        self.device: Any = None
+        self.dtype: Any = None
+        self.plan: Plan | None = None
+        self.pending: Any = None  # a `Handover` whose keys are on their way to the attention
         self.batch = self.version = 0
-        self.slots = []
+        self.slots: list[int] = []
         self.tile_rows = 1
         self._least_slots = slots
-        self._shapes = [None] * len(self.windows)  # ((heads, head_dim) of K, of V)
+        self._shapes: list[Any] = [None] * len(self.windows)  # ((heads, head_dim) of K, of V)
         self._known = [False] * len(self.windows)
-        self._kept = None  # bool [batch, max_tokens]: the columns that have rows; None: all columns
-        self._floor = []  # rows below these less a window may be gone
-        self._lengths = None  # of every slot, int32, as in the last step
-        self._fence = None
-        self._finalizer = None
-        self.cudnn = None  # what lets cuDNN's attention be used again; False: nothing does
+        self._kept: npt.NDArray[np.bool_] | None = (
+            None  # bool [batch, max_tokens]: the columns that have rows; None: all columns
+        )
+        self._floor: list[int] = []  # rows below these less a window may be gone
+        self._lengths: Any = None  # of every slot, int32, as in the last step
+        self._fence: torch.cuda.Event | None = None
+        self._finalizer: Any = None
+        self.cudnn: Any = None  # what lets cuDNN's attention be used again; False: nothing does
         self._swapped = False
-        self._batch = self._batch_shape = None
+        self._batch: Any = None  # the last pass's, and what it is right for
+        self._batch_shape: tuple[int, ...] | None = None
 
     @property
-    def ragged(self):
+    def ragged(self) -> bool:
         """Whether sequences have lengths of their own: padding has no rows."""
         return self._kept is not None
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
-    def open(self, layer, key, value, tile_rows=1):
+    def open(self, layer: int, key: torch.Tensor, value: torch.Tensor, tile_rows: int = 1) -> None:
         """A layer shows the shapes of its K and V, ``[batch, heads, tokens, head_dim]``."""
         shapes = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         if self.kv is None:
@@ -147,7 +164,7 @@ class Rows:
             ]
             self._rebuild(self.kv.slots)
 
-    def _create(self, slots):
+    def _create(self, slots: int) -> KVCache:
         specs = []
         for i, ((k, v), window) in enumerate(zip(self._shapes, self.windows)):
             # K and V side by side, row by row: half as many tensors, so half as many runs of pages to map.
@@ -169,12 +186,12 @@ class Rows:
         return kv
 
     @staticmethod
-    def _pairs(kv):
+    def _pairs(kv: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer, ``[slots, max_tokens, heads, head_dim]``."""
         each = iter(zip(kv.specs, kv.tensors))
         return [(t[:, :, 0], t[:, :, 1]) if spec.name.startswith("kv") else (t, next(each)[1]) for spec, t in each]
 
-    def _take(self, kv):
+    def _take(self, kv: KVCache) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
         self._finalizer = weakref.finalize(self, _finish, kv, self.device)
@@ -182,7 +199,7 @@ class Rows:
         self.plan = None
         self.version += 1
 
-    def _bind(self, batch):
+    def _bind(self, batch: int) -> None:
         """Start with so many empty sequences."""
         if batch > self.kv.slots:
             self._finalizer()
@@ -194,7 +211,7 @@ class Rows:
         self._lengths[:] = 0
         self.version += 1
 
-    def _rebuild(self, slots):
+    def _rebuild(self, slots: int) -> None:
         """Move the rows to tensors of other shapes, or with more slots."""
         finalizer, lengths = self._finalizer, self._lengths
         new = self._copied(slots)
@@ -202,7 +219,7 @@ class Rows:
         self._lengths[: len(lengths)] = lengths
         finalizer()
 
-    def _copied(self, slots):
+    def _copied(self, slots: int) -> KVCache:
         """A `KVCache` with the present shapes and copies of the rows, in the same slots."""
         new = self._create(slots)
         try:
@@ -222,7 +239,7 @@ class Rows:
             raise
         return new
 
-    def copy(self):
+    def copy(self) -> Rows:
         """Rows of the same sequences, with memory of their own."""
         other = Rows(self.windows, self.max_tokens, self._least_slots, self.budget, self.options)
         if self.kv is None:
@@ -238,23 +255,24 @@ class Rows:
         other._lengths[:] = self._lengths
         return other
 
-    def close(self):
+    def close(self) -> None:
         if self.kv is not None:
             self._finalizer()
             if self.cudnn:
                 self.cudnn()
-            self.kv = self.pairs = self.plan = self.cudnn = None
+            self.kv = self.plan = self.cudnn = None
+            self.pairs = []
             self.batch = 0
             self._known = [False] * len(self.windows)
 
-    def for_stock_attention(self):
+    def for_stock_attention(self) -> None:
         """Torch's own attention reads the rows."""
         if self.cudnn is None:
             self.cudnn = self.device.type == "cuda" and keep_off(self)
 
     # ---- a forward pass --------------------------------------------------------------------------------------
 
-    def begin(self, start, tokens, batch, mask=None):
+    def begin(self, start: int, tokens: int, batch: int, mask: torch.Tensor | None = None) -> Plan:
         """The `Plan` of the pass that adds `tokens` columns after the first `start`; the first layer backs its rows.
 
         mask: None, or bool ``[batch, start + tokens]``, False for padding. With one, padding gets no rows.
@@ -293,13 +311,14 @@ class Rows:
         self.plan = plan
         return plan
 
-    def _stored(self, start):
+    def _stored(self, start: int) -> list[int]:
         """Rows that each sequence has of its first `start` columns."""
         if self._kept is None:
             return [start] * self.batch
-        return self._kept[:, :start].sum(1).tolist()
+        stored: list[int] = self._kept[:, :start].sum(1).tolist()
+        return stored
 
-    def _plan(self, start, tokens, mask):
+    def _plan(self, start: int, tokens: int, mask: torch.Tensor | None) -> Plan:
         before = self._stored(start)
         kept = None
         if mask is not None:
@@ -323,7 +342,7 @@ class Rows:
         plan.uniform = kept is None and ordered and self._kept is None
         return plan
 
-    def locate(self, plan):
+    def locate(self, plan: Plan) -> None:
         """Find the rows that a pass writes which has not the same columns for all: once a pass."""
         if plan.located:
             return
@@ -338,9 +357,9 @@ class Rows:
             ends = before + rank + 1
             late = ~kept & (ends > 0)
             rows = np.flatnonzero(late.any(1))
-            plan.padding = [(row, np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
+            plan.padding = [(int(row), np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
 
-    def batch_of(self, plan):
+    def batch_of(self, plan: Plan) -> Batch | None:
         """The `pyvmem.attention.Batch` of a pass, made once; None where it has nothing but padding."""
         if plan.batch is None:
             queries = [plan.tokens] * self.batch if plan.kept is None else plan.kept.sum(1).tolist()
@@ -357,10 +376,10 @@ class Rows:
             plan.batch = self._batch
         return plan.batch
 
-    def _upload(self, array):
+    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _order_steps(self):
+    def _order_steps(self) -> None:
         """A step may overlap with the pass before it, not with the one before that: wait for that one."""
         if self.device.type != "cuda":
             return
@@ -370,7 +389,7 @@ class Rows:
             self._fence.synchronize()
         self._fence = fence
 
-    def _back(self, kv, lengths):
+    def _back(self, kv: KVCache, lengths: Int32s) -> None:
         short = self._try_step(kv, lengths)
         if short and self.device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for later is memory that pages can be had from
@@ -386,7 +405,7 @@ class Rows:
             )
 
     @staticmethod
-    def _try_step(kv, lengths):
+    def _try_step(kv: KVCache, lengths: Int32s) -> int:
         """0, or the pages that are missing."""
         try:
             return kv.missing_pages if kv.step(lengths) else 0
@@ -395,7 +414,7 @@ class Rows:
 
     # ---- sequences -------------------------------------------------------------------------------------------
 
-    def crop(self, columns):
+    def crop(self, columns: int) -> None:
         """Forget every column from `columns` on."""
         if self.kv is None:
             return
@@ -417,7 +436,7 @@ class Rows:
                 self.kv.truncate(slot, length)
                 self._lengths[slot] = length
 
-    def reset(self, batch=None):
+    def reset(self, batch: int | None = None) -> None:
         """Forget every sequence. Pages stay with the cache until they are needed elsewhere."""
         if self.kv is None:
             return
@@ -427,12 +446,12 @@ class Rows:
         self._swapped = False
         self._bind(self.batch if batch is None else batch)
 
-    def _empty(self, slot):
+    def _empty(self, slot: int) -> None:
         self.kv.free_reqid(slot)
         self.kv.alloc_reqid(slot=slot)
         self._lengths[slot] = 0
 
-    def select(self, sources, in_order=True):
+    def select(self, sources: list[int], in_order: bool = True) -> None:
         """The batch becomes the sequences `sources` of it, with repetitions: they share pages, nothing is moved.
 
         in_order: sequence i must be in slot i, as tensors with a batch dimension need it. Otherwise each sequence
@@ -467,16 +486,17 @@ class Rows:
             self._kept = self._kept[sources]
         self.version += 1
 
-    def _keep_slots(self, sources):
-        taken, new = set(), [None] * len(sources)
+    def _keep_slots(self, sources: list[int]) -> list[int]:
+        taken: set[int] = set()
+        new: list[int | None] = [None] * len(sources)
         for i, s in enumerate(sources):
             if self.slots[s] not in taken:
                 new[i] = self.slots[s]
-                taken.add(new[i])
+                taken.add(self.slots[s])
         free = iter([slot for slot in range(self.kv.slots) if slot not in taken])
         return [next(free) if slot is None else slot for slot in new]
 
-    def _share(self, moves, old, lengths, new):
+    def _share(self, moves: list[tuple[int, int]], old: list[int], lengths: list[int], new: list[int]) -> None:
         prefixes = {}
         try:
             for s in dict.fromkeys(s for s, _ in moves):
@@ -503,7 +523,7 @@ class Rows:
 
     # ---- swapping --------------------------------------------------------------------------------------------
 
-    def swap_out(self):
+    def swap_out(self) -> None:
         """Move the rows to CPU memory, and let their pages go."""
         if self.kv is None or self._swapped:
             return
@@ -519,7 +539,7 @@ class Rows:
             raise
         self._swapped = True
 
-    def swap_in(self):
+    def swap_in(self) -> None:
         """Bring them back."""
         if not self._swapped:
             return

@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -24,12 +25,12 @@ BLOCK_N = 64  # rows that are loaded together
 LOG2E = math.log2(math.e)
 
 
-def _power(n):
+def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache
-def _parts(device, group, dim):
+def _parts(device: torch.device, group: int, dim: int) -> Any:
     """(programs, results of parts, logarithms of their sums): every layer's, one after the other."""
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     shape = (2 * programs, group)
@@ -45,7 +46,16 @@ class Rows:
     most: int  # a power of 2 that no step has more requests than
 
 
-def decode(query, kv_cache, out, table, lengths, rows, scale, softcap):
+def decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: Any,
+    scale: float,
+    softcap: float,
+) -> None:
     """Attention of one new token of each request.
 
     Parameters
@@ -78,27 +88,27 @@ def decode(query, kv_cache, out, table, lengths, rows, scale, softcap):
 
 class SlotsBackend(FlashAttentionBackend):
     @staticmethod
-    def get_name():
+    def get_name() -> str:
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls():
+    def get_impl_cls() -> Any:
         return SlotsImpl
 
     @staticmethod
-    def get_builder_cls():
+    def get_builder_cls() -> Any:
         return SlotsBuilder
 
     @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype):
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         return kv_cache_dtype in (None, "auto", "float16", "bfloat16")
 
     @classmethod
-    def supports_sink(cls):
+    def supports_sink(cls) -> bool:
         return False
 
     @classmethod
-    def supports_attn_type(cls, attn_type):
+    def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == "decoder"
 
 
@@ -106,7 +116,7 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
     # A graph serves steps with as many new tokens of each request as it was captured with: they choose the kernel.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         most = vllm_config.scheduler_config.max_num_seqs
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -114,7 +124,7 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
         self._window = getattr(kv_cache_spec, "sliding_window", None) or 0
         self._ends = torch.zeros(self._most, dtype=torch.int32, device=device)
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         decodes = common_attn_metadata.max_query_len == 1
         metadata = super().build(0, common_attn_metadata, fast_build or decodes)
         metadata.rows = None
@@ -125,19 +135,29 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
             metadata.rows = Rows(self._ends, self._window, self._most)
         return metadata
 
-    def use_cascade_attention(self, *args, **kwargs):
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
 
 class SlotsImpl(FlashAttentionImpl):
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.alibi_slopes is not None or self.sinks is not None:
             raise ValueError("attention by slots (CUSTOM) has neither ALiBi nor sinks; use --attention-backend "
                              "FLASH_ATTN")  # fmt: skip
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
-                output_block_scale=None):  # fmt: skip
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
         rows = attn_metadata and attn_metadata.rows
         if not rows or output_scale is not None or output_block_scale is not None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale,

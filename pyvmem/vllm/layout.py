@@ -12,7 +12,10 @@ SPDX-License-Identifier: MIT
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 GRANULE = 64 << 10
 
@@ -27,20 +30,20 @@ class Layout:
     tokens: int
 
     @property
-    def tensors(self):
+    def tensors(self) -> int:
         return self.layers if self.kind == "layer" else 1
 
     @property
-    def tensor_row(self):
+    def tensor_row(self) -> int:
         """Bytes of a token in one virtual tensor."""
         return self.row if self.kind == "layer" else self.row * self.layers
 
     @property
-    def block_bytes(self):
+    def block_bytes(self) -> int:
         """Bytes of a block in all tensors."""
         return self.layers * self.row * self.tokens
 
-    def page_size(self, sizes):
+    def page_size(self, sizes: Sequence[int]) -> int:
         """The largest of the page sizes that divides a tensor's part of a block."""
         part = self.tensor_row * self.tokens
         fit = [s for s in sizes if part % s == 0]
@@ -49,12 +52,12 @@ class Layout:
                              f"{min(sizes)}")  # fmt: skip
         return max(fit)
 
-    def slot_tokens(self, tokens):
+    def slot_tokens(self, tokens: int) -> int:
         """The fewest rows of a slot for `tokens` tokens, such that slots are whole blocks and can begin at 2 MiB."""
         step = math.lcm(self.tokens, (2 << 20) // math.gcd(2 << 20, self.tensor_row))
         return -(-tokens // step) * step
 
-    def strides(self, layer, kernel_tokens):
+    def strides(self, layer: int, kernel_tokens: int) -> tuple[int, int, int]:
         """(offset, stride of a kernel block, stride of a token) of a layer in its tensor, in bytes."""
         if self.kind == "layer":
             return 0, kernel_tokens * self.row, self.row
@@ -66,13 +69,15 @@ class Layout:
         return layer * self.row * self.tokens, self.tokens * self.tensor_row, self.row
 
 
-def block_tokens(kind, layers, row, base):
+def block_tokens(kind: str, layers: int, row: int, base: int) -> int:
     """The smallest multiple of `base` tokens whose block is whole pages of 64 KiB in each tensor."""
     bytes = base * (row if kind == "layer" else row * layers)
     return base * (GRANULE // math.gcd(GRANULE, bytes))
 
 
-def view(flat, layout, layer, dtype, shape, order):
+def view(
+    flat: torch.Tensor, layout: Layout, layer: int, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]
+) -> torch.Tensor:
     """A layer's KV cache as its attention backend wants it.
 
     Parameters

@@ -7,13 +7,15 @@ SPDX-License-Identifier: MIT
 """
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
-from pyvmem.kv_view import GAUGES, read_views
+from pyvmem.kv_view import GAUGES, View, read_views
 
 PREFIX = "vllm:vmem_kv_"
 
 
-def _parent(pid):
+def _parent(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return int(file.read().rpartition(")")[2].split()[1])
@@ -21,7 +23,7 @@ def _parent(pid):
         return 0
 
 
-def own_views(pid=None):
+def own_views(pid: int | None = None) -> list[View]:
     """Views of KV caches named "vllm" in process `pid` (this one) and in processes that it started."""
     pid = os.getpid() if pid is None else pid
     found = []
@@ -37,7 +39,7 @@ def own_views(pid=None):
 class Collector:
     """For a registry of prometheus_client."""
 
-    def collect(self):
+    def collect(self) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {}
@@ -55,7 +57,7 @@ class Collector:
 _registered = False
 
 
-def register():
+def register() -> None:
     """Add the collector to prometheus_client's own registry, once.
 
     vLLM serves that one, unless it has several API servers: those have a registry of their own.

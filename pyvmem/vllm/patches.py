@@ -9,7 +9,9 @@ SPDX-License-Identifier: MIT
 import functools
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 CHECKED = ("0.26.0",)
 
@@ -23,7 +25,7 @@ class Patch:
     module: str
     name: str
     by: str
-    parameters: tuple  # of vLLM's function; another list means that it is another function
+    parameters: tuple[str, ...]  # of vLLM's function; another list means that it is another function
 
 
 PATCHES = (
@@ -56,7 +58,7 @@ class UnknownVersion(RuntimeError):
     """This vLLM is not one that the patches were checked with."""
 
 
-def _find(patch):
+def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
     owner = importlib.import_module(patch.module)
     *path, name = patch.name.split(".")
     for part in path:
@@ -69,19 +71,19 @@ def _find(patch):
     return owner, name, found
 
 
-def _replacement(original, by):
+def _replacement(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is called as the original is, and calls `by` with the original and all arguments by position."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def replaced(*args, **kwargs):
+    def replaced(*args: Any, **kwargs: Any) -> Any:
         return by(original, *(signature.bind(*args, **kwargs).args if kwargs else args))
 
-    replaced.vmem = True
+    setattr(replaced, "vmem", True)
     return replaced
 
 
-def install(version, force=False):
+def install(version: str, force: bool = False) -> None:
     """Replace every function of the list.
 
     Raises `UnknownVersion` where that cannot be right; then nothing is changed.

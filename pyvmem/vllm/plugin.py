@@ -8,13 +8,13 @@ import sys
 from pyvmem.vllm import settings
 
 
-def _register_attention():
+def _register_attention() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "pyvmem.vllm.attention.SlotsBackend")
 
 
-def register():
+def register() -> None:
     """Put vMem under vLLM where the environment says ``VMEM_VLLM=1``; else do nothing.
 
     vLLM logs what a plugin raises when it is loaded and goes on without it. Asked for and not to be had must not mean

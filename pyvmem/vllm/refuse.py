@@ -3,12 +3,15 @@
 SPDX-License-Identifier: MIT
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 
 class Refused(ValueError):
     """vLLM on vMem does not do this; the text says what and what to do."""
 
 
-def _config(c):
+def _config(c: Any) -> Iterator[str]:
     parallel, cache = c.parallel_config, c.cache_config
     if getattr(c, "kv_transfer_config", None) is not None:
         yield "KV connectors register KV memory and would see unbacked addresses; unset --kv-transfer-config"
@@ -24,7 +27,7 @@ def _config(c):
         yield f"KV cache dtype {cache.cache_dtype} is not supported; use auto or fp8"
 
 
-def _kv_cache(config):
+def _kv_cache(config: Any) -> Iterator[str]:
     if len(config.kv_cache_groups) != 1:
         yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (sliding windows beside full "
                "attention, Mamba, cross attention), which is not supported yet")  # fmt: skip
@@ -39,7 +42,7 @@ def _kv_cache(config):
         yield "padded KV pages are not supported"
 
 
-def worker(vllm_config, kv_cache_config):
+def worker(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise `Refused` with the first reason why these configurations cannot work."""
     for reason in (*_config(vllm_config), *_kv_cache(kv_cache_config)):
         raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")

@@ -15,10 +15,30 @@ SPDX-License-Identifier: MIT
 import collections
 import threading
 import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from pyvmem.errors import OutOfMemory
+from pyvmem.kv import KVCache
+from pyvmem.kv_blocks import BlockNames
+
+# (slot, first block, the blocks' names, how many of them exist already, whether the request is new)
+Operation = tuple[int, int, Sequence[int], int, bool]
+
+
+class Fences(Protocol):
+    """Marks in the order of the kernels, numbered from 1 on."""
+
+    def mark(self) -> int:
+        """The number of a new mark, behind all kernels enqueued so far."""
+
+    def wait(self, n: int) -> None:
+        """Return when the kernels before mark n are through."""
+
+    def done(self, n: int) -> bool:
+        """Whether they are."""
 
 
 class RequestSlots:
@@ -31,9 +51,7 @@ class RequestSlots:
     block_tokens : int
         Tokens of a block of the scheduler's.
     max_requests : int
-    fences
-        ``mark()`` returns the next number, from 1 on; ``wait(n)`` and ``done(n)``: whether the kernels enqueued before
-        the mark are through.
+    fences : Fences
     names : BlockNames or None
         None where there is no prefix cache: then blocks need no names.
     wait_seconds : int
@@ -42,7 +60,15 @@ class RequestSlots:
 
     IDLE_SECONDS = 0.2
 
-    def __init__(self, cache, block_tokens, max_requests, fences, names=None, wait_seconds=60):
+    def __init__(
+        self,
+        cache: KVCache,
+        block_tokens: int,
+        max_requests: int,
+        fences: Fences,
+        names: BlockNames | None = None,
+        wait_seconds: float = 60,
+    ) -> None:
         self.cache = cache
         self.names = names
         self.block_tokens = block_tokens
@@ -51,15 +77,15 @@ class RequestSlots:
         self._fences = fences
         self._slots = [-1] * max_requests
         self._lengths = np.zeros(cache.slots, np.int32)
-        self._ops = []  # of this step: (slot, first block, blocks, how many of them exist, is new)
-        self._retiring = collections.deque()  # (fence, slot)
+        self._ops: list[Operation] = []  # of this step
+        self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
         self._now = 0
         self._wait_seconds = wait_seconds
         self._full_budget = self._budget = cache.stats().budget_pages
         self.limit_pages = self._budget
         self._last_step = time.monotonic()
         self._trimmed = True
-        self.step_seconds = collections.deque(maxlen=100_000)
+        self.step_seconds: collections.deque[float] = collections.deque(maxlen=100_000)
         self.fence_waits = 0  # steps that waited for a fence because slots or pages were short
         self.map_waits = 0  # steps whose mapping the GPU waited for: it had nothing left to compute when that ended
         self.map_wait_seconds = 0.0
@@ -67,7 +93,7 @@ class RequestSlots:
 
     # ---- a step, in this order ---------------------------------------------------------------------------------
 
-    def begin_step(self, dropped=()):
+    def begin_step(self, dropped: Sequence[int] = ()) -> None:
         """Before anything else of a step. dropped: blocks whose contents the scheduler has forgotten."""
         with self.lock:
             self._now = self._fences.mark()
@@ -76,7 +102,7 @@ class RequestSlots:
             if self.names is not None and len(dropped):
                 self.names.drop(dropped)
 
-    def finish(self, index):
+    def finish(self, index: int) -> None:
         """The request at `index` has ended, or is preempted. Kernels of the step before may still use its slot."""
         slot = self._slots[index]
         if slot < 0:
@@ -86,7 +112,7 @@ class RequestSlots:
             self._ops = [op for op in self._ops if op[0] != slot]
             self._retiring.append((self._now, slot))
 
-    def settle(self, indices, dropped=()):
+    def settle(self, indices: Iterable[int], dropped: Sequence[int] = ()) -> None:
         """Outside a step: the requests at these indices have ended, though kernels of the last step may still run."""
         with self.lock:
             self._now = self._fences.mark()
@@ -95,7 +121,7 @@ class RequestSlots:
             if self.names is not None and len(dropped):
                 self.names.drop(dropped)
 
-    def start(self, index, ids, computed):
+    def start(self, index: int, ids: Sequence[int], computed: int) -> list[int]:
         """A new request with these blocks, of which the rows of `computed` tokens exist; the numbers for its table."""
         hits = min(-(-computed // self.block_tokens), len(ids))
         if hits and self.names is None:
@@ -109,13 +135,13 @@ class RequestSlots:
             self.hit_blocks += hits
         return self._table(slot, 0, len(ids))
 
-    def extend(self, index, first, ids):
+    def extend(self, index: int, first: int, ids: Sequence[int]) -> list[int]:
         """The request's blocks from number `first` on. Returns its table's numbers for them."""
         slot = self._slots[index]
         self._ops.append((slot, first, ids, 0, False))
         return self._table(slot, first, len(ids))
 
-    def back(self):
+    def back(self) -> None:
         """Everything that the step's kernels touch gets its pages."""
         self._last_step = time.monotonic()
         if not self._ops and self._now % 64:
@@ -131,7 +157,7 @@ class RequestSlots:
                     self._lengths[slot] = (first + len(ids)) * self.block_tokens
                 self._step()
             else:
-                self._back_named(ops)
+                self._back_named(ops, self.names)
         seconds = time.perf_counter() - began
         self.step_seconds.append(seconds)
         if (self.cache.step_maps > maps or any(hits for *_, hits, _ in ops)) and self._fences.done(self._now):
@@ -141,31 +167,36 @@ class RequestSlots:
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
-    def _table(self, slot, first, n):
+    def _table(self, slot: int, first: int, n: int) -> list[int]:
         first += slot * self.blocks_per_slot
         return list(range(first, first + n))
 
-    def _back_named(self, ops):
+    def _back_named(self, ops: list[Operation], names: BlockNames) -> None:
         # Requests that run come first, as in the schedule: a new one may share what they write in this very step.
         ops.sort(key=lambda op: op[4])
         # The names that changed hands let go before anything is backed: the scheduler counts on their pages.
         changed = [i for _, _, ids, hits, _ in ops for i in ids[hits:]]
         if changed:
-            self.names.drop(changed)
-        slots, index, ids, fresh = [], [], [], set()
+            names.drop(changed)
+        slots: list[int] = []
+        index: list[int] = []
+        ids: list[int] = []
+        fresh: set[int] = set()
 
-        def settle():
+        def settle() -> None:
             self._step()
             if ids:
-                self.names.bind(slots, index, ids)
-            for made in (slots, index, ids, fresh):
-                made.clear()
+                names.bind(slots, index, ids)
+            slots.clear()
+            index.clear()
+            ids.clear()
+            fresh.clear()
 
         for slot, first, blocks, hits, _ in ops:
             if hits:
                 if not fresh.isdisjoint(blocks[:hits]):
                     settle()  # it shares what a request before it writes in this very step
-                self.names.attach(slot, blocks[:hits])
+                names.attach(slot, blocks[:hits])
             n = len(blocks)
             self._lengths[slot] = (first + n) * self.block_tokens
             slots += [slot] * (n - hits)
@@ -174,7 +205,7 @@ class RequestSlots:
             fresh.update(blocks[hits:])
         settle()
 
-    def _alloc(self, tokens, prefix_tokens):
+    def _alloc(self, tokens: int, prefix_tokens: int) -> int:
         slot = self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)
         while slot < 0 and self._retiring:
             self.fence_waits += 1
@@ -185,14 +216,14 @@ class RequestSlots:
             raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
         return slot
 
-    def _reap(self):
+    def _reap(self) -> None:
         """Free the slots whose kernels have ended."""
         while self._retiring and self._fences.done(self._retiring[0][0]):
             _, slot = self._retiring.popleft()
             self._lengths[slot] = 0
             self.cache.free_reqid(slot)
 
-    def _step(self):
+    def _step(self) -> None:
         deadline = None
         while self.cache.step(self._lengths) == -1:
             if self._retiring:
@@ -215,11 +246,11 @@ class RequestSlots:
                                   f"{self._wait_seconds} s (VMEM_VLLM_WAIT)")  # fmt: skip
             time.sleep(0.001)
 
-    def _set_budget(self, pages):
+    def _set_budget(self, pages: int) -> None:
         self.cache.set_budget(pages * self.cache.page_size)
         self._budget = pages
 
-    def poll_limit(self):
+    def poll_limit(self) -> int:
         """Pages that the KV cache may have now: the budget as the user last set it."""
         with self.lock:
             stats = self.cache.stats()
@@ -230,7 +261,7 @@ class RequestSlots:
                 self._set_budget(self.limit_pages)
             return self.limit_pages
 
-    def tend(self):
+    def tend(self) -> bool:
         """From time to time, in the background: frees slots that are due; an idle cache gives back what is kept.
 
         Returns whether there is something left to do soon.
@@ -244,7 +275,7 @@ class RequestSlots:
                 self._trim()
             return not self._trimmed
 
-    def reset(self):
+    def reset(self) -> None:
         """Give everything up: no request runs, and no kernel."""
         with self.lock:
             for index in range(len(self._slots)):
@@ -256,7 +287,7 @@ class RequestSlots:
                 self.names.drop(np.arange(self.names.blocks, dtype=np.uint32))
             self._trim()
 
-    def _trim(self):
+    def _trim(self) -> None:
         self.cache.wait()  # or the background thread would back the next slot afterwards
         self.cache.reclaim()
         if self.names is not None:

@@ -12,6 +12,8 @@ SPDX-License-Identifier: MIT
 """
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class PoolKeeper:
@@ -30,38 +32,40 @@ class PoolKeeper:
 
     PERIOD = 0.1
 
-    def __init__(self, pool, cap=None, least=1, allowed=None):
+    def __init__(
+        self, pool: Any, cap: int | None = None, least: int = 1, allowed: Callable[[], int | None] | None = None
+    ) -> None:
         self.pool = pool
         self.cap = cap
         self.least = least
         self._allowed = allowed
-        self._held_back = []
-        self._forgotten = []
+        self._held_back: list[Any] = []
+        self._forgotten: list[int] = []
         self._freed = False
         self._asked = 0.0
 
     # ---- called by the pool's methods --------------------------------------------------------------------------
 
-    def freed(self, blocks):
+    def freed(self, blocks: Sequence[Any]) -> None:
         """The pool has let go of these blocks."""
         self._freed = True
         self._forgotten += [b.block_id for b in blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null]
 
-    def resetting(self):
+    def resetting(self) -> list[int]:
         """The pool is about to forget everything, if no block is in use. Returns what `reset` is to be told."""
         self._give_back(len(self._held_back))
         return [b.block_id for b in self.pool.blocks if b.block_hash is not None]
 
-    def reset(self, blocks):
+    def reset(self, blocks: list[int]) -> None:
         """The pool has forgotten these."""
         self._forgotten += blocks
 
     # ---- called by the scheduler's ---------------------------------------------------------------------------
 
-    def before_schedule(self):
+    def before_schedule(self) -> None:
         """Hold the pool to the cap and to what may be had."""
         if self._freed and self.cap is not None:
-            self._evict()
+            self._evict(self.cap)
         self._freed = False
         now = time.monotonic()
         if self._allowed is not None and now - self._asked >= self.PERIOD:
@@ -70,22 +74,22 @@ class PoolKeeper:
             if allowed is not None:
                 self._hold_back(self.pool.num_gpu_blocks - max(allowed, self.least + 1))
 
-    def take_forgotten(self):
+    def take_forgotten(self) -> list[int]:
         """Blocks whose contents the scheduler has forgotten since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     @property
-    def held_back(self):
+    def held_back(self) -> int:
         """Blocks out of circulation."""
         return len(self._held_back)
 
-    def _evict(self):
+    def _evict(self, cap: int) -> None:
         # Cached blocks stand behind the others in the free queue, in the order of their last use.
         queue = self.pool.free_block_queue
         block, kept, beyond = queue.fake_free_list_tail.prev_free_block, 0, set()
         while block is not queue.fake_free_list_head and block.block_hash is not None:
-            if kept < self.cap:
+            if kept < cap:
                 kept += 1
             else:
                 beyond.add(block.block_id)
@@ -94,7 +98,7 @@ class PoolKeeper:
             self.pool.evict_blocks(beyond)
             self._forgotten += beyond
 
-    def _hold_back(self, wanted):
+    def _hold_back(self, wanted: int) -> None:
         wanted = max(wanted, 0)
         if wanted < len(self._held_back):
             self._give_back(len(self._held_back) - wanted)
@@ -104,7 +108,7 @@ class PoolKeeper:
             self._held_back += taken
             self._forgotten += [b.block_id for b in taken]
 
-    def _give_back(self, n):
+    def _give_back(self, n: int) -> None:
         if n:
             back = self._held_back[-n:]
             del self._held_back[-n:]

@@ -4,7 +4,9 @@ SPDX-License-Identifier: MIT
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 LAYOUTS = ("block", "token", "layer")
 
@@ -21,7 +23,7 @@ class Settings:
     wait_seconds: int = 60
 
 
-def _whole(name, text):
+def _whole(name: str, text: str) -> int:
     try:
         number = int(text)
     except ValueError:
@@ -31,15 +33,15 @@ def _whole(name, text):
     return number
 
 
-def _flag(name, text):
+def _flag(name: str, text: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true", ""):
         raise ValueError(f"{name}={text}: 0 or 1 is wanted")
     return text.lower() in ("1", "true")
 
 
-def read(environ=os.environ):
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment. Raises `ValueError` naming the variable."""
-    given = {}
+    given: dict[str, Any] = {}
     for name, field, parse in (
         ("VMEM_VLLM", "on", _flag),
         ("VMEM_VLLM_FORCE", "force", _flag),

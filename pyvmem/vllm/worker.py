@@ -5,9 +5,13 @@ The functions here stand in for vLLM's (see patches); each gets the one it repla
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,39 +21,40 @@ from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm import layout as layouts
 from pyvmem.vllm import refuse, settings
 from pyvmem.vllm.requests import RequestSlots
+from pyvmem.vllm.scheduler import PoolKeeper
 
 logger = logging.getLogger("vllm.vmem")
 
-_current = None  # the Engine of this process: vLLM has one worker in a process
+_current: Engine | None = None  # of this process: vLLM has one worker in a process
 
 
 class CudaFences:
     """Fences in the order of the device's current stream."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events = {}
+        self._events: dict[int, torch.cuda.Event] = {}
         self._first = 1
         self._last = 0
 
-    def mark(self):
+    def mark(self) -> int:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._last += 1
         self._events[self._last] = event
         return self._last
 
-    def _passed(self, n):
+    def _passed(self, n: int) -> None:
         for k in range(self._first, n + 1):
             self._events.pop(k, None)
         self._first = max(self._first, n + 1)
 
-    def wait(self, n):
+    def wait(self, n: int) -> None:
         if n >= self._first:
             self._events[n].synchronize()
             self._passed(n)
 
-    def done(self, n):
+    def done(self, n: int) -> bool:
         if n >= self._first and not self._events[n].query():
             return False
         self._passed(n)
@@ -59,7 +64,7 @@ class CudaFences:
 class Engine:
     """The KV cache of this process's worker and its requests."""
 
-    def __init__(self, config, vllm_config, device, chosen):
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, chosen: settings.Settings) -> None:
         scheduler = vllm_config.scheduler_config
         spec = config.kv_cache_groups[0].kv_cache_spec
         self.layers = [tensor.shared_by[0] for tensor in config.kv_cache_tensors]
@@ -84,7 +89,7 @@ class Engine:
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
         self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names,
                                      chosen.wait_seconds)  # fmt: skip
-        self.step_dropped = ()
+        self.states: Any = None  # of vLLM's runner, once the cache is there
         self._stop = threading.Event()
         threading.Thread(target=self._tend, name="vmem", daemon=True).start()
         logger.info(
@@ -94,18 +99,18 @@ class Engine:
             "with" if caching else "without",
         )  # fmt: skip
 
-    def _tend(self):
+    def _tend(self) -> None:
         while not self._stop.wait(0.05):
             with self.requests.lock:
                 if not self._stop.is_set():
                     self.requests.tend()
 
-    def settle(self, finished, forgotten):
+    def settle(self, finished: Iterable[str], forgotten: Sequence[int]) -> None:
         """The scheduler has nothing more to do: these requests have ended, and these blocks are forgotten."""
         index = self.states.req_id_to_index
         self.requests.settle([index[i] for i in finished if i in index], forgotten)
 
-    def close(self):
+    def close(self) -> None:
         """Free the KV cache, unless views of it still stand somewhere. No request runs."""
         with self.requests.lock:
             self._stop.set()
@@ -113,18 +118,19 @@ class Engine:
             self.cache.close()
             self.context.close()
 
-    def allowed_blocks(self):
+    def allowed_blocks(self) -> int:
         """Blocks that the scheduler may use now: what the limit and the device's other users leave."""
         limit = self.requests.poll_limit() * self.cache.page_size
         has = self.context.stats()
         reachable = has.created + has.overhead + max(self.context.info().memory_free - MARGIN, 0)
-        return min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
+        blocks: int = min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
+        return blocks
 
 
 MARGIN = 256 << 20  # of device memory, for what other processes take until the next look
 
 
-def current():
+def current() -> Engine | None:
     """The `Engine` of this process, or None."""
     return _current
 
@@ -132,7 +138,13 @@ def current():
 # ---- in the place of vLLM's functions ---------------------------------------------------------------------------
 
 
-def _full(spec):
+def _engine() -> Engine:
+    """The `Engine` of this process, which `initialize_kv_cache` has made."""
+    assert _current is not None
+    return _current
+
+
+def _full(spec: Any) -> Any:
     """The spec of a layer with a sliding window that keeps its passed blocks, as vLLM makes it for mixed models."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -140,7 +152,7 @@ def _full(spec):
     return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name in names})
 
 
-def get_kv_cache_spec(original, runner):
+def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
     """Blocks are whole pages: a multiple of vLLM's block size where need be. Sliding windows keep what they passed."""
     specs = original(runner)
     if len({(type(s).__name__, getattr(s, "sliding_window", None)) for s in specs.values()}) == 1:
@@ -154,7 +166,7 @@ def get_kv_cache_spec(original, runner):
     return {name: dataclasses.replace(spec, block_size=tokens) for name, spec in specs.items()}
 
 
-def initialize_kv_cache(original, runner, config):
+def initialize_kv_cache(original: Callable[..., Any], runner: Any, config: Any) -> None:
     """The tables of requests are told apart by the runner that has them."""
     refuse.worker(runner.vllm_config, config)
     global _current
@@ -164,16 +176,26 @@ def initialize_kv_cache(original, runner, config):
     _current.states = runner.req_states
 
 
-def allocate_kv_cache(original, config, shared_layers, device):
+def allocate_kv_cache(
+    original: Callable[..., Any], config: Any, shared_layers: Any, device: Any
+) -> dict[str, torch.Tensor]:
     """Bytes of the virtual tensors, by layer."""
-    engine = _current
+    engine = _engine()
     flat = [engine.cache.flat(i).view(torch.int8).view(-1) for i in range(engine.layout.tensors)]
     return {name: flat[i if len(flat) > 1 else 0] for i, name in enumerate(engine.layers)}
 
 
-def reshape_kv_cache(original, attn_groups, raw, cache_dtype, kernel_block_sizes, shared, config=None):
+def reshape_kv_cache(
+    original: Callable[..., Any],
+    attn_groups: Any,
+    raw: dict[str, torch.Tensor],
+    cache_dtype: str,
+    kernel_block_sizes: Sequence[int],
+    shared: Mapping[str, str],
+    config: Any = None,
+) -> dict[str, torch.Tensor]:
     """Each layer's view of its virtual tensor."""
-    engine = _current
+    engine = _engine()
     views = {}
     for group in attn_groups:
         spec = group.kv_cache_spec
@@ -195,21 +217,23 @@ def reshape_kv_cache(original, attn_groups, raw, cache_dtype, kernel_block_sizes
     return views
 
 
-def finish_requests(original, runner, scheduler_output):
+def finish_requests(original: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
     """The first thing of a step."""
     if _current is not None:
         _current.requests.begin_step(getattr(scheduler_output, "vmem_forgotten", ()))
     return original(runner, scheduler_output)
 
 
-def remove_request(original, states, req_id):
+def remove_request(original: Callable[..., Any], states: Any, req_id: str) -> Any:
     index = original(states, req_id)
     if index is not None and hasattr(states, "vmem"):
         states.vmem.requests.finish(index)
     return index
 
 
-def append_block_ids(original, tables, req_index, new_block_ids, overwrite):
+def append_block_ids(
+    original: Callable[..., Any], tables: Any, req_index: int, new_block_ids: Any, overwrite: bool
+) -> Any:
     """Blocks' names become the numbers of places in the request's slot."""
     engine = getattr(tables, "vmem", None)
     if engine is None:
@@ -224,14 +248,14 @@ def append_block_ids(original, tables, req_index, new_block_ids, overwrite):
     return original(tables, req_index, (numbers,), overwrite)
 
 
-def apply_staged_writes(original, tables):
+def apply_staged_writes(original: Callable[..., Any], tables: Any) -> Any:
     """The last thing before a step's kernels."""
     if hasattr(tables, "vmem"):
         tables.vmem.requests.back()
     return original(tables)
 
 
-def sleep(original, worker, level=1):
+def sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> Any:
     if _current is not None:
         _current.requests.reset()
     return original(worker, level)
@@ -240,10 +264,8 @@ def sleep(original, worker, level=1):
 # ---- in the scheduler's process ---------------------------------------------------------------------------------
 
 
-def keeper(scheduler):
+def keeper(scheduler: Any) -> PoolKeeper:
     """The `PoolKeeper` of a scheduler's block pool."""
-    from pyvmem.vllm.scheduler import PoolKeeper
-
     pool = scheduler.kv_cache_manager.block_pool
     if not hasattr(pool, "vmem"):
         chosen = settings.read()
@@ -251,10 +273,11 @@ def keeper(scheduler):
         cap = None if chosen.cache_tokens is None else chosen.cache_tokens // tokens
         least = -(-scheduler.vllm_config.model_config.max_model_len // tokens) + 1
         pool.vmem = PoolKeeper(pool, cap, least, lambda: None if _current is None else _current.allowed_blocks())
-    return pool.vmem
+    kept: PoolKeeper = pool.vmem
+    return kept
 
 
-def schedule(original, scheduler, *args, **kwargs):
+def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     kept = keeper(scheduler)
     kept.before_schedule()
     output = original(scheduler, *args, **kwargs)
@@ -262,7 +285,9 @@ def schedule(original, scheduler, *args, **kwargs):
     return output
 
 
-def update_from_output(original, scheduler, scheduler_output, model_runner_output):
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
     """When nothing is left to do, a worker in this process is told at once: there may be no next step for long."""
     outputs = original(scheduler, scheduler_output, model_runner_output)
     if _current is not None and not scheduler.has_unfinished_requests():
@@ -272,14 +297,14 @@ def update_from_output(original, scheduler, scheduler_output, model_runner_outpu
     return outputs
 
 
-def free_blocks(original, pool, ordered_blocks):
+def free_blocks(original: Callable[..., Any], pool: Any, ordered_blocks: Iterable[Any]) -> None:
     blocks = list(ordered_blocks)
     original(pool, blocks)
     if hasattr(pool, "vmem"):
         pool.vmem.freed(blocks)
 
 
-def reset_prefix_cache(original, pool):
+def reset_prefix_cache(original: Callable[..., Any], pool: Any) -> Any:
     if not hasattr(pool, "vmem"):
         return original(pool)
     known = pool.vmem.resetting()
