@@ -160,6 +160,34 @@ static void test_truncate_on_a_full_device(void)
     end_full_device(device);
 }
 
+// A cache that takes device memory when it needs it leaves its neighbour in the context what that took ahead.
+static void test_a_promise_holds_beside_a_lazy_cache(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 8};
+    vmem_context *device = ctx;
+    uint64_t missing, predicted;
+    ctx = test_context(100 * test_page);
+    make(0, &tensor, 1, 64);
+    vmem_kv *strict = kv;
+    make(VMEM_KV_LAZY | VMEM_KV_GENEROUS, &tensor, 1, 100);
+    vmem_kv *lazy = kv;
+    alloc(0);
+    const int32_t much[SLOTS] = {8 * 40, 0}, fits[SLOTS] = {8 * 36, 0}, all[SLOTS] = {8 * 64, 0};
+    CHECK_EQ(vmem_kv_check(lazy, much, SLOTS, &predicted), -ENOMEM);
+    CHECK_EQ(vmem_kv_step(lazy, much, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(predicted, 4);
+    CHECK_EQ(missing, 4);
+    OK(vmem_kv_step(lazy, fits, SLOTS, NULL));
+    kv = strict;
+    alloc(0);
+    OK(vmem_kv_check(strict, all, SLOTS, NULL));
+    OK(vmem_kv_step(strict, all, SLOTS, NULL));
+    vmem_kv_destroy(strict);
+    vmem_kv_destroy(lazy);
+    vmem_context_destroy(ctx);
+    ctx = device;
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -169,6 +197,7 @@ int main(int argc, char **argv)
     test_a_table_of_names_takes_no_memory();
     test_attach_on_a_full_device();
     test_truncate_on_a_full_device();
+    test_a_promise_holds_beside_a_lazy_cache();
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -298,6 +298,8 @@ struct kv_victim {
 bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
 // Takes back want pages if there are so many.
 int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
+// Whether there is room for `pages` more, taking nothing back.
+bool kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes room for `pages` more: 0, or -ENOMEM with what is missing.
 int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The device has refused pages: takes back as many as it lacks, if there are so many.
@@ -394,6 +396,8 @@ uint64_t kv_device_pages(const vmem_kv *kv);
 // Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
 // so that the device is not asked where they are at hand; 0: it is. Exact while the worker makes and releases nothing.
 uint64_t kv_limit(const vmem_kv *kv, uint64_t pages);
+// Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
+bool kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 // Pauses the worker where the device counts; true: to be released.
 bool kv_hold_to_count(vmem_kv *kv);
 // Takes over the budget that another process asked for, if one did.

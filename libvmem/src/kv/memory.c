@@ -161,6 +161,7 @@ static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
     *room = !ctx->budget ? UINT64_MAX : ctx->budget > ctx->created ? ctx->budget - ctx->created : 0;
     vmem__unlock(ctx);
     spare -= KV_MIN(spare, others);
+    *room -= KV_MIN(*room, others);
     return KV_MIN(spare, *room) >> kv->page_shift;
 }
 
@@ -178,6 +179,16 @@ uint64_t kv_limit(const vmem_kv *kv, uint64_t pages)
     if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
         return kv->budget_pages;
     return KV_MIN(kv->budget_pages, kv->held + kv_device_pages(kv));
+}
+
+bool kv_leaves_others(const vmem_kv *kv, uint64_t pages)
+{
+    if (kv->promise >= kv->budget_pages)
+        return true;
+    vmem__lock(kv->ctx);
+    bool some = ahead_of_others(kv);
+    vmem__unlock(kv->ctx);
+    return !some || kv->held + pages <= kv_limit(kv, pages);
 }
 
 bool kv_hold_to_count(vmem_kv *kv)

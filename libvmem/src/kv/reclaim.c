@@ -123,12 +123,17 @@ int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
     return rc;
 }
 
+bool kv_has_room(const vmem_kv *kv, uint64_t pages)
+{
+    return !pages || (pages <= kv_unused(kv) && kv_leaves_others(kv, pages));
+}
+
 int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     if (missing)
         *missing = 0;
     kv->grow.at = KV_GROW_LISTS;
-    if (pages <= kv_unused(kv) || !pages)
+    if (kv_has_room(kv, pages))
         return 0;
     kv_worker_hold(kv);
     uint64_t want = kv->held - kv_reclaimable(kv) + pages;
@@ -140,6 +145,8 @@ int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
         if (!rc && kv->held + pages > kv->budget_pages) // never more than the budget, whatever was counted on
             rc = kv_short_of_budget(kv, kv->held + pages, missing);
     }
+    if (!rc && !kv_leaves_others(kv, pages))
+        rc = kv_make_device_room(kv, pages, missing);
     kv_worker_release(kv);
     return rc;
 }

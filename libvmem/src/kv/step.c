@@ -170,7 +170,8 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
-    return kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
+    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
+    return spare && kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 
 static int plan(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t spare)
@@ -204,7 +205,7 @@ static int extend(vmem_kv *kv, const int32_t *lengths, uint32_t n_todo, uint64_t
     kv_enough();
     for (uint32_t k = 0; k < n_todo; k++)
         pages += missing_in(kv, kv->todo[k], (uint32_t)lengths[kv->todo[k]]);
-    bool protected = pages > kv_unused(kv);
+    bool protected = !kv_has_room(kv, pages);
     if (protected)
         protect(kv, lengths, kv->saved);
     rc = kv_make_room(kv, pages, missing);

@@ -89,7 +89,7 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
 {
     struct kv_grow *l = &kv->worker_grow;
     uint64_t total = l->total;
-    if (!total || total + leave > kv_unused(kv)) {
+    if (!total || total + leave > kv_unused(kv) || !kv_leaves_others(kv, total)) {
         kv_grow_reset(l);
         return false;
     }
