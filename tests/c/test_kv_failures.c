@@ -190,6 +190,32 @@ static void sweep(size_t i, uint32_t flags)
     printf("%s: %d fault points\n", calls[i].name, points);
 }
 
+// With VMEM_KV_ZERO: an attach that fails leaves none of the prefix's rows in the slot's kept pages.
+static void sweep_attach_with_zero(void)
+{
+    bool reached = true;
+    for (unsigned long n = 1; reached; n++) {
+        uint32_t slot;
+        make(VMEM_KV_DEFER | VMEM_KV_ZERO);
+        running();
+        OK(step(1, 150));
+        OK(vmem_kv_prefix_save(kv, 0, 100, &prefix));
+        OK(vmem_kv_free(kv, 1));
+        OK(vmem_kv_alloc(kv, 150, &slot));
+        CHECK_EQ(slot, 1);
+        checked_fail(n);
+        int rc = do_attach();
+        reached = checked_failed();
+        checked_fail(0);
+        if (rc)
+            OK(step(1, 100));
+        for (uint32_t t = 0; rc && t < 3; t++)
+            for (uint32_t r = 0; r < 100; r++)
+                CHECK_EQ(get_word(ctx, layouts[t].addr + layouts[t].slot_stride + r * layouts[t].row_bytes), 0);
+        vmem_kv_destroy(kv);
+    }
+}
+
 // Creation, with the background thread as well.
 static void sweep_create(void)
 {
@@ -230,6 +256,7 @@ int main(int argc, char **argv)
         sweep(i, VMEM_KV_DEFER);
         sweep(i, VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_ZERO);
     }
+    sweep_attach_with_zero();
     vmem_context_destroy(ctx);
     free(host);
     return 0;

@@ -362,6 +362,7 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         }
     }
     if (rc) {
+        kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may have got the prefix's rows
         hold_tail(kv, slot, tokens, false);
         kv_grow_reset(l);
         return rc;
