@@ -160,6 +160,26 @@ static void test_truncate_on_a_full_device(void)
     end_full_device(device);
 }
 
+// A copy that the budget has no room for is not made, though the device has, and some page could be taken back.
+static void test_truncate_on_a_full_budget(void)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},
+                                             {.row_bytes = test_page / 32},
+                                             {.row_bytes = test_page / 16}};
+    uint64_t prefix, missing;
+    make(0, tensors, 3, 15);
+    alloc(0);
+    alloc(1);
+    step(80, 20);
+    OK(vmem_kv_prefix_save(kv, 0, 72, &prefix));
+    OK(vmem_kv_truncate(kv, 1, 10)); // the third tensor's second page is ahead of need
+    CHECK_EQ(vmem_kv_truncate_check(kv, 0, 70, &missing), -ENOMEM);
+    CHECK_EQ(missing, 2);
+    CHECK_EQ(vmem_kv_truncate(kv, 0, 70), -ENOMEM);
+    CHECK_EQ(test_stats(ctx).created, 15 * test_page);
+    end();
+}
+
 // A cache that takes device memory when it needs it leaves its neighbour in the context what that took ahead.
 static void test_a_promise_holds_beside_a_lazy_cache(void)
 {
@@ -197,6 +217,7 @@ int main(int argc, char **argv)
     test_a_table_of_names_takes_no_memory();
     test_attach_on_a_full_device();
     test_truncate_on_a_full_device();
+    test_truncate_on_a_full_budget();
     test_a_promise_holds_beside_a_lazy_cache();
     vmem_context_destroy(ctx);
     return 0;

@@ -431,8 +431,9 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         rc = kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
     if (!rc)
         rc = kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
-    if (!rc)
-        rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
+    if (rc)
+        return rc;
+    rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc == -ENOMEM && !kv_make_device_room(kv, g->n, NULL))
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
