@@ -103,6 +103,22 @@ static void test_every_cache_keeps_what_it_took_ahead(void)
     CHECK(test_stats(ctx).overhead <= both - 128 * MIB);
 }
 
+// A budget that is exactly full takes nothing ahead, and gives nothing of another cache's back.
+static void test_a_full_budget_leaves_the_others_theirs(void)
+{
+    const uint64_t pages = 64 * MIB / test_page;
+    vmem_kv *a = make(VMEM_KV_DEFER, 2, pages), *b = make(VMEM_KV_DEFER, 2, pages);
+    uint32_t slot;
+    OK(vmem_kv_alloc(a, 0, &slot));
+    OK(step(a, slot, (int32_t)320, NULL));
+    const uint64_t held = stats(a).held_pages;
+    OK(vmem_kv_set_budget(a, held * test_page));
+    CHECK_EQ(stats(a).budget_pages, stats(a).held_pages);
+    CHECK(test_stats(ctx).overhead >= 64 * MIB);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+}
+
 static void test_the_reasons(void)
 {
     uint64_t missing;
@@ -196,6 +212,7 @@ int main(int argc, char **argv)
     test_a_device_with_less_than_the_budget();
     test_the_reasons();
     test_every_cache_keeps_what_it_took_ahead();
+    test_a_full_budget_leaves_the_others_theirs();
     test_no_mappings();
     vmem_context_destroy(ctx);
     return 0;

@@ -50,20 +50,20 @@ static void at(enum vmem__kv_point point)
 
 static void step(int32_t a, int32_t b)
 {
-    int32_t lengths[2] = {a, b};
-    OK(vmem_kv_step(kv, lengths, 2, NULL)); // and the books are recounted
+    int32_t lengths[3] = {a, b, 0};
+    OK(vmem_kv_step(kv, lengths, 3, NULL)); // and the books are recounted
 }
 
 // Slot 0, of 225 tokens and a window of 64, has pages [0, 4) to give up, which a prefix holds as well; the thread has
-// begun to.
-static uint64_t cutting(void)
+// begun to. shared: slots 1 and 2 have a page in common, and no prefix has it.
+static uint64_t cutting_with(uint32_t flags, bool shared)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
     struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = VMEM_KV_OVERLAP | VMEM_KV_CHECK,
+                                 .flags = flags | VMEM_KV_OVERLAP | VMEM_KV_CHECK,
                                  .tensors = &tensor,
                                  .n_tensors = 1,
-                                 .slots = 2,
+                                 .slots = 3,
                                  .max_tokens = 1000,
                                  .page_size = test_page,
                                  .budget = 60 * test_page};
@@ -74,6 +74,12 @@ static uint64_t cutting(void)
     OK(vmem_kv_alloc(kv, 0, &b));
     step(223, 40);
     OK(vmem_kv_wait(kv));
+    if (shared) {
+        OK(vmem_kv_prefix_save(kv, 1, 40, &prefix));
+        OK(vmem_kv_alloc(kv, 0, &b));
+        OK(vmem_kv_prefix_attach(kv, prefix, b, 40, NULL));
+        OK(vmem_kv_prefix_drop(kv, prefix));
+    }
     set(ASKED);
     step(0, 62); // its next page is mapped in the background
     stopped();
@@ -85,6 +91,8 @@ static uint64_t cutting(void)
     waited = 0;
     return prefix;
 }
+
+static uint64_t cutting(void) { return cutting_with(0, false); }
 
 static void end_cut(void)
 {
@@ -144,6 +152,26 @@ static void test_the_thread_begins_nothing_while_a_call_waits(void)
     end(prefix);
 }
 
+// A request whose shared pages a prefix holds ends beside the cut, and waits for nothing. Where no prefix holds them,
+// freeing makes a page another slot's own, which could be the one that is being cut: that waits.
+static void test_a_request_ends_beside_a_cut(bool shared)
+{
+    uint64_t prefix = cutting_with(VMEM_KV_DEFER, shared), other;
+    if (!shared)
+        OK(vmem_kv_prefix_save(kv, 1, 60, &other));
+    OK(vmem_kv_free(kv, 1));
+    CHECK_EQ(waited != 0, shared);
+    end_cut();
+    if (shared)
+        OK(vmem_kv_free(kv, 2));
+    else
+        OK(vmem_kv_prefix_drop(kv, other));
+    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_prefix_drop(kv, prefix));
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
 // The same where the cut fails: what steps asked for meanwhile still stands, and the pages go at last.
 static void test_a_cut_fails(void)
 {
@@ -152,7 +180,7 @@ static void test_a_cut_fails(void)
                                  .flags = VMEM_KV_CHECK,
                                  .tensors = &tensor,
                                  .n_tensors = 1,
-                                 .slots = 2,
+                                 .slots = 3,
                                  .max_tokens = 1000,
                                  .page_size = test_page,
                                  .budget = 60 * test_page};
@@ -186,6 +214,8 @@ int main(int argc, char **argv)
     test_a_window_moves_on();
     test_a_step_grows_beside_a_cut();
     test_the_thread_begins_nothing_while_a_call_waits();
+    test_a_request_ends_beside_a_cut(false);
+    test_a_request_ends_beside_a_cut(true);
     test_a_cut_fails();
     vmem_context_destroy(ctx);
     return 0;

@@ -140,7 +140,8 @@ void kv_part(vmem_kv *kv)
 int kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
     uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
-    int rc = vmem_prealloc(kv->ctx, own ? own + locked_ahead_of_others(kv) : 0);
+    // Nothing is no call: vmem_prealloc would give up what others took.
+    int rc = own ? vmem_prealloc(kv->ctx, own + locked_ahead_of_others(kv)) : 0;
     if (!rc)
         promise(kv, pages);
     return rc;

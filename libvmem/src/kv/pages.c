@@ -279,16 +279,43 @@ int kv_cut_slot(vmem_kv *kv, uint32_t slot)
 
 // ---- freed slots ----------------------------------------------------------------------------------------------
 
+// What a slot's span shares, as far as freeing the slot is concerned.
+struct sharing {
+    uint32_t end; // of what is shared
+    uint64_t own; // rows of its own before that: rare, of prefixes that were dropped
+    bool last;    // a row may become another slot's own, or be released
+};
+
+static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct sharing found = {.end = s->lo};
+    uint32_t shared = 0;
+    for (uint32_t p = s->lo; p < KV_MIN(s->shared_hi, s->hi); p++) {
+        const struct kv_ref *ref = kv_row(kv, slot, group, p);
+        if (!ref)
+            continue;
+        found.end = p + 1;
+        found.last |= !ref->prefixes;
+        shared++;
+    }
+    found.own = found.end - s->lo - shared;
+    found.last |= found.own != 0;
+    return found;
+}
+
 int kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
     struct kv_span *s = kv_span(kv, slot, group);
     struct kv_cut *c = &kv->cut;
-    uint32_t end = s->lo; // of what is shared
-    for (uint32_t p = s->lo; p < KV_MIN(s->shared_hi, s->hi); p++)
-        end = kv_row(kv, slot, group, p) ? p + 1 : end;
-    // Pages of its own between shared ones are rare: prefixes that were dropped.
-    uint64_t own = end - s->lo - kv_rows_shared(kv, slot, group, s->lo, end), n = 0;
+    struct sharing sharing = sharing_of(kv, slot, group);
+    if (sharing.last && kv->cutting) {
+        kv_wait_cut(kv);
+        sharing = sharing_of(kv, slot, group);
+    }
+    const uint32_t end = sharing.end;
+    uint64_t own = sharing.own, n = 0;
     int rc = own ? kv_room_for(&c->pages, &c->cap_pages, own * g->n, sizeof(*c->pages)) : 0;
     if (rc)
         return rc;

@@ -164,7 +164,6 @@ int kv_free(vmem_kv *kv, uint32_t slot)
     struct kv_slot *s = &kv->slots[slot];
     bool fresh = s->fresh;
     s->fresh = true;
-    kv_wait_cut(kv);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         rc = kv->flags & VMEM_KV_DEFER ? kv_park(kv, slot, i) : kv_cut_now(kv, slot, i, 0, 0);
     if (rc) {
