@@ -6,14 +6,13 @@
 
 #include "harness.h"
 #include "backend/uvm/uvm.h"
+#include "core/core.h"
+#include "../../uvm_ext/uvm_vmem_status.h"
 
 #define BASE (UINT64_C(1) << 40)
 #define SEGMENTS 8
 #define GRANULES (SEGMENTS * UVM_SEGMENT / UVM_VMEM_GRANULE)
 #define MODULE_FD 12345
-#define STATUS_NO_MEMORY 0x51u
-#define STATUS_IN_USE 0x68u
-#define STATUS_INVALID_LIMIT 0x2eu
 
 // ---- the module ---------------------------------------------------------------------------------------------
 
@@ -50,7 +49,7 @@ static uint32_t check_op(const struct uvm_vmem_op *op, bool map)
     CHECK(op->flags & UVM_VMEM_TAKEOVER);
     for (uint64_t at = 0; at < op->length; at += UVM_VMEM_GRANULE)
         if (module.entry[(first + at) / UVM_VMEM_GRANULE].handle && !(op->flags & UVM_VMEM_MAP_REPLACE))
-            return STATUS_IN_USE;
+            return NV_ERR_UVM_ADDRESS_IN_USE;
     return 0;
 }
 
@@ -82,7 +81,7 @@ static void do_batch(struct uvm_vmem_batch *b, bool map)
     }
     CHECK(bytes <= module.max_bytes);
     if (module.fail_call && --module.fail_call == 0) {
-        b->rmStatus = STATUS_NO_MEMORY;
+        b->rmStatus = NV_ERR_NO_MEMORY;
         b->out_failed = module.fail_op;
     }
     for (uint32_t i = 0; i < b->count && !b->rmStatus; i++)
@@ -95,7 +94,7 @@ static void do_create(struct uvm_vmem_create *c)
     CHECK_EQ(c->page_size, VMEM_PAGE_2M);
     CHECK(c->count >= 1 && c->count <= module.max_ops && c->count * VMEM_PAGE_2M <= module.max_bytes);
     if (module.fail_call && --module.fail_call == 0) {
-        c->rmStatus = STATUS_NO_MEMORY;
+        c->rmStatus = NV_ERR_NO_MEMORY;
         return;
     }
     c->out_handle = module.next_handle;
@@ -110,11 +109,11 @@ static void do_release(struct uvm_vmem_release *r)
 
     CHECK(r->count >= 1 && r->count <= module.max_ops);
     if (module.release_most && r->count > module.release_most) {
-        r->rmStatus = STATUS_INVALID_LIMIT;
+        r->rmStatus = NV_ERR_INVALID_LIMIT;
         return;
     }
     if (++module.releases >= module.refuse && module.refuse) {
-        r->rmStatus = STATUS_NO_MEMORY;
+        r->rmStatus = NV_ERR_NO_MEMORY;
         return;
     }
     for (uint32_t i = 0; i < r->count; i++) {
@@ -145,9 +144,10 @@ int ioctl(int fd, unsigned long request, ...)
 
 // ---- a backend with an arena and a reservation --------------------------------------------------------------------
 
-static _Atomic uint64_t syscalls, overhead;
+static vmem_context context; // what vmem__interrupted() asks
+static struct vmem__backend *const backend = &context.b;
 static struct uvm uvm;
-static struct uvm_reservation uvm_reservation;
+static struct vmem__cuda_reservation cuda_reservation;
 static struct vmem__reservation reservation;
 static struct vmem__arena arena, other;
 
@@ -159,26 +159,29 @@ static void start(uint32_t max_ops, uint64_t max_bytes, uint64_t arena_size)
     module.next_handle = 1;
     module.max_ops = max_ops;
     module.max_bytes = max_bytes;
-    uvm = (struct uvm){.backdrop = {.segment = UVM_SEGMENT},
-                       .overhead = &overhead,
+    context = (vmem_context){.lock = PTHREAD_MUTEX_INITIALIZER, .b = {.priv = &uvm}};
+    uvm = (struct uvm){.gpu = {.backdrop = {.segment = UVM_SEGMENT}},
                        .lock = PTHREAD_MUTEX_INITIALIZER,
-                       .kmod = {.fd = MODULE_FD, .max_ops = max_ops, .max_bytes = max_bytes, .syscalls = &syscalls}};
-    uvm_reservation.cuda =
-        (struct vmem__cuda_reservation){.addr = BASE, .length = SEGMENTS * UVM_SEGMENT, .active = &active};
-    pthread_mutex_init(&uvm_reservation.lock, NULL);
-    reservation = (struct vmem__reservation){.addr = BASE, .length = SEGMENTS * UVM_SEGMENT, .priv = &uvm_reservation};
+                       .kmod = {.fd = MODULE_FD,
+                                .max_ops = max_ops,
+                                .max_bytes = max_bytes,
+                                .syscalls = &backend->syscalls}};
+    cuda_reservation = (struct vmem__cuda_reservation){.addr = BASE,
+                                                       .length = SEGMENTS * UVM_SEGMENT,
+                                                       .active = &active,
+                                                       .lock = PTHREAD_MUTEX_INITIALIZER};
+    reservation = (struct vmem__reservation){.addr = BASE, .length = SEGMENTS * UVM_SEGMENT, .priv = &cuda_reservation};
     arena = other = (struct vmem__arena){.size = arena_size};
-    CHECK_EQ(uvm_arena_new(&uvm, &arena), 0);
-    CHECK_EQ(uvm_arena_new(&uvm, &other), 0);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &arena), 0);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &other), 0);
     module.calls = 0;
 }
 
 static void end(void)
 {
-    uvm_arena_free(&uvm, &arena);
-    uvm_arena_free(&uvm, &other);
+    vmem__uvm_arena_free(backend, &arena);
+    vmem__uvm_arena_free(backend, &other);
     CHECK_EQ(module.pages, 0);
-    pthread_mutex_destroy(&uvm_reservation.lock);
 }
 
 static struct vmem__run run(uint64_t at, uint64_t length, struct vmem__arena *a, uint64_t offset, uint32_t flags)
@@ -219,13 +222,13 @@ static void test_one_call_for_120_scattered_pages(void)
     start(4096, UVM_VMEM_MAX_BYTES, 32 * MIB);
     for (unsigned i = 0; i < 120; i++)
         runs[i] = run(i * 4 * MIB, 64 * KIB, &arena, (119 - i) * 64 * KIB, 0);
-    syscalls = 0;
-    CHECK_EQ(uvm_map(&uvm, runs, 120, &bad), 0);
+    backend->syscalls = 0;
+    CHECK_EQ(vmem__uvm_map(backend, runs, 120, &bad), 0);
     CHECK_EQ(module.calls, 1);
-    CHECK_EQ(syscalls, 1);
+    CHECK_EQ(backend->syscalls, 1);
     for (unsigned i = 0; i < 120; i++)
         expect(i * 4 * MIB, 64 * KIB, &arena, (119 - i) * 64 * KIB);
-    CHECK_EQ(uvm_unmap(&uvm, runs, 120, &bad), 0);
+    CHECK_EQ(vmem__uvm_unmap(backend, runs, 120, &bad), 0);
     CHECK_EQ(module.calls, 2);
     expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     end();
@@ -239,12 +242,12 @@ static void test_a_run_across_segments_and_handles_is_one_call(void)
 
     start(4096, UVM_VMEM_MAX_BYTES, 256 * MIB);
     r = run(60 * MIB + 64 * KIB, 200 * MIB, &arena, 3 * MIB + 192 * KIB, 0);
-    CHECK_EQ(uvm_map(&uvm, &r, 1, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, &r, 1, &bad), 0);
     CHECK_EQ(module.calls, 1);
     expect(0, 60 * MIB + 64 * KIB, NULL, 0);
     expect(r.addr - BASE, r.length, &arena, r.offset);
     expect(r.addr - BASE + r.length, 64 * KIB, NULL, 0);
-    CHECK_EQ(uvm_unmap(&uvm, &r, 1, &bad), 0);
+    CHECK_EQ(vmem__uvm_unmap(backend, &r, 1, &bad), 0);
     CHECK_EQ(module.calls, 2);
     expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     end();
@@ -258,7 +261,7 @@ static void test_limits_of_one_call_are_kept_with_as_few_calls_as_possible(void)
     start(10, UVM_VMEM_MAX_BYTES, 8 * MIB);
     for (unsigned i = 0; i < 100; i++)
         runs[i] = run(i * 128 * KIB, 64 * KIB, &arena, i * 64 * KIB, 0);
-    CHECK_EQ(uvm_map(&uvm, runs, 100, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, runs, 100, &bad), 0);
     CHECK_EQ(module.calls, 10);
     for (unsigned i = 0; i < 100; i++)
         expect(i * 128 * KIB, 64 * KIB, &arena, i * 64 * KIB);
@@ -266,7 +269,7 @@ static void test_limits_of_one_call_are_kept_with_as_few_calls_as_possible(void)
 
     start(4096, UVM_SEGMENT, 256 * MIB);
     runs[0] = run(0, 256 * MIB, &arena, 0, 0);
-    CHECK_EQ(uvm_map(&uvm, runs, 1, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, runs, 1, &bad), 0);
     CHECK_EQ(module.calls, 4);
     expect(0, 256 * MIB, &arena, 0);
     end();
@@ -283,7 +286,7 @@ static void test_a_failed_map_leaves_nothing_mapped_and_names_the_run(void)
             runs[i] = run(i * MIB, 128 * KIB, &arena, i * 128 * KIB, 0);
         module.fail_call = call;
         module.fail_op = 2;
-        CHECK_EQ(uvm_map(&uvm, runs, 20, &bad), -ENOMEM);
+        CHECK_EQ(vmem__uvm_map(backend, runs, 20, &bad), -ENOMEM);
         CHECK_EQ(bad, 4 * (call - 1) + 2);
         CHECK(strstr(vmem_last_error(), "map at 0x"));
         expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
@@ -300,7 +303,7 @@ static void test_a_run_that_fails_in_its_middle_is_taken_back(void)
     r = run(MIB, 40 * MIB, &arena, 64 * KIB, 0);
     module.fail_call = 3;
     module.fail_op = UVM_VMEM_NO_OP;
-    CHECK_EQ(uvm_map(&uvm, &r, 1, &bad), -ENOMEM);
+    CHECK_EQ(vmem__uvm_map(backend, &r, 1, &bad), -ENOMEM);
     CHECK_EQ(bad, 0);
     expect(0, SEGMENTS * UVM_SEGMENT, NULL, 0);
     end();
@@ -318,15 +321,15 @@ static void test_a_failed_replacement_brings_the_old_pages_back(void)
         if (i % 2) { // every other one takes the place of something
             after[i].old_arena = &arena;
             after[i].old_offset = before[i].offset;
-            CHECK_EQ(uvm_map(&uvm, &before[i], 1, &bad), 0);
+            CHECK_EQ(vmem__uvm_map(backend, &before[i], 1, &bad), 0);
         }
     }
     module.fail_call = 4;
     module.fail_op = 0;
-    CHECK_EQ(uvm_map(&uvm, after, 12, &bad), -ENOMEM);
+    CHECK_EQ(vmem__uvm_map(backend, after, 12, &bad), -ENOMEM);
     for (unsigned i = 0; i < 12; i++)
         expect(i * 4 * MIB, 3 * MIB, i % 2 ? &arena : NULL, i * 2 * MIB + 64 * KIB);
-    CHECK_EQ(uvm_map(&uvm, after, 12, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, after, 12, &bad), 0);
     for (unsigned i = 0; i < 12; i++)
         expect(i * 4 * MIB, 3 * MIB, &other, i * 2 * MIB + MIB);
     end();
@@ -340,10 +343,10 @@ static void test_a_failed_unmap_leaves_everything_mapped(void)
     start(4, UVM_VMEM_MAX_BYTES, 32 * MIB);
     for (unsigned i = 0; i < 10; i++)
         runs[i] = run(i * 4 * MIB, MIB, &arena, i * MIB, 0);
-    CHECK_EQ(uvm_map(&uvm, runs, 10, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, runs, 10, &bad), 0);
     module.fail_call = 3;
     module.fail_op = 1;
-    CHECK_EQ(uvm_unmap(&uvm, runs, 10, &bad), -ENOMEM);
+    CHECK_EQ(vmem__uvm_unmap(backend, runs, 10, &bad), -ENOMEM);
     CHECK_EQ(bad, 9);
     for (unsigned i = 0; i < 10; i++)
         expect(i * 4 * MIB, MIB, &arena, i * MIB);
@@ -357,9 +360,9 @@ static void test_what_is_mapped_is_not_mapped_over_unasked(void)
 
     start(64, UVM_VMEM_MAX_BYTES, 32 * MIB);
     r = run(0, MIB, &arena, 0, 0);
-    CHECK_EQ(uvm_map(&uvm, &r, 1, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, &r, 1, &bad), 0);
     r = run(0, MIB, &other, 0, 0);
-    CHECK_EQ(uvm_map(&uvm, &r, 1, &bad), -EEXIST);
+    CHECK_EQ(vmem__uvm_map(backend, &r, 1, &bad), -EEXIST);
     expect(0, MIB, &arena, 0);
     end();
 }
@@ -374,7 +377,7 @@ static void test_only_2m_pages_may_get_2m_entries(void)
     runs[0] = run(0, 2 * MIB, &arena, 0, 0);
     runs[1] = run(2 * MIB, 2 * MIB, &arena, 2 * MIB, 0);
     runs[1].page_size = VMEM_PAGE_2M;
-    CHECK_EQ(uvm_map(&uvm, runs, 2, &bad), 0);
+    CHECK_EQ(vmem__uvm_map(backend, runs, 2, &bad), 0);
     CHECK(module.entry[0].flags & UVM_VMEM_MAP_64K && module.entry[0].flags & UVM_VMEM_MAP_AHEAD);
     CHECK(!(module.entry[32].flags & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD)));
     end();
@@ -388,13 +391,13 @@ static void test_arenas_are_created_whole_or_not_at_all(void)
     start(8, UVM_VMEM_MAX_BYTES, 32 * MIB);
     creates = module.creates;
     pages = module.pages;
-    CHECK_EQ(uvm_arena_new(&uvm, &a), 0);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &a), 0);
     CHECK_EQ(module.creates - creates, 4); // 25 pages, 8 in a call
     CHECK_EQ(module.pages - pages, 25);
-    uvm_arena_free(&uvm, &a);
+    vmem__uvm_arena_free(backend, &a);
     CHECK_EQ(module.pages, pages);
     module.fail_call = 3;
-    CHECK_EQ(uvm_arena_new(&uvm, &a), -ENOMEM);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &a), -ENOMEM);
     CHECK_EQ(module.pages, pages);
     end();
 }
@@ -407,24 +410,24 @@ static void test_a_refused_release_is_tried_again(void)
 
     start(4, UVM_VMEM_MAX_BYTES, 32 * MIB);
     pages = module.pages;
-    CHECK_EQ(uvm_arena_new(&uvm, &a), 0);
-    CHECK_EQ(uvm_arena_new(&uvm, &b), 0);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &a), 0);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &b), 0);
     module.releases = 0;
     module.refuse = 3; // after 8 pages
-    uvm_arena_free(&uvm, &a);
+    vmem__uvm_arena_free(backend, &a);
     CHECK_EQ(module.pages, pages + 25 - 8 + 10);
-    CHECK_EQ(overhead, 50 * MIB);
-    uvm_arena_free(&uvm, &b);
+    CHECK_EQ(backend->overhead, 50 * MIB);
+    vmem__uvm_arena_free(backend, &b);
     CHECK_EQ(module.pages, pages + 25 - 8 + 10);
-    CHECK_EQ(overhead, 70 * MIB);
+    CHECK_EQ(backend->overhead, 70 * MIB);
     module.fail_call = 2; // of an arena that is not made, the first pages cannot be given back either
-    CHECK_EQ(uvm_arena_new(&uvm, &a), -ENOMEM);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &a), -ENOMEM);
     CHECK_EQ(module.pages, pages + 25 - 8 + 10 + 4);
     module.refuse = 0;
-    CHECK_EQ(uvm_arena_new(&uvm, &a), 0);
+    CHECK_EQ(vmem__uvm_arena_new(backend, &a), 0);
     CHECK_EQ(module.pages, pages + 25);
-    CHECK_EQ(overhead, 0);
-    uvm_arena_free(&uvm, &a);
+    CHECK_EQ(backend->overhead, 0);
+    vmem__uvm_arena_free(backend, &a);
     end();
 }
 

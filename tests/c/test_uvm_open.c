@@ -6,13 +6,10 @@
 #include <stdarg.h>
 
 #include "harness.h"
+#include "../../uvm_ext/uvm_vmem_status.h"
 #include "driver/kmod.h"
 
 #define FDS 3
-#define ILLEGAL_ACTION 0x16u
-#define INVALID_ADDRESS 0x1eu
-#define INVALID_DEVICE 0x26u
-#define NO_MEMORY 0x51u
 
 static int fds[FDS];
 static uint32_t query_status[FDS], unmap_status[FDS];
@@ -64,31 +61,33 @@ static const uint32_t none[FDS];
 
 static void the_one_with_gpu_and_addresses(void)
 {
-    static const uint32_t query[] = {ILLEGAL_ACTION, INVALID_DEVICE, 0};
+    static const uint32_t query[] = {NV_ERR_ILLEGAL_ACTION, NV_ERR_INVALID_DEVICE, 0};
 
     CHECK_EQ(open_with(query, none), 0);
     CHECK_EQ(kmod.max_ops, 7);
     vmem__kmod_close(&kmod);
-    CHECK_EQ(open_with(none, (const uint32_t[]){INVALID_ADDRESS, INVALID_ADDRESS, 0}), 0);
+    CHECK_EQ(open_with(none, (const uint32_t[]){NV_ERR_INVALID_ADDRESS, NV_ERR_INVALID_ADDRESS, 0}), 0);
     vmem__kmod_close(&kmod);
-    CHECK_EQ(open_with(none, (const uint32_t[]){INVALID_ADDRESS, INVALID_ADDRESS, INVALID_ADDRESS}), -ENODEV);
+    CHECK_EQ(open_with(none,
+                       (const uint32_t[]){NV_ERR_INVALID_ADDRESS, NV_ERR_INVALID_ADDRESS, NV_ERR_INVALID_ADDRESS}),
+             -ENODEV);
     CHECK(strstr(vmem_last_error(), "none of this process' 3 descriptors"));
 }
 
 // A status that says neither yes nor no is no yes.
 static void no_other_answer_is_taken(void)
 {
-    CHECK_EQ(open_with(none, (const uint32_t[]){NO_MEMORY, 0, 0}), -ENOMEM);
+    CHECK_EQ(open_with(none, (const uint32_t[]){NV_ERR_NO_MEMORY, 0, 0}), -ENOMEM);
     CHECK(strstr(vmem_last_error(), "look for CUDA's addresses"));
     CHECK_EQ(kmod.fd, -1);
-    CHECK_EQ(open_with((const uint32_t[]){ILLEGAL_ACTION, NO_MEMORY, 0}, none), -ENOMEM);
+    CHECK_EQ(open_with((const uint32_t[]){NV_ERR_ILLEGAL_ACTION, NV_ERR_NO_MEMORY, 0}, none), -ENOMEM);
     CHECK_EQ(kmod.fd, -1);
 }
 
 // The driver knows an instance by a UUID that CUDA does not tell.
 static void mig_is_refused_by_name(void)
 {
-    static const uint32_t query[] = {ILLEGAL_ACTION, INVALID_DEVICE, INVALID_DEVICE};
+    static const uint32_t query[] = {NV_ERR_ILLEGAL_ACTION, NV_ERR_INVALID_DEVICE, NV_ERR_INVALID_DEVICE};
 
     CHECK_EQ(open_with(query, none), -EOPNOTSUPP);
     CHECK(strstr(vmem_last_error(), "MIG"));

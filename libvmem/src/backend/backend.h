@@ -16,6 +16,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "core/error.h"
 #include "vmem.h"
 
 struct vmem__reservation {
@@ -97,12 +98,5 @@ extern const struct vmem__ops vmem__uvm_ops, vmem__stock_ops, vmem__cuda_ops, vm
 // What the interrupt function of the context says: 0, or -EINTR with the text set. For loops that may take more than
 // some 50 ms in arena_new(), which then leave nothing behind. Not for anything that undoes.
 int vmem__interrupted(struct vmem__backend *b);
-
-// The calling thread's error text, which vmem__error(0, "%s", kept) puts back: for what a call does on its way out.
-#define VMEM__TEXT 512
-void vmem__keep_error(char kept[VMEM__TEXT]);
-
-// Sets the calling thread's error text and returns err (a negative errno), so that `return vmem__error(-EINVAL, ...)`.
-int vmem__error(int err, const char *fmt, ...) __attribute__((format(printf, 2, 3), cold));
 
 #endif

@@ -5,11 +5,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "backend/backend.h"
+#include "core/error.h"
+#include "vmem.h"
 
 static _Thread_local char text[VMEM__TEXT];
 
-int vmem__error(int err, const char *fmt, ...)
+int vmem__error(int rc, const char *fmt, ...)
 {
     // Through a second buffer: an argument may be the last text itself.
     char fresh[sizeof text];
@@ -18,7 +19,7 @@ int vmem__error(int err, const char *fmt, ...)
     vsnprintf(fresh, sizeof fresh, fmt, ap);
     va_end(ap);
     memcpy(text, fresh, sizeof text);
-    return err;
+    return rc;
 }
 
 void vmem__keep_error(char kept[VMEM__TEXT]) { memcpy(kept, text, sizeof text); }

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "backend/backend.h"
+#include "core/error.h"
 
 // Oldest first. Compared with every release tag from 515.43.04 to 595.45.04.
 static const struct vmem__abi table[] = {

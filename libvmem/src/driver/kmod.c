@@ -3,18 +3,19 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "../../uvm_ext/uvm_vmem_status.h"
+#include "core/error.h"
 #include "driver/libcuda.h"
 #include "driver/rm.h"
+#include "vmem.h"
 
-#define STATUS_ILLEGAL_ACTION 0x16u
-#define STATUS_INVALID_ADDRESS 0x1eu
-#define STATUS_INVALID_DEVICE 0x26u
-#define STATUS_INVALID_LIMIT 0x2eu
 #define MAX_DESCRIPTORS 64
 
 // A call that reached the module and left a status; -errno when it did not.
@@ -30,15 +31,15 @@ static int call(struct vmem__kmod *k, unsigned long request, void *params, const
 int vmem__kmod_probe(void)
 {
     struct uvm_vmem_query query = {0};
-    int err = 0, fd = open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC);
+    int rc = 0, fd = open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC);
 
     if (fd < 0)
         return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
     if (ioctl(fd, UVM_VMEM_QUERY, &query)) // a descriptor that is no address space yet is told so by the patched module
-        err = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
-                              : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
+        rc = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
+                             : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     close(fd);
-    return err;
+    return rc;
 }
 
 // The kernel's word on one descriptor: 0 it is the one, -EOPNOTSUPP stock module. Others of the process: -ENODEV no
@@ -53,15 +54,15 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
     memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
     if (ioctl(fd, UVM_VMEM_QUERY, &query))
         return errno == EINVAL ? -EOPNOTSUPP : -ENODEV;
-    if (query.rmStatus == STATUS_ILLEGAL_ACTION)
+    if (query.rmStatus == NV_ERR_ILLEGAL_ACTION)
         return -ENODEV;
-    if (query.rmStatus == STATUS_INVALID_DEVICE)
+    if (query.rmStatus == NV_ERR_INVALID_DEVICE)
         return -ENXIO;
     if (query.rmStatus)
         return vmem__rm_error(query.rmStatus, "query");
     // A program can have more than one address space. Unmapping no page of vMem's changes nothing, but it is refused
     // as an address of no range everywhere but where CUDA made one.
-    if (ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == STATUS_INVALID_ADDRESS)
+    if (ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == NV_ERR_INVALID_ADDRESS)
         return -EFAULT;
     if (batch.rmStatus)
         return vmem__rm_error(batch.rmStatus, "look for CUDA's addresses");
@@ -74,23 +75,23 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
 
 int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
 {
-    int fds[MAX_DESCRIPTORS], n = vmem__cuda_uvm_fds(fds, MAX_DESCRIPTORS), err = -ENODEV;
+    int fds[MAX_DESCRIPTORS], n = vmem__cuda_uvm_fds(fds, MAX_DESCRIPTORS), rc = -ENODEV;
     bool gpu_known = false, gpu_unknown = false;
 
     k->fd = -1;
     memcpy(k->uuid, uuid, sizeof(k->uuid));
     for (int i = 0; i < n; i++) {
-        err = try_descriptor(k, fds[i], addr);
-        if (!err) {
+        rc = try_descriptor(k, fds[i], addr);
+        if (!rc) {
             k->fd = fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
             return k->fd >= 0 ? 0 : vmem__error(-errno, "duplicate a descriptor: %s", strerror(errno));
         }
-        if (err == -EOPNOTSUPP)
-            return vmem__error(err, "the loaded nvidia-uvm.ko is the stock one, without vMem");
-        if (err != -ENODEV && err != -ENXIO && err != -EFAULT)
-            return err;
-        gpu_known |= err == -EFAULT;
-        gpu_unknown |= err == -ENXIO;
+        if (rc == -EOPNOTSUPP)
+            return vmem__error(rc, "the loaded nvidia-uvm.ko is the stock one, without vMem");
+        if (rc != -ENODEV && rc != -ENXIO && rc != -EFAULT)
+            return rc;
+        gpu_known |= rc == -EFAULT;
+        gpu_unknown |= rc == -ENXIO;
     }
     if (gpu_unknown && !gpu_known)
         return vmem__error(-EOPNOTSUPP, "nvidia-uvm has this GPU by another UUID than CUDA's: no MIG instances");
@@ -107,14 +108,14 @@ void vmem__kmod_close(struct vmem__kmod *k)
 int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first)
 {
     struct uvm_vmem_create create = {.page_size = VMEM_PAGE_2M, .count = count};
-    int err;
+    int rc;
 
     memcpy(create.gpu_uuid, k->uuid, sizeof(create.gpu_uuid));
-    err = call(k, UVM_VMEM_CREATE, &create, "create pages");
-    if (!err)
-        err = vmem__rm_error(create.rmStatus, "create pages");
+    rc = call(k, UVM_VMEM_CREATE, &create, "create pages");
+    if (!rc)
+        rc = vmem__rm_error(create.rmStatus, "create pages");
     *first = create.out_handle;
-    return err;
+    return rc;
 }
 
 int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uint32_t *done)
@@ -124,20 +125,20 @@ int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uin
 
     for (*done = 0; *done < count;) {
         struct uvm_vmem_release release = {.handles = (uintptr_t)handles};
-        int err;
+        int rc;
 
         release.count = count - *done < most ? count - *done : most;
         for (uint32_t i = 0; i < release.count; i++)
             handles[i] = first + *done + i;
-        err = call(k, UVM_VMEM_RELEASE, &release, "release pages");
-        if (!err && release.rmStatus == STATUS_INVALID_LIMIT && release.count > 1) {
+        rc = call(k, UVM_VMEM_RELEASE, &release, "release pages");
+        if (!rc && release.rmStatus == NV_ERR_INVALID_LIMIT && release.count > 1) {
             most = release.count / 2; // mapped at more addresses than one call takes
             continue;
         }
-        if (!err)
-            err = vmem__rm_error(release.rmStatus, "release pages");
-        if (err)
-            return err;
+        if (!rc)
+            rc = vmem__rm_error(release.rmStatus, "release pages");
+        if (rc)
+            return rc;
         *done += release.count;
     }
     return 0;
@@ -149,13 +150,13 @@ int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct u
     struct uvm_vmem_batch batch = {.ops = (uintptr_t)ops, .count = count, .opSize = sizeof(*ops)};
     const char *what = request == UVM_VMEM_MAP ? "map" : "unmap";
     char where[64];
-    int err;
+    int rc;
 
     *failed = UVM_VMEM_NO_OP;
     memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
-    err = call(k, request, &batch, what);
-    if (err || !batch.rmStatus)
-        return err;
+    rc = call(k, request, &batch, what);
+    if (rc || !batch.rmStatus)
+        return rc;
     *failed = batch.out_failed;
     if (batch.out_failed >= count)
         return vmem__rm_error(batch.rmStatus, what);

@@ -4,8 +4,9 @@
 #ifndef VMEM_UVM_KMOD_H
 #define VMEM_UVM_KMOD_H
 
-#include "../../../uvm_ext/uvm_vmem_ioctl.h"
-#include "backend/backend.h"
+#include <stdint.h>
+
+#include "../../uvm_ext/uvm_vmem_ioctl.h"
 
 struct vmem__kmod {
     int fd; // a duplicate of the descriptor that CUDA opened

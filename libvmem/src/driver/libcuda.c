@@ -4,40 +4,43 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "core/error.h"
+
 int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what)
 {
     const char *text = NULL;
-    int err = -EIO;
+    int rc = -EIO;
 
     if (result == CUDA_SUCCESS)
         return 0;
     switch (result) {
-    case CUDA_ERROR_INVALID_VALUE: err = -EINVAL; break;
-    case CUDA_ERROR_OUT_OF_MEMORY: err = -ENOMEM; break;
+    case CUDA_ERROR_INVALID_VALUE: rc = -EINVAL; break;
+    case CUDA_ERROR_OUT_OF_MEMORY: rc = -ENOMEM; break;
     case CUDA_ERROR_NOT_INITIALIZED:
     case CUDA_ERROR_DEINITIALIZED:
     case CUDA_ERROR_NO_DEVICE:
     case CUDA_ERROR_INVALID_DEVICE:
     case CUDA_ERROR_INVALID_CONTEXT:
-    case CUDA_ERROR_CONTEXT_IS_DESTROYED: err = -ENODEV; break;
-    case CUDA_ERROR_ILLEGAL_ADDRESS: err = -EFAULT; break;
-    case CUDA_ERROR_NOT_PERMITTED: err = -EPERM; break;
-    case CUDA_ERROR_NOT_SUPPORTED: err = -EOPNOTSUPP; break;
+    case CUDA_ERROR_CONTEXT_IS_DESTROYED: rc = -ENODEV; break;
+    case CUDA_ERROR_ILLEGAL_ADDRESS: rc = -EFAULT; break;
+    case CUDA_ERROR_NOT_PERMITTED: rc = -EPERM; break;
+    case CUDA_ERROR_NOT_SUPPORTED: rc = -EOPNOTSUPP; break;
     }
     if (fn->error_string(result, &text) != CUDA_SUCCESS || !text)
         text = "unknown error";
-    return vmem__error(err, "%s: CUDA error %d, %s", what, result, text);
+    return vmem__error(rc, "%s: CUDA error %d, %s", what, result, text);
 }
 
 int vmem__libcuda_load(struct vmem__libcuda *fn)
 {
     // NODELETE: CUDA's threads and exit handlers outlive every context of ours.
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    int count = 0, err;
+    int count = 0, rc;
     void *symbol;
 
     if (!library)
@@ -49,27 +52,27 @@ int vmem__libcuda_load(struct vmem__libcuda *fn)
     memcpy(&fn->field, &symbol, sizeof(symbol));
     VMEM__LIBCUDA(VMEM__LIBCUDA_LOAD)
 #undef VMEM__LIBCUDA_LOAD
-    err = vmem__cuda_error(fn, fn->init(0), "cuInit");
-    if (err)
-        return err;
-    err = vmem__cuda_error(fn, fn->device_count(&count), "cuDeviceGetCount");
-    if (err)
-        return err;
+    rc = vmem__cuda_error(fn, fn->init(0), "cuInit");
+    if (rc)
+        return rc;
+    rc = vmem__cuda_error(fn, fn->device_count(&count), "cuDeviceGetCount");
+    if (rc)
+        return rc;
     return count > 0 ? 0 : vmem__error(-ENODEV, "CUDA sees no device");
 }
 
 static int find_device(struct vmem__libcuda *fn, int ordinal, int *device)
 {
-    int count = 0, vmm = 0, err = vmem__libcuda_load(fn);
+    int count = 0, vmm = 0, rc = vmem__libcuda_load(fn);
 
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     fn->device_count(&count);
     if (ordinal < 0 || ordinal >= count)
         return vmem__error(-ENODEV, "device %d: CUDA sees %d device%s", ordinal, count, count == 1 ? "" : "s");
-    err = vmem__cuda_error(fn, fn->device_get(device, ordinal), "cuDeviceGet");
-    if (err)
-        return err;
+    rc = vmem__cuda_error(fn, fn->device_get(device, ordinal), "cuDeviceGet");
+    if (rc)
+        return rc;
     fn->device_attribute(&vmm, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, *device);
     return vmm ? 0 : vmem__error(-EOPNOTSUPP, "device %d has no CUDA virtual memory management", ordinal);
 }
@@ -85,30 +88,30 @@ int vmem__cuda_probe(int ordinal)
 int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info)
 {
     uint64_t free;
-    int err = find_device(&cu->fn, ordinal, &cu->device);
+    int rc = find_device(&cu->fn, ordinal, &cu->device);
 
-    if (err)
-        return err;
-    err = vmem__cuda_error(&cu->fn, cu->fn.ctx_retain(&cu->context, cu->device), "cuDevicePrimaryCtxRetain");
-    if (err) {
+    if (rc)
+        return rc;
+    rc = vmem__cuda_error(&cu->fn, cu->fn.ctx_retain(&cu->context, cu->device), "cuDevicePrimaryCtxRetain");
+    if (rc) {
         cu->context = NULL;
-        return err;
+        return rc;
     }
-    err = vmem__cuda_enter(cu);
-    if (!err) {
-        err = vmem__cuda_error(&cu->fn, cu->fn.stream_create(&cu->stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+    rc = vmem__cuda_enter(cu);
+    if (!rc) {
+        rc = vmem__cuda_error(&cu->fn, cu->fn.stream_create(&cu->stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
         vmem__cuda_leave(cu);
     }
-    if (!err)
-        err = vmem__cuda_error(&cu->fn, cu->fn.device_uuid(info->device_uuid, cu->device), "cuDeviceGetUuid");
-    if (!err)
-        err = vmem__cuda_error(&cu->fn, cu->fn.device_name(info->device_name, sizeof(info->device_name), cu->device),
-                               "cuDeviceGetName");
-    if (!err)
-        err = vmem__cuda_memory(cu, &info->memory_total, &free);
-    if (err) {
+    if (!rc)
+        rc = vmem__cuda_error(&cu->fn, cu->fn.device_uuid(info->device_uuid, cu->device), "cuDeviceGetUuid");
+    if (!rc)
+        rc = vmem__cuda_error(&cu->fn, cu->fn.device_name(info->device_name, sizeof(info->device_name), cu->device),
+                              "cuDeviceGetName");
+    if (!rc)
+        rc = vmem__cuda_memory(cu, &info->memory_total, &free);
+    if (rc) {
         vmem__cuda_close(cu, false);
-        return err;
+        return rc;
     }
     info->device = ordinal;
     return 0;
@@ -144,23 +147,23 @@ void vmem__cuda_leave(struct vmem__cuda *cu)
 int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free)
 {
     size_t t = 0, f = 0;
-    int err = vmem__cuda_enter(cu);
+    int rc = vmem__cuda_enter(cu);
 
-    if (err)
-        return err;
-    err = vmem__cuda_error(&cu->fn, cu->fn.mem_info(&f, &t), "cuMemGetInfo");
+    if (rc)
+        return rc;
+    rc = vmem__cuda_error(&cu->fn, cu->fn.mem_info(&f, &t), "cuMemGetInfo");
     vmem__cuda_leave(cu);
     *total = t;
     *free = f;
-    return err;
+    return rc;
 }
 
 int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n)
 {
-    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(cu);
+    int result = CUDA_SUCCESS, sync, rc = vmem__cuda_enter(cu);
 
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
         result = cu->fn.memcpy_async(ops[i].dst, ops[i].src, ops[i].length, cu->stream);
     sync = cu->fn.stream_sync(cu->stream); // after a failure too: nothing of ours may still be running
@@ -170,43 +173,14 @@ int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_
 
 int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length)
 {
-    int result, sync, err = vmem__cuda_enter(cu);
+    int result, sync, rc = vmem__cuda_enter(cu);
 
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     result = cu->fn.memset_async(addr, value, length, cu->stream);
     sync = cu->fn.stream_sync(cu->stream);
     vmem__cuda_leave(cu);
     return vmem__cuda_error(&cu->fn, result ? result : sync, "fill");
-}
-
-int vmem__cuda_zero(struct vmem__cuda *cu, const struct vmem__run *runs, size_t n,
-                    uint64_t (*addr)(const struct vmem__run *run))
-{
-    int result = CUDA_SUCCESS, sync, err = vmem__cuda_enter(cu);
-
-    if (err)
-        return err;
-    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
-        result = cu->fn.memset_async(addr(&runs[i]), 0, runs[i].length, cu->stream);
-    sync = cu->fn.stream_sync(cu->stream);
-    vmem__cuda_leave(cu);
-    return vmem__cuda_error(&cu->fn, result ? result : sync, "zero");
-}
-
-int vmem__cuda_op_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
-{
-    return vmem__cuda_memory(b->priv, total, free);
-}
-
-int vmem__cuda_op_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
-{
-    return vmem__cuda_copy(b->priv, ops, n);
-}
-
-int vmem__cuda_op_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
-{
-    return vmem__cuda_fill(b->priv, addr, value, length);
 }
 
 static int counted(struct vmem__cuda *cu, int result, const char *what)

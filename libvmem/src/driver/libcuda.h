@@ -6,7 +6,11 @@
 #ifndef VMEM_CUDA_LIBCUDA_H
 #define VMEM_CUDA_LIBCUDA_H
 
-#include "backend/backend.h"
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "vmem.h"
 
 // CUresult
 #define CUDA_SUCCESS 0
@@ -110,14 +114,6 @@ int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *wha
 int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free);
 int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n);
 int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length);
-// Clears the runs' memory; addr says where a run is mapped.
-int vmem__cuda_zero(struct vmem__cuda *cu, const struct vmem__run *runs, size_t n,
-                    uint64_t (*addr)(const struct vmem__run *run));
-
-// Backend operations, for backends whose state (b->priv) begins with its struct vmem__cuda.
-int vmem__cuda_op_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free);
-int vmem__cuda_op_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
-int vmem__cuda_op_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
 
 // CUDA's virtual memory management, counted and with errno; between enter and leave. length: multiples of 2 MiB.
 int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle);

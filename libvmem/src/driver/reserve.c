@@ -4,28 +4,28 @@
 #include <errno.h>
 #include <stdlib.h>
 
+#include "core/error.h"
+
 int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t segment)
 {
     struct vmem__cuda_reservation r;
-    int err = vmem__cuda_enter(cu);
+    int rc = vmem__cuda_enter(cu);
 
-    if (err)
-        return err;
-    err = vmem__cuda_create(cu, segment, &backdrop->handle);
+    if (rc)
+        return rc;
+    rc = vmem__cuda_create(cu, segment, &backdrop->handle);
     vmem__cuda_leave(cu);
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     backdrop->segment = segment;
-    err = vmem__cuda_reserve(cu, backdrop, segment, &r);
-    if (!err) {
-        err = vmem__cuda_activate(cu, backdrop, &r, r.addr, segment);
-        if (!err)
-            err = vmem__cuda_fill(cu, r.addr, 0, segment);
+    rc = vmem__cuda_reserve(cu, backdrop, segment, segment, &r);
+    if (!rc) {
+        rc = vmem__cuda_fill(cu, r.addr, 0, segment);
         vmem__cuda_unreserve(cu, backdrop, &r);
     }
-    if (err)
+    if (rc)
         vmem__backdrop_free(cu, backdrop);
-    return err;
+    return rc;
 }
 
 void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop)
@@ -37,25 +37,31 @@ void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop)
     backdrop->segment = 0;
 }
 
-int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length,
+int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length, uint64_t ahead,
                        struct vmem__cuda_reservation *out)
 {
     uint64_t segments = (length + backdrop->segment - 1) / backdrop->segment;
-    int err = vmem__cuda_enter(cu);
+    int rc = vmem__cuda_enter(cu);
 
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     out->length = segments * backdrop->segment;
     out->active = calloc((segments + 63) / 64, sizeof(uint64_t));
     if (!out->active)
-        err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu segments", (unsigned long long)segments);
-    if (!err)
-        err = vmem__cuda_error(&cu->fn, cu->fn.address_reserve(&out->addr, out->length, VMEM_PAGE_2M, 0, 0),
-                               "cuMemAddressReserve");
+        rc = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu segments", (unsigned long long)segments);
+    if (!rc)
+        rc = vmem__cuda_error(&cu->fn, cu->fn.address_reserve(&out->addr, out->length, VMEM_PAGE_2M, 0, 0),
+                              "cuMemAddressReserve");
     vmem__cuda_leave(cu);
-    if (err)
+    if (rc) {
         free(out->active);
-    return err;
+        return rc;
+    }
+    pthread_mutex_init(&out->lock, NULL);
+    rc = vmem__cuda_activate(cu, backdrop, out, out->addr, ahead);
+    if (rc)
+        vmem__cuda_unreserve(cu, backdrop, out);
+    return rc;
 }
 
 // The first run of segments with the given bit in [first, end); returns its first segment, *n its length, 0 if there is
@@ -83,6 +89,7 @@ void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *ba
         cu->fn.address_free(r->addr, r->length);
         vmem__cuda_leave(cu);
     }
+    pthread_mutex_destroy(&r->lock);
     free(r->active);
 }
 
@@ -90,18 +97,18 @@ static int activate_run(struct vmem__cuda *cu, const struct vmem__backdrop *back
                         uint64_t first, uint64_t n)
 {
     uint64_t segment = backdrop->segment, addr = r->addr + first * segment, done = 0;
-    int err = 0;
+    int rc = 0;
 
-    while (!err && done < n)
-        if ((err = vmem__cuda_map(cu, addr + done * segment, segment, backdrop->handle)) == 0)
+    while (!rc && done < n)
+        if ((rc = vmem__cuda_map(cu, addr + done * segment, segment, backdrop->handle)) == 0)
             done++;
-    if (!err)
-        err = vmem__cuda_allow(cu, addr, n * segment);
-    if (err && done)
+    if (!rc)
+        rc = vmem__cuda_allow(cu, addr, n * segment);
+    if (rc && done)
         vmem__cuda_unmap(cu, addr, done * segment);
-    for (uint64_t i = first; !err && i < first + n; i++)
+    for (uint64_t i = first; !rc && i < first + n; i++)
         vmem__bit_set(r->active, i, true);
-    return err;
+    return rc;
 }
 
 int vmem__cuda_activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__cuda_reservation *r,
@@ -109,18 +116,18 @@ int vmem__cuda_activate(struct vmem__cuda *cu, const struct vmem__backdrop *back
 {
     uint64_t segment = backdrop->segment, segments = r->length / segment, n, i;
     uint64_t end = (addr - r->addr + length + segment - 1) / segment;
-    int err;
+    int rc;
 
     if (end > segments)
         end = segments;
     i = next_run(r, false, (addr - r->addr) / segment, end, &n);
     if (n == 0)
         return 0;
-    err = vmem__cuda_enter(cu);
-    if (err)
-        return err;
-    for (; !err && n; i = next_run(r, false, i + n, end, &n))
-        err = activate_run(cu, backdrop, r, i, n);
+    rc = vmem__cuda_enter(cu);
+    if (rc)
+        return rc;
+    for (; !rc && n; i = next_run(r, false, i + n, end, &n))
+        rc = activate_run(cu, backdrop, r, i, n);
     vmem__cuda_leave(cu);
-    return err;
+    return rc;
 }

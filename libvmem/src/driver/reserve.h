@@ -7,6 +7,8 @@
 #ifndef VMEM_CUDA_RESERVE_H
 #define VMEM_CUDA_RESERVE_H
 
+#include <pthread.h>
+
 #include "driver/libcuda.h"
 
 struct vmem__backdrop {
@@ -17,21 +19,22 @@ struct vmem__backdrop {
 struct vmem__cuda_reservation {
     uint64_t addr, length; // length: a multiple of the segment
     uint64_t *active;      // a bit for each segment
+    pthread_mutex_t lock;  // of what is active; the caller takes it
 };
 
 // The handle's memory, zeroed.
 int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t segment);
 void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop);
 
-// At least length bytes at a multiple of 2 MiB, no segment active.
-int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length,
+// At least length bytes at a multiple of 2 MiB; the segments that the first `ahead` bytes touch are active.
+int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length, uint64_t ahead,
                        struct vmem__cuda_reservation *out);
 // Also unmaps all active segments.
 void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop,
                           struct vmem__cuda_reservation *r);
 // Makes every segment active that [addr, addr + length) touches; addresses beyond the reservation are left out. After a
-// failure some segments may have become active, which does no harm. The caller serialises the calls for one
-// reservation.
+// failure some segments may have become active, which does no harm. With the reservation's lock held, or before others
+// know it.
 int vmem__cuda_activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__cuda_reservation *r,
                         uint64_t addr, uint64_t length);
 

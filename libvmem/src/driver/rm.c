@@ -3,8 +3,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "../../uvm_ext/uvm_vmem_status.h"
+#include "core/error.h"
+#include "vmem.h"
 
 // Handles are ours to choose within our own client.
 #define DEVICE_HANDLE 0x76000000u
@@ -15,41 +20,41 @@ int vmem__rm_error(uint32_t status, const char *what)
 {
     static const struct {
         uint32_t status;
-        int err;
+        int rc;
         const char *text;
     } known[] = {
-        {0x03, -EBUSY, "busy"},
-        {0x05, -ENODEV, "card not present"},
-        {0x0f, -ENODEV, "GPU lost"},
-        {0x12, -ENODEV, "GPU UUID not found"},
-        {0x16, -EPERM, "action not allowed on this descriptor"},
-        {0x17, -EBUSY, "in use"},
-        {0x1a, -ENOMEM, "insufficient resources"},
-        {0x1b, -EPERM, "insufficient permissions"},
-        {0x1e, -EIO, "invalid address"},
-        {0x1f, -EIO, "invalid argument"},
-        {0x22, -EOPNOTSUPP, "class not valid"},
-        {0x26, -ENODEV, "device not valid"},
-        {0x2e, -EIO, "limit exceeded"},
-        {0x33, -EIO, "invalid handle"},
-        {0x37, -EIO, "invalid offset"},
-        {0x3a, -EIO, "invalid parameters"},
-        {0x3d, -EFAULT, "invalid pointer"},
-        {0x51, -ENOMEM, "out of memory"},
-        {0x56, -EOPNOTSUPP, "not supported"},
-        {0x57, -ENODEV, "object not found"},
-        {0x5b, -EIO, "out of range"},
-        {0x63, -EBUSY, "state in use"},
-        {0x65, -ETIMEDOUT, "timed out"},
-        {0x66, -ETIMEDOUT, "timed out, retry"},
-        {0x68, -EEXIST, "address in use"},
+        {NV_ERR_BUSY_RETRY, -EBUSY, "busy"},
+        {NV_ERR_CARD_NOT_PRESENT, -ENODEV, "card not present"},
+        {NV_ERR_GPU_IS_LOST, -ENODEV, "GPU lost"},
+        {NV_ERR_GPU_UUID_NOT_FOUND, -ENODEV, "GPU UUID not found"},
+        {NV_ERR_ILLEGAL_ACTION, -EPERM, "action not allowed on this descriptor"},
+        {NV_ERR_IN_USE, -EBUSY, "in use"},
+        {NV_ERR_INSUFFICIENT_RESOURCES, -ENOMEM, "insufficient resources"},
+        {NV_ERR_INSUFFICIENT_PERMISSIONS, -EPERM, "insufficient permissions"},
+        {NV_ERR_INVALID_ADDRESS, -EIO, "invalid address"},
+        {NV_ERR_INVALID_ARGUMENT, -EIO, "invalid argument"},
+        {NV_ERR_INVALID_CLASS, -EOPNOTSUPP, "class not valid"},
+        {NV_ERR_INVALID_DEVICE, -ENODEV, "device not valid"},
+        {NV_ERR_INVALID_LIMIT, -EIO, "limit exceeded"},
+        {NV_ERR_INVALID_OBJECT_HANDLE, -EIO, "invalid handle"},
+        {NV_ERR_INVALID_OFFSET, -EIO, "invalid offset"},
+        {NV_ERR_INVALID_PARAM_STRUCT, -EIO, "invalid parameters"},
+        {NV_ERR_INVALID_POINTER, -EFAULT, "invalid pointer"},
+        {NV_ERR_NO_MEMORY, -ENOMEM, "out of memory"},
+        {NV_ERR_NOT_SUPPORTED, -EOPNOTSUPP, "not supported"},
+        {NV_ERR_OBJECT_NOT_FOUND, -ENODEV, "object not found"},
+        {NV_ERR_OUT_OF_RANGE, -EIO, "out of range"},
+        {NV_ERR_STATE_IN_USE, -EBUSY, "state in use"},
+        {NV_ERR_TIMEOUT, -ETIMEDOUT, "timed out"},
+        {NV_ERR_TIMEOUT_RETRY, -ETIMEDOUT, "timed out, retry"},
+        {NV_ERR_UVM_ADDRESS_IN_USE, -EEXIST, "address in use"},
     };
 
-    if (status == 0)
+    if (status == NV_OK)
         return 0;
     for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++)
         if (known[i].status == status)
-            return vmem__error(known[i].err, "%s: driver status 0x%x, %s", what, status, known[i].text);
+            return vmem__error(known[i].rc, "%s: driver status 0x%x, %s", what, status, known[i].text);
     return vmem__error(-EIO, "%s: driver status 0x%x", what, status);
 }
 
@@ -94,23 +99,23 @@ int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_
 {
     uint32_t handle = DEVICE_HANDLE;
     struct rm_device device = {0};
-    int err;
+    int rc;
 
     rm->abi = abi;
     rm->client = 0;
     rm->fd = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
     if (rm->fd < 0)
         return vmem__error(-errno, "/dev/nvidiactl: %s", strerror(errno));
-    err = rm_alloc(rm, 0, &rm->client, RM_CLASS_CLIENT, NULL, 0, "allocate an RM client");
-    if (!err)
-        err = device_instance(rm, uuid, &device.device);
-    if (!err) {
+    rc = rm_alloc(rm, 0, &rm->client, RM_CLASS_CLIENT, NULL, 0, "allocate an RM client");
+    if (!rc)
+        rc = device_instance(rm, uuid, &device.device);
+    if (!rc) {
         device.client_share = rm->client;
-        err = rm_alloc(rm, rm->client, &handle, RM_CLASS_DEVICE, &device, sizeof(device), "allocate an RM device");
+        rc = rm_alloc(rm, rm->client, &handle, RM_CLASS_DEVICE, &device, sizeof(device), "allocate an RM device");
     }
-    if (err)
+    if (rc)
         vmem__rm_close(rm);
-    return err;
+    return rc;
 }
 
 void vmem__rm_close(struct vmem__rm *rm)

@@ -4,7 +4,6 @@
 #ifndef VMEM_STOCK_RM_H
 #define VMEM_STOCK_RM_H
 
-#include "backend/backend.h"
 #include "driver/abi.h"
 
 struct vmem__rm {

@@ -4,8 +4,10 @@
 #include <errno.h>
 #include <string.h>
 
-int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint64_t addr, uint64_t length,
-                  uint32_t memory, uint64_t offset)
+#include "core/error.h"
+
+int vmem__uvm_map_external(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint64_t addr, uint64_t length,
+                           uint32_t memory, uint64_t offset)
 {
     struct uvm_map params;
     struct uvm_map_tail *tail = vmem__abi_map_tail(rm->abi, &params);
@@ -31,12 +33,12 @@ static int take_away(const struct vmem__uvm_space *space, unsigned long call, ui
     return vmem__rm_error(params.status, "unmap");
 }
 
-int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
+int vmem__uvm_map_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
 {
     return take_away(space, UVM_MAP_EXTERNAL_SPARSE, addr, length);
 }
 
-int vmem__uvm_unmap(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
+int vmem__uvm_unmap_external(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length)
 {
     return take_away(space, UVM_UNMAP_EXTERNAL, addr, length);
 }

@@ -17,12 +17,12 @@ struct vmem__uvm_space {
 // must lie inside one external range, one cuMemMap() of CUDA's; an older mapping is replaced in part only at
 // multiples of its own entries' size. The addresses pass through a moment in which they are invalid, and stay invalid
 // on failure.
-int vmem__uvm_map(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint64_t addr, uint64_t length,
-                  uint32_t memory, uint64_t offset);
+int vmem__uvm_map_external(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint64_t addr, uint64_t length,
+                           uint32_t memory, uint64_t offset);
 // Nothing behind [addr, addr + length), in 64 KiB entries: reads give zero, writes are dropped. On return no access
 // through the addresses reaches what was there before.
-int vmem__uvm_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length);
+int vmem__uvm_map_sparse(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length);
 // The same with invalid entries: accesses fault. Whatever comes next needs to replace nothing.
-int vmem__uvm_unmap(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length);
+int vmem__uvm_unmap_external(const struct vmem__uvm_space *space, uint64_t addr, uint64_t length);
 
 #endif

@@ -14,9 +14,11 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <sys/types.h>
 
-#include "backend/backend.h"
+#include "core/error.h"
 #include "vmem_kv.h"
 
 #define KV_BLOCK VMEM_PAGE_2M // what a 2 MiB page-table entry maps

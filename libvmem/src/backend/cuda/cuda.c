@@ -6,24 +6,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/gpu.h"
 #include "driver/abi.h"
-#include "driver/reserve.h"
 
 #define PAGE VMEM_PAGE_2M
 // What is made readable at once in a reservation with a backdrop.
 #define BACKDROP_AHEAD (UINT64_C(32) << 20)
-
-struct cuda {
-    struct vmem__cuda cuda;         // first: vmem__cuda_op_*()
-    struct vmem__backdrop backdrop; // one page
-};
-
-// A segment of the reservation counts as active when a page or the backdrop is mapped there. Without
-// VMEM_RESERVE_BACKDROP it never is the backdrop.
-struct cuda_reservation {
-    struct vmem__cuda_reservation r;
-    pthread_mutex_t lock; // held over CUDA's calls for the reservation, which wait for each other inside CUDA anyway
-};
 
 struct cuda_arena {
     uint64_t handle;
@@ -47,73 +35,38 @@ static struct group next_group(const struct vmem__run *runs, size_t n)
     return g;
 }
 
-static struct cuda_reservation *reservation_of(const struct group *g) { return g->reservation->priv; }
+// A segment of a reservation is a page here. It is active when a page or the backdrop is mapped there; without
+// VMEM_RESERVE_BACKDROP it never is the backdrop. The reservation's lock is held over CUDA's calls for it, which wait
+// for each other inside CUDA anyway.
+static struct vmem__cuda_reservation *reservation_of(const struct group *g) { return g->reservation->priv; }
 
-static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->r.addr) / PAGE; }
+static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->addr) / PAGE; }
 
 static bool has_backdrop(const struct group *g) { return g->reservation->flags & VMEM_RESERVE_BACKDROP; }
 
 // ---- address space ------------------------------------------------------------------------------------------
 
+// CUDA must know the first address of a reservation with a backdrop.
 static int cuda_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    struct cuda *c = b->priv;
-    struct cuda_reservation *reservation = malloc(sizeof(*reservation));
-    int err = reservation ? vmem__cuda_reserve(&c->cuda, &c->backdrop, r->length, &reservation->r)
-                          : vmem__error(-ENOMEM, "reserve: no memory");
-
-    if (!err && (r->flags & VMEM_RESERVE_BACKDROP)) { // CUDA must know the first address
-        err = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->r, reservation->r.addr, BACKDROP_AHEAD);
-        if (err)
-            vmem__cuda_unreserve(&c->cuda, &c->backdrop, &reservation->r);
-    }
-    if (err) {
-        free(reservation);
-        return err;
-    }
-    pthread_mutex_init(&reservation->lock, NULL);
-    r->addr = reservation->r.addr;
-    r->priv = reservation;
-    return 0;
-}
-
-static void cuda_unreserve(struct vmem__backend *b, struct vmem__reservation *r)
-{
-    struct cuda *c = b->priv;
-    struct cuda_reservation *reservation = r->priv;
-
-    vmem__cuda_unreserve(&c->cuda, &c->backdrop, &reservation->r);
-    pthread_mutex_destroy(&reservation->lock);
-    free(reservation);
-}
-
-static int cuda_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
-{
-    struct cuda *c = b->priv;
-    struct cuda_reservation *reservation = r->priv;
-    int err;
-
-    pthread_mutex_lock(&reservation->lock);
-    err = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->r, addr, length);
-    pthread_mutex_unlock(&reservation->lock);
-    return err;
+    return vmem__gpu_reserve(b, r, r->flags & VMEM_RESERVE_BACKDROP ? BACKDROP_AHEAD : 0);
 }
 
 // ---- physical memory ----------------------------------------------------------------------------------------
 
 static int cuda_arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
-    struct cuda *c = b->priv;
+    struct vmem__gpu *c = b->priv;
     struct cuda_arena *arena = malloc(sizeof(*arena));
-    int err = arena ? vmem__cuda_enter(&c->cuda) : vmem__error(-ENOMEM, "arena: no memory");
+    int rc = arena ? vmem__cuda_enter(&c->cuda) : vmem__error(-ENOMEM, "arena: no memory");
 
-    if (!err) {
-        err = vmem__cuda_create(&c->cuda, a->size, &arena->handle);
+    if (!rc) {
+        rc = vmem__cuda_create(&c->cuda, a->size, &arena->handle);
         vmem__cuda_leave(&c->cuda);
     }
-    if (err) {
+    if (rc) {
         free(arena);
-        return err;
+        return rc;
     }
     arena->clean = false;
     a->priv = arena;
@@ -122,7 +75,7 @@ static int cuda_arena_new(struct vmem__backend *b, struct vmem__arena *a)
 
 static void cuda_arena_free(struct vmem__backend *b, struct vmem__arena *a)
 {
-    struct cuda *c = b->priv;
+    struct vmem__gpu *c = b->priv;
     struct cuda_arena *arena = a->priv;
 
     if (vmem__cuda_enter(&c->cuda) == 0) {
@@ -143,23 +96,23 @@ static int cuda_zero(struct vmem__backend *b, const struct vmem__run *runs, size
 // ---- mapping ------------------------------------------------------------------------------------------------
 
 // Unmaps whatever is mapped in the group's addresses.
-static int clear(struct cuda *c, const struct group *g)
+static int clear(struct vmem__gpu *c, const struct group *g)
 {
-    uint64_t *active = reservation_of(g)->r.active, end = segment_of(g, g->addr) + g->length / PAGE, n;
-    int err = 0;
+    uint64_t *active = reservation_of(g)->active, end = segment_of(g, g->addr) + g->length / PAGE, n;
+    int rc = 0;
 
-    for (uint64_t i = segment_of(g, g->addr); !err && i < end; i += n) {
+    for (uint64_t i = segment_of(g, g->addr); !rc && i < end; i += n) {
         bool mapped = vmem__bit(active, i);
 
         for (n = 1; i + n < end && vmem__bit(active, i + n) == mapped; n++)
             ;
         if (!mapped)
             continue;
-        err = vmem__cuda_unmap(&c->cuda, reservation_of(g)->r.addr + i * PAGE, n * PAGE);
-        for (uint64_t k = 0; !err && k < n; k++)
+        rc = vmem__cuda_unmap(&c->cuda, reservation_of(g)->addr + i * PAGE, n * PAGE);
+        for (uint64_t k = 0; !rc && k < n; k++)
             vmem__bit_set(active, i + k, false);
     }
-    return err;
+    return rc;
 }
 
 enum what { NEW, OLD };
@@ -171,43 +124,43 @@ static struct vmem__arena *arena_of(const struct vmem__run *run, enum what what)
 
 // Maps the new or the old arenas of the group's runs over addresses where nothing is mapped; a run may have no old
 // arena. On failure *bad is the run, and some are mapped.
-static int put(struct cuda *c, const struct group *g, enum what what, size_t *bad)
+static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_t *bad)
 {
-    uint64_t *active = reservation_of(g)->r.active;
-    int err = 0;
+    uint64_t *active = reservation_of(g)->active;
+    int rc = 0;
 
-    for (size_t i = 0; !err && i < g->n; i++) {
+    for (size_t i = 0; !rc && i < g->n; i++) {
         const struct vmem__run *run = &g->runs[i];
         struct vmem__arena *arena = arena_of(run, what);
 
         *bad = i;
         if (!arena)
             continue;
-        err = vmem__cuda_map(&c->cuda, run->addr, run->length, ((struct cuda_arena *)arena->priv)->handle);
-        if (!err)
+        rc = vmem__cuda_map(&c->cuda, run->addr, run->length, ((struct cuda_arena *)arena->priv)->handle);
+        if (!rc)
             vmem__bit_set(active, segment_of(g, run->addr), true);
     }
     // Access in one call over what follows each other.
-    for (size_t i = 0, n; !err && i < g->n; i += n) {
+    for (size_t i = 0, n; !rc && i < g->n; i += n) {
         bool mapped = arena_of(&g->runs[i], what);
 
         for (n = 1; i + n < g->n && (bool)arena_of(&g->runs[i + n], what) == mapped; n++)
             ;
         if (mapped) {
             *bad = i;
-            err = vmem__cuda_allow(&c->cuda, g->runs[i].addr, n * PAGE);
+            rc = vmem__cuda_allow(&c->cuda, g->runs[i].addr, n * PAGE);
         }
     }
-    return err;
+    return rc;
 }
 
-static int refill(struct cuda *c, const struct group *g)
+static int refill(struct vmem__gpu *c, const struct group *g)
 {
-    return has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation_of(g)->r, g->addr, g->length) : 0;
+    return has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, g->length) : 0;
 }
 
 // Back to what was there before a map: the old arenas, or the backdrop.
-static void restore(struct cuda *c, const struct group *g, enum what what)
+static void restore(struct vmem__gpu *c, const struct group *g, enum what what)
 {
     size_t bad;
 
@@ -218,7 +171,7 @@ static void restore(struct cuda *c, const struct group *g, enum what what)
 }
 
 // Zeroes what is mapped for the first time since it was created or last asked to be zero.
-static int clean(struct cuda *c, const struct group *g)
+static int clean(struct vmem__gpu *c, const struct group *g)
 {
     int result = CUDA_SUCCESS, sync;
     bool any = false;
@@ -240,75 +193,75 @@ static int clean(struct cuda *c, const struct group *g)
     return vmem__cuda_error(&c->cuda.fn, result ? result : sync, "zero");
 }
 
-static int map_group(struct cuda *c, const struct group *g, size_t *bad)
+static int map_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
 {
-    struct cuda_reservation *reservation = reservation_of(g);
-    int err = 0;
+    struct vmem__cuda_reservation *reservation = reservation_of(g);
+    int rc = 0;
 
     *bad = 0;
     pthread_mutex_lock(&reservation->lock);
     // The rest of the block and the next one become readable with the page.
     if (has_backdrop(g)) {
-        uint64_t first = (g->addr - reservation->r.addr) / BACKDROP_AHEAD * BACKDROP_AHEAD;
+        uint64_t first = (g->addr - reservation->addr) / BACKDROP_AHEAD * BACKDROP_AHEAD;
 
-        err = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->r, reservation->r.addr + first,
-                                  g->addr - reservation->r.addr - first + g->length + BACKDROP_AHEAD);
+        rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation, reservation->addr + first,
+                                 g->addr - reservation->addr - first + g->length + BACKDROP_AHEAD);
     }
-    if (!err)
-        err = clear(c, g);
-    if (!err)
-        err = put(c, g, NEW, bad);
-    if (!err)
-        err = clean(c, g);
-    if (err)
+    if (!rc)
+        rc = clear(c, g);
+    if (!rc)
+        rc = put(c, g, NEW, bad);
+    if (!rc)
+        rc = clean(c, g);
+    if (rc)
         restore(c, g, OLD);
     pthread_mutex_unlock(&reservation->lock);
-    return err;
+    return rc;
 }
 
-static int unmap_group(struct cuda *c, const struct group *g, size_t *bad)
+static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
 {
-    int err;
+    int rc;
 
     *bad = 0;
     pthread_mutex_lock(&reservation_of(g)->lock);
-    err = clear(c, g);
-    if (!err)
-        err = refill(c, g);
-    if (err)
+    rc = clear(c, g);
+    if (!rc)
+        rc = refill(c, g);
+    if (rc)
         restore(c, g, NEW);
     pthread_mutex_unlock(&reservation_of(g)->lock);
-    return err;
+    return rc;
 }
 
 // All groups or none; what: what is there again after a failure.
 static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad, enum what before,
-                      int (*change)(struct cuda *, const struct group *, size_t *bad))
+                      int (*change)(struct vmem__gpu *, const struct group *, size_t *bad))
 {
-    struct cuda *c = b->priv;
+    struct vmem__gpu *c = b->priv;
     struct group g;
     size_t done, at;
-    int err = vmem__cuda_enter(&c->cuda);
+    int rc = vmem__cuda_enter(&c->cuda);
 
     *bad = 0;
-    if (err)
-        return err;
-    for (done = 0; !err && done < n; done += g.n) {
+    if (rc)
+        return rc;
+    for (done = 0; !rc && done < n; done += g.n) {
         g = next_group(runs + done, n - done);
-        err = change(c, &g, &at);
-        if (err) {
+        rc = change(c, &g, &at);
+        if (rc) {
             *bad = done + at;
             break;
         }
     }
-    for (size_t i = 0; err && i < done; i += g.n) {
+    for (size_t i = 0; rc && i < done; i += g.n) {
         g = next_group(runs + i, done - i);
         pthread_mutex_lock(&reservation_of(&g)->lock);
         restore(c, &g, before);
         pthread_mutex_unlock(&reservation_of(&g)->lock);
     }
     vmem__cuda_leave(&c->cuda);
-    return err;
+    return rc;
 }
 
 static int cuda_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
@@ -327,7 +280,7 @@ static int cuda_probe(const struct vmem_options *opts) { return vmem__cuda_probe
 
 static void cuda_close(struct vmem__backend *b, bool forked)
 {
-    struct cuda *c = b->priv;
+    struct vmem__gpu *c = b->priv;
 
     if (!forked)
         vmem__backdrop_free(&c->cuda, &c->backdrop);
@@ -337,19 +290,19 @@ static void cuda_close(struct vmem__backend *b, bool forked)
 
 static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
 {
-    struct cuda *c = calloc(1, sizeof(*c));
-    int err;
+    struct vmem__gpu *c = calloc(1, sizeof(*c));
+    int rc;
 
     if (!c)
         return vmem__error(-ENOMEM, "no memory for the cuda backend");
     b->priv = c;
     c->cuda.syscalls = &b->syscalls;
-    err = vmem__cuda_open(&c->cuda, opts->device, &b->info);
-    if (!err)
-        err = vmem__backdrop_new(&c->cuda, &c->backdrop, PAGE);
-    if (err) {
+    rc = vmem__cuda_open(&c->cuda, opts->device, &b->info);
+    if (!rc)
+        rc = vmem__backdrop_new(&c->cuda, &c->backdrop, PAGE);
+    if (rc) {
         cuda_close(b, false);
-        return err;
+        return rc;
     }
     if (vmem__abi_release(b->info.driver, sizeof(b->info.driver)))
         b->info.driver[0] = '\0'; // a container may hide it; nothing here depends on it
@@ -367,15 +320,15 @@ const struct vmem__ops vmem__cuda_ops = {
     .probe = cuda_probe,
     .open = cuda_open,
     .close = cuda_close,
-    .memory = vmem__cuda_op_memory,
+    .memory = vmem__gpu_memory,
     .reserve = cuda_reserve,
-    .unreserve = cuda_unreserve,
-    .backdrop = cuda_backdrop,
+    .unreserve = vmem__gpu_unreserve,
+    .backdrop = vmem__gpu_backdrop,
     .arena_new = cuda_arena_new,
     .arena_free = cuda_arena_free,
     .zero = cuda_zero,
     .map = cuda_map,
     .unmap = cuda_unmap,
-    .copy = vmem__cuda_op_copy,
-    .fill = vmem__cuda_op_fill,
+    .copy = vmem__gpu_copy,
+    .fill = vmem__gpu_fill,
 };

@@ -121,7 +121,7 @@ static void in_child(void)
 static int registered;
 static void watch(void) { registered = pthread_atfork(before, in_parent, in_child); }
 
-int host_file_add(struct host_file *f)
+int vmem__host_file_add(struct host_file *f)
 {
     struct stat st;
     if (fstat(f->fd, &st))
@@ -138,7 +138,7 @@ int host_file_add(struct host_file *f)
     return 0;
 }
 
-void host_file_remove(struct host_file *f)
+void vmem__host_file_remove(struct host_file *f)
 {
     pthread_mutex_lock(&lock);
     for (struct host_file **link = &files; *link; link = &(*link)->next) {
@@ -150,7 +150,7 @@ void host_file_remove(struct host_file *f)
     pthread_mutex_unlock(&lock);
 }
 
-void host_reservation_add(struct host_file *f, struct host_reservation *r)
+void vmem__host_reservation_add(struct host_file *f, struct host_reservation *r)
 {
     pthread_mutex_lock(&lock);
     r->next = f->reservations;
@@ -161,7 +161,7 @@ void host_reservation_add(struct host_file *f, struct host_reservation *r)
     pthread_mutex_unlock(&lock);
 }
 
-void host_reservation_remove(struct host_reservation *r)
+void vmem__host_reservation_remove(struct host_reservation *r)
 {
     pthread_mutex_lock(&lock);
     *r->link = r->next;

@@ -127,7 +127,7 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
         rc = vmem__error(-errno, "ftruncate of a memfd: %s", strerror(errno));
         close(h->file.fd);
     }
-    if (rc >= 0 && (rc = host_file_add(&h->file)))
+    if (rc >= 0 && (rc = vmem__host_file_add(&h->file)))
         close(h->file.fd);
     if (rc < 0) {
         free(h);
@@ -186,7 +186,7 @@ static void give_up(struct host *h, struct host_reservation *r)
 static void close_(struct vmem__backend *b, bool forked)
 {
     struct host *h = b->priv;
-    host_file_remove(&h->file);
+    vmem__host_file_remove(&h->file);
     ballast_drop(h);
     close(h->file.fd);
     if (!forked) { // there another thread may have held it
@@ -197,7 +197,7 @@ static void close_(struct vmem__backend *b, bool forked)
 }
 
 // The error of a call that makes or splits mappings.
-__attribute__((format(printf, 2, 3))) static int map_error(int err, const char *fmt, ...)
+__attribute__((format(printf, 2, 3))) static int map_error(int rc, const char *fmt, ...)
 {
     char what[64];
     int limit = 0;
@@ -205,18 +205,18 @@ __attribute__((format(printf, 2, 3))) static int map_error(int err, const char *
     va_start(ap, fmt);
     vsnprintf(what, sizeof what, fmt, ap);
     va_end(ap);
-    FILE *f = err == -ENOMEM ? fopen("/proc/sys/vm/max_map_count", "re") : NULL;
+    FILE *f = rc == -ENOMEM ? fopen("/proc/sys/vm/max_map_count", "re") : NULL;
     if (f) {
         if (fscanf(f, "%d", &limit) != 1)
             limit = 0;
         fclose(f);
     }
     if (!limit)
-        return vmem__error(err, "%s: %s", what, strerror(-err));
-    return vmem__error(err,
+        return vmem__error(rc, "%s: %s", what, strerror(-rc));
+    return vmem__error(rc,
                        "%s: %s: the process may have vm.max_map_count = %d mappings, and takes one for every "
                        "run of pages and for every gap; raise it, or use larger pages",
-                       what, strerror(-err), limit);
+                       what, strerror(-rc), limit);
 }
 
 // ---- address space ------------------------------------------------------------------------------------------
@@ -236,21 +236,21 @@ static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
         return map_error(-errno, "length %" PRIu64 ": mmap", r->length);
     }
     char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1)), *end = at + r->length + slack;
-    int err = 0;
+    int rc = 0;
     if (end > start + r->length && munmap(start + r->length, (size_t)(end - start) - r->length))
-        err = -errno;
+        rc = -errno;
     else
         end = start + r->length;
-    if (!err && start > at && munmap(at, (size_t)(start - at)))
-        err = -errno;
-    else if (!err)
+    if (!rc && start > at && munmap(at, (size_t)(start - at)))
+        rc = -errno;
+    else if (!rc)
         at = start;
     *reservation = (struct host_reservation){.addr = (uintptr_t)at, .length = (uint64_t)(end - at)};
-    if (err) {
+    if (rc) {
         give_up(h, reservation);
-        return map_error(err, "length %" PRIu64 ": munmap", r->length);
+        return map_error(rc, "length %" PRIu64 ": munmap", r->length);
     }
-    host_reservation_add(&h->file, reservation);
+    vmem__host_reservation_add(&h->file, reservation);
     r->addr = (uintptr_t)start;
     r->priv = reservation;
     return 0;
@@ -259,7 +259,7 @@ static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
 static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     b->syscalls++;
-    host_reservation_remove(r->priv);
+    vmem__host_reservation_remove(r->priv);
     give_up(b->priv, r->priv);
 }
 
@@ -334,9 +334,9 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
         if (errno != EINTR)
             break;
     }
-    int err = errno == ENOSPC ? ENOMEM : errno;
+    rc = errno == ENOSPC ? -ENOMEM : -errno;
     discard(b, a, offset, length);
-    return vmem__error(-err, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(err));
+    return vmem__error(rc, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(-rc));
 }
 
 static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)

@@ -24,9 +24,9 @@ struct host_file {
 };
 
 // From here on forks take care of the file. A negative errno with the text set.
-int host_file_add(struct host_file *f);
-void host_file_remove(struct host_file *f);
-void host_reservation_add(struct host_file *f, struct host_reservation *r);
-void host_reservation_remove(struct host_reservation *r);
+int vmem__host_file_add(struct host_file *f);
+void vmem__host_file_remove(struct host_file *f);
+void vmem__host_reservation_add(struct host_file *f, struct host_reservation *r);
+void vmem__host_reservation_remove(struct host_reservation *r);
 
 #endif

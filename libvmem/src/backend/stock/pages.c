@@ -7,10 +7,10 @@
 // KiB entries of a block takes about 7 us, a call about 17.
 #define PROMOTE_MIN (4 * STOCK_BLOCK)
 
-static int counted(struct stock *s, int err)
+static int counted(struct stock *s, int rc)
 {
     atomic_fetch_add_explicit(&s->backend->syscalls, 1, memory_order_relaxed);
-    return err;
+    return rc;
 }
 
 static uint64_t block_down(uint64_t addr) { return addr & ~(STOCK_BLOCK - 1); }
@@ -39,18 +39,18 @@ static int put_one(struct stock *s, struct stock_reservation *reservation, uint6
                    struct stock_slice now)
 {
     bool fine = now.memory == 0 || (addr | length | now.offset) % STOCK_BLOCK != 0;
-    int err;
+    int rc;
 
     if (now.memory)
-        err = vmem__uvm_map(&s->uvm, &s->rm, addr, length, now.memory, now.offset);
+        rc = vmem__uvm_map_external(&s->uvm, &s->rm, addr, length, now.memory, now.offset);
     else if (reservation->backdrop)
-        err = vmem__uvm_sparse(&s->uvm, addr, length);
+        rc = vmem__uvm_map_sparse(&s->uvm, addr, length);
     else
-        err = vmem__uvm_unmap(&s->uvm, addr, length);
-    err = counted(s, err);
-    if (!err)
+        rc = vmem__uvm_unmap_external(&s->uvm, addr, length);
+    rc = counted(s, rc);
+    if (!rc)
         set_fine(reservation, addr, addr + length, fine);
-    return err;
+    return rc;
 }
 
 // Fine entries for the block that [from, to) lies in and is about to be replaced in. before stands behind from, and
@@ -60,19 +60,19 @@ static int refine(struct stock *s, struct stock_reservation *reservation, uint64
                   struct stock_slice before)
 {
     uint64_t block = block_down(from), end = block + STOCK_BLOCK;
-    int err;
+    int rc;
 
     if (is_fine(reservation, block))
         return 0;
     before.offset -= from - block;
-    err = put_one(s, reservation, block, STOCK_BLOCK, (struct stock_slice){0});
-    if (!err && before.memory && block < from)
-        err = put_one(s, reservation, block, from - block, before);
-    if (!err && before.memory && to < end)
-        err = put_one(s, reservation, to, end - to, after(before, to - block));
-    if (err && before.memory)
+    rc = put_one(s, reservation, block, STOCK_BLOCK, (struct stock_slice){0});
+    if (!rc && before.memory && block < from)
+        rc = put_one(s, reservation, block, from - block, before);
+    if (!rc && before.memory && to < end)
+        rc = put_one(s, reservation, to, end - to, after(before, to - block));
+    if (rc && before.memory)
         put_one(s, reservation, block, STOCK_BLOCK, before); // the rest must not stay away
-    return err;
+    return rc;
 }
 
 // Fine entries throughout, in one call if it can be.
@@ -81,31 +81,31 @@ static int put_fine(struct stock *s, struct stock_reservation *reservation, uint
 {
     uint64_t end = addr + length, first = block_up(addr), last = block_down(end);
     bool coarse = now.memory && (addr | length | now.offset) % STOCK_BLOCK == 0;
-    int err = 0;
+    int rc = 0;
 
     if (addr < first) // a block of which the run takes only a part
-        err = refine(s, reservation, addr, end < first ? end : first, before);
-    if (!err && last < end && last >= first)
-        err = refine(s, reservation, last, end, after(before, last - addr));
-    if (err || !coarse)
-        return err ? err : put_one(s, reservation, addr, length, now);
+        rc = refine(s, reservation, addr, end < first ? end : first, before);
+    if (!rc && last < end && last >= first)
+        rc = refine(s, reservation, last, end, after(before, last - addr));
+    if (rc || !coarse)
+        return rc ? rc : put_one(s, reservation, addr, length, now);
     // The driver would take 2 MiB entries for these numbers: two calls of odd lengths.
-    err = refine(s, reservation, last - STOCK_BLOCK, last, after(before, length - STOCK_BLOCK));
-    if (!err)
-        err = put_one(s, reservation, addr, length - VMEM_PAGE_64K, now);
-    return err ? err : put_one(s, reservation, end - VMEM_PAGE_64K, VMEM_PAGE_64K, after(now, length - VMEM_PAGE_64K));
+    rc = refine(s, reservation, last - STOCK_BLOCK, last, after(before, length - STOCK_BLOCK));
+    if (!rc)
+        rc = put_one(s, reservation, addr, length - VMEM_PAGE_64K, now);
+    return rc ? rc : put_one(s, reservation, end - VMEM_PAGE_64K, VMEM_PAGE_64K, after(now, length - VMEM_PAGE_64K));
 }
 
 // Takes whole blocks away: a call for many, where 64 KiB entries would take about 12 us for each.
 static int put_scratch(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
-    int err = 0;
+    int rc = 0;
 
-    for (uint64_t n; !err && length; addr += n, length -= n) {
+    for (uint64_t n; !rc && length; addr += n, length -= n) {
         n = length < STOCK_SCRATCH ? length : STOCK_SCRATCH;
-        err = put_one(s, reservation, addr, n, (struct stock_slice){s->scratch, 0});
+        rc = put_one(s, reservation, addr, n, (struct stock_slice){s->scratch, 0});
     }
-    return err;
+    return rc;
 }
 
 static int put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
@@ -113,7 +113,7 @@ static int put(struct stock *s, struct stock_reservation *reservation, uint64_t 
 {
     uint64_t end = addr + length, first = block_up(addr), last = block_down(end);
     bool coarse = first < last && !keep_fine;
-    int err = 0;
+    int rc = 0;
 
     if (now.memory)
         coarse =
@@ -123,17 +123,17 @@ static int put(struct stock *s, struct stock_reservation *reservation, uint64_t 
     if (!coarse)
         return put_fine(s, reservation, addr, length, now, before);
     if (addr < first)
-        err = put_fine(s, reservation, addr, first - addr, now, before);
-    if (!err && !now.memory)
-        err = put_scratch(s, reservation, first, last - first);
-    else if (!err)
-        err = put_one(s, reservation, first, last - first, after(now, first - addr));
-    if (!err && last < end)
-        err = put_fine(s, reservation, last, end - last, after(now, last - addr), after(before, last - addr));
-    return err;
+        rc = put_fine(s, reservation, addr, first - addr, now, before);
+    if (!rc && !now.memory)
+        rc = put_scratch(s, reservation, first, last - first);
+    else if (!rc)
+        rc = put_one(s, reservation, first, last - first, after(now, first - addr));
+    if (!rc && last < end)
+        rc = put_fine(s, reservation, last, end - last, after(now, last - addr), after(before, last - addr));
+    return rc;
 }
 
-int stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
+int vmem__stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
     return put_one(s, reservation, addr, length, (struct stock_slice){0});
 }
@@ -145,27 +145,27 @@ static uint64_t piece(const struct stock_reservation *reservation, uint64_t addr
     return (end < segment_end ? end : segment_end) - addr;
 }
 
-int stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
-              struct stock_slice now, struct stock_slice before, bool keep_fine)
+int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                    struct stock_slice now, struct stock_slice before, bool keep_fine)
 {
     uint64_t end = addr + length, at = addr, n;
-    int err;
+    int rc;
 
-    pthread_mutex_lock(&reservation->lock);
+    pthread_mutex_lock(&reservation->cuda.lock);
     // With the segment after them, so that a kernel's tile may reach beyond the last page.
-    err = stock_activate(s, reservation, addr, reservation->backdrop ? length + STOCK_SEGMENT : length);
-    if (err)
+    rc = vmem__stock_activate(s, reservation, addr, reservation->backdrop ? length + STOCK_SEGMENT : length);
+    if (rc)
         goto unlock;
-    for (; !err && at < end; at += n) {
+    for (; !rc && at < end; at += n) {
         n = piece(reservation, at, end);
-        err = put(s, reservation, at, n, after(now, at - addr), after(before, at - addr), keep_fine);
+        rc = put(s, reservation, at, n, after(now, at - addr), after(before, at - addr), keep_fine);
     }
     // As it was, the failed piece too. Where a block is still coarse and taken in part, what stands there is before.
-    for (end = at, at = addr; err && at < end; at += n) {
+    for (end = at, at = addr; rc && at < end; at += n) {
         n = piece(reservation, at, end);
         put_fine(s, reservation, at, n, after(before, at - addr), after(before, at - addr));
     }
 unlock:
-    pthread_mutex_unlock(&reservation->lock);
-    return err;
+    pthread_mutex_unlock(&reservation->cuda.lock);
+    return rc;
 }

@@ -14,64 +14,63 @@
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-int stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
+int vmem__stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
     const uint64_t segments = reservation->cuda.length / STOCK_SEGMENT, end = addr - reservation->cuda.addr + length;
-    int err = 0;
+    int rc = 0;
 
     if (reservation->backdrop)
-        return vmem__cuda_activate(&s->cuda, &s->backdrop, &reservation->cuda, addr, length);
-    for (uint64_t i = (addr - reservation->cuda.addr) / STOCK_SEGMENT; !err && i < segments && i * STOCK_SEGMENT < end;
+        return vmem__cuda_activate(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda, addr, length);
+    for (uint64_t i = (addr - reservation->cuda.addr) / STOCK_SEGMENT; !rc && i < segments && i * STOCK_SEGMENT < end;
          i++) {
         const uint64_t at = reservation->cuda.addr + i * STOCK_SEGMENT;
 
         if (vmem__bit(reservation->cuda.active, i))
             continue;
-        err = vmem__cuda_activate(&s->cuda, &s->backdrop, &reservation->cuda, at, STOCK_SEGMENT);
-        if (!err)
-            err = stock_empty(s, reservation, at, STOCK_SEGMENT);
+        rc = vmem__cuda_activate(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda, at, STOCK_SEGMENT);
+        if (!rc)
+            rc = vmem__stock_empty(s, reservation, at, STOCK_SEGMENT);
     }
-    return err;
+    return rc;
 }
 
-int stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation)
+int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation)
 {
-    int err = vmem__cuda_reserve(&s->cuda, &s->backdrop, length, &reservation->cuda);
+    int rc = vmem__cuda_reserve(&s->gpu.cuda, &s->gpu.backdrop, length, 0, &reservation->cuda);
 
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     reservation->backdrop = backdrop;
     reservation->fine = calloc((reservation->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
     if (!reservation->fine)
-        err = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
+        rc = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
     // CUDA must know the first address; the segment after it is what the first map would ask for.
-    if (!err)
-        err = stock_activate(s, reservation, reservation->cuda.addr, backdrop ? 2 * STOCK_SEGMENT : STOCK_SEGMENT);
-    if (err) {
+    if (!rc)
+        rc = vmem__stock_activate(s, reservation, reservation->cuda.addr, backdrop ? 2 * STOCK_SEGMENT : STOCK_SEGMENT);
+    if (rc) {
         free(reservation->fine);
-        vmem__cuda_unreserve(&s->cuda, &s->backdrop, &reservation->cuda);
-        return err;
+        vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda);
+        return rc;
     }
-    pthread_mutex_init(&reservation->lock, NULL);
     return 0;
 }
 
-void stock_reservation_free(struct stock *s, struct stock_reservation *reservation)
+void vmem__stock_reservation_free(struct stock *s, struct stock_reservation *reservation)
 {
-    vmem__cuda_unreserve(&s->cuda, &s->backdrop, &reservation->cuda);
-    pthread_mutex_destroy(&reservation->lock);
+    vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda);
     free(reservation->fine);
 }
 
 static int stock_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     struct stock_reservation *reservation = malloc(sizeof(*reservation));
-    int err = reservation ? stock_reservation_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, reservation)
-                          : vmem__error(-ENOMEM, "reserve: no memory");
+    int rc = reservation
+                 ? vmem__stock_reservation_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, reservation)
+                 : vmem__error(-ENOMEM, "reserve: no memory");
 
-    if (err) {
+    if (rc) {
         free(reservation);
-        return err;
+        return rc;
     }
     r->addr = reservation->cuda.addr;
     r->priv = reservation;
@@ -80,7 +79,7 @@ static int stock_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 
 static void stock_unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    stock_reservation_free(b->priv, r->priv);
+    vmem__stock_reservation_free(b->priv, r->priv);
     free(r->priv);
 }
 
@@ -88,12 +87,12 @@ static int stock_backdrop(struct vmem__backend *b, struct vmem__reservation *r, 
 {
     struct stock *s = b->priv;
     struct stock_reservation *reservation = r->priv;
-    int err;
+    int rc;
 
-    pthread_mutex_lock(&reservation->lock);
-    err = stock_activate(s, reservation, addr, length);
-    pthread_mutex_unlock(&reservation->lock);
-    return err;
+    pthread_mutex_lock(&reservation->cuda.lock);
+    rc = vmem__stock_activate(s, reservation, addr, length);
+    pthread_mutex_unlock(&reservation->cuda.lock);
+    return rc;
 }
 
 // ---- physical memory ----------------------------------------------------------------------------------------
@@ -103,33 +102,33 @@ static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     const struct stock_slice nothing = {0};
     struct stock *s = b->priv;
     struct stock_arena *arena = malloc(sizeof(*arena));
-    int err;
+    int rc;
 
     if (!arena)
         return vmem__error(-ENOMEM, "arena: no memory");
     atomic_fetch_add(&b->syscalls, 1);
-    err = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
-    if (err)
+    rc = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
+    if (rc)
         goto no_memory;
-    err = stock_reservation_new(s, a->size, true, &arena->alias);
-    if (err)
+    rc = vmem__stock_reservation_new(s, a->size, true, &arena->alias);
+    if (rc)
         goto no_alias;
-    err = stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0}, nothing,
-                    false);
-    if (!err)
-        err = vmem__cuda_fill(&s->cuda, arena->alias.cuda.addr, 0, a->size);
-    if (err)
+    rc = vmem__stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0},
+                         nothing, false);
+    if (!rc)
+        rc = vmem__cuda_fill(&s->gpu.cuda, arena->alias.cuda.addr, 0, a->size);
+    if (rc)
         goto no_zero;
     a->priv = arena;
     return 0;
 
 no_zero:
-    stock_reservation_free(s, &arena->alias);
+    vmem__stock_reservation_free(s, &arena->alias);
 no_alias:
     vmem__rm_memory_free(&s->rm, arena->memory);
 no_memory:
     free(arena);
-    return err;
+    return rc;
 }
 
 static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
@@ -137,7 +136,7 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     struct stock *s = b->priv;
     struct stock_arena *arena = a->priv;
 
-    stock_reservation_free(s, &arena->alias);
+    vmem__stock_reservation_free(s, &arena->alias);
     atomic_fetch_add(&b->syscalls, 1);
     vmem__rm_memory_free(&s->rm, arena->memory);
     free(arena);
@@ -152,9 +151,7 @@ static uint64_t alias_of(const struct vmem__run *run)
 
 static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
 {
-    struct stock *s = b->priv;
-
-    return vmem__cuda_zero(&s->cuda, runs, n, alias_of);
+    return vmem__gpu_zero(b, runs, n, alias_of);
 }
 
 // ---- mapping ------------------------------------------------------------------------------------------------
@@ -170,16 +167,16 @@ static int map_run(struct stock *s, const struct vmem__run *run, bool undo)
     struct stock_slice now = slice(run->arena, run->offset), before = slice(run->old_arena, run->old_offset);
     bool keep_fine = (run->flags & VMEM_MAP_FINE) && run->page_size < STOCK_BLOCK;
 
-    return undo ? stock_put(s, run->reservation->priv, run->addr, run->length, before, now, true)
-                : stock_put(s, run->reservation->priv, run->addr, run->length, now, before, keep_fine);
+    return undo ? vmem__stock_put(s, run->reservation->priv, run->addr, run->length, before, now, true)
+                : vmem__stock_put(s, run->reservation->priv, run->addr, run->length, now, before, keep_fine);
 }
 
 static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
 {
     struct stock_slice nothing = {0}, page = slice(run->arena, run->offset);
 
-    return undo ? stock_put(s, run->reservation->priv, run->addr, run->length, page, nothing, true)
-                : stock_put(s, run->reservation->priv, run->addr, run->length, nothing, page, false);
+    return undo ? vmem__stock_put(s, run->reservation->priv, run->addr, run->length, page, nothing, true)
+                : vmem__stock_put(s, run->reservation->priv, run->addr, run->length, nothing, page, false);
 }
 
 // All runs or none.
@@ -187,13 +184,13 @@ static int for_runs(struct vmem__backend *b, const struct vmem__run *runs, size_
                     int (*run)(struct stock *, const struct vmem__run *, bool undo))
 {
     for (size_t i = 0; i < n; i++) {
-        int err = run(b->priv, &runs[i], false);
+        int rc = run(b->priv, &runs[i], false);
 
-        if (err) {
+        if (rc) {
             *bad = i;
             while (i-- > 0)
                 run(b->priv, &runs[i], true);
-            return err;
+            return rc;
         }
     }
     return 0;
@@ -213,19 +210,19 @@ static int stock_unmap(struct vmem__backend *b, const struct vmem__run *runs, si
 
 static int release_abi(const struct vmem_options *opts, char *release, size_t size, const struct vmem__abi **abi)
 {
-    int err = vmem__abi_release(release, size);
+    int rc = vmem__abi_release(release, size);
 
-    return err ? err : vmem__abi_find(release, (opts->flags & VMEM_OPT_UNKNOWN_DRIVER) != 0, abi);
+    return rc ? rc : vmem__abi_find(release, (opts->flags & VMEM_OPT_UNKNOWN_DRIVER) != 0, abi);
 }
 
 static int stock_probe(const struct vmem_options *opts)
 {
     const struct vmem__abi *abi;
     char release[32];
-    int err = release_abi(opts, release, sizeof(release), &abi);
+    int rc = release_abi(opts, release, sizeof(release), &abi);
 
-    if (err)
-        return err;
+    if (rc)
+        return rc;
     if (access("/dev/nvidiactl", R_OK | W_OK))
         return vmem__error(-errno, "/dev/nvidiactl: %s", strerror(errno));
     if (access("/dev/nvidia-uvm", R_OK | W_OK))
@@ -237,7 +234,7 @@ static int word(struct stock *s, uint64_t addr, uint32_t *value)
 {
     const struct vmem_copy_op op = {.dst = (uintptr_t)value, .src = addr, .length = sizeof(*value)};
 
-    return vmem__cuda_copy(&s->cuda, &op, 1);
+    return vmem__cuda_copy(&s->gpu.cuda, &op, 1);
 }
 
 // Whether maps through s->uvm reach what CUDA reads at addr, the start of an active segment: a 2 MiB map, its removal,
@@ -246,81 +243,77 @@ static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
 {
     uint32_t mapped = 1, removed = 1, mapped_fine = 1;
     uint64_t page = addr + 3 * VMEM_PAGE_64K;
-    int err = vmem__uvm_map(&s->uvm, &s->rm, addr, STOCK_BLOCK, memory, 0);
+    int rc = vmem__uvm_map_external(&s->uvm, &s->rm, addr, STOCK_BLOCK, memory, 0);
 
-    if (err)
-        return err;
-    err = vmem__cuda_fill(&s->cuda, addr, 0x5a, STOCK_BLOCK);
-    if (!err)
-        err = word(s, addr, &mapped);
-    if (!err)
-        err = vmem__uvm_sparse(&s->uvm, addr, STOCK_BLOCK);
-    if (!err)
-        err = word(s, page, &removed);
-    if (!err)
-        err = vmem__uvm_map(&s->uvm, &s->rm, page, VMEM_PAGE_64K, memory, VMEM_PAGE_64K);
-    if (!err)
-        err = word(s, page, &mapped_fine);
-    if (!err && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
-        vmem__cuda_fill(&s->cuda, addr, 0, STOCK_BLOCK); // the backdrop took the pattern
-        err = vmem__error(-EIO,
-                          "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
-                          "64 KiB page",
-                          mapped, removed, mapped_fine);
+    if (rc)
+        return rc;
+    rc = vmem__cuda_fill(&s->gpu.cuda, addr, 0x5a, STOCK_BLOCK);
+    if (!rc)
+        rc = word(s, addr, &mapped);
+    if (!rc)
+        rc = vmem__uvm_map_sparse(&s->uvm, addr, STOCK_BLOCK);
+    if (!rc)
+        rc = word(s, page, &removed);
+    if (!rc)
+        rc = vmem__uvm_map_external(&s->uvm, &s->rm, page, VMEM_PAGE_64K, memory, VMEM_PAGE_64K);
+    if (!rc)
+        rc = word(s, page, &mapped_fine);
+    if (!rc && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
+        vmem__cuda_fill(&s->gpu.cuda, addr, 0, STOCK_BLOCK); // the backdrop took the pattern
+        rc = vmem__error(-EIO,
+                         "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
+                         "64 KiB page",
+                         mapped, removed, mapped_fine);
     }
-    return err;
+    return rc;
 }
 
 // Among the process' UVM descriptors, the one that is the VA space of its CUDA contexts.
 static int find_space(struct stock *s)
 {
     struct vmem__cuda_reservation r;
-    int fds[UVM_FDS], n = vmem__cuda_uvm_fds(fds, UVM_FDS), err;
+    int fds[UVM_FDS], n = vmem__cuda_uvm_fds(fds, UVM_FDS), rc;
     uint32_t memory;
 
-    err = vmem__rm_memory_new(&s->rm, STOCK_BLOCK, &memory);
-    if (err)
-        return err;
-    err = vmem__cuda_reserve(&s->cuda, &s->backdrop, STOCK_SEGMENT, &r);
-    if (err)
+    rc = vmem__rm_memory_new(&s->rm, STOCK_BLOCK, &memory);
+    if (rc)
+        return rc;
+    rc = vmem__cuda_reserve(&s->gpu.cuda, &s->gpu.backdrop, STOCK_SEGMENT, STOCK_SEGMENT, &r);
+    if (rc)
         goto no_range;
-    err = vmem__cuda_activate(&s->cuda, &s->backdrop, &r, r.addr, STOCK_SEGMENT);
-    if (err)
-        goto no_space;
-    err = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
-    for (int i = 0; err && err != -ENOMEM && i < n; i++) {
+    rc = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
+    for (int i = 0; rc && rc != -ENOMEM && i < n; i++) {
         // Above RM's descriptor: a dying process closes in order, and UVM, which keeps the GPU up, must go after RM's
         // client.
         s->uvm.fd = fcntl(fds[i], F_DUPFD_CLOEXEC, s->rm.fd + 1);
         if (s->uvm.fd < 0)
             continue; // closed meanwhile
-        err = check_space(s, r.addr, memory);
-        if (err) {
+        rc = check_space(s, r.addr, memory);
+        if (rc) {
             close(s->uvm.fd);
             s->uvm.fd = -1;
         }
     }
-no_space:
-    vmem__cuda_unreserve(&s->cuda, &s->backdrop, &r);
+    vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &r);
 no_range:
     vmem__rm_memory_free(&s->rm, memory);
-    return err;
+    return rc;
 }
 
 static int scratch_new(struct stock *s)
 {
     struct stock_reservation alias;
-    int err = vmem__rm_memory_new(&s->rm, STOCK_SCRATCH, &s->scratch);
+    int rc = vmem__rm_memory_new(&s->rm, STOCK_SCRATCH, &s->scratch);
 
-    if (!err)
-        err = stock_reservation_new(s, STOCK_SCRATCH, true, &alias);
-    if (err)
-        return err;
-    err = vmem__uvm_map(&s->uvm, &s->rm, alias.cuda.addr, STOCK_SCRATCH, s->scratch, 0);
-    if (!err)
-        err = vmem__cuda_fill(&s->cuda, alias.cuda.addr, 0, STOCK_SCRATCH);
-    stock_reservation_free(s, &alias);
-    return err;
+    if (!rc)
+        rc = vmem__stock_reservation_new(s, STOCK_SCRATCH, true, &alias);
+    if (rc)
+        return rc;
+    rc = vmem__uvm_map_external(&s->uvm, &s->rm, alias.cuda.addr, STOCK_SCRATCH, s->scratch, 0);
+    if (!rc)
+        rc = vmem__cuda_fill(&s->gpu.cuda, alias.cuda.addr, 0, STOCK_SCRATCH);
+    vmem__stock_reservation_free(s, &alias);
+    return rc;
 }
 
 static void stock_close(struct vmem__backend *b, bool forked)
@@ -328,11 +321,11 @@ static void stock_close(struct vmem__backend *b, bool forked)
     struct stock *s = b->priv;
 
     if (!forked)
-        vmem__backdrop_free(&s->cuda, &s->backdrop);
+        vmem__backdrop_free(&s->gpu.cuda, &s->gpu.backdrop);
     vmem__rm_close(&s->rm); // the scratch memory goes with the client
     if (s->uvm.fd >= 0)
         close(s->uvm.fd);
-    vmem__cuda_close(&s->cuda, forked);
+    vmem__cuda_close(&s->gpu.cuda, forked);
     free(s);
 }
 
@@ -340,36 +333,36 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
 {
     struct stock *s = calloc(1, sizeof(*s));
     const struct vmem__abi *abi;
-    int err;
+    int rc;
 
     if (!s)
         return vmem__error(-ENOMEM, "no memory for the stock backend");
     b->priv = s;
     s->backend = b;
-    s->cuda.syscalls = &b->syscalls;
+    s->gpu.cuda.syscalls = &b->syscalls;
     s->rm.fd = s->uvm.fd = -1;
-    err = release_abi(opts, b->info.driver, sizeof(b->info.driver), &abi);
-    if (!err)
-        err = vmem__cuda_open(&s->cuda, opts->device, &b->info);
-    if (!err) {
+    rc = release_abi(opts, b->info.driver, sizeof(b->info.driver), &abi);
+    if (!rc)
+        rc = vmem__cuda_open(&s->gpu.cuda, opts->device, &b->info);
+    if (!rc) {
         memcpy(s->uvm.uuid, b->info.device_uuid, sizeof(s->uvm.uuid));
-        err = vmem__rm_open(&s->rm, abi, b->info.device_uuid);
+        rc = vmem__rm_open(&s->rm, abi, b->info.device_uuid);
     }
-    if (!err)
-        err = vmem__backdrop_new(&s->cuda, &s->backdrop, STOCK_SEGMENT);
-    if (!err)
-        err = find_space(s);
-    if (!err)
-        err = scratch_new(s);
-    if (err) {
+    if (!rc)
+        rc = vmem__backdrop_new(&s->gpu.cuda, &s->gpu.backdrop, STOCK_SEGMENT);
+    if (!rc)
+        rc = find_space(s);
+    if (!rc)
+        rc = scratch_new(s);
+    if (rc) {
         stock_close(b, false);
-        return err;
+        return rc;
     }
     strcpy(b->info.backend, "stock");
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
     b->info.page_sizes = VMEM_PAGE_64K | VMEM_PAGE_128K | VMEM_PAGE_256K | VMEM_PAGE_2M;
     b->info.reserve_align = STOCK_BLOCK;
-    b->overhead = s->backdrop.segment + STOCK_SCRATCH;
+    b->overhead = s->gpu.backdrop.segment + STOCK_SCRATCH;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
     return 0;
@@ -380,7 +373,7 @@ const struct vmem__ops vmem__stock_ops = {
     .probe = stock_probe,
     .open = stock_open,
     .close = stock_close,
-    .memory = vmem__cuda_op_memory,
+    .memory = vmem__gpu_memory,
     .reserve = stock_reserve,
     .unreserve = stock_unreserve,
     .backdrop = stock_backdrop,
@@ -389,6 +382,6 @@ const struct vmem__ops vmem__stock_ops = {
     .zero = stock_zero,
     .map = stock_map,
     .unmap = stock_unmap,
-    .copy = vmem__cuda_op_copy,
-    .fill = vmem__cuda_op_fill,
+    .copy = vmem__gpu_copy,
+    .fill = vmem__gpu_fill,
 };

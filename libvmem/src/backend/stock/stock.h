@@ -5,9 +5,7 @@
 #ifndef VMEM_STOCK_STOCK_H
 #define VMEM_STOCK_STOCK_H
 
-#include <pthread.h>
-
-#include "driver/reserve.h"
+#include "backend/gpu.h"
 #include "driver/uvm.h"
 
 // Runs are cut where one cuMemMap() of CUDA's ends, so longer segments mean fewer calls; the backdrop costs one segment
@@ -20,23 +18,21 @@
 #define STOCK_SCRATCH (UINT64_C(32) << 20)
 
 struct stock {
-    struct vmem__cuda cuda; // first: vmem__cuda_op_*()
+    struct vmem__gpu gpu; // first: vmem__gpu_*()
     struct vmem__backend *backend;
     struct vmem__rm rm;
     struct vmem__uvm_space uvm;
-    struct vmem__backdrop backdrop;
     uint32_t scratch; // RM's handle; 0: none yet
 };
 
 struct stock_reservation {
+    // Its lock is held over the driver calls for a run: a call that changes the entries' size of a block must not meet
+    // another call for the same block. Maps of one process wait for each other in the driver anyway.
     struct vmem__cuda_reservation cuda;
     // Whether unbacked addresses of active segments are readable. If not, an active segment is emptied at once: CUDA
     // believes the backdrop mapped there, but accesses fault, and maps and unmaps beside other pages are a quarter
     // cheaper for having nothing to replace.
     bool backdrop;
-    // Held over the driver calls for a run: a call that changes the entries' size of a block must not meet another
-    // call for the same block. Maps of one process wait for each other in the driver anyway.
-    pthread_mutex_t lock;
     // A bit for each block. Set: 64 KiB entries or none, each replaceable alone. Clear: a 2 MiB entry, either of the
     // backdrop or of one block of an arena, replaceable only as a whole.
     uint64_t *fine;
@@ -47,12 +43,12 @@ struct stock_arena {
     struct stock_reservation alias; // all of it mapped once, for zeroing
 };
 
-int stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation);
-void stock_reservation_free(struct stock *s, struct stock_reservation *reservation);
+int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation);
+void vmem__stock_reservation_free(struct stock *s, struct stock_reservation *reservation);
 
 // Makes the segments active that [addr, addr + length) touches; with the reservation's lock held, or before others know
 // the reservation.
-int stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
+int vmem__stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
 
 // What stands behind addresses: a slice of an arena's memory; memory 0: nothing.
 struct stock_slice {
@@ -63,10 +59,10 @@ struct stock_slice {
 // Puts now behind [addr, addr + length) in place of before, which stands behind all of it. keep_fine: every 64 KiB
 // stays replaceable alone. On failure the addresses are as they were, unless the driver refuses even that: then they
 // are invalid.
-int stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
-              struct stock_slice now, struct stock_slice before, bool keep_fine);
+int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                    struct stock_slice now, struct stock_slice before, bool keep_fine);
 
 // Takes away whatever the driver has behind [addr, addr + length), whole blocks inside one segment.
-int stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
+int vmem__stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
 
 #endif

@@ -27,11 +27,11 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
                     struct uvm_vmem_op *op)
 {
     const struct vmem__run *run = &runs[at->run];
-    const struct uvm_reservation *reservation = run->reservation->priv;
+    const struct vmem__cuda_reservation *reservation = run->reservation->priv;
     uint64_t whole = at->run == end->run ? end->done : run->length;
 
     *op = (struct uvm_vmem_op){.va = run->addr + at->done, .length = whole - at->done};
-    op->length = min(op->length, UVM_SEGMENT - (op->va - reservation->cuda.addr) % UVM_SEGMENT);
+    op->length = min(op->length, UVM_SEGMENT - (op->va - reservation->addr) % UVM_SEGMENT);
     if (action != TAKE) {
         uint64_t offset = (action == PUT ? run->offset : run->old_offset) + at->done, page = offset / VMEM_PAGE_2M;
         const struct uvm_arena *arena = (action == PUT ? run->arena : run->old_arena)->priv;
@@ -66,14 +66,14 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
     struct uvm_vmem_op few[64], *ops = few, op;
     uint64_t room = min(op_bound(runs, at, end), u->kmod.max_ops);
     uint32_t failed;
-    int err = 0;
+    int rc = 0;
 
     if (room > sizeof(few) / sizeof(few[0])) {
         ops = malloc(room * sizeof(*ops));
         if (!ops)
             return vmem__error(-ENOMEM, "no memory for a batch of %llu elements", (unsigned long long)room);
     }
-    while (!err && before(at, end)) {
+    while (!rc && before(at, end)) {
         struct place next = *at;
         uint64_t bytes = 0;
         uint32_t n = 0;
@@ -87,8 +87,8 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
             bytes += ops[n++].length;
             next = behind;
         }
-        err = vmem__kmod_batch(&u->kmod, action == TAKE ? UVM_VMEM_UNMAP : UVM_VMEM_MAP, ops, n, &failed);
-        if (!err) {
+        rc = vmem__kmod_batch(&u->kmod, action == TAKE ? UVM_VMEM_UNMAP : UVM_VMEM_MAP, ops, n, &failed);
+        if (!rc) {
             *at = next;
             continue;
         }
@@ -99,7 +99,7 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
     }
     if (ops != few)
         free(ops);
-    return err;
+    return rc;
 }
 
 // Takes back what an action did between the start of the batch and a place. The overlays are there, so only a broken
@@ -120,33 +120,33 @@ static void undo(struct uvm *u, enum action action, const struct vmem__run *runs
 static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     struct place at = {0};
-    int err = submit(u, action, runs, &at, &(struct place){.run = n}, bad);
+    int rc = submit(u, action, runs, &at, &(struct place){.run = n}, bad);
 
-    if (err && (at.run || at.done)) {
+    if (rc && (at.run || at.done)) {
         char text[256];
 
         snprintf(text, sizeof(text), "%s", vmem_last_error());
         undo(u, action, runs, &at);
-        vmem__error(err, "%s", text);
+        vmem__error(rc, "%s", text);
     }
-    return err;
+    return rc;
 }
 
-int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
+int vmem__uvm_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     // The segment behind is activated too, ahead of the kernels that read whole tiles.
     for (size_t i = 0; i < n; i++) {
-        int err = uvm_activate(u, runs[i].reservation->priv, runs[i].addr, runs[i].length + UVM_SEGMENT);
+        int rc = vmem__gpu_backdrop(b, runs[i].reservation, runs[i].addr, runs[i].length + UVM_SEGMENT);
 
-        if (err) {
+        if (rc) {
             *bad = i;
-            return err;
+            return rc;
         }
     }
-    return all_or_nothing(u, PUT, runs, n, bad);
+    return all_or_nothing(b->priv, PUT, runs, n, bad);
 }
 
-int uvm_unmap(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad)
+int vmem__uvm_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    return all_or_nothing(u, TAKE, runs, n, bad);
+    return all_or_nothing(b->priv, TAKE, runs, n, bad);
 }

@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-#include "driver/reserve.h"
+#include "backend/gpu.h"
 #include "driver/kmod.h"
 
 // One cuMemMap() of CUDA's is one external range of UVM's, and an op must lie inside one: longer segments mean fewer
@@ -16,20 +16,12 @@
 #define UVM_SEGMENT (UINT64_C(64) << 20)
 
 struct uvm {
-    struct vmem__cuda cuda; // first: vmem__cuda_op_*()
+    struct vmem__gpu gpu; // first: vmem__gpu_*()
     struct vmem__kmod kmod;
-    struct vmem__backdrop backdrop;
-    struct vmem__backend *backend; // NULL: there is none to ask for an interrupt
-    _Atomic uint64_t *overhead;    // of the context; set before the first arena
     // Arenas that were freed, but whose pages the module would not release. They are tried again when another arena is
     // made or freed, and count as overhead until then.
     pthread_mutex_t lock;
     struct uvm_arena *unreleased;
-};
-
-struct uvm_reservation {
-    struct vmem__cuda_reservation cuda;
-    pthread_mutex_t lock; // of the segments' activation
 };
 
 // 2 MiB pages of the module, created many at a time; those of one chunk have consecutive handles.
@@ -41,23 +33,18 @@ struct uvm_arena {
     pthread_mutex_t lock; // of the alias' making
     bool aliased;
     struct vmem__reservation alias; // all of the arena mapped once, for zeroing
-    struct uvm_reservation alias_reservation;
+    struct vmem__cuda_reservation alias_cuda;
     uint64_t first[]; // handle of each chunk's first page
 };
 
-int uvm_reservation_new(struct uvm *u, uint64_t length, struct uvm_reservation *reservation);
-void uvm_reservation_free(struct uvm *u, struct uvm_reservation *reservation);
-// CUDA must know a segment before the module can map in it: activates what [addr, addr + length) touches.
-int uvm_activate(struct uvm *u, struct uvm_reservation *reservation, uint64_t addr, uint64_t length);
+// Backend operations of the same names. CUDA must know a segment before the module can map in it.
+int vmem__uvm_arena_new(struct vmem__backend *b, struct vmem__arena *a);
+void vmem__uvm_arena_free(struct vmem__backend *b, struct vmem__arena *a);
+int vmem__uvm_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n);
+int vmem__uvm_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
+int vmem__uvm_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
 
-int uvm_arena_new(struct uvm *u, struct vmem__arena *a);
-void uvm_arena_free(struct uvm *u, struct vmem__arena *a);
 // The last try: what the module does not release now goes with CUDA's descriptor, when the process ends.
-void uvm_arenas_end(struct uvm *u);
-int uvm_zero(struct uvm *u, const struct vmem__run *runs, size_t n);
-
-// Backend operations of the same names.
-int uvm_map(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad);
-int uvm_unmap(struct uvm *u, const struct vmem__run *runs, size_t n, size_t *bad);
+void vmem__uvm_arenas_end(struct vmem__backend *b);
 
 #endif

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: MIT
+#include "backend/gpu.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+int vmem__gpu_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
+    struct vmem__gpu *gpu = b->priv;
+
+    return vmem__cuda_memory(&gpu->cuda, total, free);
+}
+
+int vmem__gpu_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
+{
+    struct vmem__gpu *gpu = b->priv;
+
+    return vmem__cuda_copy(&gpu->cuda, ops, n);
+}
+
+int vmem__gpu_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
+{
+    struct vmem__gpu *gpu = b->priv;
+
+    return vmem__cuda_fill(&gpu->cuda, addr, value, length);
+}
+
+int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint64_t ahead)
+{
+    struct vmem__gpu *gpu = b->priv;
+    struct vmem__cuda_reservation *cuda = malloc(sizeof(*cuda));
+    int rc = cuda ? vmem__cuda_reserve(&gpu->cuda, &gpu->backdrop, r->length, ahead, cuda)
+                  : vmem__error(-ENOMEM, "reserve: no memory");
+
+    if (rc) {
+        free(cuda);
+        return rc;
+    }
+    r->addr = cuda->addr;
+    r->priv = cuda;
+    return 0;
+}
+
+void vmem__gpu_unreserve(struct vmem__backend *b, struct vmem__reservation *r)
+{
+    struct vmem__gpu *gpu = b->priv;
+
+    vmem__cuda_unreserve(&gpu->cuda, &gpu->backdrop, r->priv);
+    free(r->priv);
+}
+
+int vmem__gpu_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
+{
+    struct vmem__gpu *gpu = b->priv;
+    struct vmem__cuda_reservation *cuda = r->priv;
+    int rc;
+
+    pthread_mutex_lock(&cuda->lock);
+    rc = vmem__cuda_activate(&gpu->cuda, &gpu->backdrop, cuda, addr, length);
+    pthread_mutex_unlock(&cuda->lock);
+    return rc;
+}
+
+int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
+                   uint64_t (*alias_of)(const struct vmem__run *run))
+{
+    struct vmem__gpu *gpu = b->priv;
+    const struct vmem__libcuda *fn = &gpu->cuda.fn;
+    int result = CUDA_SUCCESS, sync, rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
+        result = fn->memset_async(alias_of(&runs[i]), 0, runs[i].length, gpu->cuda.stream);
+    sync = fn->stream_sync(gpu->cuda.stream);
+    vmem__cuda_leave(&gpu->cuda);
+    return vmem__cuda_error(fn, result ? result : sync, "zero");
+}

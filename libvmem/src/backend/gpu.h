@@ -1,0 +1,28 @@
+// What the backends on a GPU share: a device's CUDA context, the backdrop, and the operations that need nothing else.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_GPU_H
+#define VMEM_GPU_H
+
+#include "backend/backend.h"
+#include "driver/reserve.h"
+
+struct vmem__gpu {
+    struct vmem__cuda cuda;
+    struct vmem__backdrop backdrop;
+};
+
+// Operations of backends whose state (b->priv) begins with its struct vmem__gpu and whose reservations' state (r->priv)
+// is a struct vmem__cuda_reservation.
+int vmem__gpu_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free);
+int vmem__gpu_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
+int vmem__gpu_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
+void vmem__gpu_unreserve(struct vmem__backend *b, struct vmem__reservation *r);
+int vmem__gpu_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
+// For such a backend's reserve(): the segments that the first `ahead` bytes touch are active.
+int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint64_t ahead);
+// For its zero(); alias_of says where a run's memory is mapped.
+int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
+                   uint64_t (*alias_of)(const struct vmem__run *run));
+
+#endif
