@@ -17,7 +17,7 @@ Q      := $(if $(V),,@)
 export V
 
 SOURCES := $(sort $(shell find libvmem/src -name '*.c'))
-HEADERS := $(sort $(shell find libvmem -name '*.h') $(wildcard uvm_ext/*_ioctl.h))
+HEADERS := $(sort $(shell find libvmem -name '*.h') $(wildcard uvm_ext/*_ioctl.h uvm_ext/*_status.h))
 OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
@@ -52,7 +52,7 @@ test: test-module test-vm-quick
 # Of the C and the Python tests those that take a second or less, and start no further process.
 FAST_C := abi_stock access busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
           replace reserve unmap uvm_batch uvm_open
-FAST_PYTHON := arguments errors kv_blocks kv_prefix map owned
+FAST_PYTHON := arguments errors kv_blocks kv_prefix library map owned
 test-fast: lib venv ## The quick ones of the C and the Python tests, on host memory
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS=host T="$(FAST_C:%=test_%)"
 	$(Q)VMEM_TEST_BACKENDS=host $(PY) -m pytest -q $(FAST_PYTHON:%=tests/python/test_%.py)
@@ -73,7 +73,7 @@ mutants-c: ## Seeded faults in libvmem: each must be noticed by a C test (4 minu
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
 
-test-python: venv ## Python tests, on every backend that works here
+test-python: lib venv ## Python tests, on every backend that works here
 	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
 
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
