@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "backend/uvm/uvm.h"
@@ -86,9 +85,9 @@ int vmem__uvm_arena_new(struct vmem__backend *b, struct vmem__arena *a)
         if (!rc && arena->pages < pages)
             rc = vmem__interrupted(b);
         if (rc) {
-            char text[256];
+            char text[VMEM__TEXT];
 
-            snprintf(text, sizeof(text), "%s", vmem_last_error());
+            vmem__keep_error(text);
             give_up(b, arena);
             return vmem__error(rc, "%s", text);
         }

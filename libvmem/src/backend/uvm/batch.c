@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "backend/uvm/uvm.h"
@@ -123,9 +122,9 @@ static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__
     int rc = submit(u, action, runs, &at, &(struct place){.run = n}, bad);
 
     if (rc && (at.run || at.done)) {
-        char text[256];
+        char text[VMEM__TEXT];
 
-        snprintf(text, sizeof(text), "%s", vmem_last_error());
+        vmem__keep_error(text);
         undo(u, action, runs, &at);
         vmem__error(rc, "%s", text);
     }
