@@ -116,6 +116,7 @@ class RequestSlots:
         """Outside a step: the requests at these indices have ended, though kernels of the last step may still run."""
         with self.lock:
             self._now = self._fences.mark()
+            self._trimmed = False
             for index in indices:
                 self.finish(index)
             if self.names is not None and len(dropped):

@@ -311,4 +311,6 @@ def reset_prefix_cache(original: Callable[..., Any], pool: Any) -> Any:
     done = original(pool)
     if done:
         pool.vmem.reset(known)
+        if _current is not None:  # there may be no next step for long
+            _current.settle((), pool.vmem.take_forgotten())
     return done

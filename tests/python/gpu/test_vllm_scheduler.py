@@ -253,6 +253,10 @@ def test_reset_and_a_smaller_limit_reach_the_worker(tmp_path, monkeypatch):
     monkeypatch.setattr("pyvmem.vllm.scheduler.PoolKeeper.PERIOD", 0)
     engine.run(10)
     assert engine.cache.stats().prefix_pages == engine.cached() < 20
-    assert engine.scheduler.reset_prefix_cache()
-    engine.execute(engine.scheduler.schedule())
-    assert engine.cache.stats().prefix_pages == 0
+    engine.requests.IDLE_SECONDS = -1
+    engine.requests.tend()
+    assert engine.cache.stats().held_pages == engine.cached()
+    assert engine.scheduler.reset_prefix_cache()  # with no step after it
+    engine.requests.tend()
+    assert engine.cache.stats().held_pages == 0
+    engine.run(10)  # and goes on
