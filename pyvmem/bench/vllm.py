@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 
 ENGINES = ("vLLM", "vLLM on vMem")
+TRACES = {
+    "azure": "the Azure conversation trace",
+    "code": "the Azure code trace",
+    "offline": "the paper's offline trace (its Figure 8)",
+    "mooncake": "Mooncake's conversation trace",
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +56,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         action="append",
         metavar="NAME",
-        help="equal, equal-hot, azure, decode, decode-short, decode-long, mooncake, hot; all that are "
-        "possible by default",
+        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, hot, idle; all that "
+        "are possible by default",
     )
     argtypes.trace(group)
-    group.add_argument("--mooncake", type=argtypes.input_file, metavar="FILE", help="Mooncake's conversation trace")
+    for name, what in TRACES.items():
+        if name != "azure":
+            group.add_argument(f"--{name}", type=argtypes.input_file, metavar="FILE", help=what)
+    group.add_argument(
+        "--pair",
+        action="store_true",
+        help="two engines on vMem, loaded by turns, beside one engine with the whole GPU and two static halves",
+    )
+    group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="every turn as JSON, after every turn")
 
 
 def loads(args: argparse.Namespace) -> Any:
@@ -76,17 +90,21 @@ def loads(args: argparse.Namespace) -> Any:
     made["decode"] = decode(32, 6000)
     made["decode-short"] = decode(256, 900)
     made["decode-long"] = decode(8, 32000)
-    if args.trace:
-        made["azure"] = dict(kind="trace", path=args.trace, batch=n, longest=longest, most_output=most)
-    if args.mooncake:
-        made["mooncake"] = dict(kind="mooncake", path=args.mooncake, batch=n, longest=longest, most_output=most)
-    made["hot"] = dict(kind="hot", batch=args.requests or 2500, prefixes=16, prefix=128, suffix=64, ratio=0.3,
-                       cold=[192, 1024], output=[16, 256], seed=1234)  # fmt: skip
-    wanted = args.load or [name for name in made if name != "hot" or args.prefix_caching]
+    for name in TRACES:
+        path = args.trace if name == "azure" else getattr(args, name)
+        if path:
+            kind = "mooncake" if name == "mooncake" else "trace"
+            made[name] = dict(kind=kind, path=path, batch=n, longest=longest, most_output=most)
+    kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
+                    seed=1234)  # fmt: skip
+    made["hot"] = dict(kvcached, batch=args.requests or 2500)
+    # kvcached's workload for what an idle engine holds; the cap of 16,000 tokens is VMEM_VLLM_CACHE_TOKENS.
+    made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
+    wanted = args.load or [name for name in made if name not in ("hot", "idle") or args.prefix_caching]
     unknown = [name for name in wanted if name not in made]
     if unknown:
-        raise ValueError(f"--load {unknown[0]}: one of {', '.join(made)} is wanted (azure needs --trace, mooncake "
-                         "--mooncake)")  # fmt: skip
+        raise ValueError(f"--load {unknown[0]}: one of {', '.join(made)} is wanted (azure needs --trace, code, "
+                         "offline and mooncake their files)")  # fmt: skip
     return {name: made[name] for name in wanted}
 
 
@@ -135,24 +153,34 @@ class Engine:
             self._process.wait()
 
 
-class Turns:
+class BothEngines:
     """Both engines, and the records of what they did."""
 
     def __init__(self, args: argparse.Namespace, device: str, log: Any) -> None:
         self._args = args
         self._device = device
         self.records: list[Record] = []
-        self.raw = []
-        self.engines = dict(zip(ENGINES, (Engine(args, vmem, log) for vmem in (False, True))))
+        self.raw: list[Any] = []  # of every turn
+        self.engines = self.start(log)
         for name, engine in self.engines.items():
             answer = engine.answer()
             self._add(name, "start", "s", answer["started"])
-            self.raw.append(dict(engine=name, load="start", **answer))
+            self._keep(engine=name, load="start", **answer)
+
+    def start(self, log: Any) -> dict[str, Engine]:
+        """The engines by name."""
+        return dict(zip(ENGINES, (Engine(self._args, vmem, log) for vmem in (False, True))))
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):
             self.records.append(Record.of(samples, bench="vllm", backend=engine, device=self._device, page_size=None,
                                           metric=metric, unit=unit))  # fmt: skip
+
+    def _keep(self, **answer: Any) -> None:
+        self.raw.append(answer)
+        if self._args.raw:
+            with open(self._args.raw, "w", encoding="utf-8") as file:
+                json.dump(self.raw, file)
 
     def measure(self, name: str, load: Any) -> None:
         """One workload: `turns` times through each engine, after one more that warms up."""
@@ -175,7 +203,7 @@ class Turns:
         for engine, answer in answers.items():
             if turn:
                 found[engine].append(answer)
-            self.raw.append(dict(engine=engine, load=name, turn=turn, **answer))
+            self._keep(engine=engine, load=name, turn=turn, **answer)
 
     def _results(self, engine: str, name: str, load: Any, results: Any) -> None:
         if not results:
@@ -191,14 +219,30 @@ class Turns:
         self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
         self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
         self._add(engine, f"{name}: KV memory, 1 s idle", "GiB", [r["kv_idle"] / 2**30 for r in results])
+        self._add(engine, f"{name}: KV memory, 1 s after the prefix cache is reset", "GiB",
+                  [r["kv_reset"] / 2**30 for r in results if "kv_reset" in r])  # fmt: skip
         self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
         self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
         self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
+        self._steps(engine, name, [r["steps"] for r in results if r["steps"]])
+
+    def _steps(self, engine: str, name: str, profiles: Any) -> None:
+        """A step of the scheduler, and of the worker: what the CPU does of it."""
+        for part, functions in (
+            ("scheduler", ("scheduler: schedule", "scheduler: update")),
+            ("worker", ("worker: prepare and launch", "worker: sample")),
+        ):
+            self._add(engine, f"{name}: step of the {part}, CPU", "ms",
+                      [sum(p[f]["median"] for f in functions if f in p) for p in profiles])  # fmt: skip
 
     def _kv(self, engine: str, name: str, states: Any) -> None:
         if states:
+            self._add(engine, f"{name}: cached tokens of idle requests", "", [
+                k["stats"]["prefix_pages"] * k["stats"]["page_size"] / k["token_bytes"] for k in states])  # fmt: skip
             self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
             self._add(engine, f"{name}: steps that waited for a fence", "", [k["fence_waits"] for k in states])
+            self._add(engine, f"{name}: steps that the GPU waited for while they mapped", "",
+                      [k["map_waits"] for k in states])  # fmt: skip
 
     def _compare(self, name: str, tokens: Any) -> None:
         same = sum(a == b for a, b in zip(*tokens))
@@ -212,7 +256,7 @@ class Turns:
         for engine, answer in answers.items():
             self._add(engine, f"{name}: prompt tokens from the prefix cache", "", answer["cached"])
             self._add(engine, f"{name}: preemptions", "", answer["preemptions"])
-            self.raw.append(dict(engine=engine, load=name, **answer))
+            self._keep(engine=engine, load=name, **answer)
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -229,17 +273,20 @@ def run(session: Session) -> list[Record]:
         print("vllm: vLLM is not installed (pip install pyvmem[vllm])", file=sys.stderr)
         return []
     chosen = loads(args)
+    if args.pair:
+        from pyvmem.bench.vllm_pair import Pair
+
+        kind: type[BothEngines] = Pair
+    else:
+        kind = BothEngines
     import torch
 
     log = os.environ.get("VMEM_VLLM_LOG", os.devnull)
     with open(log, "a", encoding="utf-8") as file:
-        turns = Turns(args, torch.cuda.get_device_name(args.device), file)
+        turns = kind(args, torch.cuda.get_device_name(args.device), file)
         try:
             for name, load in session.track(list(chosen.items()), "workloads"):
                 turns.measure(name, load)
         finally:
             turns.close()
-    if os.environ.get("VMEM_VLLM_RAW"):
-        with open(os.environ["VMEM_VLLM_RAW"], "w", encoding="utf-8") as file:
-            json.dump(turns.raw, file)
     return turns.records

@@ -5,7 +5,9 @@ The parent starts it with ``VMEM_VLLM`` unset or 1, and with the numbers of two 
 SPDX-License-Identifier: MIT
 """
 
+import collections
 import gc
+import itertools
 import json
 import os
 import sys
@@ -142,6 +144,7 @@ def kv_state() -> Any:
     device = engine.context.stats()
     return dict(
         stats=stats, step_seconds=times, fence_waits=requests.fence_waits, map_waits=requests.map_waits,
+        token_bytes=engine.layout.block_bytes // engine.layout.tokens,
         map_wait_seconds=requests.map_wait_seconds, hit_blocks=requests.hit_blocks,
         created=device.created, overhead=device.overhead, syscalls=device.syscalls, map_ops=device.map_ops,
         map_runs=device.map_runs,
@@ -153,8 +156,31 @@ def preemptions(llm: Any) -> int:
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
+_runs = itertools.count()
+
+
+def generate(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | None = None) -> list[Any]:
+    """Outputs in the order of the prompts. concurrency: how many requests there are at a time; None: all at once."""
+    if not concurrency:
+        return list(llm.generate(prompts, params, use_tqdm=False))
+    engine, run = llm.llm_engine, next(_runs)
+    done: dict[int, Any] = {}
+    waiting = collections.deque(enumerate(zip(prompts, params)))
+    running = 0
+    while waiting or running:
+        while waiting and running < concurrency:
+            i, (prompt, param) = waiting.popleft()
+            engine.add_request(f"{run}-{i}", prompt, param)
+            running += 1
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id.split("-")[1])] = output
+                running -= 1
+    return [done[i] for i in range(len(prompts))]
+
+
 def run(llm: Any, load: Any, profile: Any = None) -> Any:
-    """One workload, all requests at once; what came of it."""
+    """One workload; what came of it."""
     from vllm import SamplingParams
 
     wanted = requests_of(load)
@@ -167,10 +193,10 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
     gc.collect()
     with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
         begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = generate(llm, prompts, params, load.get("concurrency"))
         seconds = time.perf_counter() - begin
         time.sleep(1.0)
-        idle, kv_idle = memory.used(), memory.kv()
+        idle, kv_idle, state = memory.used(), memory.kv(), kv_state()
     steps = profile.take() if profile else None
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     times = [o.metrics for o in outputs if getattr(o, "metrics", None) is not None]
@@ -183,10 +209,14 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         itl=[(m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in times
              if m.num_generation_tokens > 1],
         preemptions=preemptions(llm) - preempted,
-        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv=kv_state(), steps=steps,
+        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv=state, steps=steps,
     )  # fmt: skip
     if load.get("tokens"):
         result["tokens"] = tokens
+    if load.get("reset"):
+        llm.reset_prefix_cache()
+        time.sleep(1.0)
+        result["kv_reset"] = memory.kv()
     return result
 
 
@@ -227,8 +257,9 @@ def main() -> None:
 
                     engine = worker.current()
                     assert engine is not None  # a limit is set where the KV cache is on vMem
-                    engine.cache.set_budget(load["limit"])
-                    say(ok=True)
+                    page = engine.cache.page_size
+                    engine.cache.set_budget(load["limit"] // page * page)
+                    say(limit=load["limit"])
                 else:
                     say(**run(llm, load, profile))
             except Exception as error:  # the parent says it; the engine may still serve

@@ -1,22 +1,24 @@
 """``pyvmem bench vllm``: its workloads. The engines need a GPU and vLLM."""
 
+import collections
 import json
 import types
 
 import pytest
 
-from pyvmem.bench import vllm, vllm_engine
+from pyvmem.bench import vllm, vllm_engine, vllm_pair
 
 
 def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
+        code=None, offline=None, pair=False, raw=None,
     ), **changes})  # fmt: skip
 
 
 def test_workloads_fit_the_engine_and_repeat():
-    names = ["equal", "equal-hot", "hot", "decode", "decode-long"]
+    names = ["equal", "equal-hot", "hot", "idle", "decode", "decode-long"]
     for name, load in vllm.loads(arguments(requests=20, load=names)).items():
         made = vllm_engine.requests_of(load)
         assert made == vllm_engine.requests_of(load), name
@@ -40,6 +42,86 @@ def test_mooncakes_hash_ids_are_the_prompts_blocks(tmp_path):
     assert (len(first), five, len(second), seven) == (1100, 5, 900, 7)
     assert first[:900] == second
     assert first[512:1024] != first[:512]
+
+
+def test_kvcacheds_workload_has_its_parameters():
+    load = vllm.loads(arguments(load=["idle"], max_model_len=8192))["idle"]
+    made = vllm_engine.requests_of(load)
+    assert (len(made), load["concurrency"]) == (2500, 96)
+    starts = collections.Counter(tuple(prompt[:128]) for prompt, _ in made if len(prompt) == 192)
+    assert len([n for n in starts.values() if n > 1]) == 16
+    assert sum(n for n in starts.values() if n > 1) == pytest.approx(0.3 * 2500, rel=0.1)
+    assert {192 <= len(prompt) <= 1024 and 16 <= output <= 256 for prompt, output in made} == {True}
+
+
+def test_every_trace_has_a_name(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n900,7\n70000,9\n")
+    made = vllm.loads(arguments(trace=str(path), code=str(path), offline=str(path)))
+    for name in ("azure", "code", "offline"):
+        assert [len(p) for p, _ in vllm_engine.requests_of(made[name])] == [900, 2048 - 256]
+
+
+class Llm:
+    """An engine whose requests take as many steps as they have output tokens."""
+
+    def __init__(self):
+        self.llm_engine = self
+        self.left, self.most = {}, 0
+
+    def add_request(self, name, prompt, params):
+        self.left[name] = [params, prompt]
+        self.most = max(self.most, len(self.left))
+
+    def step(self):
+        for entry in self.left.values():
+            entry[0] -= 1
+        ended = [name for name, entry in self.left.items() if entry[0] <= 0]
+        return [types.SimpleNamespace(request_id=n, finished=True, prompt=self.left.pop(n)[1]) for n in ended]
+
+
+def test_so_many_requests_at_a_time_and_answers_in_order():
+    llm = Llm()
+    outputs = vllm_engine.generate(llm, list(range(50)), [1 + i * 7 % 5 for i in range(50)], concurrency=6)
+    assert [o.prompt for o in outputs] == list(range(50))
+    assert llm.most == 6
+
+
+class FakeEngine:
+    """Answers as an engine's process does: on vMem, faster with more memory."""
+
+    def __init__(self, args, vmem, log):
+        self.asked = []
+        self.limit = args.kv_memory
+
+    def answer(self):
+        return dict(started=1.0)
+
+    def ask(self, load):
+        self.asked.append(load)
+        if "limit" in load:
+            self.limit = load["limit"]
+            return load
+        return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0)
+
+    def close(self):
+        pass
+
+
+def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_pair, "Engine", FakeEngine)
+    raw = tmp_path / "raw.json"
+    pair = vllm_pair.Pair(arguments(turns=2, raw=str(raw)), "gpu", None)
+    pair.measure("decode", dict(kind="fixed"))
+    found = {r.metric: r.median for r in pair.records}
+    assert (found["decode: output with the whole GPU"], found["decode: output with half"],
+            found["decode: output by turns"]) == (100, 60, 100)  # fmt: skip
+    turns = [t for t in json.loads(raw.read_text()) if t["load"] == "decode"]
+    assert [(t["engine"], t["how"]) for t in turns[:4]] == [
+        (vllm_pair.FIRST, "the whole GPU"), (vllm_pair.FIRST, "half"), (vllm_pair.SECOND, "by turns"),
+        (vllm_pair.FIRST, "by turns")]  # fmt: skip
+    seeds = [load["seed"] for load in pair.engines[vllm_pair.FIRST].asked if "seed" in load]
+    assert len(set(seeds)) == len(seeds)  # or the prefix cache would know the prompts
 
 
 def test_an_unknown_workload_is_named():
