@@ -25,7 +25,7 @@ from pyvmem.paper import (
 
 if _TYPE_CHECKING:
     from pyvmem.distributed import TensorParallelKVCache
-    from pyvmem.kv import KVCache, TensorSpec, model_specs
+    from pyvmem.kv import KVCache, KVCacheOptions, TensorSpec, model_specs
     from pyvmem.kv_prefix import PrefixCache
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
@@ -36,6 +36,7 @@ __all__ = [
     "Info",
     "InvalidArgument",
     "KVCache",
+    "KVCacheOptions",
     "OutOfMemory",
     "PageInfo",
     "Pages",
@@ -67,6 +68,7 @@ __all__ = [
 # torch is imported where tensors are made, and only then.
 _NEED_TORCH = {
     "KVCache": "kv",
+    "KVCacheOptions": "kv",
     "PrefixCache": "kv_prefix",
     "TensorParallelKVCache": "distributed",
     "TensorSpec": "kv",

@@ -24,12 +24,23 @@ from pyvmem._checks import one_of, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check
+from pyvmem.kv_options import KVCacheOptions, options_of
 from pyvmem.kv_types import STATS, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
 from pyvmem.kv_view import new_view_path
 from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
 
-__all__ = ["KVCache", "KVStats", "Lengths", "Prefix", "Shortage", "SlotInfo", "TensorSpec", "model_specs"]
+__all__ = [
+    "KVCache",
+    "KVCacheOptions",
+    "KVStats",
+    "Lengths",
+    "Prefix",
+    "Shortage",
+    "SlotInfo",
+    "TensorSpec",
+    "model_specs",
+]
 
 # Of a call: one for each slot, or all of them as numbers.
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -40,7 +51,7 @@ _INT32 = np.dtype(np.int32)
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 
 
-def _config(specs: list[TensorSpec], flags: Mapping[int, bool], **numbers: SupportsIndex) -> tuple[Any, Any]:
+def _config(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tuple[Any, Any]:
     """A struct vmem_kv_config, and what it points to: both must live as long as the call."""
     kinds: dict[torch.dtype, int] = {}
     raw = ffi.new("struct vmem_kv_tensor[]", len(specs))
@@ -51,7 +62,7 @@ def _config(specs: list[TensorSpec], flags: Mapping[int, bool], **numbers: Suppo
         tensor.kind = kinds.setdefault(spec.dtype, len(kinds))
     config = ffi.new("struct vmem_kv_config *")
     config.size = ffi.sizeof("struct vmem_kv_config")
-    config.flags = sum(bit for bit, on in flags.items() if on)
+    config.flags = flags
     config.tensors, config.n_tensors = raw, len(specs)
     fields = dict(ffi.typeof("struct vmem_kv_config").fields)
     for name, value in numbers.items():
@@ -79,24 +90,11 @@ class KVCache(_Owned):
     slots, max_tokens : int
         At least 1; slots at most 65,536.
     budget : int
-        Most bytes of pages, at least one page; taken from the device at once unless `lazy`.
-    context : Context, optional
-        Where the memory is; by default a context of its own, of the best backend that works (`backend`, `device`).
-        Backed rows hold finite values only if nothing else creates pages in it.
-    page_size : int, optional
-        Bytes; the smallest of the backend by default.
-    tile_rows : int
-        Rows that the attention kernel loads together, past the length too (FlashAttention-3: up to 224, FlexAttention:
-        128). 1 for kernels that mask their loads (FlashAttention-2, most Triton kernels).
-    overlap, defer, eager, generous, zero, same_slots, check, lazy : bool
-        The ``VMEM_KV_*`` switches of vmem_kv.h.
-    ahead_tokens, ahead_min, eager_tokens, reclaim_percent : int
-        Its tunables; 0 for the defaults.
-    steps_in_flight : int
-        Iterations whose kernels may still be running when `step` is called; at most 16. An engine that schedules ahead
-        has two or more.
-    name : str, optional
-        What ``pyvmem top`` shows; None publishes nothing.
+        Most bytes of pages, at least one page; taken from the device at once unless the cache is `lazy`.
+    options : KVCacheOptions, optional
+        How the cache gets and keeps its pages.
+    keywords
+        Any of those options by name: ``KVCache(..., backend="stock", page_size=2 << 20)``.
 
     Attributes
     ----------
@@ -104,8 +102,10 @@ class KVCache(_Owned):
         One for each spec, ``[slots, max_tokens, *shape]``. ``cache.tensors[i][slot, :length]`` is an ordinary tensor.
     missing_pages : int
         What the last call that returned -1 was short of; `shortage` says why.
+    options : KVCacheOptions
+        As given, with the keywords in their places.
     same_slots : bool
-        As given.
+        Of the options.
 
     Raises
     ------
@@ -131,57 +131,26 @@ class KVCache(_Owned):
         slots: int,
         max_tokens: int,
         budget: int,
-        *,
-        context: Context | None = None,
-        backend: str | None = None,
-        device: int = 0,
-        page_size: int | None = None,
-        tile_rows: int = 1,
-        overlap: bool = True,
-        defer: bool = True,
-        eager: bool = True,
-        generous: bool = True,
-        zero: bool = False,
-        same_slots: bool = False,
-        check: bool = False,
-        lazy: bool = False,
-        ahead_tokens: int = 0,
-        ahead_min: int = 0,
-        eager_tokens: int = 0,
-        reclaim_percent: int = 0,
-        steps_in_flight: int = 1,
-        name: str | None = "kv",
+        options: KVCacheOptions | None = None,
+        **keywords: Any,
     ) -> None:
-        if not isinstance(context, Context | None):
-            raise TypeError(f"context must be a Context, not {context!r}")
-        if not isinstance(name, str | None):
-            raise TypeError(f"name must be a string, not {name!r}")
+        self.options = options = options_of(options, keywords)
         self.specs = list(specs)
         self.slots = slots
         self.max_tokens = max_tokens
-        self.tile_rows = tile_rows
-        self._own_context = context is None
-        self.context = Context(backend, device) if context is None else context
+        self.tile_rows = options.tile_rows
+        self._own_context = options.context is None
+        self.context = options.context or Context(options.backend, options.device)
         self.missing_pages = 0
-        self.same_slots = bool(same_slots)
-        switches = {
-            lib.VMEM_KV_OVERLAP: overlap,
-            lib.VMEM_KV_DEFER: defer,
-            lib.VMEM_KV_EAGER: eager,
-            lib.VMEM_KV_GENEROUS: generous,
-            lib.VMEM_KV_ZERO: zero,
-            lib.VMEM_KV_SAME_SLOTS: same_slots,
-            lib.VMEM_KV_CHECK: check,
-            lib.VMEM_KV_LAZY: lazy,
-        }
+        self.same_slots = options.same_slots
         kv = ffi.new("vmem_kv **")
         try:
             sizes = self.context.page_sizes
-            self.page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
+            asked = options.page_size
+            self.page_size = min(sizes) if asked is None else one_of("page_size", asked, sizes)
             config, _tensors = _config(
-                self.specs, switches, slots=slots, max_tokens=max_tokens, tile_rows=tile_rows, page_size=self.page_size,
-                budget=budget, ahead_tokens=ahead_tokens, ahead_min=ahead_min, eager_tokens=eager_tokens,
-                reclaim_percent=reclaim_percent, steps_in_flight=steps_in_flight,
+                self.specs, options.flags(), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
+                budget=budget, **options.numbers(),
             )  # fmt: skip
             owner = self._new_owner(self.context._owned())
             _check(lib.pv_own_kv(owner, self.context._use(), config, kv))
@@ -193,10 +162,10 @@ class KVCache(_Owned):
         self._raw_stats: Any = None
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
-        if name is not None:
+        if options.name is not None:
             path = new_view_path()
             if path:
-                _check(lib.vmem_kv_publish(self._use(), os.fsencode(path), name.encode()[:63]))
+                _check(lib.vmem_kv_publish(self._use(), os.fsencode(path), options.name.encode()[:63]))
 
     @classmethod
     def for_model(
@@ -211,14 +180,16 @@ class KVCache(_Owned):
         dtype: torch.dtype = torch.bfloat16,
         layout: str = "separate",
         window: int = 0,
-        **options: Any,
+        options: KVCacheOptions | None = None,
+        **keywords: Any,
     ) -> Cache:
         """The cache of a model whose layers are alike; `keys` and `values` have its layers' views.
 
-        Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. Other options as in `KVCache`.
+        Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. `options` and `keywords` are those
+        of `KVCache`.
         """
         specs = model_specs(layers, kv_heads, head_dim, dtype, layout, window)
-        cache = cls(specs, slots, max_tokens, budget, **options)
+        cache = cls(specs, slots, max_tokens, budget, options, **keywords)
         if layout == "separate":
             cache.keys, cache.values = cache.tensors[::2], cache.tensors[1::2]
         elif layout == "fused":

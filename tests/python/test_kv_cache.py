@@ -11,35 +11,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from kv_caches import PAGE_TOKENS, make, start, view_dim
 
 import pyvmem
-from pyvmem.kv import KVCache, TensorSpec, model_specs
+from pyvmem.kv import KVCache, TensorSpec
 
 MIB = 1 << 20
-
-
-PAGE_TOKENS = 128
-
-
-def make(backend, pages=1024, **options):
-    """A cache of 4 tensors with `PAGE_TOKENS` tokens to the backend's smallest page."""
-    page = min(pyvmem.default_context(backend).page_sizes)
-    options = {"slots": 4, "max_tokens": 2000, "budget": pages * page, "dtype": torch.float16, "check": True,
-               "name": None, "backend": backend, **options}  # fmt: skip
-    return KVCache.for_model(2, 4, page // PAGE_TOKENS // 8, **options)
-
-
-def view_dim(cache):
-    return cache.specs[0].shape[-1]
-
-
-def start(cache, tokens):
-    """A request of `tokens` tokens; returns (slot, lengths)."""
-    slot = cache.alloc_reqid(tokens)
-    values = [0] * cache.slots
-    values[slot] = tokens
-    assert cache.step(values) == 0
-    return slot, values
 
 
 @pytest.fixture(params=["separate", "fused", "token-major"])
@@ -472,99 +449,6 @@ def test_metrics_are_json_and_prometheus(backend):
         assert "# TYPE pyvmem_kv_steps_total counter" in text.splitlines()
         for line in text.splitlines():
             assert line.startswith("#") or float(line.rpartition(" ")[2]) >= 0
-
-
-@pytest.mark.parametrize("kind", ["list", "tuple", "int32", "int64", "torch32", "torch64"])
-def test_lengths_of_every_kind(backend, kind):
-    with make(backend) as cache:
-        slot = cache.alloc_reqid()
-        values = [0] * 4
-        values[slot] = 50
-        given = {
-            "list": list,
-            "tuple": tuple,
-            "int32": lambda v: np.array(v, np.int32),
-            "int64": lambda v: np.array(v, np.int64),
-            "torch32": lambda v: torch.tensor(v, dtype=torch.int32),
-            "torch64": torch.tensor,
-        }[kind](values)
-        assert cache.step(given) == 0
-        assert cache.slot(slot).tokens == 50
-
-
-def test_wrong_arguments_are_named(backend):
-    with make(backend) as cache:
-        slot, values = start(cache, 10)
-        with pytest.raises(ValueError, match="max_tokens"):
-            cache.step([2001 if s == slot else 0 for s in range(4)])
-        with pytest.raises(ValueError, match="elements|shape"):
-            cache.step([1])
-        with pytest.raises(TypeError, match="integers"):
-            cache.step(np.zeros(4))
-        # Numbers that no 32-bit integer holds must not become others on the way.
-        for kind in (list, np.array, torch.tensor):
-            with pytest.raises(ValueError, match=r"lengths\[2\] 4294967297"):
-                cache.step(kind([0, 0, (1 << 32) + 1, 0]))
-        for wrong in (1.5, "x", None):
-            with pytest.raises(TypeError, match=r"lengths\[1\]"):
-                cache.step([0, wrong, 0, 0])
-        with pytest.raises(ValueError, match="free"):
-            cache.step([1] * 4)
-        with pytest.raises(ValueError, match="slot 9"):
-            cache.free_reqid(9)
-        with pytest.raises(ValueError, match="free"):
-            cache.free_reqid((slot + 1) % 4)
-        with pytest.raises(ValueError, match="not swapped"):
-            cache.swap_in(slot)
-        with pytest.raises(ValueError, match="newly allocated"):
-            cache.attach_prefix(cache.save_prefix(slot, 5), slot)
-    with pytest.raises(ValueError, match="closed"):
-        cache.step([0] * 4)
-    with pytest.raises(ValueError, match="page_size"):
-        make(backend, page_size=4096)
-    with pytest.raises(ValueError, match="layout"):
-        model_specs(1, 1, 1, torch.float16, "sideways")
-    for layers in (0, 1 << 40):
-        with pytest.raises(ValueError, match="layers"):
-            model_specs(layers, 1, 1, torch.float16)
-    with pytest.raises(ValueError, match="shape"):
-        model_specs(1, 0, 1, torch.float16)
-    with pytest.raises(TypeError, match="dtype"):
-        model_specs(1, 1, 1, "half")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["slots", "max_tokens", "budget", "tile_rows", "window", "ahead_tokens", "ahead_min", "eager_tokens",
-     "reclaim_percent"],
-)  # fmt: skip
-def test_a_cache_of_wrong_numbers(backend, name):
-    good = {"slots": 4, "max_tokens": 100, "budget": 64 << 20, "backend": backend, "name": None}
-    for value in (-1, 1 << 64):
-        with pytest.raises(ValueError, match=name):
-            KVCache.for_model(1, 2, 64, **{**good, name: value})
-    with pytest.raises(TypeError, match=name):
-        KVCache.for_model(1, 2, 64, **{**good, name: 1.5})
-
-
-def test_calls_with_wrong_numbers_name_the_argument(backend):
-    with make(backend) as cache:
-        start(cache, 10)
-        calls = {
-            "slot": (cache.free_reqid, cache.room, cache.slot, cache.swap_out, lambda x: cache.truncate(x, 0),
-                     lambda x: cache.save_prefix(x, 1)),
-            "tokens": (cache.alloc_reqid, lambda x: cache.truncate(0, x), lambda x: cache.save_prefix(0, x)),
-            "bytes": (cache.set_budget, cache.reclaim),
-            "tensor": (cache.layout, cache.flat),
-        }  # fmt: skip
-        for name, each in calls.items():
-            for call in each:
-                for value in (-1, 1 << 64):
-                    with pytest.raises(ValueError, match=name):
-                        call(value)
-                with pytest.raises(TypeError, match=name):
-                    call(1.5)
-        assert cache.stats().active_slots == 1
 
 
 def test_a_tensor_outlives_the_cache(backend, device):

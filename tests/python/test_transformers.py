@@ -5,7 +5,6 @@ SPDX-License-Identifier: MIT
 
 import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from conftest import python  # noqa: E402
+from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
@@ -21,51 +21,6 @@ from pyvmem.transformers import VMemCache  # noqa: E402
 
 ATTENTIONS = ("eager", "sdpa", "vmem")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def make(backend, device):
-    """make(model, **options): a VMemCache that verifies its books, closed at the end."""
-    made = []
-
-    def cache(model, **options):
-        made.append(VMemCache(model, **{"backend": backend, "check": True, "name": None, **options}))
-        return made[-1]
-
-    yield cache
-    for c in made:
-        c.close()
-
-
-def padding(side, batch=3, tokens=13):
-    """A 2D mask in which the sequences have 8, 13 and 11 tokens of 13."""
-    mask = torch.ones(batch, tokens, dtype=torch.long)
-    for row, pads in ((0, 5), (2, 2))[: batch - 1]:
-        if side == "left":
-            mask[row, :pads] = 0
-        elif side == "right":
-            mask[row, tokens - pads :] = 0
-    return mask
-
-
-def generate(model, ids, cache, attention="sdpa", new=12, **options):
-    model.set_attn_implementation(attention)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
-
-
-def reference(model, ids, new=12, **options):
-    attention = "eager" if model.config.model_type in ("gemma2", "gpt_oss") else "sdpa"
-    return generate(model, ids, transformers.DynamicCache(config=model.config), attention, new, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -566,93 +521,6 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-# ---- decode steps as graphs ---------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Stands for a CUDA graph where there is none: runs the captured function again, with the same arguments."""
-
-    def __init__(self, device):
-        pass
-
-    def capture(self, function):
-        self._function = function
-        self._output = function()
-        return self._output
-
-    def replay(self):
-        new = self._function()
-        self._output.logits.copy_(new.logits)
-
-
-def graphs(model, device):
-    from pyvmem.transformers import DecodeGraphs
-
-    return DecodeGraphs(model) if device == "cuda" else DecodeGraphs(model, Recorder)
-
-
-@pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3"])
-def test_captured_steps_give_the_same_tokens(name, side, make, device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # sdpa alone takes float32, and is not captured
-    model, mask = tiny_model(name, device=device, dtype=dtype), padding(side).to(device)
-    with graphs(model, device) as captured:
-        cache = make(model, max_tokens=200)
-        for seed in range(2):  # the second call runs from what the first has captured
-            ids = prompts(seed=seed, device=device)
-            got = generate(model, ids, cache, "vmem", attention_mask=mask)
-            cache.reset()
-            assert (captured.captured, captured.replayed) == (1, 10 + 11 * seed), captured.refused
-            with_plain = generate(model, ids, make(model), "sdpa", attention_mask=mask)
-            assert captured.replayed == 10 + 11 * seed and captured.refused
-            assert got.tolist() == with_plain.tolist()
-    assert "forward" not in vars(model)
-
-
-def test_captured_steps_follow_beams_lengths_and_new_caches(make, device, monkeypatch):
-    from pyvmem.transformers import graphs as module
-
-    monkeypatch.setattr(module, "_LEAST", 16)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model, ids = tiny_model("llama", device=device, dtype=dtype), prompts(2, device=device)
-    want = reference(model, ids, new=24, num_beams=3)
-    with graphs(model, device) as captured:
-        for _ in range(2):
-            got = generate(model, ids, make(model), "vmem", new=24, num_beams=3)
-            assert got.tolist() == want.tolist()
-        assert captured.captured >= 3  # up to 16, up to 32 and up to 64 rows, of two caches
-        assert captured.replayed > 40
-
-
-def test_steps_that_cannot_be_captured_run_as_before(make, device):
-    model, ids = tiny_model("qwen3_next", device=device), prompts(device=device)
-    with graphs(model, device) as captured:
-        got = generate(model, ids, make(model), "vmem")
-        assert captured.replayed == 0 and captured.refused == "layers that are not attention"
-        with pytest.raises(ValueError, match="replaced already"):
-            graphs(model, device)
-    captured.close()
-    assert got.tolist() == reference(model, ids).tolist()
-
-
-def test_out_of_memory_in_a_captured_step(make, device, backend):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = tiny_model("llama", device=device, dtype=dtype, max_position_embeddings=8192)
-    page = min(pyvmem.Context(backend).page_sizes)
-    cache = make(model, budget=4 * page)
-    model.set_attn_implementation("vmem")
-    with graphs(model, device) as captured:
-        rows = page // (2 * 16 * dtype.itemsize)
-        tokens = prompts(1, rows - 3, device=device)
-        with torch.no_grad():
-            model(input_ids=tokens, past_key_values=cache)
-            for _ in range(3):
-                model(input_ids=tokens[:, :1], past_key_values=cache)
-            with pytest.raises(pyvmem.OutOfMemory):
-                model(input_ids=tokens[:, :1], past_key_values=cache)
-            assert captured.replayed == 2 and cache.get_seq_length() == rows
 
 
 def test_another_release_of_transformers_is_refused_in_one_line(tmp_path):

@@ -1,0 +1,124 @@
+"""The options of a `KVCache`.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pyvmem._checks import flag
+from pyvmem._ffi import lib
+from pyvmem.core import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheOptions:
+    """How a `KVCache` gets and keeps its pages. The defaults suit a server that has the GPU to itself.
+
+    Attributes
+    ----------
+    context : Context, optional
+        Where the memory comes from. By default, the cache makes a context of its own on `backend` and `device`. Backed
+        rows hold finite values only if nothing else creates pages in the context.
+    backend : str, optional
+        "uvm", "stock", "cuda" or "host"; by default, the best that works.
+    device : int
+        CUDA device ordinal.
+    page_size : int, optional
+        Bytes; by default, the smallest that the backend has.
+    tile_rows : int
+        Rows that the attention kernel loads together, past the length too: up to 224 for FlashAttention-3, 128 for
+        FlexAttention, 1 for kernels that mask their loads (FlashAttention-2, most Triton kernels).
+        `pyvmem.attention.tile_rows` gives the number for a kernel.
+    overlap : bool
+        A background thread maps what the next iterations need.
+    defer : bool
+        A freed slot keeps its pages for the next request until they are needed elsewhere.
+    eager : bool
+        The slot that is handed out next is kept backed for `eager_tokens` tokens. Needs `overlap`.
+    generous : bool
+        While memory is plentiful, whole blocks of 2 MiB are backed; under pressure the rest is taken back.
+    zero : bool
+        Pages are zeroed before another request gets them.
+    same_slots : bool
+        Slots are chosen from the sequence of calls alone, so that caches given the same calls choose the same slots.
+        Tensor parallelism needs it.
+    check : bool
+        Every operation verifies the bookkeeping. Slow; for tests.
+    lazy : bool
+        Device memory is taken when pages are needed, not the whole budget at creation.
+    ahead_tokens, ahead_min : int
+        Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4), and up to
+        twice as many.
+    eager_tokens : int
+        Tokens that the next slot is backed for (0: 512).
+    reclaim_percent : int
+        Memory is scarce when less than this part of the budget is free (0: 10 %).
+    steps_in_flight : int
+        Iterations whose kernels may still be running when `KVCache.step` is called; 1 to 16. An engine that schedules
+        ahead has two or more.
+    name : str, optional
+        What ``pyvmem top`` shows; None publishes nothing.
+    """
+
+    context: Context | None = None
+    backend: str | None = None
+    device: int = 0
+    page_size: int | None = None
+    tile_rows: int = 1
+    overlap: bool = True
+    defer: bool = True
+    eager: bool = True
+    generous: bool = True
+    zero: bool = False
+    same_slots: bool = False
+    check: bool = False
+    lazy: bool = False
+    ahead_tokens: int = 0
+    ahead_min: int = 0
+    eager_tokens: int = 0
+    reclaim_percent: int = 0
+    steps_in_flight: int = 1
+    name: str | None = "kv"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.context, Context | None):
+            raise TypeError(f"context must be a Context, not {self.context!r}")
+        if not isinstance(self.name, str | None):
+            raise TypeError(f"name must be a string, not {self.name!r}")
+        for name in _SWITCHES:
+            flag(name, getattr(self, name))
+
+    def flags(self) -> int:
+        """The switches as ``VMEM_KV_*`` flags."""
+        return sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
+
+    def numbers(self) -> dict[str, int]:
+        """The numbers that ``struct vmem_kv_config`` has fields for."""
+        return {name: getattr(self, name) for name in _NUMBERS}
+
+
+_SWITCHES = {
+    "overlap": lib.VMEM_KV_OVERLAP,
+    "defer": lib.VMEM_KV_DEFER,
+    "eager": lib.VMEM_KV_EAGER,
+    "generous": lib.VMEM_KV_GENEROUS,
+    "zero": lib.VMEM_KV_ZERO,
+    "same_slots": lib.VMEM_KV_SAME_SLOTS,
+    "check": lib.VMEM_KV_CHECK,
+    "lazy": lib.VMEM_KV_LAZY,
+}
+_NUMBERS = ("tile_rows", "ahead_tokens", "ahead_min", "eager_tokens", "reclaim_percent", "steps_in_flight")
+_NAMES = frozenset(field.name for field in fields(KVCacheOptions))
+
+
+def options_of(given: KVCacheOptions | None, keywords: dict[str, Any]) -> KVCacheOptions:
+    """The options of a call that may have them as an object, as keywords, or both: then the keywords replace some."""
+    if not isinstance(given, KVCacheOptions | None):
+        raise TypeError(f"options must be KVCacheOptions, not {given!r}")
+    for name in keywords:
+        if name not in _NAMES:
+            raise TypeError(f"{name} is no option of a KVCache; the options are {', '.join(sorted(_NAMES))}")
+    return KVCacheOptions(**{**(vars(given) if given else {}), **keywords})

@@ -1,0 +1,57 @@
+"""``generate()`` with a cache of ours, and with transformers' own; fixtures for tests that do.
+
+SPDX-License-Identifier: MIT
+"""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from pyvmem.transformers import VMemCache
+
+
+@pytest.fixture(autouse=True, name="one_thread")
+def single_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(name="make")
+def make_cache(backend, device):
+    """make(model, **options): a VMemCache that verifies its books, closed at the end."""
+    made = []
+
+    def cache(model, **options):
+        made.append(VMemCache(model, **{"backend": backend, "check": True, "name": None, **options}))
+        return made[-1]
+
+    yield cache
+    for c in made:
+        c.close()
+
+
+def padding(side, batch=3, tokens=13):
+    """A 2D mask in which the sequences have 8, 13 and 11 tokens of 13."""
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    for row, pads in ((0, 5), (2, 2))[: batch - 1]:
+        if side == "left":
+            mask[row, :pads] = 0
+        elif side == "right":
+            mask[row, tokens - pads :] = 0
+    return mask
+
+
+def generate(model, ids, cache, attention="sdpa", new=12, **options):
+    model.set_attn_implementation(attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
+
+
+def reference(model, ids, new=12, **options):
+    attention = "eager" if model.config.model_type in ("gemma2", "gpt_oss") else "sdpa"
+    return generate(model, ids, transformers.DynamicCache(config=model.config), attention, new, **options)

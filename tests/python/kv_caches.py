@@ -1,0 +1,32 @@
+"""Small KV caches, and requests in them, for tests.
+
+SPDX-License-Identifier: MIT
+"""
+
+import torch
+
+import pyvmem
+from pyvmem.kv import KVCache
+
+PAGE_TOKENS = 128
+
+
+def make(backend, pages=1024, **options):
+    """A cache of 4 tensors with `PAGE_TOKENS` tokens to the backend's smallest page."""
+    page = min(pyvmem.default_context(backend).page_sizes)
+    options = {"slots": 4, "max_tokens": 2000, "budget": pages * page, "dtype": torch.float16, "check": True,
+               "name": None, "backend": backend, **options}  # fmt: skip
+    return KVCache.for_model(2, 4, page // PAGE_TOKENS // 8, **options)
+
+
+def view_dim(cache):
+    return cache.specs[0].shape[-1]
+
+
+def start(cache, tokens):
+    """A request of `tokens` tokens; returns (slot, lengths)."""
+    slot = cache.alloc_reqid(tokens)
+    values = [0] * cache.slots
+    values[slot] = tokens
+    assert cache.step(values) == 0
+    return slot, values
