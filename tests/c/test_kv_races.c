@@ -206,6 +206,25 @@ static void test_a_cut_fails(void)
     vmem_kv_destroy(kv);
 }
 
+// The books while the thread unmaps what a freed request had shared: they do not count the cut before that.
+static void test_stale_mappings_are_no_cut(void)
+{
+    uint64_t prefix = cutting_with(VMEM_KV_DEFER, false);
+    uint32_t s;
+    end_cut();
+    OK(vmem_kv_free(kv, 1));
+    OK(vmem_kv_alloc(kv, 224, &s));
+    CHECK_EQ(s, 1);
+    OK(vmem_kv_prefix_attach(kv, prefix, 1, 224, NULL));
+    OK(vmem_kv_wait(kv));
+    set(ASKED);
+    OK(vmem_kv_free(kv, 1));
+    stopped();
+    CHECK_EQ(slot(0).pages, 4);
+    end_cut();
+    vmem_kv_destroy(kv);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -217,6 +236,7 @@ int main(int argc, char **argv)
     test_a_request_ends_beside_a_cut(false);
     test_a_request_ends_beside_a_cut(true);
     test_a_cut_fails();
+    test_stale_mappings_are_no_cut();
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -345,6 +345,7 @@ int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
 {
     int rc = kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
     c->n_ops = 0;
+    c->before = (struct kv_span){0}; // no span is cut
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *s = kv_span(kv, slot, i);
