@@ -334,7 +334,7 @@ class Context(_Owned):
             Take the place of what is mapped there; otherwise that is an error (EEXIST). Unless the context is capable
             of "live_remap", no kernel may touch the addresses meanwhile.
         fine : bool
-            Keep every page separately unmappable beside running kernels (VMEM_MAP_FINE).
+            Keep every page separately unmappable while kernels run.
 
         Raises
         ------

@@ -149,8 +149,8 @@ class KVCache(_Owned):
             asked = options.page_size
             self.page_size = min(sizes) if asked is None else one_of("page_size", asked, sizes)
             config, _tensors = _config(
-                self.specs, options.flags(), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
-                budget=budget, **options.numbers(),
+                self.specs, options._flags(), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
+                budget=budget, **options._numbers(),
             )  # fmt: skip
             owner = self._new_owner(self.context._owned())
             _check(lib.pv_own_kv(owner, self.context._use(), config, kv))

@@ -91,11 +91,11 @@ class KVCacheOptions:
         for name in _SWITCHES:
             flag(name, getattr(self, name))
 
-    def flags(self) -> int:
-        """The switches as ``VMEM_KV_*`` flags."""
+    def _flags(self) -> int:
+        """The switches as flags of C."""
         return sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
 
-    def numbers(self) -> dict[str, int]:
+    def _numbers(self) -> dict[str, int]:
         """The numbers that ``struct vmem_kv_config`` has fields for."""
         return {name: getattr(self, name) for name in _NUMBERS}
 

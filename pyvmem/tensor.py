@@ -237,6 +237,7 @@ class VirtualTensor(Uncopyable):
 
     @property
     def tensor(self) -> torch.Tensor:
+        """The tensor over all rows, backed or not."""
         if self._tensor is None:
             raise ValueError("the virtual tensor is closed")
         return self._tensor
@@ -253,6 +254,7 @@ class VirtualTensor(Uncopyable):
 
     @property
     def resident_bytes(self) -> int:
+        """Bytes that are backed now; 0 once it is closed."""
         return self._range.resident_bytes
 
     def __repr__(self) -> str:
