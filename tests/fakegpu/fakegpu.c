@@ -83,12 +83,14 @@ static struct reservation *reservations;
 static struct client *clients;
 static uint64_t next_id = 1;
 static uint32_t next_entry = 2;
-static _Atomic long fail_at, calls;
+static _Atomic long fail_at, calls, interrupts;
 static uint32_t next_client = 0xc1d00000u;
 
 // ---- for tests ----------------------------------------------------------------------------------------------
 
 EXPORT void fakegpu_fail(long n) { fail_at = n; }
+
+EXPORT void fakegpu_interrupt(long n) { interrupts = n; }
 
 EXPORT long fakegpu_calls(void) { return calls; }
 
@@ -310,6 +312,10 @@ static uint32_t rm_new(struct client *c, struct rm_alloc *p, uint32_t size)
 
 static int rm_ioctl(struct client *c, unsigned long request, void *arg)
 {
+    if (interrupts > 0 && interrupts-- > 0) {
+        errno = EINTR;
+        return -1;
+    }
     if (request == RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc)) {
         struct rm_alloc *p = arg;
         bool sized = abi()->alloc_status != offsetof(struct rm_alloc, params_size);

@@ -14,6 +14,8 @@
 
 // The n-th driver call from now on fails for lack of memory; a UVM call then has already invalidated the addresses.
 FAKEGPU_WEAK void fakegpu_fail(long n);
+// The next n ioctls on RM's descriptor end with EINTR and have done nothing.
+FAKEGPU_WEAK void fakegpu_interrupt(long n);
 // Driver calls that can fail, so far.
 FAKEGPU_WEAK long fakegpu_calls(void);
 // Bytes of device memory in use.

@@ -309,6 +309,20 @@ int main(int argc, char **argv)
     for (int backdrop = 0; backdrop < 2; backdrop++)
         model(backdrop);
     CHECK_EQ(fakegpu_used(), used);
+    // A signal loses nothing.
+    fakegpu_interrupt(2);
+    ctx = test_context(0);
+    fakegpu_interrupt(2);
+    vmem_page page;
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
+    OK(vMemRelease(ctx, page));
+    uint64_t idle = fakegpu_used();
+    fakegpu_interrupt(2);
+    OK(vmem_trim(ctx, NULL));
+    CHECK(fakegpu_used() < idle || strcmp(test_backend, "stock"));
+    fakegpu_interrupt(0);
+    vmem_context_destroy(ctx);
+    CHECK_EQ(fakegpu_used(), used);
     // Opening, with each driver call in it failing in turn, leaves nothing behind either.
     for (long n = 1;; n++) {
         long calls = fakegpu_calls();

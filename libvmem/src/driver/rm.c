@@ -58,6 +58,17 @@ int vmem__rm_error(uint32_t status, const char *what)
     return vmem__error(-EIO, "%s: driver status 0x%x", what, status);
 }
 
+// A signal while the system goes to sleep ends RM's ioctls before they have begun. Python's handlers do not restart calls.
+static int rm_ioctl(const struct vmem__rm *rm, unsigned long request, void *params)
+{
+    int rc;
+
+    do
+        rc = ioctl(rm->fd, request, params);
+    while (rc && errno == EINTR);
+    return rc;
+}
+
 static int rm_alloc(struct vmem__rm *rm, uint32_t parent, uint32_t *object, uint32_t class_id, void *params,
                     uint32_t params_size, const char *what)
 {
@@ -71,7 +82,7 @@ static int rm_alloc(struct vmem__rm *rm, uint32_t parent, uint32_t *object, uint
 
     if (rm->abi->alloc_status != offsetof(struct rm_alloc, params_size))
         alloc.params_size = params_size;
-    if (ioctl(rm->fd, RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc), &alloc))
+    if (rm_ioctl(rm, RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc), &alloc))
         return vmem__error(-errno, "%s: ioctl on /dev/nvidiactl: %s", what, strerror(errno));
     *object = alloc.object;
     return vmem__rm_error(vmem__abi_alloc_status(rm->abi, &alloc), what);
@@ -89,7 +100,7 @@ static int device_instance(struct vmem__rm *rm, const uint8_t uuid[16], uint32_t
     };
 
     memcpy(info.uuid, uuid, 16);
-    if (ioctl(rm->fd, RM_IOCTL(RM_ESC_CONTROL, struct rm_control), &control))
+    if (rm_ioctl(rm, RM_IOCTL(RM_ESC_CONTROL, struct rm_control), &control))
         return vmem__error(-errno, "find the GPU by UUID: ioctl on /dev/nvidiactl: %s", strerror(errno));
     *device = info.device;
     return vmem__rm_error(control.status, "find the GPU by UUID");
@@ -146,5 +157,5 @@ void vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle)
 {
     struct rm_free params = {.client = rm->client, .parent = DEVICE_HANDLE, .object = handle};
 
-    (void)ioctl(rm->fd, RM_IOCTL(RM_ESC_FREE, struct rm_free), &params); // nothing to be done about a failure
+    (void)rm_ioctl(rm, RM_IOCTL(RM_ESC_FREE, struct rm_free), &params); // nothing to be done about a failure
 }
