@@ -139,6 +139,7 @@ MUTANTS = [
         ("a refused munmap is forgotten", _H, "    if (!gone) {\n", "    if (0) {\n", "test_reserve"),
         ("a child's mappings stay shared", _F, "if (files && !see_all())", "if (0)", "test_fork"),
         ("a child without descriptors may write", _F, "        forbid();\n", "        (void)forbid;\n", "test_fork"),
+        ("a child keeps its parent's file", _F, "        close(f->fd);\n        f->fd = -1;\n", "        ;\n", "test_fork"),
         ("a child reads at the wrong offset", _F, "fd, (off_t)m->offset)", "fd, 0)", "test_fork"),
         ("no descriptor is no limit", _G, "    return vmem__error(-errno, \"%s: %s\", path, strerror(errno));\n",
          "    return 0;\n", "test_host_memory"),

@@ -227,6 +227,47 @@ static void no_descriptor_left(void)
     vmem_context_destroy(ctx);
 }
 
+static pid_t inside;
+
+// An interrupt function that forks. The child ends the call, which gives back what it has: of its own memory only.
+static int fork_once(void *unused)
+{
+    (void)unused;
+    if (inside)
+        return 0;
+    fflush(NULL);
+    inside = fork();
+    CHECK(inside >= 0);
+    if (inside)
+        return 0;
+    inside = -1;
+    wait_for(to_child); // until the parent has used the memory
+    return 1;
+}
+
+static void fork_in_a_call(void)
+{
+    vmem_context *ctx = test_context(0);
+    struct vmem_range range = {0, 48 * MIB};
+    int status;
+    CHECK(!pipe(to_child));
+    OK(vMemReserve(ctx, range.length, 0, &range.addr));
+    OK(vmem_set_interrupt(ctx, fork_once, NULL));
+    const int rc = vmem_commit(ctx, &range, 1, test_page, 0, NULL);
+    if (inside < 0)
+        _exit(rc != -EINTR);
+    OK(rc);
+    CHECK(inside);
+    OK(vmem_fill(ctx, range.addr, 0x5a, range.length));
+    tell(to_child);
+    CHECK(waitpid(inside, &status, 0) == inside);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(all_words(ctx, range.addr, range.length, UINT64_C(0x5a5a5a5a5a5a5a5a)));
+    vmem_context_destroy(ctx);
+    close(to_child[0]);
+    close(to_child[1]);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -254,6 +295,7 @@ int main(int argc, char **argv)
         child_keeps_reading(test_context(0));
         vmem_context_destroy(second);
         no_descriptor_left();
+        fork_in_a_call();
     }
     return 0;
 }

@@ -3,6 +3,8 @@
 // child's mappings are made private before fork() returns there: it reads what the parent's pages hold, until it writes
 // a page, and what it writes is its own, as with any other memory.
 //
+// The file itself is closed there: nothing that the child does takes memory from its parent.
+//
 // The child's own list of mappings says what there is: a call of another thread may have been half done in the parent.
 //
 // SPDX-License-Identifier: MIT
@@ -113,6 +115,12 @@ static void in_child(void)
     const int saved = errno;
     if (files && !see_all())
         forbid();
+    // A function that a call of ours had called may have forked: what the call still does here must not reach the
+    // parent's memory.
+    for (struct host_file *f = files; f; f = f->next) {
+        close(f->fd);
+        f->fd = -1;
+    }
     files = NULL; // the parent's: a child of the child has nothing left to do
     pthread_mutex_unlock(&lock);
     errno = saved;
