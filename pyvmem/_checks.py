@@ -19,12 +19,21 @@ T = TypeVar("T")
 UInts = npt.NDArray[np.uint64]
 
 
+def shown(value: Any) -> str:
+    """value in an error's one line. Arrays and tensors by their shape: they are long, and may be unbacked."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def integer(name: str, value: Any) -> int:
     """value as an int: of Python, numpy, or a torch scalar. Raises TypeError."""
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+        raise TypeError(f"{name} must be an integer, not {shown(value)}") from None
 
 
 def uint(name: str, value: Any, bits: int = 64) -> int:
@@ -44,7 +53,7 @@ def uints(name: str, values: Any) -> UInts:
     except InvalidArgument:
         raise
     except ValueError:  # numpy's word for rows of different lengths
-        raise TypeError(f"{name} must be an integer or an array of integers, not {values!r}") from None
+        raise TypeError(f"{name} must be an integer or an array of integers, not {shown(values)}") from None
     if array.size and array.dtype.kind == "i" and array.min() < 0:
         raise InvalidArgument(errno.EINVAL, f"{name} {array.min()} must not be negative")
     return np.ascontiguousarray(array, dtype=np.uint64).reshape(-1)
@@ -56,7 +65,7 @@ def flag(name: str, value: Any) -> bool:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise TypeError(f"{name} must be True or False, not {value!r}")
+    raise TypeError(f"{name} must be True or False, not {shown(value)}")
 
 
 def one_of(name: str, value: T, choices: Iterable[T]) -> T:
@@ -65,4 +74,4 @@ def one_of(name: str, value: T, choices: Iterable[T]) -> T:
     # An array compares element by element, and True is no size.
     if isinstance(value, str | int | np.integer) and value in choices:
         return value
-    raise InvalidArgument(errno.EINVAL, f"{name} {value!r} must be one of {', '.join(map(str, choices))}")
+    raise InvalidArgument(errno.EINVAL, f"{name} {shown(value)} must be one of {', '.join(map(str, choices))}")

@@ -7,7 +7,7 @@ SPDX-License-Identifier: MIT
 
 from typing import Any, SupportsIndex
 
-from pyvmem._checks import UInts, flag, uint
+from pyvmem._checks import UInts, flag, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import _check
@@ -15,7 +15,7 @@ from pyvmem.errors import _check
 
 def _context(context: Context) -> Context:
     if not isinstance(context, Context):
-        raise TypeError(f"context must be a Context, not {context!r}")
+        raise TypeError(f"context must be a Context, not {shown(context)}")
     return context
 
 

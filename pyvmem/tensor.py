@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, SupportsIndex, cast
 import torch
 import torch.utils.dlpack
 
-from pyvmem._checks import flag, integer, one_of
+from pyvmem._checks import flag, integer, one_of, shown
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context, Reservation, default_context
 from pyvmem.errors import InvalidArgument, OutOfMemory, _check
@@ -85,11 +85,11 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"device {device!r} must be cpu or cuda[:ordinal]") from None
+        raise ValueError(f"device {shown(device)} must be cpu or cuda[:ordinal]") from None
     if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} must be cpu or cuda[:ordinal]")
+        raise ValueError(f"device {shown(device)} must be cpu or cuda[:ordinal]")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r}: torch sees no CUDA device")
+        raise ValueError(f"device {shown(device)}: torch sees no CUDA device")
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found
@@ -143,7 +143,7 @@ def _open(file: Any, mode: Literal["rb", "wb"]) -> AbstractContextManager[IO[byt
     if isinstance(file, str | os.PathLike):
         return open(file, mode)
     if not hasattr(file, "read" if mode == "rb" else "write"):
-        raise TypeError(f"file must be a path or a binary file object, not {file!r}")
+        raise TypeError(f"file must be a path or a binary file object, not {shown(file)}")
     return nullcontext(file)
 
 
@@ -204,9 +204,9 @@ class VirtualTensor(Uncopyable):
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {shape} must not be negative")
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+            raise TypeError(f"dtype must be a torch.dtype, not {shown(dtype)}")
         if not isinstance(context, Context | None):
-            raise TypeError(f"context must be a Context, not {context!r}")
+            raise TypeError(f"context must be a Context, not {shown(context)}")
         if math.prod(max(n, 1) for n in shape) * dtype.itemsize > MAX_BYTES:
             raise InvalidArgument(errno.EINVAL, f"shape {shape} of {dtype} is more than 2^46 bytes")
         device = _device(device)
