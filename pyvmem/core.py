@@ -455,13 +455,13 @@ def _kind(value: Any) -> str:
 
 
 _defaults: dict[tuple[str | None, int], Context] = {}
-_defaults_lock = threading.Lock()
+_defaults_lock = threading.RLock()  # a signal's handler, or a finalizer, may ask while this thread does
 
 
 def _new_lock() -> None:
     """In a forked child: a thread that held the lock does not exist here, and would never let go of it."""
     global _defaults_lock
-    _defaults_lock = threading.Lock()
+    _defaults_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_new_lock)
@@ -476,12 +476,17 @@ def default_context(backend: str | None = None, device: SupportsIndex = 0) -> Co
         one_of("backend", backend, ["gpu", *backends()])
     key = backend, uint("device", device, 31)
     with _defaults_lock:
-        context = _defaults.get(key)
-        # A forked child cannot use its parent's: it makes its own.
-        if context is None or context.closed or context._pid != os.getpid():
-            name = _best_gpu(key[1]) if backend == "gpu" else backend
-            context = _defaults[key] = Context(name, key[1])
+        context = _default(key)
+        if context is None:
+            made = Context(_best_gpu(key[1]) if backend == "gpu" else backend, key[1])
+            context = _defaults[key] = _default(key) or made  # a handler's, if one was made meanwhile
         return context
+
+
+def _default(key: tuple[str | None, int]) -> Context | None:
+    """The context that there is. A forked child cannot use its parent's: it makes its own."""
+    context = _defaults.get(key)
+    return None if context is None or context.closed or context._pid != os.getpid() else context
 
 
 def _best_gpu(device: int) -> str:

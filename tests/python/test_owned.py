@@ -353,3 +353,72 @@ def test_what_a_context_runs_on_is_asked_once(context, monkeypatch):
     for look in (context.info, lambda: info.memory_free):
         with pytest.raises(ValueError, match="closed"):
             look()
+
+
+def test_pages_stay_when_another_call_maps_them_too(context, page_size, monkeypatch):
+    """Two threads map the same pages into one reservation, and one meets EBUSY: the other's mapping keeps them."""
+    from pyvmem import owned
+
+    class Library:
+        def __getattr__(self, name):
+            return getattr(lib, name)
+
+        def pv_range_map(self, *arguments):
+            monkeypatch.undo()
+            range_.map(pages, page_size)  # the other thread, in the middle of this one's call
+            return -errno.EBUSY
+
+    range_, pages = context.reserve(8 * page_size), context.create(page_size)
+    monkeypatch.setattr(owned, "lib", Library())
+    with pytest.raises(pyvmem.VmemError):
+        range_.map(pages, 0)
+    handle = int(pages.handles[0])
+    pages = None
+    assert context.page_info(handle).mappings == 1
+    range_.close()
+    assert context.stats().created == 0
+
+
+@pytest.mark.parametrize("which", ["range_", "pages"])
+def test_what_is_closed_in_the_middle_of_a_map_keeps_nothing(context, page_size, monkeypatch, which):
+    from pyvmem import owned
+
+    class Library:
+        def __getattr__(self, name):
+            return getattr(lib, name)
+
+        def pv_range_map(self, *arguments):
+            done = lib.pv_range_map(*arguments)
+            {"range_": range_, "pages": pages}[which].close()
+            return done
+
+    range_, pages = context.reserve(8 * page_size), context.create(page_size)
+    monkeypatch.setattr(owned, "lib", Library())
+    range_.map(pages, 0)
+    monkeypatch.undo()
+    assert not range_._pages
+    pages = None
+    assert context.stats().created == 0
+
+
+def test_a_handler_asks_for_the_default_context():
+    """A signal's handler that runs while its thread makes the default context gets one, the same, and does not hang."""
+    python(
+        """
+        import signal
+        import pyvmem
+        from pyvmem import core
+
+        real, seen = core.Context, []
+
+        def make(*arguments):
+            core.Context = real
+            signal.raise_signal(signal.SIGALRM)
+            return real(*arguments)
+
+        signal.signal(signal.SIGALRM, lambda *arguments: seen.append(pyvmem.default_context("host")))
+        core.Context = make
+        context = pyvmem.default_context("host")
+        assert seen == [context] and pyvmem.default_context("host") is context
+        """
+    )
