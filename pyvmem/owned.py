@@ -93,13 +93,16 @@ class _Owned(Uncopyable):
     _thing: Any = None  # a pointer for native calls that keeps the owner
 
     @staticmethod
-    def _new_owner(parent: Any = ffi.NULL) -> Any:
-        """An owner of nothing yet. It is made before what it is to own: an exception at any later moment, a signal
-        handler's too, then leaves nothing behind."""
-        owner = lib.pv_owner_new(parent)
+    def _new_owner(parent: Any = None) -> Any:
+        """An owner of nothing yet. It is made before what it is to own and to keep: an exception at any later moment, a
+        signal handler's too, then leaves nothing behind."""
+        owner = lib.pv_owner_new()
         if owner == ffi.NULL:
             raise OutOfMemory(errno.ENOMEM, "no memory for bookkeeping")
-        return ffi.gc(owner, lib.pv_owner_drop)
+        owner = ffi.gc(owner, lib.pv_owner_drop)
+        if parent is not None:
+            lib.pv_owner_set_parent(owner, parent)
+        return owner
 
     def _own(self, owner: Any, thing: Any = None) -> None:
         if thing is not None:

@@ -72,10 +72,11 @@ def tensor_at(
     elements = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides))
     kind = _DEVICE_CPU if device.type == "cpu" else _DEVICE_CUDA
     length = max(elements * dtype.itemsize, 1)
-    managed = lib.pv_dlpack_bytes(owner, addr, length, kind, device.index or 0)
+    managed = lib.pv_dlpack_bytes(addr, length, kind, device.index or 0)
     if managed == ffi.NULL:
         raise OutOfMemory(errno.ENOMEM, "no memory for a tensor's description")
     capsule = _new_capsule(int(ffi.cast("uintptr_t", managed)), b"dltensor", _free_capsule)
+    lib.pv_dlpack_keep(managed, owner)  # only now: the capsule lets go of it
     storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
 

@@ -36,13 +36,12 @@ static void drop(struct dl_managed *managed)
     free(managed);
 }
 
-void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id)
+void *pv_dlpack_bytes(uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id)
 {
     struct dl_managed *managed = calloc(1, sizeof(*managed));
     if (!managed)
         return NULL;
     managed->shape = (int64_t)length;
-    managed->context = owner;
     managed->deleter = drop;
     managed->tensor.data = (void *)(uintptr_t)addr;
     managed->tensor.device.type = device_type;
@@ -52,8 +51,13 @@ void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t d
     managed->tensor.dtype.bits = 8;
     managed->tensor.dtype.lanes = 1;
     managed->tensor.shape = &managed->shape;
-    pv_owner_keep(owner);
     return managed;
+}
+
+void pv_dlpack_keep(void *managed, pv_owner *owner)
+{
+    pv_owner_keep(owner);
+    ((struct dl_managed *)managed)->context = owner;
 }
 
 // A consumed capsule has another name and belongs to the consumer.

@@ -16,9 +16,10 @@
 // ends under a call of another thread.
 typedef struct pv_owner pv_owner;
 
-// Owns nothing yet, with one count; parent may be NULL. NULL when there is no memory. It exists before what it is to own,
-// so that an exception in the caller at any moment after that leaves nothing behind.
-pv_owner *pv_owner_new(pv_owner *parent);
+// Owns nothing yet, with one count and no parent. NULL when there is no memory. It exists before what it is to own and
+// to keep, so that an exception in the caller at any moment leaves nothing behind but these few bytes.
+pv_owner *pv_owner_new(void);
+void pv_owner_set_parent(pv_owner *owner, pv_owner *parent);
 // From now on it owns `thing`: destroy(thing) ends it.
 void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing);
 void pv_owner_keep(pv_owner *owner);
@@ -56,9 +57,11 @@ void pv_watch_signals(unsigned long thread, int (*run)(void));
 // Long calls of the context run handlers, and end with -EINTR if one raises.
 int pv_interruptible(vmem_context *ctx);
 
-// A DLPack tensor of `length` bytes at addr, on device (type, id), which keeps owner: a DLManagedTensor to be wrapped
-// in a capsule named "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory.
-void *pv_dlpack_bytes(pv_owner *owner, uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id);
+// A DLPack tensor of `length` bytes at addr, on device (type, id): a DLManagedTensor to be wrapped in a capsule named
+// "dltensor" with pv_dlpack_capsule_free as its destructor. NULL when there is no memory. Once the capsule exists it is
+// made to keep the memory's owner, and so leaves nothing behind if it does not come to that.
+void *pv_dlpack_bytes(uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id);
+void pv_dlpack_keep(void *managed, pv_owner *owner);
 void pv_dlpack_capsule_free(void *capsule);
 
 // ---- benchmark loops: samples are nanoseconds of single calls, n of each ------------------------------------

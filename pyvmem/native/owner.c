@@ -16,16 +16,19 @@ struct pv_owner {
     void *thing;
 };
 
-pv_owner *pv_owner_new(pv_owner *parent)
+pv_owner *pv_owner_new(void)
 {
     pv_owner *owner = calloc(1, sizeof(*owner));
     if (!owner)
         return NULL;
     atomic_init(&owner->count, 1);
-    owner->parent = parent;
-    if (parent)
-        pv_owner_keep(parent);
     return owner;
+}
+
+void pv_owner_set_parent(pv_owner *owner, pv_owner *parent)
+{
+    pv_owner_keep(parent);
+    owner->parent = parent;
 }
 
 void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing)

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -223,3 +224,66 @@ def test_a_context_that_another_thread_closes_in_the_middle_of_a_call(name):
     del call
     gc.collect()
     assert descriptors() == before
+
+
+class Stop(BaseException):
+    pass
+
+
+def stopped_at(n, call):
+    """Call, with an exception before the n-th bytecode that pyvmem executes; whether there was one."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(os.path.dirname(pyvmem.__file__)):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        if event == "opcode" and count == n:
+            raise Stop
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+        return False
+    except Stop:
+        return True
+    finally:
+        sys.settrace(None)
+
+
+def make_a_reservation(context):
+    context.reserve(MIB).commit()
+
+
+def make_pages(context):
+    context.create(min(context.page_sizes))
+
+
+def make_a_tensor(context):
+    pyvmem.virtual_empty(16, context=context).commit()
+
+
+@pytest.mark.parametrize("make", [make_a_reservation, make_pages, make_a_tensor])
+def test_an_exception_at_any_moment_leaves_nothing(make):
+    """As Ctrl-C may raise it, between any two steps of a constructor. Also the context itself must go in the end."""
+    pytest.importorskip("torch")
+    context = pyvmem.Context("host")
+    make(context)
+    files = len(os.listdir("/proc/self/fd"))
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        n = 1
+        while stopped_at(n, lambda: make(context)):
+            stats = context.stats()
+            assert stats.reserved == stats.created == 0, f"at bytecode {n}"
+            n += 1
+    finally:
+        if collecting:
+            gc.enable()
+    assert n > 100
+    context.close()
+    assert len(os.listdir("/proc/self/fd")) == files - 1

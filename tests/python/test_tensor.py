@@ -268,8 +268,9 @@ def test_a_capsule_that_nobody_takes_is_freed(context):
     from pyvmem._ffi import ffi, lib
 
     range_ = context.reserve(2 * MIB)
-    managed = lib.pv_dlpack_bytes(range_._owner, range_.addr, 2 * MIB, 1, 0)
+    managed = lib.pv_dlpack_bytes(range_.addr, 2 * MIB, 1, 0)
     capsule = module._new_capsule(int(ffi.cast("uintptr_t", managed)), b"dltensor", module._free_capsule)
+    lib.pv_dlpack_keep(managed, range_._owner)
     range_.close()
     assert context.stats().reserved == 2 * MIB
     del capsule
