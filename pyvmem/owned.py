@@ -196,8 +196,8 @@ class Reservation(_Owned):
 
     def close(self) -> None:
         """Unmap everything and free the addresses, now or with the last tensor over them."""
-        self._pages.clear()
         self._drop()
+        self._pages.clear()  # what a call of another thread adds now, it takes away again
 
     def _part(self, offset: SupportsIndex, length: SupportsIndex | None) -> tuple[int, int]:
         """offset and length, checked; by default all that follows."""
@@ -234,30 +234,22 @@ class Reservation(_Owned):
         if not isinstance(pages, Pages):
             raise TypeError(f"pages must be Pages, not {type(pages).__name__}: Context.map takes handles")
         handles, size = pages._handles_for(self.context), pages.page_size
-        known = pages in self._pages
-        self._pages.add(pages)
-        bad = no_index()
+        flags, bad = map_flags(replace, fine), no_index()
         try:
-            try:
-                first = operator.index(offset)
-            except TypeError:
-                ops = make_ops(MAP_OP, offset=self._parts(uints("offset", offset), size), pages=handles)
-                _check(
-                    lib.pv_range_map_batch(
-                        self._owned(), as_buffer("struct vmem_map_op[]", ops), len(ops), map_flags(replace, fine), bad
-                    ),
-                    bad,
-                )
-            else:
-                n, flags = len(handles), map_flags(replace, fine)
-                self._part(first, n * size)
-                _check(lib.pv_range_map(self._owned(), first, size, pages._buffer, n, flags, bad), bad)
-        except BaseException:
-            if not known:
-                self._pages.discard(pages)
-            raise
-        if not known:
-            pages._homes[id(self)] = self
+            first = operator.index(offset)
+        except TypeError:
+            ops = make_ops(MAP_OP, offset=self._parts(uints("offset", offset), size), pages=handles)
+            buffer = as_buffer("struct vmem_map_op[]", ops)
+            _check(lib.pv_range_map_batch(self._owned(), buffer, len(ops), flags, bad), bad)
+        else:
+            n = len(handles)
+            self._part(first, n * size)
+            _check(lib.pv_range_map(self._owned(), first, size, pages._buffer, n, flags, bad), bad)
+        # Whatever became of another thread's call for the same pages: these are mapped now.
+        self._pages.add(pages)
+        pages._homes[id(self)] = self
+        if self.closed or pages.closed:
+            self._pages.discard(pages)
 
     def unmap(self, offset: Any = 0, length: Any = None) -> None:
         """Unmap `length` bytes from `offset` on (arrays for several ranges, all or none); by default everything.
@@ -389,10 +381,10 @@ class Pages(_Owned):
 
     def close(self) -> None:
         """Unmap the pages wherever they are mapped and free them. Pages released one by one before are skipped."""
+        self._drop()
         for home in self._homes.valuerefs():
             if reservation := home():
                 reservation._pages.discard(self)
-        self._drop()
 
     release = close
 

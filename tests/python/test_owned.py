@@ -17,6 +17,8 @@ import pyvmem
 from pyvmem._ffi import lib
 from pyvmem.core import MAP_OP
 
+from conftest import python
+
 KIB, MIB = 1 << 10, 1 << 20
 
 
