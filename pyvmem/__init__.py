@@ -29,7 +29,14 @@ if _TYPE_CHECKING:
     from pyvmem.kv_prefix import PrefixCache
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
-__version__ = ".".join(str(_lib.vmem_version() >> shift & 0xFF) for shift in (16, 8, 0))
+
+def _release(version: int) -> str:
+    return ".".join(str(version >> shift & 0xFF) for shift in (16, 8, 0))
+
+
+__version__ = _release(_lib.vmem_version())
+if _lib.vmem_version() != _lib.VMEM_VERSION:
+    raise ImportError(f"pyvmem was compiled with vmem.h {_release(_lib.VMEM_VERSION)}, but runs libvmem {__version__}")
 
 __all__ = [
     "Context",

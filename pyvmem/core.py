@@ -231,7 +231,7 @@ class Context(_Owned):
         return self._info
 
     def _describe(self) -> Info:
-        raw = ffi.new("struct vmem_info *")
+        raw = ffi.new("struct vmem_info *", {"size": ffi.sizeof("struct vmem_info")})
         _check(lib.vmem_context_info(self._use(), raw))
         return Info(
             backend=ffi.string(raw.backend).decode(),
@@ -248,7 +248,7 @@ class Context(_Owned):
 
     def stats(self) -> Stats:
         """The context's `Stats` at this moment."""
-        raw = ffi.new("struct vmem_stats *")
+        raw = ffi.new("struct vmem_stats *", {"size": ffi.sizeof("struct vmem_stats")})
         _check(lib.vmem_context_stats(self._use(), raw))
         return Stats(*(int(getattr(raw, name)) for name in Stats.__dataclass_fields__))
 
@@ -315,7 +315,7 @@ class Context(_Owned):
 
     def page_info(self, page: SupportsIndex) -> PageInfo:
         """The `PageInfo` of a page handle."""
-        raw = ffi.new("struct vmem_page_info *")
+        raw = ffi.new("struct vmem_page_info *", {"size": ffi.sizeof("struct vmem_page_info")})
         _check(lib.vmem_page_query(self._use(), uint("page", page), raw))
         return PageInfo(raw.page_size, raw.frame, raw.mappings)
 

@@ -9,6 +9,9 @@
 //   - Sizes are bytes. An address is a device address (a CPU address on the host backend).
 //   - A call that fails has changed nothing. Batches are all-or-nothing; *bad, when not NULL, receives the index
 //     of the element at fault.
+//   - A structure whose first field is `size` grows at its end with later versions. Set size to the sizeof of the
+//     structure. A program that was compiled with an older or a newer header goes on working: fields that one side does
+//     not know are 0 for the other, and must be 0 in what the caller passes. The other structures never change.
 //   - Every function may be called from any thread. Two calls in flight at once on the same page or the same
 //     addresses: one of them gets -EBUSY and nothing is lost.
 //   - A context belongs to the process that created it. After fork() the child's calls return -EPERM, and
@@ -33,7 +36,9 @@ extern "C" {
 #define VMEM_VERSION_PATCH 0
 #define VMEM_VERSION (VMEM_VERSION_MAJOR << 16 | VMEM_VERSION_MINOR << 8 | VMEM_VERSION_PATCH)
 
-// VMEM_VERSION of the library that runs. Compare it with the header's: a program may have been built against another.
+// VMEM_VERSION of the library that runs. A program that needs what a version brought compares: the library may be
+// another than the header it was compiled with. Major versions differ in what exists, minor ones add, patches change
+// nothing here.
 uint32_t vmem_version(void);
 
 // Page sizes. A backend supports some of them: struct vmem_info.page_sizes.
@@ -88,12 +93,14 @@ const char *const *vmem_backends(void);
 #define VMEM_CAP_FAULT 0x10u       // an access to an unbacked address without a backdrop faults (host: SIGSEGV)
 
 struct vmem_info {
+    uint32_t size; // sizeof(struct vmem_info), set by the caller
+    uint32_t caps; // VMEM_CAP_*
     char backend[16];
     char device_name[96];
     char driver[32];         // driver release, "" on the host
     uint8_t device_uuid[16]; // zero on the host
-    uint32_t caps;           // VMEM_CAP_*
     int32_t device;
+    uint32_t reserved;      // 0
     uint64_t page_sizes;    // every supported page size, ORed
     uint64_t reserve_align; // reservations start at a multiple of this; at least 2 MiB
     uint64_t memory_total;  // bytes of the device; on the host of the machine, or what its control group allows
@@ -105,6 +112,8 @@ int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
 int vmem_context_memory(vmem_context *ctx, uint64_t *total, uint64_t *free);
 
 struct vmem_stats {
+    uint32_t size;     // sizeof(struct vmem_stats), set by the caller
+    uint32_t pad;      // 0
     uint64_t reserved; // bytes of address space
     uint64_t created;  // bytes of pages that exist
     uint64_t mapped;   // bytes of address space backed by pages (an aliased page counts once per mapping)
@@ -157,6 +166,8 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
 int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n);
 
 struct vmem_page_info {
+    uint32_t size; // sizeof(struct vmem_page_info), set by the caller
+    uint32_t pad;  // 0
     uint64_t page_size;
     uint64_t frame;    // position in the context's physical memory, in granules of 64 KiB: two pages whose frames are
                        // page_size / 64 KiB apart are physically consecutive and map in one run
@@ -213,10 +224,10 @@ int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, 
 // ---- what is where ----------------------------------------------------------------------------------------
 
 struct vmem_reservation_info {
+    uint32_t size;         // sizeof(struct vmem_reservation_info), set by the caller
+    uint32_t flags;        // VMEM_RESERVE_*
     uint64_t addr, length; // of the reservation
     uint64_t mapped;       // bytes of it that are backed
-    uint32_t flags;        // VMEM_RESERVE_*
-    uint32_t reserved;     // 0
 };
 // The reservation that holds addr.
 int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out);

@@ -76,7 +76,7 @@ struct range {
 // A tensor may be dropped while kernels that use it are still queued, on streams that nobody here knows.
 static void wait_for_kernels(int device)
 {
-    struct vmem_info info;
+    struct vmem_info info = {.size = sizeof info};
     struct vmem__cuda cu = {0};
     if (vmem__cuda_open(&cu, device, &info))
         return;
@@ -92,7 +92,7 @@ static void wait_for_kernels(int device)
 static void destroy_range(void *thing)
 {
     struct range *r = thing;
-    struct vmem_reservation_info info;
+    struct vmem_reservation_info info = {.size = sizeof info};
     // In a forked child every call refuses, which is right: the parent still uses it all.
     if (r->device >= 0 && !vmem_reservation_query(r->ctx, r->addr, &info))
         wait_for_kernels(r->device);
@@ -168,7 +168,7 @@ int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length)
 int pv_range_mapped(pv_owner *owner, uint64_t *bytes)
 {
     const struct range *r = owner->thing;
-    struct vmem_reservation_info info;
+    struct vmem_reservation_info info = {.size = sizeof info};
     int rc = vmem_reservation_query(r->ctx, r->addr, &info);
     if (!rc)
         *bytes = info.mapped;

@@ -72,7 +72,7 @@
     } while (0)
 
 static const char *test_backend;
-static struct vmem_info test_info;
+static struct vmem_info test_info = {.size = sizeof test_info};
 static uint64_t test_page; // the smallest page size
 
 __attribute__((unused)) static vmem_context *test_context(uint64_t budget)
@@ -100,7 +100,7 @@ __attribute__((unused)) static bool test_cpu(void) { return !(test_info.caps & V
 
 __attribute__((unused)) static struct vmem_stats test_stats(vmem_context *ctx)
 {
-    struct vmem_stats s;
+    struct vmem_stats s = {.size = sizeof s};
     OK(vmem_context_stats(ctx, &s));
     return s;
 }

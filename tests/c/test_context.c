@@ -40,7 +40,7 @@ static void backend_by_environment(void)
     vmem_context_destroy(ctx);
     setenv("VMEM_BACKEND", test_backend, 1);
     OK(vmem_context_create(NULL, &ctx));
-    struct vmem_info info;
+    struct vmem_info info = {.size = sizeof info};
     OK(vmem_context_info(ctx, &info));
     CHECK(!strcmp(info.backend, test_backend));
     vmem_context_destroy(ctx);
@@ -85,9 +85,9 @@ static void null_context(void)
 {
     uint64_t u;
     vmem_page p;
-    struct vmem_info info;
-    struct vmem_stats stats;
-    struct vmem_page_info page_info;
+    struct vmem_info info = {.size = sizeof info};
+    struct vmem_stats stats = {.size = sizeof stats};
+    struct vmem_page_info page_info = {.size = sizeof page_info};
     ERR(vmem_context_info(NULL, &info), EINVAL, "ctx is NULL");
     ERR(vmem_context_stats(NULL, &stats), EINVAL, "ctx is NULL");
     ERR(vmem_set_budget(NULL, 0), EINVAL, "ctx is NULL");

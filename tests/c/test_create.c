@@ -6,7 +6,7 @@
 
 static struct vmem_page_info query(vmem_context *ctx, vmem_page page)
 {
-    struct vmem_page_info info;
+    struct vmem_page_info info = {.size = sizeof info};
     OK(vmem_page_query(ctx, page, &info));
     return info;
 }
@@ -14,7 +14,7 @@ static struct vmem_page_info query(vmem_context *ctx, vmem_page page)
 static void errors(vmem_context *ctx)
 {
     vmem_page page = 42;
-    struct vmem_page_info info;
+    struct vmem_page_info info = {.size = sizeof info};
     ERR(vMemCreate(ctx, 0, 1, 0, &page), EINVAL, "page_size 0");
     ERR(vMemCreate(ctx, 4096, 1, 0, &page), EINVAL, "page_size 4096");
     ERR(vMemCreate(ctx, VMEM_PAGE_64K | VMEM_PAGE_2M, 1, 0, &page), EINVAL, "page_size 2162688");

@@ -100,7 +100,7 @@ static struct view look(void)
     v.stats.syscalls = v.stats.overhead = 0;
     for (int i = 0; i < 64; i++) {
         v.at[i] = page_at(ctx, addr + (uint64_t)i * test_page);
-        struct vmem_page_info info;
+        struct vmem_page_info info = {.size = sizeof info};
         if (page[i] && !vmem_page_query(ctx, page[i], &info))
             v.mappings[i] = info.mappings;
     }

@@ -15,9 +15,9 @@ static void child(vmem_context *ctx)
 {
     uint64_t u;
     vmem_page p;
-    struct vmem_info info;
-    struct vmem_stats stats;
-    struct vmem_page_info page_info;
+    struct vmem_info info = {.size = sizeof info};
+    struct vmem_stats stats = {.size = sizeof stats};
+    struct vmem_page_info page_info = {.size = sizeof page_info};
     const char *text = "the process that forked this one";
     ERR(vmem_context_info(ctx, &info), EPERM, text);
     ERR(vmem_context_stats(ctx, &stats), EPERM, text);

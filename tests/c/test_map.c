@@ -82,7 +82,7 @@ static void aliases(vmem_context *ctx)
     enum { N = 50 };
     const uint64_t P = test_page;
     struct vmem_map_op ops[N];
-    struct vmem_page_info info;
+    struct vmem_page_info info = {.size = sizeof info};
     uint64_t offset;
     vmem_page got;
     for (int i = 0; i < N; i++)
@@ -127,7 +127,7 @@ static void runs(vmem_context *ctx)
     const uint64_t P = test_page;
     vmem_page many[N];
     struct vmem_map_op ops[N];
-    struct vmem_page_info info[2];
+    struct vmem_page_info info[2] = {{.size = sizeof info[0]}, {.size = sizeof info[0]}};
     OK(vMemCreate(ctx, P, N, 0, many));
     OK(vmem_page_query(ctx, many[0], &info[0]));
     OK(vmem_page_query(ctx, many[1], &info[1]));
@@ -185,7 +185,7 @@ static void sizes(vmem_context *ctx)
         n++;
     }
     for (int i = 0; i < n; i++) {
-        struct vmem_page_info info;
+        struct vmem_page_info info = {.size = sizeof info};
         vmem_page got;
         OK(vmem_page_query(ctx, p[i], &info));
         CHECK(all_words(ctx, at[i], info.page_size,

@@ -183,7 +183,7 @@ static void step_create(void)
         struct page *p = free_page[i];
         p->handle = handles[i];
         p->granules = (uint32_t)(size / GRANULE);
-        struct vmem_page_info info;
+        struct vmem_page_info info = {.size = sizeof info};
         OK(vmem_page_query(ctx, p->handle, &info));
         p->frame = info.frame;
         OK(vMemMap(ctx, window, p->handle));
@@ -338,7 +338,7 @@ static void check_all(void)
             check_granule(&ranges[i], u);
     }
     for (int i = 0; i < MAX_PAGES; i++) {
-        struct vmem_page_info info;
+        struct vmem_page_info info = {.size = sizeof info};
         if (!pages[i].handle)
             continue;
         OK(vmem_page_query(ctx, pages[i].handle, &info));

@@ -24,7 +24,7 @@ static void foreign_pages(void)
 {
     vmem_context *two = test_context(0);
     vmem_page ours[4], theirs[4];
-    struct vmem_page_info a, b;
+    struct vmem_page_info a = {.size = sizeof a}, b = {.size = sizeof b};
     const uint64_t addr = reserve(16 * MIB);
     size_t bad;
     OK(vMemCreate(ctx, test_page, 4, 0, ours));
@@ -133,7 +133,7 @@ static void decommit_of_a_page_twice(void)
 static void giving_up_a_reservation(void)
 {
     const uint64_t P = test_page, addr = reserve(64 * MIB), other = reserve(4 * P);
-    struct vmem_reservation_info info;
+    struct vmem_reservation_info info = {.size = sizeof info};
     vmem_page own;
     commit(addr + 8 * P, 4 * P);
     OK(vMemCreate(ctx, P, 1, 0, &own));

@@ -43,7 +43,7 @@ static void everywhere(vmem_context *ctx)
         }
     }
     put_word(ctx, addr[0] + test_page, 11);
-    struct vmem_page_info info;
+    struct vmem_page_info info = {.size = sizeof info};
     OK(vmem_page_query(ctx, page, &info));
     CHECK_EQ(info.mappings, RANGES * N);
     // Some addresses go one by one before, so that the list of the rest has been through removals.

@@ -17,7 +17,7 @@ static void one_for_one(vmem_context *ctx)
 {
     const uint64_t P = test_page;
     vmem_page page[3];
-    struct vmem_page_info info;
+    struct vmem_page_info info = {.size = sizeof info};
     OK(vMemCreate(ctx, P, 3, 0, page));
     for (int i = 0; i < 3; i++) {
         OK(vMemMap(ctx, addr + (8 + i) * P, page[i]));
@@ -55,7 +55,7 @@ static void large_for_small(vmem_context *ctx)
 {
     enum { SMALL = 32 };
     vmem_page small[SMALL], big;
-    struct vmem_page_info info;
+    struct vmem_page_info info = {.size = sizeof info};
     if (test_page != VMEM_PAGE_64K)
         return;
     for (int shape = 0; shape < 4; shape++) {

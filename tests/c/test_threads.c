@@ -106,7 +106,7 @@ static void *overlapping(void *arg)
         default:
             OK(vmem_query(ctx, at, &page, NULL));
             if (page) {
-                struct vmem_page_info info;
+                struct vmem_page_info info = {.size = sizeof info};
                 OK(vmem_page_query(ctx, page, &info));
             }
         }
@@ -152,7 +152,7 @@ static void all(bool whole_arenas)
     // The mappings that the pages count are the mappings that there are.
     uint64_t mapped = 0, mappings = 0;
     for (int i = 0; i < N; i++) {
-        struct vmem_page_info info;
+        struct vmem_page_info info = {.size = sizeof info};
         mapped += page_at(ctx, addr + (uint64_t)i * test_page) != 0;
         OK(vmem_page_query(ctx, shared[i], &info));
         mappings += info.mappings;

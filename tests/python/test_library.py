@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import python
 
 TOP = Path(__file__).resolve().parents[2]
 SOURCE = TOP / "libvmem" / "src"
@@ -76,3 +77,81 @@ def test_the_kernel_header_is_declared_once():
         for name in re.findall(r"#define (\w+)|struct (\w+) \{|^\s*(\w+) = 0x", text, re.M):
             again += [f"{path.relative_to(TOP)}: {n}" for n in name if n in own]
     assert own and again == []
+
+
+PROGRAM = r"""
+#include <stdio.h>
+#include <string.h>
+#include "vmem.h"
+int main(void)
+{
+    struct { struct vmem_options o; uint64_t guard; } in = {.o = {.size = sizeof in.o, .backend = "host"}, .guard = 7};
+    struct { struct vmem_stats s; uint64_t guard; } out = {.s = {.size = sizeof out.s}, .guard = 7};
+    vmem_context *ctx;
+    vmem_page page;
+    if (vmem_context_create(&in.o, &ctx) || vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &page)
+            || vmem_context_stats(ctx, &out.s)) {
+        printf("%s\n", vmem_last_error());
+        return 1;
+    }
+    printf("%u %u %llu %llu", out.s.size == sizeof out.s, vmem_version() == VMEM_VERSION,
+           (unsigned long long)out.s.created, (unsigned long long)out.guard);
+#ifdef NEWER
+    printf(" %llu", (unsigned long long)out.s.newer);
+#endif
+    vmem_context_destroy(ctx);
+    return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("caller", ["same", "older", "newer"])
+def test_a_program_compiled_with_another_header(built, tmp_path, caller):
+    """The library takes and gives structures of an earlier and of a later version, and the versions can be compared."""
+    header = (TOP / "libvmem/include/vmem.h").read_text()
+    if caller == "older":
+        header, n = re.subn(r"    uint64_t budget; +// most bytes.*\n", "", header)
+        header, m = re.subn(r"    uint64_t unmap_ops, unmap_runs;\n", "", header)
+        assert n == m == 1
+    elif caller == "newer":
+        for last in (r"    uint64_t budget; +// most bytes.*\n", r"    uint64_t unmap_ops, unmap_runs;\n"):
+            header, n = re.subn(rf"({last})", r"\1    uint64_t newer, newest;\n", header)
+            assert n == 1
+    if caller != "same":
+        header = re.sub(r"(VMEM_VERSION_PATCH) \d+", r"\1 77", header)
+    (tmp_path / "vmem.h").write_text(header)
+    (tmp_path / "program.c").write_text(PROGRAM)
+    flags = ["-DNEWER"] if caller == "newer" else []
+    libs = ["-L", built, "-lvmem", f"-Wl,-rpath,{built}"]
+    subprocess.run(["cc", "-Wall", "-Werror", *flags, "program.c", "-o", "program", *libs], cwd=tmp_path, check=True)
+    said = subprocess.run(["./program"], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+    assert said.stdout.split() == ["1", str(int(caller == "same")), "65536", "7", *(["0"] if caller == "newer" else [])]
+
+
+def test_pyvmem_refuses_another_version_of_the_library():
+    code = """
+    import importlib.util, pathlib, sys, types
+    folder = importlib.util.find_spec("pyvmem").submodule_search_locations[0]
+    path = next(pathlib.Path(folder).glob("_ffi*.so"))
+    spec = importlib.util.spec_from_file_location("pyvmem._ffi", path)
+    real = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(real)
+
+    class Other:
+        vmem_version = staticmethod(lambda: 0x010203)
+
+        def __getattr__(self, name):
+            return getattr(real.lib, name)
+
+    other = types.ModuleType("pyvmem._ffi")
+    other.lib, other.ffi = Other(), real.ffi
+    sys.modules["pyvmem._ffi"] = other
+    try:
+        import pyvmem
+    except ImportError as error:
+        assert "but runs libvmem 1.2.3" in str(error), error
+    else:
+        raise AssertionError
+    """
+    python(code)

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "core/core.h"
+#include "core/struct.h"
 
 // ---- options ------------------------------------------------------------------------------------------------
 
@@ -14,15 +15,15 @@ static int check_options(const struct vmem_options *in, struct vmem_options *out
     *out = (struct vmem_options){.size = sizeof *out};
     if (!in)
         return 0;
-    if (in->size != sizeof *in)
-        return vmem__error(-EINVAL, "opts->size is %u, must be %zu", in->size, sizeof *in);
-    if (in->flags & ~VMEM_OPT_UNKNOWN_DRIVER)
-        return vmem__error(-EINVAL, "opts->flags 0x%x: only VMEM_OPT_UNKNOWN_DRIVER is known", in->flags);
-    if (in->reserved)
-        return vmem__error(-EINVAL, "opts->reserved is %u, must be 0", in->reserved);
-    if (in->device < 0)
-        return vmem__error(-EINVAL, "opts->device is %d, must not be negative", in->device);
-    *out = *in;
+    int rc = vmem__struct_take(out, sizeof *out, offsetof(struct vmem_options, budget), in, "opts");
+    if (rc)
+        return rc;
+    if (out->flags & ~VMEM_OPT_UNKNOWN_DRIVER)
+        return vmem__error(-EINVAL, "opts->flags 0x%x: only VMEM_OPT_UNKNOWN_DRIVER is known", out->flags);
+    if (out->reserved)
+        return vmem__error(-EINVAL, "opts->reserved is %u, must be 0", out->reserved);
+    if (out->device < 0)
+        return vmem__error(-EINVAL, "opts->device is %d, must not be negative", out->device);
     return 0;
 }
 
@@ -193,8 +194,7 @@ int vmem_context_info(vmem_context *ctx, struct vmem_info *out)
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
-    *out = ctx->b.info;
-    return 0;
+    return vmem__struct_give(out, &ctx->b.info, sizeof ctx->b.info, "out");
 }
 
 int vmem_context_memory(vmem_context *ctx, uint64_t *total, uint64_t *free)
@@ -223,7 +223,7 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
     vmem__begin(ctx);
-    *out = (struct vmem_stats){
+    const struct vmem_stats stats = {
         .reserved = ctx->reserved,
         .created = ctx->created,
         .mapped = ctx->mapped,
@@ -236,5 +236,5 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
         .unmap_runs = ctx->unmap_runs,
     };
     vmem__end(ctx);
-    return 0;
+    return vmem__struct_give(out, &stats, sizeof stats, "out");
 }

@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 #include "core/core.h"
+#include "core/struct.h"
 
 // Granules of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page,
 // an interrupted call gives back what it has of one part.
@@ -310,13 +311,17 @@ int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *ou
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
+    struct vmem_page_info info;
     vmem__begin(ctx);
     struct vmem__arena_rec *a;
     const struct vmem__page *p = vmem__page_get(ctx, page, &a);
     if (p)
-        *out = (struct vmem_page_info){p->granules * GRANULE, vmem__page_frame(a, p), p->mappings};
+        info = (struct vmem_page_info){.page_size = p->granules * GRANULE,
+                                       .frame = vmem__page_frame(a, p),
+                                       .mappings = p->mappings};
     vmem__end(ctx);
-    return p ? 0 : vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
+    return p ? vmem__struct_give(out, &info, sizeof info, "out")
+             : vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
 }
 
 int vmem_set_budget(vmem_context *ctx, uint64_t bytes)

@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
+#include "core/struct.h"
 
 // Of one stretch, so that the lock is not held for long.
 #define LONGEST (UINT64_C(4) << 30)
@@ -13,15 +14,17 @@ int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reserva
         return rc;
     if (!out)
         return vmem__error(-EINVAL, "out is NULL");
+    struct vmem_reservation_info info;
     vmem__begin(ctx);
     const struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (s)
-        *out = (struct vmem_reservation_info){.addr = s->b.addr,
+        info = (struct vmem_reservation_info){.flags = s->b.flags,
+                                              .addr = s->b.addr,
                                               .length = s->b.length,
-                                              .mapped = s->mapped,
-                                              .flags = s->b.flags};
+                                              .mapped = s->mapped};
     vmem__end(ctx);
-    return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
+    return s ? vmem__struct_give(out, &info, sizeof info, "out")
+             : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
 }
 
 int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out)

@@ -19,7 +19,7 @@ struct move {
 
 static int device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
 {
-    struct vmem_stats st;
+    struct vmem_stats st = {.size = sizeof st};
     int rc = vmem_context_stats(kv->ctx, &st);
     *all = st.created + st.overhead;
     *overhead = st.overhead;
@@ -85,7 +85,7 @@ static int copy_chunk(vmem_kv *kv, uint64_t window, const struct move *m, uint64
 
 static int copy(vmem_kv *kv, const struct move *moves, uint64_t n)
 {
-    struct vmem_info info;
+    struct vmem_info info = {.size = sizeof info};
     uint64_t window;
     int rc = vmem_context_info(kv->ctx, &info);
     if (!rc)

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "core/core.h"
+#include "core/struct.h"
 #include "kv/kv.h"
 
 static uint64_t gcd(uint64_t a, uint64_t b)
@@ -80,20 +81,6 @@ int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size)
         return vmem__error(-ENOMEM, "no memory for a list of %" PRIu64 " elements", want);
     *(void **)array = p;
     *cap = want;
-    return 0;
-}
-
-int kv_take_struct(void *to, size_t size, size_t least, const void *from, const char *name)
-{
-    const uint32_t theirs = *(const uint32_t *)from;
-    if (theirs < least)
-        return vmem__error(-EINVAL, "%s->size %u is less than %zu", name, theirs, least);
-    for (size_t i = size; i < theirs; i++)
-        if (((const char *)from)[i])
-            return vmem__error(-EINVAL, "%s->size %u: this library knows %zu bytes, and there is more after them", name,
-                               theirs, size);
-    memset(to, 0, size);
-    memcpy(to, from, KV_MIN(theirs, size));
     return 0;
 }
 
@@ -212,7 +199,7 @@ static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
 
 static int reserve(vmem_kv *kv)
 {
-    struct vmem_info info;
+    struct vmem_info info = {.size = sizeof info};
     int rc = vmem_context_info(kv->ctx, &info);
     if (rc)
         return rc;
@@ -357,7 +344,7 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
     if (!ctx || !cfg || !out)
         return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
     struct vmem_kv_config c;
-    int rc = kv_take_struct(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
+    int rc = vmem__struct_take(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
     if (!rc)
         rc = check_config(ctx, &c);
     if (rc)

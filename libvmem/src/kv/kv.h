@@ -221,9 +221,6 @@ uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens
 uint32_t kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
 void kv_set_backed(vmem_kv *kv, uint32_t slot);
-// Copies a struct of the caller's, which starts with its size, into one of `size` bytes. Fields beyond the caller's are
-// 0; fields beyond ours must be. least: the size that the struct had first.
-int kv_take_struct(void *to, size_t size, size_t least, const void *from, const char *name);
 // Grows an array so that it has room for n elements of `size` bytes.
 int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <unistd.h>
 
+#include "core/struct.h"
 #include "kv/kv.h"
 
 int kv_enter_step(vmem_kv *kv)
@@ -115,7 +116,7 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
         return rc;
     if (!options || !slot)
         return kv_leave(kv, vmem__error(-EINVAL, "options and slot must not be NULL"));
-    rc = kv_take_struct(&o, sizeof o, sizeof o, options, "options");
+    rc = vmem__struct_take(&o, sizeof o, sizeof o, options, "options");
     if (rc)
         return kv_leave(kv, rc);
     bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;

@@ -141,7 +141,7 @@ int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
     int rc = kv_enter(kv);
     if (rc)
         return rc;
-    struct vmem_info info;
+    struct vmem_info info = {.size = sizeof info};
     struct vmem_kv_view *v = NULL;
     if (!path || !name)
         rc = vmem__error(-EINVAL, "path and name must not be NULL");

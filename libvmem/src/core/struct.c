@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: MIT
+#include "core/struct.h"
+
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "core/error.h"
+
+#define SIZE_LEAST 8    // `size` and a word more, as every structure had from its first version on
+#define SIZE_MOST 4096u // more than any will ever have: what is no size at all shall not be written to
+
+// The size that a caller's structure says it has; 0 after -EINVAL.
+static size_t their_size(const void *theirs, size_t least, const char *name)
+{
+    uint32_t size;
+    memcpy(&size, theirs, sizeof size);
+    if (size >= least && size <= SIZE_MOST)
+        return size;
+    vmem__error(-EINVAL, "%s->size is %u: must be the structure's size, %zu to %u", name, size, least, SIZE_MOST);
+    return 0;
+}
+
+int vmem__struct_take(void *to, size_t size, size_t least, const void *from, const char *name)
+{
+    const size_t theirs = their_size(from, least, name);
+    if (!theirs)
+        return -EINVAL;
+    for (size_t i = size; i < theirs; i++)
+        if (((const char *)from)[i])
+            return vmem__error(-EINVAL, "%s->size is %zu: this library knows %zu bytes, and what follows them is not 0",
+                               name, theirs, size);
+    memset(to, 0, size);
+    memcpy(to, from, theirs < size ? theirs : size);
+    return 0;
+}
+
+int vmem__struct_give(void *to, const void *from, size_t size, const char *name)
+{
+    const size_t theirs = their_size(to, SIZE_LEAST, name), both = theirs < size ? theirs : size;
+    if (!theirs)
+        return -EINVAL;
+    memcpy((char *)to + sizeof(uint32_t), (const char *)from + sizeof(uint32_t), both - sizeof(uint32_t));
+    memset((char *)to + both, 0, theirs - both);
+    return 0;
+}
