@@ -112,6 +112,9 @@ MUTANTS = (
        _A, "        return (NvU64)mbytes << 20;", "return ~0ULL;"),
     _m("dead_overlays_stay", "nothing is looked for before an overlay is refused", "test_errors test_err_kernel_memory",
        _W, "        uvm_vmem_overlays_reap(call->space, REAP_AT_LIMIT);", ""),
+    _m("overlays_charged_to_nobody", "what stands behind an overlay is charged to no memory cgroup",
+       "test_process test_overlays_are_charged_to_the_cgroup",
+       _W, "NV_UVM_GFP_FLAGS_ACCOUNT", "NV_UVM_GFP_FLAGS"),
     # ---- memory
     _m("fresh_memory_not_zeroed", "what another process left is handed out",
        "test_lifetime test_memory_of_a_dead_process",

@@ -1,10 +1,12 @@
-// Processes: killed in the middle, forked, given the descriptor, or after another's handles.
+// Processes: killed in the middle, forked, given the descriptor, after another's handles, or in a memory cgroup.
 //
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
 #include <signal.h>
+#include <sys/mount.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 static uint64_t live(void) { return sim_counters(0, false).pma_live; }
 
@@ -213,5 +215,74 @@ TEST(test_handles_of_another_process)
     }
     CHECK_EQ(write(to[1], "x", 1), 1);
     CHECK_EQ(wait_child(pid), 0);
+    sim_check(0);
+}
+
+// ---- the memory cgroup ------------------------------------------------------------------------------------
+
+#define CGROUP "/tmp/cgroup"
+#define MINE CGROUP "/vmem"
+
+static void put(const char *path, const char *text)
+{
+    FILE *f = fopen(path, "w");
+
+    CHECK_MSG(f, "%s: %s", path, strerror(errno));
+    CHECK(fputs(text, f) >= 0);
+    CHECK_MSG(fclose(f) == 0, "%s to %s: %s", text, path, strerror(errno));
+}
+
+// Bytes that the memory cgroup is charged with.
+static uint64_t charged(void)
+{
+    FILE *f = fopen(MINE "/memory.current", "r");
+    unsigned long long n;
+
+    CHECK(f && fscanf(f, "%llu", &n) == 1);
+    fclose(f);
+    return n;
+}
+
+// The kernel charges in advance, up to this on each processor.
+#define IN_ADVANCE KB(256)
+
+// What stands behind overlays is charged to who opened them, and no more once the file is closed; and who has reached the
+// cgroup's limit ends alone, with everything given back.
+TEST(test_overlays_are_charged_to_the_cgroup)
+{
+    uint64_t before = baseline(), start, open;
+    unsigned overlays = GB(4) / BLOCK;
+    struct uvm u;
+    char limit[32];
+    pid_t pid;
+
+    CHECK((mkdir(CGROUP, 0755) == 0 || errno == EEXIST) && mount("vmem", CGROUP, "cgroup2", 0, NULL) == 0);
+    put(CGROUP "/cgroup.subtree_control", "+memory");
+    CHECK(mkdir(MINE, 0755) == 0);
+    for (unsigned limited = 0; limited < 2; limited++) {
+        pid = fork();
+        if (pid == 0) {
+            put(MINE "/cgroup.procs", "0");
+            vm_start(&u, GB(4));
+            CHECK_EQ(vm_unmap(&u, BASE, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK);
+            start = charged();
+            if (limited) {
+                snprintf(limit, sizeof(limit), "%llu", (unsigned long long)start + MB(1));
+                put(MINE "/memory.max", limit);
+            }
+            CHECK_EQ(vm_unmap(&u, BASE, GB(4), UVM_VMEM_UNMAP_OPEN), NV_OK);
+            open = charged();
+            CHECK_MSG(open - start > overlays * KB(1), "%u overlays are charged with %lld bytes", overlays,
+                      (long long)(open - start));
+            uvm_close(&u);
+            CHECK_MSG(charged() < start + 2 * IN_ADVANCE, "%lld bytes stay charged", (long long)(charged() - start));
+            _exit(0);
+        }
+        CHECK_EQ(wait_child(pid), limited ? 128 + SIGKILL : 0);
+    }
+    for (int i = 0; i < 100 && live() > before; i++)
+        usleep(20000);
+    CHECK(live() <= before);
+    CHECK(rmdir(MINE) == 0 && umount(CGROUP) == 0);
     sim_check(0);
 }
