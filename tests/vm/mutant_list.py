@@ -115,6 +115,10 @@ MUTANTS = (
     _m("overlays_charged_to_nobody", "what stands behind an overlay is charged to no memory cgroup",
        "test_process test_overlays_are_charged_to_the_cgroup",
        _W, "NV_UVM_GFP_FLAGS_ACCOUNT", "NV_UVM_GFP_FLAGS"),
+    _m("reader_holds_the_list", "who reads of a file that is busy holds the list of all files meanwhile",
+       "test_race test_reader_of_the_proc_file_holds_nobody_up",
+       _S, "            nv_kref_get(&space->refs);",
+       "nv_kref_get(&space->refs); mutex_lock(&space->lock); mutex_unlock(&space->lock);"),
     # ---- memory
     _m("fresh_memory_not_zeroed", "what another process left is handed out",
        "test_lifetime test_memory_of_a_dead_process",
