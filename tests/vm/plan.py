@@ -131,7 +131,7 @@ def _patched(size, arch):
         *_eviction("patched", size, arch),
         _load("patched", arch, gpu="gpus=2"),
         Step("test_calls", "/tests/test_calls", 180),
-        Step("test_release", f"ADDRESSES={size.addresses} /tests/test_release", 120),
+        Step("test_release", f"ADDRESSES={size.addresses} /tests/test_release", 120 + size.addresses // 200),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
         Step("test_lifetime", f"MANAGED_KB={size.pushed_kb} /tests/test_lifetime", 180),

@@ -3,6 +3,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "calls.h"
 
@@ -49,19 +50,49 @@ TEST(test_release_in_steps)
     sim_check(0);
 }
 
+// Asks all the while, which takes the file's lock, and keeps the longest that it had to wait.
+struct asker {
+    const struct uvm *u;
+    atomic_bool asked, stop;
+    double longest;
+};
+
+static void *ask(void *arg)
+{
+    struct asker *a = arg;
+
+    while (!a->stop) {
+        double t0 = seconds(), took;
+
+        (void)vm_query(a->u, 0);
+        took = seconds() - t0;
+        if (took > a->longest)
+            a->longest = took;
+        a->asked = true;
+    }
+    return NULL;
+}
+
 // Every second address was unmapped by the driver's own call, which leaves pieces of the overlays. Each record is
 // looked at once, whatever state it is in.
 TEST(test_release_of_pieces)
 {
-    unsigned n = env_long("ADDRESSES", 2048);
+    static struct uvm_vmem_op ops[4096];
+    static struct simgpu_pte ptes[4096];
+    unsigned n = env_long("ADDRESSES", 2048), k;
+    struct uvm_vmem_release r;
     struct uvm u;
+    struct asker asker = {.u = &u};
+    pthread_t thread;
+    double t0;
     uint64_t h;
 
     vm_start(&u, n * GRANULE);
     CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
-    for (unsigned i = 0; i < n; i++) {
-        struct uvm_vmem_op op = vm_op(BASE + i * GRANULE, KB(64), h, 0, 0);
-        CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    for (unsigned i = 0; i < n; i += k) {
+        for (k = 0; k < COUNT(ops) && i + k < n; k++)
+            ops[k] = vm_op(BASE + (i + k) * GRANULE, KB(64), h, 0, 0);
+        CHECK_EQ(vm_map_ops(&u, 0, ops, k, NULL), NV_OK);
     }
     for (unsigned i = 0; i < n; i += 2)
         CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * GRANULE, GRANULE), NV_OK);
@@ -69,11 +100,25 @@ TEST(test_release_of_pieces)
     // somebody else's by now
     sim_mem(&u, 0, 70, KB(64), KB(64));
     CHECK_EQ(uvm_map_external(&u, 0, BASE, KB(64), 0, 70), NV_OK);
-    CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    CHECK_EQ(pthread_create(&thread, NULL, ask, &asker), 0);
+    while (!asker.asked)
+        usleep(1000);
+    t0 = seconds();
+    CHECK_EQ(vm_release(&u, &h, 1, &r), NV_OK);
+    vmtest_figure("release_seconds", seconds() - t0, "s (simulated GPU)");
+    asker.stop = true;
+    pthread_join(thread, NULL);
+    vmtest_figure("release_addresses", n, "addresses");
+    vmtest_figure("release_steps", r.out_waits, "waits, the lock dropped between");
+    vmtest_figure("longest_wait_for_lock", asker.longest, "s (simulated GPU)");
     CHECK_EQ(looks(), n);
     CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_VALID);
-    for (unsigned i = 1; i < n; i++)
-        CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, i % 2 ? SIMGPU_PTE_SPARSE : SIMGPU_PTE_INVALID);
+    for (unsigned i = 1; i < n; i += k) {
+        k = n - i < COUNT(ptes) ? n - i : COUNT(ptes);
+        sim_walk(&u, 0, BASE + i * GRANULE, GRANULE, ptes, k);
+        for (unsigned j = 0; j < k; j++)
+            CHECK_EQ(ptes[j].state, (i + j) % 2 ? SIMGPU_PTE_SPARSE : SIMGPU_PTE_INVALID);
+    }
     CHECK_EQ(gpu_word(&u, BASE + GRANULE), 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
     // a piece can be mapped in again
