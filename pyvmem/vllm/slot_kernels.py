@@ -30,12 +30,16 @@ def decode(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """One part of the row of tiles. A request's tiles are there once for each KV head, head after head."""
+    """One part of the row of tiles: all requests' tiles of the first KV head, then those of the next.
+
+    So programs that run side by side read rows of the same tokens, which lie side by side.
+    """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     r = tl.arange(0, REQUESTS)
     all_ends = tl.load(ends + r, mask=r < requests, other=0)
-    tiles = tl.max(all_ends, 0).to(tl.int64) * HEADS
+    tiles_of_head = tl.max(all_ends, 0)
+    tiles = tiles_of_head.to(tl.int64) * HEADS
     tile = (program * tiles // programs).to(tl.int32)
     last = ((program + 1) * tiles // programs).to(tl.int32)
     g = tl.arange(0, GROUP_PAD)
@@ -44,12 +48,12 @@ def decode(
     ok = (g < GROUP)[:, None] & d_ok[None, :]
     part = 0
     while tile < last:
-        passed = all_ends <= tile // HEADS
+        head = tile // tiles_of_head
+        passed = all_ends <= tile % tiles_of_head
         request = tl.sum((passed & (r < requests)).to(tl.int32), 0)
         before = tl.max(tl.where(passed, all_ends, 0), 0)
         each = tl.min(tl.where(passed, 2147483647, all_ends), 0) - before  # tiles of the request and one head
-        head = (tile - before * HEADS) // each
-        start = before * HEADS + head * each  # where this head's tiles begin in the row
+        start = head * tiles_of_head + before  # where they begin in the row
         stop = tl.minimum(start + each, last)
         length = tl.load(lengths + request)
         first = 0  # the row that the head's tiles begin with
@@ -100,12 +104,13 @@ def join(
     """One request and KV head: what several programs have computed of it."""
     request = tl.program_id(0)
     head = tl.program_id(1)
-    tiles = tl.load(ends + tl.num_programs(0) - 1).to(tl.int64) * HEADS
+    tiles_of_head = tl.load(ends + tl.num_programs(0) - 1).to(tl.int64)
+    tiles = tiles_of_head * HEADS
     before = 0
     if request > 0:
         before = tl.load(ends + request - 1)
     each = tl.load(ends + request) - before
-    start = (before * HEADS + head * each).to(tl.int64)
+    start = head * tiles_of_head + before
     if each > 0:
         first = ((start + 1) * programs - 1) // tiles
         final = ((start + each) * programs - 1) // tiles

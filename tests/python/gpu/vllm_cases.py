@@ -32,9 +32,9 @@ CASES = {
     "token_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="token"), "shared"),
     "triton_attention": (dict(attention_backend="TRITON_ATTN"), "mixed"),
     # Another kernel than vLLM's, so other roundings: the tokens need not all be equal (test_vllm_answers.py).
-    "slots": (dict(enforce_eager=False, enable_prefix_caching=True, on_vmem=dict(attention_backend="CUSTOM")),
-              "shared"),
-    "slots_window": (dict(shape="window", on_vmem=dict(attention_backend="CUSTOM")), "mixed"),
+    "slots": (dict(enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48,
+                   on_vmem=dict(attention_backend="CUSTOM")), "shared"),
+    "slots_window": (dict(shape="window", max_num_seqs=48, on_vmem=dict(attention_backend="CUSTOM")), "mixed"),
     "refused": (dict(shape="hybrid"), "mixed"),
 }  # fmt: skip
 

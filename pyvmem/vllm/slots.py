@@ -1,0 +1,95 @@
+"""Decode attention by slots: what launches `pyvmem.vllm.slot_kernels`. No vLLM is imported here.
+
+SPDX-License-Identifier: MIT
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from pyvmem.vllm import slot_kernels as kernels
+
+LEAST = 32  # requests of a step: with fewer, FlashAttention is faster
+BLOCK_N = 64  # rows that are loaded together
+LOG2E = math.log2(math.e)
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class Work:
+    """A decode step's work, the same for all layers: how many tiles each request has.
+
+    Parameters
+    ----------
+    requests : int
+        Most requests of a step.
+    device : torch.device
+    window : int
+        Tokens that a query sees, itself included; 0: all.
+
+    Attributes
+    ----------
+    ends : torch.Tensor
+        int32[most]: where each request's tiles end. It stays where it is, so that CUDA graphs can read it.
+    """
+
+    def __init__(self, requests: int, device: torch.device, window: int = 0) -> None:
+        self.most = max(_power(requests), 2)
+        self.window = window
+        self.ends = torch.zeros(self.most, dtype=torch.int32, device=device)
+
+    def plan(self, lengths: torch.Tensor) -> None:
+        """lengths: int32[requests]; 0 where there is none."""
+        kernels.plan[(1,)](self.ends, lengths, lengths.shape[0], self.window, REQUESTS=self.most, BLOCK_N=BLOCK_N)
+
+
+@functools.cache
+def _parts(device: torch.device, group: int, dim: int) -> Any:
+    """(programs, results of parts, logarithms of their sums): every layer's, one after the other."""
+    gpu = device.type == "cuda"
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 6
+    shape = (2 * programs, group)
+    return programs, torch.empty(*shape, dim, device=device), torch.empty(*shape, device=device)
+
+
+def decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    work: Work,
+    scale: float,
+    softcap: float = 0.0,
+) -> None:
+    """Attention of one new token of each request.
+
+    Parameters
+    ----------
+    query, out : torch.Tensor
+        ``[requests, heads, dim]``
+    kv_cache : torch.Tensor
+        ``[blocks, KV heads, tokens, 2 * dim]``: K, then V.
+    table : torch.Tensor
+        int32[requests, ...]; only its first column is read: the request's first block, which the others follow.
+    lengths : torch.Tensor
+        int32[requests]: rows, that of the new token among them. `work` was planned for them.
+    """
+    requests, heads, dim = query.shape
+    kv_heads, tokens = kv_cache.shape[1:3]
+    group = heads // kv_heads
+    programs, partial, lse = _parts(query.device, group, dim)
+    common = dict(HEADS=kv_heads, GROUP=group, GROUP_PAD=max(_power(group), 16), DIM=dim, DIM_PAD=max(_power(dim), 16))
+    kernels.decode[(programs,)](
+        query, kv_cache, out, partial, lse, table, lengths, work.ends,
+        scale if softcap else scale * LOG2E, softcap, work.window, requests,
+        query.stride(0), query.stride(1), table.stride(0), kv_cache.stride(0), kv_cache.stride(2), kv_cache.stride(1),
+        dim, out.stride(0), out.stride(1),
+        **common, TOKENS=tokens, BLOCK_N=BLOCK_N, WINDOW=work.window > 0, SOFTCAP=softcap > 0, REQUESTS=work.most,
+        num_warps=4, num_stages=3 if dim <= 128 else 2,
+    )  # fmt: skip
+    kernels.join[(requests, kv_heads)](out, partial, lse, work.ends, programs, out.stride(0), out.stride(1), **common)
