@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pyvmem.bench.session import Session
 
 
-ENGINES = ("vLLM", "vLLM on vMem")
+OWN, ON_VMEM, BY_SLOTS = "vLLM", "vLLM on vMem", "vLLM on vMem, attention by slots"
 TRACES = {
     "azure": "the Azure conversation trace",
     "code": "the Azure code trace",
@@ -51,6 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
     group.add_argument("--prefix-caching", action="store_true", help="on in both engines")
     group.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation: starts sooner")
+    group.add_argument("--slots", action="store_true", help="a third engine: on vMem, with attention by slots")
     group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs (1)")
     group.add_argument(
         "--load",
@@ -111,13 +112,13 @@ def loads(args: argparse.Namespace) -> Any:
 class Engine:
     """An engine's process."""
 
-    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any) -> None:
+    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any, **more: Any) -> None:
         down, up = os.pipe(), os.pipe()
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=8192, enforce_eager=args.eager, enable_prefix_caching=args.prefix_caching,
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=0.4,
-            tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
+            tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1], **more,
         )  # fmt: skip
         environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
                            VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
@@ -153,8 +154,8 @@ class Engine:
             self._process.wait()
 
 
-class BothEngines:
-    """Both engines, and the records of what they did."""
+class Engines:
+    """The engines, and the records of what they did."""
 
     def __init__(self, args: argparse.Namespace, device: str, log: Any) -> None:
         self._args = args
@@ -169,7 +170,10 @@ class BothEngines:
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
-        return dict(zip(ENGINES, (Engine(self._args, vmem, log) for vmem in (False, True))))
+        found = {OWN: Engine(self._args, False, log), ON_VMEM: Engine(self._args, True, log)}
+        if self._args.slots:
+            found[BY_SLOTS] = Engine(self._args, True, log, attention_backend="CUSTOM")
+        return found
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):
@@ -199,7 +203,7 @@ class BothEngines:
         """One workload through each engine; the first warms up, and its tokens are compared."""
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
         if load["tokens"]:
-            self._compare(name, [a.pop("tokens") for a in answers.values()])
+            self._compare(name, {engine: a.pop("tokens") for engine, a in answers.items()})
         for engine, answer in answers.items():
             if turn:
                 found[engine].append(answer)
@@ -244,15 +248,17 @@ class BothEngines:
             self._add(engine, f"{name}: steps that the GPU waited for while they mapped", "",
                       [k["map_waits"] for k in states])  # fmt: skip
 
-    def _compare(self, name: str, tokens: Any) -> None:
-        same = sum(a == b for a, b in zip(*tokens))
-        alike = sum(x == y for a, b in zip(*tokens) for x, y in zip(a, b))
-        self._add(ENGINES[1], f"{name}: requests with vLLM's tokens, of {len(tokens[0])}", "", same)
-        self._add(ENGINES[1], f"{name}: tokens, of {sum(map(len, tokens[0]))}", "", alike)
+    def _compare(self, name: str, tokens: dict[str, Any]) -> None:
+        own = tokens.pop(OWN)
+        for engine, found in tokens.items():
+            same = sum(a == b for a, b in zip(own, found))
+            alike = sum(x == y for a, b in zip(own, found) for x, y in zip(a, b))
+            self._add(engine, f"{name}: requests with vLLM's tokens, of {len(own)}", "", same)
+            self._add(engine, f"{name}: tokens, of {sum(map(len, own))}", "", alike)
 
     def _equal(self, name: str, load: Any) -> None:
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
-        self._compare(name, [a.pop("tokens") for a in answers.values()])
+        self._compare(name, {engine: a.pop("tokens") for engine, a in answers.items()})
         for engine, answer in answers.items():
             self._add(engine, f"{name}: prompt tokens from the prefix cache", "", answer["cached"])
             self._add(engine, f"{name}: preemptions", "", answer["preemptions"])
@@ -276,9 +282,9 @@ def run(session: Session) -> list[Record]:
     if args.pair:
         from pyvmem.bench.vllm_pair import Pair
 
-        kind: type[BothEngines] = Pair
+        kind: type[Engines] = Pair
     else:
-        kind = BothEngines
+        kind = Engines
     import torch
 
     log = os.environ.get("VMEM_VLLM_LOG", os.devnull)

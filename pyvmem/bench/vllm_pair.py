@@ -8,12 +8,12 @@ SPDX-License-Identifier: MIT
 
 from typing import Any
 
-from pyvmem.bench.vllm import BothEngines, Engine
+from pyvmem.bench.vllm import Engine, Engines
 
 FIRST, SECOND = "first on vMem", "second on vMem"
 
 
-class Pair(BothEngines):
+class Pair(Engines):
     """Both engines, and the records of what they did."""
 
     def start(self, log: Any) -> dict[str, Engine]:

@@ -13,7 +13,7 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, raw=None,
+        code=None, offline=None, pair=False, raw=None, slots=False,
     ), **changes})  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_so_many_requests_at_a_time_and_answers_in_order():
 class FakeEngine:
     """Answers as an engine's process does: on vMem, faster with more memory."""
 
-    def __init__(self, args, vmem, log):
+    def __init__(self, args, vmem, log, **more):
         self.asked = []
         self.limit = args.kv_memory
 
@@ -102,7 +102,8 @@ class FakeEngine:
         if "limit" in load:
             self.limit = load["limit"]
             return load
-        return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0)
+        return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0, cached=0, preemptions=0,
+                    tokens=[[1, 2], [3, len(self.asked)]])  # fmt: skip
 
     def close(self):
         pass
@@ -122,6 +123,17 @@ def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
         (vllm_pair.FIRST, "by turns")]  # fmt: skip
     seeds = [load["seed"] for load in pair.engines[vllm_pair.FIRST].asked if "seed" in load]
     assert len(set(seeds)) == len(seeds)  # or the prefix cache would know the prompts
+
+
+def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
+    monkeypatch.setattr(vllm, "Engine", FakeEngine)
+    engines = vllm.Engines(arguments(slots=True), "gpu", None)
+    engines.engines[vllm.BY_SLOTS].ask(dict(limit=1))  # so that its last token is another
+    engines.measure("equal", dict(kind="ramp", tokens=True))
+    found = {(r.backend, r.metric): r.median for r in engines.records}
+    for engine, same, alike in ((vllm.ON_VMEM, 2, 4), (vllm.BY_SLOTS, 1, 3)):
+        assert found[engine, "equal: requests with vLLM's tokens, of 2"] == same
+        assert found[engine, "equal: tokens, of 4"] == alike
 
 
 def test_an_unknown_workload_is_named():
