@@ -79,6 +79,8 @@ class RequestSlots:
         self._lengths = np.zeros(cache.slots, np.int32)
         self._ops: list[Operation] = []  # of this step
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
+        self._named: set[int] = set()  # blocks whose names have pages
+        self._dropped: list[int] = []  # blocks that the scheduler has forgotten, until the step backs its own
         self._now = 0
         self._wait_seconds = wait_seconds
         self._full_budget = self._budget = cache.stats().budget_pages
@@ -98,9 +100,7 @@ class RequestSlots:
         with self.lock:
             self._now = self._fences.mark()
             self._fences.wait(self._now - 1)
-            self._reap()
-            if self.names is not None and len(dropped):
-                self.names.drop(dropped)
+            self._dropped += dropped
 
     def finish(self, index: int) -> None:
         """The request at `index` has ended, or is preempted. Kernels of the step before may still use its slot."""
@@ -119,8 +119,8 @@ class RequestSlots:
             self._trimmed = False
             for index in indices:
                 self.finish(index)
-            if self.names is not None and len(dropped):
-                self.names.drop(dropped)
+            self._dropped += dropped
+            self._drop(())
 
     def start(self, index: int, ids: Sequence[int], computed: int) -> list[int]:
         """A new request with these blocks, of which the rows of `computed` tokens exist; the numbers for its table."""
@@ -145,12 +145,12 @@ class RequestSlots:
     def back(self) -> None:
         """Everything that the step's kernels touch gets its pages."""
         self._last_step = time.monotonic()
-        if not self._ops and self._now % 64:
+        if not (self._ops or self._retiring or self._dropped) and self._now % 64:
             return
         began = time.perf_counter()
-        idle = self._fences.done(self._now)
-        maps = self.cache.step_maps
         with self.lock:
+            idle = self._fences.done(self._now)
+            maps = self.cache.step_maps
             ops, self._ops = self._ops, []
             self._trimmed = False
             if self.names is None:
@@ -159,12 +159,14 @@ class RequestSlots:
                 self._step()
             else:
                 self._back_named(ops, self.names)
-        seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            if (self.cache.step_maps > maps or any(op[3] for op in ops)) and self._fences.done(self._now):
+                self.map_waits += 1
+                if idle:  # else an unknown part of it
+                    self.map_wait_seconds += seconds
+            # Last, since the background thread then unmaps what these slots shared, and calls wait for that.
+            self._reap()
         self.step_seconds.append(seconds)
-        if (self.cache.step_maps > maps or any(hits for *_, hits, _ in ops)) and self._fences.done(self._now):
-            self.map_waits += 1
-            if idle:  # else an unknown part of it
-                self.map_wait_seconds += seconds
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
@@ -176,9 +178,7 @@ class RequestSlots:
         # Requests that run come first, as in the schedule: a new one may share what they write in this very step.
         ops.sort(key=lambda op: op[4])
         # The names that changed hands let go before anything is backed: the scheduler counts on their pages.
-        changed = [i for _, _, ids, hits, _ in ops for i in ids[hits:]]
-        if changed:
-            names.drop(changed)
+        self._drop(i for _, _, ids, hits, _ in ops for i in ids[hits:])
         slots: list[int] = []
         index: list[int] = []
         ids: list[int] = []
@@ -188,6 +188,7 @@ class RequestSlots:
             self._step()
             if ids:
                 names.bind(slots, index, ids)
+                self._named.update(ids)
             slots.clear()
             index.clear()
             ids.clear()
@@ -205,6 +206,15 @@ class RequestSlots:
             ids += blocks[hits:]
             fresh.update(blocks[hits:])
         settle()
+
+    def _drop(self, changed: Iterable[int]) -> None:
+        """Blocks that are forgotten or have changed hands let go of their pages."""
+        dropped, self._dropped = self._dropped, []
+        gone = self._named.intersection(dropped)
+        gone.update(self._named.intersection(changed))
+        if gone and self.names is not None:
+            self.names.drop(np.fromiter(gone, np.uint32, len(gone)))
+            self._named -= gone
 
     def _alloc(self, tokens: int, prefix_tokens: int) -> int:
         slot = self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)
@@ -228,8 +238,9 @@ class RequestSlots:
         deadline = None
         while self.cache.step(self._lengths) == -1:
             if self._retiring:
-                self.fence_waits += 1
-                self._fences.wait(self._retiring[-1][0])
+                if not self._fences.done(self._retiring[0][0]):
+                    self.fence_waits += 1
+                    self._fences.wait(self._retiring[0][0])
                 self._reap()
                 continue
             held = self.cache.stats().held_pages
@@ -284,8 +295,8 @@ class RequestSlots:
             self._ops = []
             self._fences.wait(self._fences.mark())
             self._reap()
-            if self.names is not None:
-                self.names.drop(np.arange(self.names.blocks, dtype=np.uint32))
+            self._dropped = list(self._named)
+            self._drop(())
             self._trim()
 
     def _trim(self) -> None:

@@ -27,7 +27,7 @@ class PoolKeeper:
     least : int
         Blocks that always stay in circulation: what one request of the greatest length takes.
     allowed : callable or None
-        How many blocks there may be now, or None; asked every `PERIOD` seconds.
+        How many blocks there may be now, or None.
     """
 
     PERIOD = 0.1
@@ -62,14 +62,16 @@ class PoolKeeper:
 
     # ---- called by the scheduler's ---------------------------------------------------------------------------
 
-    def before_schedule(self) -> None:
-        """Hold the pool to the cap and to what may be had."""
+    def before_schedule(self, idle: bool = False) -> None:
+        """From time to time, and when idle, hold the pool to the cap and to what may be had."""
+        now = time.monotonic()
+        if not idle and now - self._asked < self.PERIOD:
+            return
+        self._asked = now
         if self._freed and self.cap is not None:
             self._evict(self.cap)
         self._freed = False
-        now = time.monotonic()
-        if self._allowed is not None and now - self._asked >= self.PERIOD:
-            self._asked = now
+        if self._allowed is not None:
             allowed = self._allowed()
             if allowed is not None:
                 self._hold_back(self.pool.num_gpu_blocks - max(allowed, self.least + 1))

@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm import layout as layouts
 from pyvmem.vllm import refuse, settings
+from pyvmem.vllm.metrics import own_views
 from pyvmem.vllm.requests import RequestSlots
 from pyvmem.vllm.scheduler import PoolKeeper
 
@@ -90,6 +92,7 @@ class Engine:
         self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names,
                                      chosen.wait_seconds)  # fmt: skip
         self.states: Any = None  # of vLLM's runner, once the cache is there
+        self._allowed: int = self.num_blocks
         self._stop = threading.Event()
         threading.Thread(target=self._tend, name="vmem", daemon=True).start()
         logger.info(
@@ -102,8 +105,13 @@ class Engine:
     def _tend(self) -> None:
         while not self._stop.wait(0.05):
             with self.requests.lock:
-                if not self._stop.is_set():
-                    self.requests.tend()
+                if self._stop.is_set():
+                    return
+                self.requests.tend()
+            try:
+                self.look()
+            except ValueError:  # closed in between
+                return
 
     def settle(self, finished: Iterable[str], forgotten: Sequence[int]) -> None:
         """The scheduler has nothing more to do: these requests have ended, and these blocks are forgotten."""
@@ -120,11 +128,14 @@ class Engine:
 
     def allowed_blocks(self) -> int:
         """Blocks that the scheduler may use now: what the limit and the device's other users leave."""
+        return self._allowed
+
+    def look(self) -> None:
+        """See what `allowed_blocks` are now: asks the driver, for which the scheduler need not wait."""
         limit = self.requests.poll_limit() * self.cache.page_size
         has = self.context.stats()
         reachable = has.created + has.overhead + max(self.context.info().memory_free - MARGIN, 0)
-        blocks: int = min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
-        return blocks
+        self._allowed = min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
 
 
 MARGIN = 256 << 20  # of device memory, for what other processes take until the next look
@@ -264,6 +275,18 @@ def sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> Any:
 # ---- in the scheduler's process ---------------------------------------------------------------------------------
 
 
+def allowed_blocks(config: Any) -> int | None:
+    """Blocks that the scheduler may use now; None: not known.
+
+    Where the workers are processes of their own, the smallest of their limits, which they publish.
+    """
+    if _current is not None:
+        return _current.allowed_blocks()
+    block = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes * len(config.kv_cache_tensors)
+    limits = [view.stats["budget_pages"] * view.stats["page_size"] // block for view in own_views()]
+    return min(*limits, config.num_blocks) if limits else None
+
+
 def keeper(scheduler: Any) -> PoolKeeper:
     """The `PoolKeeper` of a scheduler's block pool."""
     pool = scheduler.kv_cache_manager.block_pool
@@ -272,7 +295,7 @@ def keeper(scheduler: Any) -> PoolKeeper:
         tokens = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         cap = None if chosen.cache_tokens is None else chosen.cache_tokens // tokens
         least = -(-scheduler.vllm_config.model_config.max_model_len // tokens) + 1
-        pool.vmem = PoolKeeper(pool, cap, least, lambda: None if _current is None else _current.allowed_blocks())
+        pool.vmem = PoolKeeper(pool, cap, least, functools.partial(allowed_blocks, scheduler.kv_cache_config))
     kept: PoolKeeper = pool.vmem
     return kept
 
@@ -292,7 +315,7 @@ def update_from_output(
     outputs = original(scheduler, scheduler_output, model_runner_output)
     if _current is not None and not scheduler.has_unfinished_requests():
         kept = keeper(scheduler)
-        kept.before_schedule()
+        kept.before_schedule(idle=True)
         _current.settle(scheduler.finished_req_ids, kept.take_forgotten())
     return outputs
 

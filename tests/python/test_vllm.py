@@ -423,10 +423,13 @@ def test_an_engine_backs_what_its_layers_write(monkeypatch, kind, tensors):
 
 def test_an_engine_may_have_what_the_limit_and_the_device_leave(monkeypatch):
     engine, _ = start_engine(monkeypatch, caching=False)
+    engine.look()
     assert engine.allowed_blocks() == 40
     engine.cache.set_budget(25 * 3 * 65536)
+    engine.look()
     assert engine.allowed_blocks() == 25
     monkeypatch.setattr(importlib.import_module("pyvmem.vllm.worker"), "MARGIN", 2**60)
+    engine.look()
     assert engine.allowed_blocks() == 0  # nothing is held, and the device has nothing to spare
     engine.requests._fences = Gpu()
     engine.close()
@@ -510,6 +513,20 @@ def test_metrics_are_of_this_servers_caches(runtime):
         assert view.stats["budget_pages"] == cache.stats().budget_pages == 8
         assert metrics.own_views(2**30) == []
         assert len(metrics.own_views(os.getppid())) == 1
+
+
+def test_workers_limits_reach_a_scheduler_in_another_process(runtime):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    spec = types.SimpleNamespace(page_size_bytes=PAGE)
+    config = types.SimpleNamespace(num_blocks=100, kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)],
+                                   kv_cache_tensors=[None, None])  # fmt: skip
+    assert worker.allowed_blocks(config) is None
+    with small_cache("vllm"), small_cache("vllm") as second:  # of 8 pages each
+        assert worker.allowed_blocks(config) == 4
+        second.set_budget(6 * PAGE)
+        assert worker.allowed_blocks(config) == 3
+        config.num_blocks = 2
+        assert worker.allowed_blocks(config) == 2
 
 
 def test_metrics_come_with_vllms_own(runtime):
