@@ -33,14 +33,16 @@ help: ## List the targets
 
 lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
 
-install: lib ## Install headers, libraries and vmem.pc under PREFIX (/usr/local); DESTDIR stages
-	$(Q)install -d $(DEST)/include $(DEST)/lib/pkgconfig
+PACKAGE := lib/pkgconfig/vmem.pc lib/cmake/vmem/vmem-config.cmake lib/cmake/vmem/vmem-config-version.cmake
+install: lib ## Install headers, libraries, and what pkg-config and CMake need, under PREFIX (/usr/local); DESTDIR stages
+	$(Q)install -d $(DEST)/include $(addprefix $(DEST)/,$(dir $(PACKAGE)))
 	$(Q)install -m 644 libvmem/include/vmem.h libvmem/include/vmem_kv.h $(DEST)/include
 	$(Q)install -m 644 build/libvmem.a $(DEST)/lib
 	$(Q)install -m 755 build/libvmem.so $(DEST)/lib/libvmem.so.$(VERSION)
 	$(Q)ln -sf libvmem.so.$(VERSION) $(DEST)/lib/libvmem.so.0
 	$(Q)ln -sf libvmem.so.0 $(DEST)/lib/libvmem.so
-	$(Q)sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' libvmem/vmem.pc.in > $(DEST)/lib/pkgconfig/vmem.pc
+	$(Q)for file in $(PACKAGE); do \
+	    sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' libvmem/package/$${file##*/}.in > $(DEST)/$$file || exit 1; done
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
@@ -74,6 +76,7 @@ test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
 
 test-python: lib venv ## Python tests, on every backend that works here
+	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # the tests that need them say so too
 	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
 
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory

@@ -4,11 +4,8 @@ SPDX-License-Identifier: MIT
 """
 
 import importlib.util
-import os
 import random
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,12 +38,6 @@ def example(name):
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def run(*command, **env):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env}, cwd=TOP)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_continuous_batching_gives_the_models_own_tokens(said):
@@ -103,21 +94,3 @@ def test_two_models_share_one_pool(said):
     assert "gives" in text, "the pool was large enough for both at once"
     held = [tuple(map(float, pair)) for pair in re.findall(r"llama holds (\S+) MiB, qwen holds (\S+) MiB", text)]
     assert all(a + b <= 8 for a, b in held)
-
-
-@pytest.mark.parametrize("kind", ["engine", "engine-static"])
-def test_an_engine_by_the_c_api_alone(kind, tmp_path):
-    """`make install` into an empty folder, then a program that is built with pkg-config alone."""
-    if not shutil.which("pkg-config") or not shutil.which(os.environ.get("CC", "cc")):
-        pytest.skip("there is no pkg-config or no C compiler")
-    run("make", "-s", "install", "PREFIX=/opt/vmem", f"DESTDIR={tmp_path}", f"PYTHON={sys.executable}")
-    assert "prefix=/opt/vmem\n" in (tmp_path / "opt/vmem/lib/pkgconfig/vmem.pc").read_text()
-    run("make", "-s", "install", f"PREFIX={tmp_path}", f"PYTHON={sys.executable}")
-    assert (tmp_path / "lib/libvmem.so.0").is_symlink()
-    run("make", "-C", "examples", f"BUILD={tmp_path}", kind, PKG_CONFIG_PATH=str(tmp_path / "lib/pkgconfig"))
-    said = run(tmp_path / kind, LD_LIBRARY_PATH=str(tmp_path / "lib"))
-    found = re.fullmatch(
-        r"12 requests, (\d+) preemptions, (\d+) began with the prefix, \d+ iterations, (\d+) pages of the budget's 64",
-        said.strip(),
-    )
-    assert found and int(found[1]) > 0 and int(found[2]) > 0 and int(found[3]) <= 64

@@ -1,0 +1,111 @@
+"""`make install`: what it installs, staged or not, and programs that find it with pkg-config and with CMake.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyvmem
+
+TOP = Path(__file__).resolve().parents[2]
+FILES = [
+    "include/vmem.h",
+    "include/vmem_kv.h",
+    "lib/cmake/vmem/vmem-config-version.cmake",
+    "lib/cmake/vmem/vmem-config.cmake",
+    "lib/libvmem.a",
+    "lib/libvmem.so",
+    "lib/libvmem.so.0",
+    f"lib/libvmem.so.{pyvmem.__version__}",
+    "lib/pkgconfig/vmem.pc",
+]
+
+
+def need(*commands):
+    """Skip, naming them, where commands are missing."""
+    missing = [c for c in commands if not shutil.which(c)]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+def run(*command, **env):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env}, cwd=TOP)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def install(prefix, stage=""):
+    run("make", "-s", "install", f"PREFIX={prefix}", f"DESTDIR={stage}", f"PYTHON={sys.executable}")
+
+
+def check_engine(program, **env):
+    """The example, which checks every row it reads itself."""
+    found = re.fullmatch(
+        r"12 requests, (\d+) preemptions, (\d+) began with the prefix, \d+ iterations, (\d+) pages of the budget's 64",
+        run(program, **env).strip(),
+    )
+    assert found and int(found[1]) > 0 and int(found[2]) > 0 and int(found[3]) <= 64
+
+
+def test_what_is_installed(tmp_path):
+    """These files and no others; a stage holds the same, and names the prefix it is for, not the stage."""
+    need("cc")
+    for stage, root in ("", tmp_path / "plain"), (tmp_path / "stage", tmp_path / "stage/opt/vmem"):
+        install("/opt/vmem" if stage else root, stage)
+        assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir()) == FILES
+        assert str(tmp_path) not in (root / FILES[3]).read_text()
+    assert "prefix=/opt/vmem\n" in (root / "lib/pkgconfig/vmem.pc").read_text()
+    assert os.readlink(root / "lib/libvmem.so") == "libvmem.so.0"
+    assert os.readlink(root / "lib/libvmem.so.0") == f"libvmem.so.{pyvmem.__version__}"
+
+
+@pytest.mark.parametrize("kind", ["engine", "engine-static"])
+def test_pkg_config(kind, tmp_path):
+    need("pkg-config", "cc")
+    install(tmp_path)
+    env = {"PKG_CONFIG_PATH": str(tmp_path / "lib/pkgconfig")}
+    assert run("pkg-config", "--modversion", "vmem", **env).strip() == pyvmem.__version__
+    run("make", "-C", "examples", f"BUILD={tmp_path}", kind, **env)
+    check_engine(tmp_path / kind, **({} if kind == "engine-static" else {"LD_LIBRARY_PATH": str(tmp_path / "lib")}))
+
+
+def test_cmake(tmp_path):
+    """In a prefix that was moved after the installation; the build finds the shared library by itself."""
+    need("cmake", "cc")
+    install("/opt/vmem", tmp_path / "stage")
+    (tmp_path / "stage/opt/vmem").rename(tmp_path / "moved")
+    build = tmp_path / "build"
+    run("cmake", "-S", "examples", "-B", build, f"-DCMAKE_PREFIX_PATH={tmp_path / 'moved'}")
+    run("cmake", "--build", build)
+    for kind in "engine", "engine-static":
+        check_engine(build / kind)
+
+
+@pytest.mark.parametrize(
+    "wanted, found", [("0.2", True), ("0.2.0", True), ("0.1", False), ("0.3", False), ("1", False)]
+)
+def test_cmake_versions(wanted, found, tmp_path):
+    """Until 1.0 a program gets the minor version that it asks for."""
+    need("cmake", "cc")
+    install(tmp_path)
+    lines = "cmake_minimum_required(VERSION 3.16)", "project(p C)", f"find_package(vmem {wanted})"
+    (tmp_path / "CMakeLists.txt").write_text("\n".join([*lines, "message(STATUS f=${vmem_FOUND})"]))
+    said = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={tmp_path}", "-Wno-dev")
+    assert f"f={int(found)}" in said
+
+
+def test_cplusplus(tmp_path):
+    """The headers are C++ too."""
+    need("c++", "cc")
+    install(tmp_path)
+    (tmp_path / "p.cc").write_text("#include <vmem_kv.h>\nint main() { return vmem_version() != VMEM_VERSION; }\n")
+    flags = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-std=c++17", "-I", tmp_path / "include"]
+    run("c++", *flags, tmp_path / "p.cc", "-o", tmp_path / "p", tmp_path / "lib/libvmem.a", "-lpthread", "-ldl")
+    run(tmp_path / "p")
