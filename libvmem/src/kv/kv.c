@@ -271,11 +271,11 @@ void vmem_kv_destroy(vmem_kv *kv)
     free_cut(&kv->worker_cut);
     free(kv->prefixes);
     free(kv->refs.entries);
-    free(kv->todo);
+    free(kv->changed);
     free(kv->slots);
     free(kv->idle);
     free(kv->spans);
-    free(kv->saved);
+    free(kv->plan.wants);
     free(kv->past);
     free(kv->staged);
     free(kv->staged_pages);
@@ -317,13 +317,13 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
     kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
-    kv->saved = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->saved));
-    kv->todo = calloc(kv->n_slots, sizeof(*kv->todo));
+    kv->plan.wants = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->plan.wants));
+    kv->changed = calloc(kv->n_slots, sizeof(*kv->changed));
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->past));
     kv->staged = calloc(kv->n_slots, sizeof(*kv->staged));
     kv->staged_pages = calloc(kv->n_slots, sizeof(*kv->staged_pages));
-    if (!kv->slots || !kv->idle || !kv->spans || !kv->saved || !kv->todo || !kv->past || !kv->staged ||
+    if (!kv->slots || !kv->idle || !kv->spans || !kv->plan.wants || !kv->changed || !kv->past || !kv->staged ||
         !kv->staged_pages)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);

@@ -71,6 +71,21 @@ struct kv_past {
     uint32_t lo, hi;
 };
 
+// What a step asks for of the tensors of a group in a slot.
+struct kv_want {
+    uint32_t slot, group;
+    uint32_t lo, hi;           // pages that its kernels touch
+    struct kv_past touched;    // the same, and what kernels of the steps in flight touch
+    uint32_t keep_lo, keep_hi; // the span's, while the plan protects
+    bool extends;              // pages may be missing
+};
+// What a step asks for, of the slots for which this is not what the last step asked for.
+struct kv_plan {
+    struct kv_want *wants; // slot by slot, all groups of each
+    uint64_t n, missing;   // missing: pages
+    bool extends, protects;
+};
+
 struct kv_prefix {
     uint64_t id;
     uint32_t tokens, min_tokens;
@@ -138,7 +153,7 @@ struct vmem_kv {
     uint32_t *order; // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
     struct kv_span *spans; // [slot][group]
-    struct kv_span *saved; // room for as many
+    struct kv_plan plan;   // of the public call that is at work
     struct kv_slot *slots;
     struct kv_idle *idle; // [slot]
     vmem_page *pages;     // see kv_table(); address space, used where there are pages
@@ -174,7 +189,7 @@ struct vmem_kv {
     uint64_t *staged_pages; // missing for each, when it was asked
     uint32_t n_staged;
     uint64_t staged_missing;       // their sum
-    uint32_t *todo;                // slots that a step has to extend
+    uint32_t *changed;             // slots that a plan looks at
     struct vmem_kv_stats stats;    // counters; the rest is filled in by kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
     struct vmem_kv_stats shown;    // under stats_lock
@@ -223,6 +238,24 @@ uint32_t kv_steady(const vmem_kv *kv, uint32_t slot);
 void kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Grows an array so that it has room for n elements of `size` bytes.
 int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
+
+// ---- plan.c
+
+void kv_plan_reset(struct kv_plan *plan);
+// Adds what a step to `tokens` asks for of a slot. -EINVAL: its window has given up rows that it reads.
+int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens);
+// What a step to these lengths asks for, or -EINVAL. waited, if not NULL: waits until the worker is at no slot that is to
+// be extended, and receives whether it had to.
+int kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
+// Whether the step would find its memory.
+int kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
+// Between these two nobody takes back what the step asks for, nor what kernels in flight touch.
+void kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
+void kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
+int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
+int kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+// Whether a step that needs pages up to hi can go on from what the span has.
+static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 // ---- slots.c
 

@@ -1,0 +1,244 @@
+// What a step asks for, before anything is done: each slot's pages are looked at once, and what is missing is known.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/kv.h"
+
+static int __attribute__((cold)) bad_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, tokens, kv->max_tokens);
+    if (s->state != VMEM_KV_ACTIVE)
+        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
+                           s->state == VMEM_KV_FREE     ? "free"
+                           : s->state == VMEM_KV_ENDING ? "being given up"
+                                                        : "swapped out");
+    return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
+                       s->shared_tokens);
+}
+
+int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const uint32_t tokens = (uint32_t)length; // negative: more than any
+    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->shared_tokens))
+        return bad_length(kv, slot, length);
+    return 0;
+}
+
+// Pages that the span lacks of [lo, hi). What an earlier request left further back, behind a prefix, is of no use.
+static uint32_t lacks(const struct kv_span *sp, uint32_t lo, uint32_t hi)
+{
+    if (!kv_usable(sp, hi))
+        return hi - lo;
+    return (lo < sp->lo ? sp->lo - lo : 0) + (hi > sp->hi ? hi - sp->hi : 0);
+}
+
+static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
+
+int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        struct kv_want *w = &plan->wants[plan->n++];
+        w->slot = slot;
+        w->group = i;
+        w->lo = g->window ? kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->hi = kv_need_hi(kv, g, tokens);
+        w->touched = kv_in_flight(kv, slot, i, w->lo, w->hi);
+        w->extends = extends(s, tokens);
+        if (w->extends)
+            plan->missing += (uint64_t)lacks(sp, w->lo, w->hi) * g->n;
+        if (kv->windows && s->tokens && w->lo < sp->lo)
+            rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
+    }
+    plan->extends |= extends(s, tokens);
+    return rc;
+}
+
+void kv_plan_reset(struct kv_plan *plan)
+{
+    plan->n = plan->missing = 0;
+    plan->extends = false;
+}
+
+// The slots for which the step asks for other pages than the last one did.
+static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+{
+    *n = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        const uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens)
+            continue;
+        int rc = kv_check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+        if (tokens >= sl->tokens && tokens <= sl->steady)
+            continue;
+        kv->changed[(*n)++] = s;
+        __builtin_prefetch(kv_span(kv, s, 0)); // they lie apart, and nothing else says early that they will be read
+    }
+    return 0;
+}
+
+// Waits until the worker is at none of the slots that are to be extended; whether it had to: the lock was dropped then.
+static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    for (uint32_t k = 0; k < n; k++) {
+        const uint32_t s = kv->changed[k];
+        if (kv->slots[s].busy && extends(&kv->slots[s], (uint32_t)lengths[s])) {
+            kv_wait_slot(kv, s);
+            return true;
+        }
+    }
+    return false;
+}
+
+int kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited)
+{
+    uint32_t n;
+    kv_plan_reset(plan);
+    int rc = find_changed(kv, lengths, &n);
+    while (!rc && waited && wait_for_changed(kv, lengths, n)) {
+        *waited = true;
+        rc = find_changed(kv, lengths, &n);
+    }
+    for (uint32_t k = 0; k < n && !rc; k++)
+        rc = kv_plan_slot(kv, plan, kv->changed[k], (uint32_t)lengths[kv->changed[k]]);
+    return rc;
+}
+
+void kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
+{
+    for (uint64_t k = 0; k < plan->n; k++) {
+        struct kv_want *w = &plan->wants[k];
+        struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        w->keep_lo = sp->keep_lo;
+        w->keep_hi = sp->keep_hi;
+        sp->keep_hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), sp->hi);
+        sp->keep_lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), sp->keep_hi);
+    }
+    plan->protects = true;
+}
+
+void kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
+{
+    for (uint64_t k = 0; k < plan->n && plan->protects; k++) {
+        const struct kv_want *w = &plan->wants[k];
+        struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        // Within what the span has now: the front and the tail may have been given up meanwhile.
+        sp->keep_hi = KV_MAX(KV_MIN(w->keep_hi, sp->hi), sp->need_hi);
+        sp->keep_lo = KV_MIN(KV_MAX(w->keep_lo, sp->lo), sp->need_lo);
+    }
+    plan->protects = false;
+}
+
+int kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
+{
+    struct kv_plan *plan = &kv->plan;
+    bool held = kv_hold_to_count(kv);
+    int rc = kv_plan(kv, plan, lengths, NULL);
+    uint64_t limit = plan->missing ? kv_limit(kv, plan->missing) : 0;
+    kv_enough();
+    if (!rc && plan->missing && kv->held + plan->missing > limit) {
+        kv_plan_protect(kv, plan);
+        // What the worker is mapping now either counts as missing here or can be taken back.
+        uint64_t want = kv->held - kv->pending - kv_reclaimable(kv) + plan->missing;
+        kv_plan_unprotect(kv, plan);
+        if (want > limit)
+            rc = want > kv->budget_pages ? kv_short_of_budget(kv, want, missing)
+                                         : kv_short_of_device(kv, want - limit, missing);
+    }
+    if (held)
+        kv_worker_release(kv);
+    return rc;
+}
+
+int kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    if (!lengths)
+        return vmem__error(-EINVAL, "lengths must not be NULL");
+    if (n != kv->n_slots)
+        return vmem__error(-EINVAL, "n %u: there are %u slots", n, kv->n_slots);
+    return 0;
+}
+
+int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    kv_take_wanted(kv);
+    rc = kv_check_lengths(kv, lengths, n);
+    return kv_leave(kv, rc ? rc : kv_plan_check(kv, lengths, missing));
+}
+
+// ---- room -----------------------------------------------------------------------------------------------------
+
+// Whether a request could have so many tokens, beside pages of others that cannot be had.
+static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, uint64_t limit)
+{
+    struct kv_plan *plan = &kv->plan;
+    uint64_t own = 0;
+    kv_plan_reset(plan);
+    if (slot < 0) {
+        for (uint32_t i = 0; i < kv->n_groups; i++)
+            own += (uint64_t)kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
+        return others + own <= limit;
+    }
+    kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
+    if (!plan->missing) // what is mapped needs nothing, be the budget exceeded
+        return true;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+        own += (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    }
+    kv_plan_protect(kv, plan);
+    own -= kv_reclaimable_in(kv, (uint32_t)slot);
+    kv_plan_unprotect(kv, plan);
+    return others + own + plan->missing <= limit;
+}
+
+int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    if (!tokens)
+        rc = vmem__error(-EINVAL, "tokens must not be NULL");
+    else if (slot >= 0)
+        rc = kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+    if (rc)
+        return kv_leave(kv, rc);
+    *tokens = 0;
+    if (slot < 0 && kv_choose(kv, 0, 0) == UINT32_MAX)
+        return kv_leave(kv, 0);
+    bool held = kv_hold_to_count(kv);
+    uint64_t others = kv->held - kv->pending - kv_reclaimable(kv), limit = kv_limit(kv, 0);
+    for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
+        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+        others += i ? 0 : kv_reclaimable_in(kv, (uint32_t)slot);
+        others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    }
+    // Pages that a length asks for grow with it: the largest that fits, by bisection.
+    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
+    while (least < most) {
+        uint32_t middle = least + (most - least + 1) / 2;
+        if (fits(kv, slot, middle, others, limit))
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    *tokens = least;
+    if (held)
+        kv_worker_release(kv);
+    return kv_leave(kv, 0);
+}
