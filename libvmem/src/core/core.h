@@ -265,6 +265,13 @@ int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
 // held.
 int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n);
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
+// The same of n pages in stretches, each of which continues behind a page of its own. All or nothing.
+struct vmem__stretch {
+    size_t n;
+    vmem_page near;
+};
+int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
+                           uint32_t flags, vmem_page *out);
 // The page a handle names, with its arena; NULL if there is none (any more).
 static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_page page, struct vmem__arena_rec **arena)
 {

@@ -257,7 +257,8 @@ static void __attribute__((cold)) undo_create(vmem_context *ctx, int rc, uint64_
         vmem__shrink(ctx);
 }
 
-int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
+int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
+                           uint32_t flags, vmem_page *out)
 {
     int rc = vmem__enter(ctx);
     if (!rc)
@@ -265,7 +266,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     if (rc || !n)
         return rc;
 
-    struct part part = {.granules = (uint32_t)(page_size >> GRANULE_SHIFT), .flags = flags, .near = near};
+    struct part part = {.granules = (uint32_t)(page_size >> GRANULE_SHIFT), .flags = flags};
     vmem__begin(ctx);
     rc = vmem__check_room(ctx, page_size, n);
     if (rc) {
@@ -274,27 +275,39 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
     }
     ctx->created += n * page_size;
     const uint64_t most = PART_UNITS(ctx);
-    for (size_t done = 0;;) {
-        const size_t left = n - done;
+    uint64_t since = 0; // granules since the last look for an interrupt
+    size_t done = 0, left = 0;
+    while (done < n && !rc) {
+        if (!left) {
+            part.near = stretches->near;
+            left = stretches++->n;
+        }
         part.n = left * part.granules <= most ? left : most / part.granules;
         part.more = (left - part.n) * part.granules;
         rc = create_part(ctx, &part, out + done);
-        done += rc ? 0 : part.n;
-        if (!rc && done == n)
+        if (rc)
             break;
-        if (!rc) {
-            part.near = out[done - 1];
+        done += part.n;
+        left -= part.n;
+        since += part.n * part.granules;
+        part.near = out[done - 1];
+        if (done < n && since >= most) {
+            since = 0;
             vmem__unlock(ctx);
             rc = vmem__interrupted(&ctx->b);
             vmem__lock(ctx);
         }
-        if (rc) {
-            undo_create(ctx, rc, page_size, n, out, done, part.grown);
-            break;
-        }
     }
+    if (rc)
+        undo_create(ctx, rc, page_size, n, out, done, part.grown);
     vmem__end(ctx);
     return rc;
+}
+
+int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
+{
+    const struct vmem__stretch all = {n, near};
+    return vmem__create_stretches(ctx, page_size, &all, n, flags, out);
 }
 
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)

@@ -242,6 +242,7 @@ static void free_grow(struct kv_grow *l)
     free(l->parts);
     free(l->pages);
     free(l->fine);
+    free(l->stretches);
     free(l->coarse);
 }
 

@@ -121,6 +121,8 @@ struct kv_grow {
     uint64_t n_parts, cap_parts, total; // total: pages
     vmem_page *pages;
     uint64_t n_pages, cap_pages;
+    struct vmem__stretch *stretches;
+    uint64_t cap_stretches;
     struct vmem_map_op *fine, *coarse;
     uint64_t n_fine, cap_fine, n_coarse, cap_coarse;
     enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a run came that failed

@@ -64,38 +64,72 @@ void kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
     l->n_pages = 0;
 }
 
-// Creates pages [from, to) of the part in every tensor: of one tensor physically consecutive where possible.
-static int create(vmem_kv *kv, struct kv_grow *l, const struct kv_part *p, uint32_t from, uint32_t to, bool coarse)
+// A part's pages fall into pieces that are created and mapped alike: whole blocks together and aligned, a block's rest
+// next to the pages it has.
+struct piece {
+    uint32_t from, to;
+    bool coarse, joins;
+};
+
+static uint32_t divide(const vmem_kv *kv, const struct kv_part *p, struct piece out[3])
 {
-    const struct kv_group *g = &kv->groups[p->group];
-    uint64_t n = to - from, total = n * g->n;
-    vmem_page *pages = l->pages + l->n_pages;
-    int rc;
-    if (!n)
-        return 0;
-    if (from % kv->block && p->joins && from == p->from) { // the rest of a block: next to the block's other pages
-        for (uint32_t t = 0; t < g->n; t++) {
-            vmem_page before = kv_table(kv, g, p->slot, t)[from - 1];
-            rc = vmem__create_near(kv->ctx, kv->page_size, n, before, kv->create_flags, l->pages + l->n_pages);
-            if (rc)
-                return rc;
-            l->n_pages += n;
-        }
-    } else {
-        rc = vMemCreate(kv->ctx, kv->page_size, total, kv->create_flags, pages);
+    const uint32_t b = kv->block, head = KV_MIN((p->from + b - 1) / b * b, p->to), coarse = KV_MAX(head, p->coarse_hi);
+    uint32_t n = 0;
+    if (p->from < head)
+        out[n++] = (struct piece){p->from, head, false, p->joins};
+    if (head < coarse)
+        out[n++] = (struct piece){head, coarse, true, false};
+    if (coarse < p->to)
+        out[n++] = (struct piece){coarse, p->to, false, false};
+    return n;
+}
+
+// All pages in one call: of one tensor physically consecutive where possible.
+static int create(vmem_kv *kv, struct kv_grow *l)
+{
+    uint64_t n = 0;
+    for (uint64_t i = 0; i < l->n_parts; i++) {
+        const struct kv_part *p = &l->parts[i];
+        const struct kv_group *g = &kv->groups[p->group];
+        struct piece pieces[3];
+        int rc = kv_room_for(&l->stretches, &l->cap_stretches, n + g->n + 3, sizeof(*l->stretches));
         if (rc)
             return rc;
-        l->n_pages += total;
+        for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
+            const uint64_t pages = pieces[k].to - pieces[k].from;
+            if (!pieces[k].joins)
+                l->stretches[n++] = (struct vmem__stretch){pages * g->n, 0};
+            for (uint32_t t = 0; t < g->n && pieces[k].joins; t++)
+                l->stretches[n++] =
+                    (struct vmem__stretch){pages, kv_table(kv, g, p->slot, t)[(uint64_t)pieces[k].from - 1]};
+        }
     }
-    for (uint32_t t = 0; t < g->n; t++) {
-        struct vmem_map_op *op = coarse ? l->coarse + l->n_coarse : l->fine + l->n_fine;
-        uint64_t addr = kv_addr(kv, g, p->slot, t, from);
-        memcpy(kv_table(kv, g, p->slot, t) + from, pages + t * n, n * sizeof(*pages));
-        for (uint64_t i = 0; i < n; i++)
-            op[i] = (struct vmem_map_op){.addr = addr + (i << kv->page_shift), .page = pages[t * n + i]};
-        *(coarse ? &l->n_coarse : &l->n_fine) += n;
+    int rc = vmem__create_stretches(kv->ctx, kv->page_size, l->stretches, l->total, kv->create_flags, l->pages);
+    l->n_pages = rc ? 0 : l->total;
+    return rc;
+}
+
+// Lists where the pages go, which follow each other in l->pages as create() asked for them.
+static void place(vmem_kv *kv, struct kv_grow *l)
+{
+    const vmem_page *pages = l->pages;
+    for (uint64_t i = 0; i < l->n_parts; i++) {
+        const struct kv_part *p = &l->parts[i];
+        const struct kv_group *g = &kv->groups[p->group];
+        struct piece pieces[3];
+        for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
+            const uint32_t from = pieces[k].from, n = pieces[k].to - from;
+            uint64_t *n_ops = pieces[k].coarse ? &l->n_coarse : &l->n_fine;
+            struct vmem_map_op *op = (pieces[k].coarse ? l->coarse : l->fine) + *n_ops;
+            for (uint32_t t = 0; t < g->n; t++, pages += n) {
+                uint64_t addr = kv_addr(kv, g, p->slot, t, from);
+                memcpy(kv_table(kv, g, p->slot, t) + from, pages, n * sizeof(*pages));
+                for (uint32_t c = 0; c < n; c++, addr += kv->page_size)
+                    *op++ = (struct vmem_map_op){.addr = addr, .page = pages[c]};
+            }
+            *n_ops += (uint64_t)n * g->n;
+        }
     }
-    return 0;
 }
 
 int kv_grow_run(vmem_kv *kv, struct kv_grow *l)
@@ -107,18 +141,10 @@ int kv_grow_run(vmem_kv *kv, struct kv_grow *l)
         rc = kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
     l->n_pages = l->n_fine = l->n_coarse = 0;
     l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
-    for (uint64_t i = 0; i < l->n_parts && !rc; i++) {
-        const struct kv_part *p = &l->parts[i];
-        uint32_t b = kv->block, head = KV_MIN((p->from + b - 1) / b * b, p->to), tail = p->to / b * b;
-        uint32_t coarse = p->coarse_hi;
-        tail = KV_MAX(tail, head);
-        // Whole blocks are created together and aligned; a block's rest next to the pages it has.
-        rc = create(kv, l, p, p->from, head, false);
-        if (!rc && coarse > head)
-            rc = create(kv, l, p, head, coarse, true);
-        if (!rc)
-            rc = create(kv, l, p, KV_MAX(head, coarse), p->to, false);
-    }
+    if (!rc)
+        rc = create(kv, l);
+    if (!rc)
+        place(kv, l);
     l->at = rc ? l->at : KV_GROW_MAP;
     if (!rc && l->n_coarse)
         rc = vMemMapBatch(kv->ctx, l->coarse, l->n_coarse, 0, NULL);
