@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pyvmem import __version__
@@ -103,7 +103,7 @@ def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     if args.json:
         form.dump(records, args.json, about)
     if args.plot:
-        _plot(chosen, records, args.plot)
+        _plot(chosen, records, args.plot, about)
     return 0
 
 
@@ -118,19 +118,21 @@ def _check_plot(path: str) -> None:
         raise ValueError(f"--plot {path}: the ending must be one of {', '.join(sorted(known))}")
 
 
-def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str) -> None:
+def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, about: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
+    from pyvmem.bench import summary
     from pyvmem.bench.session import plot
 
     drawn = [(b, [r for r in records if r.bench == b.name]) for b in benchmarks]
     drawn = [(b, rows) for b, rows in drawn if rows]
     for b, rows in drawn:
-        figure = Figure()
+        figure = Figure(layout="constrained")
         (b.plot or plot)(rows, figure)
+        figure.suptitle(f"pyvmem bench {b.name}: {summary.machine(rows, about)}", fontsize="small")
         # One benchmark: the file named. Several: one file each, with the benchmark's name before the ending.
         stem, ending = os.path.splitext(path)
-        figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120)
+        figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120, bbox_inches="tight")
 
 
 def _run(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.plots import COLOURS
+from pyvmem.bench.plots import COLOURS, legend
 from pyvmem.bench.session import size_text
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def _lines(axes: Axes, lines: Any, x: Any, value: Any, xlabel: str, ylabel: str,
         axes.set_yscale("log")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    if lines:
-        axes.legend(fontsize="xx-small")
+    legend(axes)
 
 
 def _kilo(n: int) -> str:
@@ -88,20 +87,18 @@ def figure_2(axes: Axes, timed: Timed) -> None:
     points = timed.points("prefill", batch=1)
     pairs = (("fa3 paged 16", "fa3, cudaMalloc"), ("fa3 paged 256", "fa3, cudaMalloc"),
              ("flashinfer paged 16", "flashinfer unpaged, 64K"), ("flashinfer-fa2 paged 16", "fa3, 64K"))  # fmt: skip
-    width, drawn = 0.2, 0
+    width = 0.2
     for i, (paged, plain) in enumerate(pairs):
         both = [(n, timed.at("prefill", *p)) for n, p in enumerate(points)]
         at = [(n, 100 * (v[paged] / v[plain] - 1)) for n, v in both if paged in v and plain in v]
         if at:
             axes.bar([n + (i - 1.5) * width for n, _ in at], [v for _, v in at], width, color=COLOURS[i],
                      label=f"{paged} over {plain}")  # fmt: skip
-            drawn += 1
     axes.set_xticks(range(len(points)), [_kilo(t) for _, t in points])
     axes.set_ylabel("more time, %")
     axes.set_xlabel("tokens of the prompt")
     axes.axhline(0, color="black", linewidth=0.5)
-    if drawn:
-        axes.legend(fontsize="xx-small")
+    legend(axes)
 
 
 def figure_3(axes: Axes, timed: Timed) -> None:
@@ -120,8 +117,7 @@ def figure_3(axes: Axes, timed: Timed) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("rows of a block")
     axes.set_ylabel("time, of blocks of 16")
-    if i:
-        axes.legend(fontsize="xx-small")
+    legend(axes)
 
 
 def figure_4(axes: Axes, timed: Timed) -> None:
@@ -146,7 +142,6 @@ def figure_7(axes: Axes, timed: Timed) -> None:
 
 def figure_11(axes: Axes, timed: Timed) -> None:
     """Virtual tensors over cudaMalloc's memory."""
-    drawn = 0
     names = []
     for phase in ("decode", "prefill"):
         names += [(phase, p) for p in timed.points(phase) if any(s.endswith(", 64K") for s in timed.at(phase, *p))]
@@ -158,13 +153,11 @@ def figure_11(axes: Axes, timed: Timed) -> None:
                 at.append((n, values[f"fa3, {size}"] / values["fa3, cudaMalloc"]))
         if at:
             axes.plot([n for n, _ in at], [v for _, v in at], "o", markersize=4 - i, color=COLOURS[2 * i], label=size)
-            drawn += 1
     axes.set_xticks(range(len(names)), [f"{phase[0]} {b}x{_kilo(t)}" for phase, (b, t) in names], rotation=90,
                     fontsize="xx-small")  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.5)
     axes.set_ylabel("time, of cudaMalloc's")
-    if drawn:
-        axes.legend(fontsize="small")
+    legend(axes)
 
 
 PANELS = {
@@ -178,14 +171,24 @@ PANELS = {
 
 
 def draw(records: list[Record], figure: Figure) -> None:
-    """All panels in one figure."""
+    """All panels in one figure, but for those that nothing was measured for."""
     timed = Timed(records)
-    figure.set_size_inches(16, 9)
-    for i, (title, panel) in enumerate(PANELS.values()):
-        axes = figure.add_subplot(2, 3, i + 1)
+    panels = [(title, panel) for title, panel in PANELS.values() if _has_data(panel, timed)]
+    columns = min(3, max(len(panels), 1))
+    lines = max(-(-len(panels) // columns), 1)
+    figure.set_size_inches(5.5 * columns, 4.8 * lines)
+    for i, (title, panel) in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, i + 1)
         panel(axes, timed)
         axes.set_title(title, fontsize="medium")
-    figure.tight_layout()
+
+
+def _has_data(panel: Callable[[Axes, Timed], None], timed: Timed) -> bool:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    panel(axes, timed)
+    return bool(axes.get_legend_handles_labels()[1])
 
 
 def main(records: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -196,11 +199,10 @@ def main(records: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Non
 
     timed = Timed(load(records))
     for number, (title, panel) in PANELS.items():
-        figure = Figure((7, 4.5))
+        figure = Figure((7, 4.5), layout="constrained")
         axes = figure.add_subplot()
         panel(axes, timed)
         axes.set_title(title, fontsize="medium")
-        figure.tight_layout()
         figure.savefig(Path(folder, f"attention-figure-{number}.png"), dpi=110)
 
 

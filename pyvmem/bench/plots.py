@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 
 
+def legend(axes: Axes) -> None:
+    """A legend below the axes, where it covers nothing."""
+    count = len(axes.get_legend_handles_labels()[1])
+    if count:
+        below = (0.5, -0.2 if axes.get_xlabel() else -0.12)
+        columns = 1 if count < 4 else 2
+        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=below, ncols=columns, frameon=False)
+
+
 def panel(
     axes: Axes, records: Sequence[Record], title: str, prefix: str, *, above: str = "p90", log: bool = False
 ) -> None:
@@ -51,8 +60,7 @@ def panel(
         axes.set_yscale("log")
     if rows:
         axes.set_ylabel(rows[0].unit)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize="x-small")
+    legend(axes)
 
 
 def panels(records: Sequence[Record], figure: Figure, wanted: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
@@ -61,4 +69,3 @@ def panels(records: Sequence[Record], figure: Figure, wanted: Sequence[tuple[str
     figure.set_size_inches(6 * max(len(wanted), 1), 4.5)
     for i, (title, prefix, options) in enumerate(wanted):
         panel(figure.add_subplot(1, len(wanted), i + 1), records, title, prefix, **options)
-    figure.tight_layout()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from pyvmem.bench.records import Record, Samples
@@ -22,12 +24,14 @@ try:
     import rich
     import rich.console
     import rich.progress
-    import rich.table
 except ImportError:  # an extra: plain text without it
     rich = None  # type: ignore[assignment]
 
 
 T = TypeVar("T")
+
+
+EVERY_SECONDS = 10  # between lines of progress where there is no terminal
 
 
 class Session:
@@ -98,7 +102,7 @@ class Session:
         )
 
     def track(self, items: Collection[T], text: str, total: int | None = None) -> Iterator[T]:
-        """Iterate over items behind a progress bar, where somebody watches."""
+        """Iterate over items, showing progress."""
         if total is None:
             total = len(items)
         with self.progress(text, total) as advance:
@@ -108,15 +112,27 @@ class Session:
 
     @contextlib.contextmanager
     def progress(self, text: str, total: float) -> Iterator[Callable[[float], None]]:
-        """A progress bar, or where nobody watches a line when the work begins: yields advance(n)."""
-        if rich is None or not self._out.isatty():
-            print(f"{self.name}: {text}", file=self._out, flush=True)
-            yield lambda n: None
+        """Yields advance(n). A progress bar in a terminal; elsewhere a line at the start, and one every 10 seconds."""
+        if rich is not None and self._out.isatty():
+            console = rich.console.Console(file=self._out)
+            with rich.progress.Progress(console=console, transient=True) as bar:
+                task = bar.add_task(f"{self.name}: {text}", total=total)
+                yield lambda n: bar.advance(task, n)
             return
-        console = rich.console.Console(file=self._out)
-        with rich.progress.Progress(console=console, transient=True) as bar:
-            task = bar.add_task(f"{self.name}: {text}", total=total)
-            yield lambda n: bar.advance(task, n)
+        print(f"{self.name}: {text}", file=self._out, flush=True)
+        start = last = perf_counter()
+        done = 0.0
+
+        def advance(n: float) -> None:
+            nonlocal last, done
+            done += n
+            now = perf_counter()
+            if now - last >= EVERY_SECONDS:
+                last = now
+                part = f"{100 * done / total:.0f} %" if total else "going on"
+                print(f"{self.name}: {text}: {part} after {now - start:.0f} s", file=self._out, flush=True)
+
+        yield advance
 
 
 def size_text(bytes: int | None) -> str:
@@ -148,67 +164,61 @@ def number_text(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
-COLUMNS = ("metric", "backend", "page", "median", "p10", "p90", "p99", "unit", "n", "paper")
+COLUMNS = ("median", "p10", "p90", "p99", "n", "paper")
+_LABEL, _NUMBER = 31, 8  # widths of the table's columns: 79 in all
 
 
-def by_metric(records: Sequence[Record]) -> list[Record]:
-    """The records with those of one metric together, in the order in which the metrics first come."""
-    order = {metric: i for i, metric in enumerate(dict.fromkeys(r.metric for r in records))}
-    return sorted(records, key=lambda r: order[r.metric])
+def by_metric(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """The records of each metric and unit, in the order in which the metrics first come."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for r in records:
+        found.setdefault((r.metric, r.unit), []).append(r)
+    return found
 
 
-def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Rows of text for `COLUMNS`. A single sample has no spread to show."""
-    return [
-        (
-            r.metric,
-            r.backend,
-            size_text(r.page_size),
-            number_text(r.median),
-            *(number_text(p) if r.n > 1 else "" for p in (r.p10, r.p90, r.p99)),
-            r.unit,
-            str(r.n),
-            number_text(r.paper),
-        )
-        for r in by_metric(records)
-    ]
+def table(records: Sequence[Record]) -> list[str]:
+    """Lines of at most 80 columns: each metric with its unit, and below it a line for each backend and page size.
+
+    A single sample has no spread to show.
+    """
+    lines = [" " * _LABEL + "".join(name.rjust(_NUMBER) for name in COLUMNS)]
+    for (metric, unit), rows in by_metric(records).items():
+        lines += textwrap.wrap(f"{metric}, {unit}", 79, subsequent_indent="  ")
+        for r in rows:
+            spread = (r.p10, r.p90, r.p99) if r.n > 1 else (None,) * 3
+            cells = [*map(number_text, (r.median, *spread)), str(r.n), number_text(r.paper)]
+            label = f"  {r.backend} {size_text(r.page_size)}".rstrip()
+            if len(label) >= _LABEL:  # a line of its own
+                lines.append(label)
+                label = ""
+            lines.append((label.ljust(_LABEL) + "".join(cell.rjust(_NUMBER) for cell in cells)).rstrip())
+    return lines
 
 
-def show(title: str, records: Sequence[Record], out: TextIO = sys.stdout) -> None:
+def show(title: str, records: Sequence[Record], out: TextIO | None = None) -> None:
     """Print records as a table."""
-    rows = table(records)
-    right = {"median", "p10", "p90", "p99", "n", "paper", "page"}
-    if rich is not None and out.isatty():
-        shown = rich.table.Table(title=title, title_justify="left")
-        for column in COLUMNS:
-            shown.add_column(column, justify="right" if column in right else "left", no_wrap=column != "metric")
-        for row in rows:
-            shown.add_row(*row)
-        rich.console.Console(file=out).print(shown)
-        return
-    widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
-    print(title, file=out)
-    for row in [COLUMNS, *rows]:
-        cells = [c.rjust(w) if n in right else c.ljust(w) for c, w, n in zip(row, widths, COLUMNS)]
-        print("  " + "  ".join(cells).rstrip(), file=out)
+    print("\n".join([title, *table(records), ""]), file=out or sys.stdout)
 
 
 def plot(records: Sequence[Record], figure: Figure) -> None:
-    """Draw records: a panel for each metric and unit, bars by page size, whiskers p10 to p90, the paper as dots."""
-    metrics = list(dict.fromkeys((r.metric, r.unit) for r in records))
-    columns = min(3, len(metrics))
-    figure.set_size_inches(5 * columns, 3.2 * -(-len(metrics) // columns))
-    for i, (metric, unit) in enumerate(metrics):
-        axes = figure.add_subplot(-(-len(metrics) // columns), columns, i + 1)
-        rows = [r for r in records if (r.metric, r.unit) == (metric, unit)]
+    """Draw records: a panel for each metric and unit, bars by page size, whiskers p10 to p90, the paper as dots.
+
+    Metrics that are 0 throughout get no panel.
+    """
+    panels = {key: rows for key, rows in by_metric(records).items() if any(r.median or r.p90 for r in rows)}
+    columns = min(3, max(len(panels), 1))
+    lines = -(-len(panels) // columns)
+    figure.set_size_inches(5 * columns, 3.4 * max(lines, 1))
+    for i, ((metric, unit), rows) in enumerate(panels.items()):
+        axes = figure.add_subplot(lines, columns, i + 1)
         names = [f"{r.backend} {size_text(r.page_size)}".strip() for r in rows]
         spread = [[r.median - r.p10 for r in rows], [r.p90 - r.median for r in rows]]
         axes.bar(names, [r.median for r in rows], yerr=spread, capsize=3, color="#4477aa")
         paper = [(i, r.paper) for i, r in enumerate(rows) if r.paper is not None]
         if paper:
-            axes.plot(*zip(*paper), "o", color="#cc6677", label="paper (A100)")
-            axes.legend(fontsize="small")
-        axes.set_title(metric, fontsize="medium")
+            axes.plot(*zip(*paper), "o", color="#cc6677")
+        if max(all_of := [r.median for r in rows if r.median > 0] + [p for _, p in paper]) > 30 * min(all_of):
+            axes.set_yscale("log")
+        axes.set_title(metric + (" (dots: the paper, A100)" if paper else ""), fontsize="medium")
         axes.set_ylabel(unit)
         axes.tick_params(axis="x", labelrotation=30, labelsize="small")
-    figure.tight_layout()

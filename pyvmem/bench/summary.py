@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 80
+OWN = {"uvm", "stock", "cuda", "host"}
 
 # What a row says, the benchmark, its metric as a pattern, and whose figure stands beside it: the same metric of bare
 # calls or of plain memory ("bare"), another metric's pattern, or nothing.
@@ -64,8 +65,7 @@ def _cell(record: Record | None) -> str:
 
 def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
     """(text, small pages, 2 MiB pages, beside, paper) of each row that the records have, as text."""
-    own = {"uvm", "stock", "cuda", "host"}
-    best = next((r.backend for r in records if r.backend in own), None)
+    best = next((r.backend for r in records if r.backend in OWN), None)
     found = []
     for text, bench, pattern, beside in _ROWS:
         same = [r for r in records if r.bench == bench and re.fullmatch(pattern, r.metric)]
@@ -73,28 +73,34 @@ def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
         if not mine:
             continue
         large = mine[-1] if len(mine) > 1 else None
-        bare = sorted((r for r in same if r.backend not in own), key=lambda r: r.page_size or 0) if beside else []
+        bare = sorted((r for r in same if r.backend not in OWN), key=lambda r: r.page_size or 0) if beside else []
         found.append((text, _cell(mine[0]), _cell(large), _cell(bare[0] if bare else None), number_text(mine[0].paper)))
     return found
 
 
+def machine(records: Sequence[Record], about: Mapping[str, Any]) -> str:
+    """The backend and the device that the records are of, and the driver."""
+    first = next((r for r in records if r.backend in OWN), None)
+    where = f"{first.backend}: {first.device}" if first else "no backend of vMem"
+    return f"{where}, {'driver ' + about['driver'] if about['driver'] else 'no NVIDIA driver'}, {about['date'][:10]}"
+
+
 def screen(records: Sequence[Record], about: Mapping[str, Any]) -> list[str]:
     """The lines of the screen."""
-    sizes = sorted({r.page_size for r in records if r.page_size and not r.backend.endswith("-bare")})
-    first = next((r for r in records if r.backend in ("uvm", "stock", "cuda", "host")), None)
-    if first is None:
+    sizes = sorted({r.page_size for r in records if r.page_size and r.backend in OWN})
+    if not any(r.backend in OWN for r in records):
         return []
-    driver = f"driver {about['driver']}" if about["driver"] else "no NVIDIA driver"
     versions = f"pyvmem {about['pyvmem']}, torch {about['torch'] or 'none'}, Python {about['python']}"
-    lines = [
-        f"{first.backend}: {first.device}, {driver}"[:WIDTH],
-        f"{about['kernel']}, {versions}"[:WIDTH],
-        "",
-    ]
+    lines = [machine(records, about)[:WIDTH], f"{about['kernel']}, {versions}"[:WIDTH], ""]
     small, large = (size_text(sizes[0]), size_text(sizes[-1])) if sizes else ("", "")
     heads = ("median", small, large if len(sizes) > 1 else "", "bare calls", "paper")
     for row in [heads, *rows(records)]:
         cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, _COLUMNS))]
         lines.append(" ".join(cells).rstrip())
-    lines += ["", "bare calls: CUDA's or the system's own, in turns; paper: vAttention on an A100"]
+    lines += [
+        "",
+        "bare calls: CUDA's or the system's own, in turns; paper: vAttention on an A100",
+        "waste: of backed memory. The default keeps pages for the next request while",
+        "memory is plentiful. Every row: --full, or --json FILE",
+    ]
     return lines

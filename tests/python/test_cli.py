@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import io
 import json
 import os
 import re
@@ -16,9 +17,8 @@ import pytest
 
 import pyvmem
 from pyvmem import cli
-from pyvmem.bench import all_benchmarks
+from pyvmem.bench import all_benchmarks, session, summary
 from pyvmem.bench import records as form
-from pyvmem.bench import summary
 from pyvmem.bench.replay import Cache, replay
 from pyvmem.bench.session import parse_size, size_text
 from pyvmem.traces import Trace, read_trace, synthetic_trace
@@ -294,6 +294,43 @@ SIZES = [("64K", 65536), ("2M", 2 << 20), ("12TiB", 12 << 40), ("1.5g", 3 << 29)
 def test_sizes(text, bytes):
     assert parse_size(text) == bytes
     assert parse_size(size_text(bytes)) == bytes
+
+
+# ---- what is shown ------------------------------------------------------------------------------------------
+
+
+def test_tables_fit_80_columns():
+    names = ["m", "a metric with everything that tells it apart from the others of its benchmark, for 16,384 tokens"]
+    backends = ["host", "DynamicCache, sdpa, no cuDNN"]
+    found = [form.Record.of([1, 123456.7], **{**SOME, "metric": m, "backend": b, "page_size": 2 << 20, "paper": 12345})
+             for m in names for b in backends]  # fmt: skip
+    lines = session.table(found)
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.startswith("m, us")] and lines[0].split() == list(session.COLUMNS)
+
+
+@pytest.mark.parametrize("seconds, lines", [(0, 5), (3600, 1)])
+def test_progress_without_a_terminal(seconds, lines, monkeypatch):
+    monkeypatch.setattr(session, "EVERY_SECONDS", seconds)
+    out = io.StringIO()
+    args = SimpleNamespace(quick=True)
+    assert list(session.Session("b", args, out).track([1, 2, 3, 4], "work")) == [1, 2, 3, 4]
+    said = out.getvalue().splitlines()
+    assert len(said) == lines and said[0] == "b: work"
+    assert not said[1:] or said[2].startswith("b: work: 50 % after ")
+
+
+def test_plots_have_no_empty_panel():
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    from pyvmem.bench import attention_plots
+
+    drawn = figure(layout="constrained")
+    session.plot([form.Record.of(v, **{**SOME, "metric": m}) for m, v in (("one", 1), ("none", 0))], drawn)
+    assert [axes.get_title() for axes in drawn.axes] == ["one"]
+    drawn = figure(layout="constrained")
+    metric = "prefill B=1 L=128 heads 32/8, sdpa contiguous"
+    attention_plots.draw([form.Record.of(5, **{**SOME, "metric": metric, "page_size": 64 << 10})], drawn)
+    assert [axes.get_title() for axes in drawn.axes] == ["Figure 6: prefill"]
 
 
 # ---- traces -------------------------------------------------------------------------------------------------
