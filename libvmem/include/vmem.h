@@ -147,8 +147,9 @@ int vMemFree(vmem_context *ctx, uint64_t addr);
 // those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another
 // call works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
-// Where the backdrop is established lazily (cuda and stock backends, in segments of tens of MiB), make it readable over
-// [addr, addr+length) now. Mapping a page does this for the page's segment and the one after it.
+// Where the backdrop is established lazily (cuda and stock backends), make it readable over [addr, addr+length) now, and
+// for good. Mapping a page does this behind it: for the rest of its segment of 64 MiB and the next one on stock, for
+// 2 MiB on cuda. Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 
 // ---- physical pages ---------------------------------------------------------------------------------------

@@ -10,8 +10,14 @@
 #include "driver/abi.h"
 
 #define PAGE VMEM_PAGE_2M
-// What is made readable at once in a reservation with a backdrop.
-#define BACKDROP_AHEAD (UINT64_C(32) << 20)
+// What becomes readable behind a run in a reservation with a backdrop: a kernel's tile reaches less far past the last
+// row, and each page of it is a map of its own.
+#define BACKDROP_AHEAD PAGE
+
+struct cuda_reservation {
+    struct vmem__cuda_reservation cuda; // first: vmem__gpu_*()
+    uint64_t *wanted; // a bit for each segment: vmem_backdrop made it readable, and so it stays when a page leaves it
+};
 
 struct cuda_arena {
     uint64_t handle;
@@ -40,16 +46,72 @@ static struct group next_group(const struct vmem__run *runs, size_t n)
 // for each other inside CUDA anyway.
 static struct vmem__cuda_reservation *reservation_of(const struct group *g) { return g->reservation->priv; }
 
+static const uint64_t *wanted_of(const struct group *g)
+{
+    return ((const struct cuda_reservation *)g->reservation->priv)->wanted;
+}
+
 static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->addr) / PAGE; }
 
 static bool has_backdrop(const struct group *g) { return g->reservation->flags & VMEM_RESERVE_BACKDROP; }
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-// CUDA must know the first address of a reservation with a backdrop.
+// Makes the backdrop readable over [addr, addr + length) for good. With the lock held, or before others know the
+// reservation.
+static int want(struct vmem__gpu *c, struct cuda_reservation *reservation, uint64_t addr, uint64_t length)
+{
+    const uint64_t base = reservation->cuda.addr, last = reservation->cuda.length / PAGE;
+    const uint64_t end = (addr - base + length + PAGE - 1) / PAGE;
+    int rc = vmem__cuda_activate(&c->cuda, &c->backdrop, &reservation->cuda, addr, length);
+
+    for (uint64_t i = (addr - base) / PAGE; !rc && i < end && i < last; i++)
+        vmem__bit_set(reservation->wanted, i, true);
+    return rc;
+}
+
+static void cuda_unreserve(struct vmem__backend *b, struct vmem__reservation *r)
+{
+    struct vmem__gpu *c = b->priv;
+    struct cuda_reservation *reservation = r->priv;
+
+    vmem__cuda_unreserve(&c->cuda, &c->backdrop, &reservation->cuda);
+    free(reservation->wanted);
+    free(reservation);
+}
+
 static int cuda_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
-    return vmem__gpu_reserve(b, r, r->flags & VMEM_RESERVE_BACKDROP ? BACKDROP_AHEAD : 0);
+    struct vmem__gpu *c = b->priv;
+    struct cuda_reservation *reservation = calloc(1, sizeof(*reservation));
+    int rc = reservation ? vmem__cuda_reserve(&c->cuda, &c->backdrop, r->length, 0, &reservation->cuda)
+                         : vmem__error(-ENOMEM, "reserve: no memory");
+
+    if (rc) {
+        free(reservation);
+        return rc;
+    }
+    r->priv = reservation;
+    r->addr = reservation->cuda.addr;
+    reservation->wanted = calloc((reservation->cuda.length / PAGE + 63) / 64, sizeof(uint64_t));
+    if (!reservation->wanted)
+        rc = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)r->length);
+    if (!rc && (r->flags & VMEM_RESERVE_BACKDROP)) // CUDA must know the first address
+        rc = want(c, reservation, r->addr, PAGE);
+    if (rc)
+        cuda_unreserve(b, r);
+    return rc;
+}
+
+static int cuda_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
+{
+    struct cuda_reservation *reservation = r->priv;
+    int rc;
+
+    pthread_mutex_lock(&reservation->cuda.lock);
+    rc = want(b->priv, reservation, addr, length);
+    pthread_mutex_unlock(&reservation->cuda.lock);
+    return rc;
 }
 
 // ---- physical memory ----------------------------------------------------------------------------------------
@@ -154,9 +216,25 @@ static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_
     return rc;
 }
 
+// Nothing is mapped in the group's addresses any more: what stands before them may be read a little past its end, and
+// what vmem_backdrop made readable stays so.
 static int refill(struct vmem__gpu *c, const struct group *g)
 {
-    return has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, g->length) : 0;
+    const uint64_t *wanted = wanted_of(g);
+    uint64_t end = segment_of(g, g->addr) + g->length / PAGE, n;
+    int rc =
+        has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, BACKDROP_AHEAD) : 0;
+
+    for (uint64_t i = segment_of(g, g->addr); !rc && i < end; i += n) {
+        const bool is = vmem__bit(wanted, i);
+
+        for (n = 1; i + n < end && vmem__bit(wanted, i + n) == is; n++)
+            ;
+        if (is)
+            rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), reservation_of(g)->addr + i * PAGE,
+                                     n * PAGE);
+    }
+    return rc;
 }
 
 // Back to what was there before a map: the old arenas, or the backdrop.
@@ -200,13 +278,8 @@ static int map_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
 
     *bad = 0;
     pthread_mutex_lock(&reservation->lock);
-    // The rest of the block and the next one become readable with the page.
-    if (has_backdrop(g)) {
-        uint64_t first = (g->addr - reservation->addr) / BACKDROP_AHEAD * BACKDROP_AHEAD;
-
-        rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation, reservation->addr + first,
-                                 g->addr - reservation->addr - first + g->length + BACKDROP_AHEAD);
-    }
+    if (has_backdrop(g))
+        rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation, g->addr + g->length, BACKDROP_AHEAD);
     if (!rc)
         rc = clear(c, g);
     if (!rc)
@@ -322,8 +395,8 @@ const struct vmem__ops vmem__cuda_ops = {
     .close = cuda_close,
     .memory = vmem__gpu_memory,
     .reserve = cuda_reserve,
-    .unreserve = vmem__gpu_unreserve,
-    .backdrop = vmem__gpu_backdrop,
+    .unreserve = cuda_unreserve,
+    .backdrop = cuda_backdrop,
     .arena_new = cuda_arena_new,
     .arena_free = cuda_arena_free,
     .zero = cuda_zero,
