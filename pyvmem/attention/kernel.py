@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ class Shape:
     slots : int
     requests : int
         In the batch; 0 where no batch is known.
+    rows : int
+        Of the longest request; 0 where no batch is known.
     """
 
     phase: str
@@ -60,6 +63,7 @@ class Shape:
     slot_rows: int = 0
     slots: int = 1
     requests: int = 0
+    rows: int = 0
 
     @property
     def group(self) -> int:
@@ -165,6 +169,14 @@ class Kernel:
 
     def plan(self, batch: Batch, shape: Shape, call: Call) -> Any:
         """What one iteration needs beside the batch; its ``refresh(batch)``, if it has one, follows `Batch.update`."""
+
+    def again(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
+        """How to repeat a decode `call` that stored new rows, for other tensors of the same shapes, strides and dtypes.
+
+        None, or a function of the addresses of q, of the result and of the new K and V. It returns False, and does
+        nothing, where the batch has changed too much since.
+        """
+        return None
 
     def run(self, call: Call) -> torch.Tensor:
         """The attention of a `Call`: ``[tokens, query_heads, head_dim]``."""

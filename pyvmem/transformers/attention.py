@@ -146,7 +146,8 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
         for window in set(windows):
             shape = _shape(phase, config.num_attention_heads, key, window, softcap)
             try:
-                rows.append(KERNELS[choose(shape).kernel].tile_rows(shape))
+                # Prefill over whole tiles serves prompts of several lengths in one launch.
+                rows.append(KERNELS[choose(shape).kernel].tile_rows(replace(shape, phase="decode")))
             except ValueError:  # none takes it: the dense path will
                 pass
     return math.lcm(*rows)
@@ -173,7 +174,8 @@ def _by_kernel(
         try:
             for phase in ("prefill", "decode") if layer.taken else ():
                 shape = _shape(phase, query.shape[1], key, window, float(softcap or 0.0), layer.rows.kv.tile_rows)
-                kernel = KERNELS[choose(replace(shape, requests=query.shape[0])).kernel]
+                shape = replace(shape, requests=query.shape[0], rows=layer.length)
+                kernel = KERNELS[choose(shape).kernel]
                 layer.appends = kernel.appends
         except ValueError:  # none does
             layer.taken = False
@@ -194,12 +196,9 @@ def _decode(
     rows = layer.rows
     batch = rows.batch_of(plan)
     assert batch is not None  # of the whole batch: nothing is padding
-    new = key[:, :, 0], value[:, :, 0]
-    out = attention.decode(
-        query[:, :, 0], rows.kv, layer.kv(), batch, softmax_scale=scaling, window=window,
-        softcap=softcap, new=new,
-    )  # fmt: skip
-    return out[:, None]
+    if layer.again is None or layer.again_version != rows.version:
+        layer.again, layer.again_version = attention.Again(rows.kv, layer.kv()), rows.version
+    return layer.again(query, key, value, batch, scaling, window, softcap).unsqueeze(1)
 
 
 def _by_length(

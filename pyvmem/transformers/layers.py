@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from pyvmem.attention import Again
 from pyvmem.transformers.rows import Plan, Rows
 
 
@@ -69,6 +70,8 @@ class VMemLayer(CacheLayerMixin):
         self.is_initialized = False
         self.asked: Any = None  # what the kernels were last asked to take of this layer,
         self.taken = self.appends = False  # whether they do, and whether decode stores the rows itself
+        self.again: Again | None = None  # this layer's decode step, of a version of `rows`
+        self.again_version = -1
         self._version = -1  # of `rows`, when the views were made
 
     @property
@@ -154,7 +157,7 @@ class VMemLayer(CacheLayerMixin):
         new = copy.copy(self)
         memo[id(self)] = new
         # Views of the rows that it is copied from; and the model's own settings, which it goes on to follow.
-        views = {"_k": None, "_v": None, "_version": -1, "_settings": None}
+        views = {"_k": None, "_v": None, "_version": -1, "_settings": None, "again": None}
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
         new._settings = vars(new.config)
         return new
