@@ -259,13 +259,18 @@ int kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // Whether a step that needs pages up to hi can go on from what the span has.
 static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
-// ---- slots.c
+// ---- calls.c
 
 // Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
 // enters by kv_enter_step and says kv_may_take_long when there is something to do.
 int kv_enter(vmem_kv *kv);
 int kv_enter_step(vmem_kv *kv);
 int kv_leave(vmem_kv *kv, int rc);
+// Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
+int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
+
+// ---- slots.c
+
 // What kernels in flight touch of a span when a step asks for [lo, hi).
 struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
@@ -279,8 +284,6 @@ int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // Ends the requests whose kernels have ended, up to kv->retired.
 int kv_end_requests(vmem_kv *kv);
-// Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
-int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 // The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
 uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Zeroes a slot's pages; needs no lock.
@@ -409,11 +412,18 @@ int kv_check_blocks(const vmem_kv *kv);
 uint64_t kv_now(void);              // ns, to a few ms
 void kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
 void kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
+
+// ---- view.c
+
+void kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
 void kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, once; 0: none.
 uint64_t kv_wanted_budget(vmem_kv *kv);
-int kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
-// VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now.
+
+// ---- check.c: VMEM_KV_CHECK
+
+int kv_check_books(vmem_kv *kv); // recounts everything
+// Whether pages [from, to) of a span may be mapped or unmapped now.
 int kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 
 // ---- memory.c. With the locks held.

@@ -1,54 +1,8 @@
 // Handing out slots and taking them back.
 //
 // SPDX-License-Identifier: MIT
-#include <unistd.h>
-
 #include "core/struct.h"
 #include "kv/kv.h"
-
-int kv_enter_step(vmem_kv *kv)
-{
-    if (!kv)
-        return vmem__error(-EINVAL, "kv is NULL");
-    if (kv->pid != getpid())
-        return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
-    pthread_mutex_lock(&kv->api);
-    pthread_mutex_lock(&kv->state);
-    return 0;
-}
-
-int kv_enter(vmem_kv *kv)
-{
-    int rc = kv_enter_step(kv);
-    if (!rc)
-        kv_may_take_long(kv);
-    return rc;
-}
-
-int kv_leave(vmem_kv *kv, int rc)
-{
-    if (kv->flags & VMEM_KV_CHECK && !rc)
-        rc = kv_check_books(kv);
-    kv->stale = true;
-    // After a step that had nothing to do, whoever asks sums up, and other processes see it a little later.
-    if (kv->long_call || (kv->view && kv_now() - kv->summarised > KV_VIEW_NS))
-        kv_summarise(kv);
-    kv->long_call = false;
-    pthread_mutex_unlock(&kv->state);
-    pthread_mutex_unlock(&kv->api);
-    return rc;
-}
-
-int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
-{
-    static const char *const names[] = {"free", "active", "swapped out", "being given up"};
-    if (slot >= kv->n_slots)
-        return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
-    if (!(states >> kv->slots[slot].state & 1))
-        return vmem__error(-EINVAL, "slot %u is %s", slot, names[kv->slots[slot].state]);
-    kv_wait_slot(kv, slot);
-    return 0;
-}
 
 // How well a slot's kept pages, for a request of `fit` tokens, suit one of `tokens`: the smallest that is large enough,
 // else the largest.

@@ -1,0 +1,85 @@
+// What other processes see of a cache, and ask of it.
+//
+// SPDX-License-Identifier: MIT
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "kv/kv.h"
+
+void kv_publish_stats(vmem_kv *kv)
+{
+    struct vmem_kv_view *v = kv->view;
+    uint64_t seq = v->sequence;
+    __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
+    atomic_thread_fence(memory_order_release);
+    v->stats = kv->shown;
+    __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
+}
+
+static int make_view(const char *path, struct vmem_kv_view **out)
+{
+    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return vmem__error(-errno, "path %s: %s", path, strerror(errno));
+    struct vmem_kv_view *v = MAP_FAILED;
+    // With its blocks allocated, so that a full file system is an error here and not a signal later.
+    int rc = -posix_fallocate(fd, 0, sizeof(*v));
+    if (!rc) {
+        v = mmap(NULL, sizeof(*v), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        rc = v == MAP_FAILED ? -errno : 0;
+    }
+    close(fd);
+    if (rc) {
+        unlink(path);
+        return vmem__error(rc, "path %s: %s", path, strerror(-rc));
+    }
+    *out = v;
+    return 0;
+}
+
+int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
+{
+    int rc = kv_enter(kv);
+    if (rc)
+        return rc;
+    struct vmem_info info = {.size = sizeof info};
+    struct vmem_kv_view *v = NULL;
+    if (!path || !name)
+        rc = vmem__error(-EINVAL, "path and name must not be NULL");
+    else if (kv->view)
+        rc = vmem__error(-EINVAL, "this cache is published already, in %s", kv->view_path);
+    if (!rc)
+        rc = vmem_context_info(kv->ctx, &info);
+    if (!rc)
+        rc = make_view(path, &v);
+    if (rc)
+        return kv_leave(kv, rc);
+    kv->view_path = strdup(path);
+    v->pid = (uint32_t)kv->pid;
+    v->size = sizeof(*v);
+    v->device = info.device;
+    v->memory_total = info.memory_total;
+    memcpy(v->backend, info.backend, sizeof(v->backend));
+    strncpy(v->name, name, sizeof(v->name) - 1);
+    kv->view = v;
+    kv_publish_stats(kv);
+    __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
+    return kv_leave(kv, 0);
+}
+
+void kv_unpublish(vmem_kv *kv)
+{
+    if (kv->view_path)
+        unlink(kv->view_path);
+}
+
+uint64_t kv_wanted_budget(vmem_kv *kv)
+{
+    if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED))
+        return 0;
+    return __atomic_exchange_n(&kv->view->wanted_budget, 0, __ATOMIC_ACQ_REL);
+}
