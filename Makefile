@@ -90,7 +90,8 @@ test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q tests/python
 
 test-vllm: venv ## vLLM's own answers against its answers on vMem, on a GPU (vLLM must be installed)
-	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py tests/python/gpu/test_vllm_scheduler.py
+	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py \
+	    tests/python/gpu/test_vllm_scheduler.py tests/python/gpu/test_vllm_serve.py
 
 bench: venv ## Run every benchmark, quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick
