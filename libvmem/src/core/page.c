@@ -8,7 +8,7 @@
 
 // Granules of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page,
 // an interrupted call gives back what it has of one part.
-#define PART_UNITS(ctx) ((ctx)->b.ops->populate ? UINT64_C(1) << 10 : UINT64_C(1) << 14)
+#define PART_GRANULES(ctx) ((ctx)->b.ops->populate ? UINT64_C(1) << 10 : UINT64_C(1) << 14)
 
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 {
@@ -274,7 +274,7 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
         return rc;
     }
     ctx->created += n * page_size;
-    const uint64_t most = PART_UNITS(ctx);
+    const uint64_t most = PART_GRANULES(ctx);
     uint64_t since = 0; // granules since the last look for an interrupt
     size_t done = 0, left = 0;
     while (done < n && !rc) {
