@@ -5,12 +5,20 @@
 
 #include "kv/kv.h"
 
+int kv_check_process(const vmem_kv *kv)
+{
+    if (kv->pid != getpid())
+        return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
+    return 0;
+}
+
 int kv_enter_step(vmem_kv *kv)
 {
     if (!kv)
         return vmem__error(-EINVAL, "kv is NULL");
-    if (kv->pid != getpid())
-        return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
+    int rc = kv_check_process(kv);
+    if (rc)
+        return rc;
     pthread_mutex_lock(&kv->api);
     pthread_mutex_lock(&kv->state);
     return 0;

@@ -263,6 +263,7 @@ static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp-
 
 // Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
 // enters by kv_enter_step and says kv_may_take_long when there is something to do.
+int kv_check_process(const vmem_kv *kv); // -EPERM in a child of the process that made it
 int kv_enter(vmem_kv *kv);
 int kv_enter_step(vmem_kv *kv);
 int kv_leave(vmem_kv *kv, int rc);

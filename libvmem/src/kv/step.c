@@ -228,8 +228,10 @@ int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
         *missing = 0;
     if (slot >= kv->n_slots)
         rc = vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+    else if (tokens > kv->max_tokens)
+        rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
     if (!rc && tokens)
-        rc = kv_check_length(kv, slot, tokens > INT32_MAX ? -1 : (int32_t)tokens);
+        rc = kv_check_length(kv, slot, (int32_t)tokens);
     kv_plan_reset(&kv->plan);
     if (!rc && tokens)
         rc = kv_plan_slot(kv, &kv->plan, slot, tokens);
