@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import itertools
 import mmap
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -39,14 +40,19 @@ def view_folder() -> Path | None:
     return folder if safe else None
 
 
-def _dead(path: Path) -> bool:
+def _started(pid: str) -> str | None:
+    """When a process was started, in ticks since the machine was; None where it has ended."""
     try:
-        os.kill(int(path.name.split("-")[0]), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, ValueError):
-        pass
-    return False
+        fields = Path("/proc", pid, "stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "XZ" else fields[19]
+
+
+def _dead(path: Path) -> bool:
+    # Numbers of processes come again, and in a container the same ones at each start.
+    owner = re.fullmatch(r"([0-9]+)-([0-9]+)-[0-9]+\.kv", path.name)
+    return owner is not None and _started(owner[1]) != owner[2]
 
 
 def _sweep(folder: Path) -> None:
@@ -62,7 +68,7 @@ def new_view_path() -> str | None:
     if folder is None:
         return None
     _sweep(folder)
-    return str(folder / f"{os.getpid()}-{next(_number)}.kv")
+    return str(folder / f"{os.getpid()}-{_started('self')}-{next(_number)}.kv")
 
 
 @dataclass(frozen=True)
@@ -127,15 +133,18 @@ def read_views() -> list[View]:
     return found
 
 
-def want_budget(view: View, bytes: int) -> None:
-    """Ask a process to change its cache's budget: it does so at its next step.
-
-    Raises ValueError where no cache could have that: less than a page, or more than the device has.
-    """
+def check_budget(view: View, bytes: int) -> int:
+    """`bytes`, if the cache can be asked to have that budget. Raises ValueError: less than a page, or too much."""
     bytes, page = uint("bytes", bytes), view.stats["page_size"]
     if not page <= bytes <= view.memory_total:
         most = f"the {view.memory_total} bytes of its device"
         raise ValueError(f"bytes {bytes} must lie between a page of {view.name!r}, {page}, and {most}")
+    return bytes
+
+
+def want_budget(view: View, bytes: int) -> None:
+    """Ask a process to change its cache's budget: it does so at its next step. Raises ValueError as `check_budget`."""
+    bytes = check_budget(view, bytes)
     data, raw = _open(view.path)
     if data is None:
         raise ValueError(f"{view.path} holds no view")

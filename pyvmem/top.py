@@ -15,7 +15,7 @@ from typing import TextIO
 from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv_view import View, read_views, want_budget
+from pyvmem.kv_view import View, check_budget, read_views, want_budget
 
 COLUMNS = (
     "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",
@@ -58,7 +58,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _limit(text: str) -> None:
+def _limit(text: str) -> list[tuple[View, int]]:
+    """What one --limit asks of which caches. Raises ValueError where one of them cannot have that."""
     number, equals, wanted = text.partition("=")
     pid = size = 0
     try:
@@ -71,16 +72,16 @@ def _limit(text: str) -> None:
     if not chosen:
         raise ValueError(f"--limit {text}: process {pid} has no KV cache")
     try:
-        for view in chosen:
-            want_budget(view, size // len(chosen))
+        return [(view, check_budget(view, size // len(chosen))) for view in chosen]
     except ValueError as error:
         raise ValueError(f"--limit {text}: {error}") from None
 
 
 def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     """Run the command; returns the exit status."""
-    for text in args.limit:
-        _limit(text)
+    wanted = [limit for text in args.limit for limit in _limit(text)]  # all are looked at before one is asked
+    for view, size in wanted:
+        want_budget(view, size)
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from argparse import ArgumentParser
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from conftest import python
 from pyvmem import kv_view, top
-from pyvmem.kv import KVCache
+from pyvmem.kv import KVCache, TensorSpec
 
 MIB = 1 << 20
 
@@ -118,6 +119,62 @@ def test_wrong_limits_are_refused():
     for text in ("1=16M", "x=1G", "16M", f"{os.getpid()}=0"):
         with pytest.raises(ValueError, match="--limit"):
             run("--limit", text)
+
+
+def test_a_wrong_limit_leaves_the_others_unasked():
+    with (
+        make("small") as cache,
+        KVCache(
+            [TensorSpec("x", (2048,), torch.float16)], 2, 1000, 64 * MIB, backend="host", page_size=2 * MIB
+        ) as large,
+    ):
+        for words in (
+            ("--limit", f"{os.getpid()}=3M"),
+            ("--limit", f"{os.getpid()}=32M", "--limit", "1=1G"),
+        ):
+            with pytest.raises(ValueError, match="--limit"):
+                run(*words)
+            cache.check([0] * 4)
+            large.check([0] * 2)
+            assert cache.stats().budget_pages == 512 and large.stats().budget_pages == 32
+
+
+def test_a_process_may_have_a_number_that_another_had(folder):
+    """As in containers, where the numbers are the same ones at each start."""
+    with make("first"):
+        (file,) = folder.iterdir()
+        view = file.read_bytes()
+    start, number = file.name.split("-", 1)[1].rsplit("-", 1)
+    for n in range(int(number[:-3]), int(number[:-3]) + 3):
+        (folder / f"{os.getpid()}-{int(start) - 1}-{n}.kv").write_bytes(view)
+    (folder / f"{10**30}-1-0.kv").write_bytes(view)
+    with make("second"):
+        assert [v.name for v in kv_view.read_views()] == ["second"]
+        assert len(list(folder.iterdir())) == 1
+
+
+def test_a_process_that_has_ended_but_was_not_waited_for_is_gone(folder):
+    code = """
+        import os
+        from pyvmem.kv import KVCache
+        cache = KVCache.for_model(1, 1, 64, 1, 100, 1 << 20, backend="host")
+        print("made", flush=True)
+        os._exit(0)
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
+    assert child.stdout.read() == b"made\n"  # its end: the process has closed it
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert len(list(folder.iterdir())) == 1
+    assert kv_view.read_views() == []
+    child.wait()
+
+
+def test_a_cache_that_cannot_be_published_works(monkeypatch, folder):
+    """As on a full disk, or where the folder went away meanwhile."""
+    monkeypatch.setattr("pyvmem.kv.new_view_path", lambda: str(folder / "gone" / "1-1-1.kv"))
+    with make("name of \udcff") as cache:
+        cache.alloc_reqid()
+        assert cache.step([50, 0, 0, 0]) == 0
 
 
 def test_the_command_line_has_top():
