@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, SupportsIndex, TypeVar
@@ -56,7 +57,7 @@ def _config(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tu
     kinds: dict[torch.dtype, int] = {}
     raw = ffi.new("struct vmem_kv_tensor[]", len(specs))
     for spec, tensor in zip(specs, raw):
-        tensor.row_bytes = spec.row_bytes
+        tensor.row_bytes = uint("row_bytes", spec.row_bytes)
         tensor.max_tokens = uint("max_tokens", spec.max_tokens, 32)
         tensor.window = uint("window", spec.window, 32)
         tensor.kind = kinds.setdefault(spec.dtype, len(kinds))
@@ -136,8 +137,11 @@ class KVCache(_Owned):
     ) -> None:
         self.options = options = options_of(options, keywords)
         self.specs = list(specs)
-        self.slots = slots
-        self.max_tokens = max_tokens
+        for spec in self.specs:
+            if not isinstance(spec, TensorSpec):
+                raise TypeError(f"specs must be a list of TensorSpec, not of {spec!r}")
+        self.slots = uint("slots", slots, 32)
+        self.max_tokens = uint("max_tokens", max_tokens, 32)
         self.tile_rows = options.tile_rows
         self._own_context = options.context is None
         self.context = options.context or Context(options.backend, options.device)
@@ -161,11 +165,14 @@ class KVCache(_Owned):
         self._swapped: dict[int, torch.Tensor] = {}
         self._raw_stats: Any = None
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
+        self._polling = threading.Lock()
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if options.name is not None:
             path = new_view_path()
             if path:
-                _check(lib.vmem_kv_publish(self._use(), os.fsencode(path), options.name.encode()[:63]))
+                # What cannot be published, as on a full disk, is not shown. The cache works all the same.
+                name = options.name.encode(errors="replace")
+                lib.vmem_kv_publish(self._use(), os.fsencode(path), name[:63])
 
     @classmethod
     def for_model(
@@ -252,6 +259,8 @@ class KVCache(_Owned):
         VmemError
             EBUSY: the wanted slot is taken.
         """
+        if self._events:
+            self._poll()
         options = {"size": _ALLOC_BYTES, "tokens": uint("tokens", tokens, 32)}
         options["prefix_tokens"] = uint("prefix_tokens", prefix_tokens, 32)
         if slot is not None:
@@ -274,7 +283,9 @@ class KVCache(_Owned):
         if after is None:
             _check(lib.vmem_kv_free(kv, slot))
         else:
-            _check(lib.vmem_kv_free_after(kv, slot, self._fence(after)))
+            number = self._fence(after)
+            _check(lib.vmem_kv_free_after(kv, slot, number))
+            self._watch(after, number)
         self._swapped.pop(slot, None)
 
     @property
@@ -292,16 +303,18 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
 
     def _fence(self, after: Any) -> int:
-        if not hasattr(after, "query"):
-            return uint("after", after)
-        number = self.last_step
-        self._events.append((after, number))
-        return number
+        return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
+
+    def _watch(self, after: Any, number: int) -> None:
+        """Retire the step when `after`, if it is an event, has come."""
+        if callable(getattr(after, "query", None)):
+            self._events.append((after, number))
 
     def _poll(self) -> None:
-        """Retire the steps whose events have come."""
-        while self._events and self._events[0][0].query():
-            self.retire(self._events.pop(0)[1])
+        """Retire the steps whose events have come. Every call does that asks for a slot or for memory."""
+        with self._polling:  # another thread's event is not to be taken for this one's
+            while self._events and self._events[0][0].query():
+                self.retire(self._events.pop(0)[1])
 
     def step(self, lengths: Lengths) -> int:
         """Back the rows of the coming iteration.
@@ -327,6 +340,8 @@ class KVCache(_Owned):
 
         Returns 0 when a step with all that is staged would find its memory, else -1 and the growth is not staged.
         """
+        if self._events:
+            self._poll()
         rc = lib.pv_kv_grow(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
         return self._short(rc) if rc else 0
 
@@ -339,6 +354,8 @@ class KVCache(_Owned):
 
     def check(self, lengths: Lengths) -> int:
         """What `step` would return now, without doing anything."""
+        if self._events:
+            self._poll()
         rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)
         return self._short(rc) if rc else 0
 
@@ -382,6 +399,8 @@ class KVCache(_Owned):
 
     def room(self, slot: SupportsIndex | None = None) -> int:
         """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
+        if self._events:
+            self._poll()
         tokens = ffi.new("uint32_t *")
         _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
         return int(tokens[0])
@@ -396,7 +415,9 @@ class KVCache(_Owned):
         if after is None:
             _check(lib.vmem_kv_truncate(kv, slot, tokens))
         else:
-            _check(lib.vmem_kv_truncate_after(kv, slot, tokens, self._fence(after)))
+            number = self._fence(after)
+            _check(lib.vmem_kv_truncate_after(kv, slot, tokens, number))
+            self._watch(after, number)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """Whether `truncate` would work: 0, or -1 where copying a shared page would find no memory."""
@@ -419,7 +440,7 @@ class KVCache(_Owned):
         raw, kv, get = ffi.new("struct vmem_kv_slot_info *"), self._use(), lib.vmem_kv_get_slot
         rows = []
         for slot in slots:
-            _check(get(kv, slot, raw))
+            _check(get(kv, uint("slots", slot, 32), raw))
             rows.append(raw.tokens if raw.state == 1 else 0)
         return rows
 
@@ -438,9 +459,15 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_prefix_query(self._use(), id, info))
         return info
 
+    @staticmethod
+    def _of_prefix(prefix: Prefix, tokens: SupportsIndex | None) -> tuple[int, int]:
+        if not isinstance(prefix, Prefix):
+            raise TypeError(f"prefix must be a Prefix, not {prefix!r}")
+        return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
+
     def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
         """(pages held, pages that nobody else holds: what dropping it frees)."""
-        info = self._prefix_info(prefix.id)
+        info = self._prefix_info(self._of_prefix(prefix, None)[0])
         return info.pages, info.own_pages
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
@@ -449,20 +476,23 @@ class KVCache(_Owned):
         By default all that it has. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) where a window tensor
         has not kept what the next token reads.
         """
-        tokens = prefix.tokens if tokens is None else uint("tokens", tokens, 32)
-        slot = uint("slot", slot, 32)
-        rc = lib.pv_kv_attach(self._use(), prefix.id, slot, tokens)
+        id, tokens = self._of_prefix(prefix, tokens)
+        if self._events:
+            self._poll()
+        rc = lib.pv_kv_attach(self._use(), id, uint("slot", slot, 32), tokens)
         return self._short(rc) if rc else 0
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """Whether `attach_prefix` would find its memory: 0, or -1 as `step`."""
-        tokens = prefix.tokens if tokens is None else uint("tokens", tokens, 32)
-        rc = lib.pv_kv_attach_check(self._use(), prefix.id, tokens)
+        id, tokens = self._of_prefix(prefix, tokens)
+        if self._events:
+            self._poll()
+        rc = lib.pv_kv_attach_check(self._use(), id, tokens)
         return self._short(rc) if rc else 0
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """Let go of a prefix; pages that nobody else holds are released."""
-        _check(lib.vmem_kv_prefix_drop(self._use(), prefix.id))
+        _check(lib.vmem_kv_prefix_drop(self._use(), self._of_prefix(prefix, None)[0]))
 
     # ---- swapping and memory ---------------------------------------------------------------------------------
 
@@ -479,11 +509,13 @@ class KVCache(_Owned):
 
     def swap_in(self, slot: int) -> int:
         """Bring a swapped slot back, to the same addresses. Returns 0, or -1 as `step` does."""
-        host = self._swapped.get(slot)
+        kv, host = self._use(), self._swapped.get(uint("slot", slot, 32))
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
+        if self._events:
+            self._poll()
         data = ffi.cast("void *", host.data_ptr())
-        rc = lib.pv_kv_swap_in(self._use(), slot, data, host.numel())
+        rc = lib.pv_kv_swap_in(kv, slot, data, host.numel())
         if rc:
             return self._short(rc)
         del self._swapped[slot]
@@ -491,6 +523,8 @@ class KVCache(_Owned):
 
     def check_swap_in(self, slot: int) -> int:
         """Whether `swap_in` would find its memory: 0, or -1 as `step`."""
+        if self._events:
+            self._poll()
         rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
         return self._short(rc) if rc else 0
 

@@ -3,20 +3,26 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import uint
+from pyvmem._checks import uint, uints
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import _check
+from pyvmem.errors import InvalidArgument, _check
 
 if TYPE_CHECKING:
     from pyvmem.kv import KVCache
 
 
-def _numbers(values: npt.ArrayLike) -> tuple[Any, int]:
+def _numbers(name: str, values: npt.ArrayLike) -> tuple[Any, int]:
+    if not isinstance(values, np.ndarray) or values.dtype != np.uint32:
+        numbers = uints(name, values)
+        if numbers.size and numbers.max() >> np.uint64(32):
+            raise InvalidArgument(errno.EINVAL, f"{name} {numbers.max()} must lie between 0 and 2^32 - 1")
+        values = numbers
     array = np.ascontiguousarray(values, np.uint32)
     return ffi.from_buffer("uint32_t[]", array), array.size
 
@@ -40,7 +46,9 @@ class BlockNames:
 
         Raises `VmemError` (EEXIST) when a name is taken.
         """
-        (of, n), (at, n_index), (names, n_ids) = (_numbers(v) for v in (slots, index, ids))
+        (of, n), (at, n_index), (names, n_ids) = (
+            _numbers(name, values) for name, values in (("slots", slots), ("index", index), ("ids", ids))
+        )
         if not n == n_index == n_ids:
             raise ValueError(f"slots, index and ids have {n}, {n_index} and {n_ids} elements")
         _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, ffi.NULL))
@@ -51,7 +59,7 @@ class BlockNames:
         The pages are mapped at the slot a second time, in one batch. Raises `VmemError` (ENODATA) when a name has no
         pages.
         """
-        names, n = _numbers(ids)
+        names, n = _numbers("ids", ids)
         _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), names, n, ffi.NULL))
 
     def compact(self) -> int:
@@ -65,5 +73,5 @@ class BlockNames:
 
     def drop(self, ids: npt.ArrayLike) -> None:
         """Take names away, as far as they are taken; pages that nobody else holds are released."""
-        names, n = _numbers(ids)
+        names, n = _numbers("ids", ids)
         _check(lib.vmem_kv_block_drop(self._cache._use(), names, n))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem._checks import uint
 from pyvmem.errors import VmemError
@@ -63,12 +64,16 @@ class PrefixCache:
     def __bool__(self) -> bool:
         return True  # a cache, be it empty
 
+    @staticmethod
+    def _tokens(tokens: Any) -> npt.NDArray[np.int64]:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"tokens must be a sequence of integers, not of shape {array.shape} and {array.dtype}")
+        return np.ascontiguousarray(array, dtype=np.int64)
+
     def keys(self, tokens: Any) -> list[bytes]:
         """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n]."""
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or tokens.size and tokens.dtype.kind not in "iu":
-            raise TypeError(f"tokens must be a sequence of integers, not of shape {tokens.shape} and {tokens.dtype}")
-        tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+        tokens = self._tokens(tokens)
         keys, key = [], b""
         for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
             block = tokens[end - self.block_tokens : end].tobytes()
@@ -81,7 +86,7 @@ class PrefixCache:
 
         The longest known beginning of the sequence, but never all of it: the last token must be computed anew.
         """
-        keys = self.keys(tokens[: max(len(tokens) - 1, 0)])
+        keys = self.keys(self._tokens(tokens)[:-1])
         for count in range(len(keys), 0, -1):
             for id in reversed(self._blocks.get(keys[count - 1], ())):
                 prefix = self._entries[id].prefix
@@ -100,8 +105,9 @@ class PrefixCache:
             cached: how many of the prompt's tokens the slot has already. The slot is -1 when all are taken, or when
             there is not even memory for the part of a page that has to be copied.
         """
+        length = self._tokens(tokens).size
         prefix, cached = self.match(tokens)
-        slot = self.cache.alloc_reqid(len(tokens), prefix_tokens=cached)
+        slot = self.cache.alloc_reqid(length, prefix_tokens=cached)
         if slot < 0 or prefix is None:
             self.misses += slot >= 0
             return slot, 0
@@ -147,7 +153,7 @@ class PrefixCache:
 
         Prefixes whose pages all belong to others too free nothing and are kept, unless nothing else is left.
         """
-        freed = 0
+        freed, pages = 0, uint("pages", pages)
         for id in [id for id in self._entries if id != spare]:
             if freed >= pages:
                 break

@@ -1,0 +1,206 @@
+"""A KV cache in wrong hands: wrong types, numbers out of range, several threads, children of its process.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import pyvmem
+from pyvmem.errors import InvalidArgument, OutOfMemory
+from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv_blocks import BlockNames
+from pyvmem.kv_prefix import PrefixCache
+
+MIB = 1 << 20
+
+
+def make(slots=4, **options):
+    options = {"backend": "host", "name": None, "dtype": torch.float16, **options}
+    return KVCache.for_model(2, 4, 64, slots, 1024, 32 * MIB, **options)
+
+
+@pytest.fixture
+def cache():
+    with make() as cache:
+        yield cache
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, torch.tensor(1.5)])
+def test_what_is_no_number_is_named(cache, wrong):
+    calls = {
+        "slots": lambda: cache.tokens([wrong]),
+        "slot": lambda: cache.swap_in(wrong),
+        "pages": lambda: PrefixCache(cache).evict(wrong),
+        "ids": lambda: BlockNames(cache, 16, 128).drop([wrong]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            call()
+
+
+def test_numbers_out_of_range_are_named(cache):
+    names = BlockNames(cache, 16, 128)
+    for wrong in (-1, 2**32, np.array([2**32 + 1]), np.array([-1])):
+        with pytest.raises(InvalidArgument, match="ids"):
+            names.drop(wrong)
+    with pytest.raises(InvalidArgument, match="tokens 2147483648 is over max_tokens, 1024"):
+        cache.grow(cache.alloc_reqid(), 2**31)
+    with pytest.raises(InvalidArgument, match="row_bytes"):
+        KVCache([TensorSpec("x", (2**40, 2**40), torch.int8)], 1, 10, MIB, backend="host", name=None)
+
+
+def test_block_names_are_not_rounded(cache):
+    names = BlockNames(cache, 16, 128)
+    slot = cache.alloc_reqid()
+    cache.step([256 if s == slot else 0 for s in range(4)])
+    names.bind([slot, slot], [0, 1], [1, 2])
+    for wrong in ([1.5], np.array([1.0]), "1"):
+        with pytest.raises(TypeError, match="ids must be an integer"):
+            names.drop(wrong)
+    with pytest.raises(pyvmem.VmemError, match="block 1 has pages already"):
+        names.bind([slot], [0], [1])
+
+
+def test_what_is_no_prefix_or_specification_is_named(cache):
+    for call in (cache.check_attach, cache.drop_prefix, cache.prefix_pages, lambda p: cache.attach_prefix(p, 0)):
+        with pytest.raises(TypeError, match="prefix must be a Prefix, not 7"):
+            call(7)
+    with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):
+        KVCache([7], 1, 10, MIB, backend="host", name=None)
+    for wrong in (None, 5, "abc", [[1, 2]], [1.5]):
+        with pytest.raises(TypeError, match="tokens must be a sequence of integers"):
+            PrefixCache(cache).alloc(wrong)
+    assert cache.stats().active_slots == 0
+
+
+def test_budgets_beyond_all_memory_are_refused_beside_another_cache():
+    with (
+        pyvmem.Context("host") as context,
+        make(context=context, backend=None) as cache,
+        make(context=context, backend=None),
+    ):
+        for budget in (2**64 - 1, 2**64 - 32 * MIB):
+            with pytest.raises(OutOfMemory):
+                make(context=context, backend=None).set_budget(budget)
+            with pytest.raises(OutOfMemory):
+                cache.set_budget(budget)
+        assert cache.stats().budget_pages == 512
+
+
+# ---- events ----------------------------------------------------------------------------------------------------
+
+
+class Event:
+    """Stands in for a torch.cuda.Event."""
+
+    come = False
+
+    def query(self):
+        return self.come
+
+
+@pytest.mark.parametrize("call", ["alloc_reqid", "room", "check", "grow"])
+def test_calls_that_want_slots_or_memory_look_at_events(call):
+    """An engine whose requests have all ended makes no step any more."""
+    with make(slots=2) as cache:
+        first, second = cache.alloc_reqid(), cache.alloc_reqid()
+        assert cache.step([1024, 10]) == 0
+        event = Event()
+        cache.free_reqid(first, after=event)
+        cache.set_budget(cache.slot(first).pages * cache.page_size + 16 * cache.page_size)
+        wanted = {
+            "alloc_reqid": lambda: cache.alloc_reqid() == first,
+            "room": lambda: cache.room(second) == 1024,
+            "check": lambda: cache.check([0, 1024]) == 0,
+            "grow": lambda: cache.grow(second, 1024) == 0,
+        }[call]
+        assert not wanted()
+        event.come = True
+        assert wanted()
+
+
+def test_two_threads_do_not_take_each_others_events():
+    """One asks an event while the other takes it off the list: what it then takes off has not come."""
+    with make(slots=3) as cache:
+        slots = [cache.alloc_reqid() for _ in range(3)]
+        assert cache.step([10, 10, 10]) == 0
+        asked, go_on, other_came = threading.Event(), threading.Event(), threading.Event()
+
+        class Polling:
+            """Says that somebody waits."""
+
+            lock = threading.Lock()
+
+            def __enter__(self):
+                if not self.lock.acquire(blocking=False):
+                    other_came.set()
+                    self.lock.acquire()
+
+            def __exit__(self, *_):
+                self.lock.release()
+
+        class Slow(Event):
+            come = True
+
+            def query(self):
+                if threading.current_thread() is thread:
+                    asked.set()
+                    assert go_on.wait(60)
+                else:
+                    other_came.set()
+                return True
+
+        cache._polling = Polling()
+        slow, late = Slow(), Event()
+        thread = threading.Thread(target=cache.check, args=([0] * 3,))
+        cache.free_reqid(slots[0], after=slow)
+        assert cache.slot(slots[0]).state == "ending"
+        cache._events.append((late, cache.last_step))
+        thread.start()
+        assert asked.wait(60)
+        other = threading.Thread(target=cache.check, args=([0] * 3,))
+        other.start()
+        assert other_came.wait(60)
+        go_on.set()
+        thread.join()
+        other.join()
+        assert cache._events == [(late, 1)]
+
+
+def test_what_is_no_event_is_named(cache):
+    slot = cache.alloc_reqid()
+    cache.step([10, 0, 0, 0])
+
+    class Answer:
+        query = "a string"
+
+    with pytest.raises(TypeError, match="after must be an integer"):
+        cache.free_reqid(slot, after=Answer())
+    with pytest.raises(InvalidArgument, match="slot 9"):
+        cache.free_reqid(9, after=Event())
+    assert cache._events == []
+
+
+# ---- children --------------------------------------------------------------------------------------------------
+
+
+def test_a_child_is_refused(cache):
+    child = os.fork()
+    if not child:
+        try:
+            for call in (cache.stats, cache.metrics_json, cache.room, lambda: cache.step([0] * 4)):
+                with pytest.raises(pyvmem.VmemError, match="belongs to process"):
+                    call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.stats().slots == 4
