@@ -5,7 +5,8 @@
 
 #include "kv/kv.h"
 
-static int __attribute__((cold)) bad_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+// Of a length that goes back, or is wrong.
+static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
 {
     const struct kv_slot *s = &kv->slots[slot];
     if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
@@ -15,16 +16,21 @@ static int __attribute__((cold)) bad_length(const vmem_kv *kv, uint32_t slot, in
                            s->state == VMEM_KV_FREE     ? "free"
                            : s->state == VMEM_KV_ENDING ? "being given up"
                                                         : "swapped out");
-    return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
-                       s->shared_tokens);
+    if ((uint32_t)tokens < s->shared_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
+                           s->shared_tokens);
+    if (kv_others_read(kv, slot, (uint32_t)tokens))
+        return vmem__error(-EINVAL, "lengths[%u] %d: other requests have rows from there on; truncate the slot first",
+                           slot, tokens);
+    return 0;
 }
 
 int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
 {
     const struct kv_slot *s = &kv->slots[slot];
     const uint32_t tokens = (uint32_t)length; // negative: more than any
-    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->shared_tokens))
-        return bad_length(kv, slot, length);
+    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
+        return look_at_length(kv, slot, length);
     return 0;
 }
 

@@ -67,7 +67,7 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint64_t *missing)
 {
     kv_enough();
-    if (plan->missing > kv_unused(kv)) // something is to be taken back, but not what the step asks for
+    if (!kv_has_room(kv, plan->missing)) // something is to be taken back, but not what the step asks for
         kv_plan_protect(kv, plan);
     int rc = kv_make_room(kv, plan->missing, missing);
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
