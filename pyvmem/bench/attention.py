@@ -164,11 +164,15 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
     first = have["contiguous"][0]
     for pool in pools if "memories" in kinds else [best]:
         add(r.Contiguous(first, point, pool, splits if first == "fa3" else (0,)))
-    if first == "fa3" and decode and kinds & {"paged", "table"}:
+    if decode and have["triton"] and first != "triton":  # what `best` takes at most points
+        for pool in (best, plain) if "memories" in kinds else (best,):
+            add(r.Contiguous("triton", point, pool))
+    if first == "fa3" and decode and "others" in kinds:
         add(r.Contiguous(first, point, best, splits, wide=True))
     if "others" in kinds and (decode or point.tokens <= 64 * KIB):  # a second or more each from there on
         for name in have["contiguous"][1:]:
-            add(r.Contiguous(name, point, best))
+            if not (decode and name == "triton"):
+                add(r.Contiguous(name, point, best))
         if have["flashinfer"] and not decode:
             add(r.FlashInferPaged(point, plain, 16, backend="fa2"))
     if "others" in kinds and have["flashinfer"] and not decode:
