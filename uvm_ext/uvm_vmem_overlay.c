@@ -11,8 +11,7 @@
     (sizeof(struct uvm_vmem_overlay) + sizeof(struct uvm_vmem_loan) + sizeof(uvm_ext_gpu_map_t) + \
      sizeof(uvm_page_table_range_t) + sizeof(uvm_page_directory_t))
 
-// Overlays looked at each time that a new one is made, to find the dead ones: there are never more of these than in
-// proportion to the live ones.
+// Overlays examined whenever a new one is made. This bounds dead overlays to a constant fraction of live ones.
 #define REAP_PER_OVERLAY 2
 
 // And before one is refused because there are too many

@@ -139,8 +139,8 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     return status;
 }
 
-// Who looks for a handle needs the VA space lock in write mode, so nobody found these since they were unmapped. After a
-// fatal error the GPU may reach the pages still: they stay until it is unregistered.
+// Handle lookup requires the VA-space write lock, so these handles cannot have been looked up since the unmap. After a
+// fatal error the GPU may still reach the pages: they stay until the GPU is unregistered.
 //
 // LOCKING: the VA space lock in read mode.
 static void changed(struct uvm_vmem_call *call, void *arg)

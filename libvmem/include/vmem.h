@@ -1,23 +1,23 @@
-// libvmem: physical memory mapped on demand into large reserved address ranges.
+// libvmem reserves large virtual ranges and maps physical pages of 64 KiB or more into them on demand.
 //
-// The vMem* calls carry the names of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 2):
-// vMemMap also enables access, vMemRelease also unmaps. Everything else is vmem_*.
+// The vMem* calls have the names that the vAttention paper gives them (Prabhu et al., ASPLOS 2025, Table 2). vMemMap
+// also enables access, and vMemRelease also unmaps. All other names begin with vmem_.
 //
 // Conventions
-//   - Every function returns 0 or a negative errno; vmem_last_error() then says what was wrong, naming the
-//     argument and its limit. -ENOMEM (memory or budget exhausted) is a normal answer.
+//   - Every function returns 0 or a negative errno. vmem_last_error() then returns a message that names the argument
+//     and its limit. -ENOMEM (memory or budget exhausted) is a normal answer.
 //   - Sizes are bytes. An address is a device address (a CPU address on the host backend).
-//   - A call that fails has changed nothing. Batches are all-or-nothing; *bad, when not NULL, receives the index
-//     of the element at fault.
-//   - A structure whose first field is `size` grows at its end with later versions. Set size to the sizeof of the
-//     structure. A program that was compiled with an older or a newer header goes on working: fields that one side does
-//     not know are 0 for the other, and must be 0 in what the caller passes. The other structures never change.
-//   - Every function may be called from any thread. Two calls in flight at once on the same page or the same
-//     addresses: one of them gets -EBUSY and nothing is lost.
-//   - A context belongs to the process that created it. After fork() the child's calls return -EPERM, and
-//     destroying the context there leaves the parent's memory alone. What was mapped on the host backend, the child
-//     may go on reading: it sees what the parent's pages hold at that time (zero once they were released), until it
-//     writes to a page of 4 KiB itself. What it writes stays its own. GPU memory is none of a child's.
+//   - A call that fails changes nothing. A batch succeeds as a whole or not at all. If bad is not NULL, *bad receives
+//     the index of the element at fault.
+//   - A structure whose first field is `size` grows at its end in later versions. Set `size` to the sizeof of the
+//     structure. A program compiled with an older or newer header keeps working: fields that one side does not know
+//     are 0 for the other, and must be 0 in what the caller passes. Other structures never change.
+//   - Any thread may call any function. If two calls work on the same page or the same addresses at once, one of them
+//     returns -EBUSY, and nothing is lost.
+//   - A context belongs to the process that created it. After fork(), the child's calls return -EPERM, and destroying
+//     the context in the child leaves the parent's memory alone. On the host backend the child can still read what was
+//     mapped: it sees the parent's current data (zero once a page is released) until it writes to that 4 KiB page. Its
+//     own writes stay private. A child cannot use GPU memory.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_H
@@ -36,9 +36,9 @@ extern "C" {
 #define VMEM_VERSION_PATCH 0
 #define VMEM_VERSION (VMEM_VERSION_MAJOR << 16 | VMEM_VERSION_MINOR << 8 | VMEM_VERSION_PATCH)
 
-// VMEM_VERSION of the library that runs. A program that needs what a version brought compares: the library may be
-// another than the header it was compiled with. Major versions differ in what exists, minor ones add, patches change
-// nothing here.
+// The VMEM_VERSION of the loaded library, which may differ from the header that the program was compiled with. Compare
+// it before using what a later version added. A major version may remove calls, a minor version adds some, and a patch
+// changes nothing in this header.
 uint32_t vmem_version(void);
 
 // Page sizes. A backend supports some of them: struct vmem_info.page_sizes.
@@ -47,8 +47,8 @@ uint32_t vmem_version(void);
 #define VMEM_PAGE_256K (UINT64_C(256) << 10)
 #define VMEM_PAGE_2M (UINT64_C(2) << 20)
 
-// A physical page. Opaque; 0 is never a page. A released page's handle stays invalid for ever after, and a page of one
-// context is no page of another.
+// An opaque handle of a physical page; 0 is never a page. The handle of a released page stays invalid forever. A handle
+// is valid only in the context that created it.
 typedef uint64_t vmem_page;
 typedef struct vmem_context vmem_context;
 
@@ -66,23 +66,23 @@ struct vmem_options {
     uint64_t budget;     // most bytes of pages that may exist at once; 0: no limit but the device's
 };
 
-// opts may be NULL: all defaults. On the GPU backends the device's primary CUDA context is retained.
+// If opts is NULL, all options have their defaults. The GPU backends retain the device's primary CUDA context.
 int vmem_context_create(const struct vmem_options *opts, vmem_context **out);
-// Unmaps, releases and frees all that the context still holds. NULL is allowed. Waits for the calls that other threads
-// are in; none may start any more.
+// Unmaps, releases and frees everything that the context still holds. NULL is allowed. Waits for calls in other threads
+// to return; no new call may start.
 void vmem_context_destroy(vmem_context *ctx);
 
-// Lets long calls be interrupted: vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after every 32 MiB or
-// so of their work, in the thread that made the call and with no lock held. If it returns other than 0, the call undoes
-// what it has done and returns -EINTR; the memory itself may go back to the system a little later, and counts as
-// overhead until then. The function may call libvmem, but must not destroy the context. NULL: none. The calls that give
-// something back are never interrupted.
+// Makes long calls interruptible. vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after about every
+// 32 MiB of work, in the calling thread and with no lock held. If it returns a value other than 0, the call undoes its
+// work and returns -EINTR. The memory may return to the system a little later; until then it counts as overhead. The
+// function may call libvmem, but must not destroy the context. NULL removes it. Calls that give something back are
+// never interrupted.
 int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg);
 
-// Whether a context of this backend could be created: 0, or the error that stops it, with the one fact in
+// Checks whether a context of this backend can be created: returns 0, or the error that prevents it, with the reason in
 // vmem_last_error(). opts->backend must name a backend.
 int vmem_probe(const struct vmem_options *opts);
-// Names of all backends, best first, NULL at the end.
+// The names of all backends, best first; NULL ends the list.
 const char *const *vmem_backends(void);
 
 // What the layers above may rely on.
@@ -105,9 +105,9 @@ struct vmem_info {
     uint64_t reserve_align; // reservations start at a multiple of this; at least 2 MiB
     uint64_t memory_total;  // bytes of the device; on the host of the machine, or what its control group allows
 };
-// What does not change while the context exists; costs nothing.
+// Returns facts that never change while the context exists. Makes no driver call.
 int vmem_context_info(vmem_context *ctx, struct vmem_info *out);
-// Bytes of the device as of now, and how many of them are free. Asks the driver, or reads /proc and the control group
+// Returns the device's total and free bytes at this moment. Asks the driver, or reads /proc and the control group
 // (about 0.2 ms). Either pointer may be NULL.
 int vmem_context_memory(vmem_context *ctx, uint64_t *total, uint64_t *free);
 
@@ -125,45 +125,47 @@ struct vmem_stats {
 };
 int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out);
 
-// A budget under what exists already only stops further creation.
+// Limits the bytes of pages. If more exist already, they stay, and only further creation fails.
 int vmem_set_budget(vmem_context *ctx, uint64_t bytes);
-// Takes device memory for at least `bytes` of pages ahead of their creation, and keeps it: later creation needs no
-// driver call. Counts as overhead until used. 0 bytes: keeps nothing any more, as vmem_trim.
+// Allocates device memory for at least `bytes` of pages in advance and keeps it, so that creating pages needs no driver
+// call. The memory counts as overhead until pages use it. 0 gives all unused memory back, as vmem_trim does.
 int vmem_prealloc(vmem_context *ctx, uint64_t bytes);
-// Gives unused device memory (preallocated memory too) back to the system; *freed, when not NULL, receives how much.
+// Returns unused device memory, including preallocated memory, to the system. If freed is not NULL, *freed receives the
+// bytes returned.
 int vmem_trim(vmem_context *ctx, uint64_t *freed);
 
 // ---- address space ----------------------------------------------------------------------------------------
 
-// Unbacked addresses read as finite data (zero until somebody writes there) instead of faulting. Kernels that load
-// whole tiles past the end of the data need it. Writes to unbacked addresses are lost or fault; never make them.
+// Reads of unbacked addresses return finite data (zero until something writes there) instead of faulting. Kernels that
+// load whole tiles past the end of the data need this. Never write to unbacked addresses: the write is lost or faults.
 #define VMEM_RESERVE_BACKDROP 0x1u
 
-// length: a multiple of 64 KiB, at most 2^46. The range starts 2 MiB aligned and costs no physical memory to speak of.
+// Reserves `length` bytes of addresses: a multiple of 64 KiB, at most 2^46. The range is aligned to 2 MiB and uses
+// almost no physical memory.
 int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *addr);
-// addr: as returned by vMemReserve. -EBUSY while anything is mapped there.
+// Frees the range at addr, as returned by vMemReserve. Returns -EBUSY while anything is mapped there.
 int vMemFree(vmem_context *ctx, uint64_t addr);
-// Gives up a reservation with all that is mapped there: pages of vmem_commit are released, others only unmapped. For
-// those who cannot do anything about a failure: it neither lacks memory nor meets a busy reservation. While another
-// call works there the reservation stays, and goes when that call ends. -EINVAL: no reservation starts at addr.
+// Frees a reservation and unmaps everything in it; pages that vmem_commit created are released. For callers that cannot
+// handle a failure: it needs no memory and never returns -EBUSY. If another call works there, the reservation is freed
+// when that call returns. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
-// Where the backdrop is established lazily (cuda and stock backends), make it readable over [addr, addr+length) now, and
-// for good. Mapping a page does this behind it: for the rest of its segment of 64 MiB and the next one on stock, for
-// 2 MiB on cuda. Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
+// Establishes the backdrop over [addr, addr+length) now, for good. The cuda and stock backends establish it lazily:
+// mapping a page does so behind the page, for the rest of its segment of 64 MiB and the next one on stock, for 2 MiB on
+// cuda. Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 
 // ---- physical pages ---------------------------------------------------------------------------------------
 
-// Zero-fill pages whose memory was used before by this context. (Memory fresh from the system is always zero.)
+// Zero-fills pages whose memory this context used before. (Memory fresh from the system is always zero.)
 #define VMEM_CREATE_ZERO 0x1u
 
-// n pages of one size, physically consecutive where possible; all or none.
+// Creates n pages of one size, physically consecutive where possible; all or none.
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages);
-// Unmaps the page wherever it is mapped, then frees it.
+// Unmaps the page from every address, then frees it.
 int vMemRelease(vmem_context *ctx, vmem_page page);
 int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t *bad);
-// Releases pages for those who cannot do anything about a failure: what is no page (any more) is left out, and a page
-// that another call works on, or that cannot be unmapped for lack of memory, is released as soon as it can be.
+// Releases pages, for callers that cannot handle a failure. Handles that are not valid are skipped. A page that another
+// call is using, or that cannot be unmapped for lack of memory, is released as soon as possible.
 int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n);
 
 struct vmem_page_info {
@@ -186,15 +188,16 @@ struct vmem_unmap_op {
     uint64_t addr, length; // inside one reservation, cutting no mapped page; unbacked parts are skipped
 };
 
-// Take the place of what is mapped there (which must not stick out of the new page). Without it: -EEXIST.
-// On a backend without VMEM_CAP_LIVE_REMAP no kernel may touch the addresses during the call. With it no access faults;
-// kernels launched after the call use the new page alone, and so do the stores, atomics and L2 loads (volatile, or
-// relaxed at gpu scope) of those that ran already. Their weak loads may still return what an L1 read from the old page:
-// give both the same content first, if a running kernel must not notice. A first page is no replacement: on uvm one
-// in an aligned 2 MiB whose predecessor holds no small page interrupts reads of the backdrop there for a moment.
+// Replaces what is mapped there, which must lie within the new page. Without the flag the call returns -EEXIST.
+// On a backend without VMEM_CAP_LIVE_REMAP, no kernel may access the addresses during the call. With it, no access
+// faults. Kernels launched after the call use only the new page, and so do stores, atomics and L2 loads (volatile, or
+// relaxed at gpu scope) of kernels that were running. Weak loads of those kernels may still return what L1 cached from
+// the old page; if a running kernel must not notice the change, give both pages the same content first. Mapping a first
+// page replaces nothing: on uvm, the first small page in an aligned 2 MiB interrupts reads of the backdrop there for a
+// moment, unless the 2 MiB before it hold a small page.
 #define VMEM_MAP_REPLACE 0x1u
-// Keep every page separately unmappable beside running kernels. Without it a 2 MiB aligned run of small pages may be
-// mapped by 2 MiB entries, and unmapping a part of it later interrupts the rest of those 2 MiB for a moment.
+// Keeps every page separately unmappable while kernels run. Without the flag, a 2 MiB aligned run of small pages may be
+// mapped by 2 MiB entries; unmapping a part of it later interrupts the rest of those 2 MiB for a moment.
 #define VMEM_MAP_FINE 0x2u
 
 int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page);
@@ -202,7 +205,7 @@ int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uin
 int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length);
 int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
 
-// The page mapped at addr and the offset of addr in it; *page is 0 where nothing is. offset may be NULL.
+// Returns the page mapped at addr and the offset of addr in it; *page is 0 if nothing is mapped. offset may be NULL.
 int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offset);
 
 // ---- committing -------------------------------------------------------------------------------------------
@@ -211,15 +214,15 @@ struct vmem_range {
     uint64_t addr, length;
 };
 
-// Backs every unbacked part of the ranges with new pages of one size, consecutive where possible; what is backed stays
-// as it is. Ranges are multiples of page_size, each inside one reservation, and do not overlap. All or nothing; -EBUSY
-// where another call commits that is not over, or where pages are that are to go (vmem_drop).
-// *bytes, when not NULL, receives how much was newly backed. The pages belong to the addresses: one that is mapped
-// nowhere any more, because it was unmapped, replaced, or its reservation given up, is released.
+// Backs every unbacked part of the ranges with new pages of one size, consecutive where possible. Backed parts stay as
+// they are. Each range is a multiple of page_size and lies in one reservation; ranges do not overlap. All or nothing.
+// Returns -EBUSY if another call is committing there, or if pages there are about to be released (vmem_drop). If bytes
+// is not NULL, *bytes receives the bytes newly backed. The pages belong to the addresses: a page is released when it is
+// no longer mapped anywhere, because it was unmapped or replaced or its reservation was freed.
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
                 uint64_t *bytes);
-// Releases every page mapped in the ranges, wherever else it is mapped. Ranges cut no page; unbacked parts are skipped.
-// *bytes, when not NULL, receives how many bytes of the ranges were backed.
+// Releases every page mapped in the ranges, even if it is also mapped elsewhere. A range must not cut a page; unbacked
+// parts are skipped. If bytes is not NULL, *bytes receives the bytes of the ranges that were backed.
 int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes);
 
 // ---- what is where ----------------------------------------------------------------------------------------
@@ -230,10 +233,10 @@ struct vmem_reservation_info {
     uint64_t addr, length; // of the reservation
     uint64_t mapped;       // bytes of it that are backed
 };
-// The reservation that holds addr.
+// Returns the reservation that contains addr.
 int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out);
-// The first backed stretch of [addr, addr+length), which lies in one reservation; length 0 where nothing is backed. A
-// stretch of more than 4 GiB comes in parts. Costs time for what is backed, next to none for the rest.
+// Returns the first backed part of [addr, addr+length), which lies in one reservation; its length is 0 if nothing is
+// backed. Parts over 4 GiB are returned piecewise. The time depends on what is backed, hardly on the length.
 int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out);
 
 // ---- data -------------------------------------------------------------------------------------------------
@@ -241,13 +244,14 @@ int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct v
 struct vmem_copy_op {
     uint64_t dst, src, length; // device or CPU addresses, in any combination the device can copy
 };
-// In order; the data is there when the call returns. Not ordered with work on other CUDA streams.
+// Copies in order; the data has arrived when the call returns. Not ordered with work on other CUDA streams.
 int vmem_copy_batch(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n);
 int vmem_fill(vmem_context *ctx, uint64_t addr, uint8_t value, uint64_t length);
 
 // ---- errors -----------------------------------------------------------------------------------------------
 
-// What the calling thread's last failed call had to say; "" if none failed. Valid until its next failing call.
+// Returns the message of the calling thread's last failed call, or "" if none failed. Valid until the next failure in
+// that thread.
 const char *vmem_last_error(void);
 
 #ifdef __cplusplus

@@ -133,7 +133,8 @@ static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, st
 {
     const uint64_t frame = vmem__page_frame(a, p);
     const uint32_t granules = p->granules;
-    p->generation++; // before the flags beside it: a word read after a byte's store waits for that
+    // Update `generation` first: loading the word after a narrow store beside it stalls store forwarding.
+    p->generation++;
     p->state = GRANULE_IDLE;
     for (uint32_t u = 0; u < granules; u++)
         p[u].dirty = 1;

@@ -29,7 +29,7 @@ static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece,
     struct vmem__arena_rec *a = piece->arena;
     for (uint32_t u = piece->first; u < piece->first + piece->granules; u += granules) {
         struct vmem__page *p = &a->pages[u];
-        // Before the state beside it is written: a word read after a byte's store waits for that.
+        // Read `generation` first: loading the word after a narrow store stalls store forwarding.
         *out++ = vmem__handle(ctx, p, a->base + u);
         p->mapping = 0;
         p->mappings = 0;

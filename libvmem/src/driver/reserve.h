@@ -1,7 +1,6 @@
-// Addresses that CUDA knows. A reservation is cut into segments of one size; a segment is either unmapped or active:
-// the backdrop, one handle shared by all segments, is mapped there as far as CUDA knows, whatever another driver put
-// over it since. CUDA accepts pointers into active segments, and reads there give zero until somebody writes through
-// the backdrop.
+// Addresses that CUDA knows. A reservation is cut into segments of one size. A segment is unmapped or active. In an
+// active segment CUDA considers the backdrop mapped, even after UVM overlays it; all segments share one handle for it.
+// CUDA accepts pointers into active segments. Reads there return zero until something writes through the backdrop.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_CUDA_RESERVE_H

@@ -37,7 +37,7 @@ int kv_leave(vmem_kv *kv, int rc)
     if (kv->flags & VMEM_KV_CHECK && !rc)
         rc = kv_check_books(kv);
     kv->stale = true;
-    // After a step that had nothing to do, whoever asks sums up, and other processes see it a little later.
+    // Idle steps defer aggregation to the next query; the published view may lag.
     if (kv->long_call || (kv->view && kv_now() - kv->summarised > KV_VIEW_NS))
         kv_summarise(kv);
     kv->long_call = false;
