@@ -115,6 +115,8 @@ MUTANTS = [
         ("drop loses the error before it", _X, "        if (rc && rc != -EINVAL)\n            doom(ctx, pages[i], rc != -EBUSY);\n"
          "    }\n    vmem__error(0, \"%s\", text);", "        if (rc && rc != -EINVAL)\n            doom(ctx, pages[i], rc != -EBUSY);\n"
          "    }", "test_busy"),
+        ("any lack of addresses is one of mappings", _H, "return reserve_error(-errno, r->length);",
+         "return map_error(-errno, \"length: mmap\");", "test_reserve"),
         ("a reservation waits for another one's sweep", _X, "        if (!s->inflight)\n            end_space(ctx, s);\n",
          "", "test_busy"),
         ("a failed commit keeps what it made", _C, "        undo(ctx, &pages, rc);\n", "        (void)undo;\n",

@@ -66,8 +66,9 @@ static void commit_looks_first(void)
 // As a limit that never binds.
 static void largest_budget(void)
 {
-    vmem_context *ctx = test_context(UINT64_MAX);
+    vmem_context *ctx;
     vmem_page page;
+    OK(checked_context(test_backend, UINT64_MAX, true, &ctx));
     OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
     vmem_context_destroy(ctx);
 }

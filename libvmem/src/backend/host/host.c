@@ -219,6 +219,20 @@ __attribute__((format(printf, 2, 3))) static int map_error(int rc, const char *f
                        what, strerror(-rc), limit);
 }
 
+// The error of a reservation: whether it is the number of mappings shows in a small one.
+static int reserve_error(int err, uint64_t length)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    void *one = err == -ENOMEM ? mmap(NULL, page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : MAP_FAILED;
+    if (one == MAP_FAILED)
+        return map_error(err, "length %" PRIu64 ": mmap", length);
+    munmap(one, page);
+    return vmem__error(err,
+                       "length %" PRIu64 ": the process has no such stretch of addresses left, or may not have it "
+                       "(ulimit -v)",
+                       length);
+}
+
 // ---- address space ------------------------------------------------------------------------------------------
 
 static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
@@ -233,7 +247,7 @@ static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
     char *at = mmap(NULL, r->length + slack, prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
         free(reservation);
-        return map_error(-errno, "length %" PRIu64 ": mmap", r->length);
+        return reserve_error(-errno, r->length);
     }
     char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1)), *end = at + r->length + slack;
     int rc = 0;
