@@ -8,21 +8,45 @@ backend the process group has (gloo, NCCL). Run under ``torchrun``.
 SPDX-License-Identifier: MIT
 """
 
+import zlib
 from collections.abc import Callable
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from pyvmem.errors import OutOfMemory, VmemError
+from pyvmem._checks import uint
+from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv import KVCache, Lengths, Prefix
 
 # What every rank answers for itself: nothing is decided by it.
 _LOCAL = frozenset(
-    "alloc_reqid context flat free_reqid drop_prefix keys last_step layout max_tokens metrics_json "
+    "alloc_reqid context flat drop_prefix keys last_step layout max_tokens metrics_json "
     "metrics_prometheus page_size reclaim retire shortage slot slots specs stats tensors values wait".split()
 )
+
+_OTHER = 1 << 20  # the word of a rank whose call raised an exception without an errno
+
+
+def _decisive(cache: KVCache) -> tuple[Any, ...]:
+    """What the choice of slots and the answers follow from, besides the budget."""
+    options = cache.options
+    tensors = [(Fraction(cache.page_size, spec.row_bytes), spec.window, spec.max_tokens) for spec in cache.specs]
+    return (
+        cache.slots, cache.max_tokens, cache.tile_rows, options.steps_in_flight, options.defer, options.eager_tokens,
+        tensors,
+    )  # fmt: skip
+
+
+def _sum_of(lengths: Any) -> int:
+    """A checksum, which tells lengths of different ranks apart."""
+    try:
+        return zlib.crc32(np.asarray(lengths, np.int64).tobytes())
+    except (OverflowError, TypeError, ValueError):
+        return 0  # the call will say what is wrong with them
 
 
 class TensorParallelKVCache:
@@ -34,7 +58,8 @@ class TensorParallelKVCache:
     Parameters
     ----------
     cache : KVCache
-        Made with ``same_slots=True``, with equal slots, lengths and tokens a page on every rank; budgets may differ.
+        Made with ``same_slots=True``, and with equal options, slots, lengths and tokens a page on every rank; budgets
+        may differ.
     group : torch.distributed.ProcessGroup, optional
         The ranks that share a model; all by default.
 
@@ -46,7 +71,9 @@ class TensorParallelKVCache:
     Raises
     ------
     ValueError
-        The cache was made without ``same_slots``, or the ranks' caches differ.
+        The cache was made without ``same_slots``.
+    RuntimeError
+        The ranks' caches differ; or, of any call, the ranks do not make the same one.
     """
 
     def __init__(self, cache: KVCache, group: dist.ProcessGroup | None = None) -> None:
@@ -55,29 +82,58 @@ class TensorParallelKVCache:
         self.cache = cache
         self.group = group
         self.missing_pages = 0
+        self._staged: dict[int, int] = {}  # as the ranks agreed on
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-        self._word = torch.zeros(2, dtype=torch.int64, device=device)
-        least, most = self._agree(cache.slots, cache.max_tokens), self._agree(-cache.slots, -cache.max_tokens)
-        if least != [-n for n in most]:
-            raise ValueError("the ranks' caches differ in slots or max_tokens")
+        self._device = torch.device(device)
+        self._vote(f"TensorParallelKVCache of {_decisive(cache)}", lambda: None)
 
     def __getattr__(self, name: str) -> Any:
         if name in _LOCAL:
             return getattr(self.cache, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _agree(self, *numbers: int) -> list[int]:
-        """The largest of every number over the ranks."""
-        for i, number in enumerate(numbers):
-            self._word[i] = number
-        dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in self._word[: len(numbers)]]
+    def _vote(
+        self,
+        what: str,
+        call: Callable[..., Any],
+        *args: Any,
+        number: Callable[[Any], int] | None = None,
+        undo: Callable[[Any], Any] | None = None,
+    ) -> tuple[Any, int]:
+        """Make a call on every rank, and agree by one all-reduce on how it went.
 
-    def _fits(self, check: Callable[..., Any], *args: Any) -> bool:
-        """Whether a check of `KVCache` finds memory on every rank."""
+        Returns the call's result and the largest `number` of the ranks' results. `missing_pages` becomes the largest of
+        the ranks'. Where the call raised on a rank, or the ranks called different things (`what`), it raises on every
+        rank, after `undo` of what was done.
+        """
+        error: Exception | None = None
+        result = None
         self.cache.missing_pages = 0
-        check(*args)
-        self.missing_pages = self._agree(self.cache.missing_pages)[0]
+        try:
+            result = call(*args)
+        except Exception as raised:  # whatever it is: the others wait for this rank's word
+            error = raised
+        code = zlib.crc32(what.encode())
+        failed = 0 if error is None else getattr(error, "errno", None) or _OTHER
+        value = number(result) if number and error is None else -(2**62)
+        words = torch.tensor((code, -code, failed, self.cache.missing_pages, value), device=self._device)
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+        most, least, failed, self.missing_pages, value = words.tolist()
+        if error is None and (failed or most != -least) and undo:
+            undo(result)
+        if error is not None:
+            raise error
+        if most != -least:
+            raise RuntimeError(f"this rank calls {what}, and another something else")
+        if failed == _OTHER:
+            raise RuntimeError(f"{what} failed on another rank")
+        if failed:
+            raise _error(failed, f"{what} failed on another rank")
+        return result, value
+
+    def _fits(self, what: str, check: Callable[..., Any], *args: Any) -> bool:
+        """Whether a check of `KVCache` finds memory on every rank."""
+        self._vote(what, check, *args)
         return not self.missing_pages
 
     def _done(self, answer: int) -> int:
@@ -86,33 +142,22 @@ class TensorParallelKVCache:
             raise OutOfMemory(12, f"{self.cache.missing_pages} pages are missing on this rank, within its budget")
         return answer
 
-    def _together(self, call: Callable[..., Any], *args: Any, undo: Callable[[Any], Any] | None = None) -> Any:
-        """Make a call that can fail on one rank; it raises on every rank if it does."""
-        error = result = None
-        try:
-            result = call(*args)
-        except VmemError as raised:
-            error = raised
-        worst = self._agree(error.errno if error else 0)[0]
-        if worst and not error:
-            if undo:
-                undo(result)
-            error = VmemError(worst, "the call failed on another rank")
-        if error:
-            raise error
-        return result
-
     def room(self, slot: SupportsIndex | None = None) -> int:
         """How many tokens the slot (None: a new request) could have on the rank that has least free."""
-        return -self._agree(-self.cache.room(slot))[0]
+        return -self._vote(f"room({slot})", self.cache.room, slot, number=lambda room: -room)[1]
 
     def admit(self, tokens: int) -> int:
         """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""
         return self.cache.alloc_reqid(tokens) if self.room() >= tokens else -1
 
+    def free_reqid(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
+        """As `KVCache.free_reqid`; `after` is a step's number: events come at other times on other ranks."""
+        self.cache.free_reqid(slot, None if after is None else uint("after", after))
+        self._staged.pop(int(slot), None)
+
     def check(self, lengths: Lengths) -> int:
         """What `step` would return now, without doing anything."""
-        return 0 if self._fits(self.cache.check, lengths) else -1
+        return 0 if self._fits(f"check({_sum_of(lengths)})", self.cache.check, lengths) else -1
 
     def step(self, lengths: Lengths) -> int:
         """As `KVCache.step`: 0 on every rank, or -1 on every rank, and then nothing changed on any.
@@ -122,70 +167,96 @@ class TensorParallelKVCache:
         OutOfMemory
             A device has less memory than its budget says. Cannot happen without ``lazy``: the memory is taken at first.
         """
-        return self._done(self.cache.step(lengths)) if self._fits(self.cache.check, lengths) else -1
+        if not self._fits(f"step({_sum_of(lengths)})", self.cache.check, lengths):
+            return -1
+        return self._done(self.cache.step(lengths))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """As `KVCache.grow`, agreed on."""
-        self.cache.missing_pages = 0
-        answer = self.cache.grow(slot, tokens)
-        self.missing_pages = self._agree(self.cache.missing_pages)[0]
-        if self.missing_pages and not answer:
-            self.cache.grow(slot, 0)
-        return -1 if self.missing_pages else 0
+        """As `KVCache.grow`, agreed on: where one rank has not the memory, all stay as they were."""
+
+        def undo(answer: int) -> None:
+            if not answer:
+                self.cache.grow(slot, self._staged.get(int(slot), 0))
+
+        answer, _ = self._vote(f"grow({slot}, {tokens})", self.cache.grow, slot, tokens, undo=undo)
+        if self.missing_pages:
+            undo(answer)
+            return -1
+        self._staged[int(slot)] = int(tokens)
+        return 0
 
     def commit(self) -> int:
-        """As `KVCache.commit`. What all ranks staged was agreed on."""
-        return self._done(self.cache.commit())
+        """As `KVCache.commit`, agreed on like a step: a budget may have changed since."""
+        lengths = [self._staged.get(slot, 0) for slot in range(self.cache.slots)]
+        if not self._fits(f"commit({_sum_of(lengths)})", self.cache.check, lengths):
+            return -1
+        answer = self._done(self.cache.commit())
+        self._staged.clear()
+        return answer
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.check_attach`, agreed on."""
-        return 0 if self._fits(self.cache.check_attach, prefix, tokens) else -1
+        return 0 if self._fits(f"check_attach(..., {tokens})", self.cache.check_attach, prefix, tokens) else -1
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.attach_prefix`, agreed on like a step."""
-        if not self._fits(self.cache.check_attach, prefix, tokens):
+        what = f"attach_prefix(..., {slot}, {tokens})"
+        if not self._fits(what, self.cache.check_attach, prefix, tokens):
             return -1
         return self._done(self.cache.attach_prefix(prefix, slot, tokens))
 
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
         """As `KVCache.save_prefix`. What can be attached is what every rank has."""
-        prefix = self._together(self.cache.save_prefix, slot, tokens, undo=self.cache.drop_prefix)
-        return Prefix(prefix.id, prefix.tokens, self._agree(prefix.min_tokens)[0])
+        prefix, min_tokens = self._vote(
+            f"save_prefix({slot}, {tokens})", self.cache.save_prefix, slot, tokens,
+            number=lambda prefix: prefix.min_tokens, undo=self.cache.drop_prefix,
+        )  # fmt: skip
+        return Prefix(prefix.id, prefix.tokens, min_tokens)
 
     def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
         """As `KVCache.prefix_pages`, on the rank that has fewest."""
-        pages, own = self.cache.prefix_pages(prefix)
-        pages, own = self._agree(-pages, -own)
-        return -pages, -own
+        call = self.cache.prefix_pages
+        fewest = self._vote("prefix_pages", call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
+        return -fewest >> 31, -fewest & (1 << 31) - 1
 
-    def check_swap_in(self, slot: int) -> int:
+    def check_swap_in(self, slot: SupportsIndex) -> int:
         """As `KVCache.check_swap_in`, agreed on."""
-        return 0 if self._fits(self.cache.check_swap_in, slot) else -1
+        return 0 if self._fits(f"check_swap_in({slot})", self.cache.check_swap_in, slot) else -1
 
-    def swap_in(self, slot: int) -> int:
+    def swap_in(self, slot: SupportsIndex) -> int:
         """As `KVCache.swap_in`, agreed on like a step."""
-        return self._done(self.cache.swap_in(slot)) if self._fits(self.cache.check_swap_in, slot) else -1
+        if not self._fits(f"swap_in({slot})", self.cache.check_swap_in, slot):
+            return -1
+        return self._done(self.cache.swap_in(slot))
 
     def swap_out(self, slot: SupportsIndex) -> None:
-        """As `KVCache.swap_out`."""
-        self._together(self.cache.swap_out, slot)
+        """As `KVCache.swap_out`; where it fails on a rank, the request comes back on the others."""
+        self._vote(f"swap_out({slot})", self.cache.swap_out, slot, undo=lambda _: self.cache.swap_in(slot))
+        self._staged.pop(int(slot), None)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """As `KVCache.check_truncate`, agreed on."""
-        self.cache.missing_pages = 0
-        self._together(self.cache.check_truncate, slot, tokens)
-        self.missing_pages = self._agree(self.cache.missing_pages)[0]
-        return -1 if self.missing_pages else 0
+        return 0 if self._fits(f"check_truncate({slot}, {tokens})", self.cache.check_truncate, slot, tokens) else -1
 
-    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
-        """As `KVCache.truncate`, agreed on; raises `OutOfMemory` on every rank where one cannot copy a shared page."""
+    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: SupportsIndex | None = None) -> None:
+        """As `KVCache.truncate`, agreed on; raises `OutOfMemory` on every rank where one cannot copy a shared page.
+
+        `after` is a step's number: events come at other times on other ranks.
+        """
         if self.check_truncate(slot, tokens):
             raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared ones")
-        self._together(self.cache.truncate, slot, tokens, after)
+
+        def call() -> None:
+            self.cache.truncate(slot, tokens, None if after is None else uint("after", after))
+
+        self._vote(f"truncate({slot}, {tokens}, {after})", call)
+        self._staged.pop(int(slot), None)
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """As `KVCache.set_budget`, of this rank: each may give another number."""
-        self._together(self.cache.set_budget, bytes)
+        """As `KVCache.set_budget`; each rank may give another number. Where one fails, all stay as they were."""
+        stats = self.cache.stats()
+        before = stats.budget_pages * stats.page_size
+        self._vote("set_budget", self.cache.set_budget, bytes, undo=lambda _: self.cache.set_budget(before))
 
     def close(self) -> None:
         """As `KVCache.close`, of this rank."""

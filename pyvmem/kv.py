@@ -272,7 +272,7 @@ class KVCache(_Owned):
         _check(rc)
         return int(chosen[0])
 
-    def free_reqid(self, slot: int, after: Any = None) -> None:
+    def free_reqid(self, slot: SupportsIndex, after: Any = None) -> None:
         """The request is over; its pages are kept for the next one as long as memory allows.
 
         Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()`` such as
@@ -507,9 +507,10 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_swap_out(self._use(), slot, ffi.cast("void *", host.data_ptr()), size[0]))
         self._swapped[slot] = host
 
-    def swap_in(self, slot: int) -> int:
+    def swap_in(self, slot: SupportsIndex) -> int:
         """Bring a swapped slot back, to the same addresses. Returns 0, or -1 as `step` does."""
-        kv, host = self._use(), self._swapped.get(uint("slot", slot, 32))
+        kv, slot = self._use(), uint("slot", slot, 32)
+        host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
         if self._events:
@@ -521,7 +522,7 @@ class KVCache(_Owned):
         del self._swapped[slot]
         return 0
 
-    def check_swap_in(self, slot: int) -> int:
+    def check_swap_in(self, slot: SupportsIndex) -> int:
         """Whether `swap_in` would find its memory: 0, or -1 as `step`."""
         if self._events:
             self._poll()

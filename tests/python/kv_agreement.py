@@ -52,6 +52,62 @@ def full_house(tp, device):
             raise AssertionError("a cache without same_slots was accepted")
 
 
+def refused(call, error, text):
+    """The call raises on this rank."""
+    try:
+        call()
+    except error as raised:
+        assert text in str(raised), raised
+    else:
+        raise AssertionError(f"{text!r} was to be refused")
+
+
+def part_ways(tp, device, rank):
+    """What one rank does wrong, or cannot, is refused on all of them, and then they agree as before."""
+    first = rank == 0
+    refused(lambda: tp.room() if first else tp.check([0] * SLOTS), RuntimeError, "another something else")
+    refused(lambda: tp.step([0] * SLOTS if first else [0] * (SLOTS - 1)), (RuntimeError, ValueError), "")
+    refused(lambda: tp.step([0] * SLOTS if first else ["x"] * SLOTS), (RuntimeError, TypeError), "")
+    refused(lambda: tp.swap_out(3 if first else None), (RuntimeError, TypeError, pyvmem.VmemError), "")
+    refused(lambda: tp.set_budget(tp.stats().budget_pages * tp.page_size if first else 1), pyvmem.VmemError, "")
+    slot = tp.alloc_reqid(10)
+    refused(lambda: tp.free_reqid(slot, after=torch.cuda.Event), TypeError, "after must be an integer")
+    assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
+    same(device, tp.stats().active_slots, tp.slot(slot).tokens)
+    tp.free_reqid(slot)
+
+
+def differ(context, rank):
+    """Caches that would not choose alike are no tensor-parallel cache."""
+    options = {"context": context, "dtype": torch.float16, "name": None, "lazy": True, "same_slots": True}
+    with KVCache.for_model(1, 1, 256, 2, 100, 1 << 24, steps_in_flight=1 + (rank == 0), **options) as cache:
+        refused(lambda: TensorParallelKVCache(cache), RuntimeError, "another something else")
+
+
+def staged(tp, device, starved):
+    """What one rank has no memory for stays as it was staged; a budget that shrinks meanwhile is seen by all."""
+    cache, slot = tp.cache, tp.alloc_reqid(10)
+    before = cache.stats().budget_pages * cache.page_size
+    if starved:
+        cache.set_budget(4 * cache.page_size)
+    assert tp.grow(slot, 10) == 0
+    assert tp.grow(slot, TOKENS) == -1
+    assert tp.commit() == 0
+    same(device, tp.slot(slot).tokens)
+    assert tp.slot(slot).tokens == 10
+    tp.set_budget(before)
+    assert tp.grow(slot, TOKENS) == 0
+    if starved:
+        view = next(v for v in kv_view.read_views() if v.pid == os.getpid() and v.name == "tp")
+        kv_view.want_budget(view, 4 * cache.page_size)
+    assert tp.commit() == -1
+    assert tp.slot(slot).tokens == 10
+    tp.set_budget(before)
+    assert tp.commit() == 0
+    same(device, tp.slot(slot).tokens)
+    tp.free_reqid(slot)
+
+
 def share(tp, device, rng, lengths, prefixes):
     """One call about prefixes, truncation or swapping."""
     running = [s for s in range(SLOTS) if lengths[s]]
@@ -107,6 +163,9 @@ def main(backend, steps=10_000, seed=1):
     local = random.Random(seed + 100 + rank)  # what only this rank knows of
     lengths, failed, done, prefixes = [0] * SLOTS, 0, 0, []
     full_house(tp, device)
+    part_ways(tp, device, rank)
+    differ(context, rank)
+    staged(tp, device, rank == world - 1)
     if rank == world - 1:
         cache.set_budget(starved)
     while done < steps:
