@@ -277,6 +277,36 @@ static void across_tables(vmem_context *ctx)
     OK(vMemFree(ctx, at));
 }
 
+// What a backdrop costs goes with the number of runs, not with the bytes around them.
+static void calls_beside_a_backdrop(vmem_context *ctx)
+{
+    enum { N = 16, BESIDE = 6 };
+    struct vmem_map_op ops[N];
+    vmem_page pages[N];
+    uint64_t at, before;
+    if (!(test_info.caps & VMEM_CAP_BACKDROP) || !(test_info.page_sizes & VMEM_PAGE_2M))
+        return;
+    OK(vMemReserve(ctx, 256 * MIB, VMEM_RESERVE_BACKDROP, &at));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, N, 0, pages));
+    OK(vmem_backdrop(ctx, at + 128 * MIB, 4 * MIB));
+    for (int round = 0; round < 3; round++) { // at the start, behind a gap, over what was made readable
+        const uint64_t first = at + (uint64_t)round * 64 * MIB;
+        for (uint64_t i = 0; i < N; i++)
+            ops[i] = (struct vmem_map_op){first + i * VMEM_PAGE_2M, pages[i]};
+        before = test_stats(ctx).syscalls;
+        OK(vMemMapBatch(ctx, ops, N, 0, NULL));
+        CHECK(test_stats(ctx).syscalls - before <= N + BESIDE);
+        put_word(ctx, ops[N - 1].addr, 7);
+        before = test_stats(ctx).syscalls;
+        OK(vMemUnmap(ctx, first, 32 * MIB));
+        CHECK(test_stats(ctx).syscalls - before <= BESIDE + 2);
+    }
+    for (uint64_t k = 0; k < 2; k++) // asked for, and there again
+        CHECK_EQ(get_word(ctx, at + 128 * MIB + k * VMEM_PAGE_2M), 0);
+    OK(vMemReleaseBatch(ctx, pages, N, NULL));
+    OK(vMemFree(ctx, at));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -292,6 +322,7 @@ int main(int argc, char **argv)
     odd_end(ctx);
     last_sticks_out(ctx);
     across_tables(ctx);
+    calls_beside_a_backdrop(ctx);
     vmem_context_destroy(ctx);
     return 0;
 }
