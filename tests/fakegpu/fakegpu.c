@@ -83,7 +83,7 @@ static struct reservation *reservations;
 static struct client *clients;
 static uint64_t next_id = 1;
 static uint32_t next_entry = 2;
-static _Atomic long fail_at, calls, interrupts;
+static _Atomic long fail_at, calls, interrupts, kept;
 static uint32_t next_client = 0xc1d00000u;
 
 // ---- for tests ----------------------------------------------------------------------------------------------
@@ -91,6 +91,7 @@ static uint32_t next_client = 0xc1d00000u;
 EXPORT void fakegpu_fail(long n) { fail_at = n; }
 
 EXPORT void fakegpu_interrupt(long n) { interrupts = n; }
+EXPORT void fakegpu_keep(long n) { kept = n; }
 
 EXPORT long fakegpu_calls(void) { return calls; }
 
@@ -329,7 +330,9 @@ static int rm_ioctl(struct client *c, unsigned long request, void *arg)
         struct memory *m = memory_find(p->object, c->id);
 
         p->status = m ? 0 : INVALID_OBJECT;
-        if (m)
+        if (m && kept > 0 && kept-- > 0)
+            p->status = 0x63; // in use
+        else if (m)
             memory_put(m);
         return 0;
     }

@@ -16,6 +16,8 @@
 FAKEGPU_WEAK void fakegpu_fail(long n);
 // The next n ioctls on RM's descriptor end with EINTR and have done nothing.
 FAKEGPU_WEAK void fakegpu_interrupt(long n);
+// The next n of RM's memories that are given back are not: the driver says that they are in use.
+FAKEGPU_WEAK void fakegpu_keep(long n);
 // Driver calls that can fail, so far.
 FAKEGPU_WEAK long fakegpu_calls(void);
 // Bytes of device memory in use.

@@ -323,6 +323,18 @@ int main(int argc, char **argv)
     fakegpu_interrupt(0);
     vmem_context_destroy(ctx);
     CHECK_EQ(fakegpu_used(), used);
+    // Memory that the driver does not take back stays in the accounts, and goes with the context.
+    ctx = test_context(0);
+    const uint64_t own = test_stats(ctx).overhead;
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
+    OK(vMemRelease(ctx, page));
+    idle = fakegpu_used();
+    fakegpu_keep(1);
+    OK(vmem_trim(ctx, NULL));
+    fakegpu_keep(0);
+    CHECK(test_stats(ctx).overhead > own || fakegpu_used() < idle || strcmp(test_backend, "stock"));
+    vmem_context_destroy(ctx);
+    CHECK_EQ(fakegpu_used(), used);
     // Opening, with each driver call in it failing in turn, leaves nothing behind either.
     for (long n = 1;; n++) {
         long calls = fakegpu_calls();

@@ -153,9 +153,9 @@ int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle)
                     "allocate device memory");
 }
 
-void vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle)
+bool vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle)
 {
     struct rm_free params = {.client = rm->client, .parent = DEVICE_HANDLE, .object = handle};
 
-    (void)rm_ioctl(rm, RM_IOCTL(RM_ESC_FREE, struct rm_free), &params); // nothing to be done about a failure
+    return !rm_ioctl(rm, RM_IOCTL(RM_ESC_FREE, struct rm_free), &params) && !params.status;
 }

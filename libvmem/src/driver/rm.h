@@ -4,6 +4,8 @@
 #ifndef VMEM_STOCK_RM_H
 #define VMEM_STOCK_RM_H
 
+#include <stdbool.h>
+
 #include "driver/abi.h"
 
 struct vmem__rm {
@@ -23,6 +25,8 @@ void vmem__rm_close(struct vmem__rm *rm);
 
 // size: a multiple of 2 MiB. In 2 MiB pieces, which need not be next to each other in the device. Contents undefined.
 int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle);
-void vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle);
+// False: the driver did not take it back, which it says of memory in use, or when the GPU is lost. Then it goes when the
+// client does, with the descriptor.
+bool vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle);
 
 #endif

@@ -138,7 +138,8 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
 
     vmem__stock_reservation_free(s, &arena->alias);
     atomic_fetch_add(&b->syscalls, 1);
-    vmem__rm_memory_free(&s->rm, arena->memory);
+    if (!vmem__rm_memory_free(&s->rm, arena->memory))
+        atomic_fetch_add(&b->overhead, a->size); // until the context goes, which the accounts are to show
     free(arena);
 }
 
