@@ -229,7 +229,7 @@ def test_nothing_is_left_of_a_killed_worker(server):
             await client.close()
 
     answers = asyncio.run(killed())
-    assert any(isinstance(a, Exception) for a in answers)
+    assert all(isinstance(a, Exception) or len(a) < 900 for a in answers)
     assert wait_for(lambda: not server.alive(), 60), "the server goes on without its engine"
     assert server.caches() == []
     assert wait_for(lambda: not group_lives(server.process.pid), 10)
