@@ -272,6 +272,14 @@ class KVCache(_Owned):
         _check(rc)
         return int(chosen[0])
 
+    def expect(self, tokens: npt.ArrayLike) -> None:
+        """Requests that will be allocated next, by the tokens of their first step; replaces what was expected before.
+
+        While memory is plentiful, the background thread backs a free slot for each of the first 64.
+        """
+        sizes = np.ascontiguousarray(tokens, np.uint32)
+        _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), sizes.size))
+
     def free_reqid(self, slot: SupportsIndex, after: Any = None) -> None:
         """The request is over; its pages are kept for the next one as long as memory allows.
 

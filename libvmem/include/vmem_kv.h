@@ -108,6 +108,11 @@ struct vmem_kv_alloc_options {
 };
 // vmem_kv_alloc with options. Returns -EBUSY if the requested slot is taken.
 int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
+// Announces the requests that will be allocated next, in this order, by the tokens of their first step. It replaces what
+// was announced before. While memory is plentiful, the background thread backs a free slot for each of the first
+// VMEM_KV_EXPECT.
+#define VMEM_KV_EXPECT 64
+int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n);
 // Quiet. Frees the slot. Its pages are kept for the next request (VMEM_KV_DEFER) or released; shared pages are dropped.
 // If the call fails, the rows are lost anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot);

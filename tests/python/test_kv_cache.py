@@ -14,6 +14,7 @@ import torch
 from kv_caches import PAGE_TOKENS, make, start, view_dim
 
 import pyvmem
+from pyvmem.errors import InvalidArgument
 from pyvmem.kv import KVCache, TensorSpec
 
 MIB = 1 << 20
@@ -504,3 +505,38 @@ def test_a_forked_child_is_refused_and_harms_nothing(backend):
         assert os.waitpid(pid, 0)[1] == 0
         values[slot] = 700
         assert cache.step(values) == 0
+
+
+def test_expected_requests_find_their_pages():
+    page = 65536
+    specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
+    with KVCache(specs, 8, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
+                 generous=False, check=True) as cache:  # fmt: skip
+        sizes = [100, 33, 500]
+        cache.expect(sizes)
+        cache.wait()
+        assert cache.stats().eager_pages == 7 + 3 + 32
+        lengths = [0] * 8
+        for tokens in sizes:
+            lengths[cache.alloc_reqid(tokens)] = tokens
+        assert cache.step(lengths) == 0
+        assert cache.stats().step_maps == 0
+
+
+def test_expected_requests_take_nothing_that_is_scarce():
+    page = 65536
+    specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
+    with KVCache(specs, 8, 512, 40 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
+                 reclaim_percent=10, ahead_tokens=1, ahead_min=1) as cache:  # fmt: skip
+        cache.expect([300] * 8)
+        cache.wait()
+        assert 0 < cache.stats().held_pages <= 40 - 4
+        slot = cache.alloc_reqid(512)
+        assert cache.step([512 if s == slot else 0 for s in range(8)]) == 0  # what is kept for others goes to it
+
+
+def test_expecting_more_than_fits_is_refused():
+    with KVCache([TensorSpec("kv", (4096,), torch.uint8)], 2, 64, 1 << 20, backend="host", name=None) as cache:
+        with pytest.raises(InvalidArgument, match="tokens 65 of request 1: max_tokens is 64"):
+            cache.expect([64, 65])
+        cache.expect([64] * 1000)

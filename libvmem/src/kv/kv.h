@@ -143,7 +143,8 @@ struct vmem_kv {
     pid_t pid;
     uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
-    uint64_t step, retired; // the last step; the last whose kernels have ended
+    uint32_t expected[VMEM_KV_EXPECT], n_expected; // tokens of the requests that come next
+    uint64_t step, retired;                        // the last step; the last whose kernels have ended
     uint32_t n_ending;
     struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
@@ -358,6 +359,11 @@ extern void (*vmem__kv_hook)(enum vmem__kv_point point);
 int kv_worker_start(vmem_kv *kv);
 void kv_worker_stop(vmem_kv *kv);
 void kv_worker_wake(vmem_kv *kv);
+
+// ---- expect.c
+
+// The free slot that is to be backed next for a request that is expected, and how far; UINT32_MAX: none.
+uint32_t kv_expected_slot(const vmem_kv *kv, uint32_t *tokens);
 void kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
 // Until it unmaps nothing that others may hold: whoever maps, unmaps or releases such pages waits here first.

@@ -231,11 +231,15 @@ static bool clear_one(vmem_kv *kv)
 
 static bool eager_one(vmem_kv *kv)
 {
-    uint32_t slot = kv->flags & VMEM_KV_EAGER && plentiful(kv) ? kv_choose(kv, 0, 0) : UINT32_MAX;
+    if (!plentiful(kv))
+        return false;
+    uint32_t tokens = kv->eager_tokens, slot = kv_expected_slot(kv, &tokens);
+    if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER)
+        slot = kv_choose(kv, 0, 0);
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        uint32_t to = kv_need_hi(kv, &kv->groups[i], kv->eager_tokens);
+        uint32_t to = kv_need_hi(kv, &kv->groups[i], tokens);
         if (kv->flags & VMEM_KV_GENEROUS)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
         const struct kv_span *sp = kv_span(kv, slot, i);
@@ -246,6 +250,8 @@ static bool eager_one(vmem_kv *kv)
     if (!grow(kv, slot, kv_low(kv)))
         return false;
     kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
+    if (!kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
+        kv->idle[slot].from = 0;
     return true;
 }
 
