@@ -82,6 +82,7 @@ class RequestSlots:
         self._named: set[int] = set()  # blocks whose names have pages
         self._dropped: list[int] = []  # blocks that the scheduler has forgotten, until the step backs its own
         self._now = 0
+        self._waiting: Sequence[int] = ()
         self._wait_seconds = wait_seconds
         self._full_budget = self._budget = cache.stats().budget_pages
         self.limit_pages = self._budget
@@ -95,12 +96,23 @@ class RequestSlots:
 
     # ---- a step, in this order ---------------------------------------------------------------------------------
 
-    def begin_step(self, dropped: Sequence[int] = ()) -> None:
-        """Before anything else of a step. dropped: blocks whose contents the scheduler has forgotten."""
+    def begin_step(self, dropped: Sequence[int] = (), waiting: Sequence[int] = ()) -> None:
+        """Before anything else of a step.
+
+        Parameters
+        ----------
+        dropped
+            Blocks whose contents the scheduler has forgotten.
+        waiting
+            Tokens of the first steps of the requests that come next: they are backed in the background.
+        """
         with self.lock:
             self._now = self._fences.mark()
             self._fences.wait(self._now - 1)
             self._dropped += dropped
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self.cache.expect([min(n, self.cache.max_tokens) for n in waiting])
 
     def finish(self, index: int) -> None:
         """The request at `index` has ended, or is preempted. Kernels of the step before may still use its slot."""

@@ -7,8 +7,10 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,7 +233,8 @@ def reshape_kv_cache(
 def finish_requests(original: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
     """The first thing of a step."""
     if _current is not None:
-        _current.requests.begin_step(getattr(scheduler_output, "vmem_forgotten", ()))
+        _current.requests.begin_step(getattr(scheduler_output, "vmem_forgotten", ()),
+                                     getattr(scheduler_output, "vmem_waiting", ()))  # fmt: skip
     return original(runner, scheduler_output)
 
 
@@ -300,11 +303,24 @@ def keeper(scheduler: Any) -> PoolKeeper:
     return kept
 
 
+def waiting(scheduler: Any) -> tuple[int, ...]:
+    """Tokens of the first steps of the requests that come next, about two steps of them."""
+    sizes: list[int] = []
+    most = scheduler.max_num_scheduled_tokens
+    if isinstance(scheduler.waiting, collections.deque):  # else looking costs as much as scheduling
+        for request in itertools.islice(scheduler.waiting, 32):
+            sizes.append(min(request.num_tokens, most))
+            if sum(sizes) >= 2 * most:
+                break
+    return tuple(sizes)
+
+
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     kept = keeper(scheduler)
     kept.before_schedule()
     output = original(scheduler, *args, **kwargs)
     output.vmem_forgotten = kept.take_forgotten()
+    output.vmem_waiting = waiting(scheduler)
     return output
 
 

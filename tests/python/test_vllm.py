@@ -167,6 +167,21 @@ def test_a_slot_is_free_only_when_the_kernels_of_its_last_step_are_through():
     assert slots.fence_waits == 1
 
 
+def test_prompts_that_wait_are_backed_before_they_start():
+    engine = Engine(requests=4, slack=20)
+    slots = engine.slots
+    slots.begin_step((), (50, 20, 10**6))
+    slots.start(0, [1], 0)
+    slots.back()
+    engine.cache.wait()
+    maps = engine.cache.stats().step_maps
+    slots.begin_step()
+    slots.start(1, [2, 3, 4, 5, 6, 7, 8], 0)
+    slots.start(2, [9, 10, 11], 0)
+    slots.back()
+    assert engine.cache.stats().step_maps == maps
+
+
 def test_a_step_whose_mapping_the_gpu_waited_for_is_counted():
     engine = Engine(caching=False)
     slots = engine.slots
