@@ -273,9 +273,10 @@ class KVCache(_Owned):
         return int(chosen[0])
 
     def expect(self, tokens: npt.ArrayLike) -> None:
-        """Requests that will be allocated next, by the tokens of their first step; replaces what was expected before.
+        """Announce the requests that will be allocated next, by the tokens of their first step.
 
-        While memory is plentiful, the background thread backs a free slot for each of the first 64.
+        It replaces what was announced before. While memory is plentiful, the background thread backs a free slot for
+        each of the first 64.
         """
         sizes = np.ascontiguousarray(tokens, np.uint32)
         _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), sizes.size))
