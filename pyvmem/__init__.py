@@ -1,4 +1,4 @@
-"""vMem: physical memory mapped on demand into large reserved address ranges, in pages of 64 KiB and up.
+"""vMem reserves large virtual ranges and maps physical pages of 64 KiB or more into them on demand.
 
 SPDX-License-Identifier: MIT
 """

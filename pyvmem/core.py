@@ -69,7 +69,7 @@ _CAPS = {
 
 @dataclass(frozen=True)
 class Info:
-    """What a context runs on. Sizes in bytes; nothing of it changes but `memory_free`."""
+    """What a context runs on. Sizes are bytes. Only `memory_free` ever changes."""
 
     backend: str
     device_name: str
@@ -84,7 +84,7 @@ class Info:
 
     @property
     def memory_free(self) -> int:
-        """Bytes of `memory_total` that are free now. Every look asks the driver or the system, about 0.2 ms."""
+        """Bytes of `memory_total` that are free now. Reading it asks the driver or the system (about 0.2 ms)."""
         context, free = self._context(), ffi.new("uint64_t *")
         if context is None:
             raise ValueError("the context is closed")
@@ -118,7 +118,7 @@ class PageInfo:
 
 
 def _names() -> dict[str, Any]:
-    """libvmem's own strings with the names of all backends, best first: they live for ever."""
+    """libvmem's own strings with the names of all backends, best first. They are never freed."""
     names = lib.vmem_backends()
     found: dict[str, Any] = {}
     while names[len(found)] != ffi.NULL:
@@ -128,12 +128,12 @@ def _names() -> dict[str, Any]:
 
 
 def backends() -> list[str]:
-    """Names of all backends, best first."""
+    """Return the names of all backends, best first."""
     return list(_names())
 
 
 def probe(backend: str, device: SupportsIndex = 0, *, unknown_driver: bool = False) -> VmemError | None:
-    """None if a context of this backend could be created here, else the `VmemError` that stops it.
+    """Return None if a context of this backend can be created here, else the `VmemError` that prevents it.
 
     Arguments as in `Context`; the backend must be named.
     """
@@ -214,7 +214,7 @@ class Context(_Owned):
         return f"<pyvmem.Context {self.backend} on {self._info.device_name}{', closed' if self.closed else ''}>"
 
     def close(self) -> None:
-        """Close every reservation and release all pages. Tensors that still stand keep their memory.
+        """Close every reservation and release all pages. Tensors that still exist keep their memory.
 
         Calls of other threads that are under way finish first: the last of them ends the context.
         """
@@ -226,7 +226,7 @@ class Context(_Owned):
     # ---- what it is and holds --------------------------------------------------------------------------------
 
     def info(self) -> Info:
-        """The context's `Info`."""
+        """Return the context's `Info`."""
         self._use()
         return self._info
 
@@ -247,24 +247,24 @@ class Context(_Owned):
         )
 
     def stats(self) -> Stats:
-        """The context's `Stats` at this moment."""
+        """Return the context's `Stats` at this moment."""
         raw = ffi.new("struct vmem_stats *", {"size": ffi.sizeof("struct vmem_stats")})
         _check(lib.vmem_context_stats(self._use(), raw))
         return Stats(*(int(getattr(raw, name)) for name in Stats.__dataclass_fields__))
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """Limit the bytes of pages that may exist; 0 for no limit. Less than exists only stops further creation."""
+        """Limit the bytes of pages; 0 for no limit. Pages beyond a lower limit stay; only further creation fails."""
         _check(lib.vmem_set_budget(self._use(), uint("bytes", bytes)))
 
     def prealloc(self, bytes: SupportsIndex) -> None:
-        """Take and keep device memory for at least `bytes` of pages, so that creating them needs no driver call.
+        """Allocate device memory for at least `bytes` of pages in advance, so that creating them needs no driver call.
 
         Raises `OutOfMemory` when there is not so much.
         """
         _check(lib.vmem_prealloc(self._use(), uint("bytes", bytes)))
 
     def trim(self) -> int:
-        """Give unused device memory back to the system; returns how many bytes."""
+        """Return unused device memory to the system; returns the number of bytes."""
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_trim(self._use(), freed))
         return int(freed[0])
@@ -272,7 +272,7 @@ class Context(_Owned):
     # ---- address space and pages -----------------------------------------------------------------------------
 
     def reserve(self, length: SupportsIndex, *, backdrop: bool = False) -> Reservation:
-        """Reserve `length` bytes of addresses (a multiple of 64 KiB); no physical memory to speak of.
+        """Reserve `length` bytes of addresses (a multiple of 64 KiB). This uses almost no physical memory.
 
         With `backdrop`, unbacked addresses read as finite data instead of faulting. Returns a `Reservation`. Raises
         `InvalidArgument` for another length, or one over 2^46, and `OutOfMemory` when the addresses are not to be had.
@@ -289,7 +289,7 @@ class Context(_Owned):
         return Pages(self, page_size, n, zero=zero)
 
     def create_handles(self, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> UInts:
-        """As `create`, but returns the bare handles, uint64[n]: they exist until `release` or the context's end."""
+        """As `create`, but return the bare handles, uint64[n]. They exist until `release` or the end of the context."""
         one_of("page_size", page_size, self.page_sizes)
         handles, owner = new_handles(n), self._new_owner(self._owned())
         buffer = as_buffer("vmem_page[]", handles)
@@ -302,7 +302,7 @@ class Context(_Owned):
         return pages._handles_for(self) if isinstance(pages, Pages) else pages
 
     def release(self, pages: Any) -> None:
-        """Unmap pages wherever they are mapped, then free them: `Pages`, a handle or an array of them, all or none.
+        """Unmap pages from every address, then free them: `Pages`, a handle or an array of handles, all or none.
 
         Raises `InvalidArgument`, with the element's ``index``, for what is no page (any more).
         """
@@ -314,7 +314,7 @@ class Context(_Owned):
             _check(lib.vMemReleaseBatch(self._use(), as_buffer("vmem_page[]", handles), len(handles), bad), bad)
 
     def page_info(self, page: SupportsIndex) -> PageInfo:
-        """The `PageInfo` of a page handle."""
+        """Return the `PageInfo` of a page handle."""
         raw = ffi.new("struct vmem_page_info *", {"size": ffi.sizeof("struct vmem_page_info")})
         _check(lib.vmem_page_query(self._use(), uint("page", page), raw))
         return PageInfo(raw.page_size, raw.frame, raw.mappings)
@@ -348,7 +348,7 @@ class Context(_Owned):
             self.map_ops(make_ops(MAP_OP, addrs=addrs, pages=self._handles(pages)), replace=replace, fine=fine)
 
     def map_ops(self, ops: npt.NDArray[Any], *, replace: bool = False, fine: bool = False) -> None:
-        """As `map`, for an array of dtype `MAP_OP`, of any shape, which is handed over as it is where contiguous."""
+        """As `map`, for an array of dtype `MAP_OP` and any shape. A contiguous array is passed on without a copy."""
         if not isinstance(ops, np.ndarray) or ops.dtype != MAP_OP:
             raise TypeError(f"ops must be an array of dtype MAP_OP, not {_kind(ops)}")
         ops, bad = np.ascontiguousarray(ops).reshape(-1), no_index()
@@ -367,7 +367,7 @@ class Context(_Owned):
             _check(lib.vMemUnmapBatch(self._use(), as_buffer("struct vmem_unmap_op[]", ops), len(ops), bad), bad)
 
     def query(self, addr: SupportsIndex) -> tuple[int, int]:
-        """The page mapped at an address and the address's offset in it; (0, 0) where nothing is mapped.
+        """Return the page mapped at an address and the offset in that page; (0, 0) if nothing is mapped.
 
         Raises `InvalidArgument` for an address in no reservation.
         """
@@ -416,7 +416,7 @@ class Context(_Owned):
         _check(lib.vmem_fill(self._use(), addr, value, length))
 
     def read(self, addr: SupportsIndex, length: SupportsIndex) -> bytes:
-        """`length` bytes at `addr`, as a bytes object. Raises as `copy` does."""
+        """Return `length` bytes at `addr` as a bytes object. Raises as `copy` does."""
         length = uint("length", length)
         try:
             data = np.empty(length, np.uint8)
@@ -444,7 +444,7 @@ def _ranges(addrs: Any, lengths: Any) -> tuple[Any, int]:
 
 
 def _check_addresses(name: str, addrs: UInts) -> None:
-    """Refuse what is no process's address on any machine; what else is no address of this one faults."""
+    """Refuse addresses that no process can have on any machine. Others that this process lacks fault."""
     if addrs.size and (addrs.min() < _FIRST_ADDRESS or addrs.max() >= _END_OF_ADDRESSES):
         wrong = addrs[(addrs < _FIRST_ADDRESS) | (addrs >= _END_OF_ADDRESSES)][0]
         raise _error(errno.EFAULT, f"{name} {wrong:#x} is no address: those begin at 64 KiB and end before 2^57")
@@ -468,7 +468,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def default_context(backend: str | None = None, device: SupportsIndex = 0) -> Context:
-    """The process's context for a backend and device, made at its first use. backend: as in `Context`, or "gpu".
+    """Return the process's context for a backend and device, made at first use. backend: as in `Context`, or "gpu".
 
     "gpu" is the best backend that works and has GPU addresses. Raises as `Context` does.
     """

@@ -1,4 +1,4 @@
-"""The KV cache of a serving engine: request slots in virtual tensors, backed by pages as the requests grow.
+"""The KV cache of a serving engine: request slots in virtual tensors, backed by pages as requests grow.
 
 The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3); the manager itself is native
 (vmem_kv.h), one call a step, without the GIL. Prefix caching by token hashes is in `pyvmem.kv_prefix`, tensor
@@ -87,7 +87,7 @@ class KVCache(_Owned):
     Parameters
     ----------
     specs : list of TensorSpec
-        From `model_specs`, or one's own: layers may differ in shape, dtype and window.
+        From `model_specs`, or your own: layers may differ in shape, dtype and window.
     slots, max_tokens : int
         At least 1; slots at most 65,536.
     budget : int
@@ -102,7 +102,7 @@ class KVCache(_Owned):
     tensors : list of torch.Tensor
         One for each spec, ``[slots, max_tokens, *shape]``. ``cache.tensors[i][slot, :length]`` is an ordinary tensor.
     missing_pages : int
-        What the last call that returned -1 was short of; `shortage` says why.
+        How many pages the last call that returned -1 was short of; `shortage` gives the reason.
     options : KVCacheOptions
         As given, with the keywords in their places.
     same_slots : bool
@@ -111,14 +111,14 @@ class KVCache(_Owned):
     Raises
     ------
     OutOfMemory
-        The device has not as much memory as the budget.
+        The device has less memory than the budget.
     InvalidArgument
-        An argument is out of its limits; so for every call here that takes a slot or tokens.
+        An argument exceeds its limits. Every call here that takes a slot or tokens raises it.
 
     Notes
     -----
-    Between a step and the next, kernels may touch the rows that the step backed. Calls documented as *quiet* must be
-    made when no kernel in flight touches the slot.
+    Between one step and the next, kernels may access the rows that the step backed. A call marked *Quiet* requires that
+    no kernel in flight accesses the slot.
     """
 
     _what = "KV cache"
@@ -190,7 +190,7 @@ class KVCache(_Owned):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> Cache:
-        """The cache of a model whose layers are alike; `keys` and `values` have its layers' views.
+        """Make the cache of a model whose layers are alike; `keys` and `values` hold one view per layer.
 
         Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. `options` and `keywords` are those
         of `KVCache`.
@@ -206,10 +206,10 @@ class KVCache(_Owned):
         return cache
 
     def layout(self, tensor: SupportsIndex) -> tuple[int, int, int, int]:
-        """(address, bytes, slot stride in bytes, rows of a slot) of tensor number `tensor`.
+        """Return (address, bytes, slot stride in bytes, rows per slot) of tensor number `tensor`.
 
-        Slots may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous
-        ``[slots * rows, *shape]``, as kernels with cumulative offsets want it (`flat`).
+        A slot may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous
+        ``[slots * rows, *shape]``, which is what kernels with cumulative offsets need (`flat`).
         """
         raw = ffi.new("struct vmem_kv_layout *")
         _check(lib.vmem_kv_get_layout(self._use(), uint("tensor", tensor, 32), raw))
@@ -232,7 +232,7 @@ class KVCache(_Owned):
         return tensor_at(self._owner, addr, shape, spec.dtype, device, strides)
 
     def flat(self, tensor: int) -> torch.Tensor:
-        """Tensor number `tensor` as contiguous rows, ``[slots * rows, *shape]``; see `layout`."""
+        """Return tensor number `tensor` as contiguous rows, ``[slots * rows, *shape]``; see `layout`."""
         self._use()
         return self._tensor(tensor, flat=True)
 
@@ -241,23 +241,23 @@ class KVCache(_Owned):
     def alloc_reqid(
         self, tokens: SupportsIndex = 0, slot: SupportsIndex | None = None, *, prefix_tokens: SupportsIndex = 0
     ) -> int:
-        """A slot for a new request whose first step will have about `tokens` tokens; -1 when all are taken.
+        """Allocate a slot for a new request; returns -1 if all slots are taken.
 
-        The free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
+        Chooses the free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
 
         Parameters
         ----------
         tokens : int
-            0: not known.
+            About how many tokens the first step will have; 0 if unknown.
         slot : int, optional
-            This slot and no other.
+            Take exactly this slot.
         prefix_tokens : int
-            How many rows `attach_prefix` will put there: kept pages in their place are of no use.
+            Rows that `attach_prefix` will provide: kept pages in their place are useless.
 
         Raises
         ------
         VmemError
-            EBUSY: the wanted slot is taken.
+            EBUSY: the requested slot is taken.
         """
         if self._events:
             self._poll()
@@ -282,11 +282,11 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), sizes.size))
 
     def free_reqid(self, slot: SupportsIndex, after: Any = None) -> None:
-        """The request is over; its pages are kept for the next one as long as memory allows.
+        """End a request. Its pages are kept for the next one while memory allows.
 
-        Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()`` such as
-        ``torch.cuda.Event``, recorded after the last step's kernels. The slot is then given up when the kernels up to
-        there have ended, and no call may name it until it is handed out again.
+        Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()``, such as a
+        ``torch.cuda.Event`` recorded after the last step's kernels. The slot is then freed once the kernels up to that
+        point have ended. No call may name it until it is allocated again.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
         if after is None:
@@ -299,13 +299,13 @@ class KVCache(_Owned):
 
     @property
     def last_step(self) -> int:
-        """The number of the last successful step, from 1 on: the fence of its kernels. 0 before the first."""
+        """The number of the last successful step, counted from 1: the fence of its kernels. 0 before the first step."""
         number = ffi.new("uint64_t *")
         _check(lib.vmem_kv_last_step(self._use(), number))
         return int(number[0])
 
     def retire(self, step: SupportsIndex | None = None) -> None:
-        """Kernels of the steps up to this one (None: of all) have ended, says the caller, who saw to it.
+        """Declare that the kernels of all steps up to this one (None: of every step) have ended.
 
         Without it they have when the steps that may be in flight are called after them.
         """
@@ -345,7 +345,7 @@ class KVCache(_Owned):
         return self._short(rc) if rc else 0
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """Stage a request's growth for the next `commit`: it is to have `tokens` tokens; 0 takes it back.
+        """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
 
         Returns 0 when a step with all that is staged would find its memory, else -1 and the growth is not staged.
         """
@@ -355,14 +355,14 @@ class KVCache(_Owned):
         return self._short(rc) if rc else 0
 
     def commit(self) -> int:
-        """`step` with what `grow` staged; other slots take no part. Raises ValueError when nothing is staged."""
+        """Perform a `step` with what `grow` staged; other slots take no part. Raises ValueError if nothing is."""
         if self._events:
             self._poll()
         rc = lib.pv_kv_commit(self._use())
         return self._short(rc) if rc else 0
 
     def check(self, lengths: Lengths) -> int:
-        """What `step` would return now, without doing anything."""
+        """Return what `step` would return now, and change nothing."""
         if self._events:
             self._poll()
         rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)
@@ -401,13 +401,13 @@ class KVCache(_Owned):
 
     @property
     def shortage(self) -> Shortage:
-        """The `Shortage` of this thread's last call that found too little memory, or no slot."""
+        """The `Shortage` of this thread's last call that found too little memory or no slot."""
         raw = ffi.new("struct vmem_kv_shortage *", {"size": ffi.sizeof("struct vmem_kv_shortage")})
         _check(lib.vmem_kv_last_shortage(raw))
         return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
 
     def room(self, slot: SupportsIndex | None = None) -> int:
-        """How many tokens the slot could have in the next step, if no other grew; None: a new request."""
+        """Return the most tokens the slot could have in the next step if no other slot grew; None: a new request."""
         if self._events:
             self._poll()
         tokens = ffi.new("uint32_t *")
@@ -415,7 +415,7 @@ class KVCache(_Owned):
         return int(tokens[0])
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
-        """Forget the rows from `tokens` on (rejected speculation).
+        """Discard rows from `tokens` onward (rejected speculation).
 
         Quiet, unless `after` is given, as in `free_reqid`: kernels up to there may still touch the rows. Raises
         `VmemError` (EBUSY), and changes nothing, where shared rows would have to be copied before they have ended.
@@ -429,23 +429,23 @@ class KVCache(_Owned):
             self._watch(after, number)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """Whether `truncate` would work: 0, or -1 where copying a shared page would find no memory."""
+        """Return 0 if `truncate` would succeed, or -1 if there is no memory to copy a shared page."""
         rc = lib.pv_kv_truncate_check(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
         return self._short(rc) if rc else 0
 
     def wait(self) -> None:
-        """Return when the background thread has nothing left to do."""
+        """Wait until the background thread has nothing left to do."""
         _check(lib.vmem_kv_wait(self._use()))
 
     def slot(self, slot: SupportsIndex) -> SlotInfo:
-        """The `SlotInfo` of a slot."""
+        """Return the `SlotInfo` of a slot."""
         raw = ffi.new("struct vmem_kv_slot_info *")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped", "ending")[raw.state]
         return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
-        """Rows that kernels may read in each of the slots: a list of ints, 0 for slots that are free or swapped out."""
+        """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
         raw, kv, get = ffi.new("struct vmem_kv_slot_info *"), self._use(), lib.vmem_kv_get_slot
         rows = []
         for slot in slots:
@@ -456,7 +456,7 @@ class KVCache(_Owned):
     # ---- sharing ---------------------------------------------------------------------------------------------
 
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
-        """Hold the slot's first `tokens` rows for other requests; they must be written already. Returns a `Prefix`."""
+        """Save the slot's first `tokens` rows, which must be written, for other requests. Returns a `Prefix`."""
         prefix = ffi.new("uint64_t *")
         slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
         _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
@@ -475,15 +475,15 @@ class KVCache(_Owned):
         return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
 
     def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
-        """(pages held, pages that nobody else holds: what dropping it frees)."""
+        """Return (pages held, pages without another holder: what dropping the prefix frees)."""
         info = self._prefix_info(self._of_prefix(prefix, None)[0])
         return info.pages, info.own_pages
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
-        """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows: full pages are mapped, not copied.
+        """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
 
-        By default all that it has. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) where a window tensor
-        has not kept what the next token reads.
+        Full pages are mapped, not copied. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor
+        with a window no longer has what the next token reads.
         """
         id, tokens = self._of_prefix(prefix, tokens)
         if self._events:
@@ -492,7 +492,7 @@ class KVCache(_Owned):
         return self._short(rc) if rc else 0
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
-        """Whether `attach_prefix` would find its memory: 0, or -1 as `step`."""
+        """Return 0 if `attach_prefix` would find memory, or -1 as `step` does."""
         id, tokens = self._of_prefix(prefix, tokens)
         if self._events:
             self._poll()
@@ -500,7 +500,7 @@ class KVCache(_Owned):
         return self._short(rc) if rc else 0
 
     def drop_prefix(self, prefix: Prefix) -> None:
-        """Let go of a prefix; pages that nobody else holds are released."""
+        """Drop a prefix. Pages without another holder are released."""
         _check(lib.vmem_kv_prefix_drop(self._use(), self._of_prefix(prefix, None)[0]))
 
     # ---- swapping and memory ---------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ class KVCache(_Owned):
     def swap_out(self, slot: SupportsIndex) -> None:
         """Quiet. Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
-        Beside a GPU the memory is pinned.
+        For a cache on a GPU, the CPU memory is pinned.
         """
         slot, size = uint("slot", slot, 32), ffi.new("uint64_t *")
         _check(lib.vmem_kv_swap_size(self._use(), slot, size))
@@ -517,7 +517,7 @@ class KVCache(_Owned):
         self._swapped[slot] = host
 
     def swap_in(self, slot: SupportsIndex) -> int:
-        """Bring a swapped slot back, to the same addresses. Returns 0, or -1 as `step` does."""
+        """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""
         kv, slot = self._use(), uint("slot", slot, 32)
         host = self._swapped.get(slot)
         if host is None:
@@ -532,23 +532,23 @@ class KVCache(_Owned):
         return 0
 
     def check_swap_in(self, slot: SupportsIndex) -> int:
-        """Whether `swap_in` would find its memory: 0, or -1 as `step`."""
+        """Return 0 if `swap_in` would find memory, or -1 as `step` does."""
         if self._events:
             self._poll()
         rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
         return self._short(rc) if rc else 0
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """Grow or shrink the budget. Shrinking gives device memory back; active requests keep what they need.
+        """Grow or shrink the budget. Shrinking returns device memory; active requests keep what they need.
 
-        Raises `OutOfMemory` where the device has not as much.
+        Raises `OutOfMemory` if the device has less memory than that.
         """
         _check(lib.vmem_kv_set_budget(self._use(), uint("bytes", bytes)))
 
     def reclaim(self, bytes: SupportsIndex | None = None) -> int:
-        """Give up kept pages and unused device memory; returns the bytes of pages given up.
+        """Release kept pages and return unused device memory; returns the bytes of pages released.
 
-        At least `bytes`, as far as there are so many; by default all.
+        Releases at least `bytes` if there are so many; by default, all of them.
         """
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_reclaim(self._use(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
@@ -571,11 +571,11 @@ class KVCache(_Owned):
         return KVStats(*(int(getattr(raw, name)) for name in STATS))
 
     def metrics_json(self) -> str:
-        """The statistics as a JSON object."""
+        """Return the statistics as a JSON object."""
         return json.dumps(asdict(self.stats()))
 
     def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
-        """The statistics in Prometheus's text exposition format; labels: a dict added to every sample."""
+        """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""
         from pyvmem.kv_view import prometheus
 
         return prometheus(asdict(self.stats()), prefix, labels)
@@ -587,7 +587,7 @@ class KVCache(_Owned):
             self.context.close()
 
     def close(self) -> None:
-        """Quiet. Let go of the memory: it is freed at once, unless a view of a tensor still stands somewhere."""
+        """Quiet. Free the memory, now or when the last view of a tensor is gone."""
         if self._owner is None:
             return
         self.tensors = []

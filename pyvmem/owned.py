@@ -1,4 +1,4 @@
-"""Reservations and pages: what a context hands out, each with its own undo.
+"""Reservations and pages: the objects that a context creates, each with its own undo.
 
 Every object holds one count of a native owner (pyvmem/native/owner.c). A call passes the owner, or what keeps it, as an
 argument, so that closing an object beside a call of another thread ends it when that call is over.
@@ -159,8 +159,8 @@ class _Keep:
 class Reservation(_Owned):
     """A range of addresses: `addr` and `length`, in bytes. Made by `Context.reserve`.
 
-    Closing it unmaps what is mapped there, releases the pages that `commit` put there, and frees the addresses, once no
-    tensor stands over them any more. Pages mapped through `map` are kept alive by it, unless they are closed.
+    Closing it unmaps what is mapped there, releases the pages that `commit` created, and frees the addresses when the
+    last tensor over them is gone. It keeps pages that were mapped through `map` alive until they are closed.
 
     Offsets and lengths are bytes within the reservation: `InvalidArgument` names one that is not.
     """
@@ -195,7 +195,7 @@ class Reservation(_Owned):
         return f"<pyvmem.Reservation {self.length} bytes at {self.addr:#x}{state}>"
 
     def close(self) -> None:
-        """Unmap everything and free the addresses, now or with the last tensor over them."""
+        """Unmap everything and free the addresses, now or when the last tensor over them is gone."""
         self._drop()
         self._pages.clear()  # what a call of another thread adds now, it takes away again
 
@@ -293,7 +293,7 @@ class Reservation(_Owned):
         return int(done[0])
 
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
-        """Give back what `commit` put into a range, which must not cut a page; returns the bytes backed until then.
+        """Release what `commit` created in a range, which must not cut a page; returns the bytes that were backed.
 
         `Pages` that are mapped there are unmapped and keep their memory; `Context.decommit` releases them too.
         """

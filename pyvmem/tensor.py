@@ -1,4 +1,4 @@
-"""Torch tensors over reserved memory: as large as you like, backed where you say.
+"""Torch tensors over reserved memory: as large as you like, backed where you choose.
 
 SPDX-License-Identifier: MIT
 """
@@ -49,7 +49,7 @@ def tensor_at(
     device: str | torch.device,
     strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A torch tensor over memory that somebody else manages.
+    """Make a torch tensor over memory that the caller manages.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]
 
 
 class VirtualTensor(Uncopyable):
-    """A tensor that is reserved whole and backed in parts. Made by `virtual_empty`.
+    """A tensor whose addresses are all reserved and of which parts are backed. Made by `virtual_empty`.
 
     Attributes
     ----------
@@ -316,7 +316,7 @@ class VirtualTensor(Uncopyable):
             return self._range.commit(first, end - first, self.page_size, zero=self.zero)
 
     def decommit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
-        """Give back the pages that lie wholly within rows or bytes; their contents are lost.
+        """Release the pages that lie wholly within rows or bytes; their contents are lost.
 
         Arguments and errors as in `commit`. No kernel in flight may touch them. Returns the bytes that became free.
         """
@@ -366,7 +366,7 @@ class VirtualTensor(Uncopyable):
         zero: bool = False,
         context: Context | None = None,
     ) -> "VirtualTensor":
-        """A tensor as `save` wrote it, with the same parts backed. Other arguments as in `virtual_empty`.
+        """Load a tensor that `save` wrote, with the same parts backed. Other arguments as in `virtual_empty`.
 
         Raises ValueError for a file that `save` did not write, or not to its end, and `OutOfMemory`.
         """
@@ -391,7 +391,7 @@ class VirtualTensor(Uncopyable):
     # ---- the end ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the memory: it is freed at once, unless a tensor over it still stands somewhere."""
+        """Free the memory, now or when the last tensor over it is gone."""
         self._tensor = None
         self._range.close()
 
