@@ -1,4 +1,4 @@
-// The checks of VMEM_KV_CHECK: the rule about kernels, and the books.
+// The checks of VMEM_KV_CHECK: the kernel rule, and the bookkeeping.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
