@@ -76,7 +76,8 @@ def simgpu(src, release, kernel):
         _make(["-C", ours, f"NVIDIA_SRC={src}", f"KDIR={kernel.output}", f"OUT={folder}"], folder, folder / "build.log",
               f"building the simulated GPU for {release}")  # fmt: skip
 
-    return _stamped(folder, digest(ours, release, kernel.release), build)
+    rm_abi = TOP / "libvmem/src/driver/rm_abi.h"
+    return _stamped(folder, digest(ours, rm_abi, release, kernel.release), build)
 
 
 def _strip(module):

@@ -26,6 +26,7 @@ from guest import Guest, command_line, job_script
 from kernel import CACHE, HERE, TOP, Missing, digest, need, say
 
 TESTS = HERE / "tests"
+DRIVER = TOP / "libvmem" / "src" / "driver"
 printing = threading.Lock()  # the report of a step is not cut by that of another guest
 
 
@@ -38,6 +39,7 @@ def test_programs(src, release):
         HERE / "simgpu" / "simgpu_uapi.h",
         HERE / "simgpu" / "uvm_free.h",
         HERE / "failmem" / "failmem_uapi.h",
+        DRIVER / "rm_abi.h",
     ]
     files = {}
     for name in plan.PROGRAMS:
@@ -49,7 +51,14 @@ def test_programs(src, release):
         out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
         if not out.is_file():
             out.parent.mkdir(parents=True, exist_ok=True)
-            folders = (src / "nvidia-uvm", src / "common/inc", TOP / "uvm_ext", HERE / "simgpu", HERE / "failmem")
+            folders = (
+                src / "nvidia-uvm",
+                src / "common/inc",
+                TOP / "uvm_ext",
+                HERE / "simgpu",
+                HERE / "failmem",
+                DRIVER,
+            )
             command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *(f"-I{d}" for d in folders),
                        "-o", out, source, *with_]  # fmt: skip
             if subprocess.run(command).returncode:

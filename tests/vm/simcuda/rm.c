@@ -12,35 +12,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "rm_abi.h"
 #include "uvm_free.h"
-
-struct rm_alloc {
-    uint32_t client, parent, object, class_id;
-    uint64_t params;
-    uint32_t params_size, status;
-};
-
-struct rm_free {
-    uint32_t client, parent, object, status;
-};
-
-struct rm_memory {
-    uint32_t owner, type, flags, width, height;
-    int32_t pitch;
-    uint32_t attr, attr2, format, compr_coverage, zcull_coverage, padding;
-    uint64_t range_low, range_high, size, alignment, offset, limit, address;
-    uint32_t ctag_offset, va_space, internal_flags, tag;
-    int32_t numa_node;
-    uint32_t padding2;
-};
-
-#define RM_ALLOC _IOWR('F', 0x2b, struct rm_alloc)
-#define RM_FREE _IOWR('F', 0x29, struct rm_free)
-#define RM_REGISTER_FD _IOWR('F', 201, int)
-#define CLASS_CLIENT 0x41
-#define CLASS_DEVICE 0x80
-#define CLASS_MEMORY 0x40
-#define CLASS_VASPACE 0x90f1
 
 static CUresult alloc(uint32_t parent, uint32_t *handle, uint32_t class_id, void *params, uint32_t size)
 {
@@ -51,7 +24,7 @@ static CUresult alloc(uint32_t parent, uint32_t *handle, uint32_t class_id, void
                          .params = (uintptr_t)params,
                          .params_size = size};
 
-    if (ioctl(simcuda.ctl_fd, RM_ALLOC, &a))
+    if (ioctl(simcuda.ctl_fd, RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc), &a))
         return CUDA_ERROR_UNKNOWN;
     *handle = a.object;
     return simcuda_status(a.status);
@@ -65,7 +38,7 @@ CUresult simcuda_rm_open(void)
     simcuda.next_handle = 0x5c000001;
     simcuda.ctl_fd = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
     if (simcuda.ctl_fd >= 0)
-        result = alloc(0, &simcuda.h_client, CLASS_CLIENT, NULL, 0);
+        result = alloc(0, &simcuda.h_client, RM_CLASS_CLIENT, NULL, 0);
     if (result)
         simcuda_rm_close();
     return result;
@@ -80,13 +53,13 @@ CUresult simcuda_rm_device(struct simcuda_device *d)
 
     snprintf(path, sizeof(path), "/dev/nvidia%d", d->index);
     d->fd = open(path, O_RDWR | O_CLOEXEC);
-    if (d->fd < 0 || ioctl(d->fd, RM_REGISTER_FD, &simcuda.ctl_fd))
+    if (d->fd < 0 || ioctl(d->fd, RM_IOCTL(RM_ESC_REGISTER_FD, int), &simcuda.ctl_fd))
         return CUDA_ERROR_NO_DEVICE;
     d->h_device = simcuda.next_handle++;
     d->h_vaspace = simcuda.next_handle++;
-    result = alloc(simcuda.h_client, &d->h_device, CLASS_DEVICE, params, sizeof(params));
+    result = alloc(simcuda.h_client, &d->h_device, RM_CLASS_DEVICE, params, sizeof(params));
     if (!result)
-        result = alloc(d->h_device, &d->h_vaspace, CLASS_VASPACE, none, sizeof(none));
+        result = alloc(d->h_device, &d->h_vaspace, RM_CLASS_VASPACE, none, sizeof(none));
     return result;
 }
 
@@ -94,21 +67,21 @@ CUresult simcuda_rm_memory(struct simcuda_device *d, uint64_t size, uint32_t *ha
 {
     struct rm_memory m = {
         .owner = simcuda.h_client,
-        .attr = 3u << 23 | 3u << 27, // huge pages, not necessarily contiguous
-        .attr2 = 1u << 20,           // of 2 MiB
+        .attr = RM_ATTR_PAGE_SIZE_HUGE | RM_ATTR_ALLOW_NONCONTIGUOUS,
+        .attr2 = RM_ATTR2_HUGE_2M,
         .size = size,
         .alignment = SIMCUDA_GRANULARITY,
     };
 
     *handle = simcuda.next_handle++;
-    return alloc(d->h_device, handle, CLASS_MEMORY, &m, sizeof(m));
+    return alloc(d->h_device, handle, RM_CLASS_MEMORY, &m, sizeof(m));
 }
 
 void simcuda_rm_free(uint32_t handle)
 {
     struct rm_free f = {.client = simcuda.h_client, .parent = simcuda.h_client, .object = handle};
 
-    (void)ioctl(simcuda.ctl_fd, RM_FREE, &f);
+    (void)ioctl(simcuda.ctl_fd, RM_IOCTL(RM_ESC_FREE, struct rm_free), &f);
 }
 
 static void close_fd(int *fd)

@@ -16,6 +16,7 @@
 
 #include "uvm_linux_ioctl.h"
 
+#include "rm_abi.h"
 #include "simgpu_uapi.h"
 #include "uvm_free.h"
 
@@ -47,25 +48,11 @@ static void need(int ok, const char *what)
 
 // RM, by its ioctls
 
-struct rm_alloc {
-    uint32_t client, parent, object, class_id;
-    uint64_t params;
-    uint32_t params_size, status;
-};
-struct rm_free {
-    uint32_t client, parent, object, status;
-};
-struct rm_memory {
-    uint32_t head[6], attr, attr2, more[4];
-    uint64_t range[2], size, alignment, offset, limit, address;
-    uint32_t tail[6];
-};
-
 static uint32_t rm_alloc(uint32_t parent, uint32_t *handle, uint32_t class_id, void *params, uint32_t size)
 {
     struct rm_alloc a = {client, parent, *handle, class_id, (uintptr_t)params, size, 0xdead};
 
-    need(ioctl(ctl, _IOWR('F', 0x2b, struct rm_alloc), &a) == 0, "RM alloc");
+    need(ioctl(ctl, RM_IOCTL(RM_ESC_ALLOC, struct rm_alloc), &a) == 0, "RM alloc");
     *handle = a.object;
     return a.status;
 }
@@ -74,7 +61,7 @@ static void rm_free(uint32_t handle)
 {
     struct rm_free f = {client, client, handle, 0xdead};
 
-    need(ioctl(ctl, _IOWR('F', 0x29, struct rm_free), &f) == 0 && f.status == 0, "RM free");
+    need(ioctl(ctl, RM_IOCTL(RM_ESC_FREE, struct rm_free), &f) == 0 && f.status == 0, "RM free");
 }
 
 // Memory of a GPU in pieces of 64 KiB or 2 MiB. Returns the RM status; *phys is the first piece.
@@ -84,7 +71,7 @@ static uint32_t rm_memory(int gpu, uint64_t size, int big, uint32_t *handle, uin
     uint32_t status;
 
     *handle = next_handle++;
-    status = rm_alloc(device[gpu], handle, 0x40, &m, sizeof(m));
+    status = rm_alloc(device[gpu], handle, RM_CLASS_MEMORY, &m, sizeof(m));
     *phys = m.offset;
     return status;
 }
@@ -469,7 +456,7 @@ static void setup(void)
     need(UVM(UVM_INITIALIZE, &init) == 0, "UVM_INITIALIZE");
     mi.uvmFd = uvm;
     need(ioctl(mm, UVM_MM_INITIALIZE, &mi) == 0 && mi.rmStatus == 0, "UVM_MM_INITIALIZE");
-    need(rm_alloc(0, &client, 0x41, NULL, 0) == 0, "RM client");
+    need(rm_alloc(0, &client, RM_CLASS_CLIENT, NULL, 0) == 0, "RM client");
     need(ioctl(sim, SIMGPU_INFO, &info) == 0, "SIMGPU_INFO");
     gpus = info.gpus;
     for (unsigned i = 0; i < gpus; i++) {
@@ -482,8 +469,8 @@ static void setup(void)
         memcpy(uuid[i].uuid, info.uuid, 16);
         device[i] = next_handle++;
         vaspace[i] = next_handle++;
-        need(rm_alloc(client, &device[i], 0x80, params, sizeof(params)) == 0, "RM device");
-        need(rm_alloc(device[i], &vaspace[i], 0x90f1, none, sizeof(none)) == 0, "RM address space");
+        need(rm_alloc(client, &device[i], RM_CLASS_DEVICE, params, sizeof(params)) == 0, "RM device");
+        need(rm_alloc(device[i], &vaspace[i], RM_CLASS_VASPACE, none, sizeof(none)) == 0, "RM address space");
         rg.gpu_uuid = rv.gpuUuid = uuid[i];
         rv.hVaSpace = vaspace[i];
         need(UVM(UVM_REGISTER_GPU, &rg) == 0, "UVM_REGISTER_GPU");

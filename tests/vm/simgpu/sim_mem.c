@@ -159,8 +159,7 @@ static NV_STATUS check_new(void *owner, u32 client, u32 parent, u32 *handle, u32
     }
 }
 
-u32 sim_rm_alloc(void *owner, u32 client, u32 parent, u32 *handle, u32 class_id, u32 instance,
-                 struct sim_rm_memory *memory)
+u32 sim_rm_alloc(void *owner, u32 client, u32 parent, u32 *handle, u32 class_id, u32 instance, struct rm_memory *memory)
 {
     struct sim_gpu *g = &sim_gpus[0];
     struct object *o;

@@ -13,47 +13,20 @@
 
 #define RM_MAJOR 195
 #define RM_MINOR_CTL 255
-#define RM_ESC_FREE 0x29
-#define RM_ESC_CONTROL 0x2a
-#define RM_ESC_ALLOC 0x2b
-#define RM_ESC_REGISTER_FD 201
-#define RM_CONTROL_UUID_INFO 0x274
-
-struct rm_free {
-    u32 client, parent, object, status;
-};
-
-struct rm_control {
-    u32 client, object, command, flags;
-    u64 params;
-    u32 params_size, status;
-};
-
-struct rm_alloc {
-    u32 client, parent, object, class_id;
-    u64 params;
-    u32 params_size, status;
-};
-
-struct rm_uuid_info {
-    u8 uuid[256];
-    u32 flags;
-    u32 gpu_id, device, subdevice; // out
-};
 
 static u32 do_alloc(struct file *f, struct rm_alloc *a)
 {
-    struct sim_rm_memory memory = {0};
+    struct rm_memory memory = {0};
     u32 instance = 0, status;
     void __user *params = u64_to_user_ptr(a->params);
 
-    if (a->class_id == RM_CLASS_MEMORY && copy_from_user(&memory, params, sizeof(memory)))
+    if (a->class_id == RM_CLASS_MEMORY && copy_from_user(&memory, params, SIM_RM_MEMORY_COMMON))
         return NV_ERR_INVALID_POINTER;
     // deviceId is the first word
     if (a->class_id == RM_CLASS_DEVICE && params && copy_from_user(&instance, params, sizeof(instance)))
         return NV_ERR_INVALID_POINTER;
     status = sim_rm_alloc(f, a->client, a->parent, &a->object, a->class_id, instance, &memory);
-    if (status == NV_OK && a->class_id == RM_CLASS_MEMORY && copy_to_user(params, &memory, sizeof(memory))) {
+    if (status == NV_OK && a->class_id == RM_CLASS_MEMORY && copy_to_user(params, &memory, SIM_RM_MEMORY_COMMON)) {
         sim_rm_free(f, a->client, a->object);
         status = NV_ERR_INVALID_POINTER;
     }
