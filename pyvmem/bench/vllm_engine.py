@@ -102,11 +102,12 @@ class Sampler:
 
     def kv(self) -> Any:
         """Device memory of the KV cache: all that vLLM set aside at its start, or what vMem has now."""
-        from pyvmem.vllm import worker
+        from pyvmem.vllm import metrics, worker
 
         engine = worker.current()
-        if engine is None:
-            return self._kv_memory
+        if engine is None:  # vLLM's own, or workers in other processes, of which the one with the most counts
+            held = [v.stats["held_pages"] * v.stats["page_size"] for v in metrics.own_views()]
+            return max(held, default=self._kv_memory)
         stats = engine.context.stats()
         return stats.created + stats.overhead
 

@@ -53,7 +53,8 @@ class Engine:
         """One step is prepared while the one before computes; what came of that is known afterwards."""
         self.keeper.before_schedule()
         output = self.scheduler.schedule()
-        self.runner.execute(output, self.keeper.take_forgotten())
+        waiting = [len(request.tokens) for request in self.scheduler.waiting]
+        self.runner.execute(output, self.keeper.take_forgotten(), waiting)
         if output.scheduled:
             self.flight.append(output)
         if len(self.flight) == 2 or (self.flight and not output.scheduled):

@@ -291,8 +291,8 @@ class Runner:
         self.gpu = gpu
         self.read = 0
 
-    def execute(self, output, forgotten=()):
-        self.requests.begin_step(forgotten)
+    def execute(self, output, forgotten=(), waiting=()):
+        self.requests.begin_step(forgotten, waiting)
         for name in output.finished | output.preempted:
             index = self.index.pop(name, None)
             if index is not None:
