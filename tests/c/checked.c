@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include <stdio.h>
 
+#include "backend/host/memory.h"
 #include "checked.h"
 
 #define BROKEN(...)                                          \
@@ -65,6 +66,13 @@ int __wrap_munmap(void *at, size_t length)
         return -1;
     }
     return __real_munmap(at, length);
+}
+int (*checked_host_memory)(struct vmem__host_memory *out);
+int __real_vmem__host_memory(const char *root, struct vmem__host_memory *out);
+int __wrap_vmem__host_memory(const char *root, struct vmem__host_memory *out);
+int __wrap_vmem__host_memory(const char *root, struct vmem__host_memory *out)
+{
+    return checked_host_memory && !*root ? checked_host_memory(out) : __real_vmem__host_memory(root, out);
 }
 void *__wrap_malloc(size_t n) { return fault() ? NULL : __real_malloc(n); }
 void *__wrap_calloc(size_t n, size_t size) { return fault() ? NULL : __real_calloc(n, size); }

@@ -17,6 +17,9 @@ void checked_fail(unsigned long n);
 void checked_fail_always(bool on);
 // The next n calls of munmap() by the library fail, as they may at vm.max_map_count.
 void checked_fail_munmap(int n);
+// What the host backend is told of the memory there is, instead of the system's word; NULL: that.
+struct vmem__host_memory;
+extern int (*checked_host_memory)(struct vmem__host_memory *out);
 // Whether that fault point was reached.
 bool checked_failed(void);
 

@@ -6,11 +6,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "harness.h"
 #include "backend/host/memory.h"
+#include "checked.h"
+#include "harness.h"
 
 #define UNLIMITED "9223372036854771712\n" // version 1's
 
@@ -144,6 +146,56 @@ static void no_descriptor(void)
     EXPECT(2 * GIB, 2 * GIB, true);
 }
 
+#define GROUP (64 * MIB)
+
+// A control group that the context's memfd alone uses memory of.
+static int group_memory(struct vmem__host_memory *out)
+{
+    char path[64], target[64];
+    struct stat st;
+    *out = (struct vmem__host_memory){.total = GROUP, .available = GROUP, .cgroup = true};
+    for (int fd = 0; fd < 64; fd++) {
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        const ssize_t n = readlink(path, target, sizeof target - 1);
+        target[n > 0 ? n : 0] = '\0';
+        if (strstr(target, "memfd:vmem") && !fstat(fd, &st))
+            out->available -= (uint64_t)st.st_blocks * 512;
+    }
+    CHECK(out->available <= GROUP); // nobody has taken more than there is
+    return 0;
+}
+
+static void *commit_all_there_is(void *arg)
+{
+    vmem_context *ctx = arg;
+    uint64_t addr;
+    int rc = 0;
+    OK(vMemReserve(ctx, GIB, 0, &addr));
+    for (uint64_t at = 0; !rc; at += 2 * MIB)
+        rc = vmem_commit(ctx, &(struct vmem_range){addr + at, 2 * MIB}, 1, VMEM_PAGE_2M, 0, NULL);
+    CHECK_EQ(rc, -ENOMEM);
+    return NULL;
+}
+
+// Where memory runs out the kernel kills somebody: the last of it is not taken, whoever asks at the same time.
+static void the_last_of_it(void)
+{
+    const struct vmem_options opts = {.size = sizeof opts, .backend = "host"};
+    vmem_context *ctx;
+    pthread_t threads[4];
+    checked_host_memory = group_memory;
+    OK(vmem_context_create(&opts, &ctx));
+    for (size_t i = 0; i < COUNT(threads); i++)
+        CHECK(!pthread_create(&threads[i], NULL, commit_all_there_is, ctx));
+    for (size_t i = 0; i < COUNT(threads); i++)
+        CHECK(!pthread_join(threads[i], NULL));
+    const uint64_t created = test_stats(ctx).created;
+    CHECK(created <= GROUP - GROUP / 64);
+    CHECK(created >= GROUP / 2); // and not much less either
+    vmem_context_destroy(ctx);
+    checked_host_memory = NULL;
+}
+
 int main(void)
 {
     CHECK(mkdtemp(root));
@@ -154,5 +206,6 @@ int main(void)
     version_1();
     no_meminfo();
     no_descriptor();
+    the_last_of_it();
     return 0;
 }

@@ -36,6 +36,8 @@
 // One step takes three at most for a moment: a mapping cut in two, and the new one. At the limit the last two cannot be
 // taken back in hand, hence some more.
 #define BALLAST_PAGES 64
+// Of the memory there is a 64th stays for the process itself, but no more than this.
+#define STAYS_MOST (UINT64_C(256) << 20)
 
 struct host {
     struct host_file file;
@@ -47,6 +49,8 @@ struct host {
     struct host_reservation *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
     bool cgroup;                           // a control group allows less than the machine has
     _Atomic int64_t unasked;               // bytes that may be populated before it is asked again
+    _Atomic uint64_t populating;           // bytes that were not asked for
+    pthread_mutex_t asking;                // for the rest
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -134,6 +138,7 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
         return rc;
     }
     pthread_rwlock_init(&h->lock, NULL);
+    pthread_mutex_init(&h->asking, NULL);
     ballast_take(h);
     h->cgroup = m.cgroup;
     b->priv = h;
@@ -192,6 +197,7 @@ static void close_(struct vmem__backend *b, bool forked)
     if (!forked) { // there another thread may have held it
         unmap_lost(h, true);
         pthread_rwlock_destroy(&h->lock);
+        pthread_mutex_destroy(&h->asking);
     }
     free(h);
 }
@@ -317,30 +323,35 @@ static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
 // The kernel would rather kill a process than refuse memory it has promised, so ask first. Asking takes long beside
 // populating a page: sysinfo() is quick, but leaves out what the page cache could give up, and knows no control group.
 // Of what a control group leaves, a quarter is taken before it is asked again.
-static int check_memory(struct vmem__backend *b, uint64_t length)
+static bool plenty(struct host *h, uint64_t length)
 {
-    struct host *h = b->priv;
-    struct vmem__host_memory m;
     struct sysinfo si;
-    b->syscalls++;
-    bool plenty = sysinfo(&si) || (uint64_t)si.freeram * si.mem_unit >= length + (UINT64_C(256) << 20);
+    bool is = sysinfo(&si) || (uint64_t)si.freeram * si.mem_unit >= length + (UINT64_C(256) << 20);
     if (h->cgroup)
-        plenty = plenty && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
-    if (plenty || vmem__host_memory("", &m))
+        is = is && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
+    return is;
+}
+
+// With h->asking held until the memory is taken: what two threads are told would be the same.
+static int check_memory(struct host *h, uint64_t length)
+{
+    struct vmem__host_memory m;
+    if (vmem__host_memory("", &m))
         return 0;
-    h->unasked = (int64_t)(m.available / 4);
-    if (m.available < length)
+    // The process needs some, for page tables too. What others populate just now may be counted twice; it is a quarter at
+    // most.
+    const uint64_t own = m.total / 64 < STAYS_MOST ? m.total / 64 : STAYS_MOST;
+    const uint64_t stays = own + h->populating, left = m.available > stays ? m.available - stays : 0;
+    h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
+    if (left < length)
         return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: %s has %" PRIu64 " bytes left", length,
-                           m.cgroup ? "the process's control group" : "the machine", m.available);
+                           m.cgroup ? "the process's control group" : "the machine", left);
     return 0;
 }
 
-static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+static int allocate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
 {
     struct host *h = b->priv;
-    int rc = check_memory(b, length);
-    if (rc)
-        return rc;
     for (;;) {
         b->syscalls++;
         if (!fallocate(h->file.fd, 0, (off_t)file_offset(a, offset), (off_t)length))
@@ -348,9 +359,28 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
         if (errno != EINTR)
             break;
     }
-    rc = errno == ENOSPC ? -ENOMEM : -errno;
+    int rc = errno == ENOSPC ? -ENOMEM : -errno;
     discard(b, a, offset, length);
     return vmem__error(rc, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(-rc));
+}
+
+static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    struct host *h = b->priv;
+    int rc;
+    b->syscalls++;
+    h->populating += length;
+    const bool unasked = plenty(h, length);
+    rc = unasked ? allocate(b, a, offset, length) : 0;
+    h->populating -= length;
+    if (unasked)
+        return rc;
+    pthread_mutex_lock(&h->asking);
+    rc = check_memory(h, length);
+    if (!rc)
+        rc = allocate(b, a, offset, length);
+    pthread_mutex_unlock(&h->asking);
+    return rc;
 }
 
 static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
