@@ -41,10 +41,10 @@ def _direct() -> bool:
 
 
 def _splits(programs: int, rows: int, device: torch.device) -> int:
-    """Parts of a request's rows.
+    """Parts of a request's rows, as the fastest were on an H200 (docs/results/attention.md).
 
-    Two programs for each multiprocessor, where there are fewer. More than those go in rounds of `_SEATS` each: so many
-    parts that the last round is full, where that saves more than the parts cost.
+    Two programs for each multiprocessor, where there are fewer. More than those run in rounds of `_SEATS` each, and
+    parts fill the last round; each part more costs a pass over its result.
     """
     units = multiprocessors(device.index) if device.type == "cuda" else 1
     if programs <= 2 * units:
@@ -52,7 +52,7 @@ def _splits(programs: int, rows: int, device: torch.device) -> int:
 
     def cost(splits: int) -> float:
         rounds = programs * splits / (_SEATS * units)
-        return math.ceil(rounds) / rounds + (splits - 1) * 64 / max(rows, 1)
+        return 0.2 * (math.ceil(rounds) - rounds) / rounds + (splits - 1) * 48 / max(rows, 1)
 
     return min(range(1, 5), key=cost)
 

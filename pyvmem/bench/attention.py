@@ -184,7 +184,7 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
         if have["flashinfer"] and (block == 16 or "blocks" in kinds):
             add(r.FlashInferPaged(point, plain, block))
         if have["triton"] and decode and ("blocks" in kinds or block == 16):
-            add(r.TritonPaged(point, plain, block))
+            add(r.TritonPaged(point, plain, block, splits))
     if "flashinfer" in kinds and have["flashinfer"]:
         add(r.FlashInferPaged(point, plain, 16))
         add(r.Contiguous("flashinfer", point, best))

@@ -198,6 +198,7 @@ def main(records: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Non
     from pyvmem.bench.records import load
 
     timed = Timed(load(records))
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for number, (title, panel) in PANELS.items():
         figure = Figure((7, 4.5), layout="constrained")
         axes = figure.add_subplot()
