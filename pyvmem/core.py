@@ -56,7 +56,7 @@ __all__ = [
 KIB = 1 << 10
 MIB = 1 << 20
 
-_FIRST_ADDRESS, _END_OF_ADDRESSES = 64 * KIB, 1 << 57  # what Linux maps for nobody; x86-64's five-level page tables
+_FIRST_ADDRESS, _END_OF_ADDRESSES = 64 * KIB, 1 << 57  # what Linux lets a process map; x86-64 with five levels
 
 _CAPS = {
     "gpu": lib.VMEM_CAP_GPU,
@@ -275,7 +275,7 @@ class Context(_Owned):
         """Reserve `length` bytes of addresses (a multiple of 64 KiB). This uses almost no physical memory.
 
         With `backdrop`, unbacked addresses read as finite data instead of faulting. Returns a `Reservation`. Raises
-        `InvalidArgument` for another length, or one over 2^46, and `OutOfMemory` when the addresses are not to be had.
+        `InvalidArgument` for another length, or one over 2^46, and `OutOfMemory` if the addresses are not available.
         """
         return Reservation(self, length, backdrop=backdrop)
 
@@ -329,7 +329,7 @@ class Context(_Owned):
         addrs : int or array of int
             One address for each page, each a multiple of the page's size.
         pages : Pages, int or array of int
-            What to map; bare handles are kept alive by nobody.
+            What to map. Bare handles keep no page alive.
         replace : bool
             Take the place of what is mapped there; otherwise that is an error (EEXIST). Unless the context is capable
             of "live_remap", no kernel may touch the addresses meanwhile.

@@ -95,7 +95,7 @@ def _check(rc: int, bad: Any = None) -> None:
 
 
 def _raise(rc: int, bad: Any) -> None:
-    # The main thread's call was undone, or came to its end all the same.
+    # The main thread's call was undone, or completed anyway.
     if _raised and threading.get_ident() == threading.main_thread().ident:
         raise _raised.pop()
     if not rc:

@@ -72,6 +72,6 @@ class BlockNames:
         return int(freed[0])
 
     def drop(self, ids: npt.ArrayLike) -> None:
-        """Take names away, as far as they are taken; pages that nobody else holds are released."""
+        """Drop names; those that are not taken are skipped. Pages without another holder are released."""
         names, n = _numbers("ids", ids)
         _check(lib.vmem_kv_block_drop(self._cache._use(), names, n))

@@ -343,7 +343,7 @@ class VirtualTensor(Uncopyable):
         """Write the backed parts to a file (a path, or a binary file object); returns the bytes of data written.
 
         The file has a line that names the format, a line of JSON (shape, dtype, ``parts``: first byte and length of
-        each), and the parts' bytes one after another. Nobody may commit or decommit meanwhile.
+        each), and the parts' bytes one after another. Nothing may commit or decommit meanwhile.
         """
         self._span(None, None)
         parts = self._range.backed(0, self.nbytes)
@@ -443,7 +443,7 @@ def virtual_empty(
     Raises
     ------
     VmemError
-        No backend works for the device, or (`OutOfMemory`) the addresses are not to be had.
+        No backend works for the device, or (`OutOfMemory`) the addresses are not available.
     ValueError, TypeError
         Name the argument; a tensor may have 2^46 bytes.
 

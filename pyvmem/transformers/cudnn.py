@@ -19,7 +19,7 @@ _users = 0
 
 def keep_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
     """Keep cuDNN's attention switched off in this process for as long as `owner` lives, or until the call of what this
-    returns. False where it is off already, by somebody else's wish."""
+    returns. False where other code has switched it off already."""
     global _users
     with _lock:
         if not _users and not torch.backends.cuda.cudnn_sdp_enabled():

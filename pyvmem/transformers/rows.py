@@ -74,7 +74,7 @@ def _wait(device: torch.device) -> None:
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes that a cache may take when nobody says: what is free on the GPU, or half of the machine's memory."""
+    """The default budget in bytes: what is free on the GPU, or half of the machine's memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -8,7 +8,7 @@
 //   - a reservation, by vmem__reservation_rec.inflight: some backend call uses it, so it cannot be freed;
 //   - granules of an arena that are in no free list and in no page: their taker commits, discards or zeroes them;
 //   - addresses that vmem_copy_batch and vmem_fill touch, by a struct vmem__access in ctx->accesses.
-// Whoever finds a mark that is not its own returns -EBUSY. Nobody waits, but for vmem_context_destroy: every call
+// A call that finds another call's mark returns -EBUSY. Only vmem_context_destroy waits: every call
 // counts itself in ctx->calls between vmem__begin() and vmem__end().
 //
 // What must go but is marked by another call is doomed (drop.c), and goes when a call ends.
@@ -50,7 +50,7 @@
 // ---- physical memory (arena.c, page.c) ----------------------------------------------------------------------
 
 enum vmem__state {
-    GRANULE_IDLE = 0, // inside a free extent, or with whoever took it from one
+    GRANULE_IDLE = 0, // inside a free extent, or owned by the call that took it from one
     GRANULE_FREE,     // first or last granule of a free extent
     GRANULE_PAGE,     // first granule of a page
     GRANULE_REST,     // another granule of a page

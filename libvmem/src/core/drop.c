@@ -113,7 +113,7 @@ int vmem_unreserve(vmem_context *ctx, uint64_t addr)
         s->doomed = true;
         ctx->n_doomed++;
         ctx->stuck = false;
-        // Here and now, not by whoever sweeps: what the caller does next may need the memory, or the pages.
+        // Do it now instead of leaving it to the next sweep: the caller may need the memory, or the pages, next.
         const bool sweeping = ctx->sweeping;
         char text[VMEM__TEXT];
         vmem__keep_error(text);

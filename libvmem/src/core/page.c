@@ -248,7 +248,7 @@ static void __attribute__((cold)) undo_create(vmem_context *ctx, int rc, uint64_
     ctx->undoing += rc == -EINTR;
     vmem__unlock(ctx);
     if (done)
-        vmem_drop(ctx, pages, done); // nobody else knows them
+        vmem_drop(ctx, pages, done); // no other call knows them
     vmem__lock(ctx);
     ctx->undoing -= rc == -EINTR;
     if (rc == -EINTR)

@@ -66,7 +66,7 @@ int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 
 // ---- dropping -----------------------------------------------------------------------------------------------
 
-// Takes the name away; pages that nobody else holds are added to the list, which has room.
+// Drops the name; pages without another holder are added to the list, which has room.
 static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 {
     vmem_page *pages = pages_of(kv, id), *row = pages;

@@ -121,7 +121,7 @@ static int pass(vmem_kv *kv, uint64_t *gained)
     *gained = 0;
     kv_give_ahead(kv, 0);
     int rc = device_bytes(kv, &all, &overhead);
-    // Not where little is to be had: what is moved is to be less than what that gives back, and there must be room.
+    // Compact only if it pays: fewer bytes move than return to the system, and there is room to move them.
     if (rc || overhead <= kv->held * kv->page_size / 32 || kv->held + kv->refs.only > kv->budget_pages)
         return rc;
     rc = find(kv, &moves, &n);

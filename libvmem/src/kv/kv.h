@@ -5,7 +5,7 @@
 // mapped part [lo, hi) of a slot in the tensors of a group, in pages.
 //
 // Locks, in this order: api serialises the public calls; state guards every field below against the background worker.
-// The worker drops state while it is in the library below and marks the slot busy instead: whoever needs a busy slot
+// The worker drops state while it is in the library below and marks the slot busy instead: a call that needs a busy slot
 // waits for it (kv_wait_slot). A public call keeps state while it is in the library below. stats has a lock of its own.
 //
 // SPDX-License-Identifier: MIT
@@ -40,7 +40,7 @@ struct kv_span {
     uint32_t lo, hi;
     uint32_t need_lo, need_hi;   // what the slot's last step asked for; equal: nothing
     uint32_t keep_lo, keep_hi;   // what kernels in flight touch: those of the last steps, and of the next
-    uint32_t shared_hi;          // pages from here on are nobody else's
+    uint32_t shared_hi;          // pages from here on have no other holder
     uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page
     uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
 };
@@ -134,7 +134,7 @@ struct kv_cut {
     uint32_t lo, hi; // what stays; equal: nothing
     struct vmem_unmap_op *ops;
     uint64_t n_ops, cap_ops;
-    vmem_page *pages; // those nobody else holds
+    vmem_page *pages; // those without another holder
     uint64_t n_pages, cap_pages;
 };
 
@@ -252,7 +252,7 @@ int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t toke
 int kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
 // Whether the step would find its memory.
 int kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
-// Between these two nobody takes back what the step asks for, nor what kernels in flight touch.
+// Between these two, nothing takes back what the step needs or what kernels in flight access.
 void kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
 void kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
 int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
@@ -366,7 +366,7 @@ void kv_worker_wake(vmem_kv *kv);
 uint32_t kv_expected_slot(const vmem_kv *kv, uint32_t *tokens);
 void kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
-// Until it unmaps nothing that others may hold: whoever maps, unmaps or releases such pages waits here first.
+// Until it unmaps nothing that others may hold: a call that maps, unmaps or releases such pages waits here first.
 void kv_wait_cut(vmem_kv *kv);
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void kv_worker_hold(vmem_kv *kv);
@@ -392,7 +392,7 @@ void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
 // ---- prefix.c
 
 int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
-// Rows at the end of the shared ones that nobody else holds any more are the slot's own.
+// Rows at the end of the shared ones that have no other holder any more are the slot's own.
 void kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 // A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays
 // as far as it is of use, the rest goes. gap: also where pages between them are still to be backed.

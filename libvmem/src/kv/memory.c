@@ -171,7 +171,7 @@ uint64_t kv_device_pages(const vmem_kv *kv)
 {
     uint64_t total, free, room, spare = spare_pages(kv, &room);
     if (kv->ctx->b.ops->memory(&kv->ctx->b, &total, &free))
-        return UINT64_MAX >> kv->page_shift; // it does not say: whoever asks for pages will see
+        return UINT64_MAX >> kv->page_shift; // unknown: a request for pages will tell
     return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
 }
 

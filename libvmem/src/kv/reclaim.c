@@ -166,7 +166,7 @@ int kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     return rc;
 }
 
-// There are no mappings to be had: gives up the kept pages of free slots, which takes none.
+// No mappings are available: gives up the kept pages of free slots, which needs none.
 static int make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     uint64_t before = kv->held;

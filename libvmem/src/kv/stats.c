@@ -81,7 +81,7 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
     if (kv_check_process(kv)) // a thread that the child does not have may hold a lock
         return -EPERM;
-    // Nobody else holds state for long.
+    // No other holder keeps this lock for long.
     while (!kv->long_call) {
         if (pthread_mutex_trylock(&kv->state)) {
             sched_yield();
