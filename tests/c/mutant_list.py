@@ -158,6 +158,23 @@ MUTANTS = [
         ("a cut stays in the books", "kv/pages.c", "    kv->held -= c->n_pages;\n", "", "test_kv_steps test_kv_model"),
         ("protected pages may be taken", "kv/reclaim.c", "if (sp->lo < sp->keep_lo) {", "if (sp->lo < sp->hi) {",
          "test_kv_model test_kv_steps"),
+        ("a slot is dirty by what it has backed", "kv/slots.c", "VMEM_KV_ZERO && has_pages(kv, slot);",
+         "VMEM_KV_ZERO && s->backed;", "test_kv_corners"),
+        ("kept pages are not cleared", "kv/slots.c", "kv->flags & VMEM_KV_ZERO && has_pages(kv, slot);", "false;",
+         "test_kv_model"),
+        ("a failed attach leaves rows", "kv/prefix.c", "dirty |= (kv->flags & VMEM_KV_ZERO) != 0;", "dirty |= false;",
+         "test_kv_failures"),
+        ("rows that others read are written", "kv/plan.c", "if (kv_others_read(kv, slot, (uint32_t)tokens))", "if (0)",
+         "test_kv_corners"),
+        ("a fence writes what others read", "kv/fence.c", " || kv_others_read(kv, slot, tokens))", ")",
+         "test_kv_corners"),
+        ("a block is attached twice", "kv/block.c", "if (!rc && first->mark == kv->mark)", "if (0)", "test_kv_corners"),
+        ("a copy asks the device once", "kv/prefix.c", "rc == -ENOMEM && !kv_make_device_room(kv, g->n, NULL)", "0",
+         "test_kv_corners"),
+        ("a lazy cache takes its neighbour's", "kv/memory.c", "return !some || kv->held + pages <= kv_limit(kv, pages);",
+         "(void)some; return true;", "test_kv_corners"),
+        ("an old cut is counted", "kv/pages.c", "    c->before = (struct kv_span){0}; // no span is cut\n", "",
+         "test_kv_races"),
     ]
 ]
 # fmt: on

@@ -15,6 +15,7 @@
 
 struct request {
     uint32_t tokens, first; // rows [first, tokens) must be there, window or not
+    uint32_t written;       // rows that this request had once
     bool taken, swapped;
     uint64_t rows[TOKENS]; // what the rows were written from
     char *host;
@@ -46,6 +47,7 @@ static struct request requests[SLOTS];
 static struct prefix prefixes[PREFIXES];
 static uint64_t seed, page_size, budget;
 static bool hard; // the context's budget is the cache's
+static bool zero; // VMEM_KV_ZERO
 
 static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
 
@@ -112,6 +114,18 @@ static void write_rows(uint32_t slot, uint32_t from, uint32_t to)
             ops[1] = (struct vmem_copy_op){row_addr(t, slot, r) + end, (uintptr_t)&word, 8};
             OK(vmem_copy_batch(ctx, ops, 2));
         }
+    }
+}
+
+// With VMEM_KV_ZERO, rows that are backed and that the request has not written show nothing of earlier ones.
+static void verify_zero(uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t t = 0; t < shape->n && zero; t++) {
+        uint32_t n = rows_of(t, tokens);
+        for (uint32_t r = requests[slot].written; r < n; r = r < n - 1 && n - r > 4 ? n - 2 : r + 1)
+            if (get_word(ctx, row_addr(t, slot, r)))
+                FAIL("%s: slot %u tensor %u row %u shows %" PRIx64 " of an earlier request", shape->name, slot, t, r,
+                     get_word(ctx, row_addr(t, slot, r)));
     }
 }
 
@@ -307,6 +321,9 @@ static void do_step(bool grow_much)
         if (!lengths[s])
             continue;
         requests[s].tokens = (uint32_t)lengths[s];
+        verify_zero(s, requests[s].tokens);
+        if (requests[s].written < requests[s].tokens)
+            requests[s].written = requests[s].tokens;
         write_rows(s, before[s], requests[s].tokens);
     }
     take_off(lengths, before);
@@ -389,6 +406,31 @@ static void do_truncate(uint32_t s)
     r->tokens = tokens;
 }
 
+// A step to fewer tokens than before, with no truncation. What is behind them is written anew.
+static void do_step_back(uint32_t s)
+{
+    struct request *r = &requests[s];
+    struct vmem_kv_slot_info info;
+    int32_t lengths[SLOTS] = {0};
+    uint32_t before[SLOTS] = {0};
+    if (!r->taken || r->swapped || r->tokens < 2)
+        return;
+    lengths[s] = (int32_t)(r->tokens - below(r->tokens < 20 ? r->tokens : 20));
+    before[s] = r->tokens;
+    land(in_flight);
+    OK(vmem_kv_get_slot(kv, s, &info));
+    int rc = vmem_kv_step(kv, lengths, SLOTS, NULL);
+    if ((uint32_t)lengths[s] < info.shared_tokens && rc != -EINVAL)
+        FAIL("%s: slot %u went back to %d, %u are shared", shape->name, s, lengths[s], info.shared_tokens);
+    if (rc == -EINVAL || rc == -ENOMEM) // for what the window has given up; for what a truncation gave up
+        return;
+    OK(rc);
+    r->tokens = (uint32_t)lengths[s];
+    for (uint32_t i = 0; i < n_flights; i++)
+        flights[i].valid[s] = flights[i].valid[s] < r->tokens ? flights[i].valid[s] : r->tokens;
+    take_off(lengths, before);
+}
+
 // Speculative decoding: a step to some more tokens, of which the last are rejected.
 static void do_speculate(void)
 {
@@ -423,7 +465,7 @@ static void do_prefix(void)
             return;
         }
         requests[slot].taken = true;
-        requests[slot].tokens = tokens;
+        requests[slot].tokens = requests[slot].written = tokens;
         memcpy(requests[slot].rows, p->rows, sizeof p->rows);
     } else if (r->taken && !r->swapped && r->tokens) {
         uint32_t tokens = 1 + (uint32_t)below(r->tokens);
@@ -468,6 +510,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     shape = sh;
     seed = start;
     hard = start % 2;
+    zero = flags & VMEM_KV_ZERO;
     in_flight = 1 + (uint32_t)(start / 2 % 3);
     n_flights = 0;
     steps = 0;
@@ -519,6 +562,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
         case 10:
         case 11: do_speculate(); break;
         case 12: do_retire(); break;
+        case 13: do_step_back(s); break;
         default: do_step(below(2)); break;
         }
         verify(i % 256 == 0);
