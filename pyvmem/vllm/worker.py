@@ -329,10 +329,11 @@ def update_from_output(
 ) -> Any:
     """When nothing is left to do, a worker in this process is told at once: there may be no next step for long."""
     outputs = original(scheduler, scheduler_output, model_runner_output)
-    if _current is not None and not scheduler.has_unfinished_requests():
+    if not scheduler.has_unfinished_requests():
         kept = keeper(scheduler)
         kept.before_schedule(idle=True)
-        _current.settle(scheduler.finished_req_ids, kept.take_forgotten())
+        if _current is not None:
+            _current.settle(scheduler.finished_req_ids, kept.take_forgotten())
     return outputs
 
 

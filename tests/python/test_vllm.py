@@ -511,6 +511,22 @@ def test_the_pool_keeper_holds_back_no_more_than_one_request_needs():
     assert keeper.held_back == 50 - 11
 
 
+def test_an_idle_scheduler_keeps_to_the_cap_though_its_workers_are_processes_of_their_own():
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    pool = BlockPool(50)
+    keeper = pool.vmem = PoolKeeper(pool, cap=3)
+    blocks = pool.get_new_blocks(10)
+    for block in blocks:
+        pool.cache(block, block.block_id)
+    keeper.before_schedule()  # the next look is due in a while
+    worker.free_blocks(BlockPool.free_blocks, pool, blocks)
+    scheduler = types.SimpleNamespace(kv_cache_manager=types.SimpleNamespace(block_pool=pool),
+                                      has_unfinished_requests=lambda: False)  # fmt: skip
+    assert worker.update_from_output(lambda *_: "outputs", scheduler, None, None) == "outputs"
+    assert len(pool.cached) == 3
+    assert len(keeper.take_forgotten()) == 7  # the step that says which requests have ended takes them along
+
+
 # ---- metrics ----------------------------------------------------------------------------------------------------
 
 
