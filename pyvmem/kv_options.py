@@ -59,6 +59,10 @@ class KVCacheOptions:
     steps_in_flight : int
         Iterations whose kernels may still be running when `KVCache.step` is called; 1 to 16. An engine that schedules
         ahead has two or more.
+    idle_seconds : float
+        A cache that has no request and was asked for nothing for this long gives its kept pages and the memory that it
+        took ahead back to the system, and takes memory when it is needed from then on. Prefixes stay. inf: never. Needs
+        `overlap`.
     name : str, optional
         What ``pyvmem top`` shows; None publishes nothing.
     """
@@ -81,6 +85,7 @@ class KVCacheOptions:
     eager_tokens: int = 0
     reclaim_percent: int = 0
     steps_in_flight: int = 1
+    idle_seconds: float = 1.0
     name: str | None = "kv"
 
     def __post_init__(self) -> None:
@@ -88,6 +93,8 @@ class KVCacheOptions:
             raise TypeError(f"context must be a Context, not {self.context!r}")
         if not isinstance(self.name, str | None):
             raise TypeError(f"name must be a string, not {self.name!r}")
+        if not isinstance(self.idle_seconds, float | int) or not self.idle_seconds >= 0.001:
+            raise ValueError(f"idle_seconds must be a number of seconds, at least 0.001, not {self.idle_seconds!r}")
         for name in _SWITCHES:
             flag(name, getattr(self, name))
 
@@ -97,7 +104,9 @@ class KVCacheOptions:
 
     def _numbers(self) -> dict[str, int]:
         """The numbers that ``struct vmem_kv_config`` has fields for."""
-        return {name: getattr(self, name) for name in _NUMBERS}
+        milliseconds = self.idle_seconds * 1000
+        idle_ms = round(milliseconds) if milliseconds < 2**32 - 1 else 0
+        return {name: getattr(self, name) for name in _NUMBERS} | {"idle_ms": idle_ms}
 
 
 _SWITCHES = {

@@ -72,7 +72,10 @@ struct vmem_kv_config {
     uint32_t eager_tokens;    // (512)
     uint32_t reclaim_percent; // memory is scarce when less than this part of the budget is free (10)
     uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)
-    uint32_t reserved;        // 0
+    // With OVERLAP: a cache that has no request, and was asked for nothing for this many milliseconds, gives all kept
+    // pages and the memory that it took ahead back to the system; it takes memory when it is needed from then on, as
+    // with LAZY. It also takes over a budget that another process wants (not with SAME_SLOTS). 0: never.
+    uint32_t idle_ms;
 };
 
 // Reserves the address space and takes the budget's memory. The context must outlive the manager.

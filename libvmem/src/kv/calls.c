@@ -37,6 +37,7 @@ int kv_leave(vmem_kv *kv, int rc)
     if (kv->flags & VMEM_KV_CHECK && !rc)
         rc = kv_check_books(kv);
     kv->stale = true;
+    kv->calls++;
     // Idle steps defer aggregation to the next query; the published view may lag.
     if (kv->long_call || (kv->view && kv_now() - kv->summarised > KV_VIEW_NS))
         kv_summarise(kv);

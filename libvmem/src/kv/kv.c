@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "core/core.h"
@@ -91,8 +92,6 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return rc;
     if (c->steps_in_flight > 16)
         return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
-    if (c->reserved)
-        return vmem__error(-EINVAL, "reserved is %u, must be 0", c->reserved);
     if (c->flags & ~(VMEM_KV_LAZY * 2 - 1))
         return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
@@ -291,7 +290,11 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     pthread_mutex_init(&kv->api, NULL);
     pthread_mutex_init(&kv->state, NULL);
     pthread_mutex_init(&kv->stats_lock, NULL);
-    pthread_cond_init(&kv->work, NULL);
+    pthread_condattr_t steady;
+    pthread_condattr_init(&steady);
+    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
+    pthread_cond_init(&kv->work, &steady);
+    pthread_condattr_destroy(&steady);
     pthread_cond_init(&kv->done, NULL);
     kv->pid = getpid();
     kv->flags = c->flags;
@@ -306,6 +309,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->ahead_min = c->ahead_min ? c->ahead_min : 4;
     kv->eager_tokens = KV_MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
     kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
+    kv->idle_ms = c->idle_ms;
     kv->page_size = c->page_size;
     kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
     kv->block = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;

@@ -168,6 +168,9 @@ struct vmem_kv {
     pthread_t worker;
     bool has_worker, stop, work_due, working;
     uint32_t hold; // calls that want the worker to pause
+    uint32_t idle_ms;
+    uint64_t calls;       // public calls so far
+    bool idle_once, gave; // the worker saw the cache idle; it gave back what an idle one gives
 
     vmem_kv *next;         // the context's next cache
     uint64_t budget_pages; // most pages there may be
@@ -352,9 +355,9 @@ int kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
 
 // ---- worker.c
 
-// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, and before and
-// after a call waits for it. NULL outside of them.
-enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED };
+// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, before and after
+// a call waits for it, and where the worker has looked whether the cache is idle. NULL outside of them.
+enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
 extern void (*vmem__kv_hook)(enum vmem__kv_point point);
 int kv_worker_start(vmem_kv *kv);
 void kv_worker_stop(vmem_kv *kv);
@@ -442,6 +445,8 @@ void kv_part(vmem_kv *kv);
 // Takes device memory for that many pages in all, or gives back what is more.
 int kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void kv_give_ahead(vmem_kv *kv, uint64_t pages);
+// For the worker, which drops state meanwhile: gives back all that was taken ahead.
+void kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.
 uint64_t kv_device_pages(const vmem_kv *kv);
 // Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,

@@ -155,6 +155,14 @@ void kv_give_ahead(vmem_kv *kv, uint64_t pages)
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
 }
 
+void kv_give_all_ahead(vmem_kv *kv)
+{
+    promise(kv, 0);
+    pthread_mutex_unlock(&kv->state);
+    vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL);
+    pthread_mutex_lock(&kv->state);
+}
+
 static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
 {
     vmem_context *ctx = kv->ctx;

@@ -4,6 +4,7 @@
 // SPDX-License-Identifier: MIT
 #include <signal.h>
 #include <string.h>
+#include <time.h>
 
 #include "kv/kv.h"
 
@@ -255,15 +256,89 @@ static bool eager_one(vmem_kv *kv)
     return true;
 }
 
+// ---- idle caches ------------------------------------------------------------------------------------------------
+
+static bool has_requests(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].state == VMEM_KV_ACTIVE || kv->slots[s].state == VMEM_KV_ENDING)
+            return true;
+    return false;
+}
+
+// Pages, then the memory, as long as nothing is asked for. False: something was.
+static bool give_all(vmem_kv *kv)
+{
+    const uint64_t calls = kv->calls;
+    struct kv_victim v;
+    kv->working = true;
+    while (!kv->stop && !kv->hold && kv->calls == calls) {
+        if (unmap_stale_one(kv))
+            continue;
+        if (!kv_victim(kv, kv->held, false, &v) || kv->slots[v.slot].skip)
+            break;
+        cut(kv, &v, &kv->stats.reclaimed_pages);
+    }
+    const bool all = !kv->stop && !kv->hold && kv->calls == calls;
+    if (all)
+        kv_give_all_ahead(kv);
+    kv->working = false;
+    kv_summarise(kv);
+    pthread_cond_broadcast(&kv->done);
+    return all;
+}
+
+// Takes over a budget that another process wants, as a call of its own.
+static void take_wanted(vmem_kv *kv)
+{
+    if (!kv->view || !kv->view->wanted_budget || kv->flags & VMEM_KV_SAME_SLOTS)
+        return;
+    pthread_mutex_unlock(&kv->state);
+    if (!kv_enter_step(kv)) {
+        if (!has_requests(kv))
+            kv_take_wanted(kv);
+        kv_leave(kv, 0);
+    }
+    pthread_mutex_lock(&kv->state);
+}
+
+// Waits for work. Looks twice in the time after which a cache is idle whether it is.
+static void wait_for_work(vmem_kv *kv)
+{
+    if (!kv->idle_ms) {
+        pthread_cond_wait(&kv->work, &kv->state);
+        return;
+    }
+    const uint64_t calls = kv->calls;
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    const uint64_t ns = (uint64_t)until.tv_nsec + kv->idle_ms * UINT64_C(500000);
+    until.tv_sec += (time_t)(ns / 1000000000);
+    until.tv_nsec = (long)(ns % 1000000000);
+    if (pthread_cond_timedwait(&kv->work, &kv->state, &until) != ETIMEDOUT || kv->stop || kv->hold || kv->work_due)
+        return;
+    take_wanted(kv);
+    const bool idle = kv->calls == calls && !has_requests(kv);
+    if (!idle)
+        kv->gave = kv->idle_once = false;
+    else if (!kv->idle_once)
+        kv->idle_once = true; // for half the time, at least
+    else if (!kv->gave && !kv->stop && !kv->hold)
+        kv->gave = give_all(kv);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_WORKER_IDLE);
+}
+
 static void *work(void *arg)
 {
     vmem_kv *kv = arg;
     pthread_mutex_lock(&kv->state);
     while (!kv->stop) {
         if (!kv->work_due || kv->hold) {
-            pthread_cond_wait(&kv->work, &kv->state);
+            wait_for_work(kv);
             continue;
         }
+        kv->gave = kv->idle_once = false;
         kv->working = true;
         bool did = extend_one(kv) || release_one(kv) || unmap_stale_one(kv) || clear_one(kv) || eager_one(kv);
         kv->working = false;

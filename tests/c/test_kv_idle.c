@@ -1,0 +1,121 @@
+// A cache that nobody uses gives its memory back, and answers other processes, without a call.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+#include <unistd.h>
+
+#include "harness.h"
+#include "kv/kv.h"
+
+#define SLOTS 4
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static unsigned long looks;
+
+static void at(enum vmem__kv_point point)
+{
+    pthread_mutex_lock(&gate);
+    looks += point == KV_WORKER_IDLE;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&gate);
+}
+
+// Until the thread has looked so many times more whether the cache is idle.
+static void wait_for_looks(unsigned long n)
+{
+    pthread_mutex_lock(&gate);
+    for (unsigned long until = looks + n; looks < until;)
+        pthread_cond_wait(&changed, &gate);
+    pthread_mutex_unlock(&gate);
+}
+
+static void make(uint32_t flags, uint64_t budget)
+{
+    const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags | VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_CHECK,
+                                 .tensors = tensors,
+                                 .n_tensors = 2,
+                                 .slots = SLOTS,
+                                 .max_tokens = 4000,
+                                 .page_size = test_page,
+                                 .budget = budget,
+                                 .idle_ms = 2};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+}
+
+static struct vmem_kv_stats stats(void)
+{
+    struct vmem_kv_stats st;
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+static void step(uint32_t slot, int32_t tokens)
+{
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = tokens;
+    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+}
+
+static void test_kept_pages_and_memory_ahead_go(void)
+{
+    uint32_t slot;
+    uint64_t prefix;
+    const uint64_t own = test_stats(ctx).overhead;
+    make(VMEM_KV_EAGER | VMEM_KV_GENEROUS, 64 * MIB);
+    OK(vmem_kv_alloc(kv, 320, &slot));
+    step(slot, 320);
+    // Not beside a request, however long it does nothing.
+    wait_for_looks(4);
+    CHECK_EQ(stats().needed_pages, 20);
+    CHECK(test_stats(ctx).created + test_stats(ctx).overhead >= own + 64 * MIB);
+    OK(vmem_kv_prefix_save(kv, slot, 64, &prefix));
+    OK(vmem_kv_free(kv, slot));
+    wait_for_looks(6);
+    CHECK_EQ(stats().kept_pages, 0);
+    CHECK_EQ(stats().held_pages, 4); // what is saved stays
+    CHECK(test_stats(ctx).created + test_stats(ctx).overhead < own + 64 * MIB || test_info.caps & VMEM_CAP_GPU);
+    // And it works on.
+    OK(vmem_kv_alloc(kv, 320, &slot));
+    OK(vmem_kv_prefix_attach(kv, prefix, slot, 64, NULL));
+    step(slot, 4000);
+    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_prefix_drop(kv, prefix));
+    wait_for_looks(6);
+    CHECK_EQ(stats().held_pages, 0);
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+static void test_a_limit_needs_no_call(void)
+{
+    char path[] = "/tmp/test_kv_idle.XXXXXX";
+    int fd = mkstemp(path);
+    CHECK(fd >= 0);
+    close(fd);
+    unlink(path);
+    for (uint32_t same = 0; same < 2; same++) {
+        make(same ? VMEM_KV_SAME_SLOTS : 0, 64 * MIB);
+        OK(vmem_kv_publish(kv, path, "idle"));
+        __atomic_store_n(&kv->view->wanted_budget, 32 * MIB, __ATOMIC_RELEASE);
+        wait_for_looks(3);
+        CHECK_EQ(stats().budget_pages * test_page, (same ? 64 : 32) * MIB); // ranks take budgets over together
+        vmem_kv_destroy(kv);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    vmem__kv_hook = at;
+    test_kept_pages_and_memory_ahead_go();
+    test_a_limit_needs_no_call();
+    vmem_context_destroy(ctx);
+    return 0;
+}
