@@ -8,12 +8,15 @@ compiler: a context on host memory, the command, and the error that names torch 
 SPDX-License-Identifier: MIT
 """
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
@@ -38,6 +41,21 @@ def environment(folder, *packages):
     return python
 
 
+def check(wheel):
+    """What a wheel must be: for every Python 3 from 3.10 on, stripped, no source of C in it, and described in full."""
+    assert re.fullmatch(r"pyvmem-[\d.]+-cp310-abi3-manylinux_\d+_\d+_\w+\.whl", wheel.name), wheel.name
+    with zipfile.ZipFile(wheel) as z:
+        names = z.namelist()
+        about = email.message_from_bytes(z.read(next(n for n in names if n.endswith("/METADATA"))))
+        extension = z.read("pyvmem/_ffi.abi3.so")
+    assert not [n for n in names if n.endswith((".c", ".h"))] and "pyvmem/py.typed" in names
+    assert b".debug_info" not in extension
+    for field in "License-Expression", "Author", "Summary", "Keywords", "Requires-Python", "Description-Content-Type":
+        assert about[field], field
+    assert not re.search(r"\]\((?!https?:)", about.get_payload()), "a link of the description leads nowhere"
+    assert not [r for r in about.get_all("Requires-Dist") if "torch" in r and "extra ==" not in r]
+
+
 def main(dist):
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -50,13 +68,15 @@ def main(dist):
         subprocess.run([python, "-m", "auditwheel", "repair", "-w", work / "done", wheel], check=True, env=env)
         wheel = next((work / "done").glob("*.whl"))
 
+        check(wheel)
         python = environment(work / "try", wheel)
         bare = {"PATH": f"{work}/try/bin", "HOME": temporary, "TMPDIR": temporary}
         subprocess.run([python, "-c", TRY], check=True, env=bare, cwd=temporary)
         for command in (["--version"], ["doctor"], ["bench", "vmm", "--backend", "host", "--quick"]):
             subprocess.run([work / "try/bin/pyvmem", *command], check=True, env=bare, cwd=temporary)
 
-        dist.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(dist, ignore_errors=True)  # of other versions
+        dist.mkdir(parents=True)
         for path in (wheel, next((work / "plain").glob("*.tar.gz"))):
             shutil.copy2(path, dist)
             print(dist / path.name, f"{path.stat().st_size >> 10} KiB")
