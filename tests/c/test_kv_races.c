@@ -190,12 +190,12 @@ static void test_a_cut_fails(void)
     step(223, 0);
     pthread_mutex_lock(&kv->state);
     struct kv_cut cut = {0};
-    OK(kv_cut_begin(kv, &cut, 0, 0, 0, 7));
+    OK(vmem__kv_cut_begin(kv, &cut, 0, 0, 0, 7));
     pthread_mutex_unlock(&kv->state);
     step(224, 0);
     struct kv_span before = *kv_span(kv, 0, 0);
     pthread_mutex_lock(&kv->state);
-    kv_cut_end(kv, &cut, -ENOMEM);
+    vmem__kv_cut_end(kv, &cut, -ENOMEM);
     pthread_mutex_unlock(&kv->state);
     CHECK_EQ(kv_span(kv, 0, 0)->need_lo, before.need_lo);
     CHECK_EQ(kv_span(kv, 0, 0)->keep_hi, before.keep_hi);

@@ -60,8 +60,8 @@ static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 
 int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 {
-    int rc = kv_enter(kv);
-    return rc ? rc : kv_leave(kv, init(kv, n_blocks, block_tokens));
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, init(kv, n_blocks, block_tokens));
 }
 
 // ---- dropping -----------------------------------------------------------------------------------------------
@@ -75,10 +75,10 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         uint32_t each = kv_block_pages(kv, &kv->groups[i]);
         for (uint32_t k = 0; k < each; k++) {
-            struct kv_ref *ref = kv_ref_find(&kv->refs, row[k]);
+            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, row[k]);
             for (uint32_t t = 0; t < ref->n && !ref->slots && ref->prefixes == 1; t++)
                 unheld[(*n)++] = row[t * each + k];
-            kv_ref_hold(&kv->refs, ref, 0, -1);
+            vmem__kv_ref_hold(&kv->refs, ref, 0, -1);
         }
         row += kv->groups[i].n * each;
     }
@@ -94,29 +94,29 @@ static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_id(kv, ids[i]);
     if (!rc)
-        rc = kv_room_for(&l->pages, &l->cap_pages, n * kv->block_pages, sizeof(*l->pages));
+        rc = vmem__kv_room_for(&l->pages, &l->cap_pages, n * kv->block_pages, sizeof(*l->pages));
     if (rc)
         return rc;
     uint64_t unheld = 0;
-    kv_wait_cut(kv);
+    vmem__kv_wait_cut(kv);
     for (size_t i = 0; i < n; i++)
         drop(kv, ids[i], l->pages, &unheld);
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        kv_unmark_shared(kv, s);
-    kv->held -= kv_release(kv, l->pages, unheld);
+        vmem__kv_unmark_shared(kv, s);
+    kv->held -= vmem__kv_release(kv, l->pages, unheld);
     return 0;
 }
 
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     rc = ids || !n ? drop_all(kv, ids, n) : vmem__error(-EINVAL, "ids must not be NULL");
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }
 
-void kv_blocks_destroy(vmem_kv *kv)
+void vmem__kv_blocks_destroy(vmem_kv *kv)
 {
     for (uint32_t i = 0; i < kv->n_blocks && kv->n_named; i++)
         drop_all(kv, &i, 1);
@@ -132,7 +132,7 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
 {
     int rc = check_id(kv, id);
     if (!rc)
-        rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (rc)
         return rc;
     vmem_page *to = pages_of(kv, id);
@@ -153,7 +153,7 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
             for (uint32_t k = 0; k < n; k++, to++) {
                 *to = from[k];
                 if (!t)
-                    kv_ref_hold(&kv->refs, kv_ref_get(&kv->refs, from[k], g->n), 0, 1);
+                    vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, from[k], g->n), 0, 1);
             }
         }
         sp->shared_hi = KV_MAX(sp->shared_hi, (index + 1) * n);
@@ -165,13 +165,13 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
 int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
                        size_t *bad)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (n && (!slots || !index || !ids))
         rc = vmem__error(-EINVAL, "slots, index and ids must not be NULL");
     if (!rc)
-        rc = kv_ref_reserve(&kv->refs, n * kv->block_pages);
+        rc = vmem__kv_ref_reserve(&kv->refs, n * kv->block_pages);
     for (size_t i = 0; i < n && !rc; i++) {
         rc = bind(kv, slots[i], index[i], ids[i]);
         if (rc && bad)
@@ -180,7 +180,7 @@ int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index
         for (uint64_t none = 0; rc && i; i--)
             drop(kv, ids[i - 1], NULL, &none);
     }
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }
 
 // ---- attaching ----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n
 {
     struct kv_grow *l = &kv->grow;
     uint64_t total = (uint64_t)n * kv->block_pages, at = 0;
-    int rc = kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
+    int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
     if (rc)
         return rc;
     uint32_t offset = 0;
@@ -219,7 +219,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
                 to[p] = op->page;
         }
         for (uint32_t p = 0; p < hi; p++)
-            kv_ref_hold(&kv->refs, kv_row(kv, slot, i, p), 1, 0);
+            vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, p), 1, 0);
         kv->stats.attached_pages += (uint64_t)hi * g->n;
         *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi),
                                .need_hi = hi,
@@ -228,12 +228,12 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
     }
     sl->tokens = sl->shared_tokens = n * kv->block_tokens;
-    kv_set_backed(kv, slot);
+    vmem__kv_set_backed(kv, slot);
 }
 
 static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
 {
-    int rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (rc)
         return rc;
     if (!kv->slots[slot].fresh || kv->slots[slot].tokens)
@@ -249,7 +249,7 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
         if (!rc && !*pages_of(kv, ids[i]))
             rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
         // No page is in a slot twice. The first tells: two names may be one block's.
-        struct kv_ref *first = rc ? NULL : kv_ref_find(&kv->refs, *pages_of(kv, ids[i]));
+        struct kv_ref *first = rc ? NULL : vmem__kv_ref_find(&kv->refs, *pages_of(kv, ids[i]));
         if (!rc && first->mark == kv->mark)
             rc = vmem__error(-EINVAL, "block %u is named twice, perhaps by another name", ids[i]);
         if (!rc)
@@ -257,9 +257,9 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
         if (rc && bad)
             *bad = i;
     }
-    kv_wait_cut(kv);
+    vmem__kv_wait_cut(kv);
     if (!rc)
-        rc = kv_keep_tail(kv, slot, (uint32_t)n * kv->block_tokens, false);
+        rc = vmem__kv_keep_tail(kv, slot, (uint32_t)n * kv->block_tokens, false);
     if (!rc)
         rc = map_named(kv, slot, ids, (uint32_t)n);
     if (rc)
@@ -270,11 +270,11 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
 
 int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
 {
-    int rc = kv_enter(kv);
-    return rc ? rc : kv_leave(kv, attach(kv, slot, ids, n, bad));
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, attach(kv, slot, ids, n, bad));
 }
 
-int kv_check_blocks(const vmem_kv *kv)
+int vmem__kv_check_blocks(const vmem_kv *kv)
 {
     uint32_t left = kv->n_named;
     for (uint32_t id = 0; id < kv->n_blocks && left; id++) {
@@ -283,7 +283,7 @@ int kv_check_blocks(const vmem_kv *kv)
         for (uint32_t i = 0; i < kv->n_groups && pages_of(kv, id)[0]; i++) {
             uint32_t each = kv_block_pages(kv, &kv->groups[i]);
             for (uint32_t k = 0; k < each; k++) {
-                const struct kv_ref *ref = row[k] ? kv_ref_find(&kv->refs, row[k]) : NULL;
+                const struct kv_ref *ref = row[k] ? vmem__kv_ref_find(&kv->refs, row[k]) : NULL;
                 if (!ref || !ref->prefixes)
                     return vmem__error(-EFAULT, "block %u, group %u: page %u, %#" PRIx64 ", is not held", id, i, k,
                                        row[k]);

@@ -5,18 +5,18 @@
 
 #include "kv/kv.h"
 
-int kv_check_process(const vmem_kv *kv)
+int vmem__kv_check_process(const vmem_kv *kv)
 {
     if (kv->pid != getpid())
         return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
     return 0;
 }
 
-int kv_enter_step(vmem_kv *kv)
+int vmem__kv_enter_step(vmem_kv *kv)
 {
     if (!kv)
         return vmem__error(-EINVAL, "kv is NULL");
-    int rc = kv_check_process(kv);
+    int rc = vmem__kv_check_process(kv);
     if (rc)
         return rc;
     pthread_mutex_lock(&kv->api);
@@ -24,36 +24,36 @@ int kv_enter_step(vmem_kv *kv)
     return 0;
 }
 
-int kv_enter(vmem_kv *kv)
+int vmem__kv_enter(vmem_kv *kv)
 {
-    int rc = kv_enter_step(kv);
+    int rc = vmem__kv_enter_step(kv);
     if (!rc)
-        kv_may_take_long(kv);
+        vmem__kv_may_take_long(kv);
     return rc;
 }
 
-int kv_leave(vmem_kv *kv, int rc)
+int vmem__kv_leave(vmem_kv *kv, int rc)
 {
     if (kv->flags & VMEM_KV_CHECK && !rc)
-        rc = kv_check_books(kv);
+        rc = vmem__kv_check_books(kv);
     kv->stale = true;
     kv->calls++;
     // Idle steps defer aggregation to the next query; the published view may lag.
-    if (kv->long_call || (kv->view && kv_now() - kv->summarised > KV_VIEW_NS))
-        kv_summarise(kv);
+    if (kv->long_call || (kv->view && vmem__kv_now() - kv->summarised > KV_VIEW_NS))
+        vmem__kv_summarise(kv);
     kv->long_call = false;
     pthread_mutex_unlock(&kv->state);
     pthread_mutex_unlock(&kv->api);
     return rc;
 }
 
-int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
+int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
 {
     static const char *const names[] = {"free", "active", "swapped out", "being given up"};
     if (slot >= kv->n_slots)
         return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
     if (!(states >> kv->slots[slot].state & 1))
         return vmem__error(-EINVAL, "slot %u is %s", slot, names[kv->slots[slot].state]);
-    kv_wait_slot(kv, slot);
+    vmem__kv_wait_slot(kv, slot);
     return 0;
 }

@@ -5,7 +5,7 @@
 
 #include "kv/kv.h"
 
-int kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     const struct kv_slot *s = &kv->slots[slot];
     const struct kv_span *sp = kv_span(kv, slot, group);
@@ -48,7 +48,7 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
     return n;
 }
 
-int kv_check_books(vmem_kv *kv)
+int vmem__kv_check_books(vmem_kv *kv)
 {
     uint64_t pages = kv->refs.pages, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
     kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // which may have grown
@@ -71,7 +71,8 @@ int kv_check_books(vmem_kv *kv)
                                    sp->shared_hi, sp->coarse_hi);
             if (sl->steady && sl->state == VMEM_KV_ACTIVE &&
                 (sp->keep_lo != sp->need_lo || sp->keep_hi != sp->need_hi ||
-                 sp->need_hi != kv_need_hi(kv, g, sl->tokens) || sp->need_hi != kv_need_hi(kv, g, sl->steady)))
+                 sp->need_hi != vmem__kv_need_hi(kv, g, sl->tokens) ||
+                 sp->need_hi != vmem__kv_need_hi(kv, g, sl->steady)))
                 return vmem__error(-EFAULT, "slot %u, group %u: from %u to %u tokens it does not need the same pages",
                                    s, i, sl->tokens, sl->steady);
             if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
@@ -104,5 +105,5 @@ int kv_check_books(vmem_kv *kv)
                            "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
                            pages + kv->pending, slots, only, shared, kv->held, refs, kv->refs.only, kv->refs.shared);
-    return kv_check_blocks(kv);
+    return vmem__kv_check_blocks(kv);
 }

@@ -40,7 +40,7 @@ static int find(vmem_kv *kv, struct move **moves, uint64_t *n)
             const struct kv_group *g = &kv->groups[i];
             uint32_t each = kv_block_pages(kv, g);
             for (uint32_t k = 0; k < each; k++) {
-                const struct kv_ref *ref = kv_ref_find(&kv->refs, row[k]);
+                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, row[k]);
                 for (uint32_t t = 0; t < g->n && !ref->slots && ref->prefixes == 1; t++)
                     (*moves)[(*n)++] =
                         (struct move){.name = &row[t * each + k], .from = row[t * each + k], .row = t ? 0 : g->n};
@@ -104,8 +104,8 @@ static void commit(vmem_kv *kv, struct move *moves, uint64_t n)
 {
     for (uint64_t i = 0; i < n; i++) {
         if (moves[i].row) {
-            kv_ref_hold(&kv->refs, kv_ref_find(&kv->refs, moves[i].from), 0, -1);
-            kv_ref_hold(&kv->refs, kv_ref_get(&kv->refs, moves[i].to, moves[i].row), -1, 1);
+            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, moves[i].from), 0, -1);
+            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, moves[i].to, moves[i].row), -1, 1);
         }
         *moves[i].name = moves[i].to;
         vMemRelease(kv->ctx, moves[i].from);
@@ -119,7 +119,7 @@ static int pass(vmem_kv *kv, uint64_t *gained)
     struct move *moves = NULL;
     vmem_page *made = NULL, *filled = NULL;
     *gained = 0;
-    kv_give_ahead(kv, 0);
+    vmem__kv_give_ahead(kv, 0);
     int rc = device_bytes(kv, &all, &overhead);
     // Compact only if it pays: fewer bytes move than return to the system, and there is room to move them.
     if (rc || overhead <= kv->held * kv->page_size / 32 || kv->held + kv->refs.only > kv->budget_pages)
@@ -135,17 +135,17 @@ static int pass(vmem_kv *kv, uint64_t *gained)
         n_fill = fill(kv, filled, most, all);
         rc = vMemCreate(kv->ctx, kv->page_size, n, 0, made);
         created = !rc;
-        kv_release(kv, filled, n_fill);
+        vmem__kv_release(kv, filled, n_fill);
     }
     for (uint64_t i = 0; created && i < n; i++)
         moves[i].to = made[i];
     if (!rc && n)
         rc = copy(kv, moves, n);
     if (created && rc)
-        kv_release(kv, made, n);
+        vmem__kv_release(kv, made, n);
     else if (created)
         commit(kv, moves, n);
-    kv_give_ahead(kv, 0);
+    vmem__kv_give_ahead(kv, 0);
     if (!device_bytes(kv, &after, &overhead) && after < all)
         *gained = all - after;
     free(moves);
@@ -157,16 +157,16 @@ static int pass(vmem_kv *kv, uint64_t *gained)
 int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed)
 {
     uint64_t gained = 0, sum = 0;
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    kv_worker_hold(kv);
+    vmem__kv_worker_hold(kv);
     do { // an arena for the new pages is made larger than they need while there are many others
         rc = pass(kv, &gained);
         sum += gained;
     } while (!rc && gained);
-    kv_worker_release(kv);
+    vmem__kv_worker_release(kv);
     if (freed)
         *freed = sum;
-    return kv_leave(kv, rc == -ENOMEM ? 0 : rc); // without memory to move them, they stay where they are
+    return vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // without memory to move them, they stay where they are
 }

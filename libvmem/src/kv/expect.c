@@ -7,26 +7,26 @@
 
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n)
 {
-    int rc = kv_enter_step(kv);
+    int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
     if (n && !tokens)
-        return kv_leave(kv, vmem__error(-EINVAL, "tokens must not be NULL"));
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "tokens must not be NULL"));
     n = KV_MIN(n, VMEM_KV_EXPECT);
     for (size_t i = 0; i < n; i++)
         if (tokens[i] > kv->max_tokens)
-            return kv_leave(kv, vmem__error(-EINVAL, "tokens %u of request %zu: max_tokens is %u", tokens[i], i,
-                                            kv->max_tokens));
+            return vmem__kv_leave(kv, vmem__error(-EINVAL, "tokens %u of request %zu: max_tokens is %u", tokens[i], i,
+                                                  kv->max_tokens));
     if (n)
         memcpy(kv->expected, tokens, n * sizeof(*tokens));
     kv->n_expected = (uint32_t)n;
     if (n)
-        kv_worker_wake(kv);
-    return kv_leave(kv, 0);
+        vmem__kv_worker_wake(kv);
+    return vmem__kv_leave(kv, 0);
 }
 
-// Of two numbers of tokens that slots are backed for, whether `fit` suits a request of `tokens` better: the smallest that
-// is large enough, else the largest, as kv_choose does.
+// Of two numbers of tokens that slots are backed for, whether `fit` suits a request of `tokens` better: the smallest
+// that is large enough, else the largest, as vmem__kv_choose does.
 static bool suits(uint32_t fit, uint32_t best, uint32_t tokens)
 {
     return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
@@ -41,7 +41,7 @@ static uint32_t backed(const vmem_kv *kv, uint32_t slot)
     return kv->slots[slot].backed;
 }
 
-uint32_t kv_expected_slot(const vmem_kv *kv, uint32_t *tokens)
+uint32_t vmem__kv_expected_slot(const vmem_kv *kv, uint32_t *tokens)
 {
     uint32_t taken[VMEM_KV_EXPECT];
     for (uint32_t i = 0; i < kv->n_expected; i++) {

@@ -10,7 +10,7 @@ static struct kv_past *past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return kv->past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
 }
 
-struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     const struct kv_past *past = past_of(kv, slot, group);
@@ -23,7 +23,7 @@ struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, ui
     return all;
 }
 
-void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
+void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_past *past = past_of(kv, slot, group);
@@ -33,9 +33,9 @@ void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
         past[0] = (struct kv_past){s->need_lo, s->need_hi};
 }
 
-void kv_forget(vmem_kv *kv, uint32_t slot)
+void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
 {
-    kv_unstage(kv, slot);
+    vmem__kv_unstage(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
             past_of(kv, slot, i)[k] = (struct kv_past){0};
@@ -55,14 +55,14 @@ static int check_fence(const vmem_kv *kv, uint64_t step)
     return 0;
 }
 
-int kv_end_requests(vmem_kv *kv)
+int vmem__kv_end_requests(vmem_kv *kv)
 {
     int rc = 0;
     for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
         if (kv->slots[s].state != VMEM_KV_ENDING || kv->idle[s].ends > kv->retired)
             continue;
-        kv_wait_slot(kv, s);
-        int failed = kv_free(kv, s);
+        vmem__kv_wait_slot(kv, s);
+        int failed = vmem__kv_free(kv, s);
         kv->n_ending -= !failed;
         rc = rc ? rc : failed;
     }
@@ -71,73 +71,73 @@ int kv_end_requests(vmem_kv *kv)
 
 int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (step)
         *step = kv->step;
-    return kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
+    return vmem__kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
 }
 
 int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     rc = check_fence(kv, step);
     if (!rc) {
         kv->retired = KV_MAX(ended(kv), step);
-        rc = kv_end_requests(kv);
+        rc = vmem__kv_end_requests(kv);
     }
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = check_fence(kv, step);
     if (!rc && (step <= ended(kv) || kv->slots[slot].fresh))
-        rc = kv_free(kv, slot);
+        rc = vmem__kv_free(kv, slot);
     else if (!rc) {
-        kv_unstage(kv, slot);
+        vmem__kv_unstage(kv, slot);
         kv->slots[slot].state = VMEM_KV_ENDING;
         kv->idle[slot].ends = step;
         kv->n_ending++;
     }
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = kv_check_truncate(kv, slot, tokens);
+    rc = vmem__kv_check_truncate(kv, slot, tokens);
     if (!rc)
         rc = check_fence(kv, step);
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
     if (step <= ended(kv) || s->fresh)
-        return kv_leave(kv, kv_truncate(kv, slot, tokens));
-    if (tokens < s->shared_tokens || kv_others_read(kv, slot, tokens))
-        return kv_leave(kv, vmem__error(-EBUSY,
-                                        "tokens %u: rows from there on are shared, and kernels of step %" PRIu64
-                                        " may be in flight",
-                                        tokens, step));
+        return vmem__kv_leave(kv, vmem__kv_truncate(kv, slot, tokens));
+    if (tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens))
+        return vmem__kv_leave(kv, vmem__error(-EBUSY,
+                                              "tokens %u: rows from there on are shared, and kernels of step %" PRIu64
+                                              " may be in flight",
+                                              tokens, step));
     // Nothing changes under the kernels: the rows go when steps have come that do not ask for them. What the window of
     // a shorter request reads stays, too.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        sp->need_lo = KV_MIN(sp->need_lo, kv_need_lo(kv, &kv->groups[i], tokens));
+        sp->need_lo = KV_MIN(sp->need_lo, vmem__kv_need_lo(kv, &kv->groups[i], tokens));
         sp->keep_lo = KV_MIN(sp->keep_lo, sp->need_lo);
     }
-    kv_unstage(kv, slot);
+    vmem__kv_unstage(kv, slot);
     s->tokens = tokens;
     s->steady = 0;
-    return kv_leave(kv, 0);
+    return vmem__kv_leave(kv, 0);
 }

@@ -24,7 +24,7 @@ static uint64_t gcd(uint64_t a, uint64_t b)
 
 static uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
-uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before)
+uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before)
 {
     uint64_t rows = KV_MIN(before, g->max_tokens);
     if (!g->window || rows <= g->window)
@@ -33,7 +33,7 @@ uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before
     return (uint32_t)(((rows - rows % kv->tile_rows) * g->row_bytes) >> kv->page_shift);
 }
 
-uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens)
+uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens)
 {
     uint64_t rows = KV_MIN(tokens, g->max_tokens);
     if (kv->tile_rows > 1)
@@ -41,7 +41,7 @@ uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens
     return (uint32_t)((rows * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
 }
 
-uint32_t kv_steady(const vmem_kv *kv, uint32_t slot)
+uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot)
 {
     uint64_t steady = kv->windows ? 0 : kv->max_tokens;
     for (uint32_t i = 0; i < kv->n_groups && steady; i++) {
@@ -57,7 +57,7 @@ uint32_t kv_steady(const vmem_kv *kv, uint32_t slot)
     return (uint32_t)steady;
 }
 
-void kv_set_backed(vmem_kv *kv, uint32_t slot)
+void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot)
 {
     kv->slots[slot].steady = 0;
     uint64_t backed = kv->max_tokens;
@@ -72,7 +72,7 @@ void kv_set_backed(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].backed = (uint32_t)backed;
 }
 
-int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size)
+int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size)
 {
     if (n <= *cap)
         return 0;
@@ -222,18 +222,18 @@ static void release(vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++) {
         kv->slots[s].fresh = true; // no kernel is touching it, says the caller
-        kv_cut_slot(kv, s);
+        vmem__kv_cut_slot(kv, s);
     }
     for (uint32_t i = 0; i < kv->cap_prefixes; i++)
         if (kv->prefixes[i])
-            kv_prefix_drop(kv, kv->prefixes[i]);
-    kv_blocks_destroy(kv);
+            vmem__kv_prefix_drop(kv, kv->prefixes[i]);
+    vmem__kv_blocks_destroy(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);
     if (kv->scratch)
         vmem_unreserve(kv->ctx, kv->scratch);
-    kv_part(kv);
+    vmem__kv_part(kv);
 }
 
 static void free_grow(struct kv_grow *l)
@@ -256,9 +256,9 @@ void vmem_kv_destroy(vmem_kv *kv)
     if (!kv)
         return;
     if (kv->pid == getpid()) { // else: a forked child, which has neither the worker nor the pages
-        kv_worker_stop(kv);
+        vmem__kv_worker_stop(kv);
         release(kv);
-        kv_unpublish(kv);
+        vmem__kv_unpublish(kv);
     }
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
@@ -334,14 +334,14 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     rc = reserve(kv);
     if (rc)
         return rc;
-    kv_join(kv);
+    vmem__kv_join(kv);
     if (!(c->flags & VMEM_KV_LAZY))
-        rc = kv_take_ahead(kv, c->budget >> kv->page_shift);
+        rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
     if (rc)
         return rc;
     kv->budget_pages = c->budget >> kv->page_shift;
-    kv_summarise(kv);
-    return c->flags & VMEM_KV_OVERLAP ? kv_worker_start(kv) : 0;
+    vmem__kv_summarise(kv);
+    return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;
 }
 
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out)

@@ -5,8 +5,9 @@
 // mapped part [lo, hi) of a slot in the tensors of a group, in pages.
 //
 // Locks, in this order: api serialises the public calls; state guards every field below against the background worker.
-// The worker drops state while it is in the library below and marks the slot busy instead: a call that needs a busy slot
-// waits for it (kv_wait_slot). A public call keeps state while it is in the library below. stats has a lock of its own.
+// The worker drops state while it is in the library below and marks the slot busy instead: a call that needs a busy
+// slot waits for it (vmem__kv_wait_slot). A public call keeps state while it is in the library below. stats has a lock
+// of its own.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_INTERNAL_H
@@ -175,7 +176,7 @@ struct vmem_kv {
     vmem_kv *next;         // the context's next cache
     uint64_t budget_pages; // most pages there may be
     uint64_t promise;      // pages there can be without asking the device. Written with stats_lock, too
-    uint64_t device_limit; // kv_limit, as the statistics saw it last
+    uint64_t device_limit; // vmem__kv_limit, as the statistics saw it last
     uint64_t device_asked; // when
     uint64_t held;         // pages there are, pending ones included
     uint64_t ceiling;      // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
@@ -196,7 +197,7 @@ struct vmem_kv {
     uint32_t n_staged;
     uint64_t staged_missing;       // their sum
     uint32_t *changed;             // slots that a plan looks at
-    struct vmem_kv_stats stats;    // counters; the rest is filled in by kv_summarise
+    struct vmem_kv_stats stats;    // counters; the rest is filled in by vmem__kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
     struct vmem_kv_stats shown;    // under stats_lock
     bool stale;                    // shown is older than stats
@@ -235,175 +236,175 @@ static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv-
 // ---- kv.c
 
 // The pages that an iteration touches which takes a slot from `before` tokens to `tokens`.
-uint32_t kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
-uint32_t kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
+uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
+uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
 // The most tokens that a step of the slot can ask for with the pages that it asks for now; 0 where steps to fewer may
 // ask for others.
-uint32_t kv_steady(const vmem_kv *kv, uint32_t slot);
+uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
-void kv_set_backed(vmem_kv *kv, uint32_t slot);
+void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Grows an array so that it has room for n elements of `size` bytes.
-int kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
+int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
 // ---- plan.c
 
-void kv_plan_reset(struct kv_plan *plan);
+void vmem__kv_plan_reset(struct kv_plan *plan);
 // Adds what a step to `tokens` asks for of a slot. -EINVAL: its window has given up rows that it reads.
-int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens);
-// What a step to these lengths asks for, or -EINVAL. waited, if not NULL: waits until the worker is at no slot that is to
-// be extended, and receives whether it had to.
-int kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
+int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens);
+// What a step to these lengths asks for, or -EINVAL. waited, if not NULL: waits until the worker is at no slot that is
+// to be extended, and receives whether it had to.
+int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
 // Whether the step would find its memory.
-int kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
+int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
 // Between these two, nothing takes back what the step needs or what kernels in flight access.
-void kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
-void kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
-int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
-int kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
+void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
+int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
+int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // Whether a step that needs pages up to hi can go on from what the span has.
 static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 // ---- calls.c
 
 // Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
-// enters by kv_enter_step and says kv_may_take_long when there is something to do.
-int kv_check_process(const vmem_kv *kv); // -EPERM in a child of the process that made it
-int kv_enter(vmem_kv *kv);
-int kv_enter_step(vmem_kv *kv);
-int kv_leave(vmem_kv *kv, int rc);
+// enters by vmem__kv_enter_step and says vmem__kv_may_take_long when there is something to do.
+int vmem__kv_check_process(const vmem_kv *kv); // -EPERM in a child of the process that made it
+int vmem__kv_enter(vmem_kv *kv);
+int vmem__kv_enter_step(vmem_kv *kv);
+int vmem__kv_leave(vmem_kv *kv, int rc);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
-int kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
+int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 
 // ---- slots.c
 
 // What kernels in flight touch of a span when a step asks for [lo, hi).
-struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
-void kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
+struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
 // No kernel touches the slot: its earlier steps count no more.
-void kv_forget(vmem_kv *kv, uint32_t slot);
+void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Takes a slot's growth back.
-void kv_unstage(vmem_kv *kv, uint32_t slot);
+void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 // vmem_kv_free and vmem_kv_truncate, with the locks held and checked.
-int kv_free(vmem_kv *kv, uint32_t slot);
-int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-int kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int vmem__kv_free(vmem_kv *kv, uint32_t slot);
+int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // Ends the requests whose kernels have ended, up to kv->retired.
-int kv_end_requests(vmem_kv *kv);
+int vmem__kv_end_requests(vmem_kv *kv);
 // The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
-uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
+uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Zeroes a slot's pages; needs no lock.
-int kv_clear_slot(vmem_kv *kv, uint32_t slot);
+int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot);
 
 // ---- pages.c
 
 // Plans to back pages [from, to) of a span, next to what it has. coarse_hi as in struct kv_part.
-int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
-                uint32_t coarse_hi);
+int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                      uint32_t coarse_hi);
 // Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
-int kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
-               uint32_t coarse_hi);
+int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                     uint32_t coarse_hi);
 // Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->held.
-int kv_grow_run(vmem_kv *kv, struct kv_grow *l);
+int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);
 // Makes it part of the spans.
-void kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
+void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
 // Releases pages, one by one if it cannot be done at once; returns how many.
-uint64_t kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
+uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
 // Unmaps and releases what a run made.
-void kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
-void kv_grow_reset(struct kv_grow *l);
+void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
+void vmem__kv_grow_reset(struct kv_grow *l);
 
 // Cuts a span down to [lo, hi): begin changes the span, run (no lock needed) the mapping, end the rest, or restores the
 // span if run failed.
-int kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
-int kv_cut_run(vmem_kv *kv, struct kv_cut *c);
-void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
-int kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
-int kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
+int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c);
+void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
+int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
 // A request ends: its own pages stay in the span, shared ones are let go of, and their mappings go stale.
-int kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
+int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
 // Unmaps what is stale in a slot: begin collects, run needs no lock.
-int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
-int kv_stale_run(vmem_kv *kv, struct kv_cut *c);
-void kv_stale_end(vmem_kv *kv, uint32_t slot);
-int kv_stale_now(vmem_kv *kv, uint32_t slot);
+int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
+int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c);
+void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
+int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
 
 // ---- reclaim.c
 
 // Pages that could be taken back from a slot: kept, ahead of need, or passed by a window.
-uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
-uint64_t kv_reclaimable(const vmem_kv *kv);
+uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
+uint64_t vmem__kv_reclaimable(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
 // need. want: pages asked for. False: nothing.
 struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
-bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
 // Takes back want pages if there are so many.
-int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
 // Whether there is room for `pages` more, taking nothing back.
-bool kv_has_room(const vmem_kv *kv, uint64_t pages);
+bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes room for `pages` more: 0, or -ENOMEM with what is missing.
-int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The device has refused pages: takes back as many as it lacks, if there are so many.
-int kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-// kv_grow_run and kv_grow_commit.
-int kv_grow_try(vmem_kv *kv, struct kv_grow *l);
-// The same after kv_make_room, taking back more where the device has less than the budget says, or no mappings.
-int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
-// That without kv_grow_commit. The pages are in kv->held.
-int kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// vmem__kv_grow_run and vmem__kv_grow_commit.
+int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
+// The same after vmem__kv_make_room, taking back more where the device has less than the budget says, or no mappings.
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+// That without vmem__kv_grow_commit. The pages are in kv->held.
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
 
 // ---- worker.c
 
-// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, before and after
-// a call waits for it, and where the worker has looked whether the cache is idle. NULL outside of them.
+// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, before and
+// after a call waits for it, and where the worker has looked whether the cache is idle. NULL outside of them.
 enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
 extern void (*vmem__kv_hook)(enum vmem__kv_point point);
-int kv_worker_start(vmem_kv *kv);
-void kv_worker_stop(vmem_kv *kv);
-void kv_worker_wake(vmem_kv *kv);
+int vmem__kv_worker_start(vmem_kv *kv);
+void vmem__kv_worker_stop(vmem_kv *kv);
+void vmem__kv_worker_wake(vmem_kv *kv);
 
 // ---- expect.c
 
 // The free slot that is to be backed next for a request that is expected, and how far; UINT32_MAX: none.
-uint32_t kv_expected_slot(const vmem_kv *kv, uint32_t *tokens);
-void kv_wait_slot(vmem_kv *kv, uint32_t slot);
-void kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
+uint32_t vmem__kv_expected_slot(const vmem_kv *kv, uint32_t *tokens);
+void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
+void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
 // Until it unmaps nothing that others may hold: a call that maps, unmaps or releases such pages waits here first.
-void kv_wait_cut(vmem_kv *kv);
+void vmem__kv_wait_cut(vmem_kv *kv);
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
-void kv_worker_hold(vmem_kv *kv);
-void kv_worker_release(vmem_kv *kv);
+void vmem__kv_worker_hold(vmem_kv *kv);
+void vmem__kv_worker_release(vmem_kv *kv);
 
 // ---- refs.c
 
-struct kv_ref *kv_ref_find(const struct kv_refs *r, vmem_page page);
+struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
 static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
-    return kv->refs.used ? kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
+    return kv->refs.used ? vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
 }
 // How many rows of [from, to) of a span others hold as well.
-uint32_t kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 // Whether another slot has a page of rows from `tokens` on, which must not be written then.
-bool kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
+bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // The entry, made with slots = 1 if there was none; NULL: out of memory.
-struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
-int kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` kv_ref_get do not fail
+struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
+int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` vmem__kv_ref_get do not fail
 // Adds holders. The entry goes when no prefix and at most one slot holds the row.
-void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
+void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
 
 // ---- prefix.c
 
-int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
+int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
 // Rows at the end of the shared ones that have no other holder any more are the slot's own.
-void kv_unmark_shared(vmem_kv *kv, uint32_t slot);
+void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 // A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays
 // as far as it is of use, the rest goes. gap: also where pages between them are still to be backed.
-int kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap);
+int vmem__kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap);
 // Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
 // before them.
-int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-uint64_t kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens); // that it has to make
+int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens); // that it has to make
 
 // ---- block.c
 
@@ -412,60 +413,60 @@ static inline uint32_t kv_block_pages(const vmem_kv *kv, const struct kv_group *
 {
     return (uint32_t)((kv->block_tokens * g->row_bytes) >> kv->page_shift);
 }
-void kv_blocks_destroy(vmem_kv *kv); // drops all names
-int kv_check_blocks(const vmem_kv *kv);
+void vmem__kv_blocks_destroy(vmem_kv *kv); // drops all names
+int vmem__kv_check_blocks(const vmem_kv *kv);
 
 // ---- stats.c
 
-#define KV_VIEW_NS 5000000          // how far the published view may be behind
-#define KV_DEVICE_NS 100000000      // and what it says of the device's memory
-uint64_t kv_now(void);              // ns, to a few ms
-void kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
-void kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
+#define KV_VIEW_NS 5000000                // how far the published view may be behind
+#define KV_DEVICE_NS 100000000            // and what it says of the device's memory
+uint64_t vmem__kv_now(void);              // ns, to a few ms
+void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
+void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
 
 // ---- view.c
 
-void kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
-void kv_unpublish(vmem_kv *kv);
+void vmem__kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
+void vmem__kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, once; 0: none.
-uint64_t kv_wanted_budget(vmem_kv *kv);
+uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
 
 // ---- check.c: VMEM_KV_CHECK
 
-int kv_check_books(vmem_kv *kv); // recounts everything
+int vmem__kv_check_books(vmem_kv *kv); // recounts everything
 // Whether pages [from, to) of a span may be mapped or unmapped now.
-int kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 
 // ---- memory.c. With the locks held.
 
-int kv_set_budget(vmem_kv *kv, uint64_t bytes);
+int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // A context's caches, linked. Parting gives back what the cache took ahead.
-void kv_join(vmem_kv *kv);
-void kv_part(vmem_kv *kv);
+void vmem__kv_join(vmem_kv *kv);
+void vmem__kv_part(vmem_kv *kv);
 // Takes device memory for that many pages in all, or gives back what is more.
-int kv_take_ahead(vmem_kv *kv, uint64_t pages);
-void kv_give_ahead(vmem_kv *kv, uint64_t pages);
+int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
+void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
-void kv_give_all_ahead(vmem_kv *kv);
+void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.
-uint64_t kv_device_pages(const vmem_kv *kv);
+uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
 // so that the device is not asked where they are at hand; 0: it is. Exact while the worker makes and releases nothing.
-uint64_t kv_limit(const vmem_kv *kv, uint64_t pages);
+uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
-bool kv_leaves_others(const vmem_kv *kv, uint64_t pages);
+bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 // Pauses the worker where the device counts; true: to be released.
-bool kv_hold_to_count(vmem_kv *kv);
+bool vmem__kv_hold_to_count(vmem_kv *kv);
 // Takes over the budget that another process asked for, if one did.
-void kv_take_wanted(vmem_kv *kv);
+void vmem__kv_take_wanted(vmem_kv *kv);
 // Whether so many pages more could be had, taking back what can be.
-int kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The answers to too little, remembered for vmem_kv_last_shortage.
-void kv_enough(void);
-int kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
-int kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-int kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-int kv_short_of_slots(vmem_kv *kv);
-void kv_count_shortage(vmem_kv *kv); // in the statistics, of a call that really needed them
+void vmem__kv_enough(void);
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_short_of_slots(vmem_kv *kv);
+void vmem__kv_count_shortage(vmem_kv *kv); // in the statistics, of a call that really needed them
 
 #endif

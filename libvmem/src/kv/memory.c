@@ -26,7 +26,7 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
     return 0;
 }
 
-void kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
+void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
@@ -40,7 +40,7 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
         *out = missing;
 }
 
-int kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
 {
     uint64_t n = want - kv->budget_pages;
     note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
@@ -51,7 +51,7 @@ int kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
                        n, kv->budget_pages, kv->refs.only);
 }
 
-int kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     note(kv, VMEM_KV_SHORT_OF_DEVICE, pages, missing);
     return vmem__error(-ENOMEM,
@@ -60,7 +60,7 @@ int kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
                        pages, kv->budget_pages);
 }
 
-int kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages, missing);
     return vmem__error(-ENOMEM,
@@ -69,14 +69,14 @@ int kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
                        pages);
 }
 
-int kv_short_of_slots(vmem_kv *kv)
+int vmem__kv_short_of_slots(vmem_kv *kv)
 {
     note(kv, VMEM_KV_SHORT_OF_SLOTS, 0, NULL);
     kv->stats.short_slots++;
     return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
 }
 
-void kv_count_shortage(vmem_kv *kv)
+void vmem__kv_count_shortage(vmem_kv *kv)
 {
     kv->stats.short_budget += last.reason == VMEM_KV_SHORT_OF_BUDGET;
     kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
@@ -115,7 +115,7 @@ static void promise(vmem_kv *kv, uint64_t pages)
     pthread_mutex_unlock(&kv->stats_lock);
 }
 
-void kv_join(vmem_kv *kv)
+void vmem__kv_join(vmem_kv *kv)
 {
     vmem__lock(kv->ctx);
     kv->next = kv->ctx->caches;
@@ -123,7 +123,7 @@ void kv_join(vmem_kv *kv)
     vmem__unlock(kv->ctx);
 }
 
-void kv_part(vmem_kv *kv)
+void vmem__kv_part(vmem_kv *kv)
 {
     vmem__lock(kv->ctx);
     struct vmem_kv **at = &kv->ctx->caches;
@@ -137,7 +137,7 @@ void kv_part(vmem_kv *kv)
         vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL);
 }
 
-int kv_take_ahead(vmem_kv *kv, uint64_t pages)
+int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
     uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
     // Nothing is no call: vmem_prealloc would give up what others took.
@@ -148,14 +148,14 @@ int kv_take_ahead(vmem_kv *kv, uint64_t pages)
     return rc;
 }
 
-void kv_give_ahead(vmem_kv *kv, uint64_t pages)
+void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 {
     promise(kv, pages);
     uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
 }
 
-void kv_give_all_ahead(vmem_kv *kv)
+void vmem__kv_give_all_ahead(vmem_kv *kv)
 {
     promise(kv, 0);
     pthread_mutex_unlock(&kv->state);
@@ -175,7 +175,7 @@ static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
     return KV_MIN(spare, *room) >> kv->page_shift;
 }
 
-uint64_t kv_device_pages(const vmem_kv *kv)
+uint64_t vmem__kv_device_pages(const vmem_kv *kv)
 {
     uint64_t total, free, room, spare = spare_pages(kv, &room);
     if (kv->ctx->b.ops->memory(&kv->ctx->b, &total, &free))
@@ -183,97 +183,97 @@ uint64_t kv_device_pages(const vmem_kv *kv)
     return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
 }
 
-uint64_t kv_limit(const vmem_kv *kv, uint64_t pages)
+uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages)
 {
     uint64_t room;
     if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
         return kv->budget_pages;
-    return KV_MIN(kv->budget_pages, kv->held + kv_device_pages(kv));
+    return KV_MIN(kv->budget_pages, kv->held + vmem__kv_device_pages(kv));
 }
 
-bool kv_leaves_others(const vmem_kv *kv, uint64_t pages)
+bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
     if (kv->promise >= kv->budget_pages)
         return true;
     vmem__lock(kv->ctx);
     bool some = ahead_of_others(kv);
     vmem__unlock(kv->ctx);
-    return !some || kv->held + pages <= kv_limit(kv, pages);
+    return !some || kv->held + pages <= vmem__kv_limit(kv, pages);
 }
 
-bool kv_hold_to_count(vmem_kv *kv)
+bool vmem__kv_hold_to_count(vmem_kv *kv)
 {
     bool uncertain = kv->promise < kv->budget_pages;
     if (uncertain)
-        kv_worker_hold(kv);
+        vmem__kv_worker_hold(kv);
     return uncertain;
 }
 
 // ---- the budget -----------------------------------------------------------------------------------------------
 
-int kv_set_budget(vmem_kv *kv, uint64_t bytes)
+int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
 {
     uint64_t pages = bytes >> kv->page_shift;
     bool lazy = kv->flags & VMEM_KV_LAZY;
     if (!pages)
         return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
     if (pages > kv->budget_pages) {
-        int rc = lazy ? 0 : kv_take_ahead(kv, pages);
+        int rc = lazy ? 0 : vmem__kv_take_ahead(kv, pages);
         if (!rc)
             kv->budget_pages = pages;
         return rc;
     }
     kv->budget_pages = pages;
-    kv_worker_hold(kv);
-    int rc = kv->held > pages ? kv_reclaim(kv, kv->held - pages, NULL) : 0;
-    kv_worker_release(kv);
-    kv_give_ahead(kv, lazy ? 0 : pages);
+    vmem__kv_worker_hold(kv);
+    int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, NULL) : 0;
+    vmem__kv_worker_release(kv);
+    vmem__kv_give_ahead(kv, lazy ? 0 : pages);
     // What the budget still allows stays at hand. Should another process have been faster, pages are made when needed.
-    if (!lazy && kv_take_ahead(kv, pages))
+    if (!lazy && vmem__kv_take_ahead(kv, pages))
         promise(kv, 0);
     return rc;
 }
 
-void kv_take_wanted(vmem_kv *kv)
+void vmem__kv_take_wanted(vmem_kv *kv)
 {
-    uint64_t wanted = kv_wanted_budget(kv);
+    uint64_t wanted = vmem__kv_wanted_budget(kv);
     if (!wanted)
         return;
-    kv_may_take_long(kv);
-    kv_set_budget(kv, wanted); // what could not be had stays visible in the view
+    vmem__kv_may_take_long(kv);
+    vmem__kv_set_budget(kv, wanted); // what could not be had stays visible in the view
 }
 
-int kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
-    bool held = kv_hold_to_count(kv);
-    uint64_t limit = kv_limit(kv, pages), want = kv->held - kv->pending - kv_reclaimable(kv) + pages;
+    bool held = vmem__kv_hold_to_count(kv);
+    uint64_t limit = vmem__kv_limit(kv, pages), want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + pages;
     int rc = 0;
-    kv_enough();
+    vmem__kv_enough();
     if (pages && want > limit)
-        rc = want > kv->budget_pages ? kv_short_of_budget(kv, want, missing)
-                                     : kv_short_of_device(kv, want - limit, missing);
+        rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
+                                     : vmem__kv_short_of_device(kv, want - limit, missing);
     if (held)
-        kv_worker_release(kv);
+        vmem__kv_worker_release(kv);
     return rc;
 }
 
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
 {
-    int rc = kv_enter(kv);
-    return rc ? rc : kv_leave(kv, kv_set_budget(kv, bytes));
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_set_budget(kv, bytes));
 }
 
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     uint64_t got = 0;
-    kv_worker_hold(kv);
-    rc = kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), &got);
-    kv_worker_release(kv);
-    kv_give_ahead(kv, 0);
+    vmem__kv_worker_hold(kv);
+    rc = vmem__kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), &got);
+    vmem__kv_worker_release(kv);
+    vmem__kv_give_ahead(kv, 0);
     if (freed)
         *freed = got << kv->page_shift;
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }

@@ -12,15 +12,15 @@
 // entries: writing the small entries of two blocks costs less than the call more, of three about as much.
 #define COARSE_BLOCKS 3
 
-int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
-                uint32_t coarse_hi)
+int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                      uint32_t coarse_hi)
 {
     const struct kv_group *g = &kv->groups[group];
     if (from >= to)
         return 0;
-    int rc = kv->flags & VMEM_KV_CHECK ? kv_check_rule(kv, slot, group, from, to) : 0;
+    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, from, to) : 0;
     if (!rc)
-        rc = kv_room_for(&l->parts, &l->cap_parts, l->n_parts + 1, sizeof(*l->parts));
+        rc = vmem__kv_room_for(&l->parts, &l->cap_parts, l->n_parts + 1, sizeof(*l->parts));
     if (rc)
         return rc;
     uint32_t b = kv->block, first = (from + b - 1) / b * b, last = KV_MIN(to, coarse_hi) / b * b;
@@ -36,19 +36,19 @@ int kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, u
     return 0;
 }
 
-int kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
-               uint32_t coarse_hi)
+int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                     uint32_t coarse_hi)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     if (s->lo == s->hi)
-        return kv_grow_add(kv, l, slot, group, from, to, coarse_hi);
-    int rc = kv_grow_add(kv, l, slot, group, from, s->lo, coarse_hi);
-    return rc ? rc : kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
+        return vmem__kv_grow_add(kv, l, slot, group, from, to, coarse_hi);
+    int rc = vmem__kv_grow_add(kv, l, slot, group, from, s->lo, coarse_hi);
+    return rc ? rc : vmem__kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
 }
 
-void kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0; }
+void vmem__kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0; }
 
-uint64_t kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
+uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
 {
     uint64_t done = 0;
     if (!n || !vMemReleaseBatch(kv->ctx, pages, n, NULL))
@@ -58,9 +58,9 @@ uint64_t kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
     return done;
 }
 
-void kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
+void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
 {
-    kv_release(kv, l->pages, l->n_pages);
+    vmem__kv_release(kv, l->pages, l->n_pages);
     l->n_pages = 0;
 }
 
@@ -92,7 +92,7 @@ static int create(vmem_kv *kv, struct kv_grow *l)
         const struct kv_part *p = &l->parts[i];
         const struct kv_group *g = &kv->groups[p->group];
         struct piece pieces[3];
-        int rc = kv_room_for(&l->stretches, &l->cap_stretches, n + g->n + 3, sizeof(*l->stretches));
+        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + g->n + 3, sizeof(*l->stretches));
         if (rc)
             return rc;
         for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
@@ -132,13 +132,13 @@ static void place(vmem_kv *kv, struct kv_grow *l)
     }
 }
 
-int kv_grow_run(vmem_kv *kv, struct kv_grow *l)
+int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
 {
-    int rc = kv_room_for(&l->pages, &l->cap_pages, l->total, sizeof(*l->pages));
+    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, l->total, sizeof(*l->pages));
     if (!rc)
-        rc = kv_room_for(&l->fine, &l->cap_fine, l->total, sizeof(*l->fine));
+        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, l->total, sizeof(*l->fine));
     if (!rc)
-        rc = kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
+        rc = vmem__kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
     l->n_pages = l->n_fine = l->n_coarse = 0;
     l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
     if (!rc)
@@ -151,11 +151,11 @@ int kv_grow_run(vmem_kv *kv, struct kv_grow *l)
     if (!rc && l->n_fine)
         rc = vMemMapBatch(kv->ctx, l->fine, l->n_fine, VMEM_MAP_FINE, NULL);
     if (rc)
-        kv_grow_undo(kv, l);
+        vmem__kv_grow_undo(kv, l);
     return rc;
 }
 
-void kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
+void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
 {
     for (uint64_t i = 0; i < l->n_parts; i++) {
         const struct kv_part *p = &l->parts[i];
@@ -173,9 +173,9 @@ void kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
         else
             s->hi = p->to;
         s->coarse_hi = KV_MAX(s->coarse_hi, p->coarse_hi);
-        kv_set_backed(kv, p->slot);
+        vmem__kv_set_backed(kv, p->slot);
     }
-    kv_grow_reset(l);
+    vmem__kv_grow_reset(l);
 }
 
 // ---- giving up ----------------------------------------------------------------------------------------------
@@ -185,11 +185,11 @@ static int cut_part(vmem_kv *kv, struct kv_cut *c, uint32_t from, uint32_t to)
     const struct kv_group *g = &kv->groups[c->group];
     if (from >= to)
         return 0;
-    int rc = kv->flags & VMEM_KV_CHECK ? kv_check_rule(kv, c->slot, c->group, from, to) : 0;
+    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, c->slot, c->group, from, to) : 0;
     if (!rc)
-        rc = kv_room_for(&c->ops, &c->cap_ops, c->n_ops + g->n, sizeof(*c->ops));
+        rc = vmem__kv_room_for(&c->ops, &c->cap_ops, c->n_ops + g->n, sizeof(*c->ops));
     if (!rc)
-        rc = kv_room_for(&c->pages, &c->cap_pages, c->n_pages + (uint64_t)(to - from) * g->n, sizeof(*c->pages));
+        rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + (uint64_t)(to - from) * g->n, sizeof(*c->pages));
     if (rc)
         return rc;
     uint32_t shared = KV_MIN(KV_MAX(c->before.shared_hi, from), to);
@@ -206,7 +206,7 @@ static int cut_part(vmem_kv *kv, struct kv_cut *c, uint32_t from, uint32_t to)
     return 0;
 }
 
-int kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     struct kv_span *s = kv_span(kv, slot, group);
     lo = KV_MIN(KV_MAX(lo, s->lo), s->hi);
@@ -232,17 +232,17 @@ int kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, u
     s->keep_hi = KV_MIN(KV_MAX(s->keep_hi, lo), hi);
     s->shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0;
     s->coarse_hi = KV_MIN(s->coarse_hi, hi);
-    kv_set_backed(kv, slot);
+    vmem__kv_set_backed(kv, slot);
     return 0;
 }
 
-int kv_cut_run(vmem_kv *kv, struct kv_cut *c)
+int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
 {
     if (!c->n_ops)
         return 0;
     int rc = vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL);
     if (!rc)
-        c->n_pages = kv_release(kv, c->pages, c->n_pages);
+        c->n_pages = vmem__kv_release(kv, c->pages, c->n_pages);
     return rc;
 }
 
@@ -251,11 +251,11 @@ static void let_go(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, ui
     for (uint32_t i = from; i < to; i++) {
         struct kv_ref *ref = kv_row(kv, slot, group, i);
         if (ref)
-            kv_ref_hold(&kv->refs, ref, -1, 0);
+            vmem__kv_ref_hold(&kv->refs, ref, -1, 0);
     }
 }
 
-void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
+void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 {
     const struct kv_span *b = &c->before;
     if (rc) {
@@ -268,7 +268,7 @@ void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
             s->keep_lo = now.keep_lo;
             s->keep_hi = now.keep_hi;
         }
-        kv_set_backed(kv, c->slot);
+        vmem__kv_set_backed(kv, c->slot);
         return;
     }
     if (b->shared_hi) {
@@ -280,23 +280,23 @@ void kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
     kv->held -= c->n_pages;
 }
 
-int kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
-    kv_wait_cut(kv);
-    int rc = kv_cut_begin(kv, &kv->cut, slot, group, lo, hi);
+    vmem__kv_wait_cut(kv);
+    int rc = vmem__kv_cut_begin(kv, &kv->cut, slot, group, lo, hi);
     if (rc)
         return rc;
-    rc = kv_cut_run(kv, &kv->cut);
-    kv_cut_end(kv, &kv->cut, rc);
+    rc = vmem__kv_cut_run(kv, &kv->cut);
+    vmem__kv_cut_end(kv, &kv->cut, rc);
     if (rc)
         *kv_span(kv, slot, group) = kv->cut.before; // nobody else was at it, and what it clipped is as it was
     return rc;
 }
 
-int kv_cut_slot(vmem_kv *kv, uint32_t slot)
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        int rc = kv_cut_now(kv, slot, i, 0, 0);
+        int rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
         if (rc)
             return rc;
     }
@@ -330,19 +330,19 @@ static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
     return found;
 }
 
-int kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
+int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
     struct kv_span *s = kv_span(kv, slot, group);
     struct kv_cut *c = &kv->cut;
     struct sharing sharing = sharing_of(kv, slot, group);
     if (sharing.last && kv->cutting) {
-        kv_wait_cut(kv);
+        vmem__kv_wait_cut(kv);
         sharing = sharing_of(kv, slot, group);
     }
     const uint32_t end = sharing.end;
     uint64_t own = sharing.own, n = 0;
-    int rc = own ? kv_room_for(&c->pages, &c->cap_pages, own * g->n, sizeof(*c->pages)) : 0;
+    int rc = own ? vmem__kv_room_for(&c->pages, &c->cap_pages, own * g->n, sizeof(*c->pages)) : 0;
     if (rc)
         return rc;
     for (uint32_t p = s->lo; p < end && own; p++)
@@ -363,13 +363,13 @@ int kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     now.need_lo = now.need_hi = now.keep_lo = now.keep_hi = now.lo;
     kv->slots[slot].stale |= now.stale_lo < now.stale_hi;
     *s = now;
-    kv_set_backed(kv, slot);
+    vmem__kv_set_backed(kv, slot);
     return 0;
 }
 
-int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
+int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
 {
-    int rc = kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
+    int rc = vmem__kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
     c->n_ops = 0;
     c->before = (struct kv_span){0}; // no span is cut
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
@@ -383,27 +383,27 @@ int kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
     return rc;
 }
 
-int kv_stale_run(vmem_kv *kv, struct kv_cut *c)
+int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c)
 {
     return c->n_ops ? vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL) : 0;
 }
 
-void kv_stale_end(vmem_kv *kv, uint32_t slot)
+void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
         kv_span(kv, slot, i)->stale_lo = kv_span(kv, slot, i)->stale_hi = 0;
     kv->slots[slot].stale = false;
 }
 
-int kv_stale_now(vmem_kv *kv, uint32_t slot)
+int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
 {
     if (!kv->slots[slot].stale)
         return 0;
-    kv_wait_cut(kv);
-    int rc = kv_stale_begin(kv, &kv->cut, slot);
+    vmem__kv_wait_cut(kv);
+    int rc = vmem__kv_stale_begin(kv, &kv->cut, slot);
     if (!rc)
-        rc = kv_stale_run(kv, &kv->cut);
+        rc = vmem__kv_stale_run(kv, &kv->cut);
     if (!rc)
-        kv_stale_end(kv, slot);
+        vmem__kv_stale_end(kv, slot);
     return rc;
 }

@@ -19,13 +19,13 @@ static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot
     if ((uint32_t)tokens < s->shared_tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
                            s->shared_tokens);
-    if (kv_others_read(kv, slot, (uint32_t)tokens))
+    if (vmem__kv_others_read(kv, slot, (uint32_t)tokens))
         return vmem__error(-EINVAL, "lengths[%u] %d: other requests have rows from there on; truncate the slot first",
                            slot, tokens);
     return 0;
 }
 
-int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
 {
     const struct kv_slot *s = &kv->slots[slot];
     const uint32_t tokens = (uint32_t)length; // negative: more than any
@@ -44,7 +44,7 @@ static uint32_t lacks(const struct kv_span *sp, uint32_t lo, uint32_t hi)
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
 
-int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens)
+int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens)
 {
     const struct kv_slot *s = &kv->slots[slot];
     int rc = 0;
@@ -54,9 +54,9 @@ int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t toke
         struct kv_want *w = &plan->wants[plan->n++];
         w->slot = slot;
         w->group = i;
-        w->lo = g->window ? kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
-        w->hi = kv_need_hi(kv, g, tokens);
-        w->touched = kv_in_flight(kv, slot, i, w->lo, w->hi);
+        w->lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->hi = vmem__kv_need_hi(kv, g, tokens);
+        w->touched = vmem__kv_in_flight(kv, slot, i, w->lo, w->hi);
         w->extends = extends(s, tokens);
         if (w->extends)
             plan->missing += (uint64_t)lacks(sp, w->lo, w->hi) * g->n;
@@ -67,7 +67,7 @@ int kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t toke
     return rc;
 }
 
-void kv_plan_reset(struct kv_plan *plan)
+void vmem__kv_plan_reset(struct kv_plan *plan)
 {
     plan->n = plan->missing = 0;
     plan->extends = false;
@@ -82,7 +82,7 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
         const uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens)
             continue;
-        int rc = kv_check_length(kv, s, lengths[s]);
+        int rc = vmem__kv_check_length(kv, s, lengths[s]);
         if (rc)
             return rc;
         if (tokens >= sl->tokens && tokens <= sl->steady)
@@ -99,28 +99,28 @@ static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     for (uint32_t k = 0; k < n; k++) {
         const uint32_t s = kv->changed[k];
         if (kv->slots[s].busy && extends(&kv->slots[s], (uint32_t)lengths[s])) {
-            kv_wait_slot(kv, s);
+            vmem__kv_wait_slot(kv, s);
             return true;
         }
     }
     return false;
 }
 
-int kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited)
+int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited)
 {
     uint32_t n;
-    kv_plan_reset(plan);
+    vmem__kv_plan_reset(plan);
     int rc = find_changed(kv, lengths, &n);
     while (!rc && waited && wait_for_changed(kv, lengths, n)) {
         *waited = true;
         rc = find_changed(kv, lengths, &n);
     }
     for (uint32_t k = 0; k < n && !rc; k++)
-        rc = kv_plan_slot(kv, plan, kv->changed[k], (uint32_t)lengths[kv->changed[k]]);
+        rc = vmem__kv_plan_slot(kv, plan, kv->changed[k], (uint32_t)lengths[kv->changed[k]]);
     return rc;
 }
 
-void kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
+void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
 {
     for (uint64_t k = 0; k < plan->n; k++) {
         struct kv_want *w = &plan->wants[k];
@@ -133,7 +133,7 @@ void kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
     plan->protects = true;
 }
 
-void kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
+void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
 {
     for (uint64_t k = 0; k < plan->n && plan->protects; k++) {
         const struct kv_want *w = &plan->wants[k];
@@ -145,28 +145,28 @@ void kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
     plan->protects = false;
 }
 
-int kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
+int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
 {
     struct kv_plan *plan = &kv->plan;
-    bool held = kv_hold_to_count(kv);
-    int rc = kv_plan(kv, plan, lengths, NULL);
-    uint64_t limit = plan->missing ? kv_limit(kv, plan->missing) : 0;
-    kv_enough();
+    bool held = vmem__kv_hold_to_count(kv);
+    int rc = vmem__kv_plan(kv, plan, lengths, NULL);
+    uint64_t limit = plan->missing ? vmem__kv_limit(kv, plan->missing) : 0;
+    vmem__kv_enough();
     if (!rc && plan->missing && kv->held + plan->missing > limit) {
-        kv_plan_protect(kv, plan);
+        vmem__kv_plan_protect(kv, plan);
         // What the worker is mapping now either counts as missing here or can be taken back.
-        uint64_t want = kv->held - kv->pending - kv_reclaimable(kv) + plan->missing;
-        kv_plan_unprotect(kv, plan);
+        uint64_t want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + plan->missing;
+        vmem__kv_plan_unprotect(kv, plan);
         if (want > limit)
-            rc = want > kv->budget_pages ? kv_short_of_budget(kv, want, missing)
-                                         : kv_short_of_device(kv, want - limit, missing);
+            rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
+                                         : vmem__kv_short_of_device(kv, want - limit, missing);
     }
     if (held)
-        kv_worker_release(kv);
+        vmem__kv_worker_release(kv);
     return rc;
 }
 
-int kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     if (!lengths)
         return vmem__error(-EINVAL, "lengths must not be NULL");
@@ -177,14 +177,14 @@ int kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (missing)
         *missing = 0;
-    kv_take_wanted(kv);
-    rc = kv_check_lengths(kv, lengths, n);
-    return kv_leave(kv, rc ? rc : kv_plan_check(kv, lengths, missing));
+    vmem__kv_take_wanted(kv);
+    rc = vmem__kv_check_lengths(kv, lengths, n);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_plan_check(kv, lengths, missing));
 }
 
 // ---- room -----------------------------------------------------------------------------------------------------
@@ -194,44 +194,44 @@ static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, ui
 {
     struct kv_plan *plan = &kv->plan;
     uint64_t own = 0;
-    kv_plan_reset(plan);
+    vmem__kv_plan_reset(plan);
     if (slot < 0) {
         for (uint32_t i = 0; i < kv->n_groups; i++)
-            own += (uint64_t)kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
+            own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
         return others + own <= limit;
     }
-    kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
+    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
     if (!plan->missing) // what is mapped needs nothing, be the budget exceeded
         return true;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
         own += (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
     }
-    kv_plan_protect(kv, plan);
-    own -= kv_reclaimable_in(kv, (uint32_t)slot);
-    kv_plan_unprotect(kv, plan);
+    vmem__kv_plan_protect(kv, plan);
+    own -= vmem__kv_reclaimable_in(kv, (uint32_t)slot);
+    vmem__kv_plan_unprotect(kv, plan);
     return others + own + plan->missing <= limit;
 }
 
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (!tokens)
         rc = vmem__error(-EINVAL, "tokens must not be NULL");
     else if (slot >= 0)
-        rc = kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     *tokens = 0;
-    if (slot < 0 && kv_choose(kv, 0, 0) == UINT32_MAX)
-        return kv_leave(kv, 0);
-    bool held = kv_hold_to_count(kv);
-    uint64_t others = kv->held - kv->pending - kv_reclaimable(kv), limit = kv_limit(kv, 0);
+    if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
+        return vmem__kv_leave(kv, 0);
+    bool held = vmem__kv_hold_to_count(kv);
+    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_limit(kv, 0);
     for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
         const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
-        others += i ? 0 : kv_reclaimable_in(kv, (uint32_t)slot);
+        others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
         others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
     }
     // Pages that a length asks for grow with it: the largest that fits, by bisection.
@@ -245,6 +245,6 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     }
     *tokens = least;
     if (held)
-        kv_worker_release(kv);
-    return kv_leave(kv, 0);
+        vmem__kv_worker_release(kv);
+    return vmem__kv_leave(kv, 0);
 }

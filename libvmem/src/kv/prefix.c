@@ -33,7 +33,7 @@ static uint32_t least_tokens(const vmem_kv *kv, const struct kv_prefix *p)
         uint32_t lo = least, hi = p->tokens + 1;
         while (lo < hi) {
             uint32_t middle = lo + (hi - lo) / 2;
-            if (kv_need_lo(kv, &kv->groups[i], middle) >= p->lo[i])
+            if (vmem__kv_need_lo(kv, &kv->groups[i], middle) >= p->lo[i])
                 hi = middle;
             else
                 lo = middle + 1;
@@ -49,7 +49,7 @@ static int new_entry(vmem_kv *kv, uint64_t *index)
         if (!kv->prefixes[*index])
             return 0;
     uint64_t cap = kv->cap_prefixes;
-    int rc = kv_room_for(&kv->prefixes, &kv->cap_prefixes, cap + 16, sizeof(*kv->prefixes));
+    int rc = vmem__kv_room_for(&kv->prefixes, &kv->cap_prefixes, cap + 16, sizeof(*kv->prefixes));
     if (!rc)
         memset(kv->prefixes + cap, 0, (kv->cap_prefixes - cap) * sizeof(*kv->prefixes));
     return rc;
@@ -70,7 +70,7 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
     struct kv_prefix *p = calloc(1, sizeof(*p) + n_pages * sizeof(*p->pages) + 2 * kv->n_groups * sizeof(*p->lo));
     if (!p)
         return vmem__error(-ENOMEM, "no memory for a prefix of %" PRIu64 " pages", n_pages);
-    rc = kv_ref_reserve(&kv->refs, n_pages);
+    rc = vmem__kv_ref_reserve(&kv->refs, n_pages);
     p->pages = (vmem_page *)(p + 1);
     p->lo = (uint32_t *)(p->pages + n_pages);
     p->hi = p->lo + kv->n_groups;
@@ -96,7 +96,7 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
         for (uint32_t t = 0; t < kv->groups[i].n; t++)
             memcpy(pages + (uint64_t)t * n, kv_table(kv, &kv->groups[i], slot, t) + p->lo[i], n * sizeof(*pages));
         for (uint32_t k = 0; k < n; k++)
-            kv_ref_hold(&kv->refs, kv_ref_get(&kv->refs, pages[k], kv->groups[i].n), 0, 1);
+            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, pages[k], kv->groups[i].n), 0, 1);
         if (n)
             sp->shared_hi = KV_MAX(sp->shared_hi, p->hi[i]);
     }
@@ -110,22 +110,22 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
 
 int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = prefix ? kv_get(kv, slot, 1u << VMEM_KV_ACTIVE) : vmem__error(-EINVAL, "prefix must not be NULL");
+    rc = prefix ? vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE) : vmem__error(-EINVAL, "prefix must not be NULL");
     if (!rc && (!tokens || tokens > kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the slot's %u", tokens, kv->slots[slot].tokens);
-    return kv_leave(kv, rc ? rc : save(kv, slot, tokens, prefix));
+    return vmem__kv_leave(kv, rc ? rc : save(kv, slot, tokens, prefix));
 }
 
 static bool nobody_else(const vmem_kv *kv, vmem_page page)
 {
-    const struct kv_ref *ref = kv_ref_find(&kv->refs, page);
+    const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, page);
     return !ref->slots && ref->prefixes == 1;
 }
 
-void kv_unmark_shared(vmem_kv *kv, uint32_t slot)
+void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot)
 {
     bool some = false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -140,11 +140,11 @@ void kv_unmark_shared(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].shared_tokens *= some;
 }
 
-int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
+int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
 {
-    kv_wait_cut(kv);
+    vmem__kv_wait_cut(kv);
     struct kv_grow *l = &kv->grow; // for its list
-    int rc = kv_room_for(&l->pages, &l->cap_pages, p->n_pages, sizeof(*l->pages));
+    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, p->n_pages, sizeof(*l->pages));
     if (rc)
         return rc;
     uint64_t n = 0;
@@ -162,9 +162,9 @@ int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
     kv->held -= n;
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
-            kv_ref_hold(&kv->refs, kv_ref_find(&kv->refs, pages_of(kv, p, i)[k]), 0, -1);
+            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, pages_of(kv, p, i)[k]), 0, -1);
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        kv_unmark_shared(kv, s);
+        vmem__kv_unmark_shared(kv, s);
     kv->prefixes[(p->id & UINT32_MAX) - 1] = NULL;
     kv->n_prefixes--;
     free(p);
@@ -173,28 +173,28 @@ int kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
 
 int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     struct kv_prefix *p = NULL;
     rc = find(kv, prefix, &p);
-    return kv_leave(kv, rc ? rc : kv_prefix_drop(kv, p));
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_prefix_drop(kv, p));
 }
 
 int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     struct kv_prefix *p = NULL;
     rc = out ? find(kv, prefix, &p) : vmem__error(-EINVAL, "out must not be NULL");
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     *out = (struct vmem_kv_prefix_info){.tokens = p->tokens, .min_tokens = p->min_tokens, .pages = p->n_pages};
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
             out->own_pages += nobody_else(kv, pages_of(kv, p, i)[k]) ? kv->groups[i].n : 0;
-    return kv_leave(kv, 0);
+    return vmem__kv_leave(kv, 0);
 }
 
 // ---- attaching ----------------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ struct split {
 static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
     uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
-    struct split s = {.lo = kv_need_lo(kv, g, tokens),
+    struct split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
                       .full = (uint32_t)(bytes >> kv->page_shift),
-                      .hi = kv_need_hi(kv, g, tokens),
+                      .hi = vmem__kv_need_hi(kv, g, tokens),
                       .part = bytes & (kv->page_size - 1)};
     s.full = KV_MAX(s.full, s.lo);
     return s;
@@ -249,7 +249,7 @@ static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uin
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         struct split s = split(kv, g, tokens);
-        int rc = kv_room_for(&l->fine, &l->cap_fine, *n_ops + (uint64_t)(s.full - s.lo) * g->n, sizeof(*l->fine));
+        int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, *n_ops + (uint64_t)(s.full - s.lo) * g->n, sizeof(*l->fine));
         if (rc)
             return rc;
         for (uint32_t t = 0; t < g->n; t++) {
@@ -275,7 +275,7 @@ static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *sl = &kv->slots[slot];
-    kv_grow_commit(kv, &kv->grow);
+    vmem__kv_grow_commit(kv, &kv->grow);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         struct split s = split(kv, g, tokens);
@@ -295,26 +295,26 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
                    pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
                    (s.full - s.lo) * sizeof(vmem_page));
         for (uint32_t k = s.lo; k < s.full; k++)
-            kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
+            vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = tokens;
     }
     sl->tokens = tokens;
-    kv_set_backed(kv, slot);
+    vmem__kv_set_backed(kv, slot);
 }
 
-int kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
+int vmem__kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
 {
-    int rc = kv_stale_now(kv, slot);
+    int rc = vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         struct split s = split(kv, &kv->groups[i], tokens);
         uint32_t hi = sp->lo > (gap ? s.hi : s.full) ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
-        rc = kv_cut_now(kv, slot, i, s.full, hi);
+        rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
     }
     if (!rc && kv->slots[slot].dirty)
-        rc = kv_clear_slot(kv, slot);
+        rc = vmem__kv_clear_slot(kv, slot);
     kv->slots[slot].dirty &= rc != 0;
     return rc;
 }
@@ -331,19 +331,19 @@ static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
 static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
     struct kv_grow *l = &kv->grow;
-    kv_wait_cut(kv);
-    int rc = kv_keep_tail(kv, slot, tokens, true);
+    vmem__kv_wait_cut(kv);
+    int rc = vmem__kv_keep_tail(kv, slot, tokens, true);
     if (rc)
         return rc;
     hold_tail(kv, slot, tokens, true);
-    kv_grow_reset(l);
+    vmem__kv_grow_reset(l);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
-        rc = kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
+        rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
     }
     uint64_t total = l->total, n_shared = 0;
     if (!rc && total)
-        rc = kv_grow_make(kv, l, missing);
+        rc = vmem__kv_grow_make(kv, l, missing);
     if (!rc) {
         rc = map_shared(kv, p, slot, tokens, &n_shared);
         bool mapped = !rc;
@@ -357,14 +357,14 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
         if (rc && mapped)
             unmap_shared(kv, slot, tokens);
         if (rc && total) {
-            kv_grow_undo(kv, l);
+            vmem__kv_grow_undo(kv, l);
             kv->held -= total;
         }
     }
     if (rc) {
         kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may have got the prefix's rows
         hold_tail(kv, slot, tokens, false);
-        kv_grow_reset(l);
+        vmem__kv_grow_reset(l);
         return rc;
     }
     commit_attach(kv, p, slot, tokens);
@@ -385,26 +385,26 @@ static int find_rows(const vmem_kv *kv, uint64_t id, uint32_t tokens, struct kv_
 
 int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (missing)
         *missing = 0;
     struct kv_prefix *p = NULL;
-    kv_enough();
+    vmem__kv_enough();
     rc = find_rows(kv, prefix, tokens, &p);
     if (!rc)
-        rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
     if (!rc && (rc = attach(kv, p, slot, tokens, missing)) == -ENOMEM)
-        kv_count_shortage(kv);
-    return kv_leave(kv, rc);
+        vmem__kv_count_shortage(kv);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (missing)
@@ -416,7 +416,7 @@ int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t
         struct split s = split(kv, &kv->groups[i], tokens);
         pages += (uint64_t)(s.hi - s.full) * kv->groups[i].n;
     }
-    return kv_leave(kv, rc ? rc : kv_would_fit(kv, pages, missing));
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, pages, missing));
 }
 
 // ---- writing again ------------------------------------------------------------------------------------------
@@ -426,15 +426,15 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     const struct kv_group *g = &kv->groups[group];
     struct kv_grow *l = &kv->grow;
-    int rc = kv_make_room(kv, g->n, NULL);
+    int rc = vmem__kv_make_room(kv, g->n, NULL);
     if (!rc)
-        rc = kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
+        rc = vmem__kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
     if (!rc)
-        rc = kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
+        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
     if (rc)
         return rc;
     rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
-    if (rc == -ENOMEM && !kv_make_device_room(kv, g->n, NULL))
+    if (rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n, NULL))
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
         return rc;
@@ -444,11 +444,11 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     if (!rc)
         rc = vMemMapBatch(kv->ctx, l->fine, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
     if (rc) {
-        kv_release(kv, l->pages, g->n);
+        vmem__kv_release(kv, l->pages, g->n);
         return rc;
     }
     kv->held += g->n;
-    kv_ref_hold(&kv->refs, kv_row(kv, slot, group, page), -1, 0);
+    vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, group, page), -1, 0);
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
     return 0;
@@ -460,7 +460,7 @@ static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct
     return s.part && s.full < kv_span(kv, slot, group)->shared_hi && kv_row(kv, slot, group, s.full);
 }
 
-uint64_t kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
@@ -468,9 +468,9 @@ uint64_t kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return pages;
 }
 
-int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    kv_wait_cut(kv);
+    vmem__kv_wait_cut(kv);
     // First what can fail for want of memory; the copies are of whole pages, so that nothing is lost if it does.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
@@ -483,7 +483,7 @@ int kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct kv_span *sp = kv_span(kv, slot, i);
         if (s.full >= sp->shared_hi)
             continue;
-        int rc = kv_cut_now(kv, slot, i, sp->lo, s.full + (s.part != 0));
+        int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, s.full + (s.part != 0));
         if (rc)
             return rc;
         sp->shared_hi = KV_MIN(sp->shared_hi, s.full);

@@ -13,7 +13,7 @@ static uint32_t tail(const vmem_kv *kv, uint32_t slot, const struct kv_span *s)
     return KV_MIN(from, s->hi);
 }
 
-uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
+uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
 {
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -21,22 +21,22 @@ uint64_t kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
         uint64_t n = 0;
         if (kv->slots[slot].state == VMEM_KV_FREE || kv->slots[slot].state == VMEM_KV_SWAPPED) {
             // What a swapped slot still has could not be unmapped when it was swapped out.
-            n = s->hi - s->lo - kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
+            n = s->hi - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
         } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
             n = s->hi - tail(kv, slot, s);
             if (s->keep_lo > s->lo)
-                n += s->keep_lo - s->lo - kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->keep_lo, s->shared_hi));
+                n += s->keep_lo - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->keep_lo, s->shared_hi));
         }
         pages += n * kv->groups[i].n;
     }
     return pages;
 }
 
-uint64_t kv_reclaimable(const vmem_kv *kv)
+uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
 {
     uint64_t pages = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        pages += kv_reclaimable_in(kv, s);
+        pages += vmem__kv_reclaimable_in(kv, s);
     return pages;
 }
 
@@ -88,7 +88,7 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *
             const struct kv_span *sp = kv_span(kv, s, i);
             uint32_t from = tail(kv, s, sp);
             if (spare_ahead) // what the background thread would map again at once
-                from = KV_MAX(from, kv_need_hi(kv, &kv->groups[i], slot->tokens + 2 * (uint64_t)kv->ahead_min));
+                from = KV_MAX(from, vmem__kv_need_hi(kv, &kv->groups[i], slot->tokens + 2 * (uint64_t)kv->ahead_min));
             if (from < sp->hi) {
                 *v = (struct kv_victim){s, i, sp->lo, from};
                 return true;
@@ -98,12 +98,12 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *
     return false;
 }
 
-bool kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v)
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v)
 {
     return front_victim(kv, v) || kept_victim(kv, want, v) || ahead_victim(kv, spare_ahead, v);
 }
 
-int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
 {
     uint64_t start = kv->held;
     struct kv_victim v;
@@ -111,11 +111,11 @@ int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
     kv->stats.reclaims += want != 0;
     while (!rc && start - kv->held < want) {
         uint64_t left = want - (start - kv->held);
-        if (!kv_victim(kv, left, true, &v) && !kv_victim(kv, left, false, &v))
+        if (!vmem__kv_victim(kv, left, true, &v) && !vmem__kv_victim(kv, left, false, &v))
             break;
-        rc = kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
+        rc = vmem__kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
         if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE) // a part may need a mapping more; the whole, none
-            rc = kv_cut_now(kv, v.slot, v.group, 0, 0);
+            rc = vmem__kv_cut_now(kv, v.slot, v.group, 0, 0);
     }
     kv->stats.reclaimed_pages += start - kv->held;
     if (got)
@@ -123,46 +123,46 @@ int kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
     return rc;
 }
 
-bool kv_has_room(const vmem_kv *kv, uint64_t pages)
+bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages)
 {
-    return !pages || (pages <= kv_unused(kv) && kv_leaves_others(kv, pages));
+    return !pages || (pages <= kv_unused(kv) && vmem__kv_leaves_others(kv, pages));
 }
 
-int kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     if (missing)
         *missing = 0;
     kv->grow.at = KV_GROW_LISTS;
-    if (kv_has_room(kv, pages))
+    if (vmem__kv_has_room(kv, pages))
         return 0;
-    kv_worker_hold(kv);
-    uint64_t want = kv->held - kv_reclaimable(kv) + pages;
+    vmem__kv_worker_hold(kv);
+    uint64_t want = kv->held - vmem__kv_reclaimable(kv) + pages;
     int rc = 0;
     if (want > kv->budget_pages) {
-        rc = kv_short_of_budget(kv, want, missing);
+        rc = vmem__kv_short_of_budget(kv, want, missing);
     } else if (kv->held + pages > kv->budget_pages) {
-        rc = kv_reclaim(kv, kv->held + pages - kv->budget_pages, NULL);
+        rc = vmem__kv_reclaim(kv, kv->held + pages - kv->budget_pages, NULL);
         if (!rc && kv->held + pages > kv->budget_pages) // never more than the budget, whatever was counted on
-            rc = kv_short_of_budget(kv, kv->held + pages, missing);
+            rc = vmem__kv_short_of_budget(kv, kv->held + pages, missing);
     }
-    if (!rc && !kv_leaves_others(kv, pages))
-        rc = kv_make_device_room(kv, pages, missing);
-    kv_worker_release(kv);
+    if (!rc && !vmem__kv_leaves_others(kv, pages))
+        rc = vmem__kv_make_device_room(kv, pages, missing);
+    vmem__kv_worker_release(kv);
     return rc;
 }
 
-int kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
-    kv_worker_hold(kv);
-    uint64_t device = kv_device_pages(kv), kept = kv_reclaimable(kv);
+    vmem__kv_worker_hold(kv);
+    uint64_t device = vmem__kv_device_pages(kv), kept = vmem__kv_reclaimable(kv);
     int rc;
     if (pages > device && pages - device > kept)
-        rc = kv_short_of_device(kv, pages - device - kept, missing);
+        rc = vmem__kv_short_of_device(kv, pages - device - kept, missing);
     else if (!kept)
-        rc = kv_short_of_device(kv, pages, missing);
+        rc = vmem__kv_short_of_device(kv, pages, missing);
     else
-        rc = kv_reclaim(kv, pages > device ? pages - device : pages, NULL);
-    kv_worker_release(kv);
+        rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, NULL);
+    vmem__kv_worker_release(kv);
     return rc;
 }
 
@@ -170,54 +170,55 @@ int kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 static int make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     uint64_t before = kv->held;
-    kv_worker_hold(kv);
+    vmem__kv_worker_hold(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv->slots[s].state == VMEM_KV_FREE && !kv_stale_now(kv, s))
-            kv_cut_slot(kv, s);
-    kv_worker_release(kv);
-    return kv->held < before ? 0 : kv_short_of_mappings(kv, pages, missing);
+        if (kv->slots[s].state == VMEM_KV_FREE && !vmem__kv_stale_now(kv, s))
+            vmem__kv_cut_slot(kv, s);
+    vmem__kv_worker_release(kv);
+    return kv->held < before ? 0 : vmem__kv_short_of_mappings(kv, pages, missing);
 }
 
 static int run(vmem_kv *kv, struct kv_grow *l)
 {
     kv->held += l->total;
-    int rc = kv_grow_run(kv, l);
+    int rc = vmem__kv_grow_run(kv, l);
     if (rc)
         kv->held -= l->total;
     return rc;
 }
 
-int kv_grow_try(vmem_kv *kv, struct kv_grow *l)
+int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l)
 {
     int rc = run(kv, l);
     if (!rc)
-        kv_grow_commit(kv, l);
+        vmem__kv_grow_commit(kv, l);
     return rc;
 }
 
-int kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
 {
-    int rc = kv_make_room(kv, l->total, missing);
+    int rc = vmem__kv_make_room(kv, l->total, missing);
     if (!rc)
         rc = run(kv, l);
     for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
-        rc = create ? kv_make_device_room(kv, l->total, missing) : make_mappings(kv, l->total, missing);
+        rc = create ? vmem__kv_make_device_room(kv, l->total, missing) : make_mappings(kv, l->total, missing);
         if (rc)
             break;
         rc = run(kv, l);
         if (rc == -ENOMEM && tries == 1)
-            rc = create ? kv_short_of_device(kv, l->total, missing) : kv_short_of_mappings(kv, l->total, missing);
+            rc = create ? vmem__kv_short_of_device(kv, l->total, missing)
+                        : vmem__kv_short_of_mappings(kv, l->total, missing);
     }
     return rc;
 }
 
-int kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
 {
-    int rc = kv_grow_make(kv, l, missing);
+    int rc = vmem__kv_grow_make(kv, l, missing);
     if (rc)
-        kv_grow_reset(l);
+        vmem__kv_grow_reset(l);
     else
-        kv_grow_commit(kv, l);
+        vmem__kv_grow_commit(kv, l);
     return rc;
 }

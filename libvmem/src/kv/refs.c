@@ -12,7 +12,7 @@ static uint64_t home(const struct kv_refs *r, vmem_page page)
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
-struct kv_ref *kv_ref_find(const struct kv_refs *r, vmem_page page)
+struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page)
 {
     if (!r->used)
         return NULL;
@@ -22,7 +22,7 @@ struct kv_ref *kv_ref_find(const struct kv_refs *r, vmem_page page)
     return NULL;
 }
 
-int kv_ref_reserve(struct kv_refs *r, uint64_t more)
+int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more)
 {
     uint64_t size = r->size ? r->size : 64;
     while ((r->used + more) * 2 > size)
@@ -46,12 +46,12 @@ int kv_ref_reserve(struct kv_refs *r, uint64_t more)
     return 0;
 }
 
-struct kv_ref *kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n)
+struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n)
 {
-    struct kv_ref *found = kv_ref_find(r, page);
+    struct kv_ref *found = vmem__kv_ref_find(r, page);
     if (found)
         return found;
-    if (kv_ref_reserve(r, 1))
+    if (vmem__kv_ref_reserve(r, 1))
         return NULL;
     uint64_t i = home(r, page);
     while (r->entries[i].page)
@@ -81,7 +81,7 @@ static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
     r->only += on ? only : -only;
 }
 
-void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
+void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
 {
     count(r, ref, false);
     ref->slots += (uint32_t)slots;
@@ -94,7 +94,7 @@ void kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
     remove_entry(r, ref);
 }
 
-bool kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
@@ -109,7 +109,7 @@ bool kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return false;
 }
 
-uint32_t kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     uint32_t n = 0;
     for (uint32_t p = from; p < to; p++)

@@ -20,7 +20,7 @@ static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, u
     return KV_MAX(used, 0) - KV_MAX(lost, 0);
 }
 
-uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
+uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint32_t best = UINT32_MAX, best_fit = 0;
     if (!tokens)
@@ -46,7 +46,7 @@ uint32_t kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
     return best;
 }
 
-int kv_clear_slot(vmem_kv *kv, uint32_t slot)
+int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
@@ -65,14 +65,14 @@ int kv_clear_slot(vmem_kv *kv, uint32_t slot)
 int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
     struct vmem_kv_alloc_options o;
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (!options || !slot)
-        return kv_leave(kv, vmem__error(-EINVAL, "options and slot must not be NULL"));
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "options and slot must not be NULL"));
     rc = vmem__struct_take(&o, sizeof o, sizeof o, options, "options");
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;
     if (o.flags & ~VMEM_KV_ALLOC_SLOT)
         rc = vmem__error(-EINVAL, "flags %#x has unknown bits", o.flags);
@@ -81,11 +81,11 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
     else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
         rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
     if (rc)
-        return kv_leave(kv, rc);
-    uint32_t chosen = wanted ? o.slot : kv_choose(kv, o.tokens, o.prefix_tokens);
+        return vmem__kv_leave(kv, rc);
+    uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens);
     if (chosen == UINT32_MAX)
-        return kv_leave(kv, kv_short_of_slots(kv));
-    kv_wait_slot(kv, chosen);
+        return vmem__kv_leave(kv, vmem__kv_short_of_slots(kv));
+    vmem__kv_wait_slot(kv, chosen);
     struct kv_slot *s = &kv->slots[chosen];
     s->state = VMEM_KV_ACTIVE;
     s->tokens = s->shared_tokens = 0;
@@ -94,8 +94,8 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
     kv->stats.allocs++;
     kv->stats.adopted_slots += s->backed > 0;
     *slot = chosen;
-    kv_worker_wake(kv); // it prepares the next slot
-    return kv_leave(kv, 0);
+    vmem__kv_worker_wake(kv); // it prepares the next slot
+    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
@@ -113,19 +113,19 @@ static bool has_pages(const vmem_kv *kv, uint32_t slot)
     return some;
 }
 
-int kv_free(vmem_kv *kv, uint32_t slot)
+int vmem__kv_free(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
     struct kv_slot *s = &kv->slots[slot];
     bool fresh = s->fresh;
     s->fresh = true;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        rc = kv->flags & VMEM_KV_DEFER ? kv_park(kv, slot, i) : kv_cut_now(kv, slot, i, 0, 0);
+        rc = kv->flags & VMEM_KV_DEFER ? vmem__kv_park(kv, slot, i) : vmem__kv_cut_now(kv, slot, i, 0, 0);
     if (rc) {
         s->fresh = fresh;
         return rc;
     }
-    kv_forget(kv, slot);
+    vmem__kv_forget(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
@@ -138,57 +138,57 @@ int kv_free(vmem_kv *kv, uint32_t slot)
     s->skip = false;
     idle->parked = ++kv->clock;
     if (kv->held > kv->budget_pages) { // the budget shrank while the request ran
-        kv_worker_hold(kv);
-        kv_reclaim(kv, kv->held - kv->budget_pages, NULL);
-        kv_worker_release(kv);
+        vmem__kv_worker_hold(kv);
+        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, NULL);
+        vmem__kv_worker_release(kv);
     }
-    kv_worker_wake(kv);
+    vmem__kv_worker_wake(kv);
     return 0;
 }
 
 int vmem_kv_free(vmem_kv *kv, uint32_t slot)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
-    return kv_leave(kv, rc ? rc : kv_free(kv, slot));
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_free(kv, slot));
 }
 
-int kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        if (kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->lo)
+        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->lo)
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
     return rc;
 }
 
 int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (missing)
         *missing = 0;
-    rc = kv_check_truncate(kv, slot, tokens);
-    return kv_leave(kv, rc ? rc : kv_would_fit(kv, kv_unshare_pages(kv, slot, tokens), missing));
+    rc = vmem__kv_check_truncate(kv, slot, tokens);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, vmem__kv_unshare_pages(kv, slot, tokens), missing));
 }
 
-int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // no kernel is touching it, says the caller
-    kv_forget(kv, slot);
-    int rc = kv_unshare(kv, slot, tokens);
+    vmem__kv_forget(kv, slot);
+    int rc = vmem__kv_unshare(kv, slot, tokens);
     if (rc)
         return rc;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = KV_MIN(kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
-        sp->need_lo = sp->keep_lo = KV_MIN(kv_need_lo(kv, &kv->groups[i], tokens), hi);
+        uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
+        sp->need_lo = sp->keep_lo = KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi);
         sp->need_hi = sp->keep_hi = hi;
     }
     s->tokens = tokens;
@@ -199,21 +199,21 @@ int kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = kv_check_truncate(kv, slot, tokens);
-    return kv_leave(kv, rc ? rc : kv_truncate(kv, slot, tokens));
+    rc = vmem__kv_check_truncate(kv, slot, tokens);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_truncate(kv, slot, tokens));
 }
 
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = out ? kv_get(kv, slot, ~0u) : vmem__error(-EINVAL, "out must not be NULL");
+    rc = out ? vmem__kv_get(kv, slot, ~0u) : vmem__error(-EINVAL, "out must not be NULL");
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
     *out = (struct vmem_kv_slot_info){.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -221,16 +221,16 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         const struct kv_span *sp = kv_span(kv, slot, i);
         out->pages += (uint64_t)(sp->hi - sp->lo) * g->n;
         out->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
-        out->shared_pages += (uint64_t)kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
+        out->shared_pages += (uint64_t)vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
     }
-    return kv_leave(kv, 0);
+    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_wait(vmem_kv *kv)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    kv_wait_idle(kv);
-    return kv_leave(kv, 0);
+    vmem__kv_wait_idle(kv);
+    return vmem__kv_leave(kv, 0);
 }

@@ -6,7 +6,7 @@
 
 #include "kv/kv.h"
 
-void kv_summarise(vmem_kv *kv)
+void vmem__kv_summarise(vmem_kv *kv)
 {
     struct vmem_kv_stats *st = &kv->stats;
     st->page_size = kv->page_size;
@@ -35,14 +35,14 @@ void kv_summarise(vmem_kv *kv)
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }
         }
-        reclaimable += kv_reclaimable_in(kv, s);
+        reclaimable += vmem__kv_reclaimable_in(kv, s);
     }
     uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
     if (kv->promise >= kv->budget_pages) {
         kv->device_limit = kv->budget_pages;
-    } else if (!kv->device_asked || kv_now() - kv->device_asked > KV_DEVICE_NS) {
-        kv->device_limit = kv_limit(kv, 0);
-        kv->device_asked = kv_now();
+    } else if (!kv->device_asked || vmem__kv_now() - kv->device_asked > KV_DEVICE_NS) {
+        kv->device_limit = vmem__kv_limit(kv, 0);
+        kv->device_asked = vmem__kv_now();
     }
     uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages);
     st->free_pages = limit > fixed ? limit - fixed : 0;
@@ -56,19 +56,19 @@ void kv_summarise(vmem_kv *kv)
     pthread_mutex_unlock(&kv->stats_lock);
     kv->stale = false;
     if (kv->view) {
-        kv->summarised = kv_now();
-        kv_publish_stats(kv);
+        kv->summarised = vmem__kv_now();
+        vmem__kv_publish_stats(kv);
     }
 }
 
-void kv_may_take_long(vmem_kv *kv)
+void vmem__kv_may_take_long(vmem_kv *kv)
 {
     if (kv->stale)
-        kv_summarise(kv);
+        vmem__kv_summarise(kv);
     kv->long_call = true;
 }
 
-uint64_t kv_now(void)
+uint64_t vmem__kv_now(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // reads a variable
@@ -79,7 +79,7 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
 {
     if (!kv || !out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
-    if (kv_check_process(kv)) // a thread that the child does not have may hold a lock
+    if (vmem__kv_check_process(kv)) // a thread that the child does not have may hold a lock
         return -EPERM;
     // No other holder keeps this lock for long.
     while (!kv->long_call) {
@@ -88,7 +88,7 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
             continue;
         }
         if (kv->stale)
-            kv_summarise(kv);
+            vmem__kv_summarise(kv);
         pthread_mutex_unlock(&kv->state);
         break;
     }

@@ -9,14 +9,14 @@
 static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
-    int failed = kv_stale_now(kv, slot);
+    int failed = vmem__kv_stale_now(kv, slot);
     if (failed)
         return failed;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = kv_need_hi(kv, &kv->groups[i], tokens);
+        uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
         if (sp->coarse_hi > hi || !kv_usable(sp, hi)) {
-            int rc = kv_cut_now(kv, slot, i, sp->lo, hi);
+            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, hi);
             if (rc)
                 return rc;
         }
@@ -24,7 +24,7 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
             kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
     }
     if (s->dirty) {
-        int rc = kv_clear_slot(kv, slot);
+        int rc = vmem__kv_clear_slot(kv, slot);
         if (rc)
             return rc;
         s->dirty = false;
@@ -38,13 +38,13 @@ static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
     uint64_t spare = kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
-    return spare && kv_leaves_others(kv, missing + spare) ? spare : 0;
+    return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 
 // Lists the parts of spans to be backed, with up to `spare` pages beyond what is missing.
 static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 {
-    kv_grow_reset(&kv->grow);
+    vmem__kv_grow_reset(&kv->grow);
     for (uint64_t k = 0; k < plan->n; k++) {
         const struct kv_want *w = &plan->wants[k];
         const struct kv_group *g = &kv->groups[w->group];
@@ -57,7 +57,7 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
             to = w->hi;
         else
             spare -= extra;
-        int rc = kv_grow_to(kv, &kv->grow, w->slot, w->group, w->lo, to, w->hi);
+        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->lo, to, w->hi);
         if (rc)
             return rc;
     }
@@ -66,10 +66,10 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 
 static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint64_t *missing)
 {
-    kv_enough();
-    if (!kv_has_room(kv, plan->missing)) // something is to be taken back, but not what the step asks for
-        kv_plan_protect(kv, plan);
-    int rc = kv_make_room(kv, plan->missing, missing);
+    vmem__kv_enough();
+    if (!vmem__kv_has_room(kv, plan->missing)) // something is to be taken back, but not what the step asks for
+        vmem__kv_plan_protect(kv, plan);
+    int rc = vmem__kv_make_room(kv, plan->missing, missing);
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
         const uint32_t slot = plan->wants[k].slot;
         if (kv->slots[slot].fresh)
@@ -79,18 +79,18 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
         rc = list_parts(kv, plan, spare_for(kv, plan->missing));
     uint64_t total = rc ? 0 : kv->grow.total;
     if (total)
-        rc = kv_grow_try(kv, &kv->grow);
+        rc = vmem__kv_grow_try(kv, &kv->grow);
     if (rc == -ENOMEM && total) { // the device has less than the budget says: then what is needed, and no more
         if (!plan->protects)
-            kv_plan_protect(kv, plan);
+            vmem__kv_plan_protect(kv, plan);
         rc = list_parts(kv, plan, 0);
         total = kv->grow.total;
         if (!rc)
-            rc = kv_grow_all(kv, &kv->grow, missing);
+            rc = vmem__kv_grow_all(kv, &kv->grow, missing);
     }
     if (rc) {
-        kv_grow_reset(&kv->grow);
-        kv_plan_unprotect(kv, plan);
+        vmem__kv_grow_reset(&kv->grow);
+        vmem__kv_plan_unprotect(kv, plan);
         return rc;
     }
     plan->protects = false; // what it protects is what the step asks for, from now on
@@ -112,10 +112,10 @@ static int pass_windows(vmem_kv *kv, uint32_t slot)
         const struct kv_span *sp = kv_span(kv, slot, i);
         if (!passed(kv, sp))
             continue;
-        kv_wait_slot(kv, slot); // the worker may be cutting this very span
+        vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
         if (!passed(kv, sp))
             continue;
-        rc = kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
+        rc = vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
         kv->stats.window_pages += rc ? 0 : kv->cut.n_pages;
     }
     return rc;
@@ -128,13 +128,13 @@ static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
         const struct kv_want *w = &plan->wants[k];
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
         const uint32_t keep_lo = KV_MAX(w->touched.lo, sp->lo), keep_hi = KV_MIN(w->touched.hi, sp->hi);
-        kv_remember(kv, w->slot, w->group);
+        vmem__kv_remember(kv, w->slot, w->group);
         sp->keep_lo = keep_lo;
         sp->keep_hi = keep_hi;
         sp->need_lo = w->lo;
         sp->need_hi = w->hi;
         if (w->group + 1 == kv->n_groups)
-            kv->slots[w->slot].steady = kv_steady(kv, w->slot);
+            kv->slots[w->slot].steady = vmem__kv_steady(kv, w->slot);
     }
 }
 
@@ -159,7 +159,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
         }
     }
     if (due)
-        kv_worker_wake(kv);
+        vmem__kv_worker_wake(kv);
 }
 
 static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
@@ -169,16 +169,16 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
     if (missing)
         *missing = 0;
     if (kv->n_ending) {
-        kv_may_take_long(kv);
+        vmem__kv_may_take_long(kv);
         // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
         kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
-        kv_end_requests(kv);
+        vmem__kv_end_requests(kv);
     }
-    int rc = kv_check_lengths(kv, lengths, n);
+    int rc = vmem__kv_check_lengths(kv, lengths, n);
     if (!rc)
-        rc = kv_plan(kv, plan, lengths, &waited);
+        rc = vmem__kv_plan(kv, plan, lengths, &waited);
     if (rc || plan->extends || kv->windows)
-        kv_may_take_long(kv);
+        vmem__kv_may_take_long(kv);
     if (!rc && plan->extends)
         rc = back(kv, plan, lengths, missing);
     kv->stats.steps++;
@@ -186,21 +186,21 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
     if (rc) {
         kv->stats.step_failures++;
         if (rc == -ENOMEM)
-            kv_count_shortage(kv);
+            vmem__kv_count_shortage(kv);
     } else {
         commit(kv, plan, lengths);
         kv->step++;
     }
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     if (kv->view && kv->view->wanted_budget)
-        kv_take_wanted(kv);
+        vmem__kv_take_wanted(kv);
     return rc;
 }
 
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
-    int rc = kv_enter_step(kv);
-    return rc ? rc : kv_leave(kv, do_step(kv, lengths, n, missing));
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, do_step(kv, lengths, n, missing));
 }
 
 // ---- staged ---------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ static void stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages)
     kv->staged_pages[slot] = pages;
 }
 
-void kv_unstage(vmem_kv *kv, uint32_t slot)
+void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
 {
     if (kv->n_staged)
         stage(kv, slot, 0, 0);
@@ -221,7 +221,7 @@ void kv_unstage(vmem_kv *kv, uint32_t slot)
 
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
-    int rc = kv_enter_step(kv);
+    int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
     if (missing)
@@ -231,33 +231,33 @@ int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
     else if (tokens > kv->max_tokens)
         rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
     if (!rc && tokens)
-        rc = kv_check_length(kv, slot, (int32_t)tokens);
-    kv_plan_reset(&kv->plan);
+        rc = vmem__kv_check_length(kv, slot, (int32_t)tokens);
+    vmem__kv_plan_reset(&kv->plan);
     if (!rc && tokens)
-        rc = kv_plan_slot(kv, &kv->plan, slot, tokens);
+        rc = vmem__kv_plan_slot(kv, &kv->plan, slot, tokens);
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     int32_t before = kv->staged[slot];
     uint64_t pages_before = kv->staged_pages[slot];
     stage(kv, slot, (int32_t)tokens, kv->plan.missing);
     if (tokens && (kv->staged_missing > kv_unused(kv) || kv->promise < kv->budget_pages)) {
-        kv_may_take_long(kv);
-        rc = kv_plan_check(kv, kv->staged, missing);
+        vmem__kv_may_take_long(kv);
+        rc = vmem__kv_plan_check(kv, kv->staged, missing);
         if (rc)
             stage(kv, slot, before, pages_before);
     }
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
 {
-    int rc = kv_enter_step(kv);
+    int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
     if (!kv->n_staged)
-        return kv_leave(kv, vmem__error(-EINVAL, "no growth is staged"));
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "no growth is staged"));
     rc = do_step(kv, kv->staged, kv->n_slots, missing);
     for (uint32_t s = 0; s < kv->n_slots && !rc; s++)
         stage(kv, s, 0, 0);
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }

@@ -13,7 +13,7 @@ static uint64_t copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out
     *n = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        uint32_t tokens = kv->slots[slot].tokens, lo = kv_need_lo(kv, g, tokens);
+        uint32_t tokens = kv->slots[slot].tokens, lo = vmem__kv_need_lo(kv, g, tokens);
         uint64_t length = KV_MIN(tokens, g->max_tokens) * g->row_bytes - ((uint64_t)lo << kv->page_shift);
         for (uint32_t t = 0; t < g->n && length; t++) {
             uint64_t addr = kv_addr(kv, g, slot, t, lo);
@@ -54,78 +54,79 @@ static int check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
 
 int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     uint64_t n;
-    rc = bytes ? kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED) : vmem__error(-EINVAL, "bytes is NULL");
+    rc = bytes ? vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED)
+               : vmem__error(-EINVAL, "bytes is NULL");
     if (!rc)
         *bytes = copies(kv, slot, 0, true, NULL, &n);
-    return kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && !kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "slot %u has no tokens", slot);
     if (!rc)
         rc = check(kv, slot, host, bytes);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, rows may be asked for again that are gone
-        if (kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < kv_span(kv, slot, i)->lo)
+        if (vmem__kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < kv_span(kv, slot, i)->lo)
             rc = vmem__error(-ENODATA, "slot %u: the window has given up rows that the next token reads", slot);
     if (!rc)
         rc = copy(kv, slot, (uintptr_t)host, true);
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // no kernel is touching it, says the caller
-    kv_forget(kv, slot);
+    vmem__kv_forget(kv, slot);
     bool gone = false;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         bool some = kv_span(kv, slot, i)->hi;
-        rc = kv_cut_now(kv, slot, i, 0, 0);
+        rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
         gone |= some && !rc;
     }
     if (rc && !gone)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     // From the first page on that is gone, the copy is what counts. Pages that would not go do so when it comes back.
     s->state = VMEM_KV_SWAPPED;
     s->shared_tokens = 0;
-    kv_worker_wake(kv);
-    return kv_leave(kv, 0);
+    vmem__kv_worker_wake(kv);
+    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (missing)
         *missing = 0;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = check(kv, slot, host, bytes);
     if (!rc)
-        rc = kv_cut_slot(kv, slot); // what swap_out may have left
+        rc = vmem__kv_cut_slot(kv, slot); // what swap_out may have left
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];
-    kv_grow_reset(&kv->grow);
+    vmem__kv_grow_reset(&kv->grow);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
-        rc = kv_grow_add(kv, &kv->grow, slot, i, kv_need_lo(kv, g, s->tokens), kv_need_hi(kv, g, s->tokens),
-                         kv_need_hi(kv, g, s->tokens));
+        rc = vmem__kv_grow_add(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens),
+                               vmem__kv_need_hi(kv, g, s->tokens), vmem__kv_need_hi(kv, g, s->tokens));
     }
     if (!rc)
-        rc = kv_grow_all(kv, &kv->grow, missing);
+        rc = vmem__kv_grow_all(kv, &kv->grow, missing);
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     rc = copy(kv, slot, (uintptr_t)host, false);
     if (rc) {
-        kv_cut_slot(kv, slot);
-        return kv_leave(kv, rc);
+        vmem__kv_cut_slot(kv, slot);
+        return vmem__kv_leave(kv, rc);
     }
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
@@ -134,22 +135,22 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     }
     s->state = VMEM_KV_ACTIVE;
     s->fresh = true;
-    return kv_leave(kv, 0);
+    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     if (missing)
         *missing = 0;
-    rc = kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint32_t tokens = kv->slots[slot].tokens;
-        pages += (uint64_t)(kv_need_hi(kv, g, tokens) - kv_need_lo(kv, g, tokens)) * g->n;
+        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
     }
-    return kv_leave(kv, rc ? rc : kv_would_fit(kv, pages, missing));
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, pages, missing));
 }

@@ -10,7 +10,7 @@
 
 #include "kv/kv.h"
 
-void kv_publish_stats(vmem_kv *kv)
+void vmem__kv_publish_stats(vmem_kv *kv)
 {
     struct vmem_kv_view *v = kv->view;
     uint64_t seq = v->sequence;
@@ -43,7 +43,7 @@ static int make_view(const char *path, struct vmem_kv_view **out)
 
 int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
 {
-    int rc = kv_enter(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
     struct vmem_info info = {.size = sizeof info};
@@ -57,7 +57,7 @@ int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
     if (!rc)
         rc = make_view(path, &v);
     if (rc)
-        return kv_leave(kv, rc);
+        return vmem__kv_leave(kv, rc);
     kv->view_path = strdup(path);
     v->pid = (uint32_t)kv->pid;
     v->size = sizeof(*v);
@@ -66,18 +66,18 @@ int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
     memcpy(v->backend, info.backend, sizeof(v->backend));
     strncpy(v->name, name, sizeof(v->name) - 1);
     kv->view = v;
-    kv_publish_stats(kv);
+    vmem__kv_publish_stats(kv);
     __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
-    return kv_leave(kv, 0);
+    return vmem__kv_leave(kv, 0);
 }
 
-void kv_unpublish(vmem_kv *kv)
+void vmem__kv_unpublish(vmem_kv *kv)
 {
     if (kv->view_path)
         unlink(kv->view_path);
 }
 
-uint64_t kv_wanted_budget(vmem_kv *kv)
+uint64_t vmem__kv_wanted_budget(vmem_kv *kv)
 {
     if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED))
         return 0;

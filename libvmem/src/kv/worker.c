@@ -19,41 +19,41 @@ static void wait_for_worker(vmem_kv *kv)
         vmem__kv_hook(KV_CALL_WAITED);
 }
 
-void kv_wait_slot(vmem_kv *kv, uint32_t slot)
+void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot)
 {
     while (kv->slots[slot].busy)
         wait_for_worker(kv);
 }
 
-void kv_wait_idle(vmem_kv *kv)
+void vmem__kv_wait_idle(vmem_kv *kv)
 {
     while (kv->has_worker && (kv->work_due || kv->working))
         wait_for_worker(kv);
 }
 
-void kv_worker_hold(vmem_kv *kv)
+void vmem__kv_worker_hold(vmem_kv *kv)
 {
     kv->hold++;
     while (kv->working)
         wait_for_worker(kv);
 }
 
-void kv_worker_release(vmem_kv *kv)
+void vmem__kv_worker_release(vmem_kv *kv)
 {
     if (--kv->hold == 0 && kv->work_due)
         pthread_cond_signal(&kv->work);
 }
 
 // Nor does it begin anything else before the caller has gone on: slots that were not busy still are not.
-void kv_wait_cut(vmem_kv *kv)
+void vmem__kv_wait_cut(vmem_kv *kv)
 {
     if (!kv->cutting)
         return;
-    kv_worker_hold(kv);
-    kv_worker_release(kv);
+    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_release(kv);
 }
 
-void kv_worker_wake(vmem_kv *kv)
+void vmem__kv_worker_wake(vmem_kv *kv)
 {
     if (!kv->has_worker || kv->work_due)
         return;
@@ -68,7 +68,7 @@ static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
 {
     kv->slots[slot].busy = true;
     kv->pending = pages;
-    kv_summarise(kv);
+    vmem__kv_summarise(kv);
     pthread_mutex_unlock(&kv->state);
     if (vmem__kv_hook)
         vmem__kv_hook(KV_WORKER_UNLOCKED);
@@ -90,19 +90,19 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
 {
     struct kv_grow *l = &kv->worker_grow;
     uint64_t total = l->total;
-    if (!total || total + leave > kv_unused(kv) || !kv_leaves_others(kv, total)) {
-        kv_grow_reset(l);
+    if (!total || total + leave > kv_unused(kv) || !vmem__kv_leaves_others(kv, total)) {
+        vmem__kv_grow_reset(l);
         return false;
     }
     kv->held += total;
     begin(kv, slot, total);
-    int rc = kv_grow_run(kv, l);
+    int rc = vmem__kv_grow_run(kv, l);
     end(kv, slot, rc);
     if (rc) {
         kv->held -= total;
-        kv_grow_reset(l);
+        vmem__kv_grow_reset(l);
     } else {
-        kv_grow_commit(kv, l);
+        vmem__kv_grow_commit(kv, l);
     }
     return true;
 }
@@ -111,17 +111,17 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
 static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker_cut;
-    int rc = kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
+    int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
     if (rc) {
         kv->slots[v->slot].skip = true;
         return false;
     }
     kv->cutting = true;
     begin(kv, v->slot, c->n_pages);
-    rc = kv_cut_run(kv, c);
+    rc = vmem__kv_cut_run(kv, c);
     end(kv, v->slot, rc);
     kv->cutting = false;
-    kv_cut_end(kv, c, rc);
+    vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
     return true;
 }
@@ -133,15 +133,15 @@ static bool unmap_stale_one(vmem_kv *kv)
         struct kv_slot *sl = &kv->slots[s];
         if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
             continue;
-        int rc = kv_stale_begin(kv, &kv->worker_cut, s);
+        int rc = vmem__kv_stale_begin(kv, &kv->worker_cut, s);
         kv->cutting = true;
         begin(kv, s, 0);
         if (!rc)
-            rc = kv_stale_run(kv, &kv->worker_cut);
+            rc = vmem__kv_stale_run(kv, &kv->worker_cut);
         end(kv, s, rc);
         kv->cutting = false;
         if (!rc)
-            kv_stale_end(kv, s);
+            vmem__kv_stale_end(kv, s);
         return true;
     }
     return false;
@@ -149,15 +149,15 @@ static bool unmap_stale_one(vmem_kv *kv)
 
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
-    // Twice as far, so that a call lasts for a while: each interrupts address translation on the GPU, however many pages
-    // it maps.
+    // Twice as far, so that a call lasts for a while: each interrupts address translation on the GPU, however many
+    // pages it maps.
     uint64_t want = KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        uint32_t to = kv_need_hi(kv, g, want);
+        uint32_t to = vmem__kv_need_hi(kv, g, want);
         if (plenty)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
-        if (kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
+        if (vmem__kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
             kv->slots[slot].skip = true;
     }
     uint64_t total = kv->worker_grow.total;
@@ -209,7 +209,7 @@ static bool release_one(vmem_kv *kv)
         }
     }
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
-    if (unused >= low || !kv_victim(kv, low - unused, true, &v) || kv->slots[v.slot].skip)
+    if (unused >= low || !vmem__kv_victim(kv, low - unused, true, &v) || kv->slots[v.slot].skip)
         return false;
     kv->stats.reclaims++;
     return cut(kv, &v, &kv->stats.reclaimed_pages);
@@ -222,7 +222,7 @@ static bool clear_one(vmem_kv *kv)
         if (!sl->dirty || sl->state != VMEM_KV_FREE || sl->skip)
             continue;
         begin(kv, s, 0);
-        int rc = kv_clear_slot(kv, s);
+        int rc = vmem__kv_clear_slot(kv, s);
         end(kv, s, rc);
         sl->dirty = rc != 0;
         return true;
@@ -234,17 +234,17 @@ static bool eager_one(vmem_kv *kv)
 {
     if (!plentiful(kv))
         return false;
-    uint32_t tokens = kv->eager_tokens, slot = kv_expected_slot(kv, &tokens);
+    uint32_t tokens = kv->eager_tokens, slot = vmem__kv_expected_slot(kv, &tokens);
     if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER)
-        slot = kv_choose(kv, 0, 0);
+        slot = vmem__kv_choose(kv, 0, 0);
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        uint32_t to = kv_need_hi(kv, &kv->groups[i], tokens);
+        uint32_t to = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
         if (kv->flags & VMEM_KV_GENEROUS)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (sp->lo <= to && kv_grow_to(kv, &kv->worker_grow, slot, i, 0, to, 0))
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, 0, to, 0))
             kv->slots[slot].skip = true;
     }
     uint64_t total = kv->worker_grow.total;
@@ -275,15 +275,15 @@ static bool give_all(vmem_kv *kv)
     while (!kv->stop && !kv->hold && kv->calls == calls) {
         if (unmap_stale_one(kv))
             continue;
-        if (!kv_victim(kv, kv->held, false, &v) || kv->slots[v.slot].skip)
+        if (!vmem__kv_victim(kv, kv->held, false, &v) || kv->slots[v.slot].skip)
             break;
         cut(kv, &v, &kv->stats.reclaimed_pages);
     }
     const bool all = !kv->stop && !kv->hold && kv->calls == calls;
     if (all)
-        kv_give_all_ahead(kv);
+        vmem__kv_give_all_ahead(kv);
     kv->working = false;
-    kv_summarise(kv);
+    vmem__kv_summarise(kv);
     pthread_cond_broadcast(&kv->done);
     return all;
 }
@@ -294,10 +294,10 @@ static void take_wanted(vmem_kv *kv)
     if (!kv->view || !kv->view->wanted_budget || kv->flags & VMEM_KV_SAME_SLOTS)
         return;
     pthread_mutex_unlock(&kv->state);
-    if (!kv_enter_step(kv)) {
+    if (!vmem__kv_enter_step(kv)) {
         if (!has_requests(kv))
-            kv_take_wanted(kv);
-        kv_leave(kv, 0);
+            vmem__kv_take_wanted(kv);
+        vmem__kv_leave(kv, 0);
     }
     pthread_mutex_lock(&kv->state);
 }
@@ -344,14 +344,14 @@ static void *work(void *arg)
         kv->working = false;
         if (!did)
             kv->work_due = false;
-        kv_summarise(kv);
+        vmem__kv_summarise(kv);
         pthread_cond_broadcast(&kv->done);
     }
     pthread_mutex_unlock(&kv->state);
     return NULL;
 }
 
-int kv_worker_start(vmem_kv *kv)
+int vmem__kv_worker_start(vmem_kv *kv)
 {
     sigset_t all, old;
     sigfillset(&all);
@@ -364,7 +364,7 @@ int kv_worker_start(vmem_kv *kv)
     return 0;
 }
 
-void kv_worker_stop(vmem_kv *kv)
+void vmem__kv_worker_stop(vmem_kv *kv)
 {
     if (!kv->has_worker)
         return;
