@@ -1,6 +1,7 @@
 // vmem_commit and vmem_decommit: pages that belong to the addresses they back.
 //
 // SPDX-License-Identifier: MIT
+#include "core/core.h"
 #include "harness.h"
 
 static uint64_t addr;
@@ -108,6 +109,7 @@ static void beside_another(vmem_context *ctx)
             OK(vmem_commit(ctx, &all, 1, test_page, 0, &bytes));
         CHECK_EQ(refusals, 1);
         CHECK_EQ(test_stats(ctx).mapped, stop_at == 1 ? 0 : length);
+        CHECK(!ctx->commits);
     }
     CHECK_EQ(bytes, length);
     OK(vmem_set_interrupt(ctx, NULL, NULL));

@@ -1,7 +1,6 @@
 // Committing: pages that belong to the addresses they back. Looks first whether there may be so many, then finds holes
 // in the shadow, a part at a time, and fills them by the public calls, which check again: a call that got in between
-// makes them fail, and all that was filled goes again. Until the last part is filled, its pages are tentative: another
-// commit must not take for backed what may go again.
+// makes them fail, and all that was filled goes again. Another commit must not take for backed what may go again.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -45,14 +44,45 @@ int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_
     return rc;
 }
 
+static void enlist(vmem_context *ctx, struct vmem__commit *self)
+{
+    if (self->listed)
+        return;
+    self->listed = true;
+    self->next = ctx->commits;
+    ctx->commits = self;
+}
+
+static void delist(vmem_context *ctx, const struct vmem__commit *self)
+{
+    struct vmem__commit **link = &ctx->commits;
+    while (self->listed && *link != self)
+        link = &(*link)->next;
+    if (self->listed)
+        *link = self->next;
+}
+
+// Whether another commit, that is not over, may have filled the address.
+static bool may_go(const vmem_context *ctx, const struct vmem__commit *self, uint64_t addr)
+{
+    for (const struct vmem__commit *c = ctx->commits; VMEM__UNLIKELY(c); c = c->next) {
+        for (size_t i = 0; c != self && i < c->n; i++) {
+            if (addr - c->ranges[i].addr < c->ranges[i].length)
+                return true;
+        }
+    }
+    return false;
+}
+
 // The unbacked places from *at on, up to `most` of them; ops may be NULL: only counted. Returns after LOOK entries too,
 // with *at behind what it saw. With the lock held.
-static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size,
-                      struct place *at, size_t most, size_t *found, struct vmem_map_op *ops)
+static int find_holes(vmem_context *ctx, const struct vmem__commit *self, uint64_t page_size, struct place *at,
+                      size_t most, size_t *found, struct vmem_map_op *ops)
 {
+    const size_t n = self->n;
     size_t looks = 0;
     for (; at->range < n; *at = (struct place){.range = at->range + 1}) {
-        const struct vmem_range *range = &ranges[at->range];
+        const struct vmem_range *range = &self->ranges[at->range];
         int rc = vmem__check_range(ctx, range, page_size);
         if (rc)
             return n > 1 ? vmem__error(rc, "ranges[%zu]: %s", at->range, vmem_last_error()) : rc;
@@ -70,7 +100,7 @@ static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t
                 continue;
             }
             const struct vmem__page *p = vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1);
-            if (p->tentative || p->doomed)
+            if (p->doomed || may_go(ctx, self, addr))
                 return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call commits or releases there", addr);
             if (p->granules * GRANULE < page_size)
                 return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64,
@@ -81,15 +111,15 @@ static int find_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t
 }
 
 // How many pages the call takes, or -ENOMEM as soon as they are more than there may be.
-static int count_holes(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, size_t *found)
+static int count_holes(vmem_context *ctx, const struct vmem__commit *self, uint64_t page_size, size_t *found)
 {
     struct place at = {0};
     int rc = 0;
-    for (*found = 0; !rc && at.range < n;) {
-        rc = find_holes(ctx, ranges, n, page_size, &at, SIZE_MAX, found, NULL);
+    for (*found = 0; !rc && at.range < self->n;) {
+        rc = find_holes(ctx, self, page_size, &at, SIZE_MAX, found, NULL);
         if (!rc && *found)
             rc = vmem__check_room(ctx, page_size, *found);
-        if (at.range < n) { // let others in
+        if (at.range < self->n) { // let others in
             vmem__unlock(ctx);
             vmem__lock(ctx);
         }
@@ -98,19 +128,21 @@ static int count_holes(vmem_context *ctx, const struct vmem_range *ranges, size_
 }
 
 // Fills the next holes, up to `most`. *filled: how many.
-static int fill(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
+static int fill(vmem_context *ctx, struct vmem__commit *self, uint64_t page_size, uint32_t create_flags,
                 struct place *at, struct vmem_map_op *ops, size_t most, struct pages *pages, size_t *filled)
 {
     *filled = 0;
     vmem__lock(ctx);
-    int rc = find_holes(ctx, ranges, n, page_size, at, most, filled, ops);
+    int rc = find_holes(ctx, self, page_size, at, most, filled, ops);
+    if (!rc && *filled && at->range < self->n)
+        enlist(ctx, self);
     vmem__unlock(ctx);
     if (!rc && *filled)
         rc = make_room(pages, *filled);
     if (rc || !*filled)
         return rc;
     vmem_page *part = pages->items + pages->n;
-    const uint32_t flags = create_flags | VMEM__CREATE_BOUND | (at->range < n ? VMEM__CREATE_TENTATIVE : 0);
+    const uint32_t flags = create_flags | VMEM__CREATE_BOUND;
     rc = vmem__create_near(ctx, page_size, *filled, pages->n ? part[-1] : 0, flags, part);
     if (rc)
         return rc;
@@ -118,21 +150,6 @@ static int fill(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     for (size_t i = 0; i < *filled; i++)
         ops[i].page = part[i];
     return vMemMapBatch(ctx, ops, *filled, 0, NULL);
-}
-
-// Nothing can fail any more. Pages that another call released meanwhile are left out.
-static void settle(vmem_context *ctx, const struct pages *pages)
-{
-    struct vmem__arena_rec *a;
-    for (size_t i = 0; i < pages->n;) {
-        vmem__lock(ctx);
-        for (const size_t end = i + LOOK; i < pages->n && i < end; i++) {
-            struct vmem__page *p = vmem__page_get(ctx, pages->items[i], &a);
-            if (p)
-                p->tentative = 0;
-        }
-        vmem__unlock(ctx);
-    }
 }
 
 static void undo(vmem_context *ctx, const struct pages *pages, int rc)
@@ -167,9 +184,9 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     struct pages pages = {0};
     struct place at = {0};
     size_t holes, filled, since = 0;
-    bool tentative = false;
+    struct vmem__commit self = {.ranges = ranges, .n = n};
     vmem__begin(ctx);
-    rc = count_holes(ctx, ranges, n, page_size, &holes);
+    rc = count_holes(ctx, &self, page_size, &holes);
     vmem__unlock(ctx);
     if (!rc && holes > most) {
         most = PART;
@@ -177,9 +194,8 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
         rc = ops ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", holes);
     }
     while (!rc && holes && at.range < n) {
-        rc = fill(ctx, ranges, n, page_size, create_flags, &at, ops, most, &pages, &filled);
+        rc = fill(ctx, &self, page_size, create_flags, &at, ops, most, &pages, &filled);
         since += filled * page_size;
-        tentative = tentative || at.range < n;
         if (!rc && since >= VMEM__PORTION && at.range < n) {
             rc = vmem__interrupted(&ctx->b);
             since = 0;
@@ -187,9 +203,8 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     }
     if (rc && pages.n)
         undo(ctx, &pages, rc);
-    else if (tentative)
-        settle(ctx, &pages);
     vmem__lock(ctx);
+    delist(ctx, &self);
     vmem__end(ctx);
     if (!rc && bytes)
         *bytes = pages.n * page_size;

@@ -74,7 +74,6 @@ struct vmem__page {
     uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
     uint32_t bound : 1;     // GRANULE_PAGE: of vmem_commit, goes when it is mapped nowhere any more
     uint32_t doomed : 1;    // GRANULE_PAGE: to be released as soon as it can be
-    uint32_t tentative : 1; // GRANULE_PAGE: of a vmem_commit that may fail yet, and would take it away again
     uint32_t committed : 1; // first and last granule of a free extent: it holds device memory
 };
 
@@ -152,6 +151,17 @@ struct vmem__access {
     bool fill; // without a source
 };
 
+// ---- committing (commit.c) ----------------------------------------------------------------------------------
+
+// A vmem_commit, on its caller's stack. Once it has filled a part of several it is in ctx->commits: that part goes again
+// if a later one fails.
+struct vmem__commit {
+    struct vmem__commit *next;
+    const struct vmem_range *ranges;
+    size_t n;
+    bool listed;
+};
+
 // ---- contexts -----------------------------------------------------------------------------------------------
 
 struct vmem_context {
@@ -165,6 +175,7 @@ struct vmem_context {
     int (*interrupted)(void *arg);
     void *interrupt_arg;
     struct vmem__access *accesses;
+    struct vmem__commit *commits;
     uint64_t n_doomed; // pages and reservations
     bool sweeping;     // some call looks after these
     uint64_t undoing;  // interrupted calls that keep what they free, for vmem__shrink_later
@@ -259,8 +270,7 @@ static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_s
 // vmem_trim, keeping `ahead` bytes besides the pages that exist.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
-#define VMEM__CREATE_BOUND 0x80000000u     // among the flags: the pages are bound to their addresses
-#define VMEM__CREATE_TENTATIVE 0x40000000u // and of a vmem_commit that is not over with them
+#define VMEM__CREATE_BOUND 0x80000000u // among the flags: the pages are bound to their addresses
 // -ENOMEM unless there may be n pages more, at most 2^46 bytes, by the budget and by what the device has. With the lock
 // held.
 int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n);

@@ -37,7 +37,6 @@ static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece,
         p->granules = granules;
         p->state = GRANULE_PAGE;
         p->bound = (flags & VMEM__CREATE_BOUND) != 0;
-        p->tentative = (flags & VMEM__CREATE_TENTATIVE) != 0;
         p->doomed = 0;
         for (uint32_t i = 1; i < granules; i++) {
             p[i].state = GRANULE_REST;
@@ -125,7 +124,7 @@ static int check_create(vmem_context *ctx, uint64_t page_size, size_t n, uint32_
     int rc = vmem__check_page_size(ctx, page_size);
     if (rc)
         return rc;
-    if (flags & ~(VMEM_CREATE_ZERO | VMEM__CREATE_BOUND | VMEM__CREATE_TENTATIVE))
+    if (flags & ~(VMEM_CREATE_ZERO | VMEM__CREATE_BOUND))
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     if (n && !out)
         return vmem__error(-EINVAL, "pages is NULL");
@@ -312,7 +311,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
 
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
 {
-    if (flags & (VMEM__CREATE_BOUND | VMEM__CREATE_TENTATIVE)) // not the caller's to use
+    if (flags & VMEM__CREATE_BOUND) // not the caller's to use
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     return vmem__create_near(ctx, page_size, n, 0, flags, pages);
 }
