@@ -59,6 +59,15 @@ def uints(name: str, values: Any) -> UInts:
     return np.ascontiguousarray(array, dtype=np.uint64).reshape(-1)
 
 
+def uint32s(name: str, values: Any) -> npt.NDArray[np.uint32]:
+    """values (an int, or a sequence or array of them) as a uint32 array, without a copy where it is one."""
+    if not isinstance(values, np.ndarray) or values.dtype != np.uint32:
+        values = uints(name, values)
+        if values.size and values.max() >> np.uint64(32):
+            raise InvalidArgument(errno.EINVAL, f"{name} {values.max()} must lie between 0 and 2^32 - 1")
+    return np.ascontiguousarray(values, np.uint32)
+
+
 def flag(name: str, value: Any) -> bool:
     """value as a bool, which it must be. Raises TypeError."""
     if value is True or value is False:

@@ -24,8 +24,11 @@ from pyvmem.kv import KVCache, Lengths, Prefix
 
 # What every rank answers for itself: nothing is decided by it.
 _LOCAL = frozenset(
-    "alloc_reqid context flat drop_prefix keys last_step layout max_tokens metrics_json "
-    "metrics_prometheus page_size reclaim retire shortage slot slots specs stats tensors values wait".split()
+    (
+        "alloc_reqid closed context drop_prefix expect flat keys last_step layout max_tokens metrics_json "
+        "metrics_prometheus options page_size reclaim retire shortage slot slots specs stats step_maps "
+        "tensors tokens values wait"
+    ).split()
 )
 
 _OTHER = 1 << 20  # the word of a rank whose call raised an exception without an errno

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyvmem._checks import one_of, uint
+from pyvmem._checks import one_of, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check
@@ -278,7 +278,7 @@ class KVCache(_Owned):
         It replaces what was announced before. While memory is plentiful, the background thread backs a free slot for
         each of the first 64.
         """
-        sizes = np.ascontiguousarray(tokens, np.uint32)
+        sizes = uint32s("tokens", tokens)
         _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), sizes.size))
 
     def free_reqid(self, slot: SupportsIndex, after: Any = None) -> None:

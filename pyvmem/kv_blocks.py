@@ -3,27 +3,20 @@
 SPDX-License-Identifier: MIT
 """
 
-import errno
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import uint, uints
+from pyvmem._checks import uint, uint32s
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import InvalidArgument, _check
+from pyvmem.errors import _check
 
 if TYPE_CHECKING:
     from pyvmem.kv import KVCache
 
 
 def _numbers(name: str, values: npt.ArrayLike) -> tuple[Any, int]:
-    if not isinstance(values, np.ndarray) or values.dtype != np.uint32:
-        numbers = uints(name, values)
-        if numbers.size and numbers.max() >> np.uint64(32):
-            raise InvalidArgument(errno.EINVAL, f"{name} {numbers.max()} must lie between 0 and 2^32 - 1")
-        values = numbers
-    array = np.ascontiguousarray(values, np.uint32)
+    array = uint32s(name, values)
     return ffi.from_buffer("uint32_t[]", array), array.size
 
 

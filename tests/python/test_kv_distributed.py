@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyvmem import distributed
+from pyvmem.kv import KVCache
+
 HERE = Path(__file__).parent
 
 
@@ -24,6 +27,12 @@ def torchrun(backend, ranks):
          str(HERE / "kv_agreement.py"), backend, steps],
         capture_output=True, text=True, timeout=900, env=env,
     )  # fmt: skip
+
+
+def test_every_call_of_a_cache_is_there():
+    names = {name for name in dir(KVCache) if not name.startswith("_")} - {"for_model"}  # which is init_cache
+    there = distributed._LOCAL | set(dir(distributed.TensorParallelKVCache))
+    assert names - there == set()
 
 
 def test_two_ranks_over_gloo_agree_with_one_starved():

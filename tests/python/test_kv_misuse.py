@@ -51,6 +51,8 @@ def test_numbers_out_of_range_are_named(cache):
     for wrong in (-1, 2**32, np.array([2**32 + 1]), np.array([-1])):
         with pytest.raises(InvalidArgument, match="ids"):
             names.drop(wrong)
+        with pytest.raises(InvalidArgument, match="tokens"):
+            cache.expect(wrong)
     with pytest.raises(InvalidArgument, match="tokens 2147483648 is over max_tokens, 1024"):
         cache.grow(cache.alloc_reqid(), 2**31)
     with pytest.raises(InvalidArgument, match="row_bytes"):
@@ -65,6 +67,8 @@ def test_block_names_are_not_rounded(cache):
     for wrong in ([1.5], np.array([1.0]), "1"):
         with pytest.raises(TypeError, match="ids must be an integer"):
             names.drop(wrong)
+        with pytest.raises(TypeError, match="tokens must be an integer"):
+            cache.expect(wrong)
     with pytest.raises(pyvmem.VmemError, match="block 1 has pages already"):
         names.bind([slot], [0], [1])
 
