@@ -21,6 +21,7 @@ import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
+from pyvmem.bench.vllm_plots import draw
 
 if TYPE_CHECKING:
     from pyvmem.bench.session import Session
@@ -212,6 +213,12 @@ class Engines:
     def _results(self, engine: str, name: str, load: Any, results: Any) -> None:
         if not results:
             return
+        self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
+        self._add(engine, f"{name}: KV memory, 1 s idle", "GiB", [r["kv_idle"] / 2**30 for r in results])
+        self._add(engine, f"{name}: KV memory, 1 s after the prefix cache is reset", "GiB",
+                  [r["kv_reset"] / 2**30 for r in results if "kv_reset" in r])  # fmt: skip
+        self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
+        self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
         if load.get("decode"):
             # The request that was admitted last has seen nothing but decode steps.
             self._add(engine, f"{name}: decode step", "ms", [1e3 * min(r["itl"]) for r in results])
@@ -221,12 +228,6 @@ class Engines:
         self._add(engine, f"{name}: time between tokens", "ms", [1e3 * x for r in results for x in r["itl"]])
         self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
         self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
-        self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
-        self._add(engine, f"{name}: KV memory, 1 s idle", "GiB", [r["kv_idle"] / 2**30 for r in results])
-        self._add(engine, f"{name}: KV memory, 1 s after the prefix cache is reset", "GiB",
-                  [r["kv_reset"] / 2**30 for r in results if "kv_reset" in r])  # fmt: skip
-        self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
-        self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
         self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
         self._steps(engine, name, [r["steps"] for r in results if r["steps"]])
 
@@ -269,7 +270,7 @@ class Engines:
             engine.close()
 
 
-@benchmark("vllm", "vLLM as it is and vLLM on vMem in turns", arguments=arguments, order=900)
+@benchmark("vllm", "vLLM as it is and vLLM on vMem in turns", arguments=arguments, plot=draw, order=900)
 def run(session: Session) -> list[Record]:
     """Records of both engines; none where there is no vLLM, and none in "all": it takes minutes and a GPU's memory."""
     args = session.args

@@ -6,7 +6,8 @@ import types
 
 import pytest
 
-from pyvmem.bench import vllm, vllm_engine, vllm_pair
+from pyvmem.bench import vllm, vllm_engine, vllm_pair, vllm_plots
+from pyvmem.bench.records import Record
 
 
 def arguments(**changes):
@@ -123,6 +124,18 @@ def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
         (vllm_pair.FIRST, "by turns")]  # fmt: skip
     seeds = [load["seed"] for load in pair.engines[vllm_pair.FIRST].asked if "seed" in load]
     assert len(set(seeds)) == len(seeds)  # or the prefix cache would know the prompts
+
+
+def test_the_figure_has_a_bar_for_each_engine_and_workload():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    records = [Record.of([1.0, 3.0], bench="vllm", backend=engine, device="gpu", page_size=None, metric=metric, unit="")
+               for engine in (vllm.OWN, vllm.ON_VMEM)
+               for metric in ("azure: output", "hot: output", "azure: KV memory, peak", "azure: KV memory, 1 s idle",
+                              "start")]  # fmt: skip
+    vllm_plots.draw(records, figure)
+    output, memory = figure.axes
+    assert [t.get_text() for t in output.get_xticklabels()] == ["azure", "hot"]
+    assert [len(axes.patches) for axes in (output, memory)] == [4, 4]  # of the memory, two more for idle times
 
 
 def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
