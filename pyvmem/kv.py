@@ -289,13 +289,15 @@ class KVCache(_Owned):
         point have ended. No call may name it until it is allocated again.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
-        if after is None:
-            _check(lib.vmem_kv_free(kv, slot))
-        else:
-            number = self._fence(after)
-            _check(lib.vmem_kv_free_after(kv, slot, number))
-            self._watch(after, number)
-        self._swapped.pop(slot, None)
+        host = self._swapped.pop(slot, None)  # first: once the slot is free, another thread may have it
+        try:
+            number = 0 if after is None else self._fence(after)
+            _check(lib.vmem_kv_free(kv, slot) if after is None else lib.vmem_kv_free_after(kv, slot, number))
+        except Exception:
+            if host is not None:
+                self._swapped[slot] = host
+            raise
+        self._watch(after, number)
 
     @property
     def last_step(self) -> int:

@@ -179,6 +179,33 @@ def test_two_threads_do_not_take_each_others_events():
         assert cache._events == [(late, 1)]
 
 
+def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows():
+    with make(slots=1) as cache:
+        taken = []
+
+        class Swapped(dict):
+            """In place of the cache's: another thread runs where a freed slot's rows are dropped."""
+
+            def pop(self, *args):
+                slot = -1 if taken else cache.alloc_reqid()
+                if slot >= 0:
+                    taken.append(slot)
+                    assert cache.step([10]) == 0
+                    cache.swap_out(slot)
+                return super().pop(*args)
+
+        slot = cache.alloc_reqid()
+        cache._swapped = Swapped()
+        cache.free_reqid(slot)
+        for slot in taken or [cache.alloc_reqid()]:
+            if not taken:
+                assert cache.step([10]) == 0
+                cache.swap_out(slot)
+            assert cache.swap_in(slot) == 0
+        with pytest.raises(InvalidArgument, match="slot 7"):
+            cache.free_reqid(7)
+
+
 def test_what_is_no_event_is_named(cache):
     slot = cache.alloc_reqid()
     cache.step([10, 0, 0, 0])
