@@ -78,8 +78,10 @@ int main(void)
     };
     vmem_kv *kv;
     check(vmem_kv_create(ctx, &config, &kv), "vmem_kv_create");
-    for (uint32_t t = 0; t < TENSORS; t++)
+    for (uint32_t t = 0; t < TENSORS; t++) {
+        layout[t].size = sizeof layout[t];
         check(vmem_kv_get_layout(kv, t, &layout[t]), "vmem_kv_get_layout");
+    }
 
     struct request requests[REQUESTS];
     for (int i = 0; i < REQUESTS; i++) {
@@ -154,7 +156,7 @@ int main(void)
         }
     }
 
-    struct vmem_kv_stats stats;
+    struct vmem_kv_stats stats = {.size = sizeof stats};
     check(vmem_kv_get_stats(kv, &stats), "vmem_kv_get_stats");
     printf("%d requests, %d preemptions, %d began with the prefix, %llu iterations, %llu pages of the budget's %llu\n",
            ended, preemptions, attached, (unsigned long long)stats.steps, (unsigned long long)stats.held_pages,

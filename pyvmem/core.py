@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pyvmem._checks import UInts, flag, one_of, uint, uints
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import VmemError, _check, _error
+from pyvmem.errors import VmemError, _check, _error, structure
 from pyvmem.owned import (
     COPY_OP,
     MAP_OP,
@@ -231,7 +231,7 @@ class Context(_Owned):
         return self._info
 
     def _describe(self) -> Info:
-        raw = ffi.new("struct vmem_info *", {"size": ffi.sizeof("struct vmem_info")})
+        raw = structure("vmem_info")
         _check(lib.vmem_context_info(self._use(), raw))
         return Info(
             backend=ffi.string(raw.backend).decode(),
@@ -248,7 +248,7 @@ class Context(_Owned):
 
     def stats(self) -> Stats:
         """Return the context's `Stats` at this moment."""
-        raw = ffi.new("struct vmem_stats *", {"size": ffi.sizeof("struct vmem_stats")})
+        raw = structure("vmem_stats")
         _check(lib.vmem_context_stats(self._use(), raw))
         return Stats(*(int(getattr(raw, name)) for name in Stats.__dataclass_fields__))
 
@@ -315,7 +315,7 @@ class Context(_Owned):
 
     def page_info(self, page: SupportsIndex) -> PageInfo:
         """Return the `PageInfo` of a page handle."""
-        raw = ffi.new("struct vmem_page_info *", {"size": ffi.sizeof("struct vmem_page_info")})
+        raw = structure("vmem_page_info")
         _check(lib.vmem_page_query(self._use(), uint("page", page), raw))
         return PageInfo(raw.page_size, raw.frame, raw.mappings)
 

@@ -88,6 +88,11 @@ _watch_signals()
 os.register_at_fork(after_in_child=_watch_signals)  # the thread that forked is the main thread
 
 
+def structure(name: str) -> Any:
+    """A structure of libvmem's that says its size, for libvmem to fill in."""
+    return ffi.new(f"struct {name} *", {"size": ffi.sizeof(f"struct {name}")})
+
+
 def _check(rc: int, bad: Any = None) -> None:
     """Raise what a call's return code says. bad: the ``size_t *`` that received the element at fault."""
     if rc or _raised:

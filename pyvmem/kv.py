@@ -24,10 +24,10 @@ import torch
 from pyvmem._checks import one_of, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
-from pyvmem.errors import InvalidArgument, _check
+from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.kv_options import KVCacheOptions, options_of
-from pyvmem.kv_types import STATS, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
-from pyvmem.kv_view import new_view_path
+from pyvmem.kv_types import KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
+from pyvmem.kv_view import STATS, new_view_path
 from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
 
@@ -211,7 +211,7 @@ class KVCache(_Owned):
         A slot may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous
         ``[slots * rows, *shape]``, which is what kernels with cumulative offsets need (`flat`).
         """
-        raw = ffi.new("struct vmem_kv_layout *")
+        raw = structure("vmem_kv_layout")
         _check(lib.vmem_kv_get_layout(self._use(), uint("tensor", tensor, 32), raw))
         return raw.addr, raw.length, raw.slot_stride, raw.slot_rows
 
@@ -404,7 +404,7 @@ class KVCache(_Owned):
     @property
     def shortage(self) -> Shortage:
         """The `Shortage` of this thread's last call that found too little memory or no slot."""
-        raw = ffi.new("struct vmem_kv_shortage *", {"size": ffi.sizeof("struct vmem_kv_shortage")})
+        raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))
         return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
 
@@ -441,14 +441,14 @@ class KVCache(_Owned):
 
     def slot(self, slot: SupportsIndex) -> SlotInfo:
         """Return the `SlotInfo` of a slot."""
-        raw = ffi.new("struct vmem_kv_slot_info *")
+        raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped", "ending")[raw.state]
         return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
         """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
-        raw, kv, get = ffi.new("struct vmem_kv_slot_info *"), self._use(), lib.vmem_kv_get_slot
+        raw, kv, get = structure("vmem_kv_slot_info"), self._use(), lib.vmem_kv_get_slot
         rows = []
         for slot in slots:
             _check(get(kv, uint("slots", slot, 32), raw))
@@ -466,7 +466,7 @@ class KVCache(_Owned):
         return Prefix(prefix[0], info.tokens, info.min_tokens)
 
     def _prefix_info(self, id: int) -> Any:
-        info = ffi.new("struct vmem_kv_prefix_info *")
+        info = structure("vmem_kv_prefix_info")
         _check(lib.vmem_kv_prefix_query(self._use(), id, info))
         return info
 
@@ -562,13 +562,13 @@ class KVCache(_Owned):
     def step_maps(self) -> int:
         """Steps so far that had to map something themselves: `stats` has it too, this takes no time."""
         if self._raw_stats is None:
-            self._raw_stats = ffi.new("struct vmem_kv_stats *")
+            self._raw_stats = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
         return int(self._raw_stats.step_maps)
 
     def stats(self) -> KVStats:
         """The `KVStats` of this moment."""
-        raw = ffi.new("struct vmem_kv_stats *")
+        raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
         return KVStats(*(int(getattr(raw, name)) for name in STATS))
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pyvmem._checks import one_of, uint
-from pyvmem._ffi import ffi
 from pyvmem.errors import InvalidArgument
+from pyvmem.kv_view import STATS
 
 LAYOUTS = ("separate", "fused", "token-major")
 
@@ -56,7 +56,6 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields)
 _MOST_LAYERS = 32768  # two tensors each
 if TYPE_CHECKING:
 

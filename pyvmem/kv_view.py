@@ -20,6 +20,8 @@ from typing import Any
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 
+STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields if name not in ("size", "pad"))
+
 _number = itertools.count()
 GAUGES = {
     "page_size", "budget_pages", "held_pages", "needed_pages", "kept_pages", "ahead_pages", "shared_pages",
@@ -104,14 +106,13 @@ def read_view(path: str | os.PathLike[str]) -> View | None:
         copy = ffi.new("struct vmem_kv_view *", view[0])
         if before % 2 == 0 and view.sequence == before:
             break
-    names = [name for name, _ in ffi.typeof("struct vmem_kv_stats").fields]
     return View(
         Path(path),
         copy.pid,
         ffi.string(copy.name).decode(errors="replace"),
         ffi.string(copy.backend).decode(errors="replace"),
         copy.device,
-        {name: int(getattr(copy.stats, name)) for name in names},
+        {name: int(getattr(copy.stats, name)) for name in STATS},
         copy.memory_total,
     )
 

@@ -86,6 +86,8 @@ void vmem_kv_destroy(vmem_kv *kv);
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows * row_bytes
 // equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed max_tokens.
 struct vmem_kv_layout {
+    uint32_t size; // sizeof(struct vmem_kv_layout), set by the caller
+    uint32_t pad;  // 0
     uint64_t addr, length;
     uint64_t slot_stride; // bytes
     uint64_t slot_rows;
@@ -158,13 +160,13 @@ int vmem_kv_wait(vmem_kv *kv);
 
 enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING };
 struct vmem_kv_slot_info {
+    uint32_t size;          // sizeof(struct vmem_kv_slot_info), set by the caller
     uint32_t state;         // enum vmem_kv_slot_state
     uint32_t tokens;        // length in the last step it took part in
     uint32_t shared_tokens; // rows below this are (partly) in shared pages; 0: none
-    uint32_t reserved;
-    uint64_t pages;        // mapped, all tensors together
-    uint64_t shared_pages; // of these
-    uint64_t needed_pages; // of these, what the length asks for; the rest can be taken back at any time
+    uint64_t pages;         // mapped, all tensors together
+    uint64_t shared_pages;  // of these
+    uint64_t needed_pages;  // of these, what the length asks for; the rest can be taken back at any time
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
@@ -185,6 +187,8 @@ int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t
 int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix);
 
 struct vmem_kv_prefix_info {
+    uint32_t size;               // sizeof(struct vmem_kv_prefix_info), set by the caller
+    uint32_t pad;                // 0
     uint32_t tokens, min_tokens; // attachable: min_tokens to tokens (min_tokens is 0 without window tensors)
     uint64_t pages, own_pages;   // held; of these, without another holder: what dropping the prefix frees
 };
@@ -237,6 +241,8 @@ int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 
 struct vmem_kv_stats {
+    uint32_t size; // sizeof(struct vmem_kv_stats), set by the caller
+    uint32_t pad;  // 0
     uint64_t page_size;
     uint64_t budget_pages;
     uint64_t held_pages;   // exist

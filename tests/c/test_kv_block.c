@@ -65,7 +65,7 @@ static void move_block(uint32_t slot, uint32_t place, uint64_t *value, bool to_m
 static void verify(void)
 {
     uint64_t shadow = 0, pages = 0;
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     for (uint32_t s = 0; s < SLOTS; s++)
         for (uint32_t p = 0; slots[s].taken && p < slots[s].n; p++)
             move_block(s, p, &slots[s].value[p], false);
@@ -199,8 +199,10 @@ static void run(uint32_t flags)
     ERR(vmem_kv_blocks_init(kv, BLOCKS, TOKENS + 1), EINVAL, "whole pages");
     OK(vmem_kv_blocks_init(kv, BLOCKS, TOKENS));
     ERR(vmem_kv_blocks_init(kv, BLOCKS, TOKENS), EINVAL, "already");
-    for (uint32_t t = 0; t < shape->n; t++)
+    for (uint32_t t = 0; t < shape->n; t++) {
+        layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    }
     memset(slots, 0, sizeof slots);
     memset(blocks, 0, sizeof blocks);
     memset(lengths, 0, sizeof lengths);

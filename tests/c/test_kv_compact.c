@@ -84,14 +84,16 @@ int main(int argc, char **argv)
         .budget = 2 * GIB,
     };
     static uint32_t kept[SLOTS * PLACES];
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     uint64_t freed = 99, own = device_bytes(); // the backend's
     OK(vmem_kv_create(ctx, &config, &kv));
     OK(vmem_kv_block_compact(kv, &freed)); // no names, nothing held
     CHECK_EQ(freed, 0);
     OK(vmem_kv_blocks_init(kv, SLOTS * PLACES, TOKENS));
-    for (uint32_t t = 0; t < 2; t++)
+    for (uint32_t t = 0; t < 2; t++) {
+        layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    }
     uint32_t n = busy_time(kept);
     uint64_t before = device_bytes();
     OK(vmem_kv_get_stats(kv, &st));

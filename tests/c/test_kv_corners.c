@@ -30,7 +30,7 @@ static void end(void)
 
 static uint64_t row(uint32_t tensor, uint32_t slot, uint32_t r)
 {
-    struct vmem_kv_layout l;
+    struct vmem_kv_layout l = {.size = sizeof l};
     OK(vmem_kv_get_layout(kv, tensor, &l));
     return l.addr + slot * l.slot_stride + r * l.row_bytes;
 }
@@ -54,7 +54,7 @@ static uint32_t alloc(uint32_t slot)
 static void test_zero_where_one_tensor_kept_pages(void)
 {
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 16}};
-    struct vmem_kv_slot_info info;
+    struct vmem_kv_slot_info info = {.size = sizeof info};
     make(VMEM_KV_DEFER | VMEM_KV_ZERO, tensors, 2, 40);
     alloc(0);
     step(1, 0);

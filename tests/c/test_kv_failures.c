@@ -84,7 +84,7 @@ static void swapped(void)
 static void tight(void) // no memory but the kept pages
 {
     kept();
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     OK(vmem_kv_set_budget(kv, st.held_pages * test_page));
 }
@@ -133,15 +133,17 @@ static void make(uint32_t flags)
                                  .page_size = test_page,
                                  .budget = 300 * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    for (uint32_t t = 0; t < 3; t++)
+    for (uint32_t t = 0; t < 3; t++) {
+        layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    }
     memset(tokens, 0, sizeof tokens);
     prefix = 0;
 }
 
 static void look(const char *name, bool done, const int32_t *now)
 {
-    struct vmem_kv_slot_info info;
+    struct vmem_kv_slot_info info = {.size = sizeof info};
     uint32_t before[SLOTS];
     memcpy(before, tokens, sizeof before);
     for (uint32_t s = 0; s < SLOTS; s++) {

@@ -50,7 +50,7 @@ static void make(uint32_t flags, uint64_t budget)
 
 static struct vmem_kv_stats stats(void)
 {
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     return st;
 }

@@ -48,7 +48,7 @@ static uint32_t reason(void)
 
 static struct vmem_kv_stats stats(vmem_kv *kv)
 {
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     return st;
 }

@@ -242,7 +242,7 @@ static void do_alloc(void)
     uint32_t slot;
     bool full = true;
     for (uint32_t s = 0; s < SLOTS; s++) {
-        struct vmem_kv_slot_info info;
+        struct vmem_kv_slot_info info = {.size = sizeof info};
         OK(vmem_kv_get_slot(kv, s, &info));
         full &= info.state != VMEM_KV_FREE;
         if (requests[s].taken != (info.state == VMEM_KV_ACTIVE || info.state == VMEM_KV_SWAPPED))
@@ -410,7 +410,7 @@ static void do_truncate(uint32_t s)
 static void do_step_back(uint32_t s)
 {
     struct request *r = &requests[s];
-    struct vmem_kv_slot_info info;
+    struct vmem_kv_slot_info info = {.size = sizeof info};
     int32_t lengths[SLOTS] = {0};
     uint32_t before[SLOTS] = {0};
     if (!r->taken || r->swapped || r->tokens < 2)
@@ -449,7 +449,7 @@ static void do_prefix(void)
         OK(vmem_kv_prefix_drop(kv, p->id));
         p->id = 0;
     } else if (p->id) {
-        struct vmem_kv_prefix_info info;
+        struct vmem_kv_prefix_info info = {.size = sizeof info};
         uint64_t missing;
         uint32_t slot;
         OK(vmem_kv_prefix_query(kv, p->id, &info));
@@ -483,7 +483,7 @@ static void do_prefix(void)
 // The context refuses what the manager must not ask for.
 static void harden(void)
 {
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     uint64_t pages = st.held_pages > st.budget_pages ? st.held_pages : st.budget_pages;
     OK(vmem_set_budget(ctx, pages * page_size));
@@ -492,7 +492,7 @@ static void harden(void)
 static void do_budget(void)
 {
     uint64_t freed;
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_set_budget(ctx, 0));
     switch (below(4)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
@@ -530,8 +530,10 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
                                  .eager_tokens = 50,
                                  .steps_in_flight = in_flight};
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    for (uint32_t t = 0; t < sh->n; t++)
+    for (uint32_t t = 0; t < sh->n; t++) {
+        layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
+    }
     if (hard)
         harden();
     stop(true);
@@ -580,7 +582,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     memset(prefixes, 0, sizeof prefixes);
     OK(vmem_kv_wait(kv)); // or it would back the next slot again
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.shared_pages, 0);

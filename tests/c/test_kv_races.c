@@ -112,7 +112,7 @@ static void end(uint64_t prefix)
 
 static struct vmem_kv_slot_info slot(uint32_t s)
 {
-    struct vmem_kv_slot_info info;
+    struct vmem_kv_slot_info info = {.size = sizeof info};
     OK(vmem_kv_get_slot(kv, s, &info));
     return info;
 }
@@ -131,7 +131,7 @@ static void test_a_window_moves_on(void)
 static void test_a_step_grows_beside_a_cut(void)
 {
     uint64_t prefix = cutting();
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     step(0, 400);
     end_cut();
     OK(vmem_kv_get_stats(kv, &st));

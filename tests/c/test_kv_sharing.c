@@ -53,7 +53,7 @@ static uint32_t start_with(uint64_t prefix, uint32_t shared, uint32_t tokens)
 
 static struct vmem_kv_stats stats(void)
 {
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     return st;
 }

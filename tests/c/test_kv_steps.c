@@ -12,7 +12,7 @@
 
 static vmem_context *ctx;
 static vmem_kv *kv;
-static struct vmem_kv_layout layout;
+static struct vmem_kv_layout layout = {.size = sizeof layout};
 static int32_t lengths[SLOTS]; // of running requests
 static uint32_t goal[SLOTS];
 static uint64_t order[SLOTS], stamp[SLOTS], seed = 1, clock_;
@@ -140,7 +140,7 @@ int main(int argc, char **argv)
             come_back();
         admit();
     }
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     for (uint32_t s = 0; s < SLOTS; s++)
         if (lengths[s] || host[s])
             end(s);

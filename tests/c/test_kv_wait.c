@@ -34,7 +34,7 @@ static void *step_b(void *arg)
 
 static struct vmem_kv_stats stats(void)
 {
-    struct vmem_kv_stats st;
+    struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     return st;
 }

@@ -4,26 +4,34 @@
 // SPDX-License-Identifier: MIT
 #include "harness.h"
 
+#include "vmem_kv.h"
+
 #define MARK 0xa5
 #define ROOM 1024
 
 static vmem_context *ctx;
 static vmem_page page;
-static uint64_t addr;
+static uint64_t addr, prefix;
+static vmem_kv *kv;
 
 static int get_info(void *out) { return vmem_context_info(ctx, out); }
 static int get_stats(void *out) { return vmem_context_stats(ctx, out); }
 static int get_page(void *out) { return vmem_page_query(ctx, page, out); }
 static int get_reservation(void *out) { return vmem_reservation_query(ctx, addr, out); }
 
+static int get_layout(void *out) { return vmem_kv_get_layout(kv, 0, out); }
+static int get_slot(void *out) { return vmem_kv_get_slot(kv, 0, out); }
+static int get_kv_stats(void *out) { return vmem_kv_get_stats(kv, out); }
+static int get_prefix(void *out) { return vmem_kv_prefix_query(kv, prefix, out); }
+
 static const struct {
     size_t size;
     int (*get)(void *out);
 } all[] = {
-    {sizeof(struct vmem_info), get_info},
-    {sizeof(struct vmem_stats), get_stats},
-    {sizeof(struct vmem_page_info), get_page},
-    {sizeof(struct vmem_reservation_info), get_reservation},
+    {sizeof(struct vmem_info), get_info},         {sizeof(struct vmem_stats), get_stats},
+    {sizeof(struct vmem_page_info), get_page},    {sizeof(struct vmem_reservation_info), get_reservation},
+    {sizeof(struct vmem_kv_layout), get_layout},  {sizeof(struct vmem_kv_slot_info), get_slot},
+    {sizeof(struct vmem_kv_stats), get_kv_stats}, {sizeof(struct vmem_kv_prefix_info), get_prefix},
 };
 
 static void set_size(unsigned char *out, uint32_t size) { memcpy(out, &size, sizeof size); }
@@ -99,11 +107,27 @@ int main(int argc, char **argv)
     OK(vMemReserve(ctx, VMEM_PAGE_2M, 0, &addr));
     OK(vMemCreate(ctx, test_page, 1, 0, &page));
     OK(vMemMap(ctx, addr, page));
+    const struct vmem_kv_tensor tensor = {.row_bytes = 1024, .max_tokens = 1024};
+    const struct vmem_kv_config config = {.size = sizeof config,
+                                          .tensors = &tensor,
+                                          .n_tensors = 1,
+                                          .slots = 2,
+                                          .max_tokens = 1024,
+                                          .page_size = test_page,
+                                          .budget = 8 * MIB};
+    uint32_t slot;
+    uint64_t missing;
+    OK(vmem_kv_create(ctx, &config, &kv));
+    OK(vmem_kv_alloc(kv, 100, &slot));
+    CHECK_EQ(slot, 0);
+    OK(vmem_kv_step(kv, (const int32_t[]){100, 0}, 2, &missing));
+    OK(vmem_kv_prefix_save(kv, slot, 100, &prefix));
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         test_every_size(all[i].size, all[i].get);
         test_no_size(all[i].get);
     }
     test_options();
+    vmem_kv_destroy(kv);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -377,12 +377,12 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
     while (i >= kv->groups[j].first + kv->groups[j].n)
         j++;
     const struct kv_group *g = &kv->groups[j];
-    *out = (struct vmem_kv_layout){
+    const struct vmem_kv_layout layout = {
         .addr = kv->addrs[i],
         .length = g->slot_stride * kv->n_slots,
         .slot_stride = g->slot_stride,
         .slot_rows = g->slot_rows,
         .row_bytes = g->row_bytes,
     };
-    return 0;
+    return vmem__struct_give(out, &layout, sizeof layout, "out");
 }

@@ -8,6 +8,7 @@
 #include <inttypes.h>
 
 #include "core/core.h"
+#include "core/struct.h"
 #include "kv/kv.h"
 
 // ---- why ------------------------------------------------------------------------------------------------------
@@ -18,12 +19,9 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 {
     if (!out)
         return vmem__error(-EINVAL, "out must not be NULL");
-    if (out->size < sizeof(last))
+    if (out->size < sizeof(last)) // as of its first version
         return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, sizeof(last));
-    uint32_t size = out->size;
-    *out = last;
-    out->size = size;
-    return 0;
+    return vmem__struct_give(out, &last, sizeof(last), "out");
 }
 
 void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }

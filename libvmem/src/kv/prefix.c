@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/struct.h"
 #include "kv/kv.h"
 
 static int find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out)
@@ -190,11 +191,11 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
     rc = out ? find(kv, prefix, &p) : vmem__error(-EINVAL, "out must not be NULL");
     if (rc)
         return vmem__kv_leave(kv, rc);
-    *out = (struct vmem_kv_prefix_info){.tokens = p->tokens, .min_tokens = p->min_tokens, .pages = p->n_pages};
+    struct vmem_kv_prefix_info info = {.tokens = p->tokens, .min_tokens = p->min_tokens, .pages = p->n_pages};
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
-            out->own_pages += nobody_else(kv, pages_of(kv, p, i)[k]) ? kv->groups[i].n : 0;
-    return vmem__kv_leave(kv, 0);
+            info.own_pages += nobody_else(kv, pages_of(kv, p, i)[k]) ? kv->groups[i].n : 0;
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
 }
 
 // ---- attaching ----------------------------------------------------------------------------------------------

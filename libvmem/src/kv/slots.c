@@ -215,15 +215,15 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
     if (rc)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
-    *out = (struct vmem_kv_slot_info){.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    struct vmem_kv_slot_info info = {.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
-        out->pages += (uint64_t)(sp->hi - sp->lo) * g->n;
-        out->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
-        out->shared_pages += (uint64_t)vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
+        info.pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        info.shared_pages += (uint64_t)vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
     }
-    return vmem__kv_leave(kv, 0);
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
 }
 
 int vmem_kv_wait(vmem_kv *kv)

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include "core/struct.h"
 #include "kv/kv.h"
 
 void vmem__kv_summarise(vmem_kv *kv)
@@ -93,7 +94,7 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
         break;
     }
     pthread_mutex_lock(&kv->stats_lock);
-    *out = kv->shown;
+    int rc = vmem__struct_give(out, &kv->shown, sizeof kv->shown, "out");
     pthread_mutex_unlock(&kv->stats_lock);
-    return 0;
+    return rc;
 }
