@@ -1,7 +1,7 @@
 // Checks of what user space passed, as far as no state is needed.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
-#include "uvm_vmem_pure.h"
+#include "uvm_vmem_check.h"
 
 #define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
 #define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER)

@@ -249,7 +249,9 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
     overlay->range = NULL;
 }
 
-static NV_STATUS commit(struct uvm_vmem_call *call)
+// Brings the page tables of all overlays that the call touches to where their records are, which may be where they
+// were.
+static NV_STATUS tables_write(struct uvm_vmem_call *call)
 {
     struct uvm_vmem_overlay *overlay, *next;
     bool work = false;
@@ -323,7 +325,7 @@ NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call)
         }
         cond_resched();
     }
-    return commit(call);
+    return tables_write(call);
 }
 
 void uvm_vmem_call_undo(struct uvm_vmem_call *call)
@@ -338,7 +340,7 @@ void uvm_vmem_call_undo(struct uvm_vmem_call *call)
             uvm_vmem_overlay_undo(call, overlay);
     }
     if (any_cut)
-        (void)commit(call);
+        (void)tables_write(call);
 }
 
 NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_piece *piece)

@@ -1,12 +1,11 @@
-// What needs neither a kernel nor a GPU: arithmetic of slabs and blocks, and the checks of what user space passed. The
-// same source is compiled into the module and, for the tests, into a program.
+// What needs neither a kernel nor a GPU: arithmetic of slabs and blocks. The same source is compiled into the module
+// and, for the tests, into a program.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_PURE_H
 #define UVM_VMEM_PURE_H
 
 #include "uvm_vmem_ioctl.h"
-#include "uvm_vmem_status.h"
 
 #ifndef __KERNEL__
 #include <stdbool.h>
@@ -101,14 +100,5 @@ static inline bool uvm_vmem_whole_granules(__u64 *start, __u64 *end)
     *end = ((*end + 1) & ~(UVM_VMEM_GRANULE - 1)) - 1;
     return *start < *end;
 }
-
-// Check everything in a call's structure that can be checked without looking at the file's state.
-NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p);
-NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p);
-NV_STATUS uvm_vmem_check_release(const struct uvm_vmem_release *p);
-NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p);
-
-// Check one element. *total is the sum of the lengths so far.
-NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total);
 
 #endif

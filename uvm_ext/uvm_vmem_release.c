@@ -3,6 +3,7 @@
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
+#include "uvm_vmem_check.h"
 #include "uvm_vmem_commit.h"
 #include "uvm_vmem_memory.h"
 #include "uvm_vmem_release.h"

@@ -1,5 +1,5 @@
-// NV_STATUS values that vMem's calls, and those of the stock driver that libvmem makes, return, for user space. Inside the module they come from NVIDIA's nvstatuscodes.h,
-// which a test compares with these.
+// NV_STATUS values that vMem's calls, and those of the stock driver that libvmem makes, return, for user space. Inside
+// the module they come from NVIDIA's nvstatuscodes.h, which a test compares with these.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_STATUS_H

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "uvm_vmem_pure.h"
+#include "uvm_vmem_check.h"
 
 #define CHECK(cond)                                                    \
     do {                                                               \
