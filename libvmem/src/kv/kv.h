@@ -171,6 +171,7 @@ struct vmem_kv {
     uint32_t hold; // calls that want the worker to pause
     uint32_t idle_ms;
     uint64_t calls;       // public calls so far
+    bool called;          // one is at work, and may have dropped state to wait
     bool idle_once, gave; // the worker saw the cache idle; it gave back what an idle one gives
 
     vmem_kv *next;         // the context's next cache

@@ -2,7 +2,9 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
+#include <string.h>
 
+#include "core/core.h"
 #include "kv/kv.h"
 
 // A request's first step: the slot's kept pages stay as far as they can be given up again in small pieces later.
@@ -219,8 +221,30 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
         stage(kv, slot, 0, 0);
 }
 
+// Most growth asks for no other pages than the last step: then nothing is to be planned, and one lock is enough.
+static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    if (!kv || !*kv->ctx->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
+        return false;
+    pthread_mutex_lock(&kv->state);
+    const struct kv_slot *s = &kv->slots[slot];
+    const bool steady = !kv->called && s->state == VMEM_KV_ACTIVE && tokens && tokens >= s->tokens &&
+                        tokens <= s->steady && tokens >= s->shared_tokens && !kv->staged_pages[slot];
+    if (steady) {
+        stage(kv, slot, (int32_t)tokens, 0);
+        kv->calls++;
+    }
+    pthread_mutex_unlock(&kv->state);
+    return steady;
+}
+
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
+    if (stage_steady(kv, slot, tokens)) {
+        if (missing)
+            *missing = 0;
+        return 0;
+    }
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
@@ -257,7 +281,11 @@ int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
     if (!kv->n_staged)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "no growth is staged"));
     rc = do_step(kv, kv->staged, kv->n_slots, missing);
-    for (uint32_t s = 0; s < kv->n_slots && !rc; s++)
-        stage(kv, s, 0, 0);
+    if (!rc) {
+        memset(kv->staged, 0, kv->n_slots * sizeof(*kv->staged));
+        memset(kv->staged_pages, 0, kv->n_slots * sizeof(*kv->staged_pages));
+        kv->n_staged = 0;
+        kv->staged_missing = 0;
+    }
     return vmem__kv_leave(kv, rc);
 }

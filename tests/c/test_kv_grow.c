@@ -1,0 +1,106 @@
+// Steps that are staged request by request: each answer is what a step with all of it would say. With the checks of
+// VMEM_KV_CHECK and without, where growth within the pages of the last step takes a shorter way.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 3
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+static struct vmem_kv_stats stats(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+static uint32_t tokens_of(uint32_t slot)
+{
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, slot, &info));
+    return info.tokens;
+}
+
+// 32 rows to a page, ten pages.
+static void test_grow(uint32_t flags)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = flags,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = SLOTS,
+                                 .max_tokens = 400,
+                                 .page_size = test_page,
+                                 .budget = 10 * test_page};
+    uint64_t missing, last;
+    uint32_t slot;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    ERR(vmem_kv_grow(kv, 0, 1, NULL), EINVAL, "the slot is free");
+    ERR(vmem_kv_grow(kv, SLOTS, 1, NULL), EINVAL, "slot 3: there are 3");
+    for (uint32_t s = 0; s < SLOTS; s++)
+        OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(vmem_kv_grow(kv, 0, 33, &missing));
+    OK(vmem_kv_grow(kv, 1, 100, &missing));
+    OK(vmem_kv_commit(kv, &missing));
+    CHECK_EQ(stats().held_pages, 6);
+    for (uint32_t n = 34; n <= 64; n++) { // within the second page
+        missing = 99;
+        OK(vmem_kv_grow(kv, 0, n, &missing));
+        CHECK_EQ(missing, 0);
+        OK(vmem_kv_commit(kv, &missing));
+        CHECK_EQ(tokens_of(0), n);
+        CHECK_EQ(stats().held_pages, 6);
+    }
+    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    // Back and forth: the last word counts, and 0 takes it back.
+    OK(vmem_kv_grow(kv, 0, 64, NULL));
+    OK(vmem_kv_grow(kv, 0, 65, NULL));
+    OK(vmem_kv_grow(kv, 0, 64, NULL));
+    OK(vmem_kv_grow(kv, 1, 101, NULL));
+    OK(vmem_kv_grow(kv, 1, 0, NULL));
+    OK(vmem_kv_commit(kv, NULL));
+    CHECK_EQ(stats().held_pages, 6);
+    CHECK_EQ(tokens_of(1), 100);
+    // One after another, until it does not fit with all that is staged.
+    OK(vmem_kv_grow(kv, 0, 64, NULL));
+    OK(vmem_kv_grow(kv, 1, 160, NULL));
+    CHECK_EQ(vmem_kv_grow(kv, 2, 160, &missing), -ENOMEM);
+    CHECK_EQ(missing, 2);
+    OK(vmem_kv_grow(kv, 2, 96, NULL));
+    OK(vmem_kv_commit(kv, NULL));
+    CHECK_EQ(stats().held_pages, 10);
+    CHECK_EQ(vmem_kv_grow(kv, 0, 65, &missing), -ENOMEM);
+    CHECK_EQ(missing, 1);
+    // A slot that is given up, swapped out or shortened is not staged any more.
+    OK(vmem_kv_grow(kv, 0, 64, NULL));
+    OK(vmem_kv_last_step(kv, &last));
+    OK(vmem_kv_free_after(kv, 0, last));
+    ERR(vmem_kv_grow(kv, 0, 64, NULL), EINVAL, "being given up");
+    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    OK(vmem_kv_retire(kv, last));
+    OK(vmem_kv_grow(kv, 1, 160, NULL));
+    OK(vmem_kv_truncate(kv, 1, 10));
+    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    OK(vmem_kv_grow(kv, 1, 11, NULL));
+    OK(vmem_kv_commit(kv, NULL));
+    CHECK_EQ(tokens_of(1), 11);
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    test_grow(VMEM_KV_CHECK);
+    test_grow(0);
+    test_grow(VMEM_KV_LAZY);
+    test_grow(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);
+    vmem_context_destroy(ctx);
+    return 0;
+}
