@@ -25,13 +25,6 @@ int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n)
     return vmem__kv_leave(kv, 0);
 }
 
-// Of two numbers of tokens that slots are backed for, whether `fit` suits a request of `tokens` better: the smallest
-// that is large enough, else the largest, as vmem__kv_choose does.
-static bool suits(uint32_t fit, uint32_t best, uint32_t tokens)
-{
-    return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
-}
-
 // Tokens that a free slot is backed for, from the first row on.
 static uint32_t backed(const vmem_kv *kv, uint32_t slot)
 {
@@ -54,7 +47,7 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, uint32_t *tokens)
             for (uint32_t k = 0; k < i && other; k++)
                 other = taken[k] != s;
             uint32_t fit = backed(kv, s);
-            if (other && (best == UINT32_MAX || suits(fit, best_fit, kv->expected[i]))) {
+            if (other && (best == UINT32_MAX || kv_fits_better(fit, best_fit, kv->expected[i]))) {
                 best = s;
                 best_fit = fit;
             }
