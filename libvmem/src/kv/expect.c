@@ -47,7 +47,7 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, uint32_t *tokens)
             for (uint32_t k = 0; k < i && other; k++)
                 other = taken[k] != s;
             uint32_t fit = backed(kv, s);
-            if (other && (best == UINT32_MAX || kv_fits_better(fit, best_fit, kv->expected[i]))) {
+            if (other && (best == UINT32_MAX || vmem__kv_fits_better(fit, best_fit, kv->expected[i]))) {
                 best = s;
                 best_fit = fit;
             }

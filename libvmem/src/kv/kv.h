@@ -294,7 +294,7 @@ int vmem__kv_end_requests(vmem_kv *kv);
 // The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
 uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Whether a slot backed for `fit` tokens suits a request of `tokens` better than one backed for `best`.
-bool kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens);
+bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens);
 // Zeroes a slot's pages; needs no lock.
 int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot);
 

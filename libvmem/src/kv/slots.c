@@ -6,7 +6,7 @@
 
 // How well a slot's kept pages, for a request of `fit` tokens, suit one of `tokens`: the smallest that is large enough,
 // else the largest.
-bool kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
+bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
 {
     return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
 }
@@ -36,7 +36,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
             fit = 0;
         else if (s->from) // what is of use of pages that do not begin at the first row
             fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
-        if (best == UINT32_MAX || gain > best_gain || kv_fits_better(fit, best_fit, tokens) ||
+        if (best == UINT32_MAX || gain > best_gain || vmem__kv_fits_better(fit, best_fit, tokens) ||
             (gain == best_gain && fit == best_fit && s->from < kv->idle[best].from)) {
             best = i;
             best_fit = fit;
