@@ -148,6 +148,25 @@ def _open(file: Any, mode: Literal["rb", "wb"]) -> AbstractContextManager[IO[byt
     return nullcontext(file)
 
 
+def _read(source: IO[bytes], size: int) -> bytes:
+    """size bytes, or what there is: a file without a buffer gives as many at a time as it likes."""
+    data = source.read(size)
+    while 0 < len(data) < size:
+        more = source.read(size - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _write(out: IO[bytes], data: bytes) -> None:
+    """All of data, also where the file has no buffer and takes a part at a time."""
+    left = memoryview(data)
+    while left:
+        done: int | None = out.write(left)
+        left = left[len(left) if done is None else done :]
+
+
 def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]:
     """What the second line of a file says: shape, dtype and the backed parts."""
     try:
@@ -158,7 +177,7 @@ def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]
         nbytes = math.prod(shape) * dtype.itemsize
         if not isinstance(dtype, torch.dtype) or any(min(p) < 0 or sum(p) > nbytes for p in parts):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("file does not hold a virtual tensor: its header is damaged") from None
     return shape, dtype, parts
 
@@ -349,10 +368,10 @@ class VirtualTensor(Uncopyable):
         parts = self._range.backed(0, self.nbytes)
         about = {"shape": list(self.tensor.shape), "dtype": str(self.tensor.dtype).split(".")[1], "parts": parts}
         with _open(file, "wb") as out:
-            out.write(_MAGIC + json.dumps(about).encode() + b"\n")
+            _write(out, _MAGIC + json.dumps(about).encode() + b"\n")
             for first, length in parts:
                 for at in range(first, first + length, _PIECE):
-                    out.write(self.context.read(self.addr + at, min(_PIECE, first + length - at)))
+                    _write(out, self.context.read(self.addr + at, min(_PIECE, first + length - at)))
         return sum(length for _, length in parts)
 
     @classmethod
@@ -371,7 +390,7 @@ class VirtualTensor(Uncopyable):
         Raises ValueError for a file that `save` did not write, or not to its end, and `OutOfMemory`.
         """
         with _open(file, "rb") as source:
-            if source.read(len(_MAGIC)) != _MAGIC:
+            if _read(source, len(_MAGIC)) != _MAGIC:
                 raise ValueError("file does not hold a virtual tensor")
             shape, dtype, parts = _header(source.readline())
             loaded = cls(shape, dtype, device, page_size=page_size, backdrop=backdrop, zero=zero, context=context)
@@ -379,7 +398,7 @@ class VirtualTensor(Uncopyable):
                 for first, length in parts:
                     loaded.commit(bytes=slice(first, first + length))
                     for at in range(first, first + length, _PIECE):
-                        data = source.read(min(_PIECE, first + length - at))
+                        data = _read(source, min(_PIECE, first + length - at))
                         if len(data) < min(_PIECE, first + length - at):
                             raise ValueError("file ends before the tensor's data does")
                         loaded.context.write(loaded.addr + at, data)

@@ -282,3 +282,30 @@ def test_a_child_cannot_write_into_what_came_after():
         assert torch.equal(new.tensor, torch.full((64, 16384), 2.0))
         """
     )
+
+
+class Unbuffered(io.BytesIO):
+    """Reads and writes a part at a time, as pipes and sockets without a buffer do."""
+
+    def read(self, size=-1):
+        return super().read(min(size, 1000) if size > 0 else size)
+
+    def write(self, data):
+        return super().write(bytes(data)[:1000])
+
+
+def test_files_without_a_buffer(empty, context, device):
+    file = Unbuffered()
+    with empty((4, 65536), torch.uint8) as v:
+        v.commit(rows=slice(1, 3))
+        v.tensor[1:3] = torch.arange(65536).to(torch.uint8)
+        expected = v.tensor[1:3].clone()
+        v.save(file)
+    file.seek(0)
+    with pyvmem.VirtualTensor.load(file, device, context=context) as loaded:
+        assert torch.equal(loaded.tensor[1:3], expected)
+
+
+def test_a_header_of_brackets_is_damaged():
+    with pytest.raises(ValueError, match="header is damaged"):
+        pyvmem.VirtualTensor.load(io.BytesIO(b"pyvmem tensor 1\n" + b"[" * 100000 + b"\n"))
