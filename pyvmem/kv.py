@@ -105,8 +105,6 @@ class KVCache(_Owned):
         How many pages the last call that returned -1 was short of; `shortage` gives the reason.
     options : KVCacheOptions
         As given, with the keywords in their places.
-    same_slots : bool
-        Of the options.
 
     Raises
     ------

@@ -245,10 +245,11 @@ class Reservation(_Owned):
             n = len(handles)
             self._part(first, n * size)
             _check(lib.pv_range_map(self._owned(), first, size, pages._buffer, n, flags, bad), bad)
-        # Whatever became of another thread's call for the same pages: these are mapped now.
-        self._pages.add(pages)
-        pages._homes[id(self)] = self
-        if self.closed or pages.closed:
+        # These are mapped now, whatever another thread's call for the same pages did. Only closing takes them out.
+        if pages not in self._pages:
+            self._pages.add(pages)
+            pages._homes[id(self)] = self
+        if self._owner is None or pages._owner is None:
             self._pages.discard(pages)
 
     def unmap(self, offset: Any = 0, length: Any = None) -> None:
