@@ -60,7 +60,7 @@ def sample_arrays(count: int, n: int) -> tuple[list[npt.NDArray[np.uint64]], lis
 
 
 def backdrop_flag(context: Context) -> int:
-    """VMEM_RESERVE_BACKDROP where the backend can: what tensors use."""
+    """The flags that tensors reserve with: a backdrop, if the backend supports one."""
     return lib.VMEM_RESERVE_BACKDROP if "backdrop" in context.info().capabilities else 0
 
 
@@ -172,7 +172,7 @@ def paired(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], turn: int) -> npt.N
 
 
 def scattered(n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
-    """Page numbers 0 to n-1 in an order without neighbours to speak of."""
+    """Page numbers 0 to n-1 in an order with almost no neighbours."""
     return np.random.default_rng(seed).permutation(n).astype(np.uint64)
 
 

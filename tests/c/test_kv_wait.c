@@ -88,7 +88,7 @@ int main(int argc, char **argv)
     CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6); // the page came from the background
     CHECK(stats().ahead_mapped_pages >= 1);
 
-    // Whoever asks for the statistics does not wait for a step that is mapping; those before it are counted.
+    // A query of the statistics does not wait for a step that is mapping; the steps before it are counted.
     OK(vmem_kv_wait(kv));
     step(0, 200);
     uint64_t steps = stats().steps;
