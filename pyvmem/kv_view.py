@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import itertools
 import mmap
 import os
+import time
 import re
 import stat
 import tempfile
@@ -144,12 +145,36 @@ def check_budget(view: View, bytes: int) -> int:
 
 
 def want_budget(view: View, bytes: int) -> None:
-    """Ask a process to change its cache's budget: it does so at its next step. Raises ValueError as `check_budget`."""
+    """Ask a process to change its cache's budget: it does so when idle, or at its next step.
+
+    Raises ValueError as `check_budget`.
+    """
     bytes = check_budget(view, bytes)
     data, raw = _open(view.path)
     if data is None:
         raise ValueError(f"{view.path} holds no view")
     raw.wanted_budget = bytes
+
+
+def budget_answer(view: View, bytes: int, seconds: float) -> str:
+    """What became of a `want_budget`, in words, after `seconds` at most: taken over, refused, or not looked at yet."""
+    until = time.monotonic() + seconds
+    while True:
+        data, raw = _open(view.path) if view.path.exists() else (None, None)
+        now = read_view(view.path) if data is not None else None
+        if now is None or raw is None:
+            return "gone: the process has ended"
+        page, pages = now.stats["page_size"], now.stats["budget_pages"]
+        if not raw.wanted_budget and pages == bytes // page:
+            beyond = now.stats["held_pages"] - pages
+            if beyond <= 0:
+                return f"applied: {pages * page >> 20} MiB"
+            return f"applied: {pages * page >> 20} MiB; requests hold {beyond * page >> 20} MiB more until they end"
+        if time.monotonic() >= until:
+            if raw.wanted_budget:
+                return "deferred: it is taken over at the next step"
+            return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
+        time.sleep(0.01)
 
 
 def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:

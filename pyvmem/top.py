@@ -15,7 +15,7 @@ from typing import TextIO
 from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv_view import View, check_budget, read_views, want_budget
+from pyvmem.kv_view import View, budget_answer, check_budget, read_views, want_budget
 
 COLUMNS = (
     "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",
@@ -56,6 +56,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", action="append", default=[], metavar="PID=SIZE",
         help="give the KV caches of a process another budget, such as 1234=16G; they take it over at their next step",
     )  # fmt: skip
+    parser.add_argument(
+        "--wait", type=wait, default=1.0, metavar="SECONDS", help="for the answer to --limit, which is printed (1)"
+    )  # fmt: skip
 
 
 def _limit(text: str) -> list[tuple[View, int]]:
@@ -82,6 +85,8 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     wanted = [limit for text in args.limit for limit in _limit(text)]  # all are looked at before one is asked
     for view, size in wanted:
         want_budget(view, size)
+    for view, size in wanted:
+        print(f"{view.pid} {view.name}: {budget_answer(view, size, args.wait)}", file=sys.stderr)
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0

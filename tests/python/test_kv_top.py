@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,8 +28,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "pyvmem"
 
 
-def make(name="kv"):
-    return KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name)
+def make(name="kv", **options):
+    options = {"idle_seconds": math.inf, **options}  # no answers but those of calls
+    return KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name, **options)
 
 
 def run(*words):
@@ -95,15 +97,36 @@ def test_top_prints_a_row_for_each_cache():
         assert [v["name"] for v in json.loads(run("--json"))] == ["one", "two"]
 
 
-def test_another_process_can_set_the_budget():
+def test_another_process_can_set_the_budget(capsys):
     with make() as cache:
-        run("--limit", f"{os.getpid()}=16M")
+        run("--limit", f"{os.getpid()}=16M", "--wait", "0.01")
+        assert "deferred: it is taken over at the next step" in capsys.readouterr().err
         assert cache.stats().budget_pages == 512
         cache.step([0] * 4)
         assert cache.stats().budget_pages == 256
-        run("--limit", f"{os.getpid()}=8M")
+        run("--limit", f"{os.getpid()}=8M", "--wait", "0.01")
         cache.check([0] * 4)
         assert cache.stats().budget_pages == 128
+
+
+def test_an_idle_cache_answers_without_a_step(capsys):
+    with make(idle_seconds=0.01) as cache:
+        run("--limit", f"{os.getpid()}=16M", "--wait", "60")
+        assert "kv: applied: 16 MiB" in capsys.readouterr().err
+        assert cache.stats().budget_pages == 256
+
+
+def test_a_budget_below_what_requests_hold_says_so(capsys):
+    with make(overlap=False) as cache:
+        slot = cache.alloc_reqid(1000)
+        assert cache.step([1000 if s == slot else 0 for s in range(4)]) == 0
+        view = kv_view.read_views()[0]
+        kv_view.want_budget(view, MIB)
+        cache.check([0] * 4)
+        held = cache.stats().held_pages * cache.page_size >> 20
+        answer = kv_view.budget_answer(view, MIB, 60)
+        assert answer == f"applied: 1 MiB; requests hold {held - 1} MiB more until they end"
+    assert kv_view.budget_answer(view, MIB, 0).startswith("gone")
 
 
 def test_limits_that_no_cache_can_have_are_refused():
