@@ -194,7 +194,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
         kv->step++;
     }
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
-    if (kv->view && kv->view->wanted_budget)
+    if (kv->view && __atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED))
         vmem__kv_take_wanted(kv);
     return rc;
 }

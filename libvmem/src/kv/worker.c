@@ -291,7 +291,7 @@ static bool give_all(vmem_kv *kv)
 // Takes over a budget that another process wants, as a call of its own.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!kv->view || !kv->view->wanted_budget || kv->flags & VMEM_KV_SAME_SLOTS)
+    if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) || kv->flags & VMEM_KV_SAME_SLOTS)
         return;
     pthread_mutex_unlock(&kv->state);
     if (!vmem__kv_enter_step(kv)) {
