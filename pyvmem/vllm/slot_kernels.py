@@ -125,8 +125,11 @@ def join(
                 # The head is the program's first, unless the program begins with another.
                 part = tl.where(program * tiles // programs < start, 1, 0)
                 slot = (program * 2 + part) * GROUP
-                logs = tl.load(lse + slot + g, mask=g < GROUP, other=0.0)
-                values = tl.load(partial + (slot + g)[:, None] * DIM + d[None, :], mask=ok, other=0.0)
+                # With fewer tiles than programs some have none, and what stands in their place is another step's.
+                has = (program + 1) * tiles // programs > program * tiles // programs
+                logs = tl.load(lse + slot + g, mask=(g < GROUP) & has, other=float("-inf"))
+                logs = tl.where(g < GROUP, logs, 0.0)
+                values = tl.load(partial + (slot + g)[:, None] * DIM + d[None, :], mask=ok & has, other=0.0)
                 new = tl.maximum(best, logs)
                 old = tl.exp2(best - new)
                 weight = tl.exp2(logs - new)

@@ -67,19 +67,19 @@ static void test_kept_pages_and_memory_ahead_go(void)
     uint32_t slot;
     uint64_t prefix;
     const uint64_t own = test_stats(ctx).overhead;
-    make(VMEM_KV_EAGER | VMEM_KV_GENEROUS, 64 * MIB);
+    make(VMEM_KV_EAGER | VMEM_KV_GENEROUS, 1024 * test_page);
     OK(vmem_kv_alloc(kv, 320, &slot));
     step(slot, 320);
     // Not beside a request, however long it does nothing.
     wait_for_looks(4);
     CHECK_EQ(stats().needed_pages, 20);
-    CHECK(test_stats(ctx).created + test_stats(ctx).overhead >= own + 64 * MIB);
+    CHECK(test_stats(ctx).created + test_stats(ctx).overhead >= own + 1024 * test_page);
     OK(vmem_kv_prefix_save(kv, slot, 64, &prefix));
     OK(vmem_kv_free(kv, slot));
     wait_for_looks(6);
     CHECK_EQ(stats().kept_pages, 0);
     CHECK_EQ(stats().held_pages, 4); // what is saved stays
-    CHECK(test_stats(ctx).created + test_stats(ctx).overhead < own + 64 * MIB || test_info.caps & VMEM_CAP_GPU);
+    CHECK(test_stats(ctx).created + test_stats(ctx).overhead < own + 1024 * test_page || test_info.caps & VMEM_CAP_GPU);
     // And it works on.
     OK(vmem_kv_alloc(kv, 320, &slot));
     OK(vmem_kv_prefix_attach(kv, prefix, slot, 64, NULL));
@@ -100,11 +100,11 @@ static void test_a_limit_needs_no_call(void)
     close(fd);
     unlink(path);
     for (uint32_t same = 0; same < 2; same++) {
-        make(same ? VMEM_KV_SAME_SLOTS : 0, 64 * MIB);
+        make(same ? VMEM_KV_SAME_SLOTS : 0, 1024 * test_page);
         OK(vmem_kv_publish(kv, path, "idle"));
-        __atomic_store_n(&kv->view->wanted_budget, 32 * MIB, __ATOMIC_RELEASE);
+        __atomic_store_n(&kv->view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
         wait_for_looks(3);
-        CHECK_EQ(stats().budget_pages * test_page, (same ? 64 : 32) * MIB); // ranks take budgets over together
+        CHECK_EQ(stats().budget_pages * test_page, (same ? 1024 : 512) * test_page); // ranks take budgets over together
         vmem_kv_destroy(kv);
     }
 }

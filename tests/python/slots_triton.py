@@ -8,6 +8,7 @@ import itertools
 import torch
 from attention_triton import fault
 
+from pyvmem.vllm import slots
 from pyvmem.vllm.slots import Work, decode
 
 TOKENS = 16
@@ -38,7 +39,8 @@ def reference(q, kv, first, length, window, softcap):
 def main(device, dtype, most):
     torch.manual_seed(0)
     cases = [*itertools.product(LENGTHS, [(8, 2, 64)], [(0, 0.0)]), (LENGTHS[0], (2, 2, 80), (0, 0.0)),
-             (LENGTHS[0], (8, 2, 64), (70, 0.0)), (LENGTHS[3], (8, 2, 64), (0, 5.0))]  # fmt: skip
+             (LENGTHS[0], (8, 2, 64), (70, 0.0)), (LENGTHS[3], (8, 2, 64), (0, 5.0)),
+             ((100,), (4, 1, 64), (0, 0.0)), ((130, 3), (4, 1, 64), (0, 0.0))]  # fmt: skip
     for lengths, (heads, kv_heads, dim), (window, softcap) in cases:
         kv, table = cache(lengths, kv_heads, dim, device, dtype)
         q = torch.randn(len(lengths), heads, dim, device=device).to(dtype)
@@ -46,6 +48,8 @@ def main(device, dtype, most):
         work = Work(len(lengths), torch.device(device), window)
         lengths_t = torch.tensor(lengths, dtype=torch.int32, device=device)
         work.plan(lengths_t)
+        for place in slots._parts(lengths_t.device, heads // kv_heads, dim)[1:]:
+            place.fill_(float("nan"))  # nothing may be read there that this call has not written
         decode(q, kv.transpose(1, 2), out, table, lengths_t, work, dim**-0.5, softcap)
         for i, length in enumerate(lengths):
             if length:
