@@ -85,7 +85,6 @@ class Calls:
                 self.seen |= {"map, no backdrop": arrays[1], "release, unmap included, no backdrop": arrays[3]}
         if "gpu" in context.info().capabilities and page_size < BLOCK:
             self._open_blocks(self._rows[0][0])
-        self._page = stack.enter_context(context.create(page_size))
         self._python = np.zeros((2, n), np.uint64)
         self.seen |= zip(("map, from Python", "unmap, from Python"), self._python)
 
@@ -108,13 +107,15 @@ class Calls:
 
     def _from_python(self, range_: Reservation, first: int, count: int) -> None:
         """The same page's samples through `Reservation.map` and `unmap`."""
-        for i in range(first, first + count):
-            offset = i * STRIDE % (RANGE // self.page_size) * self.page_size
-            start = perf_counter_ns()
-            range_.map(self._page, offset)
-            mapped = perf_counter_ns()
-            range_.unmap(offset, self.page_size)
-            self._python[:, i] = mapped - start, perf_counter_ns() - mapped
+        # The page goes again: beside it, `prealloc` would prepare other memory, in other places.
+        with self.context.create(self.page_size) as page:
+            for i in range(first, first + count):
+                offset = i * STRIDE % (RANGE // self.page_size) * self.page_size
+                start = perf_counter_ns()
+                range_.map(page, offset)
+                mapped = perf_counter_ns()
+                range_.unmap(offset, self.page_size)
+                self._python[:, i] = mapped - start, perf_counter_ns() - mapped
 
 
 class CudaCalls:
