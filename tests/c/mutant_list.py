@@ -119,7 +119,7 @@ MUTANTS = [
          "test_host_memory"),
         ("any lack of addresses is one of mappings", _H, "return reserve_error(-errno, r->length);",
          "return map_error(-errno, \"length: mmap\");", "test_reserve"),
-        ("a reservation waits for another one's sweep", _X, "        if (!s->inflight)\n            end_space(ctx, s);\n",
+        ("a reservation waits for another one's sweep", _X, "        if (!s->inflight)\n            end_reservation(ctx, s);\n",
          "", "test_busy"),
         ("a failed commit keeps what it made", _C, "        undo(ctx, &pages, rc);\n", "        (void)undo;\n",
          "test_failures test_interrupt"),

@@ -4,10 +4,7 @@
 // waits for it: whatever may happen beside it does.
 //
 // SPDX-License-Identifier: MIT
-#include <pthread.h>
-
-#include "harness.h"
-#include "kv/kv.h"
+#include "stop_worker.h"
 
 #define SLOTS 6
 #define TOKENS 400
@@ -50,44 +47,6 @@ static bool hard; // the context's budget is the cache's
 static bool zero; // VMEM_KV_ZERO
 
 static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
-
-// ---- the background thread, stopped ---------------------------------------------------------------------------
-
-static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t opened = PTHREAD_COND_INITIALIZER;
-static bool stopping, stopped, waited_for;
-static uint64_t stop_seed;
-
-static void go_on(void)
-{
-    pthread_mutex_lock(&gate);
-    stopped = false;
-    pthread_cond_broadcast(&opened);
-    pthread_mutex_unlock(&gate);
-}
-
-static void stop_at_random(enum vmem__kv_point point)
-{
-    pthread_mutex_lock(&gate);
-    if (point == KV_WORKER_UNLOCKED) {
-        stopped = stopping && !waited_for && rnd(&stop_seed) % 2;
-        while (stopped)
-            pthread_cond_wait(&opened, &gate);
-    } else {
-        waited_for = point == KV_CALL_WAITS;
-        stopped = false;
-        pthread_cond_broadcast(&opened);
-    }
-    pthread_mutex_unlock(&gate);
-}
-
-static void stop(bool on)
-{
-    pthread_mutex_lock(&gate);
-    stopping = on;
-    pthread_mutex_unlock(&gate);
-    go_on();
-}
 
 // ---- rows -----------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
 }
 
 // False: not yet. With the lock held, which it drops.
-static bool end_space(vmem_context *ctx, struct vmem__reservation_rec *s)
+static bool end_reservation(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     int rc = 0;
     if (s->mapped) {
@@ -89,11 +89,11 @@ static bool end_space(vmem_context *ctx, struct vmem__reservation_rec *s)
     return true;
 }
 
-static bool sweep_spaces(vmem_context *ctx)
+static bool sweep_reservations(vmem_context *ctx)
 {
     for (size_t i = 0; i < ctx->n_reservations; i++) {
         struct vmem__reservation_rec *s = ctx->reservations[i];
-        if (s->doomed && !s->inflight && end_space(ctx, s)) {
+        if (s->doomed && !s->inflight && end_reservation(ctx, s)) {
             ctx->stuck = false;
             return true;
         }
@@ -119,7 +119,7 @@ int vmem_unreserve(vmem_context *ctx, uint64_t addr)
         vmem__keep_error(text);
         ctx->sweeping = true; // this call looks after the rest when it ends
         if (!s->inflight)
-            end_space(ctx, s);
+            end_reservation(ctx, s);
         ctx->sweeping = ctx->sweeping && sweeping;
         vmem__error(0, "%s", text);
     }
@@ -163,7 +163,7 @@ void vmem__sweep(vmem_context *ctx)
     char text[VMEM__TEXT];
     vmem__keep_error(text); // may be what the caller is about to return
     ctx->sweeping = true;
-    while (ctx->n_doomed && !ctx->stuck && (sweep_spaces(ctx) || sweep_pages(ctx)))
+    while (ctx->n_doomed && !ctx->stuck && (sweep_reservations(ctx) || sweep_pages(ctx)))
         ;
     ctx->sweeping = false;
     vmem__error(0, "%s", text);
