@@ -9,12 +9,9 @@ SPDX-License-Identifier: MIT
 
 import array
 import errno
-import json
 import math
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
@@ -26,9 +23,9 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.kv_options import KVCacheOptions, options_of
+from pyvmem.kv_sharing import KVSharing
 from pyvmem.kv_types import KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
-from pyvmem.kv_view import STATS, new_view_path
-from pyvmem.owned import _Owned
+from pyvmem.kv_view import new_view_path
 from pyvmem.tensor import tensor_at
 
 __all__ = [
@@ -47,7 +44,6 @@ __all__ = [
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Cache = TypeVar("Cache", bound="KVCache")
 
-_REASONS = (None, "budget", "device", "mappings", "slots")
 _INT32 = np.dtype(np.int32)
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 
@@ -81,7 +77,7 @@ def _not_lengths(lengths: Iterable[Any]) -> Exception:
     return TypeError("lengths must be integers")
 
 
-class KVCache(_Owned):
+class KVCache(KVSharing):
     """A KV cache of `slots` requests of at most `max_tokens` tokens.
 
     Parameters
@@ -133,6 +129,7 @@ class KVCache(_Owned):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> None:
+        super().__init__()
         self.options = options = options_of(options, keywords)
         self.specs = list(specs)
         for spec in self.specs:
@@ -143,7 +140,6 @@ class KVCache(_Owned):
         self.tile_rows = options.tile_rows
         self._own_context = options.context is None
         self.context = options.context or Context(options.backend, options.device)
-        self.missing_pages = 0
         self.same_slots = options.same_slots
         kv = ffi.new("vmem_kv **")
         try:
@@ -160,10 +156,6 @@ class KVCache(_Owned):
             self._close_context()
             raise
         self._own(owner, kv[0])
-        self._swapped: dict[int, torch.Tensor] = {}
-        self._raw_stats: Any = None
-        self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
-        self._polling = threading.Lock()
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if options.name is not None:
             path = new_view_path()
@@ -297,34 +289,6 @@ class KVCache(_Owned):
             raise
         self._watch(after, number)
 
-    @property
-    def last_step(self) -> int:
-        """The number of the last successful step, counted from 1: the fence of its kernels. 0 before the first step."""
-        number = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_last_step(self._use(), number))
-        return int(number[0])
-
-    def retire(self, step: SupportsIndex | None = None) -> None:
-        """Declare that the kernels of all steps up to this one (None: of every step) have ended.
-
-        Without it they have when the steps that may be in flight are called after them.
-        """
-        _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
-
-    def _fence(self, after: Any) -> int:
-        return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
-
-    def _watch(self, after: Any, number: int) -> None:
-        """Retire the step when `after`, if it is an event, has come."""
-        if callable(getattr(after, "query", None)):
-            self._events.append((after, number))
-
-    def _poll(self) -> None:
-        """Retire the steps whose events have come. Every call does that asks for a slot or for memory."""
-        with self._polling:  # another thread's event is not to be taken for this one's
-            while self._events and self._events[0][0].query():
-                self.retire(self._events.pop(0)[1])
-
     def step(self, lengths: Lengths) -> int:
         """Back the rows of the coming iteration.
 
@@ -393,19 +357,6 @@ class KVCache(_Owned):
             raise _not_lengths(lengths.tolist())
         return ffi.from_buffer("int32_t[]", narrow)
 
-    def _short(self, answer: int) -> int:
-        if answer < 0:
-            _check(answer)
-        self.missing_pages = answer
-        return -1
-
-    @property
-    def shortage(self) -> Shortage:
-        """The `Shortage` of this thread's last call that found too little memory or no slot."""
-        raw = structure("vmem_kv_shortage")
-        _check(lib.vmem_kv_last_shortage(raw))
-        return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
-
     def room(self, slot: SupportsIndex | None = None) -> int:
         """Return the most tokens the slot could have in the next step if no other slot grew; None: a new request."""
         if self._events:
@@ -453,90 +404,7 @@ class KVCache(_Owned):
             rows.append(raw.tokens if raw.state == 1 else 0)
         return rows
 
-    # ---- sharing ---------------------------------------------------------------------------------------------
-
-    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
-        """Save the slot's first `tokens` rows, which must be written, for other requests. Returns a `Prefix`."""
-        prefix = ffi.new("uint64_t *")
-        slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
-        _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
-        info = self._prefix_info(prefix[0])
-        return Prefix(prefix[0], info.tokens, info.min_tokens)
-
-    def _prefix_info(self, id: int) -> Any:
-        info = structure("vmem_kv_prefix_info")
-        _check(lib.vmem_kv_prefix_query(self._use(), id, info))
-        return info
-
-    @staticmethod
-    def _of_prefix(prefix: Prefix, tokens: SupportsIndex | None) -> tuple[int, int]:
-        if not isinstance(prefix, Prefix):
-            raise TypeError(f"prefix must be a Prefix, not {prefix!r}")
-        return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
-
-    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
-        """Return (pages held, pages without another holder: what dropping the prefix frees)."""
-        info = self._prefix_info(self._of_prefix(prefix, None)[0])
-        return info.pages, info.own_pages
-
-    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
-        """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
-
-        Full pages are mapped, not copied. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor
-        with a window no longer has what the next token reads.
-        """
-        id, tokens = self._of_prefix(prefix, tokens)
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_attach(self._use(), id, uint("slot", slot, 32), tokens)
-        return self._short(rc) if rc else 0
-
-    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
-        """Return 0 if `attach_prefix` would find memory, or -1 as `step` does."""
-        id, tokens = self._of_prefix(prefix, tokens)
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_attach_check(self._use(), id, tokens)
-        return self._short(rc) if rc else 0
-
-    def drop_prefix(self, prefix: Prefix) -> None:
-        """Drop a prefix. Pages without another holder are released."""
-        _check(lib.vmem_kv_prefix_drop(self._use(), self._of_prefix(prefix, None)[0]))
-
-    # ---- swapping and memory ---------------------------------------------------------------------------------
-
-    def swap_out(self, slot: SupportsIndex) -> None:
-        """Quiet. Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
-
-        For a cache on a GPU, the CPU memory is pinned.
-        """
-        slot, size = uint("slot", slot, 32), ffi.new("uint64_t *")
-        _check(lib.vmem_kv_swap_size(self._use(), slot, size))
-        host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
-        _check(lib.vmem_kv_swap_out(self._use(), slot, ffi.cast("void *", host.data_ptr()), size[0]))
-        self._swapped[slot] = host
-
-    def swap_in(self, slot: SupportsIndex) -> int:
-        """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""
-        kv, slot = self._use(), uint("slot", slot, 32)
-        host = self._swapped.get(slot)
-        if host is None:
-            raise ValueError(f"slot {slot} is not swapped out")
-        if self._events:
-            self._poll()
-        data = ffi.cast("void *", host.data_ptr())
-        rc = lib.pv_kv_swap_in(kv, slot, data, host.numel())
-        if rc:
-            return self._short(rc)
-        del self._swapped[slot]
-        return 0
-
-    def check_swap_in(self, slot: SupportsIndex) -> int:
-        """Return 0 if `swap_in` would find memory, or -1 as `step` does."""
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
-        return self._short(rc) if rc else 0
+    # ---- memory ----------------------------------------------------------------------------------------------
 
     def set_budget(self, bytes: SupportsIndex) -> None:
         """Grow or shrink the budget. Shrinking returns device memory; active requests keep what they need.
@@ -553,32 +421,6 @@ class KVCache(_Owned):
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_reclaim(self._use(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
         return int(freed[0])
-
-    # ---- metrics ---------------------------------------------------------------------------------------------
-
-    @property
-    def step_maps(self) -> int:
-        """Steps so far that had to map something themselves: `stats` has it too, this takes no time."""
-        if self._raw_stats is None:
-            self._raw_stats = structure("vmem_kv_stats")
-        _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
-        return int(self._raw_stats.step_maps)
-
-    def stats(self) -> KVStats:
-        """The `KVStats` of this moment."""
-        raw = structure("vmem_kv_stats")
-        _check(lib.vmem_kv_get_stats(self._use(), raw))
-        return KVStats(*(int(getattr(raw, name)) for name in STATS))
-
-    def metrics_json(self) -> str:
-        """Return the statistics as a JSON object."""
-        return json.dumps(asdict(self.stats()))
-
-    def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
-        """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""
-        from pyvmem.kv_view import prometheus
-
-        return prometheus(asdict(self.stats()), prefix, labels)
 
     # ---- the end ---------------------------------------------------------------------------------------------
 

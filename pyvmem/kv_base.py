@@ -1,0 +1,102 @@
+"""What every part of a KV cache needs: its fences, its answers when memory is short, and its statistics.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, SupportsIndex
+
+from pyvmem._checks import uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import _check, structure
+from pyvmem.kv_types import KVStats, Shortage
+from pyvmem.kv_view import STATS
+from pyvmem.owned import _Owned
+
+_REASONS = (None, "budget", "device", "mappings", "slots")
+
+
+class KVBase(_Owned):
+    """The native manager with its fences."""
+
+    missing_pages: int
+
+    def __init__(self) -> None:
+        self.missing_pages = 0
+        self._raw_stats: Any = None
+        self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
+        self._polling = threading.Lock()
+
+    # ---- fences ----------------------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last successful step, counted from 1: the fence of its kernels. 0 before the first step."""
+        number = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_last_step(self._use(), number))
+        return int(number[0])
+
+    def retire(self, step: SupportsIndex | None = None) -> None:
+        """Declare that the kernels of all steps up to this one (None: of every step) have ended.
+
+        Without it they have when the steps that may be in flight are called after them.
+        """
+        _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
+
+    def _fence(self, after: Any) -> int:
+        return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
+
+    def _watch(self, after: Any, number: int) -> None:
+        """Retire the step when `after`, if it is an event, has come."""
+        if callable(getattr(after, "query", None)):
+            self._events.append((after, number))
+
+    def _poll(self) -> None:
+        """Retire the steps whose events have come. Every call does that asks for a slot or for memory."""
+        with self._polling:  # another thread's event is not to be taken for this one's
+            while self._events and self._events[0][0].query():
+                self.retire(self._events.pop(0)[1])
+
+    # ---- when memory is short --------------------------------------------------------------------------------
+
+    def _short(self, answer: int) -> int:
+        if answer < 0:
+            _check(answer)
+        self.missing_pages = answer
+        return -1
+
+    @property
+    def shortage(self) -> Shortage:
+        """The `Shortage` of this thread's last call that found too little memory or no slot."""
+        raw = structure("vmem_kv_shortage")
+        _check(lib.vmem_kv_last_shortage(raw))
+        return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
+
+    # ---- metrics ---------------------------------------------------------------------------------------------
+
+    @property
+    def step_maps(self) -> int:
+        """Steps so far that had to map something themselves: `stats` has it too, this takes no time."""
+        if self._raw_stats is None:
+            self._raw_stats = structure("vmem_kv_stats")
+        _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
+        return int(self._raw_stats.step_maps)
+
+    def stats(self) -> KVStats:
+        """The `KVStats` of this moment."""
+        raw = structure("vmem_kv_stats")
+        _check(lib.vmem_kv_get_stats(self._use(), raw))
+        return KVStats(*(int(getattr(raw, name)) for name in STATS))
+
+    def metrics_json(self) -> str:
+        """Return the statistics as a JSON object."""
+        return json.dumps(asdict(self.stats()))
+
+    def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
+        """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""
+        from pyvmem.kv_view import prometheus
+
+        return prometheus(asdict(self.stats()), prefix, labels)

@@ -1,0 +1,109 @@
+"""Rows that leave a slot and come back: prefixes that requests share, and requests swapped out to CPU memory.
+
+SPDX-License-Identifier: MIT
+"""
+
+from typing import Any, SupportsIndex
+
+import torch
+
+from pyvmem._checks import uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import _check, structure
+from pyvmem.kv_base import KVBase
+from pyvmem.kv_types import Prefix
+
+
+class KVSharing(KVBase):
+    """The prefixes and the swapped requests of a KV cache."""
+
+    tensors: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._swapped: dict[int, torch.Tensor] = {}
+
+    # ---- prefixes --------------------------------------------------------------------------------------------
+
+    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
+        """Save the slot's first `tokens` rows, which must be written, for other requests. Returns a `Prefix`."""
+        prefix = ffi.new("uint64_t *")
+        slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
+        _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
+        info = self._prefix_info(prefix[0])
+        return Prefix(prefix[0], info.tokens, info.min_tokens)
+
+    def _prefix_info(self, id: int) -> Any:
+        info = structure("vmem_kv_prefix_info")
+        _check(lib.vmem_kv_prefix_query(self._use(), id, info))
+        return info
+
+    @staticmethod
+    def _of_prefix(prefix: Prefix, tokens: SupportsIndex | None) -> tuple[int, int]:
+        if not isinstance(prefix, Prefix):
+            raise TypeError(f"prefix must be a Prefix, not {prefix!r}")
+        return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
+
+    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
+        """Return (pages held, pages without another holder: what dropping the prefix frees)."""
+        info = self._prefix_info(self._of_prefix(prefix, None)[0])
+        return info.pages, info.own_pages
+
+    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
+        """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
+
+        Full pages are mapped, not copied. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor
+        with a window no longer has what the next token reads.
+        """
+        id, tokens = self._of_prefix(prefix, tokens)
+        if self._events:
+            self._poll()
+        rc = lib.pv_kv_attach(self._use(), id, uint("slot", slot, 32), tokens)
+        return self._short(rc) if rc else 0
+
+    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
+        """Return 0 if `attach_prefix` would find memory, or -1 as `step` does."""
+        id, tokens = self._of_prefix(prefix, tokens)
+        if self._events:
+            self._poll()
+        rc = lib.pv_kv_attach_check(self._use(), id, tokens)
+        return self._short(rc) if rc else 0
+
+    def drop_prefix(self, prefix: Prefix) -> None:
+        """Drop a prefix. Pages without another holder are released."""
+        _check(lib.vmem_kv_prefix_drop(self._use(), self._of_prefix(prefix, None)[0]))
+
+    # ---- swapping -------------------------------------------------------------------------------------------
+
+    def swap_out(self, slot: SupportsIndex) -> None:
+        """Quiet. Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
+
+        For a cache on a GPU, the CPU memory is pinned.
+        """
+        slot, size = uint("slot", slot, 32), ffi.new("uint64_t *")
+        _check(lib.vmem_kv_swap_size(self._use(), slot, size))
+        host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
+        _check(lib.vmem_kv_swap_out(self._use(), slot, ffi.cast("void *", host.data_ptr()), size[0]))
+        self._swapped[slot] = host
+
+    def swap_in(self, slot: SupportsIndex) -> int:
+        """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""
+        kv, slot = self._use(), uint("slot", slot, 32)
+        host = self._swapped.get(slot)
+        if host is None:
+            raise ValueError(f"slot {slot} is not swapped out")
+        if self._events:
+            self._poll()
+        data = ffi.cast("void *", host.data_ptr())
+        rc = lib.pv_kv_swap_in(kv, slot, data, host.numel())
+        if rc:
+            return self._short(rc)
+        del self._swapped[slot]
+        return 0
+
+    def check_swap_in(self, slot: SupportsIndex) -> int:
+        """Return 0 if `swap_in` would find memory, or -1 as `step` does."""
+        if self._events:
+            self._poll()
+        rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
+        return self._short(rc) if rc else 0
