@@ -154,7 +154,7 @@ def write(path, release, kernel, arch, rows):
     lines = ["# Mutants of the kernel module", "",
              f"{killed} of {len(rows)} seeded mutants of uvm_ext killed (`make mutants`; driver {release}, kernel "
              f"{kernel.release}, simulated GPU ({arch}), {datetime.date.today().isoformat()}).", "",
-             "| | mutant | what it breaks | test | what the test saw |", "|---|---|---|---|---|"]  # fmt: skip
+             "| | mutant | fault | test | what the test reported |", "|---|---|---|---|---|"]  # fmt: skip
     for number, mutant, noticed in rows:
         seen = f"`{noticed[:105]}`".replace("|", "\\|") if noticed else "**survived**"
         lines.append(f"| {number} | {mutant.name} | {mutant.what} | {mutant.test} | {seen} |")
