@@ -1,9 +1,9 @@
-"""Tensor parallelism: one KV cache on every rank, and ranks that always decide alike.
+"""Tensor parallelism: one KV cache on every rank, and ranks that always make the same decisions.
 
-Every rank makes the same calls in the same order. Slots come out equal because a manager with ``same_slots`` chooses
-them by the calls alone; whether a step is possible is agreed on before anything is mapped, so that a rank with less
-memory holds all of them to what it can do. The agreement is one all-reduce of `torch.distributed`, over whatever
-backend the process group has (gloo, NCCL). Run under ``torchrun``.
+Every rank makes the same calls in the same order. All ranks choose equal slots, because a manager with ``same_slots``
+chooses them by the sequence of calls alone. The ranks agree on whether a step is possible before they map anything, so
+the rank with the least memory limits all of them. The agreement is one all-reduce of `torch.distributed` over the
+process group's backend (gloo, NCCL). Run under ``torchrun``.
 
 SPDX-License-Identifier: MIT
 """
@@ -22,7 +22,7 @@ from pyvmem._checks import uint
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv import KVCache, Lengths, Prefix
 
-# What every rank answers for itself: nothing is decided by it.
+# Attributes and calls that each rank answers for itself, because no decision depends on them.
 _LOCAL = frozenset(
     (
         "alloc_reqid closed context drop_prefix expect flat keys last_step layout max_tokens metrics_json "
@@ -31,11 +31,11 @@ _LOCAL = frozenset(
     ).split()
 )
 
-_OTHER = 1 << 20  # the word of a rank whose call raised an exception without an errno
+_OTHER = 1 << 20  # reported by a rank whose call raised an exception without an errno
 
 
 def _decisive(cache: KVCache) -> tuple[Any, ...]:
-    """What the choice of slots and the answers follow from, besides the budget."""
+    """What determines the choice of slots and the answers, besides the budget."""
     options = cache.options
     tensors = [(Fraction(cache.page_size, spec.row_bytes), spec.window, spec.max_tokens) for spec in cache.specs]
     return (
@@ -45,43 +45,43 @@ def _decisive(cache: KVCache) -> tuple[Any, ...]:
 
 
 def _sum_of(lengths: Any) -> int:
-    """A checksum, which tells lengths of different ranks apart."""
+    """A checksum that detects different lengths on different ranks."""
     try:
         return zlib.crc32(np.asarray(lengths, np.int64).tobytes())
     except (OverflowError, TypeError, ValueError):
-        return 0  # the call will say what is wrong with them
+        return 0  # the call itself reports what is wrong with them
 
 
 class TensorParallelKVCache:
     """A `KVCache` of this rank that agrees with those of the other ranks.
 
-    Its calls are those of `KVCache`. What may be refused is refused on every rank, and has then changed nothing on any;
-    slots come out equal without communication.
+    It has the calls of `KVCache`. A call that may be refused is refused on every rank, and then changes nothing on any.
+    The choice of slots needs no communication.
 
     Parameters
     ----------
     cache : KVCache
-        Made with ``same_slots=True``, and with equal options, slots, lengths and tokens a page on every rank; budgets
-        may differ.
+        Created with ``same_slots=True``, and with equal options, slots, lengths and tokens per page on every rank.
+        Budgets may differ.
     group : torch.distributed.ProcessGroup, optional
-        The ranks that share a model; all by default.
+        The ranks that share a model; all ranks by default.
 
     Attributes
     ----------
     missing_pages : int
-        After a call that returned -1: of the rank that is short of most.
+        After a call that returned -1: the pages missing on the rank that lacks most.
 
     Raises
     ------
     ValueError
-        The cache was made without ``same_slots``.
+        The cache was created without ``same_slots``.
     RuntimeError
-        The ranks' caches differ; or, of any call, the ranks do not make the same one.
+        The ranks' caches differ, or the ranks make different calls.
     """
 
     def __init__(self, cache: KVCache, group: dist.ProcessGroup | None = None) -> None:
         if not cache.same_slots:
-            raise ValueError("the cache must be made with same_slots=True: else the ranks choose different slots")
+            raise ValueError("cache must be created with same_slots=True: otherwise the ranks choose different slots")
         self.cache = cache
         self.group = group
         self.missing_pages = 0
@@ -103,18 +103,18 @@ class TensorParallelKVCache:
         number: Callable[[Any], int] | None = None,
         undo: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, int]:
-        """Make a call on every rank, and agree by one all-reduce on how it went.
+        """Make a call on every rank, and agree on its result by one all-reduce.
 
         Returns the call's result and the largest `number` of the ranks' results. `missing_pages` becomes the largest of
-        the ranks'. Where the call raised on a rank, or the ranks called different things (`what`), it raises on every
-        rank, after `undo` of what was done.
+        the ranks'. If the call raised on a rank, or the ranks made different calls (`what`), it raises on every rank,
+        after `undo` has undone it on the ranks where it succeeded.
         """
         error: Exception | None = None
         result = None
         self.cache.missing_pages = 0
         try:
             result = call(*args)
-        except Exception as raised:  # whatever it is: the others wait for this rank's word
+        except Exception as raised:  # any exception: the other ranks wait for this one's answer
             error = raised
         code = zlib.crc32(what.encode())
         failed = 0 if error is None else getattr(error, "errno", None) or _OTHER
@@ -127,7 +127,7 @@ class TensorParallelKVCache:
         if error is not None:
             raise error
         if most != -least:
-            raise RuntimeError(f"this rank calls {what}, and another something else")
+            raise RuntimeError(f"this rank called {what}, and another rank made a different call")
         if failed == _OTHER:
             raise RuntimeError(f"{what} failed on another rank")
         if failed:
@@ -140,13 +140,13 @@ class TensorParallelKVCache:
         return not self.missing_pages
 
     def _done(self, answer: int) -> int:
-        """The answer of a call that was agreed on."""
+        """The result of a call that the ranks agreed on."""
         if answer:
             raise OutOfMemory(12, f"{self.cache.missing_pages} pages are missing on this rank, within its budget")
         return answer
 
     def room(self, slot: SupportsIndex | None = None) -> int:
-        """How many tokens the slot (None: a new request) could have on the rank that has least free."""
+        """How many tokens the slot (None: a new request) could have on the rank with the least free memory."""
         return -self._vote(f"room({slot})", self.cache.room, slot, number=lambda room: -room)[1]
 
     def admit(self, tokens: int) -> int:
@@ -154,7 +154,7 @@ class TensorParallelKVCache:
         return self.cache.alloc_reqid(tokens) if self.room() >= tokens else -1
 
     def free_reqid(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
-        """As `KVCache.free_reqid`; `after` is a step's number: events come at other times on other ranks."""
+        """As `KVCache.free_reqid`. `after` must be a step's number: events complete at different times on each rank."""
         self.cache.free_reqid(slot, None if after is None else uint("after", after))
         self._staged.pop(int(slot), None)
 
@@ -163,19 +163,19 @@ class TensorParallelKVCache:
         return 0 if self._fits(f"check({_sum_of(lengths)})", self.cache.check, lengths) else -1
 
     def step(self, lengths: Lengths) -> int:
-        """As `KVCache.step`: 0 on every rank, or -1 on every rank, and then nothing changed on any.
+        """As `KVCache.step`: 0 on every rank, or -1 on every rank, in which case nothing changed on any.
 
         Raises
         ------
         OutOfMemory
-            A device has less memory than its budget says. Cannot happen without ``lazy``: the memory is taken at first.
+            A device has less memory than its budget. Only with ``lazy``: otherwise memory is allocated at the start.
         """
         if not self._fits(f"step({_sum_of(lengths)})", self.cache.check, lengths):
             return -1
         return self._done(self.cache.step(lengths))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """As `KVCache.grow`, agreed on: where one rank has not the memory, all stay as they were."""
+        """As `KVCache.grow`, on every rank or on none."""
 
         def undo(answer: int) -> None:
             if not answer:
@@ -189,7 +189,7 @@ class TensorParallelKVCache:
         return 0
 
     def commit(self) -> int:
-        """As `KVCache.commit`, agreed on like a step: a budget may have changed since."""
+        """As `KVCache.commit`, on every rank or on none: a budget may have changed since `grow`."""
         lengths = [self._staged.get(slot, 0) for slot in range(self.cache.slots)]
         if not self._fits(f"commit({_sum_of(lengths)})", self.cache.check, lengths):
             return -1
@@ -198,18 +198,18 @@ class TensorParallelKVCache:
         return answer
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
-        """As `KVCache.check_attach`, agreed on."""
+        """As `KVCache.check_attach`, for all ranks."""
         return 0 if self._fits(f"check_attach(..., {tokens})", self.cache.check_attach, prefix, tokens) else -1
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
-        """As `KVCache.attach_prefix`, agreed on like a step."""
+        """As `KVCache.attach_prefix`, on every rank or on none."""
         what = f"attach_prefix(..., {slot}, {tokens})"
         if not self._fits(what, self.cache.check_attach, prefix, tokens):
             return -1
         return self._done(self.cache.attach_prefix(prefix, slot, tokens))
 
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
-        """As `KVCache.save_prefix`. What can be attached is what every rank has."""
+        """As `KVCache.save_prefix`. Only what every rank has can be attached."""
         prefix, min_tokens = self._vote(
             f"save_prefix({slot}, {tokens})", self.cache.save_prefix, slot, tokens,
             number=lambda prefix: prefix.min_tokens, undo=self.cache.drop_prefix,
@@ -217,37 +217,37 @@ class TensorParallelKVCache:
         return Prefix(prefix.id, prefix.tokens, min_tokens)
 
     def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
-        """As `KVCache.prefix_pages`, on the rank that has fewest."""
+        """As `KVCache.prefix_pages`, of the rank that has the fewest."""
         call = self.cache.prefix_pages
         fewest = self._vote("prefix_pages", call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
         return -fewest >> 31, -fewest & (1 << 31) - 1
 
     def check_swap_in(self, slot: SupportsIndex) -> int:
-        """As `KVCache.check_swap_in`, agreed on."""
+        """As `KVCache.check_swap_in`, for all ranks."""
         return 0 if self._fits(f"check_swap_in({slot})", self.cache.check_swap_in, slot) else -1
 
     def swap_in(self, slot: SupportsIndex) -> int:
-        """As `KVCache.swap_in`, agreed on like a step."""
+        """As `KVCache.swap_in`, on every rank or on none."""
         if not self._fits(f"swap_in({slot})", self.cache.check_swap_in, slot):
             return -1
         return self._done(self.cache.swap_in(slot))
 
     def swap_out(self, slot: SupportsIndex) -> None:
-        """As `KVCache.swap_out`; where it fails on a rank, the request comes back on the others."""
+        """As `KVCache.swap_out`. If it fails on a rank, the others swap the request in again."""
         self._vote(f"swap_out({slot})", self.cache.swap_out, slot, undo=lambda _: self.cache.swap_in(slot))
         self._staged.pop(int(slot), None)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """As `KVCache.check_truncate`, agreed on."""
+        """As `KVCache.check_truncate`, for all ranks."""
         return 0 if self._fits(f"check_truncate({slot}, {tokens})", self.cache.check_truncate, slot, tokens) else -1
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: SupportsIndex | None = None) -> None:
-        """As `KVCache.truncate`, agreed on; raises `OutOfMemory` on every rank where one cannot copy a shared page.
+        """As `KVCache.truncate`. Raises `OutOfMemory` on every rank if one of them cannot copy a shared page.
 
-        `after` is a step's number: events come at other times on other ranks.
+        `after` must be a step's number, because events complete at different times on each rank.
         """
         if self.check_truncate(slot, tokens):
-            raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared ones")
+            raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared pages")
 
         def call() -> None:
             self.cache.truncate(slot, tokens, None if after is None else uint("after", after))
@@ -256,13 +256,13 @@ class TensorParallelKVCache:
         self._staged.pop(int(slot), None)
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """As `KVCache.set_budget`; each rank may give another number. Where one fails, all stay as they were."""
+        """As `KVCache.set_budget`. Each rank may pass a different budget. If one rank fails, no budget changes."""
         stats = self.cache.stats()
         before = stats.budget_pages * stats.page_size
         self._vote("set_budget", self.cache.set_budget, bytes, undo=lambda _: self.cache.set_budget(before))
 
     def close(self) -> None:
-        """As `KVCache.close`, of this rank."""
+        """As `KVCache.close`, for this rank's cache."""
         self.cache.close()
 
     def __enter__(self) -> "TensorParallelKVCache":
@@ -287,11 +287,11 @@ def init_cache(
 ) -> TensorParallelKVCache:
     """This rank's cache of a model whose `kv_heads` are split evenly over the ranks of the group.
 
-    Returns a `TensorParallelKVCache`; other arguments as in `KVCache.for_model`.
+    Returns a `TensorParallelKVCache`. The other arguments are those of `KVCache.for_model`.
     """
     world = dist.get_world_size(group)
     if kv_heads % world:
-        raise ValueError(f"{kv_heads} KV heads do not divide among {world} ranks")
+        raise ValueError(f"kv_heads {kv_heads} must be a multiple of the {world} ranks")
     heads = kv_heads // world
     options["same_slots"] = True
     cache = KVCache.for_model(layers, heads, head_dim, slots, max_tokens, budget, **options)

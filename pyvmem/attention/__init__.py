@@ -5,8 +5,8 @@
     batch = attention.Batch(cache, slots, lengths)                    # once an iteration
     out = attention.decode(q, cache, layer, batch, kernel="fa3")      # in each layer
 
-A kernel is a name: "fa3", "fa2", "flashinfer", "triton", "sdpa", "flex"; "best" chooses. To replace one by another
-changes that name and nothing else, which the vAttention paper shows in its Figure 13. The kernels read ``cache.keys``
+A kernel is selected by name: "fa3", "fa2", "flashinfer", "triton", "sdpa" or "flex"; "best" chooses one. Replacing one
+kernel by another changes only that name, as Figure 13 of the vAttention paper shows. The kernels read ``cache.keys``
 and ``cache.values`` by slots and lengths. There is no block table to build, and nothing is copied.
 
 SPDX-License-Identifier: MIT
@@ -55,26 +55,26 @@ def decode(
     layer : int or (torch.Tensor, torch.Tensor)
         Number of a layer (``cache.keys[layer]``), or its K and V, each ``[slots, max_tokens, kv_heads, head_dim]``.
     slots : Batch or sequence of int
-        A `Batch` serves all layers of an iteration, and CUDA graphs. Slots and lengths are checked and uploaded again
+        A `Batch` serves all layers of an iteration, and CUDA graphs. Plain slots and lengths are checked and uploaded
         at each call.
     lengths : sequence of int, optional
-        Rows of each slot, the new token's included. None with a `Batch`.
+        Rows of each slot, including the new token's. None with a `Batch`.
     kernel : str
         A name of `kernels`, or "best".
     softmax_scale : float, optional
         ``head_dim ** -0.5`` by default. For a quantised cache, fold the scale of K into it.
     window : int
-        Tokens that a query sees, itself included; 0 for all.
+        Tokens that a query sees, including itself; 0 for all.
     softcap : float
         0 for none.
     num_splits : int
-        Parts into which one request's rows are split over the GPU; 0: the kernel decides. Kernels that decide by
-        themselves ignore it.
+        Parts into which one request's rows are split over the GPU; 0 lets the kernel decide. Some kernels always
+        decide and ignore it.
     out : torch.Tensor, optional
-        Where to write the result, shaped as the result.
+        Where to write the result; has the shape of the result.
     new : (torch.Tensor, torch.Tensor), optional
         K and V of the new tokens, ``[requests, kv_heads, head_dim]`` each, of the cache's dtype or of q's. They are
-        stored in the last row of each request's length: by the attention kernel itself where it can (`triton`).
+        stored in the last row of each request's length. `triton` stores them in the attention kernel itself.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def decode(
     Raises
     ------
     ValueError, TypeError
-        One line: which argument the kernel does not take, and which kernel would.
+        One line that says which argument the kernel does not take, and which kernel would.
     """
     batch = _batch(cache, slots, lengths, None)
     if batch.max_query != 1:
@@ -107,14 +107,14 @@ def prefill(
     num_splits: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of several new tokens of each request: a prompt, or a chunk of one behind what stands there.
+    """Causal attention of several new tokens of each request: a prompt, or a chunk that follows its earlier rows.
 
     The queries of request i are the last ``query_lengths[i]`` of its ``lengths[i]`` tokens, so the causal mask is
-    aligned to the bottom right. `q` is ``[sum(query_lengths), query_heads, head_dim]``, request after request; the
-    rest is as in `decode`. Requests of one query each may stand among them.
+    aligned to the bottom right. `q` is ``[sum(query_lengths), query_heads, head_dim]``, request after request. The
+    other arguments are those of `decode`. Requests with one query may be among them.
     """
     if not isinstance(slots, Batch) and query_lengths is None:
-        raise ValueError("query_lengths is missing: how many queries each request has")
+        raise ValueError("query_lengths is missing: the number of queries of each request")
     batch = _batch(cache, slots, lengths, query_lengths)
     return _attend("prefill", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
 
@@ -131,7 +131,7 @@ def best(
 ) -> Choice:
     """The `Choice` of a kernel for "decode" or "prefill" by GPU and shape, with the reason.
 
-    q_dtype: that of the cache by default. Raises ValueError where no kernel takes it.
+    q_dtype: the cache's by default. Raises ValueError if no kernel takes the shape.
     """
     k, _ = _layer(cache, layer)
     return choose(_shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
@@ -147,7 +147,7 @@ def kernels(
     window: int = 0,
     softcap: float = 0.0,
 ) -> dict[str, str | None]:
-    """{name: None, or why the kernel cannot take it here} of all kernels."""
+    """A dict of all kernels: name to None, or to why the kernel cannot take the shape on this machine."""
     k, _ = _layer(cache, layer)
     shape = _shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap)
     return {name: stops(name, shape) for name in KERNELS}
@@ -162,7 +162,7 @@ def tile_rows(
     window: int = 0,
     device: str | torch.device = "cuda",
 ) -> int:
-    """The `tile_rows` to make a `KVCache` with, so that the kernel may be used for decode and for prefill."""
+    """The `tile_rows` that a `KVCache` needs for this kernel, for decode and for prefill."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} must be one of {', '.join(KERNELS)}")
     index = torch.device(device).index or 0
@@ -178,7 +178,7 @@ def _batch(cache: Cache, slots: Slots, lengths: Ints | None, query_lengths: Ints
             raise ValueError("lengths is missing: the rows of each slot")
         return Batch(cache, slots, lengths, query_lengths)
     if lengths is not None or query_lengths is not None:
-        raise TypeError("slots is a Batch, which has its lengths: give no others")
+        raise TypeError("slots is a Batch, which has its own lengths: lengths must be None")
     if slots.cache is not cache:
         raise ValueError("slots is a Batch of another cache")
     return slots
@@ -190,14 +190,14 @@ def _layer(cache: Cache, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         keys = getattr(cache, "keys", None)
         if keys is None:
-            raise ValueError("layer: the cache has no keys and values by layer; give its K and V as a pair of tensors")
+            raise ValueError("layer: this cache has no keys and values by layer: pass K and V as a pair of tensors")
         if not isinstance(layer, int) or not 0 <= layer < len(keys):
             raise ValueError(f"layer {layer!r} must lie between 0 and {len(keys) - 1}")
         k, v = keys[layer], cache.values[layer]
     if k.dim() != 4 or k.shape != v.shape or k.stride(-1) != 1 or v.stride(-1) != 1 or k.dtype != v.dtype:
         raise ValueError(
-            f"layer: K {tuple(k.shape)} and V {tuple(v.shape)} must be alike, [slots, max_tokens, kv_heads, head_dim],"
-            " with a contiguous last dimension"
+            f"layer: K {tuple(k.shape)} and V {tuple(v.shape)} must both be [slots, max_tokens, kv_heads,"
+            " head_dim], with a contiguous last dimension"
         )
     return k, v
 
@@ -255,7 +255,7 @@ def _resolve(
     scale: float,
     new: NewRows | None,
 ) -> tuple[Kernel, Any, Shape]:
-    """(kernel, plan, shape) of a call; all that does not change from layer to layer is done once a batch."""
+    """(kernel, plan, shape) of a call. What does not change from layer to layer is done once per batch."""
     key: tuple[Any, ...] = (phase, kernel, q.shape, q.dtype, q.device, q.stride(-1), k.shape, k.stride(), v.stride(),
                             k.dtype, window, softcap, num_splits, scale)  # fmt: skip
     if new is not None:
@@ -309,7 +309,7 @@ def _attend(
         rows = batch.last_rows()
         for x, row in zip((k, v), new):
             row = row.to(x.dtype)
-            if x.dtype.itemsize == 1:  # torch indexes no FP8
+            if x.dtype.itemsize == 1:  # torch cannot index FP8
                 x, row = x.view(torch.uint8), row.view(torch.uint8)
             x.index_put_(rows, row)
         new = None
@@ -317,11 +317,11 @@ def _attend(
 
 
 class Again:
-    """One layer's `decode` with `new`, repeated in every iteration of a batch: what is alike is looked at once.
+    """One layer's `decode` with `new`, repeated in every iteration of a batch. Only the first call checks arguments.
 
-    An eager decode step waits for Python, so the checks of `decode` are made in the first call, and later calls only
-    compare shapes, strides and dtypes with it. Arguments as of `decode`, but for q, ``[requests, query_heads, 1,
-    head_dim]``, and K and V in `new`, ``[requests, kv_heads, 1, head_dim]``, as models have them.
+    An eager decode step waits for Python. Later calls therefore only compare shapes, strides and dtypes with the first.
+    The arguments are those of `decode`, except for q, ``[requests, query_heads, 1, head_dim]``, and K and V in `new`,
+    ``[requests, kv_heads, 1, head_dim]``, which have the shapes that models use.
     """
 
     def __init__(self, cache: Cache, layer: Layer) -> None:

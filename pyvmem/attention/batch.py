@@ -14,7 +14,7 @@ Ints = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 class Cache(Protocol):
-    """What attention needs of a `KVCache`. Where K and V are given with each call, `tensors` stand for both lists."""
+    """What attention needs of a `KVCache`. If each call passes K and V, `tensors` takes the place of both lists."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -23,14 +23,14 @@ class Cache(Protocol):
     tile_rows: int
 
     def tokens(self, slots: Any) -> Any:
-        """Rows backed of each of these slots; 0 for a slot that is not in use."""
+        """Backed rows of each of these slots; 0 for a slot that is not in use."""
 
 
 def _ints(name: str, values: Ints) -> npt.NDArray[np.int32]:
     """values as an int32 array. Raises TypeError and ValueError."""
     if isinstance(values, torch.Tensor):
         if values.is_cuda:
-            raise TypeError(f"{name} must be on the CPU: kernels are launched for what it says")
+            raise TypeError(f"{name} must be on the CPU: its values determine the launches")
         values = values.numpy()
     array = np.asarray(values)
     if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
@@ -46,32 +46,32 @@ class Batch:
     cache : KVCache
         Or anything with `keys`, `values`, `slots`, `max_tokens`, `tile_rows` and `tokens(slots)`.
     slots : sequence, numpy array or torch CPU tensor of n ints
-        One for each request, in the order of its queries; none twice.
+        One for each request, in the order of the queries, without duplicates.
     lengths : n ints
-        Rows of each slot that are attended to, the new tokens' own included.
+        Rows of each slot that are attended to, including the new tokens'.
     query_lengths : n ints, optional
-        Queries of each request: they stand at the end of its rows. 1 each by default (decode).
+        Queries of each request, which are the last of its rows. 1 each by default (decode).
     max_length : int, optional
-        Kernels are launched for lengths up to this; by default the longest of `lengths`. Give it where a captured CUDA
-        graph is to take longer ones later.
+        Kernels are launched for lengths up to this; by default the longest of `lengths`. Pass it if a captured CUDA
+        graph will later be replayed with longer ones.
     check : bool
-        Compare the lengths with what the cache has backed.
+        Compare the lengths with the rows that the cache has backed.
 
     Attributes
     ----------
     slots, lengths, query_lengths : numpy.ndarray of int32
     max_length, max_query, total_queries : int
     fixed : bool
-        Whether `max_length` was given, so that graphs can go on with other lengths.
+        Whether `max_length` was given, so that graphs can be replayed with other lengths.
     slots_t, lengths_t : torch.Tensor
-        int32[n] on the cache's device. They keep their addresses over `update`.
+        int32[n] on the cache's device. `update` keeps their addresses.
     cu_seqlens_q : torch.Tensor
-        int32[n + 1] there: query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` are request i's.
+        int32[n + 1] on the device: query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` are request i's.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is wrong; the text names it, its limit, and the element at fault.
+        An argument is invalid. The message names it, its limit and the element at fault.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Batch:
         self._check = check
         self.fixed = max_length is not None
         self._most = max_length
-        self._plans: dict[Any, Any] = {}  # of the calls, by all that does not change from layer to layer
+        self._plans: dict[Any, Any] = {}  # by everything that does not change from layer to layer
         held: list[torch.Tensor] = cache.keys if hasattr(cache, "keys") else getattr(cache, "tensors")
         self.device = held[0].device
         self._take(slots, lengths, query_lengths)
@@ -124,7 +124,7 @@ class Batch:
                 raise ValueError(f"{name}[{i}] {array[i]} must lie between {low} and {top} ({of})")
         if len(np.unique(slots)) != n:
             twice = next(s for s in slots if np.count_nonzero(slots == s) > 1)
-            raise ValueError(f"slots has slot {twice} twice: a request's queries stand together")
+            raise ValueError(f"slots has slot {twice} twice: each request may appear once")
         if self._check:
             backed = np.asarray(cache.tokens(slots))
             bad = np.flatnonzero(lengths > backed)
@@ -147,15 +147,16 @@ class Batch:
         self._buffer.copy_(packed, non_blocking=True)
 
     def last_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the last tokens' rows are: slots and rows, int64[n] each on the device."""
-        if self._last is None or self.fixed:  # a captured graph computes them anew
+        """The rows of the last tokens: slots and rows, int64[n] each on the device."""
+        if self._last is None or self.fixed:  # a captured graph recomputes them
             self._last = self.slots_t.long(), self.lengths_t.long() - 1
         return self._last
 
     def update(self, slots: Ints, lengths: Ints, query_lengths: Ints | None = None) -> None:
-        """The next iteration's, of as many requests and with as many queries, into the same memory.
+        """Replace slots and lengths by the next iteration's, for the same number of requests and queries.
 
-        CUDA graphs that were captured with this batch then read the new ones. Launches copies on the current stream.
+        The memory stays the same, so CUDA graphs captured with this batch read the new values. Launches copies on the
+        current stream.
         """
         before = len(self), self.total_queries, self.max_query
         kept = self.slots, self.lengths, self.query_lengths, self.max_length, self.max_query, self.total_queries

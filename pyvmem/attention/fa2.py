@@ -1,7 +1,7 @@
-"""FlashAttention-2 as torch has it: ``aten::_flash_attention_forward`` with offsets of slots and lengths.
+"""FlashAttention-2 in torch: ``aten::_flash_attention_forward`` with offsets of slots and lengths.
 
-Offsets of K and V need not rise from request to request where `seqused_k` gives the lengths, so slots in any order
-are read in place. Loads past the length are masked.
+With `seqused_k` for the lengths, the offsets of K and V need not increase from request to request. Slots in any order
+are therefore read in place. Loads past the length are masked.
 
 SPDX-License-Identifier: MIT
 """
@@ -32,7 +32,7 @@ class FlashAttention2(Kernel):
     softcap = False
 
     def tile_rows(self, shape: Shape) -> int:
-        """1; with a window, the tile in which it begins is loaded whole."""
+        """1; with a window, the tile in which the window begins is loaded whole."""
         return 128 if shape.window else 1
 
     def refusal(self, shape: Shape) -> str | None:

@@ -1,7 +1,7 @@
-"""FlashAttention-3, from vLLM's build where that is loaded, else from the package ``fa3-fwd``.
+"""FlashAttention-3, from vLLM's build if it is loaded, otherwise from the package ``fa3-fwd``.
 
-The kernel picks slots by `kv_batch_idx` and loads K and V by TMA in whole tiles, past the length too, so the cache must
-back whole tiles (`KVCache(tile_rows=...)`). Tile sizes are those of the builds' sources (hopper/tile_size.h).
+The kernel selects slots by `kv_batch_idx`. It loads K and V by TMA in whole tiles, also past the length, so the cache
+must back whole tiles (`KVCache(tile_rows=...)`). The tile sizes come from the builds' sources (hopper/tile_size.h).
 
 SPDX-License-Identifier: MIT
 """
@@ -17,19 +17,19 @@ import torch
 from pyvmem.attention.batch import Batch
 from pyvmem.attention.kernel import BF16, FP8, FP16, Call, Kernel, Shape, multiprocessors
 
-# What the op takes and its schema gives no default for.
+# Arguments of the op without a default in its schema.
 _DEFAULTS = {
     "is_rotary_interleaved": True, "attention_chunk": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
 }  # fmt: skip
 
 
 class _Build:
-    """One build of the op: what was left out of it, and its arguments in the order of its schema."""
+    """One build of the op: the features that it lacks, and its arguments in the order of its schema."""
 
     def __init__(self, name: str, op: Any, disabled: set[str]) -> None:
         self.name = name
         self.disabled = disabled
-        self.varlen_only = name == "vLLM's build"  # it was built without the rest, for its size
+        self.varlen_only = name == "vLLM's build"  # built without the other variants, to save space
         self._op = op.default
         arguments = self._op._schema.arguments
         self._names = [a.name for a in arguments]
@@ -40,7 +40,7 @@ class _Build:
     def __call__(self, **given: Any) -> torch.Tensor:
         values = [given.pop(name, value) for name, value in zip(self._names, self._values)]
         if given:
-            raise ValueError(f"{self.name} of FlashAttention-3 takes no {', '.join(given)}")
+            raise ValueError(f"{self.name} of FlashAttention-3 does not take {', '.join(given)}")
         out: torch.Tensor = self._op(*values)[0]
         return out
 
@@ -63,7 +63,7 @@ def _vllm() -> _Build:
 
 
 def build() -> _Build | None:
-    """The build to use; None where neither is there."""
+    """The build to use, or None if neither is installed."""
     if hasattr(torch.ops._vllm_fa3_C, "fwd"):
         return _vllm()
     if importlib.util.find_spec("fa3_fwd") is None:
@@ -73,7 +73,7 @@ def build() -> _Build | None:
 
 
 def _present() -> _Build:
-    """The build of a call, which `unavailable` found to be there."""
+    """The build of a call, after `unavailable` has found one."""
     found = build()
     assert found is not None
     return found
@@ -118,7 +118,7 @@ class FlashAttention3(Kernel):
         return tuple((d, d) for d in dtypes)
 
     def tile_rows(self, shape: Shape) -> int:
-        """Whole tiles, 128 rows at head_dim 128 in bfloat16; 1 for prefill, which can be kept within each length."""
+        """Whole tiles, 128 rows at head_dim 128 in bfloat16; 1 for prefill, which can be limited to each length."""
         return 1 if shape.phase == "prefill" and not shape.window else self._tiles(shape)
 
     def _tiles(self, shape: Shape) -> int:
@@ -126,7 +126,7 @@ class FlashAttention3(Kernel):
         return _tiles(vllm, shape.head_dim, shape.kv_dtype.itemsize == 1, shape.window, shape.softcap)
 
     def _wide(self, shape: Shape) -> bool:
-        """Whether decode may take the kernel without a mask, whose tiles have 176 rows: the cache must back those."""
+        """Whether decode may use the kernel without a mask. Its tiles have 176 rows, which the cache must back."""
         return shape.phase == "decode" and 96 < shape.head_dim <= 128 and shape.kv_dtype.itemsize == 2 \
             and shape.tile_rows % 176 == 0  # fmt: skip
 
@@ -148,7 +148,7 @@ class FlashAttention3(Kernel):
 
     def reluctance(self, shape: Shape) -> str | None:
         if shape.phase == "prefill" and shape.requests > 8 and not self._joint(shape):
-            return f"{shape.requests} launches, one a request (one in all where tile_rows is {self._tiles(shape)})"
+            return f"{shape.requests} launches, one per request (a single one if tile_rows is {self._tiles(shape)})"
         return None
 
     def unavailable(self, shape: Shape) -> str | None:
@@ -166,16 +166,16 @@ class FlashAttention3(Kernel):
             )
 
     def _joint(self, shape: Shape) -> bool:
-        """Whether one launch may serve requests of several lengths: tiles past each of them are backed."""
+        """Whether one launch may serve requests of several lengths: the tile past each length is backed."""
         return shape.tile_rows % self._tiles(shape) == 0 and not shape.window
 
     def run(self, call: Call) -> torch.Tensor:
         batch, shape = call.batch, call.shape
         if shape.phase == "prefill" and not batch.fixed and (len(batch) == 1 or not self._joint(shape)):
             return self._one_by_one(call)
-        # Its extent of K is what the kernel's own choice of splits goes by.
+        # The kernel chooses its splits by the extent of K.
         k, v = (x[:, : batch.max_length] for x in (call.k, call.v))
-        # A longest query of 1 drops the mask and takes tiles of 176 rows in place of 128.
+        # With a longest query of 1, the kernel uses no mask, and tiles of 176 rows instead of 128.
         most = 1 if self._wide(shape) else max(batch.max_query, 2)
         return _present()(
             q=call.q, k=k, v=v, out=call.out, cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=most,
@@ -183,7 +183,7 @@ class FlashAttention3(Kernel):
         )  # fmt: skip
 
     def _one_by_one(self, call: Call) -> torch.Tensor:
-        """Prefill with K and V as tensors of exactly each request's rows: TMA reads none past them."""
+        """Prefill with K and V as tensors of exactly each request's rows, so that TMA reads nothing past them."""
         batch, out, start = call.batch, call.out, 0
         if out is None:
             out = torch.empty(call.q.shape, dtype=BF16 if call.q.dtype == FP8 else call.q.dtype, device=call.q.device)
@@ -203,7 +203,7 @@ class FlashAttention3(Kernel):
         return out
 
     def _splits(self, call: Call) -> int:
-        """1 where requests and heads fill the GPU: the kernel's own choice costs up to 4 % there."""
+        """1 if requests and heads fill the GPU: the kernel's own choice would be up to 4 % slower."""
         if call.num_splits or call.shape.phase == "prefill":
             return call.num_splits
         filled = len(call.batch) * call.shape.kv_heads >= 0.9 * multiprocessors(call.q.device.index)

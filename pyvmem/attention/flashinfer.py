@@ -1,6 +1,6 @@
-"""FlashInfer's paged kernels over a constant table: pages of the table are consecutive rows of the slot.
+"""FlashInfer's paged kernels over a constant table, whose pages are consecutive rows of a slot.
 
-No memory is managed by that table and none of it ever changes for a slot: page i of slot s is number ``s * n + i``.
+The table manages no memory and never changes: page i of slot s has the number ``s * n + i``.
 
 SPDX-License-Identifier: MIT
 """
@@ -18,13 +18,13 @@ from pyvmem.attention.kernel import BF16, FP8, FP16, Call, Kernel, Shape
 
 Int32s = npt.NDArray[np.int32]
 
-PAGE = 64  # rows of a table's page, where slots are multiples of it
+PAGE = 64  # rows of a page of the table, if slots are multiples of it
 WORKSPACE = 128 << 20  # bytes; what FlashInfer recommends
 
 
 @functools.cache
 def _workspace(device: torch.device) -> torch.Tensor:
-    """FlashInfer's scratch memory, zeroed once as it asks; calls of one stream share it."""
+    """FlashInfer's scratch memory, zeroed once as FlashInfer requires. Calls on one stream share it."""
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
 
@@ -42,7 +42,7 @@ class _Table:
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         most = n * -(-batch.max_length // self.page)
         if shape.phase == "decode":
-            # Tensor cores where query heads share a KV head: the other kernel takes 1.5 times as long.
+            # Tensor cores if query heads share a KV head: the other kernel takes 1.5 times as long.
             if batch.fixed:
                 buffers = {"use_cuda_graph": True, "paged_kv_indptr_buffer": ints(n + 1),
                            "paged_kv_indices_buffer": ints(most), "paged_kv_last_page_len_buffer": ints(n)}  # fmt: skip
@@ -81,7 +81,7 @@ class _Table:
 
 
 def constant_table(slots: Int32s, lengths: Int32s, page: int, pages: int) -> tuple[Int32s, Int32s, Int32s]:
-    """(indptr, indices, last page's rows) of slots and lengths, int32; `pages` pages of `page` rows a slot."""
+    """(indptr, indices, rows of the last page) of slots and lengths, int32; `pages` pages of `page` rows per slot."""
     count = -(-lengths // page)
     indptr = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(count, out=indptr[1:])
@@ -99,7 +99,7 @@ class FlashInfer(Kernel):
     head_dims = (64, 128, 256)
 
     def tile_rows(self, shape: Shape) -> int:
-        """1; with a window, the tile in which it begins may be loaded whole."""
+        """1; with a window, the tile in which the window begins may be loaded whole."""
         return 128 if shape.window else 1
 
     def refusal(self, shape: Shape) -> str | None:

@@ -1,6 +1,6 @@
-"""FlexAttention over the cache as one sequence of all slots' rows, with a block mask that picks each request's.
+"""FlexAttention over the rows of all slots as one sequence, with a block mask that selects each request's rows.
 
-The mask is made on the GPU from slots and lengths. Blocks of 128 rows are read whole. The first call of a process
+The mask is built on the GPU from slots and lengths. Blocks of 128 rows are read whole. The first call of a process
 compiles the kernel.
 
 SPDX-License-Identifier: MIT
@@ -29,25 +29,25 @@ def _call(
 
 @functools.cache
 def _attention(shape: Shape) -> Callable[..., torch.Tensor]:
-    """FlexAttention compiled for a shape; torch gives up on a function that it has compiled too often.
+    """FlexAttention compiled for a shape. Each shape has a function of its own: torch limits recompilations of one.
 
-    Without compilation every score of every slot is computed, unbacked rows included, so it must not be silently left
-    out (`fullgraph`). On a CPU it is: for tests of the mask alone.
+    Without compilation, every score of every slot is computed, including those of unbacked rows. `fullgraph` therefore
+    forbids a silent fallback. On a CPU nothing is compiled: that path only tests the mask.
     """
     if shape.device != "cuda":
         return _call
-    # torch counts by code object.
+    # torch counts compilations by code object.
     own = types.FunctionType(_call.__code__.replace(co_name=f"flex_{shape.phase}"), globals())
     return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def _ranges(first: torch.Tensor, count: torch.Tensor, columns: int) -> torch.Tensor:
-    """int32 rows ``first .. first + count - 1``, padded to `columns` with what lies behind."""
+    """int32 rows ``first .. first + count - 1``, padded to `columns` with the numbers that follow."""
     return (first[..., None] + torch.arange(columns, device=first.device, dtype=torch.int32)).to(torch.int32)
 
 
 class _Mask:
-    """The block mask of a batch, and its scores' modification."""
+    """The block mask of a batch, and the function that modifies its scores."""
 
     def __init__(self, batch: Batch, shape: Shape, rows: int, total_rows: int) -> None:
         self.rows, self.window, self.score_mod = rows, shape.window, _soft_cap(shape.softcap)
@@ -68,7 +68,7 @@ class _Mask:
         used = first_query < count
         begin = torch.clamp(low - self.window + 1, min=0) // BLOCK if self.window else torch.zeros_like(low)
         end = high // BLOCK + 1
-        # Blocks that every query of the tile sees whole need no mask.
+        # Blocks that every query of the tile sees completely need no mask.
         full_end = torch.clamp((low + 1) // BLOCK, min=0)
         full_begin = (torch.clamp(high - self.window + 1, min=0) + BLOCK - 1) // BLOCK if self.window else begin
         full_begin = torch.minimum(torch.maximum(full_begin, begin), end)
@@ -99,10 +99,10 @@ class _Mask:
 
 @functools.cache
 def _soft_cap(cap: float) -> Any:
-    """The soft cap as FlexAttention wants it; None without.
+    """The soft cap as a function for FlexAttention; None without one.
 
-    A literal: a number that the function captured would become an input of the compiled graph, on the CPU, which the
-    kernel cannot read.
+    The cap is a literal in the function's source. A captured number would become an input of the compiled graph on the
+    CPU, which the kernel cannot read.
     """
     return eval(f"lambda score, b, h, i, row: {cap!r} * torch.tanh(score / {cap!r})", globals()) if cap else None
 
@@ -115,7 +115,7 @@ class FlexAttention(Kernel):
     capturable = False
 
     def tile_rows(self, shape: Shape) -> int:
-        """Its blocks."""
+        """FlexAttention's block size."""
         return BLOCK
 
     def refusal(self, shape: Shape) -> str | None:

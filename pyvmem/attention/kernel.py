@@ -1,4 +1,4 @@
-"""What every attention kernel here is: its limits, and how one call of it looks.
+"""The interface of the attention kernels: their limits, and the arguments of one call.
 
 SPDX-License-Identifier: MIT
 """
@@ -16,13 +16,13 @@ BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.floa
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """bfloat16 for torch.bfloat16."""
+    """The name without the module: bfloat16 for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All of a call that decides whether a kernel can take it. Layers of one model share it.
+    """The properties of a call that decide whether a kernel can take it. Layers of one model share it.
 
     Attributes
     ----------
@@ -35,18 +35,18 @@ class Shape:
     capability : tuple of int
         Compute capability of the GPU; (0, 0) on a CPU.
     window : int
-        Tokens that a query sees, itself included; 0 for all.
+        Tokens that a query sees, including itself; 0 for all.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0 for none.
     tile_rows : int
-        What the cache was made with.
+        The cache's `tile_rows`.
     slot_rows : int
-        Rows from one slot's begin to the next one's.
+        Rows from the beginning of one slot to the beginning of the next.
     slots : int
     requests : int
-        In the batch; 0 where no batch is known.
+        Requests in the batch; 0 if no batch is known.
     rows : int
-        Of the longest request; 0 where no batch is known.
+        Rows of the longest request; 0 if no batch is known.
     """
 
     phase: str
@@ -73,11 +73,11 @@ class Shape:
 
 @dataclass
 class Call:
-    """One layer's attention, checked: what `Kernel.run` is given.
+    """One layer's checked call, the argument of `Kernel.run`.
 
-    q : ``[tokens, query_heads, head_dim]``; k, v: ``[slots, max_tokens, kv_heads, head_dim]``, strided views of the
-    cache; out: as q, or None. plan: what `Kernel.plan` made for the batch. new: K and V of the requests' last tokens,
-    ``[requests, kv_heads, head_dim]`` each, for a kernel that `appends`; None where the cache has them.
+    q: ``[tokens, query_heads, head_dim]``. k, v: ``[slots, max_tokens, kv_heads, head_dim]``, strided views of the
+    cache. out: as q, or None. plan: the result of `Kernel.plan` for the batch. new: K and V of the requests' last
+    tokens, ``[requests, kv_heads, head_dim]`` each, for a kernel that `appends`; None if the cache has them already.
     """
 
     q: torch.Tensor
@@ -93,26 +93,26 @@ class Call:
 
 
 class Kernel:
-    """One attention kernel; each module of this folder has one subclass, and `table` holds an instance of each.
+    """One attention kernel. Each kernel's module has one subclass, and `table` has an instance of each.
 
     Attributes
     ----------
     name : str
-        What callers choose it by.
+        The name by which callers select it.
     devices : tuple of str
     capability : tuple of int
-        Least compute capability, on a GPU.
+        The lowest compute capability, on a GPU.
     dtypes : tuple of torch.dtype
-        Of q, K and V, which agree unless `mixed` says otherwise.
+        Dtypes of q, K and V, which must be equal except for the pairs in `mixed`.
     mixed : tuple of (torch.dtype, torch.dtype)
-        Pairs (q, K and V) beside those.
+        Additional pairs: the dtype of q, and that of K and V.
     max_head_dim, head_dim_multiple : int
     windows, softcap : bool
-        Whether it takes them.
+        Whether the kernel takes them.
     appends : bool
-        Whether decode stores the last token's K and V itself, in the same launch.
+        Whether decode itself stores the last token's K and V, in the same launch.
     capturable : bool
-        Whether a call can be captured in a CUDA graph. `Batch.update` then changes slots and lengths under the graph.
+        Whether a call can be captured in a CUDA graph. `Batch.update` then changes the graph's slots and lengths.
     """
 
     name = ""
@@ -128,15 +128,15 @@ class Kernel:
     capturable = True
 
     def unavailable(self, shape: Shape) -> str | None:
-        """Why the kernel cannot run on this machine, in one line; None where it can."""
+        """Why the kernel cannot run on this machine, in one line; None if it can."""
         return None
 
     def tile_rows(self, shape: Shape) -> int:
-        """Rows that the kernel loads together, past the length too; 1 where loads are masked."""
+        """Rows that the kernel loads together, also past the length; 1 if loads are masked."""
         return 1
 
     def refusal(self, shape: Shape) -> str | None:
-        """The first fact of the shape that the kernel cannot take, in one line that names the argument; else None."""
+        """The first property that the kernel cannot take, in one line that names the argument; None if it can."""
         if shape.device not in self.devices:
             return f"device {shape.device} (only {' and '.join(self.devices)})"
         if shape.device == "cuda" and shape.capability < self.capability:
@@ -160,7 +160,7 @@ class Kernel:
         return None
 
     def reluctance(self, shape: Shape) -> str | None:
-        """Why another kernel should be preferred although this one takes the shape, in one line; None by default."""
+        """Why another kernel is preferable although this one takes the shape, in one line; None by default."""
         return None
 
     def pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
@@ -168,13 +168,13 @@ class Kernel:
         return tuple((d, d) for d in self.dtypes) + tuple(self.mixed)
 
     def plan(self, batch: Batch, shape: Shape, call: Call) -> Any:
-        """What one iteration needs beside the batch; its ``refresh(batch)``, if it has one, follows `Batch.update`."""
+        """What one iteration needs besides the batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
 
     def again(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
-        """How to repeat a decode `call` that stored new rows, for other tensors of the same shapes, strides and dtypes.
+        """A function that repeats a decode `call` with new rows for tensors of the same shapes, strides and dtypes.
 
-        None, or a function of the addresses of q, of the result and of the new K and V. It returns False, and does
-        nothing, where the batch has changed too much since.
+        It takes the addresses of q, of the result and of the new K and V. It returns False, and does nothing, if the
+        batch has changed too much since. None if the kernel has no such function.
         """
         return None
 
@@ -186,7 +186,7 @@ class Kernel:
 def flat_rows(x: torch.Tensor) -> torch.Tensor:
     """A cache's layer ``[slots, tokens, heads, dim]`` as rows ``[slots * slot rows, heads, dim]``, without a copy.
 
-    The last slot's rows past its tokens are left out: they may lie past the end of the memory.
+    The last slot's rows past its tokens are omitted, because they may lie past the end of the memory.
     """
     slots, tokens = x.shape[:2]
     rows = slot_rows(x)
@@ -194,7 +194,7 @@ def flat_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def slot_rows(x: torch.Tensor) -> int:
-    """Rows from one slot's begin to the next one's. Raises ValueError where slots do not begin at a row."""
+    """Rows from one slot's beginning to the next. Raises ValueError if slots do not begin at a row."""
     if x.stride(0) % x.stride(1):
         raise ValueError(f"a layer's slots must begin at a multiple of its rows; strides are {tuple(x.stride())}")
     return x.stride(0) // x.stride(1)

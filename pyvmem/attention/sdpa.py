@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention, request by request: works everywhere, and the path of CPUs.
+"""torch's scaled_dot_product_attention, request by request. It works everywhere and is the default on CPUs.
 
 Each request's K and V are views of exactly its length, so nothing is read past it. Query heads that share a KV head are
-folded into the query's length, so that K and V are read once and never repeated.
+folded into the query's length, so K and V are read once and never repeated.
 
 SPDX-License-Identifier: MIT
 """
@@ -15,12 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pyvmem.attention.kernel import BF16, FP16, FP32, Call, Kernel
 
-# cuDNN's plans each length anew, which takes up to half a second, and may read past it.
+# cuDNN is left out: it makes a plan for each length, which takes up to half a second, and may read past the length.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _mask(queries: int, first: int, length: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """Which of rows first to length the last `queries` tokens see; None where it is all of them."""
+    """Which of the rows from first to length the last `queries` tokens see; None for all of them."""
     if queries == 1:
         return None
     position = torch.arange(length - queries, length, device=device)[:, None]
@@ -61,11 +61,11 @@ class SDPA(Kernel):
         rows = slice(start, start + queries)
         if queries == length and not shape.window and queries > 1:  # a whole prompt: the kernels' own causal mask
             q = call.q[rows].transpose(0, 1)[None]
-            gqa: dict[str, Any] = {"enable_gqa": True} if shape.group > 1 else {}  # torch 2.4 does not know it
+            gqa: dict[str, Any] = {"enable_gqa": True} if shape.group > 1 else {}  # torch 2.4 has no enable_gqa
             o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.softmax_scale, **gqa)
             out[rows] = o[0].transpose(0, 1)
             return
-        # [kv_heads, group * queries, head_dim]: the queries that share a KV head stand together.
+        # [kv_heads, group * queries, head_dim]: the queries that share a KV head are adjacent.
         q = call.q[rows].unflatten(1, (shape.kv_heads, shape.group)).permute(1, 2, 0, 3).flatten(1, 2)[None]
         mask = _mask(queries, first, length, shape.window, q.device)
         if mask is not None:

@@ -17,7 +17,7 @@ KERNELS: dict[str, Kernel] = {
     k.name: k for k in (FlashAttention3(), FlashAttention2(), FlashInfer(), Triton(), SDPA(), FlexAttention())
 }
 
-# Fastest first at most points, by what was measured on an H200 (docs/results/attention.md).
+# Usually fastest first, as measured on an H200 (docs/results/attention.md).
 ORDER = {
     "decode": ("triton", "fa3", "flashinfer", "fa2", "sdpa", "flex"),
     "decode of many long requests": ("fa3", "triton", "flashinfer", "fa2", "sdpa", "flex"),
@@ -33,11 +33,11 @@ class Choice:
     Attributes
     ----------
     kernel : str
-        Its name.
+        The kernel's name.
     why : str
-        One line for people.
+        The reason, in one line.
     refused : dict
-        Each kernel that would have been preferred, and the fact that stops it.
+        Each kernel that would have been preferred, with what prevents it.
     """
 
     kernel: str
@@ -46,13 +46,13 @@ class Choice:
 
 
 def stops(name: str, shape: Shape) -> str | None:
-    """Why the kernel cannot take the shape here, in one line; None where it can."""
+    """Why the kernel cannot take the shape on this machine, in one line; None if it can."""
     kernel = KERNELS[name]
     return kernel.refusal(shape) or kernel.unavailable(shape)
 
 
 def choose(shape: Shape) -> Choice:
-    """The `Choice` for a shape. Raises ValueError where no kernel takes it."""
+    """The `Choice` for a shape. Raises ValueError if no kernel takes it."""
     refused: dict[str, str] = {}
     second: list[str] = []
     for name in _order(shape):
@@ -72,7 +72,7 @@ def _order(shape: Shape) -> tuple[str, ...]:
     if shape.phase != "decode":
         return ORDER[shape.phase]
     many = shape.requests * shape.kv_heads > MANY and shape.rows >= LONG
-    # Triton's kernel turns FP8 into 16 bits, and was measured at head_dim 128 alone.
+    # Triton's kernel converts FP8 to 16 bits, and was measured only at head_dim 128.
     other = shape.head_dim > 128 or shape.kv_dtype.itemsize == 1
     return ORDER["decode of many long requests" if many or other else "decode"]
 
@@ -85,7 +85,7 @@ def _choice(name: str, shape: Shape, refused: dict[str, str]) -> Choice:
 
 
 def demand(name: str, shape: Shape) -> Kernel:
-    """The kernel of that name. Raises ValueError, one line that says what stops it and what would work."""
+    """The kernel of that name. The ValueError is one line that says what prevents it and what would work."""
     if name not in KERNELS:
         raise ValueError(f"kernel {name!r} must be one of best, {', '.join(KERNELS)}")
     kernel = KERNELS[name]

@@ -1,6 +1,6 @@
 """Attention in Triton: the portable reference on GPUs (`pyvmem.attention.triton_kernels`).
 
-Takes what no other kernel does, on every GPU that Triton supports, and never reads past a length. With
+It takes what no other kernel takes, on every GPU that Triton supports, and never reads past a length. With
 ``TRITON_INTERPRET=1`` it runs on CPUs, slowly, for tests.
 
 SPDX-License-Identifier: MIT
@@ -34,17 +34,17 @@ def interpreted() -> bool:
 
 @functools.cache
 def _direct() -> bool:
-    """Whether compiled kernels may be launched without Triton's look-up: how they take arguments differs by version."""
+    """Whether compiled kernels may be launched directly: the way they take arguments depends on Triton's version."""
     import triton
 
     return not interpreted() and f"{triton.__version__}.".startswith("3.6.")
 
 
 def _splits(programs: int, rows: int, device: torch.device) -> int:
-    """Parts of a request's rows, as the fastest were on an H200 (docs/results/attention.md).
+    """How many parts a request's rows are split into: what was fastest on an H200 (docs/results/attention.md).
 
-    Two programs for each multiprocessor, where there are fewer. More than those run in rounds of `_SEATS` each, and
-    parts fill the last round; each part more costs a pass over its result.
+    With few programs, parts bring them to two per multiprocessor. More programs run in rounds of `_SEATS` per
+    multiprocessor, and parts fill the last round. Each further part costs another pass over its result.
     """
     units = multiprocessors(device.index) if device.type == "cuda" else 1
     if programs <= 2 * units:
@@ -58,7 +58,7 @@ def _splits(programs: int, rows: int, device: torch.device) -> int:
 
 
 class _Parts:
-    """How many parts a request's rows are split into, where those leave their results, and how they are launched."""
+    """How many parts a request's rows are split into, where their results are stored, and how they are launched."""
 
     def __init__(self, batch: Batch, shape: Shape, call: Call) -> None:
         self._shape, self._asked, self._device = shape, call.num_splits, call.q.device
@@ -67,7 +67,7 @@ class _Parts:
         self.refresh(batch)
 
     def refresh(self, batch: Batch) -> None:
-        """Follow a batch to other lengths; one with a `max_length` is launched for that, whatever they are."""
+        """Adapt to a batch's new lengths. A batch with a `max_length` is always launched for that length."""
         shape = self._shape
         rows = min(batch.max_length, shape.window or batch.max_length)
         splits = self._asked or _splits(self._n * shape.kv_heads, rows, self._device)
@@ -79,7 +79,7 @@ class _Parts:
         self.lse = torch.empty(size, dtype=torch.float32, device=self._device)
         self.launches: dict[
             tuple[int, ...], tuple[Launch, Launch | None]
-        ] = {}  # compiled kernels with those arguments that all layers share
+        ] = {}  # compiled kernels, with the arguments that all layers share
 
 
 class Triton(Kernel):
@@ -96,7 +96,7 @@ class Triton(Kernel):
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed (pip install triton)"
         if shape.device == "cpu" and not interpreted():
-            return "Triton has no CPU (but for its interpreter, TRITON_INTERPRET=1)"
+            return "Triton does not run on CPUs (except in its interpreter, TRITON_INTERPRET=1)"
         return None
 
     def plan(self, batch: Batch, shape: Shape, call: Call) -> _Parts | None:
@@ -131,7 +131,7 @@ class Triton(Kernel):
 
 
 def _scale(call: Call) -> float:
-    """The factor that makes scores exponents of 2; the soft cap comes before it, so the kernel applies it then."""
+    """The factor that makes scores exponents of 2. With a soft cap, the kernel applies it after the cap."""
     return call.softmax_scale if call.shape.softcap else call.softmax_scale * LOG2E
 
 
@@ -148,7 +148,7 @@ def _tile(pad: int) -> tuple[int, int, int]:
 
 
 def _strides(call: Call, out: torch.Tensor) -> tuple[int, ...]:
-    """Of all that may differ from call to call of a plan."""
+    """The strides that may differ between calls of a plan."""
     k_new, v_new = call.new or (None, None)
     each = (call.q, out, k_new, v_new)
     return tuple(n for x in each for n in ((0, 0) if x is None else x.stride()[:2]))
@@ -175,7 +175,7 @@ def decode(call: Call, out: torch.Tensor, table: torch.Tensor | None = None) -> 
 def _decode_by_lookup(
     call: Call, out: torch.Tensor, table: torch.Tensor | None, strides: tuple[int, ...]
 ) -> tuple[Launch | None, Launch | None]:
-    """Decode through Triton's own look-up; returns how to launch the same again, of other tensors like these."""
+    """Decode through Triton's own look-up. Returns a function that launches it again for tensors like these."""
     from pyvmem.attention import triton_kernels as kernels
 
     shape, batch, parts, q, k, v = call.shape, call.batch, call.plan, call.q, call.k, call.v

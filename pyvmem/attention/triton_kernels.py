@@ -1,8 +1,8 @@
 """Attention in Triton: split-KV decode, its second pass, and prefill. Triton compiles the kernels from this file.
 
 Split-KV decode is Flash-Decoding's idea (Dao et al., 2023): parts of one request's rows go to different programs, and
-a second pass joins their results by the logarithms of their sums. Every load is masked, so no row past a length, or
-before a window, is touched. With PAGE, rows are looked up in a block table: the same kernel, paged, for benchmarks.
+a second pass joins their results by the logarithms of their sums. Every load is masked, so no row past a length or
+before a window is read. With PAGE, the kernel looks rows up in a block table; benchmarks use this paged variant.
 With APPEND, each request's last row comes from `k_new` and `v_new`, and the kernel stores it in the cache.
 
 SPDX-License-Identifier: MIT
@@ -77,7 +77,7 @@ def decode(
         total = total * old + tl.sum(p, 1)
         best = new
     if APPEND:
-        if part == 0:  # the row that no program may read from the cache, since this one writes it
+        if part == 0:  # no program may read this row from the cache, because this one writes it
             row = stored.to(tl.int64)
             k1 = tl.load(k_new + request.to(tl.int64) * k_new_token + head * k_new_head + d, mask=d_ok, other=0.0)
             v1 = tl.load(v_new + request.to(tl.int64) * v_new_token + head * v_new_head + d, mask=d_ok, other=0.0)
@@ -96,7 +96,7 @@ def decode(
     ok = g_ok[:, None] & d_ok[None, :]
     heads_at = head * GROUP + g
     if SPLIT:
-        # [part, request, head]; a part without rows has -inf, and its rows of `partial` are never read.
+        # [part, request, head]. A part without rows has -inf, and its rows of `partial` are never read.
         at = (part.to(tl.int64) * requests + request) * heads + heads_at
         some = total > 0
         result = acc / tl.where(some, total, 1.0)[:, None]
@@ -134,7 +134,7 @@ def prefill(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One request, one query head, BLOCK_M of its queries."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most rows first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most rows first
     head = tl.program_id(1)
     request = tl.program_id(2)
     start = tl.load(cu_seqlens_q + request)

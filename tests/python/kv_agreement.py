@@ -65,7 +65,7 @@ def refused(call, error, text):
 def part_ways(tp, device, rank):
     """What one rank does wrong, or cannot, is refused on all of them, and then they agree as before."""
     first = rank == 0
-    refused(lambda: tp.room() if first else tp.check([0] * SLOTS), RuntimeError, "another something else")
+    refused(lambda: tp.room() if first else tp.check([0] * SLOTS), RuntimeError, "another rank made a different call")
     refused(lambda: tp.step([0] * SLOTS if first else [0] * (SLOTS - 1)), (RuntimeError, ValueError), "")
     refused(lambda: tp.step([0] * SLOTS if first else ["x"] * SLOTS), (RuntimeError, TypeError), "")
     refused(lambda: tp.swap_out(3 if first else None), (RuntimeError, TypeError, pyvmem.VmemError), "")
@@ -81,7 +81,7 @@ def differ(context, rank):
     """Caches that would not choose alike are no tensor-parallel cache."""
     options = {"context": context, "dtype": torch.float16, "name": None, "lazy": True, "same_slots": True}
     with KVCache.for_model(1, 1, 256, 2, 100, 1 << 24, steps_in_flight=1 + (rank == 0), **options) as cache:
-        refused(lambda: TensorParallelKVCache(cache), RuntimeError, "another something else")
+        refused(lambda: TensorParallelKVCache(cache), RuntimeError, "another rank made a different call")
 
 
 def staged(tp, device, starved):

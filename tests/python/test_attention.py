@@ -223,7 +223,7 @@ def test_err_types():
         batch = attention.Batch(cache, slots[7:9], LENGTHS[7:9], [2, 3])
         with pytest.raises(ValueError, match="query_lengths of the batch go up to 3: decode takes 1"):
             attention.decode(queries(5, 8, 64), cache, 0, batch)
-        with pytest.raises(TypeError, match="which has its lengths"):
+        with pytest.raises(TypeError, match="which has its own lengths"):
             attention.prefill(queries(5, 8, 64), cache, 0, batch, LENGTHS[7:9])
         other, _ = make()
         with other, pytest.raises(ValueError, match="a Batch of another cache"):
@@ -319,7 +319,7 @@ def test_best_prefers_one_launch_to_one_a_request(monkeypatch):
     assert table.choose(prompts).kernel == "fa3"
     assert table.choose(replace(prompts, requests=100, tile_rows=128)).kernel == "fa3"
     many = table.choose(replace(prompts, requests=100))
-    assert many.kernel == "fa2" and "100 launches, one a request" in many.why
+    assert many.kernel == "fa2" and "100 launches, one per request" in many.why
     for name in table.KERNELS:  # rather so than not at all
         if name != "fa3":
             monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: "not here")
