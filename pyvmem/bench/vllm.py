@@ -70,6 +70,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="two engines on vMem, loaded by turns, beside one engine with the whole GPU and two static halves",
     )
+    group.add_argument(
+        "--kernels",
+        action="store_true",
+        help="one more turn of each workload, which adds the times of the GPU's kernels to --raw",
+    )
     group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="every turn as JSON, after every turn")
 
 
@@ -197,6 +202,9 @@ class Engines:
         for turn in range(self._args.turns + 1):
             # A seed of its own for each turn, or the prefix cache would know the prompts from the turn before.
             self.turn(name, dict(load, seed=load.get("seed", 0) + 1000 * turn, tokens=not turn), turn, found)
+        if self._args.kernels:  # which are slower while they are watched
+            for engine in self.engines:
+                self._keep(engine=engine, load=name, **self.engines[engine].ask(dict(load, kernels=True)))
         for engine, results in found.items():
             self._results(engine, name, load, results)
 

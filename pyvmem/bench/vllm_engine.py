@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 """
 
 import collections
+import contextlib
 import gc
 import itertools
 import json
@@ -234,6 +235,8 @@ def main() -> None:
     begin = time.perf_counter()
     from vllm import LLM
 
+    from pyvmem.bench.vllm_profile import Kernels, Profile
+
     imported = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         model = shape
@@ -245,8 +248,6 @@ def main() -> None:
         blocks = llm.llm_engine.vllm_config.cache_config
         profile = None
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # else the steps are in another process
-            from pyvmem.bench.vllm_profile import Profile
-
             profile = Profile()
         say(ready=True, imported=imported - begin, started=time.perf_counter() - imported, kv=kv_state(),
             blocks=blocks.num_gpu_blocks, block_size=blocks.block_size)  # fmt: skip
@@ -262,7 +263,9 @@ def main() -> None:
                     engine.cache.set_budget(load["limit"] // page * page)
                     say(limit=load["limit"])
                 else:
-                    say(**run(llm, load, profile))
+                    with Kernels() if load.get("kernels") else contextlib.nullcontext() as kernels:
+                        answer = run(llm, load, profile)
+                    say(**answer, kernels=kernels.take() if kernels else None)
             except Exception as error:  # the parent says it; the engine may still serve
                 say(error=f"{type(error).__name__}: {error}")
 

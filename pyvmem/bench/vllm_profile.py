@@ -6,6 +6,7 @@ Functions are timed by wrapping them in the engine's own process, so this needs 
 SPDX-License-Identifier: MIT
 """
 
+import collections
 import functools
 import importlib
 import time
@@ -62,3 +63,30 @@ class Profile:
                                    p99=float(np.percentile(ms, 99)), most=float(ms.max()))  # fmt: skip
             seconds.clear()
         return found
+
+
+class Kernels:
+    """The GPU's kernels while it is entered: how often each ran, and for how long."""
+
+    def __enter__(self) -> "Kernels":
+        from torch.profiler import ProfilerActivity, profile
+
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._profile.__exit__(None, None, None)
+
+    def take(self, most: int = 30) -> dict[str, Any]:
+        """{name: calls, ms in all, us of a call: median, 99th percentile}, of those that took longest."""
+        found = collections.defaultdict(list)
+        profiler: Any = self._profile.profiler
+        for event in profiler.kineto_results.events():
+            if event.device_type().name == "CUDA":
+                found[event.name()[:160]].append(event.duration_ns() / 1e3)
+        longest = sorted(found, key=lambda name: -sum(found[name]))[:most]
+        return {
+            name: dict(calls=len(us), ms=sum(us) / 1e3, median=float(np.median(us)), p99=float(np.percentile(us, 99)))
+            for name, us in ((n, found[n]) for n in longest)
+        }

@@ -1,14 +1,13 @@
 """The only list of what is replaced in vLLM, and of the versions that it was checked with.
 
-A replacement gets the function it replaces as its first argument. `install` looks everything up before it replaces
-anything: an unknown version of vLLM is refused as a whole, or tried as a whole.
+A replacement gets the function it replaces as its first argument; the others have vLLM's names. `install` looks
+everything up before it replaces anything: an unknown version of vLLM is refused as a whole, or tried as a whole.
 
 SPDX-License-Identifier: MIT
 """
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,12 +71,11 @@ def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def _replacement(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called as the original is, and calls `by` with the original and all arguments by position."""
-    signature = inspect.signature(original)
+    """A function that is called as the original is, and calls `by` with the original before all arguments."""
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        return by(original, *(signature.bind(*args, **kwargs).args if kwargs else args))
+        return by(original, *args, **kwargs)
 
     setattr(replaced, "vmem", True)
     return replaced

@@ -56,9 +56,12 @@ class RequestSlots:
         None where there is no prefix cache: then blocks need no names.
     wait_seconds : int
         How long a step waits for memory that another process has before it gives up.
+    table_blocks : int
+        Most blocks in a request's table.
     """
 
     IDLE_SECONDS = 0.2
+    TABLE_AHEAD = 64  # blocks for which a request's table is written beyond those that it has
 
     def __init__(
         self,
@@ -68,14 +71,18 @@ class RequestSlots:
         fences: Fences,
         names: BlockNames | None = None,
         wait_seconds: float = 60,
+        table_blocks: int = 0,
     ) -> None:
         self.cache = cache
         self.names = names
         self.block_tokens = block_tokens
         self.blocks_per_slot = cache.layout(0)[3] // block_tokens
+        self._table_blocks = table_blocks
         self.lock = threading.RLock()
         self._fences = fences
         self._slots = [-1] * max_requests
+        self._blocks = [0] * max_requests  # of each request
+        self._tabled = [0] * max_requests  # for which its table has been written
         self._lengths = np.zeros(cache.slots, np.int32)
         self._ops: list[Operation] = []  # of this step
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
@@ -134,8 +141,12 @@ class RequestSlots:
             self._dropped += dropped
             self._drop(())
 
-    def start(self, index: int, ids: Sequence[int], computed: int) -> list[int]:
-        """A new request with these blocks, of which the rows of `computed` tokens exist; the numbers for its table."""
+    def start(self, index: int, ids: Sequence[int], computed: int) -> Sequence[int]:
+        """A new request with these blocks, of which the rows of `computed` tokens exist.
+
+        Returns the numbers for its table. The blocks to come have constant numbers too, and the first of them are
+        among these, so that most steps write no table.
+        """
         hits = min(-(-computed // self.block_tokens), len(ids))
         if hits and self.names is None:
             raise RuntimeError(f"a request starts with {computed} computed tokens, but there is no prefix cache")
@@ -146,13 +157,16 @@ class RequestSlots:
             self._slots[index] = slot
             self._ops.append((slot, 0, ids, hits, True))
             self.hit_blocks += hits
-        return self._table(slot, 0, len(ids))
+        self._blocks[index] = len(ids)
+        self._tabled[index] = 0
+        return self._table(index)
 
-    def extend(self, index: int, first: int, ids: Sequence[int]) -> list[int]:
-        """The request's blocks from number `first` on. Returns its table's numbers for them."""
-        slot = self._slots[index]
-        self._ops.append((slot, first, ids, 0, False))
-        return self._table(slot, first, len(ids))
+    def extend(self, index: int, ids: Sequence[int]) -> Sequence[int]:
+        """The request's next blocks. Returns the numbers that are to be added to its table, often none."""
+        first = self._blocks[index]
+        self._ops.append((self._slots[index], first, ids, 0, False))
+        self._blocks[index] = n = first + len(ids)
+        return self._table(index) if n > self._tabled[index] else ()
 
     def back(self) -> None:
         """Everything that the step's kernels touch gets its pages."""
@@ -182,9 +196,12 @@ class RequestSlots:
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
-    def _table(self, slot: int, first: int, n: int) -> list[int]:
-        first += slot * self.blocks_per_slot
-        return list(range(first, first + n))
+    def _table(self, index: int) -> range:
+        """The numbers behind those that the request's table has."""
+        first, start = self._tabled[index], self._slots[index] * self.blocks_per_slot
+        blocks = self._blocks[index]
+        self._tabled[index] = end = max(blocks, min(blocks + self.TABLE_AHEAD, self._table_blocks))
+        return range(start + first, start + end)
 
     def _back_named(self, ops: list[Operation], names: BlockNames) -> None:
         # Requests that run come first, as in the schedule: a new one may share what they write in this very step.
@@ -199,7 +216,7 @@ class RequestSlots:
         def settle() -> None:
             self._step()
             if ids:
-                names.bind(slots, index, ids)
+                names.bind(*np.array((slots, index, ids), np.uint32))
                 self._named.update(ids)
             slots.clear()
             index.clear()

@@ -91,8 +91,8 @@ class Engine:
                              lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name="vllm")  # fmt: skip
         caching = vllm_config.cache_config.enable_prefix_caching
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
-        self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names,
-                                     chosen.wait_seconds)  # fmt: skip
+        self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names, chosen.wait_seconds,
+                                     -(-vllm_config.model_config.max_model_len // spec.block_size))  # fmt: skip
         self.states: Any = None  # of vLLM's runner, once the cache is there
         self._allowed: int = self.num_blocks
         self._stop = threading.Event()
@@ -179,18 +179,18 @@ def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
     return {name: dataclasses.replace(spec, block_size=tokens) for name, spec in specs.items()}
 
 
-def initialize_kv_cache(original: Callable[..., Any], runner: Any, config: Any) -> None:
+def initialize_kv_cache(original: Callable[..., Any], runner: Any, kv_cache_config: Any) -> None:
     """The tables of requests are told apart by the runner that has them."""
-    refuse.worker(runner.vllm_config, config)
+    refuse.worker(runner.vllm_config, kv_cache_config)
     global _current
-    _current = Engine(config, runner.vllm_config, runner.device, settings.read())
-    original(runner, config)
+    _current = Engine(kv_cache_config, runner.vllm_config, runner.device, settings.read())
+    original(runner, kv_cache_config)
     runner.req_states.vmem = runner.block_tables.vmem = _current
     _current.states = runner.req_states
 
 
 def allocate_kv_cache(
-    original: Callable[..., Any], config: Any, shared_layers: Any, device: Any
+    original: Callable[..., Any], kv_cache_config: Any, shared_layers: Any, device: Any
 ) -> dict[str, torch.Tensor]:
     """Bytes of the virtual tensors, by layer."""
     engine = _engine()
@@ -201,14 +201,14 @@ def allocate_kv_cache(
 def reshape_kv_cache(
     original: Callable[..., Any],
     attn_groups: Any,
-    raw: dict[str, torch.Tensor],
+    kv_cache_raw_tensors: dict[str, torch.Tensor],
     cache_dtype: str,
     kernel_block_sizes: Sequence[int],
-    shared: Mapping[str, str],
-    config: Any = None,
+    shared_kv_cache_layers: Mapping[str, str],
+    kv_cache_config: Any = None,
 ) -> dict[str, torch.Tensor]:
     """Each layer's view of its virtual tensor."""
-    engine = _engine()
+    engine, raw, shared = _engine(), kv_cache_raw_tensors, shared_kv_cache_layers
     views = {}
     for group in attn_groups:
         spec = group.kv_cache_spec
@@ -257,9 +257,8 @@ def append_block_ids(
         computed = int(engine.states.num_computed_tokens_np[req_index])
         numbers = engine.requests.start(req_index, ids, computed)
     else:
-        first = int(tables.num_blocks.np[0, req_index]) // tables.blocks_per_kv_block[0]
-        numbers = engine.requests.extend(req_index, first, ids)
-    return original(tables, req_index, (numbers,), overwrite)
+        numbers = engine.requests.extend(req_index, ids)
+    return original(tables, req_index, (numbers,), overwrite) if numbers else None
 
 
 def apply_staged_writes(original: Callable[..., Any], tables: Any) -> Any:
@@ -307,10 +306,12 @@ def waiting(scheduler: Any) -> tuple[int, ...]:
     """Tokens of the first steps of the requests that come next, about two steps of them."""
     sizes: list[int] = []
     most = scheduler.max_num_scheduled_tokens
+    left = 2 * most
     if isinstance(scheduler.waiting, collections.deque):  # else looking costs as much as scheduling
         for request in itertools.islice(scheduler.waiting, 32):
             sizes.append(min(request.num_tokens, most))
-            if sum(sizes) >= 2 * most:
+            left -= sizes[-1]
+            if left <= 0:
                 break
     return tuple(sizes)
 

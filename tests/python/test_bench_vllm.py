@@ -14,7 +14,7 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, raw=None, slots=False,
+        code=None, offline=None, pair=False, raw=None, slots=False, kernels=False,
     ), **changes})  # fmt: skip
 
 
@@ -124,6 +124,15 @@ def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
         (vllm_pair.FIRST, "by turns")]  # fmt: skip
     seeds = [load["seed"] for load in pair.engines[vllm_pair.FIRST].asked if "seed" in load]
     assert len(set(seeds)) == len(seeds)  # or the prefix cache would know the prompts
+
+
+def test_kernels_are_watched_in_a_turn_of_their_own(monkeypatch):
+    monkeypatch.setattr(vllm, "Engine", FakeEngine)
+    monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
+    engines = vllm.Engines(arguments(kernels=True), "gpu", None)
+    engines.measure("decode", dict(kind="fixed"))
+    for engine in engines.engines.values():
+        assert [load.get("kernels", False) for load in engine.asked] == [False, False, True]
 
 
 def test_the_figure_has_a_bar_for_each_engine_and_workload():

@@ -34,7 +34,8 @@ class Engine:
                              generous=False, name=None)  # fmt: skip
         self.gpu = Gpu()
         names = BlockNames(self.cache, blocks, TOKENS) if caching else None
-        self.slots = RequestSlots(self.cache, TOKENS, requests, self.gpu, names, wait_seconds=0)
+        self.slots = RequestSlots(self.cache, TOKENS, requests, self.gpu, names, wait_seconds=0,
+                                  table_blocks=MOST // TOKENS)  # fmt: skip
         rows = [self.cache.flat(i).numpy().view(np.uint64) for i in range(tensors)]
         self.runner = Runner(self.slots, rows[-1], TOKENS, requests, MOST // TOKENS, self.gpu)
         self.scheduler = Scheduler(blocks, TOKENS, requests, budget, caching)
@@ -95,6 +96,21 @@ def test_every_row_is_read_back_as_written(caching, tensors):
     engine.run(engine.requests(40, shared=0.6))
     assert engine.runner.read > 5000
     assert bool(engine.scheduler.hits) == caching
+
+
+def test_a_table_is_written_ahead_so_that_most_steps_write_none():
+    engine = Engine(requests=2, blocks=12)
+    slots = engine.slots
+    slots.TABLE_AHEAD = 2
+    slots.begin_step()
+    first = slots.start(0, [1, 2], 0)
+    written = list(first)
+    assert len(written) == 4
+    for block in range(3, 13):
+        written += slots.extend(0, [block])
+    start = first[0]
+    assert written == list(range(start, start + MOST // TOKENS))  # and not beyond the table
+    assert start % slots.blocks_per_slot == 0
 
 
 def test_preempted_and_aborted_requests_leave_the_others_alone():
@@ -365,14 +381,16 @@ def test_what_is_asked_for_and_cannot_be_ends_vllm_with_one_line(monkeypatch, en
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda p: p.name)
 def test_a_replacement_takes_what_vllm_gives_it_by_position_or_by_name(patch, monkeypatch):
     worker = importlib.import_module("pyvmem.vllm.worker")
-    by = getattr(worker, patch.by)
     given = {name: object() for name in patch.parameters}
-    inspect.signature(by).bind("original", *given.values())
+    takes = inspect.signature(getattr(worker, patch.by))
+    takes.bind("original", *given.values())
+    of = [given.pop("self")] if "self" in given else []
+    takes.bind("original", *of, **given)  # by vLLM's names
     lines = [f"def original({', '.join(patch.parameters)}):", f"    return ({', '.join(patch.parameters)},)"]
     scope = {}
     exec("\n".join(lines), scope)
-    replaced = patches._replacement(scope["original"], lambda original, *args: original(*args))
-    assert replaced(**given) == replaced(*given.values()) == tuple(given.values())
+    replaced = patches._replacement(scope["original"], lambda original, *args, **named: original(*args, **named))
+    assert replaced(*of, **given) == replaced(*of, *given.values()) == (*of, *given.values())
 
 
 class Backend:

@@ -300,12 +300,12 @@ class Runner:
                 self.free_indices.append(index)
         for request, ids, computed in output.new:
             index = self.index[request.name] = self.free_indices.pop()
-            self._put(index, 0, self.requests.start(index, ids, computed))
+            self.num_blocks[index] = 0
+            self._put(index, self.requests.start(index, ids, computed))
         for request, ids, _ in output.more:
             index = self.index[request.name]
             if ids:
-                first = int(self.num_blocks[index])
-                self._put(index, first, self.requests.extend(index, first, ids))
+                self._put(index, self.requests.extend(index, ids))
         self.requests.back()
         steps = []
         for request, _, computed in output.new + output.more:
@@ -315,7 +315,8 @@ class Runner:
         if steps:
             self.gpu.enqueue(lambda: [self._write(*s) for s in steps] + [self._check(*s) for s in steps])
 
-    def _put(self, index, first, numbers):
+    def _put(self, index, numbers):
+        first = self.num_blocks[index]
         self.table[index, first : first + len(numbers)] = numbers
         self.num_blocks[index] = first + len(numbers)
 

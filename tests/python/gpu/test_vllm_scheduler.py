@@ -103,7 +103,8 @@ class Engine:
                              backend="host", page_size=PAGE, check=True, lazy=True, ahead_tokens=TOKENS, eager=False,
                              generous=False, name=None)  # fmt: skip
         self.gpu = vllm_standins.Gpu()
-        self.requests = RequestSlots(self.cache, TOKENS, REQUESTS, self.gpu, BlockNames(self.cache, blocks, TOKENS))
+        self.requests = RequestSlots(self.cache, TOKENS, REQUESTS, self.gpu, BlockNames(self.cache, blocks, TOKENS),
+                                     table_blocks=MOST // TOKENS)  # fmt: skip
         self.states = self.tables = Tables(self)
         self.rows = self.cache.flat(0).numpy().view(np.uint64)
         self.tokens = {}
