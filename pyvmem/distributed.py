@@ -9,7 +9,7 @@ SPDX-License-Identifier: MIT
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from pyvmem._checks import uint
 from pyvmem.errors import OutOfMemory, _error
+from pyvmem.kv_admission import Request
 from pyvmem.kv import KVCache, Lengths, Prefix
 
 # Attributes and calls that each rank answers for itself, because no decision depends on them.
 _LOCAL = frozenset(
     (
-        "alloc_reqid closed context drop_prefix expect flat keys last_step layout max_tokens metrics_json "
-        "metrics_prometheus options page_size reclaim retire shortage slot slots specs stats step_maps "
+        "alloc_reqid closed context drop_prefix expect flat groups keys last_step layout max_tokens metrics_json "
+        "metrics_prometheus options page_size reclaim retire set_watermark shortage slot slots specs stats step_maps "
         "tensors tokens values wait"
     ).split()
 )
@@ -148,6 +149,11 @@ class TensorParallelKVCache:
     def room(self, slot: SupportsIndex | None = None) -> int:
         """How many tokens the slot (None: a new request) could have on the rank with the least free memory."""
         return -self._vote(f"room({slot})", self.cache.room, slot, number=lambda room: -room)[1]
+
+    def fit(self, requests: Sequence[Request]) -> int:
+        """As `KVCache.fit`, on the rank that can take fewest."""
+        what = f"fit({len(requests)} requests)"
+        return -self._vote(what, self.cache.fit, requests, number=lambda fit: -fit)[1]
 
     def admit(self, tokens: int) -> int:
         """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""

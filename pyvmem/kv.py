@@ -22,13 +22,15 @@ from pyvmem._checks import one_of, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check, structure
+from pyvmem.kv_admission import KVAdmission
 from pyvmem.kv_options import KVCacheOptions, options_of
 from pyvmem.kv_sharing import KVSharing
-from pyvmem.kv_types import KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
+from pyvmem.kv_types import GroupInfo, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
 from pyvmem.kv_view import new_view_path
 from pyvmem.tensor import tensor_at
 
 __all__ = [
+    "GroupInfo",
     "KVCache",
     "KVCacheOptions",
     "KVStats",
@@ -77,7 +79,7 @@ def _not_lengths(lengths: Iterable[Any]) -> Exception:
     return TypeError("lengths must be integers")
 
 
-class KVCache(KVSharing):
+class KVCache(KVAdmission, KVSharing):
     """A KV cache of `slots` requests of at most `max_tokens` tokens.
 
     Parameters
@@ -156,6 +158,8 @@ class KVCache(KVSharing):
             self._close_context()
             raise
         self._own(owner, kv[0])
+        if options.watermark or options.watermark_percent:
+            self.set_watermark(options.watermark, percent=options.watermark_percent)
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if options.name is not None:
             path = new_view_path()
@@ -356,14 +360,6 @@ class KVCache(KVSharing):
         if (narrow != lengths).any():
             raise _not_lengths(lengths.tolist())
         return ffi.from_buffer("int32_t[]", narrow)
-
-    def room(self, slot: SupportsIndex | None = None) -> int:
-        """Return the most tokens the slot could have in the next step if no other slot grew; None: a new request."""
-        if self._events:
-            self._poll()
-        tokens = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
-        return int(tokens[0])
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
         """Discard rows from `tokens` onward (rejected speculation).

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check, structure
-from pyvmem.kv_types import KVStats, Shortage
+from pyvmem.kv_types import KVStats, Shortage, TensorSpec
 from pyvmem.kv_view import STATS
 from pyvmem.owned import _Owned
 
@@ -23,6 +23,9 @@ class KVBase(_Owned):
     """The native manager with its fences."""
 
     missing_pages: int
+    page_size: int
+    specs: list[TensorSpec]
+    tile_rows: int
 
     def __init__(self) -> None:
         self.missing_pages = 0
@@ -73,7 +76,8 @@ class KVBase(_Owned):
         """The `Shortage` of this thread's last call that found too little memory or no slot."""
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))
-        return Shortage(_REASONS[raw.reason], raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages)
+        numbers = (raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages)
+        return Shortage(_REASONS[raw.reason], *numbers)
 
     # ---- metrics ---------------------------------------------------------------------------------------------
 

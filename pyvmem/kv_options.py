@@ -5,12 +5,14 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pyvmem._checks import flag
+from pyvmem._checks import flag, uint
 from pyvmem._ffi import lib
 from pyvmem.core import Context
+from pyvmem.errors import InvalidArgument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,9 @@ class KVCacheOptions:
         Tokens that the next slot is backed for (0: 512).
     reclaim_percent : int
         Memory is scarce when less than this part of the budget is free (0: 10 %).
+    watermark, watermark_percent : int
+        What new requests leave free for those that run (`KVCache.set_watermark`): bytes, and a part of the budget; the
+        larger counts (0).
     steps_in_flight : int
         Iterations whose kernels may still be running when `KVCache.step` is called; 1 to 16. An engine that schedules
         ahead has two or more.
@@ -84,6 +89,8 @@ class KVCacheOptions:
     ahead_min: int = 0
     eager_tokens: int = 0
     reclaim_percent: int = 0
+    watermark: int = 0
+    watermark_percent: int = 0
     steps_in_flight: int = 1
     idle_seconds: float = 1.0
     name: str | None = "kv"
@@ -95,6 +102,9 @@ class KVCacheOptions:
             raise TypeError(f"name must be a string, not {self.name!r}")
         if not isinstance(self.idle_seconds, float | int) or not self.idle_seconds >= 0.001:
             raise ValueError(f"idle_seconds must be a number of seconds, at least 0.001, not {self.idle_seconds!r}")
+        uint("watermark", self.watermark)
+        if uint("watermark_percent", self.watermark_percent) > 100:
+            raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} is over 100")
         for name in _SWITCHES:
             flag(name, getattr(self, name))
 

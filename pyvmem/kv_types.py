@@ -85,6 +85,53 @@ class SlotInfo:
 
 
 @dataclass(frozen=True)
+class GroupInfo:
+    """A group: the tensors of one row size, window and max_tokens. Their pages come and go together.
+
+    Attributes
+    ----------
+    tensors : tuple of int
+        Which of the cache's specs.
+    page_size, tile_rows : int
+        The cache's.
+    row_bytes, max_tokens, window : int
+        As in `TensorSpec`; max_tokens is the cache's where the spec has none.
+    page_tokens : int
+        Whole rows in a page; 0: a row is larger than a page. ``page_size / row_bytes`` need not be whole.
+    held_pages : int
+        Mapped in slots, in all tensors of the group together, kept and ahead ones included.
+    needed_pages : int
+        Of these, for the lengths of active requests.
+    tokens : int
+        Rows that active requests have in each tensor.
+    free_pages : int
+        What a step could get; all groups share it.
+    free_tokens : int
+        Rows in each tensor of the group if it alone got all of them: what a long request still gets where the other
+        groups have windows, and what any request gets where there is one group.
+    """
+
+    tensors: tuple[int, ...]
+    page_size: int
+    tile_rows: int
+    row_bytes: int
+    max_tokens: int
+    window: int
+    page_tokens: int
+    held_pages: int
+    needed_pages: int
+    tokens: int
+    free_pages: int
+    free_tokens: int
+
+    def pages(self, tokens: int) -> int:
+        """Return the pages that a new request of so many tokens needs in this group, in all its tensors."""
+        rows = min(uint("tokens", tokens, 32), self.max_tokens)
+        rows = -(-rows // self.tile_rows) * self.tile_rows
+        return -(-rows * self.row_bytes // self.page_size) * len(self.tensors)
+
+
+@dataclass(frozen=True)
 class Shortage:
     """Why a call found too little.
 
@@ -101,6 +148,8 @@ class Shortage:
         That hold pages.
     ending_pages : int
         Of requests that end when the kernels in flight have ended: `KVCache.retire` their steps.
+    watermark_pages : int
+        Of the missing ones, those that only the watermark asks for (`KVCache.fit`).
     """
 
     reason: str | None
@@ -108,6 +157,7 @@ class Shortage:
     prefix_pages: int
     requests: int
     ending_pages: int = 0
+    watermark_pages: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ void vmem_kv_destroy(vmem_kv *kv);
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows * row_bytes
 // equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed max_tokens.
 struct vmem_kv_layout {
-    uint32_t size; // sizeof(struct vmem_kv_layout), set by the caller
-    uint32_t pad;  // 0
+    uint32_t size;  // sizeof(struct vmem_kv_layout), set by the caller
+    uint32_t group; // the tensor's, for vmem_kv_get_group
     uint64_t addr, length;
     uint64_t slot_stride; // bytes
     uint64_t slot_rows;
@@ -148,7 +148,8 @@ int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
 
 // Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested.
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
-// Returns the most tokens that the slot could have in the next step if no other slot grew. Slot -1: a new request.
+// Returns the most tokens that the slot could have in the next step if no other slot grew. Slot -1: a new request, which
+// leaves the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied.
 // If the call fails, rows from `tokens` onward may be lost, but none before; call it again.
@@ -157,6 +158,42 @@ int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
+
+// ---- admission ----------------------------------------------------------------------------------------------
+//
+// Which waiting requests to let in, asked before they have slots.
+
+struct vmem_kv_request {
+    uint32_t tokens;        // of its first step, those of a prefix included; 1 to max_tokens
+    uint32_t prefix_tokens; // of these, so many come from a prefix or from named blocks; 0: none
+};
+// Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with its
+// prefix, and took part in the next step beside all that vmem_kv_grow has staged. *fit (NULL is allowed) receives the
+// number. Returns 0 if that is all n. Otherwise it returns what the first that does not fit lacks: -ENOMEM, with
+// *missing pages (NULL is allowed), or -ENOSPC. Changes nothing.
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
+// The watermark: what new requests leave free for the growth of those that run, as vmem_kv_fit and vmem_kv_room (slot -1)
+// answer. It is `bytes` or `percent` of the budget (at most 100), whichever is more; 0 at first. Where no request is
+// active, a new one may have everything. Steps and growth do not heed it.
+int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent);
+
+// A group: the tensors of one row size, max_tokens and window. Its pages come and go together.
+struct vmem_kv_group_info {
+    uint32_t size;         // sizeof(struct vmem_kv_group_info), set by the caller
+    uint32_t groups;       // of the cache
+    uint32_t tensors;      // of the group
+    uint32_t max_tokens;   // rows of a slot
+    uint32_t window;       // 0: none
+    uint32_t page_tokens;  // whole rows in a page; 0: a row is larger. page_size / row_bytes need not be whole
+    uint64_t row_bytes;    // of one tensor
+    uint64_t held_pages;   // mapped in slots, for whatever reason (a shared page counts once per slot)
+    uint64_t needed_pages; // of these, for the lengths of active requests
+    uint64_t tokens;       // rows that active requests have in each tensor
+    uint64_t free_pages;   // what a step could get, for all groups together
+    uint64_t free_tokens;  // rows in each tensor of the group, if it alone got all of them
+};
+// Groups are numbered from 0 as their first tensors come. -EINVAL: there are fewer.
+int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out);
 
 enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING };
 struct vmem_kv_slot_info {
@@ -272,6 +309,7 @@ struct vmem_kv_stats {
     uint64_t swap_out_bytes, swap_in_bytes;
     uint64_t worker_errors; // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
+    uint64_t watermark_pages;                                         // what new requests leave free: a gauge
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
 
@@ -284,12 +322,13 @@ enum vmem_kv_reason {
     VMEM_KV_SHORT_OF_SLOTS,    // end a request
 };
 struct vmem_kv_shortage {
-    uint32_t size;          // sizeof(struct vmem_kv_shortage), set by the caller
-    uint32_t reason;        // enum vmem_kv_reason
-    uint64_t missing_pages; // as in *missing
-    uint64_t prefix_pages;  // what dropping all prefixes would free
-    uint64_t requests;      // that hold pages
-    uint64_t ending_pages;  // of requests that end when the kernels in flight have: retire steps, or make them
+    uint32_t size;            // sizeof(struct vmem_kv_shortage), set by the caller
+    uint32_t reason;          // enum vmem_kv_reason
+    uint64_t missing_pages;   // as in *missing
+    uint64_t prefix_pages;    // what dropping all prefixes would free
+    uint64_t requests;        // that hold pages
+    uint64_t ending_pages;    // of requests that end when the kernels in flight have: retire steps, or make them
+    uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)
 };
 // Describes the calling thread's last such call; the reason is 0 if it was short of nothing.
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out);

@@ -46,6 +46,13 @@ int64_t pv_kv_commit(vmem_kv *kv)
     return answer(rc, missing);
 }
 
+int64_t pv_kv_fit(vmem_kv *kv, const uint32_t *pairs, size_t n, size_t *fit)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_fit(kv, (const struct vmem_kv_request *)pairs, n, fit, &missing);
+    return answer(rc, missing);
+}
+
 int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens)
 {
     uint64_t missing = 0;

@@ -380,6 +380,7 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
     const struct vmem_kv_layout layout = {
         .addr = kv->addrs[i],
         .length = g->slot_stride * kv->n_slots,
+        .group = j,
         .slot_stride = g->slot_stride,
         .slot_rows = g->slot_rows,
         .row_bytes = g->row_bytes,

@@ -174,14 +174,16 @@ struct vmem_kv {
     bool called;          // one is at work, and may have dropped state to wait
     bool idle_once, gave; // the worker saw the cache idle; it gave back what an idle one gives
 
-    vmem_kv *next;         // the context's next cache
-    uint64_t budget_pages; // most pages there may be
-    uint64_t promise;      // pages there can be without asking the device. Written with stats_lock, too
-    uint64_t device_limit; // vmem__kv_limit, as the statistics saw it last
-    uint64_t device_asked; // when
-    uint64_t held;         // pages there are, pending ones included
-    uint64_t ceiling;      // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
-    uint64_t pending;      // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
+    vmem_kv *next;              // the context's next cache
+    uint64_t budget_pages;      // most pages there may be
+    uint64_t watermark_pages;   // of these, new requests leave so many, or
+    uint32_t watermark_percent; // so large a part: the larger of both
+    uint64_t promise;           // pages there can be without asking the device. Written with stats_lock, too
+    uint64_t device_limit;      // vmem__kv_limit, as the statistics saw it last
+    uint64_t device_asked;      // when
+    uint64_t held;              // pages there are, pending ones included
+    uint64_t ceiling;           // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
+    uint64_t pending;           // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
     uint64_t clock;
     struct kv_refs refs;
     struct kv_prefix **prefixes;
@@ -257,6 +259,8 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
 // Whether the step would find its memory.
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
+// Pages that there would be at least with the plan's: those that cannot be taken back, and those that are missing.
+uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan);
 // Between these two, nothing takes back what the step needs or what kernels in flight access.
 void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
 void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
@@ -264,6 +268,11 @@ int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // Whether a step that needs pages up to hi can go on from what the span has.
 static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
+
+// ---- admit.c
+
+// Pages that the watermark keeps back while requests run.
+uint64_t vmem__kv_watermark(const vmem_kv *kv);
 
 // ---- calls.c
 
@@ -469,6 +478,8 @@ void vmem__kv_enough(void);
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// A new request would make it `want` pages, and must leave `back` of the limit.
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing);
 int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv); // in the statistics, of a call that really needed them
 

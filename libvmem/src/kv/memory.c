@@ -19,8 +19,9 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 {
     if (!out)
         return vmem__error(-EINVAL, "out must not be NULL");
-    if (out->size < sizeof(last)) // as of its first version
-        return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, sizeof(last));
+    const size_t least = offsetof(struct vmem_kv_shortage, watermark_pages); // as of its first version
+    if (out->size < least)
+        return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, least);
     return vmem__struct_give(out, &last, sizeof(last), "out");
 }
 
@@ -67,10 +68,27 @@ int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
                        pages);
 }
 
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing)
+{
+    if (want > limit && want > kv->budget_pages)
+        vmem__kv_short_of_budget(kv, want + back, missing);
+    else if (want > limit)
+        vmem__kv_short_of_device(kv, want + back - limit, missing);
+    else
+        note(kv, limit < kv->budget_pages ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit,
+             missing);
+    last.watermark_pages = KV_MIN(back, last.missing_pages);
+    if (want > limit)
+        return -ENOMEM; // and said why
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
+                       " for requests that run; end a request, drop prefixes, or lower the watermark",
+                       last.missing_pages, kv->budget_pages, back);
+}
+
 int vmem__kv_short_of_slots(vmem_kv *kv)
 {
     note(kv, VMEM_KV_SHORT_OF_SLOTS, 0, NULL);
-    kv->stats.short_slots++;
     return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
 }
 

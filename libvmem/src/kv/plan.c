@@ -145,6 +145,15 @@ void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
     plan->protects = false;
 }
 
+uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
+{
+    vmem__kv_plan_protect(kv, plan);
+    // What the worker is mapping now either counts as missing here or can be taken back.
+    uint64_t want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + plan->missing;
+    vmem__kv_plan_unprotect(kv, plan);
+    return want;
+}
+
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
 {
     struct kv_plan *plan = &kv->plan;
@@ -153,10 +162,7 @@ int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
     uint64_t limit = plan->missing ? vmem__kv_limit(kv, plan->missing) : 0;
     vmem__kv_enough();
     if (!rc && plan->missing && kv->held + plan->missing > limit) {
-        vmem__kv_plan_protect(kv, plan);
-        // What the worker is mapping now either counts as missing here or can be taken back.
-        uint64_t want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + plan->missing;
-        vmem__kv_plan_unprotect(kv, plan);
+        uint64_t want = vmem__kv_plan_want(kv, plan);
         if (want > limit)
             rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
                                          : vmem__kv_short_of_device(kv, want - limit, missing);
@@ -185,66 +191,4 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
     vmem__kv_take_wanted(kv);
     rc = vmem__kv_check_lengths(kv, lengths, n);
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_plan_check(kv, lengths, missing));
-}
-
-// ---- room -----------------------------------------------------------------------------------------------------
-
-// Whether a request could have so many tokens, beside pages of others that cannot be had.
-static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, uint64_t limit)
-{
-    struct kv_plan *plan = &kv->plan;
-    uint64_t own = 0;
-    vmem__kv_plan_reset(plan);
-    if (slot < 0) {
-        for (uint32_t i = 0; i < kv->n_groups; i++)
-            own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
-        return others + own <= limit;
-    }
-    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
-    if (!plan->missing) // what is mapped needs nothing, be the budget exceeded
-        return true;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
-        own += (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
-    }
-    vmem__kv_plan_protect(kv, plan);
-    own -= vmem__kv_reclaimable_in(kv, (uint32_t)slot);
-    vmem__kv_plan_unprotect(kv, plan);
-    return others + own + plan->missing <= limit;
-}
-
-int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    if (!tokens)
-        rc = vmem__error(-EINVAL, "tokens must not be NULL");
-    else if (slot >= 0)
-        rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
-    if (rc)
-        return vmem__kv_leave(kv, rc);
-    *tokens = 0;
-    if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
-        return vmem__kv_leave(kv, 0);
-    bool held = vmem__kv_hold_to_count(kv);
-    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_limit(kv, 0);
-    for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
-        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
-        others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
-        others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
-    }
-    // Pages that a length asks for grow with it: the largest that fits, by bisection.
-    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
-    while (least < most) {
-        uint32_t middle = least + (most - least + 1) / 2;
-        if (fits(kv, slot, middle, others, limit))
-            least = middle;
-        else
-            most = middle - 1;
-    }
-    *tokens = least;
-    if (held)
-        vmem__kv_worker_release(kv);
-    return vmem__kv_leave(kv, 0);
 }

@@ -83,8 +83,10 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
     if (rc)
         return vmem__kv_leave(kv, rc);
     uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens);
-    if (chosen == UINT32_MAX)
+    if (chosen == UINT32_MAX) {
+        kv->stats.short_slots++;
         return vmem__kv_leave(kv, vmem__kv_short_of_slots(kv));
+    }
     vmem__kv_wait_slot(kv, chosen);
     struct kv_slot *s = &kv->slots[chosen];
     s->state = VMEM_KV_ACTIVE;

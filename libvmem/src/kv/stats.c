@@ -52,6 +52,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->zeroed_bytes = kv->zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->n_prefixes;
+    st->watermark_pages = vmem__kv_watermark(kv);
     pthread_mutex_lock(&kv->stats_lock);
     kv->shown = *st;
     pthread_mutex_unlock(&kv->stats_lock);

@@ -1,0 +1,212 @@
+// Admission: what new requests would find, before they have slots.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "core/struct.h"
+#include "kv/kv.h"
+
+// ---- the watermark --------------------------------------------------------------------------------------------
+
+int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (percent > 100)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "percent %u is over 100", percent));
+    kv->watermark_pages = (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
+    kv->watermark_percent = percent;
+    return vmem__kv_leave(kv, 0);
+}
+
+uint64_t vmem__kv_watermark(const vmem_kv *kv)
+{
+    uint64_t part = (kv->budget_pages * kv->watermark_percent + 99) / 100;
+    return KV_MIN(KV_MAX(kv->watermark_pages, part), kv->budget_pages);
+}
+
+// Pages that a new request must leave: none where no request runs that could need them, or it could never begin.
+static uint64_t kept_back(const vmem_kv *kv)
+{
+    uint64_t pages = vmem__kv_watermark(kv);
+    for (uint32_t s = 0; s < kv->n_slots && pages; s++)
+        if (kv->slots[s].state == VMEM_KV_ACTIVE)
+            return pages;
+    return 0;
+}
+
+static uint64_t less(uint64_t pages, uint64_t by) { return pages > by ? pages - by : 0; }
+
+// ---- room -----------------------------------------------------------------------------------------------------
+
+// Whether a request could have so many tokens, beside pages of others that cannot be had.
+static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, uint64_t limit)
+{
+    struct kv_plan *plan = &kv->plan;
+    uint64_t own = 0;
+    vmem__kv_plan_reset(plan);
+    if (slot < 0) {
+        for (uint32_t i = 0; i < kv->n_groups; i++)
+            own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
+        return others + own <= limit;
+    }
+    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
+    if (!plan->missing) // what is mapped needs nothing, be the budget exceeded
+        return true;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+        own += (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    }
+    vmem__kv_plan_protect(kv, plan);
+    own -= vmem__kv_reclaimable_in(kv, (uint32_t)slot);
+    vmem__kv_plan_unprotect(kv, plan);
+    return others + own + plan->missing <= limit;
+}
+
+int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (!tokens)
+        rc = vmem__error(-EINVAL, "tokens must not be NULL");
+    else if (slot >= 0)
+        rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+    if (rc)
+        return vmem__kv_leave(kv, rc);
+    *tokens = 0;
+    if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
+        return vmem__kv_leave(kv, 0);
+    bool held = vmem__kv_hold_to_count(kv);
+    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_limit(kv, 0);
+    if (slot < 0)
+        limit = less(limit, kept_back(kv));
+    for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
+        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+        others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
+        others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    }
+    // Pages that a length asks for grow with it: the largest that fits, by bisection.
+    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
+    while (least < most) {
+        uint32_t middle = least + (most - least + 1) / 2;
+        if (fits(kv, slot, middle, others, limit))
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    *tokens = least;
+    if (held)
+        vmem__kv_worker_release(kv);
+    return vmem__kv_leave(kv, 0);
+}
+
+// ---- requests -------------------------------------------------------------------------------------------------
+
+static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, size_t i)
+{
+    if (!r->tokens || r->tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "requests[%zu].tokens %u is not between 1 and max_tokens, %u", i, r->tokens,
+                           kv->max_tokens);
+    if (r->prefix_tokens > r->tokens)
+        return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
+                           r->tokens);
+    return 0;
+}
+
+// Pages that the first step of a request needs beside those that it shares.
+static uint64_t pages_of(const vmem_kv *kv, const struct vmem_kv_request *r)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint64_t shared = (KV_MIN(r->prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
+        // What a window has passed of a prefix is not mapped.
+        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, r->prefix_tokens));
+        pages += (vmem__kv_need_hi(kv, g, r->tokens) - shared) * g->n;
+    }
+    return pages;
+}
+
+static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+{
+    struct kv_plan *plan = &kv->plan;
+    uint32_t free_slots = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        free_slots += kv->slots[s].state == VMEM_KV_FREE;
+    vmem__kv_plan_reset(plan);
+    int rc = kv->n_staged ? vmem__kv_plan(kv, plan, kv->staged, NULL) : 0;
+    if (rc)
+        return rc;
+    uint64_t want = vmem__kv_plan_want(kv, plan), limit = vmem__kv_limit(kv, 0), back = kept_back(kv);
+    for (; *fit < n; ++*fit, back = vmem__kv_watermark(kv)) { // which now runs
+        if (*fit == free_slots)
+            return vmem__kv_short_of_slots(kv);
+        want += pages_of(kv, &requests[*fit]);
+        if (want + back > limit)
+            return vmem__kv_short_beside(kv, want, limit, back, missing);
+    }
+    return 0;
+}
+
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+{
+    size_t fits = 0;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    if (n && !requests)
+        rc = vmem__error(-EINVAL, "requests must not be NULL");
+    for (size_t i = 0; i < n && !rc; i++)
+        rc = check_request(kv, &requests[i], i);
+    vmem__kv_enough();
+    if (!rc && n) {
+        bool held = vmem__kv_hold_to_count(kv);
+        rc = admit(kv, requests, n, &fits, missing);
+        if (held)
+            vmem__kv_worker_release(kv);
+    }
+    if (fit)
+        *fit = fits;
+    return vmem__kv_leave(kv, rc);
+}
+
+// ---- groups ---------------------------------------------------------------------------------------------------
+
+int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "out must not be NULL"));
+    if (group >= kv->n_groups)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u: there are %u", group, kv->n_groups));
+    const struct kv_group *g = &kv->groups[group];
+    struct vmem_kv_group_info info = {.groups = kv->n_groups,
+                                      .tensors = g->n,
+                                      .max_tokens = g->max_tokens,
+                                      .window = g->window,
+                                      .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
+                                      .row_bytes = g->row_bytes};
+    bool held = vmem__kv_hold_to_count(kv);
+    info.free_pages = less(vmem__kv_limit(kv, 0), kv->held - kv->pending - vmem__kv_reclaimable(kv));
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        const struct kv_span *sp = kv_span(kv, s, group);
+        info.held_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        if (sl->state != VMEM_KV_ACTIVE)
+            continue;
+        uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
+        info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
+    }
+    if (held)
+        vmem__kv_worker_release(kv);
+    info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
+    info.free_tokens -= info.free_tokens % kv->tile_rows;
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
+}

@@ -1,0 +1,104 @@
+"""Admission: what a KV cache says of requests that wait, before they have slots.
+
+SPDX-License-Identifier: MIT
+"""
+
+import array
+import errno
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from pyvmem._checks import shown, uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import _check, structure
+from pyvmem.kv_base import KVBase
+from pyvmem.kv_types import GroupInfo
+
+# A request that waits: the tokens of its first step, or (these, how many of them a prefix provides).
+Request = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+
+_GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
+
+
+def _pairs(requests: Iterable[Request]) -> "array.array[int]":
+    """(tokens, prefix_tokens) of each request, one after another."""
+    pairs = array.array("I")
+    for i, request in enumerate(requests):
+        tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
+        if not hasattr(tokens, "__index__") or not hasattr(prefix, "__index__"):
+            wanted = "must be a number of tokens, or (tokens, prefix_tokens)"
+            raise TypeError(f"requests[{i}] {wanted}, not {shown(request)}")
+        pairs.append(uint(f"requests[{i}].tokens", tokens, 32))
+        pairs.append(uint(f"requests[{i}].prefix_tokens", prefix, 32))
+    return pairs
+
+
+class KVAdmission(KVBase):
+    """The questions that a scheduler asks."""
+
+    def fit(self, requests: Iterable[Request]) -> int:
+        """Return how many of these new requests, in this order, would find a slot and memory; changes nothing.
+
+        The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step
+        together with all growth that is staged. The next request would not fit: `shortage` says why, and
+        `missing_pages` how much it lacks. New requests leave the watermark free (`set_watermark`).
+
+        Parameters
+        ----------
+        requests : sequence of int, or of (int, int)
+            Tokens of the first step, at least 1; or these, and how many of them a prefix or named blocks provide.
+        """
+        if self._events:
+            self._poll()
+        pairs = None
+        if type(requests) is list:
+            try:
+                pairs = array.array("I", bytes(8 * len(requests)))
+                np.frombuffer(pairs, np.uint32)[::2] = array.array("I", requests)
+            except (OverflowError, TypeError):
+                pairs = None
+        pairs = _pairs(requests) if pairs is None else pairs
+        fit = ffi.new("size_t *")
+        rc = lib.pv_kv_fit(self._use(), ffi.from_buffer("uint32_t[]", pairs), len(pairs) // 2, fit)
+        if rc == -errno.ENOSPC:
+            self.missing_pages = 0
+        elif rc:
+            self._short(rc)
+        return int(fit[0])
+
+    def room(self, slot: SupportsIndex | None = None) -> int:
+        """Return the most tokens the slot could have in the next step if no other slot grew.
+
+        None: a new request, which leaves the watermark free.
+        """
+        if self._events:
+            self._poll()
+        tokens = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
+        return int(tokens[0])
+
+    def set_watermark(self, bytes: SupportsIndex = 0, *, percent: SupportsIndex = 0) -> None:
+        """Set what new requests leave free for those that run: `bytes` or `percent` of the budget, whichever is more.
+
+        `fit` and `room` heed it; `step` and the growth of requests that run do not. While no request is active, a new
+        one may have everything. (vLLM calls it the watermark, too.)
+        """
+        _check(lib.vmem_kv_set_watermark(self._use(), uint("bytes", bytes), uint("percent", percent, 32)))
+
+    def groups(self) -> list[GroupInfo]:
+        """Return a `GroupInfo` for each group: the tensors of one row size, window and max_tokens."""
+        raw, kv = structure("vmem_kv_group_info"), self._use()
+        layout: Any = structure("vmem_kv_layout")
+        members: dict[int, list[int]] = {}
+        for i in range(len(self.specs)):
+            _check(lib.vmem_kv_get_layout(kv, i, layout))
+            members.setdefault(layout.group, []).append(i)
+        found = []
+        for number, tensors in sorted(members.items()):
+            _check(lib.vmem_kv_get_group(kv, number, raw))
+            numbers = {name: int(getattr(raw, name)) for name in _GROUP}
+            found.append(GroupInfo(tuple(tensors), self.page_size, self.tile_rows, **numbers))
+        return found

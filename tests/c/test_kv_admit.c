@@ -1,0 +1,136 @@
+// Admission by the C interface: requests that wait, the watermark, and groups. pyvmem's tests look at many more cases.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 4
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+// 32 and 16 rows to a page; the second ends early.
+static void make(uint64_t pages, uint32_t flags)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},
+                                             {.row_bytes = test_page / 16, .max_tokens = 64},
+                                             {.row_bytes = test_page / 32}};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = flags | VMEM_KV_CHECK,
+                                       .tensors = tensors,
+                                       .n_tensors = COUNT(tensors),
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = pages * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+}
+
+static uint32_t start(uint32_t tokens)
+{
+    uint32_t slot;
+    int32_t lengths[SLOTS] = {0};
+    OK(vmem_kv_alloc(kv, tokens, &slot));
+    lengths[slot] = (int32_t)tokens;
+    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    return slot;
+}
+
+static struct vmem_kv_shortage shortage(void)
+{
+    struct vmem_kv_shortage s = {.size = sizeof s};
+    OK(vmem_kv_last_shortage(&s));
+    return s;
+}
+
+static void test_fit(uint32_t flags)
+{
+    const struct vmem_kv_request asked[] = {{.tokens = 32}, {.tokens = 64}, {.tokens = 33}, {.tokens = 1}};
+    size_t fit = 99;
+    uint64_t missing = 99;
+    make(30, flags);
+    start(64); // 4 + 4 pages
+    OK(vmem_kv_fit(kv, asked, 0, &fit, &missing));
+    CHECK_EQ(fit, 0);
+    OK(vmem_kv_fit(kv, asked, 3, &fit, &missing)); // 2 + 2, 4 + 4, 4 + 3
+    CHECK_EQ(fit, 3);
+    CHECK_EQ(missing, 0);
+    CHECK_EQ(vmem_kv_fit(kv, asked, 4, &fit, &missing), -ENOSPC);
+    CHECK_EQ(fit, 3);
+    CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_SLOTS);
+    OK(vmem_kv_set_watermark(kv, 4 * test_page, 0));
+    CHECK_EQ(vmem_kv_fit(kv, asked, 4, &fit, &missing), -ENOMEM); // 3 are free
+    CHECK_EQ(fit, 2);
+    CHECK_EQ(missing, 1);
+    CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_BUDGET);
+    CHECK_EQ(shortage().watermark_pages, 1);
+    CHECK_EQ(vmem_kv_fit(kv, asked, 4, NULL, NULL), -ENOMEM);
+    ERR(vmem_kv_set_watermark(kv, 0, 101), EINVAL, "percent 101 is over 100");
+    ERR(vmem_kv_fit(kv, NULL, 1, &fit, NULL), EINVAL, "requests must not be NULL");
+    CHECK_EQ(fit, 0);
+    const struct vmem_kv_request wrong[] = {{.tokens = 1}, {.tokens = 401}, {.tokens = 4, .prefix_tokens = 5}};
+    ERR(vmem_kv_fit(kv, wrong, 2, &fit, NULL), EINVAL, "requests[1].tokens 401");
+    ERR(vmem_kv_fit(kv, wrong + 2, 1, &fit, NULL), EINVAL, "requests[0].prefix_tokens 5 is over its tokens, 4");
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK_EQ(st.watermark_pages, 4);
+    CHECK_EQ(st.short_slots + st.short_budget, 0); // nothing was really needed
+    vmem_kv_destroy(kv);
+}
+
+// A caller from before the shortage had a watermark.
+static void test_older_shortage(void)
+{
+    struct vmem_kv_shortage s = {.size = offsetof(struct vmem_kv_shortage, watermark_pages), .watermark_pages = 77};
+    OK(vmem_kv_last_shortage(&s));
+    CHECK_EQ(s.watermark_pages, 77);
+    s.size--;
+    ERR(vmem_kv_last_shortage(&s), EINVAL, "out->size");
+}
+
+static void test_groups(void)
+{
+    struct vmem_kv_group_info g = {.size = sizeof g};
+    struct vmem_kv_layout layout = {.size = sizeof layout};
+    make(30, 0);
+    const uint32_t slot = start(100);
+    for (uint32_t t = 0; t < 3; t++) {
+        OK(vmem_kv_get_layout(kv, t, &layout));
+        CHECK_EQ(layout.group, t == 1);
+    }
+    OK(vmem_kv_get_group(kv, 0, &g));
+    CHECK_EQ(g.groups, 2);
+    CHECK_EQ(g.tensors, 2);
+    CHECK_EQ(g.page_tokens, 32);
+    CHECK_EQ(g.needed_pages, 8);
+    CHECK_EQ(g.held_pages, 8);
+    CHECK_EQ(g.tokens, 100);
+    CHECK_EQ(g.free_pages, 18);
+    CHECK_EQ(g.free_tokens, 9 * 32);
+    OK(vmem_kv_get_group(kv, 1, &g));
+    CHECK_EQ(g.tensors, 1);
+    CHECK_EQ(g.max_tokens, 64);
+    CHECK_EQ(g.page_tokens, 16);
+    CHECK_EQ(g.needed_pages, 4);
+    CHECK_EQ(g.tokens, 64);
+    CHECK_EQ(g.free_pages, 18);
+    CHECK_EQ(g.free_tokens, 18 * 16);
+    ERR(vmem_kv_get_group(kv, 2, &g), EINVAL, "group 2: there are 2");
+    ERR(vmem_kv_get_group(kv, 0, NULL), EINVAL, "out must not be NULL");
+    OK(vmem_kv_free(kv, slot));
+    vmem_kv_destroy(kv);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    test_fit(0);
+    test_older_shortage();
+    test_fit(VMEM_KV_LAZY);
+    test_fit(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);
+    test_groups();
+    vmem_context_destroy(ctx);
+    return 0;
+}

@@ -1,0 +1,245 @@
+"""Admission: what a cache says of requests that wait is what happens when they come.
+
+SPDX-License-Identifier: MIT
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import BACKENDS
+from pyvmem import KVCacheOptions
+from pyvmem.kv import KVCache, TensorSpec
+
+PAGE = 65536
+HALF = torch.float16
+# Rows of 2 KiB (32 to a page); of 3 KiB, which does not divide a page; with a window; that end early.
+MIXED = [
+    TensorSpec("a", (8, 128), HALF),
+    TensorSpec("b", (12, 128), HALF),
+    TensorSpec("c", (8, 128), HALF, window=64),
+    TensorSpec("d", (8, 128), HALF, max_tokens=100),
+    TensorSpec("e", (8, 128), HALF),
+]
+STILL = {"generous": False, "eager": False, "overlap": False, "check": True, "name": None, "page_size": PAGE}
+
+
+def make(specs=MIXED[:1], slots=6, max_tokens=400, pages=60, **options):
+    return KVCache(specs, slots, max_tokens, pages * PAGE, **{"backend": "host", **STILL, **options})
+
+
+def started(cache, *sizes):
+    lengths = [0] * cache.slots
+    for size in sizes:
+        lengths[cache.alloc_reqid(size)] = size
+    assert cache.step(lengths) == 0
+    return lengths
+
+
+def test_how_many_fit_is_how_many_can_begin(backend):
+    with make(backend=backend, pages=20) as cache:
+        lengths = started(cache, 320)  # 10 pages
+        assert cache.fit([]) == 0
+        assert cache.fit([64, 64, 64, 64, 64]) == 5
+        assert cache.fit([64, 64, 64, 64, 65]) == 4 and cache.missing_pages == 1
+        assert cache.shortage.reason == "budget" and cache.shortage.watermark_pages == 0
+        assert cache.fit([1] * 6) == 5 and cache.missing_pages == 0
+        assert cache.shortage.reason == "slots"
+        assert cache.fit([321]) == 0 and cache.missing_pages == 1
+        # Staged growth comes first.
+        assert cache.grow(lengths.index(320), 400) == 0  # 13 pages
+        assert cache.fit([64, 64, 64, 64]) == 3
+        assert cache.fit(np.array([64, 64, 64])) == 3
+        assert cache.stats().held_pages == 10  # nothing changed
+
+
+def test_a_prefix_counts_for_its_rows(backend):
+    with make(backend=backend, pages=20) as cache:
+        lengths = started(cache, 320)
+        slot = lengths.index(320)
+        prefix = cache.save_prefix(slot, 304)  # 9 pages, and half of one, which is copied
+        assert cache.fit([(320, 304)] * 6) == 5
+        assert cache.fit([(400, 304)] * 3) == 2 and cache.missing_pages == 2
+        for _ in range(2):
+            new = cache.alloc_reqid(400, prefix_tokens=304)
+            assert cache.attach_prefix(prefix, new) == 0
+            lengths[new] = 400
+        assert cache.step(lengths) == 0
+        assert cache.stats().free_pages == 2
+
+
+def test_the_watermark_is_for_those_that_run(backend):
+    with make(backend=backend, pages=20) as cache:
+        cache.set_watermark(4 * PAGE - 1)
+        assert cache.stats().watermark_pages == 4
+        assert cache.room() == 400 and cache.fit([400]) == 1  # nobody runs
+        assert cache.fit([320, 192]) == 2 and cache.fit([320, 193]) == 1
+        assert (cache.missing_pages, cache.shortage.watermark_pages) == (1, 1)
+        lengths = started(cache, 320)
+        slot = lengths.index(320)
+        assert cache.room() == 6 * 32 and cache.fit([6 * 32]) == 1
+        assert cache.fit([6 * 32 + 1]) == 0
+        assert "watermark" not in str(cache.shortage.reason) and cache.shortage.reason == "budget"
+        assert cache.fit([400]) == 0 and cache.missing_pages == 7 and cache.shortage.watermark_pages == 4
+        assert cache.room(slot) == 400 and cache.grow(slot, 400) == 0 and cache.commit() == 0
+        cache.set_watermark(percent=51)
+        assert cache.stats().watermark_pages == 11 and cache.room() == 0
+        cache.set_watermark(2**64 - 1)
+        assert cache.stats().watermark_pages == 20
+        cache.set_watermark()
+        assert cache.room() == 7 * 32
+        cache.set_watermark(4 * PAGE, percent=1)
+        cache.set_budget(13 * PAGE)
+        assert cache.room() == 0 and cache.fit([1]) == 0
+
+
+def test_the_watermark_as_an_option():
+    with make(pages=20, watermark_percent=10) as cache:
+        assert cache.stats().watermark_pages == 2
+    with make(pages=20, watermark=3 * PAGE, watermark_percent=10) as cache:
+        assert cache.stats().watermark_pages == 3
+        assert "pyvmem_kv_watermark_pages 3\n" in cache.metrics_prometheus()
+    with pytest.raises(ValueError, match="watermark_percent 101 is over 100"):
+        KVCacheOptions(watermark_percent=101)
+    with pytest.raises(ValueError, match="watermark -1"):
+        KVCacheOptions(watermark=-1)
+
+
+def test_groups_say_what_rows_need(backend):
+    with make(MIXED, backend=backend, slots=3, pages=200) as cache:
+        groups = cache.groups()
+        assert [g.tensors for g in groups] == [(0, 4), (1,), (2,), (3,)]
+        assert [(g.row_bytes, g.page_tokens, g.max_tokens, g.window) for g in groups] == [
+            (2048, 32, 400, 0), (3072, 21, 400, 0), (2048, 32, 400, 64), (2048, 32, 100, 0),
+        ]  # fmt: skip
+        lengths = started(cache, 350)
+        slot = lengths.index(350)
+        groups = cache.groups()
+        assert sum(g.pages(350) for g in groups) == cache.slot(slot).needed_pages == 22 + 17 + 11 + 4
+        assert [g.needed_pages for g in groups] == [22, 17, 11, 4]
+        assert [g.tokens for g in groups] == [350, 350, 64, 100]
+        assert {g.free_pages for g in groups} == {cache.stats().free_pages} == {200 - 54}
+        assert [g.free_tokens for g in groups] == [73 * 32, 146 * 65536 // 3072, 146 * 32, 146 * 32]
+
+
+def test_rows_larger_than_a_page():
+    with make([TensorSpec("big", (50000,), HALF)], max_tokens=9, pages=17, slots=2) as cache:
+        (group,) = cache.groups()
+        assert (group.page_tokens, group.free_tokens, group.pages(3)) == (0, 11, 5)
+        started(cache, 9)
+        (group,) = cache.groups()
+        assert group.free_pages == 17 - 14 and group.free_tokens == 1 == cache.room()
+
+
+@pytest.mark.parametrize("tile", [1, 48])
+def test_free_tokens_can_be_filled(tile):
+    """With one group, a new request gets what is free, to the token."""
+    with make([TensorSpec("b", (12, 128), HALF)], max_tokens=2000, pages=40, tile_rows=tile) as cache:
+        for size in (100, 333, 17):
+            lengths = started(cache, size)
+            cache.free_reqid(lengths.index(size))
+            lengths = started(cache, 50)
+            (group,) = cache.groups()
+            assert group.free_tokens == cache.room() == group.free_tokens // tile * tile
+            slot = cache.alloc_reqid(group.free_tokens)
+            lengths[slot] = group.free_tokens + 1
+            assert cache.check(lengths) == -1
+            lengths[slot] = group.free_tokens
+            assert cache.step(lengths) == 0
+            for s, n in enumerate(lengths):
+                if n:
+                    cache.free_reqid(s)
+
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400)), min_size=1, max_size=7)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("specs", [MIXED[:1], MIXED], ids=["one", "mixed"])
+def test_an_answer_is_exact(name, specs):
+    options = st.fixed_dictionaries({
+        "tile_rows": st.sampled_from([1, 40]), "defer": st.booleans(), "overlap": st.booleans(),
+        "same_slots": st.booleans(), "steps_in_flight": st.sampled_from([1, 2]), "lazy": st.booleans(),
+    })  # fmt: skip
+
+    @settings(max_examples=settings().max_examples if name == "host" else 8)
+    @given(st.data(), options, st.integers(3, 25), REQUESTS, REQUESTS)
+    def look(data, chosen, pages, first, then):
+        with make(specs, backend=name, slots=5, pages=pages * len(specs), **chosen) as cache:
+            lengths, prefix = [0] * 5, None
+            for tokens, _ in first:
+                slot = cache.alloc_reqid(tokens) if cache.room() >= tokens else -1
+                if slot >= 0:
+                    wanted = [tokens if s == slot else 0 for s in range(5)]
+                    assert cache.step(wanted) == 0
+                    lengths[slot] = tokens
+                    if prefix is None:
+                        prefix = cache.save_prefix(slot, data.draw(st.integers(1, tokens)))
+            for slot in range(5):
+                if lengths[slot] and data.draw(st.booleans()):
+                    cache.free_reqid(slot)
+                    lengths[slot] = 0
+                elif lengths[slot] and data.draw(st.booleans()):
+                    grown = data.draw(st.integers(lengths[slot], 400))
+                    if cache.grow(slot, grown) == 0:
+                        lengths[slot] = grown
+            least = prefix.min_tokens if prefix else 0
+            asked = []
+            for tokens, part in then:
+                part = min(part, tokens, prefix.tokens) if prefix else 0
+                asked.append((tokens, part if part >= least else 0))
+            before, fits = cache.stats().held_pages, cache.fit(asked)
+            short = fits < len(asked)
+            reason, missing = cache.shortage.reason, cache.missing_pages
+            assert short == (reason is not None)
+            slots = []
+            for tokens, part in asked[: fits + short]:
+                slot = cache.alloc_reqid(tokens, prefix_tokens=part)
+                if slot < 0:
+                    break
+                slots.append(slot)
+                if part and cache.attach_prefix(prefix, slot, part):
+                    cache.free_reqid(slot)
+                    break
+                lengths[slot] = tokens
+            began = sum(lengths[slot] > 0 for slot in slots)
+            if short and began > fits:
+                assert cache.check(lengths) == -1 and cache.shortage.missing_pages == missing, (before, asked)
+                cache.free_reqid(slots[fits])
+                lengths[slots[fits]] = 0
+            elif short:
+                assert began == fits and (reason == "slots") == (len(slots) == fits)
+            assert not any(lengths) or cache.step(lengths) == 0
+
+    look()
+
+
+def test_wrong_arguments_are_named():
+    with make() as cache:
+        for wrong, text in (
+            ([0], r"requests\[0\].tokens 0 is not between 1 and max_tokens, 400"),
+            ([1, 401], r"requests\[1\].tokens 401"),
+            ([(5, 6)], r"requests\[0\].prefix_tokens 6 is over its tokens, 5"),
+            ([1, -1], r"requests\[1\].tokens -1"),
+            ([(1, 1 << 40)], r"requests\[0\].prefix_tokens"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                cache.fit(wrong)
+        for wrong in ([1.5], ["a"], [(1, None)], [(1, 2, 3)], [None]):
+            with pytest.raises(TypeError, match=r"requests\[0\]"):
+                cache.fit(wrong)
+        with pytest.raises(TypeError):
+            cache.fit(5)
+        for value in (-1, 1 << 64):
+            with pytest.raises(ValueError, match="bytes"):
+                cache.set_watermark(value)
+        with pytest.raises(ValueError, match="percent 101 is over 100"):
+            cache.set_watermark(percent=101)
+        with pytest.raises(TypeError, match="percent"):
+            cache.set_watermark(percent=0.5)
+        with pytest.raises(ValueError, match="tokens"):
+            cache.groups()[0].pages(-1)
+    with pytest.raises(ValueError, match="closed"):
+        cache.fit([1])
