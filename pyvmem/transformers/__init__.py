@@ -13,12 +13,12 @@ try:
 except ImportError as error:
     raise ImportError("pyvmem.transformers needs transformers 5.17 (pip install 'pyvmem[transformers]')") from error
 
-# The layers follow transformers' own closely, and those change within a major version: 5.23 has other ones.
+# The layers follow transformers' own closely, and those change within a major version, for example in 5.23.
 _TRIED = "5.17"
 if not f"{_transformers.__version__}.".startswith(f"{_TRIED}.") and not _os.environ.get("VMEM_TRANSFORMERS_FORCE"):
     raise ImportError(
-        f"pyvmem.transformers was tried with transformers {_TRIED}, not {_transformers.__version__}: "
-        f"pip install 'transformers=={_TRIED}.*', or set VMEM_TRANSFORMERS_FORCE=1 to try it all the same"
+        f"pyvmem.transformers is tested with transformers {_TRIED}, not {_transformers.__version__}: "
+        f"pip install 'transformers=={_TRIED}.*', or set VMEM_TRANSFORMERS_FORCE=1 to try it anyway"
     )
 
 from pyvmem.transformers.attention import register  # noqa: E402

@@ -1,9 +1,8 @@
 """The attention ``"vmem"`` of transformers' `AttentionInterface`: it reads a `VMemCache`'s slots by their lengths.
 
-No mask is built, nothing is concatenated, and K and V are never repeated for grouped queries. Padding, left, right or
-between, has no rows in the cache; each sequence has its own length. What the kernels of `pyvmem.attention` do not take
-(masks of other patterns, attention sinks) goes to torch's
-scaled_dot_product_attention over views of the same rows.
+No mask is built, nothing is concatenated, and K and V are never repeated for grouped queries. Padding has no rows in
+the cache, wherever it is, and each sequence has its own length. What the kernels of `pyvmem.attention` do not take
+(other mask patterns, attention sinks) goes to torch's scaled_dot_product_attention over views of the same rows.
 
 SPDX-License-Identifier: MIT
 """
@@ -32,7 +31,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def register() -> None:
-    """Make the attention known to transformers as ``"vmem"``. Importing `pyvmem.transformers` does it."""
+    """Register the attention with transformers as ``"vmem"``. Importing `pyvmem.transformers` calls this."""
     AttentionInterface.register(NAME, vmem_attention)
     AttentionMaskInterface.register(NAME, vmem_mask)
 
@@ -50,10 +49,10 @@ def vmem_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """What `vmem_attention` is given as its mask.
+    """The mask for `vmem_attention`.
 
-    None where the pattern is causal (with a window or without) and nothing is padded; the 2D padding mask where
-    something is; a 4D mask, as sdpa would have it, for any other pattern.
+    None if the pattern is causal (with or without a window) and nothing is padded; the 2D padding mask if something is;
+    for any other pattern, a 4D mask as sdpa takes it.
     """
     if not allow_is_causal_skip or getattr(config, "attention_chunk_size", None):
         dense: torch.Tensor | None = sdpa_mask(
@@ -82,11 +81,11 @@ def vmem_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of queries ``[batch, query_heads, tokens, head_dim]``.
 
-    Returns ``(output, None)``, the output as ``[batch, tokens, query_heads, head_dim]``. key, value: what the cache's
-    ``update`` returned, or any K and V of a model that runs without a `VMemCache`.
+    Returns ``(output, None)``; the output is ``[batch, tokens, query_heads, head_dim]``. key, value: the results of the
+    cache's ``update``, or any K and V of a model that runs without a `VMemCache`.
     """
     if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions: the attention vmem has no weights to return; use eager")
+        raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     handover = getattr(key, "vmem", None)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -94,7 +93,7 @@ def vmem_attention(
     if handover is None:
         columns = key.shape[2]
         if attention_mask is not None and attention_mask.dim() == 2:
-            columns = attention_mask.shape[1]  # a sliding layer's K has not all of them
+            columns = attention_mask.shape[1]  # the K of a sliding layer does not have all of them
         start, first = columns - query.shape[2], columns - key.shape[2]
         mask = _dense_mask(query, key.shape[2], start, first, sliding_window, attention_mask, causal)
         return _dense(module, query, key, value, mask, dropout, scaling, causal, *extras), None
@@ -107,7 +106,7 @@ def vmem_attention(
         mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
         return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
     plan = handover.write(key, attention_mask, by_kernel=layer.appends)
-    if attention_mask is not None and not layer.rows.ragged:  # earlier passes stored the padding too
+    if attention_mask is not None and not layer.rows.ragged:  # earlier passes stored the padding as well
         keys, values = layer.view(handover.start)
         first = layer.length - keys.shape[2]
         mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
@@ -134,9 +133,9 @@ def decode_shape(layer: VMemLayer, query_heads: int, softcap: float = 0.0) -> Sh
 
 
 def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -> int:
-    """What the cache of a model must be made with, for the kernels that will be chosen to be allowed.
+    """The `tile_rows` that a model's cache needs for the kernels that will be chosen.
 
-    key: ``[batch, heads, tokens, head_dim]``. windows: of the model's layers.
+    key: ``[batch, heads, tokens, head_dim]``. windows: the windows of the model's layers.
     """
     if key.device.type != "cuda":
         return 1
@@ -146,9 +145,9 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
         for window in set(windows):
             shape = _shape(phase, config.num_attention_heads, key, window, softcap)
             try:
-                # Prefill over whole tiles serves prompts of several lengths in one launch.
+                # With whole tiles, one launch of prefill serves prompts of several lengths.
                 rows.append(KERNELS[choose(shape).kernel].tile_rows(replace(shape, phase="decode")))
-            except ValueError:  # none takes it: the dense path will
+            except ValueError:  # no kernel takes it: the dense path does
                 pass
     return math.lcm(*rows)
 
@@ -177,7 +176,7 @@ def _by_kernel(
                 shape = replace(shape, requests=query.shape[0], rows=layer.length)
                 kernel = KERNELS[choose(shape).kernel]
                 layer.appends = kernel.appends
-        except ValueError:  # none does
+        except ValueError:  # no kernel takes it
             layer.taken = False
     return layer.taken
 
@@ -192,10 +191,10 @@ def _decode(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """A decode step of the whole batch, whose new rows the kernel stores."""
+    """A decode step of the whole batch in which the kernel stores the new rows."""
     rows = layer.rows
     batch = rows.batch_of(plan)
-    assert batch is not None  # of the whole batch: nothing is padding
+    assert batch is not None  # the whole batch decodes: nothing is padding
     if layer.again is None or layer.again_version != rows.version:
         layer.again, layer.again_version = attention.Again(rows.kv, layer.kv()), rows.version
     return layer.again(query, key, value, batch, scaling, window, softcap).unsqueeze(1)
@@ -208,7 +207,7 @@ def _by_length(
     batch = rows.batch_of(plan)
     n, heads, tokens, dim = query.shape
     q = query.transpose(1, 2).reshape(-1, heads, dim)
-    if batch is None:  # nothing but padding
+    if batch is None:  # only padding
         return q.new_zeros(n, tokens, heads, dim)
     if plan.sources is not None:
         q = q.index_select(0, plan.sources)
@@ -231,10 +230,10 @@ def _of_padding(
     scaling: float | None,
     window: int,
 ) -> torch.Tensor:
-    """What padding behind tokens sees, ``[columns, heads, dim]``: all rows before it.
+    """The attention of padding that follows tokens, over all rows before it: ``[columns, heads, dim]``.
 
-    Nothing reads what comes of it, but for ``generate()`` with padding on the right, which takes the first new token
-    from the last column whatever stands there.
+    Only ``generate()`` with padding on the right reads the result: it takes the first new token from the last column,
+    whether that is padding or not.
     """
     end, groups = int(ends[-1]), query.shape[0] // kv[0].shape[2]
     k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
@@ -258,13 +257,13 @@ def _dense_mask(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor | None:
-    """A 4D mask (or None, for all or for torch's causal one) for queries from column `start` on.
+    """A 4D mask for queries from column `start` on; None for all rows, or for torch's causal mask.
 
-    K and V begin at column `first`. mask: None, the 2D padding mask, or a 4D one, which is taken as it is.
+    K and V begin at column `first`. mask: None, the 2D padding mask, or a 4D mask, which is returned unchanged.
     """
     tokens = query.shape[2]
     if not causal or (mask is not None and mask.dim() == 4):
-        return mask  # what is not causal, such as cross-attention, has any mask that it needs already
+        return mask  # non-causal attention, such as cross-attention, already has the mask that it needs
     windowed = window if window and kv_length >= window else 0
     if mask is None and not windowed and (tokens == 1 or tokens == kv_length):
         return None

@@ -1,4 +1,4 @@
-"""``past_key_values`` of transformers on vMem.
+"""``past_key_values`` for transformers on vMem.
 
 SPDX-License-Identifier: MIT
 """
@@ -34,46 +34,45 @@ _SLIDING = {
     "chunked_attention": VMemSlidingLayer,
     "hybrid_sliding": VMemHybridSlidingLayer,
 }
-_LONGEST = 131072  # max_tokens where the model names no limit, or a larger one
+_LONGEST = 131072  # max_tokens if the model has no limit, or a larger one
 
 
 class VMemCache(Cache):
-    """A `transformers.Cache` whose keys and values lie in virtual tensors, backed by pages as sequences grow.
+    """A `transformers.Cache` whose keys and values are in virtual tensors, backed by pages as sequences grow.
 
     Pass it to ``generate(past_key_values=...)`` or to the model. Nothing is concatenated as sequences grow, memory is
-    taken page by page, beams share pages, and with the attention ``"vmem"`` padding takes no memory.
+    allocated page by page, beams share pages, and with the attention ``"vmem"`` padding takes no memory.
 
     Parameters
     ----------
     config : PreTrainedConfig or PreTrainedModel
-        The model's: it says which layers attend to everything, which have a sliding window, and which keep a state of
-        another kind; those keep the layers that transformers has for them.
+        The model or its configuration, which says which layers have full attention, which have a sliding window, and
+        which keep another kind of state. The latter keep transformers' own layers.
     max_tokens : int, optional
-        Most tokens of a sequence, padding included: addresses only, no memory. By default the model's
-        ``max_position_embeddings``, 131,072 at most.
+        The most tokens of a sequence, including padding. It takes addresses only, no memory. By default the model's
+        ``max_position_embeddings``, at most 131,072.
     budget : int, optional
-        Most bytes of pages. By default what is free on the GPU when the cache is first used, or half of the machine's
-        memory. Pages are taken when rows need them.
+        The most bytes of pages. By default the free memory of the GPU when the cache is first used, or half of the
+        machine's memory. Pages are allocated when rows need them.
     slots : int, optional
-        Sequences to have room for, addresses only. A batch that needs more moves the cache to larger tensors.
+        Sequences for which addresses are reserved. A larger batch moves the cache to larger tensors.
     options
-        Of `KVCache`: ``context`` (one for several caches), ``backend``, ``page_size``, ``tile_rows``, ``generous``,
-        ``check``, ``name`` and others.
+        Options of `KVCache`: ``context`` (one for several caches), ``backend``, ``page_size``, ``tile_rows``,
+        ``generous``, ``check``, ``name`` and others.
 
     Raises
     ------
     OutOfMemory
-        From a forward pass, or from `reorder_cache`: pages would go beyond the budget or the device's memory. The text
-        names what to lower. After a forward pass the cache has what it had before it, after `reorder_cache` nothing;
-        it can be used on in either case. (Linear-attention layers before the first attention layer may have seen the
-        pass: `reset` the cache of such a model.)
+        From a forward pass or from `reorder_cache`, if the pages would exceed the budget or the device's memory. The
+        message says what to lower. After a forward pass the cache is unchanged; after `reorder_cache` it is empty. It
+        stays usable in either case. (Linear-attention layers before the first attention layer may have seen the pass:
+        `reset` the cache of such a model.)
     ValueError
-        More tokens than `max_tokens`, another batch than the one that the cache holds, or a mask that disagrees
-        with it.
+        More tokens than `max_tokens`, a batch of another size than the cache's, or a mask that contradicts it.
 
     Notes
     -----
-    Only for inference: under autograd, use ``torch.no_grad()``.
+    For inference only: call the model under ``torch.no_grad()``.
 
     Examples
     --------
@@ -125,14 +124,14 @@ class VMemCache(Cache):
         return kv
 
     def stats(self) -> KVStats | None:
-        """The `KVStats` of this moment, or None before the first forward pass."""
+        """The current `KVStats`, or None before the first forward pass."""
         return None if self.kv is None else self.kv.stats()
 
     def _with_rows(self) -> list[VMemLayer]:
         return [layer for layer in self.layers if isinstance(layer, VMemLayer)]
 
     def _others(self) -> list[Any]:
-        """The layers of transformers' own, and the states of hybrid layers."""
+        """transformers' own layers, and the states of hybrid layers."""
         return [layer for layer in self.layers if not isinstance(layer, VMemLayer)]
 
     def update(
@@ -152,15 +151,15 @@ class VMemCache(Cache):
     # ---- sequences -------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every sequence; the next may be of another number. Pages stay for them (`trim` gives them back)."""
+        """Discard every sequence. The next batch may have another size. Pages are kept for it (`trim` frees them)."""
         Cache.reset(self)
         self.rows.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens; with a positive number, all but so many; 0 changes nothing.
+        """Discard the last ``-tokens_to_remove`` tokens. A positive number is how many to keep; 0 changes nothing.
 
-        Raises RuntimeError where a sliding window has given up rows that the shorter sequences read: a crop can take
-        back what the last forward pass added.
+        Raises RuntimeError if a sliding window has given up rows that the shorter sequences read. A crop of what the
+        last forward pass added is always possible.
         """
         ours = self._with_rows()
         left = [cropped(layer.length, tokens_to_remove) for layer in ours]
@@ -169,7 +168,7 @@ class VMemCache(Cache):
         super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Sequence i becomes what sequence ``beam_idx[i]`` is: full pages are shared, the last one is copied."""
+        """Sequence i becomes a copy of sequence ``beam_idx[i]``: full pages are shared, the last page is copied."""
         self._select(beam_idx.tolist())
         layers: list[Any] = self.layers
         for layer in layers:
@@ -179,7 +178,7 @@ class VMemCache(Cache):
                 layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times, sharing its pages."""
+        """Repeat every sequence `repeats` times. The repetitions share its pages."""
         self._no_states("batch_repeat_interleave")
         self._select([i for i in range(self.rows.batch) for _ in range(repeats)])
         for layer in self._others():
@@ -196,7 +195,7 @@ class VMemCache(Cache):
 
     def _no_states(self, name: str) -> None:
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
-            raise NotImplementedError(f"{name}: transformers' linear-attention layers do not have it")
+            raise NotImplementedError(f"{name}: transformers' linear-attention layers do not support it")
 
     def _select(self, sources: list[int]) -> None:
         if self.kv is None:
@@ -210,22 +209,22 @@ class VMemCache(Cache):
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Move the rows to CPU memory and let their pages go; the next pass, or `prefetch`, brings them back.
+        """Move the rows to CPU memory and free their pages. The next pass, or `prefetch`, moves them back.
 
-        All layers go together: the arguments, which transformers' own caches have, are not looked at.
+        All layers move together. The arguments exist for compatibility with transformers' caches and are ignored.
         """
         self.rows.swap_out()
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Bring the rows back from CPU memory."""
+        """Move the rows back from CPU memory."""
         self.rows.swap_in()
 
     def trim(self) -> int:
-        """Give memory that no sequence needs back to the device; returns the bytes of pages given up."""
+        """Return memory that no sequence needs to the device. Returns the bytes of freed pages."""
         return 0 if self.kv is None else self.kv.reclaim()
 
     def close(self) -> None:
-        """Free all memory, once no kernel reads it. Also happens when the cache is garbage."""
+        """Free all memory once no kernel reads it. Garbage collection of the cache does the same."""
         for layer in self._with_rows():
             layer.is_initialized = False
         Cache.reset(self)
@@ -238,7 +237,7 @@ class VMemCache(Cache):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemCache:
-        """A cache of its own with copies of the rows, as ``copy.deepcopy(prompt_cache)`` is used for."""
+        """A separate cache with copies of the rows, for ``copy.deepcopy(prompt_cache)``."""
         new = copy.copy(self)
         memo.update({id(self): new, id(self.rows): self.rows.copy(), id(self.config): self.config})
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}

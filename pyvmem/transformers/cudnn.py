@@ -1,6 +1,6 @@
-"""cuDNN's attention behind torch's scaled_dot_product_attention, which plans every new length anew.
+"""Switches off cuDNN's attention in torch's scaled_dot_product_attention, because it makes a plan for every new length.
 
-A plan costs tens of milliseconds, so a decode step whose rows grow by one costs more for it than for everything else.
+A plan takes tens of milliseconds. In decode, where the rows grow by one in each step, it takes longer than all else.
 
 SPDX-License-Identifier: MIT
 """
@@ -18,8 +18,10 @@ _users = 0
 
 
 def keep_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
-    """Keep cuDNN's attention switched off in this process for as long as `owner` lives, or until the call of what this
-    returns. False where other code has switched it off already."""
+    """Switch cuDNN's attention off in this process while `owner` lives, or until the returned function is called.
+
+    Returns False if other code has already switched it off.
+    """
     global _users
     with _lock:
         if not _users and not torch.backends.cuda.cudnn_sdp_enabled():

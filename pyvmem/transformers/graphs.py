@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: the GPU runs a step without waiting for Python to launch its kernels.
 
-A step of an 8B model is some 1,300 kernels, which eager transformers needs twice as long to launch as the GPU to run.
-Addresses of a `VMemCache`'s rows never change, and the attention ``"vmem"`` reads slots and lengths from the device. So
-one captured step serves all that follow, while pages come and go under it; between two steps only a few integers are
-uploaded.
+A step of an 8B model has about 1,300 kernels. Eager transformers takes twice as long to launch them as the GPU to run
+them. The addresses of a `VMemCache`'s rows never change, and the attention ``"vmem"`` reads slots and lengths from the
+device. One captured step therefore serves all later ones while pages are mapped and unmapped. Between two steps only a
+few integers are uploaded.
 
 SPDX-License-Identifier: MIT
 """
@@ -30,11 +30,11 @@ from pyvmem.transformers.rows import Plan, Rows
 
 _SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "past_key_values", *_SETTINGS}
-_LEAST = 1024  # rows that a graph's kernels are launched for at least; they double from there
+_LEAST = 1024  # the fewest rows that a graph's kernels are launched for; further graphs double them
 
 
 class Recorder(Protocol):
-    """What captures a function's kernels, and runs them again."""
+    """Captures the kernels that a function launches, and replays them."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """What the function returned; its kernels are recorded, not run."""
@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
 
 class CudaGraph:
-    """What captures a function's kernels, and runs them again."""
+    """Captures the kernels that a function launches, and replays them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class CudaGraph:
             try:
                 output = function()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # what went wrong is on its way already
+                with contextlib.suppress(RuntimeError):  # the original error is already being raised
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
@@ -83,7 +83,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 
 class _Step:
-    """One captured decode step of a batch, for lengths up to `limit`. Its inputs lie in buffers of fixed addresses."""
+    """One captured decode step of a batch, for lengths up to `limit`. Its inputs are in buffers at fixed addresses."""
 
     def __init__(self, rows: Rows, batch: int, limit: int, recorder: Recorder) -> None:
         self.limit = limit
@@ -95,7 +95,7 @@ class _Step:
         self.output: Any = None
 
     def load(self, rows: Rows, plan: Plan, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Put a pass's numbers where the graph reads them."""
+        """Copy a pass's inputs to where the graph reads them."""
         self.ids.copy_(ids)
         if positions is None:
             self.positions.fill_(plan.start)
@@ -104,33 +104,33 @@ class _Step:
         where = torch.from_numpy(np.array([rows.slots, [n - 1 for n in plan.lengths]]))
         self.targets.copy_(where.pin_memory() if rows.device.type == "cuda" else where, non_blocking=True)
         self.batch.update(rows.slots, plan.lengths)
-        # The pass's rows go through these buffers, whoever computes it.
+        # The pass's rows go through these buffers, whether or not the graph computes it.
         plan.uniform, plan.located, plan.batch = False, True, self.batch
         plan.targets, plan.sources = tuple(self.targets), None
 
 
 class DecodeGraphs:
-    """Replaces a model's decode steps with a `VMemCache` by a captured one, until `close`.
+    """Replaces a model's decode steps with a `VMemCache` by captured ones, until `close`.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Its attention must be ``"vmem"`` for a step to be captured.
+        Steps are captured only if its attention is ``"vmem"``.
     recorder : callable
-        Makes, for a device, what captures and replays: `CudaGraph`.
+        Creates the object that captures and replays on a device; `CudaGraph` by default.
 
     Attributes
     ----------
     captured, replayed : int
-        Steps captured so far, and steps run from a captured one.
+        Steps captured so far, and steps replayed.
     refused : str or None
-        Why the last step that was not captured was not.
+        Why the most recent uncaptured step was not captured.
 
     Notes
     -----
     All other calls go to the model as before: prompts, other caches, models with linear-attention layers, steps whose
-    tokens are padding, calls that ask for hidden states. A model whose step cannot be captured, since it waits for the
-    GPU (some mixtures of experts), runs as before too.
+    tokens are padding, and calls that ask for hidden states. So do models whose step cannot be captured because it
+    waits for the GPU (some mixtures of experts).
 
     Examples
     --------
@@ -140,13 +140,13 @@ class DecodeGraphs:
 
     def __init__(self, model: PreTrainedModel, recorder: Callable[[torch.device], Recorder] = CudaGraph) -> None:
         if "forward" in vars(model):
-            raise ValueError("model: its forward is replaced already")
+            raise ValueError("model: its forward is already replaced")
         self.model: PreTrainedModel | None = model
         self.captured = self.replayed = 0
         self.refused: str | None = None
         self._recorder = recorder
         self._forward = model.forward
-        self._kv: weakref.ref[KVCache] | None = None  # weak: graphs are of one KVCache
+        self._kv: weakref.ref[KVCache] | None = None  # weak: graphs belong to one KVCache
         self._steps: dict[Any, _Step] = {}
         self._seen: set[Any] = set()
         self._failed = False
@@ -158,7 +158,7 @@ class DecodeGraphs:
         model.forward = forward
 
     def close(self) -> None:
-        """The model's own forward again; what was captured is freed."""
+        """Restore the model's own forward, and free the captured steps."""
         if self.model is not None:
             del self.model.forward
             self.model = None
@@ -201,12 +201,12 @@ class DecodeGraphs:
         for layer in cache.layers:
             layer.length = start + 1
         self.replayed += 1
-        output = type(step.output)(step.output)  # the next step writes the logits anew
+        output = type(step.output)(step.output)  # the next step overwrites the logits
         output["logits"] = output["logits"].clone()
         return output
 
     def _stops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why a call cannot be a captured step; None where it can."""
+        """Why a call cannot be a captured step; None if it can."""
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if self._failed:
             return "the model's step could not be captured"
@@ -228,7 +228,7 @@ class DecodeGraphs:
         return None
 
     def _step(self, cache: VMemCache, rows: Rows, batch: int, length: int, kwargs: dict[str, Any]) -> _Step | None:
-        """The `_Step` to use, captured or not yet; None in the first step of its kind, which runs as it is."""
+        """The `_Step` to use, captured or not yet; None in the first step of its kind, which runs eagerly."""
         if self._kv is None or self._kv() is not rows.kv:
             self._drop()
             self._kv = weakref.ref(rows.kv)
@@ -238,7 +238,7 @@ class DecodeGraphs:
         limit = min(limit, rows.max_tokens)
         key = (batch, limit, kwargs.get("logits_to_keep"))
         if key not in self._steps:
-            # The first step compiles kernels and allocates what libraries keep: nothing to be captured.
+            # The first step compiles kernels and allocates library workspaces, which must not be captured.
             kind = (batch, rows.dtype)
             if kind not in self._seen:
                 self._seen.add(kind)
@@ -266,7 +266,7 @@ class DecodeGraphs:
                     input_ids=step.ids, position_ids=step.positions, attention_mask=None, past_key_values=cache, **given
                 )
             )
-        except RuntimeError as error:  # CUDA's refusals while it captures
+        except RuntimeError as error:  # CUDA refuses an operation during capture
             if self._recorder is CudaGraph and "captur" not in str(error):
                 raise
             self._failed, self.refused = True, str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The layers of a `VMemCache`: views of the rows for stock attention, a hand-over for the one that goes by lengths.
+"""The layers of a `VMemCache`: views of the rows for stock attention, and a hand-over for the attention ``"vmem"``.
 
 SPDX-License-Identifier: MIT
 """
@@ -17,9 +17,9 @@ from pyvmem.transformers.rows import Plan, Rows
 
 
 class Handover:
-    """K and V of one layer on their way to the attention ``"vmem"``, which alone knows the padding.
+    """K and V of one layer on their way to the attention ``"vmem"``. Only that attention knows the padding.
 
-    The tensor of keys that `VMemLayer.update` returns carries one as its attribute ``vmem``.
+    The tensor of keys that `VMemLayer.update` returns carries a `Handover` as its attribute ``vmem``.
     """
 
     __slots__ = ("layer", "start", "tokens", "value", "plan")
@@ -34,10 +34,10 @@ class Handover:
     def write(
         self, key: torch.Tensor, mask: torch.Tensor | None = None, uniform: bool = False, by_kernel: bool = False
     ) -> Plan:
-        """Store the rows, once; returns the pass's `Plan`.
+        """Store the rows, once, and return the pass's `Plan`.
 
-        mask: as in `Rows.begin`. uniform: padding is stored too. by_kernel: a decode step's rows may be left to the
-        attention kernel; `Handover.value` is not None then.
+        mask: as in `Rows.begin`. uniform: padding is stored as well. by_kernel: the attention kernel may store a decode
+        step's rows; `Handover.value` is then not None.
         """
         if self.plan is None:
             layer, rows = self.layer, self.layer.rows
@@ -63,16 +63,16 @@ class VMemLayer(CacheLayerMixin):
 
     def __init__(self, rows: Rows, index: int, config: PreTrainedConfig) -> None:
         self.rows = rows
-        self.index = index  # among the layers that keep rows
+        self.index = index  # counts only layers that keep rows
         self.config = config
         self._settings = vars(config)
-        self.length = 0  # columns, padding included
+        self.length = 0  # columns, including padding
         self.is_initialized = False
-        self.asked: Any = None  # what the kernels were last asked to take of this layer,
-        self.taken = self.appends = False  # whether they do, and whether decode stores the rows itself
-        self.again: Again | None = None  # this layer's decode step, of a version of `rows`
+        self.asked: Any = None  # the last shape that the kernels were asked to take,
+        self.taken = self.appends = False  # whether they take it, and whether decode stores the rows
+        self.again: Again | None = None  # this layer's decode step, for one version of `rows`
         self.again_version = -1
-        self._version = -1  # of `rows`, when the views were made
+        self._version = -1  # of `rows` when the views were created
 
     @property
     def dtype(self) -> Any:
@@ -88,8 +88,8 @@ class VMemLayer(CacheLayerMixin):
 
     @property
     def by_length(self) -> bool:
-        """Whether the model's attention is ours; it may change between passes."""
-        # The property costs microseconds in every layer: a config looks every name up in several tables.
+        """Whether the model's attention is ``"vmem"``. It may change between passes."""
+        # The config's property takes microseconds in every layer, because it looks the name up in several tables.
         return self._settings.get("_attn_implementation_internal") == "vmem"
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -106,20 +106,20 @@ class VMemLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the rows of `tokens` more columns: K and V, ``[batch, heads, tokens, head_dim]``.
 
-        Returns K and V of every column that the pass reads, as views; for the attention ``"vmem"`` the new ones as
-        they came, for it to store and read.
+        Returns views of K and V of every column that the pass reads. For the attention ``"vmem"`` it returns the new
+        rows unchanged, and that attention stores and reads them.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad and torch.is_grad_enabled():
-            raise ValueError("VMemCache keeps no gradients: call the model under torch.no_grad()")
+            raise ValueError("VMemCache does not support autograd: call the model under torch.no_grad()")
         start, tokens, rows = self.length, key_states.shape[2], self.rows
-        # Latents of two widths (MLA) are expanded after this, so the attention never sees them.
+        # Latents of two widths (MLA) are expanded later, so the attention never sees them.
         if self.by_length and key_states.shape[3] == value_states.shape[3]:
             lost, rows.pending = rows.pending, None
             if lost is not None:
                 raise RuntimeError(
-                    f"layer {lost.layer.index} did not hand the keys that the cache returned to transformers' "
+                    f"layer {lost.layer.index} did not pass the keys that the cache returned to transformers' "
                     "AttentionInterface, so they were not stored: use another attention than vmem for this model"
                 )
             rows.pending = Handover(self, start, tokens, value_states)
@@ -137,7 +137,7 @@ class VMemLayer(CacheLayerMixin):
         return self._k.narrow(2, first, self.length - first), self._v.narrow(2, first, self.length - first)
 
     def store(self, plan: Plan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the rows of a pass where its plan says."""
+        """Write the rows of a pass to the places in its plan."""
         start, tokens = plan.start, plan.tokens
         if plan.uniform:
             if self._version != self.rows.version:
@@ -156,18 +156,18 @@ class VMemLayer(CacheLayerMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemLayer:
         new = copy.copy(self)
         memo[id(self)] = new
-        # Views of the rows that it is copied from; and the model's own settings, which it goes on to follow.
+        # Not copied: views of the original's rows, and the model's own settings.
         views = {"_k": None, "_v": None, "_version": -1, "_settings": None, "again": None}
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
         new._settings = vars(new.config)
         return new
 
     def slot(self, which: int) -> torch.Tensor:
-        """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``; backed as far as the lengths."""
+        """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``. It is backed up to the lengths."""
         return self.rows.pairs[self.index][which]
 
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as `slot` gives them."""
+        """K and V as `slot` returns them."""
         return self.rows.pairs[self.index]
 
     def _bind(self) -> None:
@@ -175,8 +175,8 @@ class VMemLayer(CacheLayerMixin):
         rows = self.rows
         if rows.slots != list(range(rows.batch)) or rows.ragged:
             raise ValueError(
-                "the sequences of this cache have lengths of their own, as the attention vmem keeps them: reset() it "
-                "before another attention uses it"
+                "the sequences of this cache have different lengths, which only the attention vmem can read: "
+                "reset() the cache before another attention uses it"
             )
         self._k, self._v = (self.slot(which)[: rows.batch].transpose(1, 2) for which in (0, 1))
         self._version = rows.version
@@ -184,7 +184,7 @@ class VMemLayer(CacheLayerMixin):
     def view(self, start: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, as stock attention takes them, of the columns that a pass after `start` columns reads.
 
-        By default those that the next pass reads.
+        By default the columns that the next pass reads.
         """
         if self._version != self.rows.version:
             self._bind()
@@ -210,9 +210,9 @@ class VMemLayer(CacheLayerMixin):
         return self.rows.max_tokens
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """As transformers' layers: so many tokens less, or with a positive number, at most so many left.
+        """As in transformers' layers: a negative number of tokens to remove, or a positive number of tokens to keep.
 
-        The layer's own count only; `VMemCache.crop` gives the pages back too.
+        Changes only the layer's own count. `VMemCache.crop` also frees the pages.
         """
         self.length = cropped(self.length, tokens_to_remove)
 
@@ -226,23 +226,23 @@ class VMemLayer(CacheLayerMixin):
         self.rows.swap_in()
 
     def _whole(self, *args: Any) -> NoReturn:
-        raise NotImplementedError("the layers of a VMemCache share their slots: call this method of the cache")
+        raise NotImplementedError("the layers of a VMemCache share their slots: call the cache's method instead")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _whole  # type: ignore[assignment]
 
 
 def cropped(length: int, tokens_to_remove: int | torch.Tensor) -> int:
-    """What `crop` leaves of a length."""
-    tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts on the device
+    """The length that remains after `crop`."""
+    tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor on the device
     if tokens_to_remove > 0:
         return min(length, tokens_to_remove)
     return max(0, length + tokens_to_remove)
 
 
 class VMemSlidingLayer(VMemLayer):
-    """One with a sliding window (or chunks): rows that no later token reads are given up.
+    """A layer with a sliding window (or chunks). Rows that no later token reads are given up.
 
-    A crop reaches back over the last forward pass, whether recording was asked for or not.
+    A crop of the last forward pass is always possible, whether or not recording was requested.
     """
 
     is_sliding = True
@@ -252,7 +252,7 @@ class VMemSlidingLayer(VMemLayer):
         self.window = self.sliding_window = window
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: the rows that a crop of the last pass needs are there anyway."""
+        """Nothing to do: the rows that a crop of the last pass needs are always kept."""
 
     def _first(self, start: int) -> int:
         return max(0, start - self.window + 1)
@@ -262,18 +262,18 @@ class VMemSlidingLayer(VMemLayer):
 
 
 class _LinearAndRows(LinearAttentionLayer):
-    """What the two hybrid layers have in common: a linear-attention state, as transformers keeps it, beside rows.
+    """The base of the two hybrid layers: a linear-attention state, as transformers keeps it, beside rows.
 
-    Both parents have methods of these names; each does its part.
+    Both parents have methods of these names, and each does its part.
     """
 
     is_compileable = False
     supports_early_init = False
     is_croppable = LinearAttentionLayer.is_croppable
-    dtype = device = None  # of the states; the rows know their own
+    dtype = device = None  # of the states; `rows` has its own
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        # Only `update` gives two positional arguments, K and V; states come by name.
+        # Only `update` passes positional arguments, K and V. States are passed by name.
         if args:
             VMemLayer.lazy_initialization(cast("VMemLayer", self), *args)
         else:

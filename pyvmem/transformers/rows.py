@@ -1,4 +1,4 @@
-"""The rows of a batch: one slot of a `KVCache` for each sequence, backed once a forward pass.
+"""The rows of a batch: one slot of a `KVCache` for each sequence, backed once per forward pass.
 
 SPDX-License-Identifier: MIT
 """
@@ -28,26 +28,26 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass
 class Plan:
-    """One forward pass: which tokens it adds, and where their rows are.
+    """One forward pass: the tokens that it adds, and the places of their rows.
 
     Attributes
     ----------
     start, tokens : int
-        The pass adds the columns ``[start, start + tokens)`` of the batch, padding included.
+        The pass adds the columns ``[start, start + tokens)`` of the batch, including padding.
     lengths : list of int
-        Rows that each sequence has once the pass has run.
+        Rows of each sequence after the pass.
     kept : numpy.ndarray or None
-        Bool ``[batch, tokens]``: the columns that are no padding and get a row. None: all of them.
+        Bool ``[batch, tokens]``: the columns that are not padding and get a row. None: all columns.
     uniform : bool
-        All sequences have as many rows, and their slots are in order.
+        Whether all sequences have equally many rows and their slots are in order.
     batch : pyvmem.attention.Batch or None
-        Of the sequences that have queries in the pass.
+        The sequences that have queries in the pass.
     padding : list of (int, numpy.ndarray, numpy.ndarray)
-        Sequences with padding behind tokens: which of the pass's columns it is, and how many rows stand before each.
+        Sequences with padding after tokens: the pass's columns that are padding, and the rows before each.
     targets : (torch.Tensor, torch.Tensor) or None
         int64: slots and rows that the pass writes.
     sources : torch.Tensor or None
-        int64: the tokens, of ``batch * tokens``, that go there; None for all.
+        int64: which of the ``batch * tokens`` tokens are written there; None for all.
     """
 
     start: int
@@ -63,7 +63,7 @@ class Plan:
 
 
 def _finish(kv: KVCache, device: torch.device) -> None:
-    """Free a cache's memory once no kernel reads it any more."""
+    """Free a cache's memory once no kernel reads it."""
     _wait(device)
     kv.close()
 
@@ -74,7 +74,7 @@ def _wait(device: torch.device) -> None:
 
 
 def default_budget(device: torch.device) -> int:
-    """The default budget in bytes: what is free on the GPU, or half of the machine's memory."""
+    """The default budget in bytes: the GPU's free memory, or half of the machine's memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -82,14 +82,14 @@ def default_budget(device: torch.device) -> int:
 
 
 class Rows:
-    """Slots, lengths and pages of one `VMemCache`; all its layers share them.
+    """The slots, lengths and pages of one `VMemCache`, which all its layers share.
 
     Attributes
     ----------
     windows : list of int
-        Sliding window of each layer that keeps rows here, tokens; 0 for none.
+        The sliding window, in tokens, of each layer that keeps rows here; 0 for none.
     kv : KVCache or None
-        Made when the first layer shows its shapes. All its slots are taken for good, used or not.
+        Created when the first layer reports its shapes. All its slots are allocated permanently, used or not.
     pairs : list of (torch.Tensor, torch.Tensor)
         K and V of each layer, ``[slots, max_tokens, heads, head_dim]``: views of `kv`'s tensors.
     batch : int
@@ -97,7 +97,7 @@ class Rows:
     slots : list of int
         Slot of each sequence.
     version : int
-        Changes with the tensors and with the batch: what layers derive from them holds for one version.
+        Changes with the tensors and the batch. What layers derive from them is valid for one version.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Rows:
         self.max_tokens = max_tokens
         self.budget = budget
         self.options = options
-        # None until a layer shows its shapes: a KVCache, a torch.device, a torch.dtype.
+        # None until a layer reports its shapes: a KVCache, a torch.device, a torch.dtype.
         self.kv: Any = None
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V of each layer
         self.device: Any = None
         self.dtype: Any = None
         self.plan: Plan | None = None
-        self.pending: Any = None  # a `Handover` whose keys are on their way to the attention
+        self.pending: Any = None  # a `Handover` whose keys have not reached the attention yet
         self.batch = self.version = 0
         self.slots: list[int] = []
         self.tile_rows = 1
@@ -123,41 +123,41 @@ class Rows:
         self._kept: npt.NDArray[np.bool_] | None = (
             None  # bool [batch, max_tokens]: the columns that have rows; None: all columns
         )
-        self._floor: list[int] = []  # rows below these less a window may be gone
-        self._lengths: Any = None  # of every slot, int32, as in the last step
+        self._floor: list[int] = []  # rows below this minus a window may be gone
+        self._lengths: Any = None  # of every slot in the last step, int32
         self._fence: torch.cuda.Event | None = None
         self._finalizer: Any = None
-        self.cudnn: Any = None  # what lets cuDNN's attention be used again; False: nothing does
+        self.cudnn: Any = None  # switches cuDNN's attention on again; False: it was off before
         self._swapped = False
-        self._batch: Any = None  # the last pass's, and what it is right for
+        self._batch: Any = None  # the last pass's `Batch`, and the pass for which it is valid
         self._batch_shape: tuple[int, ...] | None = None
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences have lengths of their own: padding has no rows."""
+        """Whether sequences have different lengths, because padding has no rows."""
         return self._kept is not None
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def open(self, layer: int, key: torch.Tensor, value: torch.Tensor, tile_rows: int = 1) -> None:
-        """A layer shows the shapes of its K and V, ``[batch, heads, tokens, head_dim]``."""
+        """A layer reports the shapes of its K and V, ``[batch, heads, tokens, head_dim]``."""
         shapes = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         if self.kv is None:
             if key.device.type not in ("cpu", "cuda"):
-                raise ValueError(f"device {key.device}: a VMemCache holds rows on cpu or cuda")
+                raise ValueError(f"device {key.device} must be cpu or cuda")
             self.dtype, self.device, self.tile_rows = key.dtype, key.device, tile_rows
-            # Until a layer shows other shapes, every layer is taken to be like the first.
+            # Until a layer reports other shapes, all layers are assumed to have the first one's.
             self._shapes = [shapes] * len(self.windows)
             self._take(self._create(max(key.shape[0], self._least_slots)))
             self._bind(key.shape[0])
         elif (key.device, key.dtype) != (self.device, self.dtype):
             raise ValueError(
-                f"layer {layer} keeps {key.dtype} on {key.device}, the layers before it {self.dtype} on {self.device}: "
+                f"layer {layer} has {key.dtype} on {key.device}, the layers before it {self.dtype} on {self.device}: "
                 "the rows of one VMemCache have one dtype and one device"
             )
         self._known[layer] = True
         if self._shapes[layer] != shapes:
-            like = self.windows[layer]  # sliding layers are alike, and full ones are
+            like = self.windows[layer]  # sliding layers have equal shapes, and so do full ones
             self._shapes = [
                 shapes if i == layer or (window == like and not known) else old
                 for i, (old, window, known) in enumerate(zip(self._shapes, self.windows, self._known))
@@ -180,7 +180,7 @@ class Rows:
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
             kv.close()
-            raise ValueError(f"the {backend} backend keeps no rows on {self.device}, where the model is")
+            raise ValueError(f"backend {backend} has no memory on {self.device}, the model's device")
         for slot in range(slots):
             kv.alloc_reqid(slot=slot)
         return kv
@@ -200,7 +200,7 @@ class Rows:
         self.version += 1
 
     def _bind(self, batch: int) -> None:
-        """Start with so many empty sequences."""
+        """Start with `batch` empty sequences."""
         if batch > self.kv.slots:
             self._finalizer()
             self._take(self._create(batch))
@@ -220,7 +220,7 @@ class Rows:
         finalizer()
 
     def _copied(self, slots: int) -> KVCache:
-        """A `KVCache` with the present shapes and copies of the rows, in the same slots."""
+        """A `KVCache` with the current shapes and copies of the rows, in the same slots."""
         new = self._create(slots)
         try:
             lengths = np.zeros(slots, np.int32)
@@ -229,7 +229,7 @@ class Rows:
                 self._back(new, lengths)
             for window, old, copies in zip(self.windows, self.pairs, self._pairs(new)):
                 if any(source.shape[2:] != target.shape[2:] for source, target in zip(old, copies)):
-                    continue  # a layer that has no rows yet
+                    continue  # this layer has no rows yet
                 for slot, floor in zip(self.slots, self._floor):
                     live = slice(max(0, floor - window) if window else 0, int(lengths[slot]))
                     for source, target in zip(old, copies):
@@ -266,16 +266,16 @@ class Rows:
             self._known = [False] * len(self.windows)
 
     def for_stock_attention(self) -> None:
-        """Torch's own attention reads the rows."""
+        """Prepare the rows for torch's own attention."""
         if self.cudnn is None:
             self.cudnn = self.device.type == "cuda" and keep_off(self)
 
     # ---- a forward pass --------------------------------------------------------------------------------------
 
     def begin(self, start: int, tokens: int, batch: int, mask: torch.Tensor | None = None) -> Plan:
-        """The `Plan` of the pass that adds `tokens` columns after the first `start`; the first layer backs its rows.
+        """The `Plan` of the pass that adds `tokens` columns after the first `start`. The first layer backs its rows.
 
-        mask: None, or bool ``[batch, start + tokens]``, False for padding. With one, padding gets no rows.
+        mask: None, or bool ``[batch, start + tokens]``, False for padding. With a mask, padding gets no rows.
         """
         plan = self.plan
         if plan is not None and plan.start == start and plan.tokens == tokens:
@@ -286,11 +286,11 @@ class Rows:
             self.swap_in()
         if batch != self.batch:
             if start:
-                raise ValueError(f"the batch has {batch} sequences, the cache {self.batch}: reset() it first")
+                raise ValueError(f"the batch has {batch} sequences, the cache {self.batch}: reset() the cache first")
             self.reset(batch)
         if start + tokens > self.max_tokens:
             raise ValueError(
-                f"{start + tokens} tokens: the cache was made for max_tokens={self.max_tokens}; make it with more"
+                f"{start + tokens} tokens exceed the cache's max_tokens={self.max_tokens}: create it with a larger one"
             )
         plan = self._plan(start, tokens, mask)
         before = self._stored(start)
@@ -312,7 +312,7 @@ class Rows:
         return plan
 
     def _stored(self, start: int) -> list[int]:
-        """Rows that each sequence has of its first `start` columns."""
+        """The rows of each sequence among its first `start` columns."""
         if self._kept is None:
             return [start] * self.batch
         stored: list[int] = self._kept[:, :start].sum(1).tolist()
@@ -324,7 +324,7 @@ class Rows:
         if mask is not None:
             if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
                 raise ValueError(
-                    f"attention_mask has shape {tuple(mask.shape)}: [{self.batch}, {start + tokens}] is needed"
+                    f"attention_mask of shape {tuple(mask.shape)} must be [{self.batch}, {start + tokens}]"
                 )
             mask = mask[:, : start + tokens]
             past = mask[:, :start].sum(1, keepdim=True)
@@ -333,8 +333,8 @@ class Rows:
                 kept = known[:, 1:] != 0
                 if kept.all():
                     kept = None
-            elif self.ragged:  # else padding was stored like any other token, and is now
-                raise ValueError("attention_mask: tokens in the cache are masked that were not, or the other way round")
+            elif self.ragged:  # otherwise padding was stored like any other token, and still is
+                raise ValueError("attention_mask must mask the same cached tokens as in earlier passes")
         added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
         lengths = [b + a for b, a in zip(before, added)]
         ordered = self.slots == list(range(self.batch))
@@ -343,7 +343,7 @@ class Rows:
         return plan
 
     def locate(self, plan: Plan) -> None:
-        """Find the rows that a pass writes which has not the same columns for all: once a pass."""
+        """Find the rows that a pass writes if its sequences differ. Done once per pass."""
         if plan.located:
             return
         plan.located = True
@@ -360,7 +360,7 @@ class Rows:
             plan.padding = [(int(row), np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
 
     def batch_of(self, plan: Plan) -> Batch | None:
-        """The `pyvmem.attention.Batch` of a pass, made once; None where it has nothing but padding."""
+        """The `pyvmem.attention.Batch` of a pass, created once; None if the pass is only padding."""
         if plan.batch is None:
             queries = [plan.tokens] * self.batch if plan.kept is None else plan.kept.sum(1).tolist()
             chosen = [(s, n, q) for s, n, q in zip(self.slots, plan.lengths, queries) if q]
@@ -380,7 +380,7 @@ class Rows:
         return torch.from_numpy(array).to(self.device)
 
     def _order_steps(self) -> None:
-        """A step may overlap with the pass before it, not with the one before that: wait for that one."""
+        """Wait for the pass before the last: a step may overlap only with the last pass."""
         if self.device.type != "cuda":
             return
         fence = torch.cuda.Event()
@@ -392,7 +392,7 @@ class Rows:
     def _back(self, kv: KVCache, lengths: Int32s) -> None:
         short = self._try_step(kv, lengths)
         if short and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for later is memory that pages can be had from
+            torch.cuda.empty_cache()  # memory that torch caches can become pages
             short = self._try_step(kv, lengths)
         if short:
             live, stats = int((lengths > 0).sum()), kv.stats()
@@ -401,12 +401,12 @@ class Rows:
                 f"{live} sequences of up to {int(lengths.max())} tokens: {short * kv.page_size / MIB:.1f} MiB of pages "
                 f"are missing ({stats.held_pages * kv.page_size / MIB:.1f} MiB held, budget "
                 f"{stats.budget_pages * kv.page_size / MIB:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
-                "raise budget; the cache can be used on",
+                "raise budget; the cache is unchanged",
             )
 
     @staticmethod
     def _try_step(kv: KVCache, lengths: Int32s) -> int:
-        """0, or the pages that are missing."""
+        """0, or the number of missing pages."""
         try:
             return kv.missing_pages if kv.step(lengths) else 0
         except OutOfMemory:
@@ -415,7 +415,7 @@ class Rows:
     # ---- sequences -------------------------------------------------------------------------------------------
 
     def crop(self, columns: int) -> None:
-        """Forget every column from `columns` on."""
+        """Discard every column from `columns` on."""
         if self.kv is None:
             return
         if self._swapped:
@@ -424,8 +424,8 @@ class Rows:
         for row, (length, floor) in enumerate(zip(lengths, self._floor)):
             if length < floor:
                 raise RuntimeError(
-                    f"crop: sequence {row} cannot go back to {length} tokens; a sliding window has given up rows that "
-                    f"they read (a crop reaches back over the last forward pass, here to {floor} tokens)"
+                    f"crop: sequence {row} cannot go back to {length} tokens, because a sliding window gave up rows "
+                    f"that they read; {floor} tokens are the fewest"
                 )
         self.plan = None
         if all(self._lengths[slot] <= length for slot, length in zip(self.slots, lengths)):
@@ -437,7 +437,7 @@ class Rows:
                 self._lengths[slot] = length
 
     def reset(self, batch: int | None = None) -> None:
-        """Forget every sequence. Pages stay with the cache until they are needed elsewhere."""
+        """Discard every sequence. The cache keeps its pages until they are needed elsewhere."""
         if self.kv is None:
             return
         _wait(self.device)
@@ -452,15 +452,15 @@ class Rows:
         self._lengths[slot] = 0
 
     def select(self, sources: list[int], in_order: bool = True) -> None:
-        """The batch becomes the sequences `sources` of it, with repetitions: they share pages, nothing is moved.
+        """Replace the batch by the sequences `sources` of it. Repeated sequences share pages, and nothing moves.
 
-        in_order: sequence i must be in slot i, as tensors with a batch dimension need it. Otherwise each sequence
-        that goes on keeps its slot.
+        in_order: sequence i must be in slot i, as tensors with a batch dimension require. Otherwise each sequence
+        that continues keeps its slot.
 
         Raises
         ------
         OutOfMemory
-            For the copies of the last, partial pages. The sequences are lost then, and the cache is empty.
+            No memory for the copies of partial last pages. The sequences are lost, and the cache is empty.
         """
         if any(not 0 <= s < self.batch for s in sources):
             raise IndexError(f"indices {sources} must lie between 0 and the batch, {self.batch}")
@@ -524,7 +524,7 @@ class Rows:
     # ---- swapping --------------------------------------------------------------------------------------------
 
     def swap_out(self) -> None:
-        """Move the rows to CPU memory, and let their pages go."""
+        """Move the rows to CPU memory, and free their pages."""
         if self.kv is None or self._swapped:
             return
         _wait(self.device)
@@ -540,14 +540,14 @@ class Rows:
         self._swapped = True
 
     def swap_in(self) -> None:
-        """Bring them back."""
+        """Move the rows back from CPU memory."""
         if not self._swapped:
             return
         for slot in np.flatnonzero(self._lengths).tolist():
             if self.kv.slot(slot).state == "swapped" and self.kv.swap_in(slot):
                 raise OutOfMemory(
                     errno.ENOMEM,
-                    f"{self.kv.missing_pages} pages are missing to bring {self.batch} sequences back from CPU memory: "
+                    f"{self.kv.missing_pages} pages are missing to move {self.batch} sequences back from CPU memory: "
                     "free other memory, lower the batch, or raise budget",
                 )
         self._swapped = False
