@@ -1,7 +1,7 @@
-"""Attention by slots: a backend that vLLM knows as CUSTOM (``--attention-backend CUSTOM``).
+"""Attention by slots, vLLM's attention backend CUSTOM (``--attention-backend CUSTOM``).
 
-Decode steps of many requests run `pyvmem.vllm.slots`, which goes from a request's first row to its last without a block
-table. All else, prompts and mixed steps, is FlashAttention over the constant table, as with vLLM's own backend.
+Decode steps of many requests run `pyvmem.vllm.slots`, which reads from a request's first row to its last without a
+block table. Prompts and mixed steps use FlashAttention over the constant table, as with vLLM's own backend.
 
 SPDX-License-Identifier: MIT
 """
@@ -46,7 +46,7 @@ class SlotsBackend(FlashAttentionBackend):
 
 
 class SlotsBuilder(FlashAttentionMetadataBuilder):
-    # A graph serves steps with as many new tokens of each request as it was captured with: they choose the kernel.
+    # The number of new tokens per request selects the kernel, so a graph serves only steps with the captured number.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class SlotsImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.alibi_slopes is not None or self.sinks is not None:
-            raise ValueError("attention by slots (CUSTOM) has neither ALiBi nor sinks; use --attention-backend "
+            raise ValueError("attention by slots (CUSTOM) supports neither ALiBi nor sinks: use --attention-backend "
                              "FLASH_ATTN")  # fmt: skip
 
     def forward(

@@ -1,12 +1,12 @@
-"""Where a layer's K and V of a token lie: the virtual tensors, and vLLM's views of them.
+"""The layouts of a layer's K and V in virtual tensors, and vLLM's views of them.
 
-A layer keeps `row` bytes of a token. The layouts differ in what lies side by side:
+A layer stores `row` bytes per token. The layouts differ in which rows are adjacent:
 
-- ``block``: all tokens' rows of one layer, within a block. One virtual tensor, so that backing a prompt is one call to
-  the driver. Kernels with a block table read it as fast as vLLM's own tensors.
-- ``token``: all layers' rows of one token. One virtual tensor as well; in each layer, tokens are a constant stride
-  apart, as kernels without a block table want them, but far apart, which costs attention 2 to 7 %.
-- ``layer``: a virtual tensor for each layer, in which tokens lie close. Backing a prompt is one call for each layer.
+- ``block``: within a block, the rows of all tokens in one layer. There is one virtual tensor, so backing a prompt is
+  one call to the driver. Kernels with a block table read it as fast as vLLM's own tensors.
+- ``token``: the rows of one token in all layers. There is one virtual tensor. In each layer, tokens have a constant
+  stride, as kernels without a block table require, but are far apart, which makes attention 2 to 7 % slower.
+- ``layer``: one virtual tensor per layer, in which tokens are adjacent. Backing a prompt is one call per layer.
 
 SPDX-License-Identifier: MIT
 """
@@ -22,7 +22,7 @@ GRANULE = 64 << 10
 
 @dataclass(frozen=True)
 class Layout:
-    """`layers` layers with rows of `row` bytes, in blocks of `tokens` tokens."""
+    """The layout of `layers` layers with rows of `row` bytes, in blocks of `tokens` tokens."""
 
     kind: str
     layers: int
@@ -48,12 +48,12 @@ class Layout:
         part = self.tensor_row * self.tokens
         fit = [s for s in sizes if part % s == 0]
         if not fit:
-            raise ValueError(f"a block of {self.tokens} tokens has {part} bytes in a tensor, not whole pages of "
-                             f"{min(sizes)}")  # fmt: skip
+            raise ValueError(f"a block of {self.tokens} tokens takes {part} bytes in a tensor, no multiple of the "
+                             f"smallest page, {min(sizes)}")  # fmt: skip
         return max(fit)
 
     def slot_tokens(self, tokens: int) -> int:
-        """The fewest rows of a slot for `tokens` tokens, such that slots are whole blocks and can begin at 2 MiB."""
+        """The fewest rows of a slot for `tokens` tokens, so that slots are whole blocks and can begin at 2 MiB."""
         step = math.lcm(self.tokens, (2 << 20) // math.gcd(2 << 20, self.tensor_row))
         return -(-tokens // step) * step
 
@@ -70,7 +70,7 @@ class Layout:
 
 
 def block_tokens(kind: str, layers: int, row: int, base: int) -> int:
-    """The smallest multiple of `base` tokens whose block is whole pages of 64 KiB in each tensor."""
+    """The smallest multiple of `base` tokens that fills whole pages of 64 KiB in each tensor."""
     bytes = base * (row if kind == "layer" else row * layers)
     return base * (GRANULE // math.gcd(GRANULE, bytes))
 
@@ -78,7 +78,7 @@ def block_tokens(kind: str, layers: int, row: int, base: int) -> int:
 def view(
     flat: torch.Tensor, layout: Layout, layer: int, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]
 ) -> torch.Tensor:
-    """A layer's KV cache as its attention backend wants it.
+    """A view of a layer's KV cache in the layout of its attention backend.
 
     Parameters
     ----------
@@ -86,18 +86,18 @@ def view(
         The bytes of the layer's virtual tensor, one-dimensional.
     dtype : torch.dtype
     shape : tuple
-        The backend's logical shape, with as many kernel blocks as the tensor has.
+        The backend's logical shape, with all kernel blocks of the tensor.
     order : tuple
-        The backend's stride order: how memory permutes the shape. Blocks come first; where rows of several layers lie
-        between a layer's tokens (``token``), tokens come second.
+        The backend's stride order, which says how memory permutes the shape. Blocks must come first. In the layout
+        ``token``, where rows of other layers lie between a layer's tokens, tokens must come second.
 
-    Raises `ValueError` where the backend's order does not suit the layout.
+    Raises `ValueError` if the backend's order does not fit the layout.
     """
     memory = [shape[i] for i in order]
     if memory[0] != shape[0] or order[0] != 0:
         raise ValueError(f"the attention backend's KV layout {tuple(order)} does not begin with blocks")
     size = dtype.itemsize
-    inner = math.prod(memory[2:]) * size  # of a token, if tokens come second
+    inner = math.prod(memory[2:]) * size  # bytes of a token, if tokens come second
     tokens = memory[1]
     if layout.kind == "token" and inner != layout.row:
         raise ValueError(f"VMEM_VLLM_LAYOUT=token: the attention backend's KV layout {tuple(memory)} does not have "

@@ -1,7 +1,6 @@
-"""The KV caches of this server's processes in vLLM's own Prometheus endpoint, beside vLLM's metrics.
+"""Metrics of this server's KV caches in vLLM's own Prometheus endpoint.
 
-Workers publish their statistics in files (`pyvmem.kv_view`), so the API server reads them when it is scraped and no
-process sends anything.
+Workers publish their statistics in files (`pyvmem.kv_view`), which the API server reads when it is scraped.
 
 SPDX-License-Identifier: MIT
 """
@@ -24,7 +23,7 @@ def _parent(pid: int) -> int:
 
 
 def own_views(pid: int | None = None) -> list[View]:
-    """Views of KV caches named "vllm" in process `pid` (this one) and in processes that it started."""
+    """Views of KV caches named "vllm" in process `pid` (default: this one) and in processes that it started."""
     pid = os.getpid() if pid is None else pid
     found = []
     for view in read_views():
@@ -37,7 +36,7 @@ def own_views(pid: int | None = None) -> list[View]:
 
 
 class Collector:
-    """For a registry of prometheus_client."""
+    """A collector for a registry of prometheus_client."""
 
     def collect(self) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -60,7 +59,7 @@ _registered = False
 def register() -> None:
     """Add the collector to prometheus_client's own registry, once.
 
-    vLLM serves that one, unless it has several API servers: those have a registry of their own.
+    vLLM serves that registry, except with several API servers, which have a registry of their own.
     """
     global _registered
     if not _registered:

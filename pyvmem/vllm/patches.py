@@ -1,7 +1,7 @@
-"""The only list of what is replaced in vLLM, and of the versions that it was checked with.
+"""The list of every function that is replaced in vLLM, and of the supported versions.
 
-A replacement gets the function it replaces as its first argument; the others have vLLM's names. `install` looks
-everything up before it replaces anything: an unknown version of vLLM is refused as a whole, or tried as a whole.
+A replacement gets the original function as its first argument; its other arguments have vLLM's names. `install` looks
+up every function before it replaces any, so an unknown version of vLLM is refused as a whole or tried as a whole.
 
 SPDX-License-Identifier: MIT
 """
@@ -24,11 +24,11 @@ class Patch:
     module: str
     name: str
     by: str
-    parameters: tuple[str, ...]  # of vLLM's function; another list means that it is another function
+    parameters: tuple[str, ...]  # of vLLM's function; different parameters mean a different function
 
 
 PATCHES = (
-    # The KV tensors, and how big a block is.
+    # The KV tensors, and the size of a block.
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.get_kv_cache_spec", "get_kv_cache_spec", ("self",)),
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.initialize_kv_cache", "initialize_kv_cache",
           ("self", "kv_cache_config")),
@@ -54,7 +54,7 @@ PATCHES = (
 
 
 class UnknownVersion(RuntimeError):
-    """This vLLM is not one that the patches were checked with."""
+    """The patches do not support this version of vLLM."""
 
 
 def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
@@ -71,7 +71,7 @@ def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def _replacement(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called as the original is, and calls `by` with the original before all arguments."""
+    """A function with the original's signature that calls `by` with the original and then all arguments."""
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -84,18 +84,18 @@ def _replacement(original: Callable[..., Any], by: Callable[..., Any]) -> Callab
 def install(version: str, force: bool = False) -> None:
     """Replace every function of the list.
 
-    Raises `UnknownVersion` where that cannot be right; then nothing is changed.
+    Raises `UnknownVersion`, and changes nothing, if vLLM does not match the list.
     """
     if version not in CHECKED and not force:
         raise UnknownVersion(
-            f"VMEM_VLLM=1: vLLM {version} is not among {', '.join(CHECKED)}; VMEM_VLLM_FORCE=1 tries it"
+            f"VMEM_VLLM=1: vLLM {version} must be {' or '.join(CHECKED)}; VMEM_VLLM_FORCE=1 tries it anyway"
         )
     from pyvmem.vllm import worker
 
     try:
         found = [_find(p) for p in PATCHES]
     except (ImportError, AttributeError, KeyError) as error:
-        raise UnknownVersion(f"VMEM_VLLM=1: vLLM {version} lacks what is to be replaced: {error}") from error
+        raise UnknownVersion(f"VMEM_VLLM=1: vLLM {version} lacks a function that vMem replaces: {error}") from error
     for patch, (owner, name, original) in zip(PATCHES, found):
         if not getattr(original, "vmem", False):
             setattr(owner, name, _replacement(original, getattr(worker, patch.by)))

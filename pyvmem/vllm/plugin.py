@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes (entry point group ``vllm.general_plugins``).
+"""The entry point that vLLM calls in each of its processes (group ``vllm.general_plugins``).
 
 SPDX-License-Identifier: MIT
 """
@@ -15,10 +15,10 @@ def _register_attention() -> None:
 
 
 def register() -> None:
-    """Put vMem under vLLM where the environment says ``VMEM_VLLM=1``; else do nothing.
+    """Install vMem in vLLM if the environment says ``VMEM_VLLM=1``; otherwise do nothing.
 
-    vLLM logs what a plugin raises when it is loaded and goes on without it. Asked for and not to be had must not mean
-    that vLLM starts with its own KV cache, so errors end the process here, with one line.
+    vLLM logs an exception of a plugin and continues without it. If vMem is requested but cannot run, vLLM must not
+    start with its own KV cache, so an error ends the process here with one line.
     """
     try:
         chosen = settings.read()

@@ -1,4 +1,4 @@
-"""What cannot work on vMem is refused at start, with one line.
+"""Refuses configurations that cannot work on vMem, at start and with one line.
 
 SPDX-License-Identifier: MIT
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Refused(ValueError):
-    """vLLM on vMem does not do this; the text says what and what to do."""
+    """vLLM on vMem does not support this configuration. The message says which setting, and what to do."""
 
 
 def _config(c: Any) -> Iterator[str]:

@@ -1,13 +1,13 @@
-"""Requests in slots: what vLLM's worker tells about its requests becomes calls to the KV cache.
+"""Requests in slots: translates what vLLM's worker does with its requests into calls to the KV cache.
 
-No vLLM is imported here. A request has an index in vLLM's tables for as long as it runs, and a slot of the cache. The
-two differ, since a slot outlives its request until the kernels that read it have ended. vLLM's scheduler names the
-blocks of each request; a block that a request gets anew is bound to the pages that stand at its place in the slot, and
-blocks of the prefix cache are mapped at the slot as well.
+This module does not import vLLM. While a request runs, it has an index in vLLM's tables and a slot of the cache. The
+two differ, because a slot stays in use after its request until the kernels that read it have ended. vLLM's scheduler
+names the blocks of each request. A new block is bound to the pages at its place in the slot. Blocks of the prefix cache
+are mapped at the slot as well.
 
-Steps and fences. vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin_step` marks a fence behind
-all kernels enqueued so far, number k, and waits for fence k - 1, which was passed long ago when vLLM runs one step
-ahead. A slot whose request ends in step k is free when fence k is passed.
+Steps and fences: vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin_step` marks fence k behind
+all kernels enqueued so far, and waits for fence k - 1, which has long been passed if vLLM runs one step ahead. A slot
+whose request ends in step k is free when fence k is passed.
 
 SPDX-License-Identifier: MIT
 """
@@ -24,21 +24,21 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache
 from pyvmem.kv_blocks import BlockNames
 
-# (slot, first block, the blocks' names, how many of them exist already, whether the request is new)
+# (slot, first block, names of the blocks, how many of them exist already, whether the request is new)
 Operation = tuple[int, int, Sequence[int], int, bool]
 
 
 class Fences(Protocol):
-    """Marks in the order of the kernels, numbered from 1 on."""
+    """Marks in the order of the kernels, numbered from 1."""
 
     def mark(self) -> int:
-        """The number of a new mark, behind all kernels enqueued so far."""
+        """Place a mark behind all kernels enqueued so far, and return its number."""
 
     def wait(self, n: int) -> None:
-        """Return when the kernels before mark n are through."""
+        """Wait until the kernels before mark n have ended."""
 
     def done(self, n: int) -> bool:
-        """Whether they are."""
+        """Whether the kernels before mark n have ended."""
 
 
 class RequestSlots:
@@ -47,17 +47,17 @@ class RequestSlots:
     Parameters
     ----------
     cache : KVCache
-        With more slots than `max_requests`: slots of ended requests wait for their fence in the others.
+        Has more slots than `max_requests`, because slots of ended requests wait for their fence.
     block_tokens : int
-        Tokens of a block of the scheduler's.
+        Tokens of one of the scheduler's blocks.
     max_requests : int
     fences : Fences
     names : BlockNames or None
-        None where there is no prefix cache: then blocks need no names.
+        None without a prefix cache: blocks then need no names.
     wait_seconds : int
-        How long a step waits for memory that another process has before it gives up.
+        How long a step waits for memory that another process uses before it fails.
     table_blocks : int
-        Most blocks in a request's table.
+        The most blocks in a request's table.
     """
 
     IDLE_SECONDS = 0.2
@@ -87,7 +87,7 @@ class RequestSlots:
         self._ops: list[Operation] = []  # of this step
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
         self._named: set[int] = set()  # blocks whose names have pages
-        self._dropped: list[int] = []  # blocks that the scheduler has forgotten, until the step backs its own
+        self._dropped: list[int] = []  # blocks that the scheduler has forgotten; dropped when the step backs its own
         self._now = 0
         self._waiting: Sequence[int] = ()
         self._wait_seconds = wait_seconds
@@ -97,21 +97,21 @@ class RequestSlots:
         self._trimmed = True
         self.step_seconds: collections.deque[float] = collections.deque(maxlen=100_000)
         self.fence_waits = 0  # steps that waited for a fence because slots or pages were short
-        self.map_waits = 0  # steps whose mapping the GPU waited for: it had nothing left to compute when that ended
+        self.map_waits = 0  # steps whose mapping delayed the GPU: it was idle when the mapping ended
         self.map_wait_seconds = 0.0
         self.hit_blocks = 0
 
     # ---- a step, in this order ---------------------------------------------------------------------------------
 
     def begin_step(self, dropped: Sequence[int] = (), waiting: Sequence[int] = ()) -> None:
-        """Before anything else of a step.
+        """Begin a step. Must be the first call of a step.
 
         Parameters
         ----------
         dropped
             Blocks whose contents the scheduler has forgotten.
         waiting
-            Tokens of the first steps of the requests that come next: they are backed in the background.
+            Tokens in the first steps of the next requests. The background thread backs them.
         """
         with self.lock:
             self._now = self._fences.mark()
@@ -122,7 +122,7 @@ class RequestSlots:
             self.cache.expect([min(n, self.cache.max_tokens) for n in waiting])
 
     def finish(self, index: int) -> None:
-        """The request at `index` has ended, or is preempted. Kernels of the step before may still use its slot."""
+        """The request at `index` has ended or is preempted. Kernels of the previous step may still use its slot."""
         slot = self._slots[index]
         if slot < 0:
             return
@@ -132,7 +132,7 @@ class RequestSlots:
             self._retiring.append((self._now, slot))
 
     def settle(self, indices: Iterable[int], dropped: Sequence[int] = ()) -> None:
-        """Outside a step: the requests at these indices have ended, though kernels of the last step may still run."""
+        """The requests at these indices have ended, outside a step. Kernels of the last step may still run."""
         with self.lock:
             self._now = self._fences.mark()
             self._trimmed = False
@@ -142,10 +142,10 @@ class RequestSlots:
             self._drop(())
 
     def start(self, index: int, ids: Sequence[int], computed: int) -> Sequence[int]:
-        """A new request with these blocks, of which the rows of `computed` tokens exist.
+        """Start a request with these blocks; `computed` tokens have rows already.
 
-        Returns the numbers for its table. The blocks to come have constant numbers too, and the first of them are
-        among these, so that most steps write no table.
+        Returns the numbers for its table. They include the first of the blocks that will follow, whose numbers are
+        constant too, so most steps write no table.
         """
         hits = min(-(-computed // self.block_tokens), len(ids))
         if hits and self.names is None:
@@ -162,14 +162,14 @@ class RequestSlots:
         return self._table(index)
 
     def extend(self, index: int, ids: Sequence[int]) -> Sequence[int]:
-        """The request's next blocks. Returns the numbers that are to be added to its table, often none."""
+        """Add the request's next blocks. Returns the numbers to add to its table, often none."""
         first = self._blocks[index]
         self._ops.append((self._slots[index], first, ids, 0, False))
         self._blocks[index] = n = first + len(ids)
         return self._table(index) if n > self._tabled[index] else ()
 
     def back(self) -> None:
-        """Everything that the step's kernels touch gets its pages."""
+        """Back everything that the step's kernels access."""
         self._last_step = time.monotonic()
         if not (self._ops or self._retiring or self._dropped) and self._now % 64:
             return
@@ -188,25 +188,25 @@ class RequestSlots:
             seconds = time.perf_counter() - began
             if (self.cache.step_maps > maps or any(op[3] for op in ops)) and self._fences.done(self._now):
                 self.map_waits += 1
-                if idle:  # else an unknown part of it
+                if idle:  # otherwise an unknown part of it
                     self.map_wait_seconds += seconds
-            # Last, since the background thread then unmaps what these slots shared, and calls wait for that.
+            # Last, because the background thread then unmaps what these slots shared, and calls wait for that.
             self._reap()
         self.step_seconds.append(seconds)
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
     def _table(self, index: int) -> range:
-        """The numbers behind those that the request's table has."""
+        """The numbers that follow those in the request's table."""
         first, start = self._tabled[index], self._slots[index] * self.blocks_per_slot
         blocks = self._blocks[index]
         self._tabled[index] = end = max(blocks, min(blocks + self.TABLE_AHEAD, self._table_blocks))
         return range(start + first, start + end)
 
     def _back_named(self, ops: list[Operation], names: BlockNames) -> None:
-        # Requests that run come first, as in the schedule: a new one may share what they write in this very step.
+        # Running requests come first, as in the schedule: a new one may share what they write in this step.
         ops.sort(key=lambda op: op[4])
-        # The names that changed hands let go before anything is backed: the scheduler counts on their pages.
+        # Reassigned names are dropped before anything is backed, because the scheduler counts on their pages.
         self._drop(i for _, _, ids, hits, _ in ops for i in ids[hits:])
         slots: list[int] = []
         index: list[int] = []
@@ -226,7 +226,7 @@ class RequestSlots:
         for slot, first, blocks, hits, _ in ops:
             if hits:
                 if not fresh.isdisjoint(blocks[:hits]):
-                    settle()  # it shares what a request before it writes in this very step
+                    settle()  # it shares what an earlier request writes in this step
                 names.attach(slot, blocks[:hits])
             n = len(blocks)
             self._lengths[slot] = (first + n) * self.block_tokens
@@ -237,7 +237,7 @@ class RequestSlots:
         settle()
 
     def _drop(self, changed: Iterable[int]) -> None:
-        """Blocks that are forgotten or have changed hands let go of their pages."""
+        """Release the pages of blocks that are forgotten or reassigned."""
         dropped, self._dropped = self._dropped, []
         gone = self._named.intersection(dropped)
         gone.update(self._named.intersection(changed))
@@ -275,11 +275,11 @@ class RequestSlots:
             held = self.cache.stats().held_pages
             want = held + self.cache.missing_pages
             if self._budget < min(want, self._full_budget):
-                # The limit became smaller than what the scheduler has given out. It gives up prefixes and admits less
-                # from the next step on; this one is promised already.
+                # The limit is now smaller than what the scheduler has assigned. From the next step on, the scheduler
+                # gives up prefixes and admits less. This step is already scheduled.
                 self._set_budget(min(want, self._full_budget))
                 continue
-            # Another process has the memory.
+            # Another process uses the memory.
             now = time.monotonic()
             deadline = now + self._wait_seconds if deadline is None else deadline
             if now >= deadline:
@@ -292,7 +292,7 @@ class RequestSlots:
         self._budget = pages
 
     def poll_limit(self) -> int:
-        """Pages that the KV cache may have now: the budget as the user last set it."""
+        """Pages that the KV cache may have: the budget that the user set last."""
         with self.lock:
             stats = self.cache.stats()
             if stats.budget_pages != self._budget:
@@ -303,9 +303,9 @@ class RequestSlots:
             return self.limit_pages
 
     def tend(self) -> bool:
-        """From time to time, in the background: frees slots that are due; an idle cache gives back what is kept.
+        """Free slots whose kernels have ended, and release the kept pages of an idle cache. Called in the background.
 
-        Returns whether there is something left to do soon.
+        Returns whether another call is needed soon.
         """
         if not self._retiring and self._trimmed:
             return False
@@ -317,7 +317,7 @@ class RequestSlots:
             return not self._trimmed
 
     def reset(self) -> None:
-        """Give everything up: no request runs, and no kernel."""
+        """Discard all requests. No request and no kernel may be running."""
         with self.lock:
             for index in range(len(self._slots)):
                 self.finish(index)
@@ -329,7 +329,7 @@ class RequestSlots:
             self._trim()
 
     def _trim(self) -> None:
-        self.cache.wait()  # or the background thread would back the next slot afterwards
+        self.cache.wait()  # otherwise the background thread could still back the next slot
         self.cache.reclaim()
         if self.names is not None:
             self.names.compact()

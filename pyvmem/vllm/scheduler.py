@@ -1,12 +1,13 @@
-"""What the scheduler's block pool tells the worker, and what it is asked to keep free.
+"""The scheduler's side: reports forgotten blocks to the worker, and keeps the block pool within its limits.
 
-vLLM's scheduler stays as it is. The keeper of a block pool watches it: blocks that the pool has forgotten (freed
-without a hash, or evicted) lose their pages with the next step; cached blocks beyond the cap are evicted, the least
-recently used first; and where the worker may have less memory than the pool has blocks, some blocks are taken out of
-circulation. They come off the front of the pool's free queue, so that free blocks go first, then cached prefixes, and
-after that the scheduler admits less.
+vLLM's scheduler stays unchanged. A `PoolKeeper` watches its block pool:
 
-No vLLM is imported here: the pool is vLLM's BlockPool.
+- Blocks that the pool has forgotten (freed without a hash, or evicted) lose their pages with the next step.
+- Cached blocks beyond the cap are evicted, the least recently used first.
+- If the worker may use less memory than the pool has blocks, blocks are taken out of circulation, from the front of the
+  pool's free queue. Free blocks go first, then cached prefixes. After that the scheduler admits less.
+
+This module does not import vLLM: the pool is vLLM's BlockPool.
 
 SPDX-License-Identifier: MIT
 """
@@ -17,17 +18,17 @@ from typing import Any
 
 
 class PoolKeeper:
-    """Keeps one block pool.
+    """Keeps one block pool within its limits.
 
     Parameters
     ----------
     pool : vllm.v1.core.block_pool.BlockPool
     cap : int or None
-        Most cached blocks that no request uses; None: as many as there are.
+        The most cached blocks that no request uses; None for no cap.
     least : int
-        Blocks that always stay in circulation: what one request of the greatest length takes.
+        Blocks that always stay in circulation: as many as one request of the greatest length needs.
     allowed : callable or None
-        How many blocks there may be now, or None.
+        Returns how many blocks may be in use now, or None.
     """
 
     PERIOD = 0.1
@@ -47,23 +48,23 @@ class PoolKeeper:
     # ---- called by the pool's methods --------------------------------------------------------------------------
 
     def freed(self, blocks: Sequence[Any]) -> None:
-        """The pool has let go of these blocks."""
+        """The pool has freed these blocks."""
         self._freed = True
         self._forgotten += [b.block_id for b in blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null]
 
     def resetting(self) -> list[int]:
-        """The pool is about to forget everything, if no block is in use. Returns what `reset` is to be told."""
+        """The pool is about to forget everything if no block is in use. Returns the argument for `reset`."""
         self._give_back(len(self._held_back))
         return [b.block_id for b in self.pool.blocks if b.block_hash is not None]
 
     def reset(self, blocks: list[int]) -> None:
-        """The pool has forgotten these."""
+        """The pool has forgotten these blocks."""
         self._forgotten += blocks
 
     # ---- called by the scheduler's ---------------------------------------------------------------------------
 
     def before_schedule(self, idle: bool = False) -> None:
-        """From time to time, and when idle, hold the pool to the cap and to what may be had."""
+        """Apply the cap and the memory limit to the pool. Acts only from time to time, and when idle."""
         now = time.monotonic()
         if not idle and now - self._asked < self.PERIOD:
             return
@@ -87,7 +88,7 @@ class PoolKeeper:
         return len(self._held_back)
 
     def _evict(self, cap: int) -> None:
-        # Cached blocks stand behind the others in the free queue, in the order of their last use.
+        # In the free queue, cached blocks follow the others, in the order of their last use.
         queue = self.pool.free_block_queue
         block, kept, beyond = queue.fake_free_list_tail.prev_free_block, 0, set()
         while block is not queue.fake_free_list_head and block.block_hash is not None:

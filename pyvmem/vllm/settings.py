@@ -1,4 +1,4 @@
-"""Settings of vLLM on vMem: environment variables, since vLLM's processes inherit them.
+"""The settings of vLLM on vMem: environment variables, which vLLM's processes inherit.
 
 SPDX-License-Identifier: MIT
 """
@@ -13,7 +13,7 @@ LAYOUTS = ("block", "token", "layer")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; see docs/vllm.md."""
+    """The settings in the environment; see docs/vllm.md."""
 
     on: bool = False
     force: bool = False
@@ -29,13 +29,13 @@ def _whole(name: str, text: str) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise ValueError(f"{name}={text}: a whole number, 0 or more, is wanted")
+        raise ValueError(f"{name}={text} must be a whole number of at least 0")
     return number
 
 
 def _flag(name: str, text: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true", ""):
-        raise ValueError(f"{name}={text}: 0 or 1 is wanted")
+        raise ValueError(f"{name}={text} must be 0 or 1")
     return text.lower() in ("1", "true")
 
 
@@ -53,5 +53,5 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
             given[field] = parse(name, environ[name])
     layout = environ.get("VMEM_VLLM_LAYOUT") or "block"
     if layout not in LAYOUTS:
-        raise ValueError(f"VMEM_VLLM_LAYOUT={layout}: one of {', '.join(LAYOUTS)} is wanted")
+        raise ValueError(f"VMEM_VLLM_LAYOUT={layout} must be one of {', '.join(LAYOUTS)}")
     return Settings(layout=layout, **given)

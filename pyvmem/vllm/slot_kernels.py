@@ -1,9 +1,9 @@
 """Decode attention by slots, in Triton. Triton compiles the kernels from this file.
 
-Each request's rows lie behind one address, so a program computes where a row is and reads no block table. The work of
-all requests is one row of tiles, cut into as many equal parts as there are programs (the idea of stream-K, Osama et
-al., 2023, and of LeanAttention, Sanovar et al., 2024): no program waits for another that has a longer request. Loads
-are masked: no row past a length is touched, which is what lets pages be mapped there while a kernel runs.
+Each request's rows are contiguous, so a program computes the address of a row and reads no block table. The tiles of
+all requests form one sequence, which is cut into equal parts, one per program. This is the idea of stream-K (Osama et
+al., 2023) and LeanAttention (Sanovar et al., 2024): no program waits for another that has a longer request. Loads are
+masked and read no row past a length, so pages can be mapped there while a kernel runs.
 
 SPDX-License-Identifier: MIT
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def plan(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where each request's tiles end in the row, for one head. REQUESTS: a power of 2, no less than `requests`."""
+    """Where each request's tiles end in the sequence, for one head. REQUESTS: a power of 2, at least `requests`."""
     r = tl.arange(0, REQUESTS)
     rows = tl.load(lengths + r, mask=r < requests, other=0)
     if window > 0:
@@ -30,9 +30,10 @@ def decode(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """One part of the row of tiles: all requests' tiles of the first KV head, then those of the next.
+    """Compute one part of the sequence of tiles.
 
-    So programs that run side by side read rows of the same tokens, which lie side by side.
+    The sequence has all requests' tiles of the first KV head, then those of the next. Neighbouring programs therefore
+    read rows of the same tokens, which are adjacent.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)

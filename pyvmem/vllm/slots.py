@@ -1,4 +1,4 @@
-"""Decode attention by slots: what launches `pyvmem.vllm.slot_kernels`. No vLLM is imported here.
+"""Decode attention by slots: launches `pyvmem.vllm.slot_kernels`. This module does not import vLLM.
 
 SPDX-License-Identifier: MIT
 """
@@ -11,7 +11,7 @@ import torch
 
 from pyvmem.vllm import slot_kernels as kernels
 
-LEAST = 32  # requests of a step: with fewer, FlashAttention is faster
+LEAST = 32  # requests in a step; with fewer, FlashAttention is faster
 BLOCK_N = 64  # rows that are loaded together
 LOG2E = math.log2(math.e)
 
@@ -26,15 +26,15 @@ class Work:
     Parameters
     ----------
     requests : int
-        Most requests of a step.
+        The most requests in a step.
     device : torch.device
     window : int
-        Tokens that a query sees, itself included; 0: all.
+        Tokens that a query sees, including itself; 0 for all.
 
     Attributes
     ----------
     ends : torch.Tensor
-        int32[most]: where each request's tiles end. It stays where it is, so that CUDA graphs can read it.
+        int32[most]: where each request's tiles end. Its address is constant, so that CUDA graphs can read it.
     """
 
     def __init__(self, requests: int, device: torch.device, window: int = 0) -> None:
@@ -43,13 +43,13 @@ class Work:
         self.ends = torch.zeros(self.most, dtype=torch.int32, device=device)
 
     def plan(self, lengths: torch.Tensor) -> None:
-        """lengths: int32[requests]; 0 where there is none."""
+        """Plan a step. lengths: int32[requests], 0 for an unused entry."""
         kernels.plan[(1,)](self.ends, lengths, lengths.shape[0], self.window, REQUESTS=self.most, BLOCK_N=BLOCK_N)
 
 
 @functools.cache
 def _parts(device: torch.device, group: int, dim: int) -> Any:
-    """(programs, results of parts, logarithms of their sums): every layer's, one after the other."""
+    """(programs, results of parts, logarithms of their sums). All layers use the same buffers in turn."""
     gpu = device.type == "cuda"
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 6
     shape = (2 * programs, group)
@@ -75,9 +75,9 @@ def decode(
     kv_cache : torch.Tensor
         ``[blocks, KV heads, tokens, 2 * dim]``: K, then V.
     table : torch.Tensor
-        int32[requests, ...]; only its first column is read: the request's first block, which the others follow.
+        int32[requests, ...]. Only the first column is read: the request's first block. The others follow it.
     lengths : torch.Tensor
-        int32[requests]: rows, that of the new token among them. `work` was planned for them.
+        int32[requests]: rows, including the new token's. `work` must be planned for them.
     """
     requests, heads, dim = query.shape
     kv_heads, tokens = kv_cache.shape[1:3]

@@ -1,6 +1,6 @@
-"""The worker's side: vLLM's KV tensors in a `KVCache`, and its request tables led to `RequestSlots`.
+"""The worker's side: puts vLLM's KV tensors into a `KVCache`, and connects its request tables to `RequestSlots`.
 
-The functions here stand in for vLLM's (see patches); each gets the one it replaces as its first argument.
+The functions in this module replace vLLM's (see `patches`). Each gets the original as its first argument.
 
 SPDX-License-Identifier: MIT
 """
@@ -29,7 +29,7 @@ from pyvmem.vllm.scheduler import PoolKeeper
 
 logger = logging.getLogger("vllm.vmem")
 
-_current: Engine | None = None  # of this process: vLLM has one worker in a process
+_current: Engine | None = None  # vLLM has one worker per process
 
 
 class CudaFences:
@@ -82,18 +82,18 @@ class Engine:
         page = self.layout.page_size(self.context.page_sizes)
         shape = (self.layout.tensor_row // spec.dtype.itemsize,)
         specs = [TensorSpec(f"kv{i}", shape, spec.dtype) for i in range(self.layout.tensors)]
-        # Pages of requests that ended in the step before are free for the scheduler, but kernels may still read them.
+        # The scheduler treats pages of requests that just ended as free, but kernels may still read them.
         budget = self.num_blocks * self.layout.block_bytes
         budget += max(budget // 64, 16 * self.layout.block_bytes)
-        # vLLM counts on every block that it has, so next to nothing is kept unused; what requests are backed ahead is
-        # taken back when it is needed. A page is some tokens only: fewer calls to the driver, each for some pages.
+        # vLLM counts on every block that it has, so almost nothing is kept unused. Pages mapped ahead are reclaimed
+        # when needed. A page has only a few tokens, so mapping ahead makes fewer calls for more pages each.
         self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
                              lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name="vllm")  # fmt: skip
         caching = vllm_config.cache_config.enable_prefix_caching
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
         self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names, chosen.wait_seconds,
                                      -(-vllm_config.model_config.max_model_len // spec.block_size))  # fmt: skip
-        self.states: Any = None  # of vLLM's runner, once the cache is there
+        self.states: Any = None  # of vLLM's runner, set when the cache exists
         self._allowed: int = self.num_blocks
         self._stop = threading.Event()
         threading.Thread(target=self._tend, name="vmem", daemon=True).start()
@@ -112,16 +112,16 @@ class Engine:
                 self.requests.tend()
             try:
                 self.look()
-            except ValueError:  # closed in between
+            except ValueError:  # closed meanwhile
                 return
 
     def settle(self, finished: Iterable[str], forgotten: Sequence[int]) -> None:
-        """The scheduler has nothing more to do: these requests have ended, and these blocks are forgotten."""
+        """The scheduler is idle: these requests have ended, and these blocks are forgotten."""
         index = self.states.req_id_to_index
         self.requests.settle([index[i] for i in finished if i in index], forgotten)
 
     def close(self) -> None:
-        """Free the KV cache, unless views of it still stand somewhere. No request runs."""
+        """Free the KV cache, unless views of it still exist. No request may be running."""
         with self.requests.lock:
             self._stop.set()
             self.requests.reset()
@@ -129,18 +129,18 @@ class Engine:
             self.context.close()
 
     def allowed_blocks(self) -> int:
-        """Blocks that the scheduler may use now: what the limit and the device's other users leave."""
+        """Blocks that the scheduler may use now, given the limit and the device's other users."""
         return self._allowed
 
     def look(self) -> None:
-        """See what `allowed_blocks` are now: asks the driver, for which the scheduler need not wait."""
+        """Update `allowed_blocks` from the driver. Runs in a thread, so the scheduler does not wait."""
         limit = self.requests.poll_limit() * self.cache.page_size
         has = self.context.stats()
         reachable = has.created + has.overhead + max(self.context.info().memory_free - MARGIN, 0)
         self._allowed = min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
 
 
-MARGIN = 256 << 20  # of device memory, for what other processes take until the next look
+MARGIN = 256 << 20  # bytes of device memory left for other processes until the next query
 
 
 def current() -> Engine | None:
@@ -152,13 +152,13 @@ def current() -> Engine | None:
 
 
 def _engine() -> Engine:
-    """The `Engine` of this process, which `initialize_kv_cache` has made."""
+    """The `Engine` of this process, which `initialize_kv_cache` created."""
     assert _current is not None
     return _current
 
 
 def _full(spec: Any) -> Any:
-    """The spec of a layer with a sliding window that keeps its passed blocks, as vLLM makes it for mixed models."""
+    """The spec of a sliding-window layer that keeps its passed blocks, as vLLM creates it for mixed models."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     names = {f.name for f in dataclasses.fields(FullAttentionSpec)}
@@ -166,7 +166,7 @@ def _full(spec: Any) -> Any:
 
 
 def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
-    """Blocks are whole pages: a multiple of vLLM's block size where need be. Sliding windows keep what they passed."""
+    """Make blocks whole pages, if necessary of several of vLLM's. Sliding windows keep passed blocks."""
     specs = original(runner)
     if len({(type(s).__name__, getattr(s, "sliding_window", None)) for s in specs.values()}) == 1:
         specs = {n: _full(s) if type(s).__name__ == "SlidingWindowSpec" else s for n, s in specs.items()}
@@ -180,7 +180,7 @@ def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
 
 
 def initialize_kv_cache(original: Callable[..., Any], runner: Any, kv_cache_config: Any) -> None:
-    """The tables of requests are told apart by the runner that has them."""
+    """Create the `Engine`, and remember the runner whose request tables it follows."""
     refuse.worker(runner.vllm_config, kv_cache_config)
     global _current
     _current = Engine(kv_cache_config, runner.vllm_config, runner.device, settings.read())
@@ -192,7 +192,7 @@ def initialize_kv_cache(original: Callable[..., Any], runner: Any, kv_cache_conf
 def allocate_kv_cache(
     original: Callable[..., Any], kv_cache_config: Any, shared_layers: Any, device: Any
 ) -> dict[str, torch.Tensor]:
-    """Bytes of the virtual tensors, by layer."""
+    """The bytes of the virtual tensors, by layer."""
     engine = _engine()
     flat = [engine.cache.flat(i).view(torch.int8).view(-1) for i in range(engine.layout.tensors)]
     return {name: flat[i if len(flat) > 1 else 0] for i, name in enumerate(engine.layers)}
@@ -231,7 +231,7 @@ def reshape_kv_cache(
 
 
 def finish_requests(original: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
-    """The first thing of a step."""
+    """Begin a step: the first call of each step."""
     if _current is not None:
         _current.requests.begin_step(getattr(scheduler_output, "vmem_forgotten", ()),
                                      getattr(scheduler_output, "vmem_waiting", ()))  # fmt: skip
@@ -248,7 +248,7 @@ def remove_request(original: Callable[..., Any], states: Any, req_id: str) -> An
 def append_block_ids(
     original: Callable[..., Any], tables: Any, req_index: int, new_block_ids: Any, overwrite: bool
 ) -> Any:
-    """Blocks' names become the numbers of places in the request's slot."""
+    """Replace the names of blocks by the numbers of their places in the request's slot."""
     engine = getattr(tables, "vmem", None)
     if engine is None:
         return original(tables, req_index, new_block_ids, overwrite)
@@ -262,7 +262,7 @@ def append_block_ids(
 
 
 def apply_staged_writes(original: Callable[..., Any], tables: Any) -> Any:
-    """The last thing before a step's kernels."""
+    """Back the step: the last call before its kernels."""
     if hasattr(tables, "vmem"):
         tables.vmem.requests.back()
     return original(tables)
@@ -278,9 +278,9 @@ def sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> Any:
 
 
 def allowed_blocks(config: Any) -> int | None:
-    """Blocks that the scheduler may use now; None: not known.
+    """Blocks that the scheduler may use now; None if unknown.
 
-    Where the workers are processes of their own, the smallest of their limits, which they publish.
+    If the workers are separate processes, this is the smallest of the limits that they publish.
     """
     if _current is not None:
         return _current.allowed_blocks()
@@ -303,11 +303,11 @@ def keeper(scheduler: Any) -> PoolKeeper:
 
 
 def waiting(scheduler: Any) -> tuple[int, ...]:
-    """Tokens of the first steps of the requests that come next, about two steps of them."""
+    """Tokens in the first steps of the next requests, for about two steps."""
     sizes: list[int] = []
     most = scheduler.max_num_scheduled_tokens
     left = 2 * most
-    if isinstance(scheduler.waiting, collections.deque):  # else looking costs as much as scheduling
+    if isinstance(scheduler.waiting, collections.deque):  # other queues take as long to inspect as to schedule
         for request in itertools.islice(scheduler.waiting, 32):
             sizes.append(min(request.num_tokens, most))
             left -= sizes[-1]
@@ -328,7 +328,7 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    """When nothing is left to do, a worker in this process is told at once: there may be no next step for long."""
+    """When nothing is left to do, tell a worker in this process at once: the next step may be far away."""
     outputs = original(scheduler, scheduler_output, model_runner_output)
     if not scheduler.has_unfinished_requests():
         kept = keeper(scheduler)

@@ -351,7 +351,7 @@ def test_unset_means_off():
 
 
 def test_an_unknown_version_is_refused_with_a_way_to_insist():
-    with pytest.raises(patches.UnknownVersion, match="vLLM 9.9 is not among 0.26.0; VMEM_VLLM_FORCE=1 tries it"):
+    with pytest.raises(patches.UnknownVersion, match="vLLM 9.9 must be 0.26.0; VMEM_VLLM_FORCE=1 tries it"):
         patches.install("9.9")
 
 
@@ -362,8 +362,8 @@ def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
 
 
 @pytest.mark.parametrize("environment, text", [
-    ({}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 is not among"),
-    ({"VMEM_VLLM_FORCE": "1"}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 lacks what is to be replaced"),
+    ({}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 must be 0.26.0"),
+    ({"VMEM_VLLM_FORCE": "1"}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 lacks a function that vMem replaces"),
     ({"VMEM_VLLM_CACHE_TOKENS": "many"}, "pyvmem: VMEM_VLLM_CACHE_TOKENS=many"),
 ])  # fmt: skip
 def test_what_is_asked_for_and_cannot_be_ends_vllm_with_one_line(monkeypatch, environment, text):
