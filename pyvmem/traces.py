@@ -26,20 +26,26 @@ class Trace:
     name : str
     prompt, output : int64[n]
         Tokens of the prompt and tokens generated; both at least 1.
+    hash_ids : list of lists of int, optional
+        Names of each prompt's blocks of `HASHED_TOKENS` tokens, the last of which may be shorter: equal names, equal
+        tokens up to there. None where the format has none: only Mooncake's has.
     """
 
     name: str
     prompt: npt.NDArray[np.int64]
     output: npt.NDArray[np.int64]
+    hash_ids: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt)
 
     def head(self, n: int) -> Trace:
         """The first `n` requests."""
-        return Trace(self.name, self.prompt[:n], self.output[:n])
+        ids = self.hash_ids
+        return Trace(self.name, self.prompt[:n], self.output[:n], None if ids is None else ids[:n])
 
 
+HASHED_TOKENS = 512  # of a block that Mooncake's trace names
 MOST_TOKENS = 2**31 - 1  # of a request: what a KV cache's lengths hold
 
 # (name of the format, prompt column, output column)
@@ -54,8 +60,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace; the format is told by its column names.
 
     Azure's CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``), Mooncake's JSON lines (``input_length``,
-    ``output_length``) and the CSV of Sarathi-Serve and vAttention (``num_prefill_tokens,num_decode_tokens``).
-    Lengths below 1 count as 1: every request has a prompt and yields a token.
+    ``output_length``, perhaps ``hash_ids``) and the CSV of Sarathi-Serve and vAttention
+    (``num_prefill_tokens,num_decode_tokens``). Lengths below 1 count as 1: every request has a prompt and yields
+    a token.
 
     Raises
     ------
@@ -66,20 +73,22 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
-            prompt, output = _lengths(file, path)
+            prompt, output, ids = _columns_of(file, path)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} is no trace: {error}") from None
     if not prompt:
         raise ValueError(f"{path} holds no request")
-    return Trace(str(path), *(np.maximum(np.rint(c), 1).astype(np.int64) for c in (prompt, output)))
+    prompts, outputs = (np.maximum(np.rint(column), 1).astype(np.int64) for column in (prompt, output))
+    return Trace(str(path), prompts, outputs, ids)
 
 
-def _lengths(file: TextIO, path: str | os.PathLike[str]) -> tuple[list[float], list[float]]:
-    """The lists of both lengths."""
+def _columns_of(file: TextIO, path: str | os.PathLike[str]) -> tuple[list[float], list[float], list[list[int]] | None]:
+    """The lists of both lengths, and of the hash_ids where each request has its own."""
     json_lines = file.read(1) == "{"
     file.seek(0)
     rows = _json_rows(file, path) if json_lines else csv.DictReader(file)
     lengths: tuple[list[float], list[float]] = ([], [])
+    hashes: list[list[int]] = []
     columns: tuple[str, str] | None = None
     for number, row in enumerate(rows, start=1 if json_lines else 2):
         columns = columns or _columns(row, path)
@@ -90,7 +99,11 @@ def _lengths(file: TextIO, path: str | os.PathLike[str]) -> tuple[list[float], l
                 found.append(math.nan)
             if not found[-1] <= MOST_TOKENS:  # also where it is no number
                 raise ValueError(f"{path}, line {number}: no number up to {MOST_TOKENS} in {column}")
-    return lengths
+        if json_lines and "hash_ids" in row:
+            hashes.append(row["hash_ids"])
+            if not isinstance(hashes[-1], list) or not all(type(name) is int for name in hashes[-1]):
+                raise ValueError(f"{path}, line {number}: hash_ids is no list of integers")
+    return *lengths, hashes if len(hashes) == len(lengths[0]) else None
 
 
 def _json_rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
