@@ -266,14 +266,24 @@ class KVCache(KVAdmission, KVSharing):
         _check(rc)
         return int(chosen[0])
 
-    def expect(self, tokens: npt.ArrayLike) -> None:
+    def expect(self, tokens: npt.ArrayLike, prefix_tokens: npt.ArrayLike | None = None) -> None:
         """Announce the requests that will be allocated next, by the tokens of their first step.
 
         It replaces what was announced before. While memory is plentiful, the background thread backs a free slot for
         each of the first 64.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+        prefix_tokens : sequence of int, optional
+            Of each request, the rows that `attach_prefix` or blocks will provide: only those behind them are backed.
         """
         sizes = uint32s("tokens", tokens)
-        _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), sizes.size))
+        prefixes = uint32s("prefix_tokens", [] if prefix_tokens is None else prefix_tokens)
+        if prefix_tokens is not None and prefixes.size != sizes.size:
+            raise InvalidArgument(errno.EINVAL, f"prefix_tokens has {prefixes.size} elements, tokens {sizes.size}")
+        behind = ffi.NULL if prefix_tokens is None else ffi.from_buffer("uint32_t[]", prefixes)
+        _check(lib.vmem_kv_expect_behind(self._use(), ffi.from_buffer("uint32_t[]", sizes), behind, sizes.size))
 
     def free_reqid(self, slot: SupportsIndex, after: Any = None) -> None:
         """End a request. Its pages are kept for the next one while memory allows.

@@ -118,6 +118,9 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
 // VMEM_KV_EXPECT.
 #define VMEM_KV_EXPECT 64
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n);
+// The same for requests that begin with a prefix or with blocks, which will provide the first prefix_tokens[i] rows:
+// only the rows behind them are backed. NULL: none does.
+int vmem_kv_expect_behind(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Quiet. Frees the slot. Its pages are kept for the next request (VMEM_KV_DEFER) or released; shared pages are dropped.
 // If the call fails, the rows are lost anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot);

@@ -89,7 +89,7 @@ class RequestSlots:
         self._named: set[int] = set()  # blocks whose names have pages
         self._dropped: list[int] = []  # blocks that the scheduler has forgotten; dropped when the step backs its own
         self._now = 0
-        self._waiting: Sequence[int] = ()
+        self._waiting: Sequence[tuple[int, int]] = ()
         self._wait_seconds = wait_seconds
         self._full_budget = self._budget = cache.stats().budget_pages
         self.limit_pages = self._budget
@@ -103,7 +103,7 @@ class RequestSlots:
 
     # ---- a step, in this order ---------------------------------------------------------------------------------
 
-    def begin_step(self, dropped: Sequence[int] = (), waiting: Sequence[int] = ()) -> None:
+    def begin_step(self, dropped: Sequence[int] = (), waiting: Sequence[tuple[int, int]] = ()) -> None:
         """Begin a step. Must be the first call of a step.
 
         Parameters
@@ -111,7 +111,8 @@ class RequestSlots:
         dropped
             Blocks whose contents the scheduler has forgotten.
         waiting
-            Tokens in the first steps of the next requests. The background thread backs them.
+            Of each of the next requests: its tokens after its first step, and how many of these the prefix cache has.
+            The background thread backs the others.
         """
         with self.lock:
             self._now = self._fences.mark()
@@ -119,7 +120,8 @@ class RequestSlots:
             self._dropped += dropped
         if waiting != self._waiting:
             self._waiting = waiting
-            self.cache.expect([min(n, self.cache.max_tokens) for n in waiting])
+            most = self.cache.max_tokens
+            self.cache.expect([min(n, most) for n, _ in waiting], [min(cached, most) for _, cached in waiting])
 
     def finish(self, index: int) -> None:
         """The request at `index` has ended or is preempted. Kernels of the previous step may still use its slot."""

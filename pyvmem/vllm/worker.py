@@ -302,18 +302,30 @@ def keeper(scheduler: Any) -> PoolKeeper:
     return kept
 
 
-def waiting(scheduler: Any) -> tuple[int, ...]:
-    """Tokens in the first steps of the next requests, for about two steps."""
-    sizes: list[int] = []
+def cached_tokens(manager: Any, request: Any) -> int:
+    """Tokens of a waiting request that the prefix cache had when this was first asked."""
+    if not manager.enable_caching or request.skip_reading_prefix_cache:
+        return 0
+    if not hasattr(request, "vmem_cached"):
+        found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        request.vmem_cached = found[1]
+    return int(request.vmem_cached)
+
+
+def waiting(scheduler: Any) -> tuple[tuple[int, int], ...]:
+    """The next requests, for about two steps: tokens after the first step, and how many of them come from the cache."""
+    found: list[tuple[int, int]] = []
     most = scheduler.max_num_scheduled_tokens
     left = 2 * most
     if isinstance(scheduler.waiting, collections.deque):  # other queues take as long to inspect as to schedule
         for request in itertools.islice(scheduler.waiting, 32):
-            sizes.append(min(request.num_tokens, most))
-            left -= sizes[-1]
+            cached = cached_tokens(scheduler.kv_cache_manager, request)
+            tokens = min(request.num_tokens, cached + most)
+            found.append((tokens, cached))
+            left -= tokens - cached
             if left <= 0:
                 break
-    return tuple(sizes)
+    return tuple(found)
 
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from kv_caches import PAGE_TOKENS, make, start, view_dim
 import pyvmem
 from pyvmem.errors import InvalidArgument
 from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv_blocks import BlockNames
 
 MIB = 1 << 20
 
@@ -523,6 +524,30 @@ def test_expected_requests_find_their_pages():
         assert cache.stats().step_maps == 0
 
 
+def test_expected_requests_are_backed_behind_their_prefix():
+    page = 65536
+    specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
+    with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
+                 generous=False, check=True) as cache:  # fmt: skip
+        names = BlockNames(cache, 16, 16)
+        first = cache.alloc_reqid(64)
+        assert cache.step([64 if s == first else 0 for s in range(6)]) == 0
+        names.bind([first] * 4, range(4), range(4))
+        cache.expect([100, 90, 80], [64, 0, 64])
+        cache.wait()
+        assert cache.stats().eager_pages == 3 + 6 + 1
+        before = cache.stats()
+        lengths = [0] * 6
+        for tokens, prefix in ((100, 64), (90, 0), (80, 64)):
+            slot = cache.alloc_reqid(tokens, prefix_tokens=prefix)
+            if prefix:
+                names.attach(slot, range(4))
+            lengths[slot] = tokens
+        assert cache.step(lengths) == 0
+        after = cache.stats()
+        assert (after.attached_pages, after.step_maps) == (8, before.step_maps)
+
+
 def test_expected_requests_take_nothing_that_is_scarce():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
@@ -539,4 +564,8 @@ def test_expecting_more_than_fits_is_refused():
     with KVCache([TensorSpec("kv", (4096,), torch.uint8)], 2, 64, 1 << 20, backend="host", name=None) as cache:
         with pytest.raises(InvalidArgument, match="tokens 65 of request 1: max_tokens is 64"):
             cache.expect([64, 65])
+        with pytest.raises(InvalidArgument, match="prefix_tokens 33 of request 0: it has 32 tokens"):
+            cache.expect([32], [33])
+        with pytest.raises(InvalidArgument, match="prefix_tokens has 1 elements, tokens 2"):
+            cache.expect([32, 32], [16])
         cache.expect([64] * 1000)

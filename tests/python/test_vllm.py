@@ -1,5 +1,6 @@
 """pyvmem.vllm without vLLM: requests in slots, under the stand-ins of vllm_standins."""
 
+import collections
 import importlib
 import inspect
 import os
@@ -54,7 +55,7 @@ class Engine:
         """One step is prepared while the one before computes; what came of that is known afterwards."""
         self.keeper.before_schedule()
         output = self.scheduler.schedule()
-        waiting = [len(request.tokens) for request in self.scheduler.waiting]
+        waiting = [(len(r.tokens), len(self.scheduler.hits_of(r)) * TOKENS) for r in self.scheduler.waiting]
         self.runner.execute(output, self.keeper.take_forgotten(), waiting)
         if output.scheduled:
             self.flight.append(output)
@@ -187,7 +188,7 @@ def test_a_slot_is_free_only_when_the_kernels_of_its_last_step_are_through():
 def test_prompts_that_wait_are_backed_before_they_start():
     engine = Engine(requests=4, slack=20)
     slots = engine.slots
-    slots.begin_step((), (50, 20, 10**6))
+    slots.begin_step((), ((50, 0), (20, 0), (10**6, 0)))
     slots.start(0, [1], 0)
     slots.back()
     engine.cache.wait()
@@ -197,6 +198,45 @@ def test_prompts_that_wait_are_backed_before_they_start():
     slots.start(2, [9, 10, 11], 0)
     slots.back()
     assert engine.cache.stats().step_maps == maps
+
+
+def test_a_prompt_with_a_cached_beginning_is_backed_behind_it():
+    engine = Engine(requests=4, slack=20)
+    slots = engine.slots
+    slots.begin_step()
+    slots.start(0, [1, 2, 3], 0)
+    slots.back()
+    slots.begin_step((), ((7 * TOKENS, 3 * TOKENS),))
+    slots.back()
+    engine.cache.wait()
+    before = engine.cache.stats()
+    assert before.eager_pages == 4
+    slots.begin_step()
+    slots.start(1, [1, 2, 3, 4, 5, 6, 7], 3 * TOKENS)
+    slots.back()
+    after = engine.cache.stats()
+    assert (after.attached_pages, after.step_maps) == (3, before.step_maps)
+
+
+def test_tokens_from_the_cache_are_looked_up_once():
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    asked = []
+
+    def find_longest_cache_hit(hashes, most):
+        asked.append((hashes, most))
+        return ["blocks"], 32, 0
+
+    manager = types.SimpleNamespace(enable_caching=True, coordinator=types.SimpleNamespace(
+        find_longest_cache_hit=find_longest_cache_hit))  # fmt: skip
+    made = [types.SimpleNamespace(num_tokens=n, block_hashes=["h"], skip_reading_prefix_cache=n == 50)
+            for n in (50, 100, 900)]  # fmt: skip
+    scheduler = types.SimpleNamespace(waiting=collections.deque(made), max_num_scheduled_tokens=400,
+                                      kv_cache_manager=manager)  # fmt: skip
+    for _ in range(2):
+        assert worker.waiting(scheduler) == ((50, 0), (100, 32), (432, 32))
+    assert asked == [(["h"], 99), (["h"], 899)]
+    manager.enable_caching = False
+    assert worker.waiting(scheduler) == ((50, 0), (100, 0), (400, 0))
 
 
 def test_a_step_whose_mapping_the_gpu_waited_for_is_counted():

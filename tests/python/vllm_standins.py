@@ -174,6 +174,15 @@ class Scheduler:
             for block, key in zip(request.blocks, self._keys(request, tokens)):
                 self.pool.cache(block, key)
 
+    def hits_of(self, request):
+        """Blocks of the prefix cache that the request begins with."""
+        hits = []
+        for key in self._keys(request, len(request.tokens) - 1) if self.caching else ():
+            if key not in self.pool.cached:
+                break
+            hits.append(self.pool.cached[key])
+        return hits
+
     def schedule(self):
         new, more, scheduled, left = [], [], {}, self.budget
         for request in list(self.running):
@@ -205,12 +214,7 @@ class Scheduler:
             left -= n
         while self.waiting and left and len(self.running) < self.max_requests and not self.preempted:
             request = self.waiting[0]
-            hits = []
-            if self.caching:
-                for key in self._keys(request, len(request.tokens) - 1):
-                    if key not in self.pool.cached:
-                        break
-                    hits.append(self.pool.cached[key])
+            hits = self.hits_of(request)
             request.computed = len(hits) * self.block_tokens
             n = min(left, len(request.tokens) - request.computed)
             free = self.pool.get_num_free_blocks() - sum(b.ref_cnt == 0 for b in hits)

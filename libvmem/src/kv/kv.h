@@ -87,6 +87,11 @@ struct kv_plan {
     bool extends, protects;
 };
 
+// A request that is announced: rows up to `tokens`, of which a prefix will provide the first.
+struct kv_expected {
+    uint32_t tokens, prefix;
+};
+
 struct kv_prefix {
     uint64_t id;
     uint32_t tokens, min_tokens;
@@ -144,8 +149,9 @@ struct vmem_kv {
     pid_t pid;
     uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
-    uint32_t expected[VMEM_KV_EXPECT], n_expected; // tokens of the requests that come next
-    uint64_t step, retired;                        // the last step; the last whose kernels have ended
+    struct kv_expected expected[VMEM_KV_EXPECT]; // the requests that come next
+    uint32_t n_expected;
+    uint64_t step, retired; // the last step; the last whose kernels have ended
     uint32_t n_ending;
     struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
@@ -378,8 +384,8 @@ void vmem__kv_worker_wake(vmem_kv *kv);
 
 // ---- expect.c
 
-// The free slot that is to be backed next for a request that is expected, and how far; UINT32_MAX: none.
-uint32_t vmem__kv_expected_slot(const vmem_kv *kv, uint32_t *tokens);
+// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none.
+uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
 // Until it unmaps nothing that others may hold: a call that maps, unmaps or releases such pages waits here first.

@@ -20,6 +20,12 @@ static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, u
     return KV_MAX(used, 0) - KV_MAX(lost, 0);
 }
 
+// Whether the slot must be waited for, or something be unmapped first. How far the worker is decides that.
+static bool delays(const vmem_kv *kv, uint32_t slot)
+{
+    return !(kv->flags & VMEM_KV_SAME_SLOTS) && (kv->slots[slot].busy || kv->slots[slot].stale);
+}
+
 uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint32_t best = UINT32_MAX, best_fit = 0;
@@ -36,8 +42,9 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
             fit = 0;
         else if (s->from) // what is of use of pages that do not begin at the first row
             fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
+        const bool alike = best != UINT32_MAX && gain == best_gain && fit == best_fit;
         if (best == UINT32_MAX || gain > best_gain || vmem__kv_fits_better(fit, best_fit, tokens) ||
-            (gain == best_gain && fit == best_fit && s->from < kv->idle[best].from)) {
+            (alike && (delays(kv, i) == delays(kv, best) ? s->from < kv->idle[best].from : delays(kv, best)))) {
             best = i;
             best_fit = fit;
             best_gain = gain;

@@ -234,17 +234,21 @@ static bool eager_one(vmem_kv *kv)
 {
     if (!plentiful(kv))
         return false;
-    uint32_t tokens = kv->eager_tokens, slot = vmem__kv_expected_slot(kv, &tokens);
+    struct kv_expected request = {.tokens = kv->eager_tokens};
+    uint32_t slot = vmem__kv_expected_slot(kv, &request);
     if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER)
         slot = vmem__kv_choose(kv, 0, 0);
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        uint32_t to = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
+        // A page that the prefix ends in is a copy, which is made when the request comes.
+        const uint32_t from =
+            (uint32_t)((request.prefix * kv->groups[i].row_bytes + kv->page_size - 1) >> kv->page_shift);
+        uint32_t to = vmem__kv_need_hi(kv, &kv->groups[i], request.tokens);
         if (kv->flags & VMEM_KV_GENEROUS)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, 0, to, 0))
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, from, to, 0))
             kv->slots[slot].skip = true;
     }
     uint64_t total = kv->worker_grow.total;
@@ -252,7 +256,7 @@ static bool eager_one(vmem_kv *kv)
         return false;
     kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
     if (!kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
-        kv->idle[slot].from = 0;
+        kv->idle[slot].from = request.prefix;
     return true;
 }
 
