@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,17 @@ if TYPE_CHECKING:
     from pyvmem.bench.records import Record
 
 
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse's own would swallow a failure
+
+
 def _device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--device", type=argtypes.whole(0), default=0, metavar="N", help="CUDA device ordinal (0)")
 
 
-def _common() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+def _common() -> _Parser:
+    common = _Parser(add_help=False)
     group = common.add_argument_group("common to all benchmarks")
     group.add_argument("--backend", choices=backends(), help="the best that works by default")
     _device(group)
@@ -35,17 +41,17 @@ def _common() -> argparse.ArgumentParser:
         type=argtypes.size,
         action="append",
         metavar="SIZE",
-        help="64K, 128K, 256K or 2M, and again for more; all that the backend supports by default",
+        help="64K, 128K, 256K or 2M, and again for more; by default all, with --quick the smallest and the largest",
     )
-    group.add_argument("--quick", action="store_true", help="a smaller run that shows the same")
+    group.add_argument("--quick", action="store_true", help="a smaller run that shows the same in outline")
     file = argtypes.output_file
     group.add_argument("--json", type=file, metavar="FILE", help="write the records there (docs/benchmarks.md)")
     group.add_argument("--plot", type=file, metavar="FILE.png", help="draw the records there")
     return common
 
 
-def _parser(benchmarks: Sequence[Benchmark]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
+def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
+    parser = _Parser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
     parser.add_argument("--version", action="version", version=f"pyvmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="say for each backend whether it works here, or what stops it")
@@ -92,19 +98,28 @@ def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
         _check_plot(args.plot)
     about = summary.about()
     records: list[Record] = []
+    status = 0
     for b in chosen:
         keep = (lambda so_far: form.dump(records + so_far, args.json, about)) if args.json else None
-        found = b.run(view.Session(b.name, args, keep=keep))
+        try:
+            found = b.run(view.Session(b.name, args, keep=keep))
+        except (ModuleNotFoundError, VmemError, MemoryError) as error:
+            if args.bench != "all":
+                raise
+            # The others may well work. A package that is an extra is not missed.
+            print(f"pyvmem: {b.name}: {_text(error)}", file=sys.stderr)
+            status = status if isinstance(error, ModuleNotFoundError) else 1
+            continue
         if args.bench != "all" or args.full:
             view.show(f"{b.name}: {b.help}", found)
         records += found
+        if args.json:
+            form.dump(records, args.json, about)
     if args.bench == "all":
         print("\n".join(summary.screen(records, about)))
-    if args.json:
-        form.dump(records, args.json, about)
     if args.plot:
         _plot(chosen, records, args.plot, about)
-    return 0
+    return status
 
 
 def _check_plot(path: str) -> None:
@@ -135,7 +150,11 @@ def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, abo
         figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120, bbox_inches="tight")
 
 
-def _run(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
+def _run(argv: Sequence[str] | None) -> int:
+    from pyvmem.bench import all_benchmarks
+
+    benchmarks = all_benchmarks()
+    args = _parser(benchmarks).parse_args(argv)
     if args.command == "doctor":
         from pyvmem.doctor import doctor
 
@@ -147,24 +166,40 @@ def _run(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     return _bench(args, benchmarks)
 
 
+def _text(error: Exception) -> str:
+    """One line of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "needs torch: pip install pyvmem[torch]"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _flush() -> None:
+    """Write what was printed: a failure of it is an error of the command, and none at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left must not fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
-    from pyvmem.bench import all_benchmarks
-
-    benchmarks = all_benchmarks()
-    args = _parser(benchmarks).parse_args(argv)
+    if sys.stderr is None:  # closed; print() would take standard output in its place
+        sys.stderr = open(os.devnull, "w")
     try:
-        status = _run(args, benchmarks)
-        sys.stdout.flush()  # here, where a failure of it is caught, and not at exit
-        return status
-    except BrokenPipeError:  # whoever read our output has seen enough; what is left must not fail once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "closed", "standard output")
+        try:
+            return _run(argv)
+        finally:
+            _flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
         return 1
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    except (VmemError, MemoryError, ValueError) as error:
-        text = str(error)
-    print(f"pyvmem: {text}", file=sys.stderr)
-    return 1
+    except (ImportError, MemoryError, OSError, ValueError, VmemError) as error:
+        print(f"pyvmem: {_text(error)}", file=sys.stderr)
+        return 1

@@ -250,7 +250,7 @@ def run(session: Session) -> list[Record]:
         records += run_table_8(session, context, session.page_sizes(context))
         places = [(context, size) for size in session.page_sizes(context)]
         beside = None
-        if gpu and context.backend != "cuda" and not args.page_size:
+        if gpu and context.backend != "cuda" and not args.page_size and not session.quick:
             try:
                 beside = session.context("cuda")  # CUDA's own calls, at 2 MiB
             except VmemError:

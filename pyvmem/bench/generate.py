@@ -214,7 +214,7 @@ def run(session: Session) -> list[Record]:
     try:
         import transformers
     except ImportError:
-        raise ValueError("generate needs transformers (pip install 'pyvmem[transformers]')") from None
+        raise ModuleNotFoundError("generate needs transformers: pip install pyvmem[transformers]") from None
     import torch
 
     transformers.logging.set_verbosity_error()

@@ -51,13 +51,13 @@ class Session:
         self,
         name: str,
         args: argparse.Namespace,
-        out: TextIO = sys.stderr,
+        out: TextIO | None = None,
         keep: Callable[[list[Record]], None] | None = None,
     ) -> None:
         self.name = name
         self.args = args
         self.quick = args.quick
-        self._out = out
+        self._out = out or sys.stderr
         self._keep = keep
 
     def keep(self, records: list[Record]) -> None:
@@ -70,12 +70,17 @@ class Session:
         return Context(backend or self.args.backend, self.args.device, **options)
 
     def page_sizes(self, context: Context) -> list[int]:
-        """The page sizes to measure: the ones asked for, or all that the context supports. Raises ValueError."""
-        asked = self.args.page_size or context.page_sizes
-        if any(size not in context.page_sizes for size in asked):
-            texts = [", ".join(map(size_text, sizes)) for sizes in (asked, context.page_sizes)]
+        """The page sizes to measure, ascending: those asked for, else all; in a quick run the smallest and the largest.
+
+        Raises ValueError if the context does not support one that was asked for.
+        """
+        asked, sizes = self.args.page_size, context.page_sizes
+        if asked and any(size not in sizes for size in asked):
+            texts = [", ".join(map(size_text, some)) for some in (asked, sizes)]
             raise ValueError(f"--page-size {texts[0]}: the {context.backend} backend has pages of {texts[1]}")
-        return [size for size in context.page_sizes if size in asked]
+        if not asked and self.quick:
+            asked = (sizes[0], sizes[-1])
+        return [size for size in sizes if not asked or size in asked]
 
     def record(
         self,

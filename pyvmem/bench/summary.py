@@ -37,6 +37,7 @@ _ROWS = (
     ("streaming read, scattered pages", "bandwidth", "streaming read", "bare"),
     ("decode step of 256 requests", "step", r"decode step, B=256, \d+ layers, overlap", None),
     ("prompt of 16,384 tokens backed", "step", r"prompt of 16384 tokens backed, .*synchronous", None),
+    ("decode attention, 8 x 8,192 tokens", "attention", r"decode B=8 L=8192 heads 32/8, \w+ contiguous", "bare"),
     ("waste, 256 requests, nothing kept", "fragmentation", "waste, B=256.*, nothing kept", None),
     ("waste, 256 requests, default", "fragmentation", "waste, B=256.*, default", None),
     ("largest batch in the same memory", "fragmentation", r"largest batch, .* MiB", None),

@@ -66,6 +66,23 @@ def test_doctor_as_json():
         assert b["works"] == (b["reason"] is None)
 
 
+@pytest.mark.parametrize("args, unbuffered", [("doctor --json", ""), ("top --once", ""), ("--version", "1"),
+                                              ("bench vmm --quick --backend host --page-size 2M", "")])  # fmt: skip
+def test_output_that_cannot_be_written_is_an_error_of_one_line(args, unbuffered):
+    for to in (">/dev/full", ">&-"):
+        line = f"exec {sys.executable} -m pyvmem {args} {to}"
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env, timeout=300)
+        said = [text for text in done.stderr.splitlines() if not text.startswith("vmm: ")]
+        assert done.returncode == 1 and len(said) == 1 and said[0].startswith("pyvmem: "), done.stderr
+
+
+def test_errors_have_nowhere_to_go():
+    line = f"exec {sys.executable} -m pyvmem bench vmm --quick --backend host --page-size 2M 2>&-"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "map" in done.stdout
+
+
 # ---- benchmarks ---------------------------------------------------------------------------------------------
 
 
@@ -92,10 +109,10 @@ def test_vmm(backend, tmp_path):
     said = command("bench", "vmm", "--quick", "--backend", backend, "--json", out, "--plot", plot).stdout
     rows = check_records(out, ["vmm"])
     with pyvmem.Context(backend) as context:
-        sizes = context.page_sizes
+        sizes = {context.page_sizes[0], context.page_sizes[-1]}  # what a quick run measures
     for metric in ("reserve 1 GiB", "create", "map", "unmap", "release, unmap included", "free 1 GiB"):
         assert metric in said
-        assert {r["page_size"] for r in rows if r["metric"] == metric and r["backend"] == backend} == set(sizes)
+        assert {r["page_size"] for r in rows if r["metric"] == metric and r["backend"] == backend} == sizes
     assert {r["paper"] for r in rows if r["metric"] == "map" and r["page_size"] == 2 * MIB} == {40}
     small = {size for size in sizes if size < 2 * MIB} if backend != "host" else set()
     assert {r["page_size"] for r in rows if r["metric"] == "map, first page in its 2M"} == small
@@ -140,6 +157,29 @@ def test_bench_all_runs_every_benchmark(tmp_path):
     ran = {r.bench for r in form.load(out)}
     assert ran <= names and {"vmm", "bandwidth", "replay"} <= ran
     assert {p.name for p in tmp_path.glob("*.png")} == {f"p-{name}.png" for name in ran}
+
+
+def test_the_others_run_beside_a_benchmark_that_cannot(tmp_path, capsys):
+    def fails(error):
+        def measure(session):
+            raise error
+
+        return measure
+
+    here = form.Record.of(1, **{**SOME, "backend": "host"})
+    benches = [SimpleNamespace(name=name, help="", run=run) for name, run in (
+        ("extra", fails(ModuleNotFoundError("No module named 'torch'", name="torch"))),
+        ("here", lambda session: [here]),
+        ("short", fails(pyvmem.OutOfMemory(12, "no memory"))),
+    )]  # fmt: skip
+    args = SimpleNamespace(bench="all", full=False, plot=None, json=str(tmp_path / "r.json"), quick=True)
+    assert cli._bench(args, benches[:2]) == 0
+    assert capsys.readouterr().err == "pyvmem: extra: needs torch: pip install pyvmem[torch]\n"
+    assert cli._bench(args, benches) == 1 and form.load(args.json) == [here]
+    assert "pyvmem: short: " in capsys.readouterr().err
+    args.bench = "short"
+    with pytest.raises(pyvmem.OutOfMemory):
+        cli._bench(args, benches[2:])
 
 
 def test_the_screen_names_bare_calls_and_the_paper_beside_each_row():
