@@ -34,19 +34,19 @@ def _device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 def _common() -> _Parser:
     common = _Parser(add_help=False)
     group = common.add_argument_group("common to all benchmarks")
-    group.add_argument("--backend", choices=backends(), help="the best that works by default")
+    group.add_argument("--backend", choices=backends(), help="the backend (default: the best that works)")
     _device(group)
     group.add_argument(
         "--page-size",
         type=argtypes.size,
         action="append",
         metavar="SIZE",
-        help="64K, 128K, 256K or 2M, and again for more; by default all, with --quick the smallest and the largest",
+        help="64K, 128K, 256K or 2M; repeat for more (default: all; with --quick the smallest and the largest)",
     )
-    group.add_argument("--quick", action="store_true", help="a smaller run that shows the same in outline")
+    group.add_argument("--quick", action="store_true", help="a smaller run with fewer samples and page sizes")
     file = argtypes.output_file
-    group.add_argument("--json", type=file, metavar="FILE", help="write the records there (docs/benchmarks.md)")
-    group.add_argument("--plot", type=file, metavar="FILE.png", help="draw the records there")
+    group.add_argument("--json", type=file, metavar="FILE", help="write the records to FILE (docs/benchmarks.md)")
+    group.add_argument("--plot", type=file, metavar="FILE.png", help="plot the records into FILE")
     return common
 
 
@@ -54,17 +54,19 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     parser = _Parser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
     parser.add_argument("--version", action="version", version=f"pyvmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="say for each backend whether it works here, or what stops it")
+    doctor = commands.add_parser(
+        "doctor", help="report which backends work on this machine, and what prevents the others"
+    )
     _device(doctor)
-    doctor.add_argument("--json", action="store_true", help="as JSON, on standard output")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     from pyvmem import top
 
     top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
-    bench = commands.add_parser("bench", help="measure")
+    bench = commands.add_parser("bench", help="run benchmarks")
     names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
-    everything = names.add_parser("all", parents=[common], help="every benchmark in turn, and one screen of it")
-    everything.add_argument("--full", action="store_true", help="print every row of every benchmark too")
+    everything = names.add_parser("all", parents=[common], help="run every benchmark, and print one screen of results")
+    everything.add_argument("--full", action="store_true", help="also print every row of every benchmark")
     for b in benchmarks:
         own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)
         if b.arguments:
@@ -75,7 +77,7 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
 
 
 class _Once:
-    """Adds to a parser what it does not have yet: benchmarks may share the name of an argument."""
+    """Adds only arguments that the parser does not have yet: benchmarks may share the name of one."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser
@@ -123,14 +125,14 @@ def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
 
 
 def _check_plot(path: str) -> None:
-    """Before anything runs: whether a plot can be drawn there."""
+    """Check, before anything runs, that a plot can be written to the path."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ValueError("--plot needs matplotlib (pip install matplotlib)") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if os.path.splitext(path)[1][1:].lower() not in known:
-        raise ValueError(f"--plot {path}: the ending must be one of {', '.join(sorted(known))}")
+        raise ValueError(f"--plot {path}: the extension must be one of {', '.join(sorted(known))}")
 
 
 def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, about: Mapping[str, Any]) -> None:
@@ -186,8 +188,8 @@ def _flush() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
-    if sys.stderr is None:  # closed; print() would take standard output in its place
+    """Run the command line. Returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
+    if sys.stderr is None:  # closed; print() would use standard output instead
         sys.stderr = open(os.devnull, "w")
     try:
         if sys.stdout is None:
@@ -196,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             _flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         return 1
     except KeyboardInterrupt:
         return 130

@@ -48,16 +48,16 @@ def _table(text: Sequence[tuple[str, ...]], title: str) -> str:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--once", action="store_true", help="print once and end")
-    parser.add_argument("--json", action="store_true", help="print once, as JSON")
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument("--json", action="store_true", help="print once as JSON")
     wait = argtypes.seconds
-    parser.add_argument("--interval", type=wait, default=1.0, metavar="SECONDS", help="between refreshes (1)")
+    parser.add_argument("--interval", type=wait, default=1.0, metavar="SECONDS", help="time between refreshes (1)")
     parser.add_argument(
         "--limit", action="append", default=[], metavar="PID=SIZE",
-        help="give the KV caches of a process another budget, such as 1234=16G; they take it over at their next step",
+        help="set the budget of a process's KV caches, such as 1234=16G; they adopt it at their next step or when idle",
     )  # fmt: skip
     parser.add_argument(
-        "--wait", type=wait, default=1.0, metavar="SECONDS", help="for the answer to --limit, which is printed (1)"
+        "--wait", type=wait, default=1.0, metavar="SECONDS", help="time to wait for the answer to --limit (1)"
     )  # fmt: skip
 
 

@@ -31,15 +31,15 @@ class Benchmark:
     Attributes
     ----------
     name, help : str
-        On the command line.
+        As on the command line.
     run : callable
         ``run(session)`` measures and returns a list of `pyvmem.bench.records.Record`; see `Session`.
     arguments : callable or None
-        ``arguments(parser)`` adds what only this benchmark takes; every argument has a default.
+        ``arguments(parser)`` adds this benchmark's own arguments. Each has a default.
     plot : callable or None
-        ``plot(records, figure)`` draws into a matplotlib figure; by default medians by page size.
+        ``plot(records, figure)`` draws into a matplotlib figure. By default it draws medians by page size.
     order : int
-        Place in ``bench all``.
+        The position in ``bench all``.
     """
 
     name: str
@@ -73,6 +73,6 @@ def all_benchmarks() -> list[Benchmark]:
         try:
             importlib.import_module(f"{__name__}.{module.name}")
         except ModuleNotFoundError as error:
-            if error.name != "torch":  # what needs it to be imported at all is a part of a benchmark that asks for it
+            if error.name != "torch":  # without torch, benchmarks that need it are left out
                 raise
     return sorted(_registered.values(), key=lambda b: (b.order, b.name))

@@ -1,4 +1,4 @@
-"""Types of command-line arguments: what is wrong with one is said before anything runs.
+"""Types of command-line arguments. They report an invalid one before anything runs.
 
 SPDX-License-Identifier: MIT
 """
@@ -31,7 +31,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} must lie between {least} and {most}")
         return value
@@ -40,13 +40,13 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A time that one can wait, such as 0.5."""
+    """A time in seconds, such as 0.5."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 1000000")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds between 0 and 1000000")
     return value
 
 
@@ -60,10 +60,10 @@ def input_file(text: str) -> str:
 
 
 def output_file(text: str) -> str:
-    """A file that can be written, or made; it is not touched yet."""
+    """A file that can be written or created. It is not opened yet."""
     folder = os.path.dirname(text) or "."
     if not os.path.isdir(folder):
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}")
+        raise argparse.ArgumentTypeError(f"{text}: the folder {folder} does not exist")
     if os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     if not os.access(text if os.path.exists(text) else folder, os.W_OK):
@@ -72,7 +72,7 @@ def output_file(text: str) -> str:
 
 
 def trace(parser: argparse._ActionsContainer) -> None:
-    """The arguments of a benchmark that runs the requests of a trace (`pyvmem.traces`)."""
+    """Add the arguments of a benchmark that runs the requests of a trace (`pyvmem.traces`)."""
     formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
     parser.add_argument("--trace", type=input_file, metavar="FILE", help=formats)
     parser.add_argument("--requests", type=whole(1), metavar="N", help="only the first N requests")

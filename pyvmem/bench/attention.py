@@ -1,7 +1,7 @@
-"""Attention over virtual tensors beside cudaMalloc's memory and beside paged kernels: the paper's evaluation.
+"""Attention over virtual tensors, over cudaMalloc's memory, and with paged kernels: the paper's evaluation.
 
-Every figure and table of the vAttention paper that times attention has its grid here. What is timed is the attention
-of one layer (32 query and 8 KV heads of 128 in bfloat16, unless a table names a model), by CUDA graphs, in turns.
+Every figure and table of the vAttention paper that times attention has its grid here. The benchmark times the attention
+of one layer (32 query and 8 KV heads of 128 in bfloat16, unless a table names a model) with CUDA graphs, in turns.
 
 SPDX-License-Identifier: MIT
 """
@@ -34,9 +34,9 @@ SPLITS = (0, 1, 2, 4, 8)
 BLOCKS = (16, 32, 64, 128, 256)
 
 FIGURES = {
-    2: "prefill: what paging costs, paged beside unpaged kernels of the same library",
+    2: "prefill: paged over unpaged kernels of the same library",
     3: "decode: paged kernels by block size",
-    4: "decode: tokens per second by batch size, and the memory they need per second",
+    4: "decode: tokens per second by batch size at 1K tokens",
     6: "prefill: tokens per second by context length",
     7: "decode: tokens per second by batch size at 16K tokens",
     11: "decode and prefill: pages of 64 KiB and 2 MiB, and cudaMalloc",
@@ -60,24 +60,28 @@ PAPER_6 = {
     "Llama-3-8B": {16: (11.9, 11.8, 12.1), 32: (25.4, 25.3, 23.23)},
     "Yi-34B": {12: (17.4, 17.4, 24.1), 16: (21.7, 21.8, 28.8)},
 }
-COLUMNS = ("fa3 paged", "fa3 contiguous", "flashinfer paged")  # that the paper's columns stand beside
+COLUMNS = ("fa3 paged", "fa3 contiguous", "flashinfer paged")  # our columns beside the paper's
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("attention")
     for what, known in (("figure", FIGURES), ("table", TABLES)):
         names = "; ".join(f"{n}: {text}" for n, text in known.items())
         text = f"only these {what}s of the paper ({names})"
         group.add_argument(f"--{what}", type=_numbers(known), metavar="N,N", help=text)
-    text = "whose FlashAttention-3: that of the package fa3-fwd, or vLLM's, which has paged kernels too (fa3-fwd)"
+    text = "build of FlashAttention-3: the package fa3-fwd, or vLLM's, which also has paged kernels (fa3-fwd)"
     group.add_argument("--fa3", choices=("fa3-fwd", "vllm"), default="fa3-fwd", help=text)
     text = "leave these libraries out, as if they were not installed"
     group.add_argument("--without", action="append", choices=("fa3", "flashinfer", "triton"), default=[], help=text)
-    text = "measure no further point once so many seconds have passed; the cheapest come first"
+    text = "stop before the next point after S seconds; the cheapest points come first"
     group.add_argument("--stop-after", type=argtypes.seconds, metavar="S", help=text)
-    group.add_argument("--pool", type=argtypes.size, metavar="SIZE", help="K of one kind of memory (4G; 256M if quick)")
-    group.add_argument("--seconds", type=argtypes.seconds, default=0.3, metavar="S", help="turns at one point (0.3)")
+    group.add_argument(
+        "--pool", type=argtypes.size, metavar="SIZE", help="bytes of K per kind of memory (4G; 256M if quick)"
+    )
+    group.add_argument(
+        "--seconds", type=argtypes.seconds, default=0.3, metavar="S", help="duration of a point's turns (0.3)"
+    )
 
 
 def _numbers(known: Collection[int]) -> Any:
@@ -150,7 +154,7 @@ def grid(figures: Any, tables: Any, quick: bool) -> Any:
 
 
 def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
-    """{(name, backend, page size): run} of the kinds wanted at a point, of what is installed."""
+    """{(name, backend, page size): run} of the kinds wanted at a point, as far as installed."""
     from pyvmem.bench import attention_runs as r
 
     decode = point.phase == "decode"
@@ -164,12 +168,12 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
     first = have["contiguous"][0]
     for pool in pools if "memories" in kinds else [best]:
         add(r.Contiguous(first, point, pool, splits if first == "fa3" else (0,)))
-    if decode and have["triton"] and first != "triton":  # what `best` takes at most points
+    if decode and have["triton"] and first != "triton":  # what `best` chooses at most points
         for pool in (best, plain) if "memories" in kinds else (best,):
             add(r.Contiguous("triton", point, pool))
     if first == "fa3" and decode and "others" in kinds:
         add(r.Contiguous(first, point, best, splits, wide=True))
-    if "others" in kinds and (decode or point.tokens <= 64 * KIB):  # a second or more each from there on
+    if "others" in kinds and (decode or point.tokens <= 64 * KIB):  # beyond, a second or more each
         for name in have["contiguous"][1:]:
             if not (decode and name == "triton"):
                 add(r.Contiguous(name, point, best))
@@ -192,7 +196,7 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
 
 
 def installed(device: Any, without: Any, say: Any) -> Any:
-    """What can be measured here."""
+    """What can be measured on this machine."""
     from pyvmem.attention import fa3
 
     if device.type == "cpu":
@@ -218,7 +222,7 @@ def _load_vllm() -> None:
 
 
 def hbm(pool: Pool, repeats: int = 20) -> Any:
-    """Bytes that a streaming kernel reads per microsecond out of cudaMalloc's memory."""
+    """Bytes per microsecond that a streaming kernel reads from cudaMalloc's memory."""
     import torch
 
     from pyvmem.triton_stream import stream
@@ -228,7 +232,7 @@ def hbm(pool: Pool, repeats: int = 20) -> Any:
     rates = np.zeros(repeats)
     for i in range(-1, repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream[(len(x) // 4096,)](x, out, BLOCK=4096)  # not timed: the GPU is busy when the next is launched
+        stream[(len(x) // 4096,)](x, out, BLOCK=4096)  # not timed; keeps the GPU busy while the next is launched
         start.record()
         for _ in range(4):
             stream[(len(x) // 4096,)](x, out, BLOCK=4096)
@@ -243,10 +247,14 @@ def hbm(pool: Pool, repeats: int = 20) -> Any:
 
 
 @benchmark(
-    "attention", "attention on virtual tensors, on cudaMalloc's, and paged", arguments=arguments, plot=draw, order=50
+    "attention",
+    "attention on virtual tensors, on cudaMalloc's memory, and paged",
+    arguments=arguments,
+    plot=draw,
+    order=50,
 )
 def run(session: Session) -> list[Record]:
-    """All figures and tables, or those asked for."""
+    """All figures and tables, or the selected ones."""
     import torch
 
     from pyvmem.bench.attention_runs import Point, Pool, measure, prepare
@@ -264,7 +272,7 @@ def run(session: Session) -> list[Record]:
         device = torch.device("cuda", context.info().device) if gpu else torch.device("cpu")
         quick = session.quick or not gpu
         points = grid(figures, tables, quick)
-        if not gpu:  # the memories alone, at what a CPU can do
+        if not gpu:  # only the kinds of memory, at sizes that a CPU can do
             points = {Point("decode", 1, KIB, 32, 8): {"memories"}, Point("prefill", 1, 128, 32, 8): {"memories"}}
         have = installed(device, args.without, lambda text: print(text, flush=True))
         most = max((p.bytes // 4 for p in points), default=0)
@@ -288,7 +296,7 @@ def run(session: Session) -> list[Record]:
 
 
 def _ratios(session: Session, context: Context, point: Point, found: Any) -> list[Record]:
-    """Of each turn: virtual over cudaMalloc's memory, and the best contiguous over the best paged kernel."""
+    """Ratios per turn: virtual over cudaMalloc's memory, and the best contiguous over the best paged kernel."""
     records = []
     samples = {key: value for key, (value, _) in found.items()}
     for (name, memory), value in samples.items():
@@ -309,7 +317,7 @@ def _ratios(session: Session, context: Context, point: Point, found: Any) -> lis
 
 
 def _table(session: Session, context: Context, point: Point, found: Any) -> list[Record]:
-    """What the paper's Tables 5 and 6 say of a point: one layer's time, times the model's layers."""
+    """Records of the paper's Tables 5 and 6 at a point: one layer's time, multiplied by the model's layers."""
     records = []
     for name, workers in WORKERS.items():
         model = MODELS[name]
@@ -350,7 +358,7 @@ def _points(session: Session, context: Context, points: Any, pools: Any, have: A
             print(f"attention: stopped after {number} of {len(order)} points; next {point}", flush=True)
             break
         runs = runs_at(point, points[point], pools, have)
-        for (name, _), one in runs.items():  # each kind of call is checked once, where that costs little
+        for (name, _), one in runs.items():  # each kind of call is checked once, at a small point
             if (name, point.phase) not in checked and point.batch * point.tokens <= 32 * KIB:
                 if point.phase == "decode" or point.tokens <= 2 * KIB:
                     one.check()

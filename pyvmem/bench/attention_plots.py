@@ -1,6 +1,6 @@
-"""Pictures of `pyvmem bench attention`, one panel for each figure of the vAttention paper.
+"""Plots of `pyvmem bench attention`, one panel for each figure of the vAttention paper.
 
-``python -m pyvmem.bench.attention_plots RECORDS.json FOLDER`` draws each into a PNG of its own.
+``python -m pyvmem.bench.attention_plots RECORDS.json FOLDER`` draws each panel into its own PNG file.
 
 SPDX-License-Identifier: MIT
 """
@@ -53,7 +53,7 @@ class Timed:
         return [(b, t) for b, t in found if fixed.get("batch", b) == b and fixed.get("tokens", t) == t]
 
     def lines(self, phase: str, points: Any) -> Any:
-        """{series: {point: microseconds}}: series that stand at half of the points, blocks of 16 and 256 only."""
+        """{series: {point: microseconds}}: series measured at half of the points or more, blocks of 16 and 256 only."""
         lines: dict[str, dict[Any, float]] = {}
         for point in points:
             for series, value in self.at(phase, *point).items():
@@ -171,7 +171,7 @@ PANELS = {
 
 
 def draw(records: list[Record], figure: Figure) -> None:
-    """All panels in one figure, but for those that nothing was measured for."""
+    """All panels that have measurements, in one figure."""
     timed = Timed(records)
     panels = [(title, panel) for title, panel in PANELS.values() if _has_data(panel, timed)]
     columns = min(3, max(len(panels), 1))

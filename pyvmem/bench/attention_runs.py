@@ -1,7 +1,7 @@
-"""Attention calls to be timed: over virtual tensors, over cudaMalloc's memory, and paged ones of the same libraries.
+"""The attention calls to time: over virtual tensors, over cudaMalloc's memory, and paged ones of the same libraries.
 
-A `Run` is one call at one point (requests, tokens, heads), over several sets of K and V in turns, so that none is
-measured from the cache of the GPU.
+A `Run` is one call at one point (requests, tokens, heads). It uses several sets of K and V in turns, so that none is in
+the GPU's cache when it is measured.
 
 SPDX-License-Identifier: MIT
 """
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from pyvmem.core import Context
 
 
-TILE_ROWS = math.lcm(64, 80, 96, 112, 128, 144, 160, 192, 224, 384)  # of every kernel: the pools are backed whole
-WIDE_TILE_ROWS = 176 * TILE_ROWS  # so that FlashAttention-3 decodes with its kernel of 176 rows
-SLOW = 10e-3  # seconds of a call from which a CUDA graph saves nothing
-L2_BYTES = 512 << 20  # what the sets of a point hold together at least: eight times the L2 of an H200
+TILE_ROWS = math.lcm(64, 80, 96, 112, 128, 144, 160, 192, 224, 384)  # a multiple of every kernel's tile
+WIDE_TILE_ROWS = 176 * TILE_ROWS  # allows FlashAttention-3 to decode with its tiles of 176 rows
+SLOW = 10e-3  # seconds; for longer calls a CUDA graph saves nothing
+L2_BYTES = 512 << 20  # the least total size of a point's sets: eight times the L2 of an H200
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a call is timed: `batch` requests of `tokens` rows each; `head_dim` 128, bfloat16."""
+    """The shape of a timed call: `batch` requests of `tokens` rows each; `head_dim` 128, bfloat16."""
 
     phase: str
     batch: int
@@ -47,7 +47,7 @@ class Point:
 
     @property
     def bytes(self) -> int:
-        """Of K and V together."""
+        """The bytes of K and V together."""
         return 4 * self.batch * self.tokens * self.kv_heads * self.head_dim
 
     @property
@@ -60,7 +60,7 @@ class Point:
 
 
 class Pool:
-    """K and V of random rows, `elements` bfloat16 each, on one kind of memory. Points take their sets out of it."""
+    """K and V of random rows, `elements` bfloat16 each, in one kind of memory. Points take their sets from it."""
 
     def __init__(
         self, name: str, elements: int, device: Any, context: Context | None = None, page_size: int | None = None
@@ -78,12 +78,12 @@ class Pool:
         n = -(-elements * 2 // page_size)
         range_ = context.reserve(n * page_size, backdrop=bool(backdrop_flag(context)))
         pages = context.create(page_size, n)
-        range_.map(pages, scattered(n) * page_size)  # neighbours lie apart in physical memory
+        range_.map(pages, scattered(n) * page_size)  # neighbours are far apart in physical memory
         self._held += [range_, pages]
         return tensor_at(range_._owner, range_.addr, (elements,), torch.bfloat16, device)
 
     def sets(self, point: Point) -> int:
-        """How many sets of the point's K and V it holds, as far as they are needed."""
+        """How many sets of the point's K and V to use: as many as fit and are needed."""
         size = point.bytes // 4
         return max(1, min(self.elements // size, -(-L2_BYTES // point.bytes), 16))
 
@@ -94,14 +94,14 @@ class Pool:
         return [x[i * size : (i + 1) * size].view(shape) for x in (self.k, self.v)]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.k = self.v = torch.empty(0)
         for thing in self._held:
             thing.close()
 
 
 class _Cache:
-    """What `pyvmem.attention` needs of a cache: the sets stand for layers."""
+    """What `pyvmem.attention` needs of a cache. The sets take the place of layers."""
 
     def __init__(self, point: Point, pool: Pool, tile_rows: int = TILE_ROWS) -> None:
         both = [pool.views(point, i) for i in range(pool.sets(point))]
@@ -135,7 +135,7 @@ class Run:
         raise NotImplementedError
 
     def check(self) -> Any:
-        """The relative error of set 0's result against float32. Raises ValueError where it is no attention."""
+        """The relative error of set 0's result against float32. Raises ValueError if it is too large."""
         point = self.point
         self.out.fill_(float("nan"))
         self(0)
@@ -153,7 +153,7 @@ class Run:
 
 
 class Contiguous(Run):
-    """An adapter of `pyvmem.attention` by name, over slots in random order."""
+    """A kernel of `pyvmem.attention` by name, over slots in random order."""
 
     def __init__(self, kernel: str, point: Point, pool: Pool, splits: Sequence[int] = (0,), wide: bool = False) -> None:
         super().__init__(f"{kernel}{'-176' if wide else ''} contiguous", point, pool, splits)
@@ -194,7 +194,7 @@ class _Paged(Run):
         return [x[self.table.flatten()].view(shape) for x in self.kv[0]]
 
     def ends(self, each: int) -> Any:
-        """int32[batch + 1] offsets of requests of `each`."""
+        """int32[batch + 1] offsets of requests with `each` rows."""
         return torch.arange(self.point.batch + 1, dtype=torch.int32) * each
 
 
@@ -211,7 +211,7 @@ class FA3Paged(_Paged):
     def __call__(self, i: int) -> Any:
         k, v = self.kv[i % self.sets]
         build = fa3.build()
-        assert build is not None  # or this run would not have been chosen
+        assert build is not None  # otherwise this run is not selected
         build(
             q=self.q, k=k, v=v, out=self.out, cu_seqlens_q=self.cu_seqlens_q, max_seqlen_q=self.max_query,
             seqused_k=self.used, page_table=self.table, softmax_scale=self.point.head_dim**-0.5, is_causal=True,
@@ -265,7 +265,7 @@ class FlashInferRagged(Run):
 
 
 class TritonPaged(_Paged):
-    """Our Triton decode kernel with a block table: the same code but for the look-up."""
+    """vMem's Triton decode kernel with a block table: the same code plus the look-up."""
 
     def __init__(self, point: Point, pool: Pool, block: int, splits: Sequence[int] = (0,)) -> None:
         from pyvmem.attention import triton as ours

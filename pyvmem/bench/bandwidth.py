@@ -1,5 +1,5 @@
-"""How fast memory is backed, by page size: Table 7 of the vAttention paper (Prabhu et al., ASPLOS 2025); and how fast
-it is read then.
+"""How fast memory is backed, by page size (Table 7 of the vAttention paper, Prabhu et al., ASPLOS 2025), and how fast
+kernels read it.
 
 SPDX-License-Identifier: MIT
 """
@@ -31,15 +31,15 @@ PAPER = dict(zip(SIZES, (7.59, 14.56, 27.04, 35.17)))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("bandwidth")
     number, size = argtypes.whole(1), argtypes.size
-    group.add_argument("--tensors", type=number, default=64, metavar="N", help="tensors that are backed (64)")
-    group.add_argument("--size", type=size, default=32 * MIB, metavar="SIZE", help="of each tensor (32M)")
+    group.add_argument("--tensors", type=number, default=64, metavar="N", help="tensors to back (64)")
+    group.add_argument("--size", type=size, default=32 * MIB, metavar="SIZE", help="size of each tensor (32M)")
 
 
 def backing(context: Context, page_size: int, tensors: int, size: int, repeats: int) -> Any:
-    """(GB/s of backing, GB/s of giving back): each tensor whole, all tensors in one call."""
+    """(GB/s of backing, GB/s of releasing): whole tensors, all in one call."""
     flag = bool(backdrop_flag(context))
     size = -(-size // page_size) * page_size
     ranges = [context.reserve(size, backdrop=flag) for _ in range(tensors)]
@@ -59,7 +59,7 @@ def backing(context: Context, page_size: int, tensors: int, size: int, repeats: 
 
 
 def page_by_page(context: Context, page_size: int, size: int) -> Any:
-    """GB/s of mapping one page a call, as the paper's figures do."""
+    """GB/s of mapping one page per call, as in the paper."""
     n = max(size // page_size, 1)
     (_, map_, _, _), raw = sample_arrays(4, n)
     with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
@@ -68,7 +68,7 @@ def page_by_page(context: Context, page_size: int, size: int) -> Any:
 
 
 def _torch_sees(context: Context) -> bool:
-    """Whether torch can use the context's addresses: CUDA pointers, and a torch with CUDA."""
+    """Whether torch can use the context's addresses: they are CUDA pointers, and torch has CUDA."""
     if "cuda_pointer" not in context.info().capabilities:
         return False
     try:
@@ -78,15 +78,15 @@ def _torch_sees(context: Context) -> bool:
     return torch.cuda.is_available()
 
 
-@benchmark("bandwidth", "memory backed per second, and read, by page size", arguments=arguments, order=20)
+@benchmark("bandwidth", "memory backed and read per second, by page size", arguments=arguments, order=20)
 def run(session: Session) -> list[Record]:
-    """Back many tensors; on a GPU beside CUDA's own calls, and read them."""
+    """Back many tensors. On a GPU, also time CUDA's own calls, and read the tensors."""
     args = session.args
     repeats = 10 if session.quick else 50
     records = []
 
     def measure(context: Context, page_sizes: Sequence[int]) -> None:
-        # Half of what is free at most: the defaults are 2 GiB, which a small machine may not have.
+        # At most half of the free memory: the defaults take 2 GiB, which a small machine may not have.
         tensors = max(1, min(args.tensors, context.info().memory_free // 2 // args.size))
         what = f"{tensors} tensors of {size_text(args.size)}"
         for page_size in session.track(page_sizes, f"{context.backend} page sizes"):

@@ -1,8 +1,8 @@
-"""Memory that pages waste, and the requests that fit because they do not.
+"""The memory that pages waste, and the requests that fit with smaller pages.
 
-Three parts: tokens to a page and the worst waste of a request, computed and measured (Table 8 of the vAttention paper);
-the waste of a running batch; the largest batch under a budget (its Figure 12). All through the real manager with real
-pages, without a model.
+Three parts: the tokens per page and the worst waste of a request, computed and measured (Table 8 of the vAttention
+paper); the waste of a running batch; and the largest batch under a budget (Figure 12). All use the real KV-cache
+manager with real pages, without a model.
 
 SPDX-License-Identifier: MIT
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyvmem.traces import Trace
 
 
-# (model, workers, page size in KiB): tokens in a page, worst waste of a request in MB, as the paper gives them.
+# (model, workers, page size in KiB): tokens per page, and worst waste of a request in MB, from the paper.
 TABLE_8 = {
     ("Yi-6B", 1): ((64, 128, 256, 2048), (4, 8, 16, 128)),
     ("Yi-6B", 2): ((128, 256, 512, 4096), (8, 16, 32, 256)),
@@ -45,20 +45,20 @@ TABLE_8_PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("fragmentation")
     argtypes.trace(group)
-    model_options(group, "requests at once, for the waste (256)")
-    group.add_argument("--kv-budget", type=argtypes.whole(1), metavar="MIB", help="for the largest batch")
+    model_options(group, "concurrent requests, for the waste (256)")
+    group.add_argument("--kv-budget", type=argtypes.whole(1), metavar="MIB", help="budget for the largest batch")
 
 
 def table_8(model: Model, workers: int, page_size: int) -> Any:
-    """(tokens in a page, worst waste of a request in bytes, over all workers): the paper's section 7.1."""
+    """(tokens per page, worst waste of a request in bytes over all workers), as in the paper's section 7.1."""
     return page_size // model.row_bytes(workers), 2 * model.layers * page_size * workers
 
 
 def measure_table_8(context: Context, model: Model, workers: int, page_size: int) -> Any:
-    """The same, seen in a real cache of one worker: when a second page is mapped, and how much is mapped then."""
+    """The same, measured in a cache of one worker: when a second page is mapped, and how much memory that takes."""
     from pyvmem.kv import KVCache
 
     tokens = page_size // model.row_bytes(workers)
@@ -68,7 +68,7 @@ def measure_table_8(context: Context, model: Model, workers: int, page_size: int
         page_size=page_size, overlap=False, generous=False, lazy=True, name=None,
     ) as cache:  # fmt: skip
         slot = cache.alloc_reqid()
-        low, high = 1, 2 * tokens  # the longest request that needs one page of every tensor
+        low, high = 1, 2 * tokens  # search for the longest request that needs one page per tensor
         while low < high:
             middle = (low + high + 1) // 2
             cache.step([middle])
@@ -137,10 +137,10 @@ def run_waste(
     advance: Callable[[int], object],
     **options: Any,
 ) -> Any:
-    """Run a trace through a cache with memory to spare; returns samples of (waste, unavoidable waste, bytes).
+    """Run a trace through a cache with memory to spare. Returns samples of (waste, unavoidable waste, bytes).
 
-    waste: part of the backed bytes that hold no token's rows. unavoidable: the same without pages that can be taken
-    back at any time (kept for the next request, or mapped ahead of need).
+    waste: the share of the backed bytes without a token's rows. unavoidable: the same without pages that can be
+    reclaimed at any time (kept for the next request, or mapped ahead of need).
     """
     longest = int((trace.prompt + trace.output).max())
     per_request = 2 * layers * (-(-longest * model.row_bytes() // page_size) + 1) * page_size
@@ -169,7 +169,7 @@ def run_batch(
     page_size: int,
     advance: Callable[[int], object],
 ) -> Any:
-    """The batch sizes of a server that admits whatever fits into the budget, iteration by iteration."""
+    """The batch size in each iteration of a server that admits every request that fits into the budget."""
     longest = int((trace.prompt + trace.output).max())
     mean = float((trace.prompt + trace.output / 2).mean())
     slots = min(2048, int(4 * budget / (mean * model.row_bytes() * 2 * layers)) + 8)
@@ -187,7 +187,7 @@ def run_batch(
 
 
 def draw(records: list[Record], figure: Figure) -> None:
-    """What pages waste, and the paper's Figure 12 (largest batch by page size)."""
+    """The waste, and the paper's Figure 12 (largest batch by page size)."""
     plots.panels(records, figure, (
         ("waste of a full batch, p10 to p90", "waste, ", {}),
         ("waste that cannot be taken back", "waste that cannot be taken back, ", {}),
@@ -201,7 +201,7 @@ WAYS = {"nothing kept": {"defer": False, "eager": False, "generous": False}, "de
 def waste_records(
     session: Session, context: Context, page_size: int, model: Model, layers: int, trace: Trace, shape: str
 ) -> list[Record]:
-    """Records of the waste of a running batch, by what the cache keeps beyond need."""
+    """Records of the waste of a running batch, by what the cache keeps beyond what requests need."""
     slots, records = session.args.kv_slots, []
     for how, options in WAYS.items():
         with session.progress(f"waste, {how}, pages of {page_size >> 10} KiB", len(trace)) as advance:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyvmem.core import Context
 
 GIB = 1 << 30
-# Name: (attention, what the rows are in, decode steps as CUDA graphs, cuDNN's attention allowed).
+# Name: (attention, kind of cache, decode steps as CUDA graphs, cuDNN's attention allowed).
 CACHES = {
     "vmem": ("vmem", "VMemCache", False, True),
     "vmem-graphs": ("vmem", "VMemCache", True, True),
@@ -43,7 +43,7 @@ def _caches(text: str) -> list[str]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("generate")
     whole = argtypes.whole
     group.add_argument("--batch", type=whole(1), default=None, metavar="N", help="sequences (8; 2 on a CPU)")
@@ -52,14 +52,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--new", type=whole(2), default=None, metavar="N", help="tokens to generate (48; 4 on a CPU)")
     group.add_argument(
-        "--chunk", type=whole(0), default=1024, metavar="N", help="prefill so many tokens at a time; 0 for all (1024)"
+        "--chunk", type=whole(0), default=1024, metavar="N", help="tokens per prefill chunk; 0 for all at once (1024)"
     )
-    group.add_argument("--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"of {','.join(CACHES)}")
-    group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each, in turns (3)")
+    group.add_argument(
+        "--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"some of {','.join(CACHES)}"
+    )
+    group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each cache, in turns (3)")
 
 
 def llama(device: Any, small: bool) -> Any:
-    """A model of Llama-3-8B's shape in bf16 with random weights; a small one of the same class otherwise."""
+    """A model with Llama-3-8B's shape in bf16 and random weights, or a small one of the same class."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +88,7 @@ def llama(device: Any, small: bool) -> Any:
 
 
 class _Clock:
-    """A stopping criterion that never stops: when each token was there."""
+    """A stopping criterion that never stops, but records when each token was ready."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.times: list[float] = []
@@ -106,7 +108,7 @@ class Bench:
     def __init__(self, session: Session, context: Context) -> None:
         import torch
 
-        import pyvmem.transformers  # noqa: F401  it registers the attention
+        import pyvmem.transformers  # noqa: F401  registers the attention
 
         self.session = session
         self.gpu = "gpu" in context.info().capabilities
@@ -135,7 +137,7 @@ class Bench:
     def run(
         self, name: str, batch: int, prompt: int, new: int, chunk: int, seed: int = 0
     ) -> tuple[float, Any, int, int]:
-        """(seconds of the prefill, seconds of each decode step, bytes at most beside the weights, bytes of pages)."""
+        """(seconds of prefill, seconds of each decode step, peak bytes besides the weights, bytes of pages)."""
         import torch
         from transformers import StoppingCriteriaList
 
@@ -178,7 +180,7 @@ def _records(
     brief: tuple[int, int],
     short: dict[str, list[Any]],
 ) -> list[Record]:
-    """Of the runs so far: {name: results of `Bench.run`} for long prompts and for short ones."""
+    """Records of the runs so far: {name: results of `Bench.run`} for long and for short prompts."""
     records = []
     batch, prompt, new = size
 
@@ -226,12 +228,12 @@ def run(session: Session) -> list[Record]:
         new = args.new or (48 if bench.gpu else 4)
         brief, few = (128, 32) if bench.gpu else (16, 4)
         repeats = 1 if session.quick else args.repeats
-        if not bench.gpu:  # there is no cuDNN, and no graph
+        if not bench.gpu:  # no cuDNN and no CUDA graphs
             args.caches = [name for name in args.caches if name != "vmem-graphs" and not name.endswith("-nocudnn")]
         allowed = torch.backends.cuda.cudnn_sdp_enabled()
         long: dict[str, list[Any]] = {name: [] for name in args.caches}
         short: dict[str, list[Any]] = {name: [] for name in args.caches}
-        for name in args.caches:  # what is compiled or planned at the first call
+        for name in args.caches:  # a first call compiles and plans
             bench.run(name, batch, brief, 4, 0)
         order = [name for i in range(repeats) for name in args.caches[:: 1 if i % 2 == 0 else -1]]
         for name in session.track(order, "long prompts"):

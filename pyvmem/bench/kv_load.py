@@ -1,4 +1,4 @@
-"""What the KV-cache benchmarks have in common: model shapes, a server without a model, and attention to run meanwhile.
+"""Shared parts of the KV-cache benchmarks: model shapes, a server without a model, and attention to run meanwhile.
 
 SPDX-License-Identifier: MIT
 """
@@ -33,7 +33,7 @@ class Model:
     element_bytes: int = 2
 
     def row_bytes(self, workers: int = 1) -> int:
-        """One token's K (or V) of one layer on a worker."""
+        """Bytes of one token's K (or V) in one layer on one worker."""
         return self.kv_heads // workers * self.head_dim * self.element_bytes
 
 
@@ -49,10 +49,10 @@ MODELS = {
 
 
 def model_options(parser: argparse._ActionsContainer, slots: str) -> None:
-    """The arguments of a benchmark that runs a model's cache; slots: what its slots are for."""
+    """Add the arguments of a benchmark that runs a model's cache. slots: the help text for --kv-slots."""
     layers, batch = argtypes.whole(1), argtypes.whole(1, 65536)
-    parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="shape (Llama-3-8B)")
-    parser.add_argument("--kv-layers", type=layers, metavar="N", help="layers; all of the model's on a GPU, else 1")
+    parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3-8B", help="model shape (Llama-3-8B)")
+    parser.add_argument("--kv-layers", type=layers, metavar="N", help="layers (all on a GPU, otherwise 1)")
     parser.add_argument("--kv-slots", type=batch, default=256, metavar="B", help=slots)
 
 
@@ -66,12 +66,12 @@ class Server:
     def __init__(self, cache: KVCache, trace: Trace, reserve: int = 1) -> None:
         self.cache = cache
         self.trace = trace
-        self.reserve = reserve  # tokens that must be left for an admitted request beyond its prompt
+        self.reserve = reserve  # tokens beyond its prompt that an admitted request must have room for
         self.lengths = np.zeros(cache.slots, np.int32)
         self.goal = np.zeros(cache.slots, np.int64)
         self.request = np.full(cache.slots, -1)
         self.admitted = np.zeros(cache.slots, np.int64)
-        self.queue = list(range(len(trace) - 1, -1, -1))  # the next request last
+        self.queue = list(range(len(trace) - 1, -1, -1))  # the next request is the last
         self.finished = self.preempted = self._clock = 0
 
     @property
@@ -85,7 +85,7 @@ class Server:
         self.request[slot] = -1
 
     def retire(self) -> int:
-        """End the requests that have all their tokens; returns how many."""
+        """End the requests that have all their tokens. Returns how many."""
         done = np.flatnonzero((self.goal > 0) & (self.lengths >= self.goal))
         for slot in done:
             self._end(int(slot))
@@ -93,7 +93,7 @@ class Server:
         return len(done)
 
     def admit(self, limit: int | None = None) -> list[int]:
-        """Give slots to waiting requests while there is room for their prompts; returns the slots."""
+        """Give slots to waiting requests while their prompts fit. Returns the slots."""
         new: list[int] = []
         while self.queue and (limit is None or len(new) < limit):
             request = self.queue[-1]
@@ -116,7 +116,7 @@ class Server:
         return new
 
     def decode(self) -> None:
-        """One iteration: every request grows by a token. Preempts until there is memory for it."""
+        """One iteration: every request grows by a token. Preempts requests until there is memory."""
         while True:
             lengths = np.where(self.goal > 0, self.lengths + 1, 0).astype(np.int32)
             if self.cache.step(lengths) == 0:
@@ -129,9 +129,9 @@ class Server:
 
 
 class Attention:
-    """Decode attention of every layer over a cache, with FlashAttention-2 as torch has it, and the new tokens' rows.
+    """Decode attention of every layer over a cache with torch's FlashAttention-2, which also writes the new rows.
 
-    Reads K and V through the slots where they are: ``cum_seq_k[b] = slot * rows``, lengths in ``seqused_k``.
+    Reads K and V in their slots: ``cum_seq_k[b] = slot * rows``, lengths in ``seqused_k``.
     """
 
     def __init__(self, cache: KVCache, model: Model, layers: int | None = None) -> None:
@@ -153,13 +153,13 @@ class Attention:
         self.events = [None, None]
 
     def prefill(self, slot: int, length: int) -> None:
-        """Write a prompt's rows, as its prefill would."""
+        """Write a prompt's rows, as prefill would."""
         start = slot * self.rows
         for rows in (*self.keys, *self.values):
             rows[start : start + length].fill_(0.01)
 
     def run(self, lengths: npt.NDArray[np.int32]) -> None:
-        """Launch one iteration for the slots whose length is not 0; waits only for the iteration before the last."""
+        """Launch one iteration for the slots with a length. Waits only for the iteration before the last."""
         torch = self.torch
         slots = np.flatnonzero(lengths)
         n = len(slots)
@@ -180,12 +180,12 @@ class Attention:
         self.events = [self.events[1], event]
 
     def wait(self, everything: bool = False) -> None:
-        """Wait until the iteration before the last has ended, or all."""
+        """Wait for the iteration before the last, or for all iterations."""
         event = self.events[1 if everything else 0]
         if event is not None:
             event.synchronize()
 
 
 def memory_for(context: Context, fraction: float = 0.5) -> int:
-    """A budget, bytes: a part of what the device has free."""
+    """A budget in bytes: a fraction of the device's free memory."""
     return int(context.info().memory_free * fraction) // (2 * MIB) * 2 * MIB

@@ -1,4 +1,4 @@
-"""Panels that several benchmarks' figures are made of. The plain figure of a benchmark is `session.plot`.
+"""Panels for the figures of several benchmarks. The default figure of a benchmark is `session.plot`.
 
 SPDX-License-Identifier: MIT
 """
@@ -32,10 +32,9 @@ def legend(axes: Axes) -> None:
 def panel(
     axes: Axes, records: Sequence[Record], title: str, prefix: str, *, above: str = "p90", log: bool = False
 ) -> None:
-    """Draw the metrics that start with `prefix`: bars by page size, one colour for each rest of a metric's name.
+    """Draw the metrics that start with `prefix`: bars by page size, one colour per remainder of the metric's name.
 
-    Whiskers go from p10 up to the percentile `above`, where there is more than one sample; the paper's figures are
-    dots.
+    With more than one sample, whiskers go from p10 to the percentile `above`. Dots are the paper's figures.
     """
     rows = [r for r in records if r.metric.startswith(prefix)]
     places = list(dict.fromkeys((r.backend, r.page_size) for r in rows))

@@ -1,7 +1,8 @@
 """Reads of GPU memory on scattered pages and on cudaMalloc's, in turns.
 
-Two kernels, since what scattered small pages cost depends on how a kernel walks: a streaming one, whose blocks each
-read consecutive memory (as attention kernels read K and V), and `torch.sum`, whose blocks stride over the whole tensor.
+The cost of scattered small pages depends on a kernel's access pattern, so there are two kernels: a streaming one, whose
+blocks each read consecutive memory (as attention kernels read K and V), and `torch.sum`, whose blocks stride over the
+whole tensor.
 
 SPDX-License-Identifier: MIT
 """
@@ -23,7 +24,7 @@ BLOCK = 4096  # float32 elements that a block of the streaming kernel reads
 
 
 def _streaming_kernel() -> Any:
-    """A function that streams through a float32 tensor once; None where Triton is not installed."""
+    """A function that streams through a float32 tensor once; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     import torch

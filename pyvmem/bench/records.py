@@ -1,4 +1,4 @@
-"""What a benchmark says: a list of `Record`, the same for every benchmark. docs/benchmarks.md is its documentation.
+"""The results of a benchmark: a list of `Record`, in one format for all benchmarks (docs/benchmarks.md).
 
 SPDX-License-Identifier: MIT
 """
@@ -26,22 +26,22 @@ class Record:
     bench : str
         Name of the benchmark, as on the command line.
     backend : str
-        "uvm", "stock", "cuda" or "host"; for what stands beside them, what was measured: "cuda-bare", "host-bare",
+        "uvm", "stock", "cuda" or "host"; for a comparison, what was measured: "cuda-bare", "host-bare",
         "cudaMalloc", or the name of another system.
     device : str
         Name of the device, as the driver or the machine gives it.
     page_size : int or None
-        Bytes; None where pages play no part.
+        Bytes; None if the metric does not depend on pages.
     metric : str
-        What was measured, with everything that tells it apart from the benchmark's other metrics.
+        What was measured, unique among the benchmark's metrics.
     unit : str
-        Of median, p10, p90, p99 and paper.
+        The unit of median, p10, p90, p99 and paper.
     median, p10, p90, p99 : float
-        Over the samples. A single sample has four times the same value.
+        Percentiles of the samples. With a single sample, all four are equal.
     n : int
-        Samples.
+        The number of samples.
     paper : float or None
-        The figure of the vAttention paper (A100) for the same thing, where there is one.
+        The corresponding figure of the vAttention paper (A100), if there is one.
     """
 
     bench: str
@@ -80,13 +80,13 @@ FIELDS = tuple(f.name for f in fields(Record))
 
 
 def dump(records: Sequence[Record], path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
-    """Write records as JSON, one a line: ``{"about": {...}, "records": [...]}``.
+    """Write records as JSON, one per line: ``{"about": {...}, "records": [...]}``.
 
-    about: what they belong to, such as date, versions and machine (`pyvmem.bench.summary.about`). A file that was there
-    is replaced as a whole, so that it is complete whenever the process ends.
+    about: the setting, such as date, versions and machine (`pyvmem.bench.summary.about`). An existing file is replaced
+    atomically, so it is complete whenever the process ends.
     """
     rows = ",\n".join(json.dumps(asdict(r)) for r in records)
-    whole = os.path.isfile(path) or not os.path.exists(path)  # else a pipe or a device
+    whole = os.path.isfile(path) or not os.path.exists(path)  # otherwise a pipe or a device
     target = f"{path}.part" if whole else path
     with open(target, "w", encoding="utf-8") as file:
         file.write(f'{{"about": {json.dumps(about or {})},\n"records": [\n{rows}\n]}}\n')
@@ -95,10 +95,10 @@ def dump(records: Sequence[Record], path: str | os.PathLike[str], about: Mapping
 
 
 def load(path: str | os.PathLike[str]) -> list[Record]:
-    """The records that `dump` wrote; a plain list of records is taken too. Raises ValueError for any other file."""
+    """The records that `dump` wrote. Also takes a plain list of records. Raises ValueError for any other file."""
     with open(path, encoding="utf-8") as file:
         found = json.load(file)
     rows = found.get("records") if isinstance(found, dict) else found
     if not isinstance(rows, list) or any(not isinstance(r, dict) or set(r) != set(FIELDS) for r in rows):
-        raise ValueError(f"{path} is not a list of records with the fields {', '.join(FIELDS)}")
+        raise ValueError(f"{path} must be a list of records with the fields {', '.join(FIELDS)}")
     return [Record(**row) for row in rows]

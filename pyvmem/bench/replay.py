@@ -1,8 +1,8 @@
-"""Every request of a trace, committed row by row as it would grow.
+"""Every request of a trace, committed row by row as it grows.
 
-The KV cache of a serving engine with continuous batching, without the model: requests take a slot in the order of the
-trace; a prompt is committed whole when it enters, then every iteration adds one row to each running request, and all
-that one iteration needs is one call. A finished request's memory is released. The tensors are those of the vAttention
+This is the KV cache of a serving engine with continuous batching, without the model. Requests take slots in the order
+of the trace. A prompt is committed whole when it enters. Then every iteration adds one row to each running request, in
+one call for all requests. A finished request's memory is released. The tensors are those of the vAttention
 paper (Prabhu et al., ASPLOS 2025, section 5.1): K and V of each layer, slots x longest request x row.
 
 SPDX-License-Identifier: MIT
@@ -29,19 +29,23 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("replay")
     whole = argtypes.whole(1)
     argtypes.trace(group)
-    group.add_argument("--slots", type=whole, default=64, metavar="B", help="requests that run at once (64)")
+    group.add_argument("--slots", type=whole, default=64, metavar="B", help="concurrent requests (64)")
     group.add_argument("--layers", type=whole, default=1, metavar="N", help="layers; each has a K and a V tensor (1)")
     group.add_argument(
-        "--row-bytes", type=whole, default=2048, metavar="BYTES", help="a token's K or V of a layer (2048: Llama-3-8B)"
+        "--row-bytes",
+        type=whole,
+        default=2048,
+        metavar="BYTES",
+        help="of a token's K or V in a layer (2048: Llama-3-8B)",
     )
 
 
 class Cache:
-    """The virtual tensors, and how much of each slot is backed: `pages` pages in every tensor."""
+    """The virtual tensors, and the backed pages of each slot in every tensor (`pages`)."""
 
     def __init__(
         self, context: Context, page_size: int, slots: int, tensors: int, row_bytes: int, longest: int
@@ -56,7 +60,7 @@ class Cache:
         self._pages = np.zeros(slots, np.int64)
 
     def grow(self, lengths: Any) -> Any:
-        """Back rows [0, lengths[s]) of every slot s; returns the nanoseconds it took, 0 where no page was missing."""
+        """Back rows [0, lengths[s]) of every slot s. Returns the nanoseconds it took, 0 if no page was missing."""
         need = -(-lengths * self.row_bytes // self.page_size)
         slots = np.flatnonzero(need > self._pages)
         if not slots.size:
@@ -71,7 +75,7 @@ class Cache:
         return took
 
     def drop(self, slots: Any) -> Any:
-        """Release the slots' memory; returns the nanoseconds it took."""
+        """Release the slots' memory. Returns the nanoseconds it took."""
         addrs = self._slots[:, slots]
         sizes = np.broadcast_to(self._pages[slots] * self.page_size, addrs.shape)
         start = perf_counter_ns()
@@ -87,7 +91,7 @@ class Cache:
 
 
 def replay(cache: Any, trace: Trace, slots: int, advance: Callable[[int], object] = lambda n: None) -> Any:
-    """Run a trace through a cache; returns a dict of what was seen (nanoseconds, bytes, fractions)."""
+    """Run a trace through a cache. Returns a dict of measurements (nanoseconds, bytes, fractions)."""
     context, tensors = cache.context, len(cache.tensors)
     length, total = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     seen: dict[str, Any] = {"commit": [], "release": [], "resident": [], "waste": []}

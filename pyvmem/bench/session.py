@@ -1,4 +1,4 @@
-"""What a running benchmark is given, and how its records are shown.
+"""The interface of a running benchmark, and the display of its records.
 
 SPDX-License-Identifier: MIT
 """
@@ -24,14 +24,14 @@ try:
     import rich
     import rich.console
     import rich.progress
-except ImportError:  # an extra: plain text without it
+except ImportError:  # optional: plain text without it
     rich = None  # type: ignore[assignment]
 
 
 T = TypeVar("T")
 
 
-EVERY_SECONDS = 10  # between lines of progress where there is no terminal
+EVERY_SECONDS = 10  # between progress lines without a terminal
 
 
 class Session:
@@ -40,11 +40,11 @@ class Session:
     Attributes
     ----------
     name : str
-        Of the benchmark.
+        The benchmark's name.
     args : argparse.Namespace
         The common arguments (backend, page_size, quick, device) and the benchmark's own.
     quick : bool
-        A smaller run that shows the same.
+        Whether to make a smaller run of the same measurements.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Session:
         self._keep = keep
 
     def keep(self, records: list[Record]) -> None:
-        """Write the benchmark's records so far, where they are to go: a long run may be cut off."""
+        """Write the records so far to the output file, because a long run may be cut off."""
         if self._keep is not None:
             self._keep(records)
 
     def context(self, backend: str | None = None, **options: Any) -> Context:
-        """A new `Context` of the backend asked for on the command line, or of another."""
+        """A new `Context` of the backend given on the command line, or of another one."""
         return Context(backend or self.args.backend, self.args.device, **options)
 
     def page_sizes(self, context: Context) -> list[int]:
-        """The page sizes to measure, ascending: those asked for, else all; in a quick run the smallest and the largest.
+        """The page sizes to measure, ascending: the selected ones, or all; in a quick run the smallest and the largest.
 
-        Raises ValueError if the context does not support one that was asked for.
+        Raises ValueError if the context does not support a selected size.
         """
         asked, sizes = self.args.page_size, context.page_sizes
         if asked and any(size not in sizes for size in asked):
@@ -94,7 +94,7 @@ class Session:
         device: str | None = None,
         paper: float | None = None,
     ) -> Record:
-        """A `Record` of samples measured on a context; backend names what stands beside it instead."""
+        """A `Record` of samples measured on a context. `backend` overrides its backend's name, for comparisons."""
         return Record.of(
             samples,
             bench=self.name,
@@ -117,7 +117,7 @@ class Session:
 
     @contextlib.contextmanager
     def progress(self, text: str, total: float) -> Iterator[Callable[[float], None]]:
-        """Yields advance(n). A progress bar in a terminal; elsewhere a line at the start, and one every 10 seconds."""
+        """Yields advance(n). Shows a progress bar in a terminal, otherwise a line at the start and every 10 seconds."""
         if rich is not None and self._out.isatty():
             console = rich.console.Console(file=self._out)
             with rich.progress.Progress(console=console, transient=True) as bar:
@@ -141,7 +141,7 @@ class Session:
 
 
 def size_text(bytes: int | None) -> str:
-    """64K, 2M, 12T: a size in bytes as people say it."""
+    """A size in bytes as text, such as 64K, 2M or 12T."""
     if bytes is None:
         return ""
     for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
@@ -151,7 +151,7 @@ def size_text(bytes: int | None) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text such as 64K, 2M, 12TiB or 4096. Raises ValueError."""
+    """The bytes that a text such as 64K, 2M, 12TiB or 4096 means. Raises ValueError."""
     shift = {"K": 10, "M": 20, "G": 30, "T": 40}
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     try:
@@ -159,11 +159,11 @@ def parse_size(text: str) -> int:
             return int(float(number[:-1]) * (1 << shift[number[-1]]))
         return int(number)
     except (OverflowError, ValueError):
-        raise ValueError(f"{text!r} is no size such as 64K, 2M or 1G") from None
+        raise ValueError(f"{text!r} must be a size such as 64K, 2M or 1G") from None
 
 
 def number_text(value: float | None) -> str:
-    """Four significant digits, and every digit before the point."""
+    """A number with four significant digits, and all digits before the point."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
@@ -174,7 +174,7 @@ _LABEL, _NUMBER = 31, 8  # widths of the table's columns: 79 in all
 
 
 def by_metric(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    """The records of each metric and unit, in the order in which the metrics first come."""
+    """The records of each metric and unit, in order of first appearance."""
     found: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         found.setdefault((r.metric, r.unit), []).append(r)
@@ -193,7 +193,7 @@ def table(records: Sequence[Record]) -> list[str]:
             spread = (r.p10, r.p90, r.p99) if r.n > 1 else (None,) * 3
             cells = [*map(number_text, (r.median, *spread)), str(r.n), number_text(r.paper)]
             label = f"  {r.backend} {size_text(r.page_size)}".rstrip()
-            if len(label) >= _LABEL:  # a line of its own
+            if len(label) >= _LABEL:  # gets its own line
                 lines.append(label)
                 label = ""
             lines.append((label.ljust(_LABEL) + "".join(cell.rjust(_NUMBER) for cell in cells)).rstrip())
@@ -206,7 +206,7 @@ def show(title: str, records: Sequence[Record], out: TextIO | None = None) -> No
 
 
 def plot(records: Sequence[Record], figure: Figure) -> None:
-    """Draw records: a panel for each metric and unit, bars by page size, whiskers p10 to p90, the paper as dots.
+    """Draw records: a panel per metric and unit, bars by page size, whiskers from p10 to p90, dots for the paper.
 
     Metrics that are 0 throughout get no panel.
     """

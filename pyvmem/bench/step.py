@@ -1,8 +1,8 @@
-"""What a step costs the server: decode with and without a background thread, prefill by allocation strategy.
+"""The cost of a step to the server: decode with and without a background thread, and prefill by allocation strategy.
 
-On a GPU, the attention of every layer runs meanwhile (FlashAttention-2, reading the cache where it is), and the step
-for an iteration is called while the iteration before is still running. On the host nothing runs, and a pause takes its
-place. Figures 9 and 10 of the vAttention paper are the same two experiments.
+On a GPU, the attention of every layer runs meanwhile (FlashAttention-2 over the cache), and the step for an iteration
+is called while the previous iteration is still running. On the host, a pause takes the place of attention. Figures 9
+and 10 of the vAttention paper are the same two experiments.
 
 SPDX-License-Identifier: MIT
 """
@@ -36,17 +36,21 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("step")
-    model_options(group, "requests that decode together (256)")
+    model_options(group, "requests in a decode batch (256)")
     group.add_argument("--iterations", type=argtypes.whole(1), metavar="N", help="decode iterations (5000)")
     group.add_argument(
-        "--pause-us", type=argtypes.whole(0), default=2000, metavar="US", help="an iteration where no GPU runs (2000)"
+        "--pause-us",
+        type=argtypes.whole(0),
+        default=2000,
+        metavar="US",
+        help="microseconds of an iteration without a GPU (2000)",
     )
 
 
 class Decode:
-    """A full batch in decode. Requests that reach their length are replaced, outside the measured steps."""
+    """A full batch in decode. Requests that reach their length are replaced outside the measured steps."""
 
     def __init__(
         self,
@@ -64,10 +68,10 @@ class Decode:
         self.prompts, self.output = lengths, output
         self.lengths = np.zeros(cache.slots, np.int32)
         self.goal = np.zeros(cache.slots, np.int64)
-        self.prefill_pages = 0  # mapped by steps outside the measured ones
+        self.prefill_pages = 0  # pages mapped by steps that are not measured
         for _ in range(cache.slots):
             self._admit()
-        # Everybody is somewhere on the way.
+        # Requests start at random progress.
         self.goal -= self.rng.integers(0, np.maximum(self.goal - self.lengths, 1))
         cache.wait()
 
@@ -98,7 +102,7 @@ class Decode:
         """(nanoseconds of each decode step, nanoseconds from step to step)."""
         steps, whole = np.zeros(iterations, np.int64), np.zeros(iterations, np.int64)
         gc.collect()
-        gc.disable()  # the interpreter's pauses are not the cache's
+        gc.disable()  # collection pauses are not part of a step
         try:
             for i in range(iterations):
                 self._replace_ended()
@@ -176,9 +180,9 @@ def decode(
 
 
 def native_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -> Any:
-    """Microseconds of vmem_kv_step from C, where all is backed already."""
+    """Microseconds of vmem_kv_step from C with everything backed already."""
     cache.wait()
-    again = np.maximum(lengths - n, 1).astype(np.int32)  # grows back to where it is
+    again = np.maximum(lengths - n, 1).astype(np.int32)  # grow back to the current lengths
     samples = np.zeros(n, np.uint64)
     raw = ffi.from_buffer("int32_t[]", again)
     _check(lib.pv_bench_kv_steps(cache._use(), raw, cache.slots, n, 0, ffi.from_buffer("uint64_t[]", samples)))
@@ -186,7 +190,7 @@ def native_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -
 
 
 def python_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -> Any:
-    """Microseconds of `KVCache.step` where all is backed already, by the type of the lengths."""
+    """Microseconds of `KVCache.step` with everything backed already, by the type of the lengths."""
     import torch
 
     kinds = {
@@ -249,7 +253,7 @@ def draw(records: list[Record], figure: Figure) -> None:
     ))  # fmt: skip
 
 
-@benchmark("step", "what a step of the KV cache costs the server", arguments=arguments, plot=draw, order=40)
+@benchmark("step", "time of a KV-cache step, in decode and prefill", arguments=arguments, plot=draw, order=40)
 def run(session: Session) -> list[Record]:
     """Decode with and without overlap, and prefill, by page size."""
     args = session.args
@@ -268,7 +272,7 @@ def run(session: Session) -> list[Record]:
         for page_size in sizes if args.page_size else sorted({sizes[0], sizes[-1]}):
             for overlap in (True, False):
                 how = "overlap" if overlap else "no overlap"
-                # B requests of a conversation's length; without overlap a fifth of the iterations shows it.
+                # B requests of a conversation's length; without overlap, a fifth of the iterations is enough.
                 n = iterations if overlap else max(iterations // 5, 100)
                 name = f"B={args.kv_slots}, {layers} layers, {how}"
                 records += decode(
@@ -284,7 +288,7 @@ def run(session: Session) -> list[Record]:
                     name,
                     overlap=overlap,
                 )
-                # Nothing mapped ahead but what the next iteration needs, as in the paper.
+                # Maps ahead only what the next iteration needs, as in the paper.
                 name = f"B=32, 4K-8K, {layers} layers, one page at a time, {how}"
                 records += decode(
                     session,

@@ -1,6 +1,6 @@
-"""The screen that ``pyvmem bench all`` ends with: the machine, and the rows of all benchmarks that matter most.
+"""The final screen of ``pyvmem bench all``: the machine, and the most important rows of all benchmarks.
 
-It fits 80 columns. Everything that was measured is in the tables (``--full``) and in the JSON.
+It fits 80 columns. The tables (``--full``) and the JSON contain every measurement.
 
 SPDX-License-Identifier: MIT
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 WIDTH = 80
 OWN = {"uvm", "stock", "cuda", "host"}
 
-# What a row says, the benchmark, its metric as a pattern, and whose figure stands beside it: the same metric of bare
-# calls or of plain memory ("bare"), another metric's pattern, or nothing.
+# Label of the row, benchmark, pattern of the metric, and the figure beside it: the same metric of bare calls or plain
+# memory ("bare"), another metric's pattern, or nothing.
 _ROWS = (
     ("reserve 1 GiB of addresses", "vmm", "reserve 1 GiB", None),
     ("create a page", "vmm", "create", "bare"),
@@ -47,7 +47,7 @@ _COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
 
 
 def about() -> dict[str, Any]:
-    """What a run's records belong to: {date, pyvmem, torch, python, kernel, driver}."""
+    """The setting of a run: {date, pyvmem, torch, python, kernel, driver}."""
     # Not doctor.examine(): it opens every backend.
     machine, driver = doctor.machine(), doctor.driver()
     return {
@@ -80,7 +80,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
 
 
 def machine(records: Sequence[Record], about: Mapping[str, Any]) -> str:
-    """The backend and the device that the records are of, and the driver."""
+    """The backend, the device and the driver of the records."""
     first = next((r for r in records if r.backend in OWN), None)
     where = f"{first.backend}: {first.device}" if first else "no backend of vMem"
     return f"{where}, {'driver ' + about['driver'] if about['driver'] else 'no NVIDIA driver'}, {about['date'][:10]}"

@@ -1,8 +1,8 @@
-"""vLLM as it is and vLLM on vMem, in turns: two engines in processes of their own, with the same settings.
+"""Unmodified vLLM and vLLM on vMem, in turns: two engines in separate processes with the same settings.
 
-Each engine has the same bytes of KV memory. Both stay up while the workloads go through them by turns, so that what
-changes on the machine over time changes for both; the one whose turn it is not is idle. Weights are made up unless
---model names real ones, prompts are token numbers, and decoding is greedy.
+Both engines have the same KV memory and stay up. Each workload runs on one and then on the other, so that changes of
+the machine over time affect both. The other engine is idle meanwhile. Weights are random unless --model names a real
+model, prompts are token numbers, and decoding is greedy.
 
 SPDX-License-Identifier: MIT
 """
@@ -37,29 +37,31 @@ TRACES = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("vllm")
     whole = argtypes.whole(1)
     group.add_argument(
         "--model",
         default="llama-3-8b",
         metavar="SHAPE|PATH",
-        help="tiny, llama-3-8b, qwen-2.5-7b, mistral-7b with made-up weights, or a model (llama-3-8b)",
+        help="tiny, llama-3-8b, qwen-2.5-7b or mistral-7b with random weights, or a model's path (llama-3-8b)",
     )
-    group.add_argument("--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory (40G)")
-    group.add_argument("--max-model-len", type=whole, default=8192, metavar="L", help="(8192)")
-    group.add_argument("--max-num-seqs", type=whole, default=256, metavar="B", help="(256)")
-    group.add_argument("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
-    group.add_argument("--prefix-caching", action="store_true", help="on in both engines")
-    group.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation: starts sooner")
-    group.add_argument("--slots", action="store_true", help="a third engine: on vMem, with attention by slots")
-    group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs (1)")
+    group.add_argument(
+        "--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory of each engine (40G)"
+    )
+    group.add_argument("--max-model-len", type=whole, default=8192, metavar="L", help="as in vLLM (8192)")
+    group.add_argument("--max-num-seqs", type=whole, default=256, metavar="B", help="as in vLLM (256)")
+    group.add_argument("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
+    group.add_argument("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
+    group.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
+    group.add_argument("--slots", action="store_true", help="add a third engine: vMem with attention by slots")
+    group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
     group.add_argument(
         "--load",
         action="append",
         metavar="NAME",
-        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, hot, idle; all that "
-        "are possible by default",
+        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, hot or idle; repeat "
+        "for more (default: all that are possible)",
     )
     argtypes.trace(group)
     for name, what in TRACES.items():
@@ -68,14 +70,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pair",
         action="store_true",
-        help="two engines on vMem, loaded by turns, beside one engine with the whole GPU and two static halves",
+        help="two engines on vMem, loaded by turns, compared with one engine on the whole GPU and two static halves",
     )
     group.add_argument(
         "--kernels",
         action="store_true",
         help="one more turn of each workload, which adds the times of the GPU's kernels to --raw",
     )
-    group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="every turn as JSON, after every turn")
+    group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
 
 
 def loads(args: argparse.Namespace) -> Any:
@@ -105,13 +107,13 @@ def loads(args: argparse.Namespace) -> Any:
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
                     seed=1234)  # fmt: skip
     made["hot"] = dict(kvcached, batch=args.requests or 2500)
-    # kvcached's workload for what an idle engine holds; the cap of 16,000 tokens is VMEM_VLLM_CACHE_TOKENS.
+    # kvcached's workload for the memory of an idle engine; VMEM_VLLM_CACHE_TOKENS sets the cap of 16,000 tokens.
     made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
     wanted = args.load or [name for name in made if name not in ("hot", "idle") or args.prefix_caching]
     unknown = [name for name in wanted if name not in made]
     if unknown:
-        raise ValueError(f"--load {unknown[0]}: one of {', '.join(made)} is wanted (azure needs --trace, code, "
-                         "offline and mooncake their files)")  # fmt: skip
+        raise ValueError(f"--load {unknown[0]} must be one of {', '.join(made)} (azure needs --trace; code, "
+                         "offline and mooncake need their files)")  # fmt: skip
     return {name: made[name] for name in wanted}
 
 
@@ -161,7 +163,7 @@ class Engine:
 
 
 class Engines:
-    """The engines, and the records of what they did."""
+    """The engines, and the records of their runs."""
 
     def __init__(self, args: argparse.Namespace, device: str, log: Any) -> None:
         self._args = args
@@ -193,14 +195,14 @@ class Engines:
                 json.dump(self.raw, file)
 
     def measure(self, name: str, load: Any) -> None:
-        """One workload: `turns` times through each engine, after one more that warms up."""
+        """Run one workload `turns` times on each engine, after a warm-up."""
         if load.get("tokens"):
-            for again in (0, 1):  # the second time the prefix cache knows the prompts
+            for again in (0, 1):  # the second time the prompts are in the prefix cache
                 self._equal(name + (" again" if again else ""), load)
             return
         found: dict[str, list[Any]] = {engine: [] for engine in self.engines}
         for turn in range(self._args.turns + 1):
-            # A seed of its own for each turn, or the prefix cache would know the prompts from the turn before.
+            # Each turn has its own seed; otherwise the prefix cache would have the prompts of the turn before.
             self.turn(name, dict(load, seed=load.get("seed", 0) + 1000 * turn, tokens=not turn), turn, found)
         if self._args.kernels:  # which are slower while they are watched
             for engine in self.engines:
@@ -209,7 +211,7 @@ class Engines:
             self._results(engine, name, load, results)
 
     def turn(self, name: str, load: Any, turn: int, found: Any) -> None:
-        """One workload through each engine; the first warms up, and its tokens are compared."""
+        """Run one workload on each engine. The first turn warms up, and its tokens are compared."""
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
         if load["tokens"]:
             self._compare(name, {engine: a.pop("tokens") for engine, a in answers.items()})
@@ -228,7 +230,7 @@ class Engines:
         self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
         self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
         if load.get("decode"):
-            # The request that was admitted last has seen nothing but decode steps.
+            # The request that was admitted last has only had decode steps.
             self._add(engine, f"{name}: decode step", "ms", [1e3 * min(r["itl"]) for r in results])
             return
         self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
@@ -240,7 +242,7 @@ class Engines:
         self._steps(engine, name, [r["steps"] for r in results if r["steps"]])
 
     def _steps(self, engine: str, name: str, profiles: Any) -> None:
-        """A step of the scheduler, and of the worker: what the CPU does of it."""
+        """Record the CPU time of a step in the scheduler and in the worker."""
         for part, functions in (
             ("scheduler", ("scheduler: schedule", "scheduler: update")),
             ("worker", ("worker: prepare and launch", "worker: sample")),
@@ -278,9 +280,9 @@ class Engines:
             engine.close()
 
 
-@benchmark("vllm", "vLLM as it is and vLLM on vMem in turns", arguments=arguments, plot=draw, order=900)
+@benchmark("vllm", "unmodified vLLM and vLLM on vMem, in turns", arguments=arguments, plot=draw, order=900)
 def run(session: Session) -> list[Record]:
-    """Records of both engines; none where there is no vLLM, and none in "all": it takes minutes and a GPU's memory."""
+    """Records of both engines. Not part of "all", because it takes minutes and a whole GPU. Empty without vLLM."""
     args = session.args
     if getattr(args, "bench", "vllm") == "all":
         return []

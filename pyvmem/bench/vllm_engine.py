@@ -1,4 +1,4 @@
-"""One vLLM engine for ``pyvmem bench vllm``, in a process of its own: workloads come as JSON lines, results go back.
+"""One vLLM engine of ``pyvmem bench vllm`` in its own process: it reads workloads as JSON lines and writes results.
 
 The parent starts it with ``VMEM_VLLM`` unset or 1, and with the numbers of two pipes.
 
@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-# Shapes of models; weights are made up (vLLM's load_format "dummy", the same in every engine).
+# Shapes of models; weights are random (vLLM's load_format "dummy", the same in every engine).
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
                  num_key_value_heads=4, head_dim=128, vocab_size=32000, rope_theta=10000.0),
@@ -58,7 +58,7 @@ def requests_of(load: Any) -> Any:
         return [(tokens(load["prompt"]), load["output"]) for _ in range(load["batch"])]
     if kind == "ramp":  # prompts of every length
         return [(tokens(load["prompt"] + load["step"] * i), load["output"]) for i in range(load["batch"])]
-    if kind == "hot":  # some prompts begin alike
+    if kind == "hot":  # some prompts share a prefix
         prefixes = [tokens(load["prefix"]) for _ in range(load["prefixes"])]
         made = []
         for _ in range(load["batch"]):
@@ -88,7 +88,7 @@ def requests_of(load: Any) -> Any:
 
 
 class Sampler:
-    """Most device memory in use while it runs, as the driver reports it, and of that the KV cache's."""
+    """The peak of device memory in use, as the driver reports it, and the KV cache's part of it."""
 
     def __init__(self, kv_memory: bool) -> None:
         self._stop = threading.Event()
@@ -102,11 +102,11 @@ class Sampler:
         return total - free
 
     def kv(self) -> Any:
-        """Device memory of the KV cache: all that vLLM set aside at its start, or what vMem has now."""
+        """Device memory of the KV cache: what vLLM allocated at its start, or what vMem has now."""
         from pyvmem.vllm import metrics, worker
 
         engine = worker.current()
-        if engine is None:  # vLLM's own, or workers in other processes, of which the one with the most counts
+        if engine is None:  # vLLM's own, or workers in other processes: take the largest
             held = [v.stats["held_pages"] * v.stats["page_size"] for v in metrics.own_views()]
             return max(held, default=self._kv_memory)
         stats = engine.context.stats()
@@ -132,7 +132,7 @@ class Sampler:
 
 
 def kv_state() -> Any:
-    """What the KV caches of this process and its workers publish, and the worker's own counters."""
+    """What the KV caches of this process and of its workers publish, and the worker's own counters."""
     from pyvmem.vllm import worker
 
     engine = worker.current()
@@ -162,7 +162,7 @@ _runs = itertools.count()
 
 
 def generate(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | None = None) -> list[Any]:
-    """Outputs in the order of the prompts. concurrency: how many requests there are at a time; None: all at once."""
+    """Outputs in the order of the prompts. concurrency: requests at a time; None for all at once."""
     if not concurrency:
         return list(llm.generate(prompts, params, use_tqdm=False))
     engine, run = llm.llm_engine, next(_runs)
@@ -182,7 +182,7 @@ def generate(llm: Any, prompts: list[Any], params: list[Any], concurrency: int |
 
 
 def run(llm: Any, load: Any, profile: Any = None) -> Any:
-    """One workload; what came of it."""
+    """Run one workload and return its results."""
     from vllm import SamplingParams
 
     wanted = requests_of(load)
@@ -247,7 +247,7 @@ def main() -> None:
         llm = LLM(model=model, disable_log_stats=False, **settings)
         blocks = llm.llm_engine.vllm_config.cache_config
         profile = None
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # else the steps are in another process
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # otherwise the steps run in another process
             profile = Profile()
         say(ready=True, imported=imported - begin, started=time.perf_counter() - imported, kv=kv_state(),
             blocks=blocks.num_gpu_blocks, block_size=blocks.block_size)  # fmt: skip
@@ -266,7 +266,7 @@ def main() -> None:
                     with Kernels() if load.get("kernels") else contextlib.nullcontext() as kernels:
                         answer = run(llm, load, profile)
                     say(**answer, kernels=kernels.take() if kernels else None)
-            except Exception as error:  # the parent says it; the engine may still serve
+            except Exception as error:  # the parent reports it; the engine may still work
                 say(error=f"{type(error).__name__}: {error}")
 
 

@@ -1,7 +1,7 @@
 """Two engines on vMem on one GPU, loaded by turns (``pyvmem bench vllm --pair``).
 
-Each may have all the KV memory of --kv-memory while the other is idle. Beside that: one of them alone with all of it
-(the whole GPU), and limited to half of it (what each of two static engines would have).
+Each engine may use all the KV memory of --kv-memory while the other is idle. For comparison, one engine runs alone with
+all of it (the whole GPU), and with half of it (as each of two static engines would).
 
 SPDX-License-Identifier: MIT
 """
@@ -14,13 +14,13 @@ FIRST, SECOND = "first on vMem", "second on vMem"
 
 
 class Pair(Engines):
-    """Both engines, and the records of what they did."""
+    """Both engines, and the records of their runs."""
 
     def start(self, log: Any) -> dict[str, Engine]:
         return {name: Engine(self._args, True, log) for name in (FIRST, SECOND)}
 
     def measure(self, name: str, load: Any) -> None:
-        """One workload: with the whole GPU, in static halves, and by turns."""
+        """Run one workload with the whole GPU, in static halves, and by turns."""
         whole = self._args.kv_memory
         seed = load.get("seed", 0)
         found: dict[str, list[float]] = {"the whole GPU": [], "half": [], "by turns": []}

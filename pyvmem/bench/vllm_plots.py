@@ -1,4 +1,4 @@
-"""The figure of ``pyvmem bench vllm --plot``: each workload's bars, one for each engine.
+"""The figure of ``pyvmem bench vllm --plot``: bars by workload, one per engine.
 
 SPDX-License-Identifier: MIT
 """

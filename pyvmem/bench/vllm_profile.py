@@ -1,7 +1,7 @@
-"""Where an engine's steps spend their time: vLLM's scheduler, its worker, and what vMem adds to both.
+"""The time that an engine's steps spend in vLLM's scheduler, in its worker, and in vMem's part of both.
 
-Functions are timed by wrapping them in the engine's own process, so this needs one process
-(``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one GPU), as ``pyvmem bench vllm`` runs it.
+The profile wraps functions in the engine's process, so the engine must be one process
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one GPU), as in ``pyvmem bench vllm``.
 
 SPDX-License-Identifier: MIT
 """

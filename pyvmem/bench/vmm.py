@@ -41,10 +41,10 @@ Seen = dict[str, npt.NDArray[Any]]  # nanoseconds of each call, by metric
 Bare = Callable[[npt.NDArray[np.uint64]], tuple[float, float]]
 
 RANGE = 1 << 30
-STRIDE = 1009  # pages from one sample to the next: prime, so that no two in a row are near each other
-BLOCK = 2 * MIB  # what one page table of small pages covers
+STRIDE = 1009  # pages between consecutive samples: prime, so that consecutive samples are far apart
+BLOCK = 2 * MIB  # the addresses that one page table of small pages covers
 BATCH = 1024
-TURN = 20  # single calls in a row, before it is the next one's turn
+TURN = 20  # consecutive single calls in a turn
 TIB = 1 << 40
 
 
@@ -54,13 +54,13 @@ def paper(metric: str, page_size: int) -> float | None:
 
 
 def sample_arrays(count: int, n: int) -> tuple[list[npt.NDArray[np.uint64]], list[Any]]:
-    """`count` arrays for n samples each, and the same as C's loops take them."""
+    """`count` arrays for n samples each, and pointers to them for the C loops."""
     arrays = [np.zeros(n, np.uint64) for _ in range(count)]
     return arrays, [ffi.from_buffer("uint64_t[]", a) for a in arrays]
 
 
 def backdrop_flag(context: Context) -> int:
-    """The flags that tensors reserve with: a backdrop, if the backend supports one."""
+    """The flags with which tensors reserve: a backdrop, if the backend supports one."""
     return lib.VMEM_RESERVE_BACKDROP if "backdrop" in context.info().capabilities else 0
 
 
@@ -89,12 +89,12 @@ class Calls:
         self.seen |= zip(("map, from Python", "unmap, from Python"), self._python)
 
     def _pages(self, range_: Reservation, stride: int, first: int, count: int, raw: Any) -> None:
-        # A driver call for memory once in many pages is no part of any page's latency.
+        # The driver call that allocates memory for many pages is not part of a page's latency.
         self.context.prealloc(64 * MIB)
         _check(lib.pv_bench_pages(self.context._use(), self.page_size, range_.addr, RANGE, stride, first, count, *raw))
 
     def _open_blocks(self, range_: Reservation) -> None:
-        """A page in each block of 2 MiB, of which the first prepares its page table; `round` then sees the rest."""
+        """Map a page in each 2 MiB block. The first one creates the block's page table; `round` times later ones."""
         n = RANGE // BLOCK
         arrays, raw = sample_arrays(4, n)
         self._pages(range_, STRIDE * BLOCK // self.page_size, 0, n, raw)
@@ -107,7 +107,7 @@ class Calls:
 
     def _from_python(self, range_: Reservation, first: int, count: int) -> None:
         """The same page's samples through `Reservation.map` and `unmap`."""
-        # The page goes again: beside it, `prealloc` would prepare other memory, in other places.
+        # The page is released again: while it exists, `prealloc` would allocate memory elsewhere.
         with self.context.create(self.page_size) as page:
             for i in range(first, first + count):
                 offset = i * STRIDE % (RANGE // self.page_size) * self.page_size
@@ -119,7 +119,7 @@ class Calls:
 
 
 class CudaCalls:
-    """The same of CUDA's own calls, at 2 MiB."""
+    """The same for CUDA's own calls, at 2 MiB."""
 
     def __init__(self, device: int, n: int, stack: contextlib.ExitStack) -> None:
         cuda = ffi.new("pv_cuda **")
@@ -149,9 +149,9 @@ class CudaCalls:
 def single_calls(
     session: Session, context: Context, sizes: Sequence[int], n: int
 ) -> list[tuple[str | None, int, Seen]]:
-    """[(backend or None, page size, {metric: nanoseconds[n]})] of single calls, CUDA's too where there is CUDA.
+    """[(backend or None, page size, {metric: nanoseconds[n]})] of single calls, and of CUDA's own calls on a GPU.
 
-    In turns of TURN calls each, so that a machine whose speed changes is as fast for one as for the other.
+    The calls alternate in turns of TURN calls, so that changes of the machine's speed affect both equally.
     """
     with contextlib.ExitStack() as stack:
         rows: list[tuple[str | None, int, Calls | CudaCalls]]
@@ -165,7 +165,7 @@ def single_calls(
 
 
 def paired(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], turn: int) -> npt.NDArray[np.float64]:
-    """What ours take of theirs, turn by turn: float[turns], each the ratio of the medians of one turn's samples."""
+    """Our time over theirs, turn by turn: float[turns], the ratio of the medians of each turn's samples."""
     turns = len(ours) // turn * turn
     mine, other = (np.median(np.asarray(x[:turns], float).reshape(-1, turn), axis=1) for x in (ours, theirs))
     ratios: npt.NDArray[np.float64] = mine / np.maximum(other, 1)
@@ -186,7 +186,7 @@ ORDERS: dict[str, Callable[[], npt.NDArray[np.uint64]]] = {
 def batches(context: Context, page_size: int, n: int, bare: Bare | None = None) -> dict[tuple[str, str], Any]:
     """{(who, metric): nanoseconds[n]} of whole batches of `BATCH` pages, addresses consecutive or scattered.
 
-    bare(slots) does the same without libvmem, in turns with it, and returns nanoseconds of mapping and unmapping.
+    bare(slots) does the same without libvmem, in turns with it, and returns the nanoseconds to map and to unmap.
     """
     seen = {}
     with context.reserve(BATCH * page_size, backdrop=bool(backdrop_flag(context))) as range_:
@@ -213,7 +213,7 @@ def batches(context: Context, page_size: int, n: int, bare: Bare | None = None) 
 
 
 def bare_host(page_size: int) -> Bare:
-    """For `batches`: the system calls alone."""
+    """The bare system calls, for `batches`."""
 
     def once(slots: npt.NDArray[np.uint64]) -> tuple[float, float]:
         times, raw = sample_arrays(2, 1)
@@ -234,7 +234,7 @@ def largest_reservation(context: Context) -> tuple[float, float]:
 
 @benchmark("vmm", "latency of each call, by page size", order=10)
 def run(session: Session) -> list[Record]:
-    """Time single calls and batches for each page size; on a GPU, CUDA's own calls beside them."""
+    """Time single calls and batches for each page size, and on a GPU also CUDA's own calls."""
     n = 200 if session.quick else 2000
     repeats = 20 if session.quick else 100
     records = []
@@ -270,7 +270,7 @@ def run(session: Session) -> list[Record]:
                     records.append(session.record(ratios, context, metric, "x", page_size=page_size))
         try:
             took, overhead = largest_reservation(context)
-        except OutOfMemory:  # an address space limit, or hardware with fewer address bits
+        except OutOfMemory:  # limited address space, or hardware with fewer address bits
             pass
         else:
             records.append(session.record(took, context, "reserve 12 TiB", "ms"))

@@ -159,7 +159,7 @@ def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
 
 
 def test_an_unknown_workload_is_named():
-    with pytest.raises(ValueError, match="--load azure: one of"):
+    with pytest.raises(ValueError, match="--load azure must be one of"):
         vllm.loads(arguments(load=["azure"]))
 
 
