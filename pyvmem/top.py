@@ -70,7 +70,7 @@ def _limit(text: str) -> list[tuple[View, int]]:
     except ValueError:
         equals = ""
     if not equals or size <= 0:
-        raise ValueError(f"--limit {text}: PID=SIZE is wanted, such as 1234=16G")
+        raise ValueError(f"--limit {text} must be PID=SIZE, such as 1234=16G")
     chosen = [v for v in read_views() if v.pid == pid]
     if not chosen:
         raise ValueError(f"--limit {text}: process {pid} has no KV cache")
