@@ -51,6 +51,10 @@ class KVCacheOptions:
         Every operation verifies the bookkeeping. Slow; for tests.
     lazy : bool
         Device memory is taken when pages are needed, not the whole budget at creation.
+    sharing : bool
+        Requests may share pages: prefixes and block names. False refuses those. The cuda backend then backs what a
+        prompt fills with pages that come and go together, up to 32 MiB, in a sixteenth of the calls; kernels must not
+        read past whole tiles (`tile_rows`).
     ahead_tokens, ahead_min : int
         Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4), and up to
         twice as many.
@@ -85,6 +89,7 @@ class KVCacheOptions:
     same_slots: bool = False
     check: bool = False
     lazy: bool = False
+    sharing: bool = True
     ahead_tokens: int = 0
     ahead_min: int = 0
     eager_tokens: int = 0
@@ -105,12 +110,14 @@ class KVCacheOptions:
         uint("watermark", self.watermark)
         if uint("watermark_percent", self.watermark_percent) > 100:
             raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} is over 100")
-        for name in _SWITCHES:
+        for name in (*_SWITCHES, "sharing"):
             flag(name, getattr(self, name))
 
     def _flags(self) -> int:
         """The switches as flags of C."""
-        return sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
+        unshared: int = 0 if self.sharing else lib.VMEM_KV_UNSHARED
+        flags: int = sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
+        return flags | unshared
 
     def _numbers(self) -> dict[str, int]:
         """The numbers that ``struct vmem_kv_config`` has fields for."""

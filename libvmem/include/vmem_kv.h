@@ -53,6 +53,10 @@ struct vmem_kv_tensor {
 #define VMEM_KV_SAME_SLOTS 0x20u
 #define VMEM_KV_CHECK 0x40u // verify the kernel rule and the bookkeeping at every operation (slow)
 #define VMEM_KV_LAZY 0x80u  // take device memory when pages are needed, not the whole budget at creation
+// Requests share no pages: saving a prefix and naming blocks return -EOPNOTSUPP. What a prompt fills may then be pages
+// that come and go together, up to 32 MiB. The cuda backend maps such pages as fast as one; it has no backdrop behind them,
+// so no kernel may read past whole tiles. Other backends map consecutive pages at once anyway.
+#define VMEM_KV_UNSHARED 0x100u
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 // Grows at its end: a field that the caller does not know is 0.

@@ -220,6 +220,8 @@ def prefill(
         "deferred reclamation": {"overlap": False, "defer": True, "eager": False},
         "eager": {"overlap": True, "defer": False, "eager": True, "eager_tokens": tokens},
     }
+    if context.backend == "cuda":
+        strategies["synchronous, no sharing"] = strategies["synchronous"] | {"sharing": False}
     records = []
     budget = 4 * (tokens * model.row_bytes() // (2 * MIB) + 2) * 2 * MIB * 2 * layers
     budget = min(budget, memory_for(context, 0.85))

@@ -279,7 +279,8 @@ static int backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64
 }
 static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
-    MUST(a->size && a->size % BLOCK == 0 && a->size <= b->arena_max && ((uintptr_t)a & 7) == 0);
+    MUST(a->size && a->size % BLOCK == 0 && a->size <= (a->whole ? b->whole_max : b->arena_max));
+    MUST(((uintptr_t)a & 7) == 0);
     int rc = fault() ? injected() : inner->arena_new(b, a);
     if (!rc && eager && (rc = inner->populate(b, a, 0, a->size)))
         inner->arena_free(b, a);

@@ -4,6 +4,7 @@
 // waits for it: whatever may happen beside it does.
 //
 // SPDX-License-Identifier: MIT
+#include "core/core.h"
 #include "stop_worker.h"
 
 #define SLOTS 6
@@ -35,6 +36,11 @@ static const struct shape shapes[] = {
     {"wide row", {{.row_bytes = 96 * 1024}}, 1, 1, 200},
     {"window, tiles", {{.row_bytes = 32768, .window = 64}, {.row_bytes = 16384, .max_tokens = 200}}, 2, 16, 120},
 };
+// Of pages that go together, where the backend has such (VMEM_KV_UNSHARED).
+static const struct shape together[] = {
+    {"long", {{.row_bytes = 256 * 1024}, {.row_bytes = 256 * 1024}}, 2, 1, 120 * 32},
+    {"long, tiles, window", {{.row_bytes = 192 * 1024}, {.row_bytes = 128 * 1024, .window = 60}}, 2, 24, 100 * 32},
+};
 
 static vmem_context *ctx;
 static vmem_kv *kv;
@@ -43,8 +49,9 @@ static struct vmem_kv_layout layouts[4];
 static struct request requests[SLOTS];
 static struct prefix prefixes[PREFIXES];
 static uint64_t seed, page_size, budget;
-static bool hard; // the context's budget is the cache's
-static bool zero; // VMEM_KV_ZERO
+static bool hard;     // the context's budget is the cache's
+static bool zero;     // VMEM_KV_ZERO
+static bool unshared; // VMEM_KV_UNSHARED
 
 static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
 
@@ -404,6 +411,10 @@ static void do_prefix(void)
     struct prefix *p = &prefixes[below(PREFIXES)];
     uint32_t s = (uint32_t)below(SLOTS);
     struct request *r = &requests[s];
+    if (unshared) {
+        CHECK(vmem_kv_prefix_save(kv, s, 1, &p->id) == (r->taken && !r->swapped ? -EOPNOTSUPP : -EINVAL));
+        return;
+    }
     if (p->id && below(3) == 0) {
         OK(vmem_kv_prefix_drop(kv, p->id));
         p->id = 0;
@@ -470,6 +481,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     seed = start;
     hard = start % 2;
     zero = flags & VMEM_KV_ZERO;
+    unshared = flags & VMEM_KV_UNSHARED;
     in_flight = 1 + (uint32_t)(start / 2 % 3);
     n_flights = 0;
     steps = 0;
@@ -571,6 +583,9 @@ int main(int argc, char **argv)
         for (size_t j = 0; j < COUNT(flags); j++)
             run(&shapes[i], flags[j], test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB), start + i * 100 + j,
                 operations);
+    for (size_t i = 0; i < COUNT(together) && ctx->b.whole_max; i++)
+        for (size_t j = 0; j < COUNT(flags); j++)
+            run(&together[i], flags[j] | VMEM_KV_UNSHARED, test_page, start + i * 100 + j, operations);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -179,7 +179,9 @@ CUDA(cuMemMap, uint64_t addr, size_t length, size_t offset, uint64_t handle, uns
             memory = NULL;
     if (fails()) {
         result = 2;
-    } else if (memory && offset == 0 && length == memory->size && addr % BLOCK == 0) {
+    } else if (memory && (offset || length != memory->size)) {
+        result = 801; // a handle is mapped as a whole
+    } else if (memory && addr % BLOCK == 0) {
         struct mapping *m = calloc(1, sizeof(*m));
 
         *m = (struct mapping){mappings, addr, length, memory, false, calloc(length / PAGE, sizeof(uint32_t)), NULL};

@@ -28,6 +28,7 @@ struct vmem__reservation {
 
 struct vmem__arena {
     uint64_t size; // a multiple of 2 MiB
+    bool whole;    // no run has a part of it: all of it is mapped at an address, or nothing
     void *priv;    // the backend's
 };
 
@@ -53,6 +54,7 @@ struct vmem__backend {
     _Atomic uint64_t overhead; // bytes of device memory for backdrop and scratch, kept by the backend
     uint64_t arena_min;        // smallest arena worth allocating, a multiple of 2 MiB
     uint64_t arena_max;        // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
+    uint64_t whole_max; // largest arena that can be made to be mapped whole alone, where that saves time; 0: none
 };
 
 struct vmem__ops {

@@ -24,10 +24,16 @@ static inline struct vmem__page *extent_at(const vmem_context *ctx, uint64_t fra
     return &(*a)->pages[frame - (*a)->base];
 }
 
+// Arenas that are mapped whole have a list of their own, in which each is one extent.
+static inline struct vmem__freelist *freelist_of(vmem_context *ctx, const struct vmem__arena_rec *a, bool committed)
+{
+    return VMEM__UNLIKELY(a->b.whole) ? &ctx->whole : &ctx->free[committed];
+}
+
 static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t granules, bool committed)
 {
     struct vmem__page *head = &a->pages[first], *tail = head + granules - 1;
-    struct vmem__freelist *fl = &ctx->free[committed];
+    struct vmem__freelist *fl = freelist_of(ctx, a, committed);
     unsigned bin = bin_of(granules);
     uint64_t link = a->base + first + 1;
 
@@ -50,7 +56,7 @@ static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t f
 static void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first)
 {
     struct vmem__page *head = &a->pages[first], *tail = head + head->granules - 1;
-    struct vmem__freelist *fl = &ctx->free[head->committed];
+    struct vmem__freelist *fl = freelist_of(ctx, a, head->committed);
     unsigned bin = bin_of(head->granules);
     struct vmem__arena_rec *other;
 
@@ -166,6 +172,18 @@ bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first,
     return true;
 }
 
+bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out)
+{
+    struct vmem__arena_rec *a;
+    for (uint64_t link = ctx->whole.head[bin_of(granules)]; link; link = extent_at(ctx, link - 1, &a)->next) {
+        if (extent_at(ctx, link - 1, &a)->granules != granules)
+            continue;
+        extent_cut(ctx, a, 0, 0, (uint32_t)granules, out);
+        return true;
+    }
+    return false;
+}
+
 // ---- arenas -------------------------------------------------------------------------------------------------
 
 // Numbers for the arena's frames: blocks in a row, and one more that stays unused, so that the frames of two arenas are
@@ -244,11 +262,11 @@ static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
     blocks_put(ctx, a);
 }
 
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align)
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
 {
     struct vmem__backend *b = &ctx->b;
     const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
-    const uint64_t least = round_up(align * GRANULE, BLOCK);
+    const uint64_t least = whole ? granules * GRANULE : round_up(align * GRANULE, BLOCK);
     int rc;
 
     // Arenas grow with what there is, so that their number stays small, but never hold more than an eighth in vain.
@@ -256,6 +274,7 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align)
     size = size < eighth ? eighth : size;
     size = size < b->arena_min ? b->arena_min : size;
     size = size > b->arena_max ? b->arena_max : size;
+    size = whole ? least : size;
     for (;;) {
         if (!lazy && ctx->budget) {
             uint64_t cap = round_up(ctx->budget < MAX_RESERVE ? ctx->budget : MAX_RESERVE, BLOCK);
@@ -271,6 +290,7 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align)
         if (!a)
             return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
         a->b.size = size;
+        a->b.whole = whole;
         a->granules = (uint32_t)(size / GRANULE);
         ctx->committed += lazy ? 0 : size; // before the lock goes: others must see it
         vmem__unlock(ctx);
@@ -322,6 +342,30 @@ static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
     vmem__lock(ctx);
 }
 
+// An arena that nothing uses, mapped whole or not; NULL if there is none. Of backends with a whole_max alone, whose other
+// arenas are a block each.
+static struct vmem__arena_rec *unused_arena(const vmem_context *ctx, bool whole)
+{
+    const struct vmem__freelist *fl = whole ? &ctx->whole : &ctx->free[1];
+    struct vmem__arena_rec *a = NULL;
+    if (fl->nonempty)
+        extent_at(ctx, fl->head[bin_of(fl->nonempty)] - 1, &a);
+    return a;
+}
+
+uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes)
+{
+    uint64_t freed = 0;
+    struct vmem__arena_rec *a;
+    while (ctx->b.whole_max && freed < bytes && (a = unused_arena(ctx, whole)) && ctx->committed >= keep + a->b.size) {
+        freed += a->b.size;
+        ctx->committed -= a->b.size;
+        arena_unlink(ctx, a);
+        arena_release(ctx, a);
+    }
+    return freed;
+}
+
 struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p)
 {
     struct vmem__arena_rec *a = p->arena;
@@ -336,9 +380,13 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
         a->pages[u].state = GRANULE_WORN;
         a->worn++;
         a->committed += p->committed;
-        if (u > start)
+        if (u > start && !a->b.whole)
             extent_insert(ctx, a, start, u - start, p->committed);
         start = u + 1;
+    }
+    if (VMEM__UNLIKELY(a->b.whole)) { // it can be had again when all of it is free
+        start = 0;
+        end = a->used || a->worn ? 0 : a->granules;
     }
     if (end > start)
         extent_insert(ctx, a, start, end - start, p->committed);

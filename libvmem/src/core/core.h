@@ -193,6 +193,7 @@ struct vmem_context {
     size_t free_block; // no free block lies before it
     struct vmem__arena_rec *arenas;
     struct vmem__freelist free[2]; // [1]: extents that hold device memory. Without populate() all do.
+    struct vmem__freelist whole;   // arenas that are mapped whole and have no page
 
     uint32_t opid; // the last operation id given to a call
     uint64_t budget;
@@ -249,8 +250,13 @@ bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first,
 struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p);
 // Puts pieces into the free lists, returning to the system what is more than ctx->keep and the hysteresis allow.
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
-// A new arena, of at least `align` granules and up to `granules` where it can.
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align);
+// An arena of exactly so many granules that is mapped whole; false when there is none.
+bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
+// A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`.
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole);
+// Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of
+// memory remain. Returns how many bytes.
+uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);
 // Returns all free memory beyond ctx->keep to the system, without hysteresis.
 void vmem__shrink(vmem_context *ctx);
 // The same in a thread of its own, for a call that was interrupted and is to end now: it takes 100 ms a GiB and more.
@@ -267,6 +273,8 @@ static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_s
         return 0;
     return vmem__bad_page_size(ctx, page_size);
 }
+// vmem_prealloc; whole: in arenas that are mapped whole, as far as it goes.
+int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
 // vmem_trim, keeping `ahead` bytes besides the pages that exist.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
@@ -279,6 +287,7 @@ int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page
 struct vmem__stretch {
     size_t n;
     vmem_page near;
+    bool whole; // an arena for it alone, if there can be one: the pages are mapped and unmapped together
 };
 int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
                            uint32_t flags, vmem_page *out);

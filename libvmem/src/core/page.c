@@ -166,8 +166,22 @@ static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vme
            (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) || vmem__take(ctx, false, left, granules, p);
 }
 
+// A new arena. Memory that is taken ahead in arenas of the other kind gives way to it.
+static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
+{
+    const uint64_t bytes = whole ? wanted * GRANULE : BLOCK;
+    int rc;
+    do
+        rc = vmem__grow(ctx, wanted, granules, whole);
+    while (rc == -ENOMEM && vmem__convert(ctx, !whole, 0, bytes));
+    if (!rc && ctx->keep)
+        vmem__convert(ctx, !whole, ctx->keep, bytes);
+    return rc;
+}
+
 // A new arena, after a look for an interrupt where the last ones took long to make. *fresh: bytes made since that look.
-static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, uint64_t *fresh)
+static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole,
+                                            uint64_t *fresh)
 {
     const uint64_t before = ctx->arena_bytes;
     int rc = 0;
@@ -178,7 +192,7 @@ static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, 
         *fresh = 0;
     }
     if (!rc)
-        rc = vmem__grow(ctx, wanted, granules);
+        rc = grow(ctx, wanted, granules, whole);
     if (!rc)
         *fresh += ctx->b.ops->populate ? 0 : ctx->arena_bytes - before;
     return rc;
@@ -191,6 +205,7 @@ struct part {
     size_t n;
     uint64_t more;  // granules that will follow
     vmem_page near; // continues physically behind this page; 0: anywhere
+    bool whole;     // an arena of its own
     bool grown;     // arenas were made for it
 };
 
@@ -206,9 +221,14 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
     int rc = 0;
     while (left && !rc) {
         struct vmem__piece *p = &pieces[n_pieces];
-        if (!take(ctx, part->granules, left, n_pieces ? 0 : part->near, p)) {
-            rc = make_arena(ctx, left + part->more, part->granules, &fresh);
+        const bool whole = part->whole; // false once there was none to be had
+        if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, n_pieces ? 0 : part->near, p)) {
+            rc = make_arena(ctx, whole ? left : left + part->more, part->granules, whole, &fresh);
             part->grown |= !rc;
+            if (rc == -ENOMEM && whole) {
+                part->whole = false;
+                rc = 0;
+            }
             continue;
         }
         if (!p->committed) {
@@ -279,6 +299,7 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
     while (done < n && !rc) {
         if (!left) {
             part.near = stretches->near;
+            part.whole = stretches->whole;
             left = stretches++->n;
         }
         part.n = left * part.granules <= most ? left : most / part.granules;
@@ -305,7 +326,7 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
 
 int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
 {
-    const struct vmem__stretch all = {n, near};
+    const struct vmem__stretch all = {.n = n, .near = near};
     return vmem__create_stretches(ctx, page_size, &all, n, flags, out);
 }
 
@@ -347,7 +368,9 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
     return 0;
 }
 
-int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
+int vmem_prealloc(vmem_context *ctx, uint64_t bytes) { return vmem__prealloc(ctx, bytes, false); }
+
+int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
 {
     int rc = vmem__enter(ctx);
     if (rc)
@@ -389,7 +412,10 @@ int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
         }
         if (!ctx->b.ops->populate ||
             !vmem__take(ctx, false, granules < VMEM__PORTION / GRANULE ? granules : VMEM__PORTION / GRANULE, 1, &p)) {
-            rc = vmem__grow(ctx, granules, BLOCK_GRANULES);
+            const uint64_t most = whole ? ctx->b.whole_max >> GRANULE_SHIFT : 0;
+            rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true) : -ENOMEM;
+            if (rc == -ENOMEM)
+                rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false);
             since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
             continue;
         }

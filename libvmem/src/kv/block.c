@@ -30,6 +30,9 @@ static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
     if (!block_tokens || block_tokens > kv->max_tokens)
         return vmem__error(-EINVAL, "block_tokens %u is not between 1 and max_tokens, %u", block_tokens,
                            kv->max_tokens);
+    int rc = vmem__kv_check_sharing(kv);
+    if (rc)
+        return rc;
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];

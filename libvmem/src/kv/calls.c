@@ -24,6 +24,13 @@ int vmem__kv_enter_step(vmem_kv *kv)
     return 0;
 }
 
+int vmem__kv_check_sharing(const vmem_kv *kv)
+{
+    return kv->flags & VMEM_KV_UNSHARED
+               ? vmem__error(-EOPNOTSUPP, "the cache was made for requests that share no pages (VMEM_KV_UNSHARED)")
+               : 0;
+}
+
 int vmem__kv_enter(vmem_kv *kv)
 {
     int rc = vmem__kv_enter_step(kv);

@@ -57,6 +57,17 @@ uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot)
     return (uint32_t)steady;
 }
 
+uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    if (!s->fresh || s->tokens || hi >= sp->hi || !kv_joined(kv, slot, group, hi))
+        return sp->hi;
+    while (kv_joined(kv, slot, group, hi))
+        hi--;
+    return hi;
+}
+
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot)
 {
     kv->slots[slot].steady = 0;
@@ -92,7 +103,7 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return rc;
     if (c->steps_in_flight > 16)
         return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
-    if (c->flags & ~(VMEM_KV_LAZY * 2 - 1))
+    if (c->flags & ~(VMEM_KV_UNSHARED * 2 - 1))
         return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
         return vmem__error(-EINVAL, "tensors: %u is not between 1 and 65536", c->n_tensors);
@@ -146,6 +157,13 @@ static bool same_group(const struct kv_group *g, const struct vmem_kv_tensor *t,
     return g->row_bytes == t->row_bytes && g->window == t->window && g->max_tokens == max_tokens;
 }
 
+// Address space, used where something is written.
+static void *table_of(uint64_t bytes)
+{
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+
 static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
 {
     kv->order = calloc(c->n_tensors, sizeof(*kv->order));
@@ -168,7 +186,7 @@ static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
         }
         kv->order[i] = g->n++; // its place in the group; made absolute below
     }
-    uint64_t table = 0;
+    uint64_t table = 0, joined = 0;
     uint32_t first = 0;
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         struct kv_group *g = &kv->groups[j];
@@ -177,7 +195,9 @@ static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
             return rc;
         g->first = first;
         g->table = table;
+        g->joined = joined;
         first += g->n;
+        joined += (uint64_t)kv->n_slots * g->slot_pages;
         table += (uint64_t)g->n * kv->n_slots * g->slot_pages;
     }
     for (uint32_t i = 0; i < c->n_tensors; i++) {
@@ -188,11 +208,11 @@ static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
         kv->order[i] += kv->groups[j].first;
     }
     kv->pages_bytes = table * sizeof(vmem_page);
-    kv->pages = mmap(NULL, kv->pages_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (kv->pages == MAP_FAILED) {
-        kv->pages = NULL;
+    kv->pages = table_of(kv->pages_bytes);
+    kv->joined_bytes = kv->whole ? joined * sizeof(*kv->joined) : 0;
+    kv->joined = kv->whole ? table_of(kv->joined_bytes) : NULL;
+    if (!kv->pages || (kv->whole && !kv->joined))
         return vmem__error(-ENOMEM, "no address space for a table of %" PRIu64 " pages", table);
-    }
     return 0;
 }
 
@@ -262,6 +282,8 @@ void vmem_kv_destroy(vmem_kv *kv)
     }
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
+    if (kv->joined)
+        munmap(kv->joined, kv->joined_bytes);
     if (kv->view)
         munmap(kv->view, sizeof(*kv->view));
     free(kv->view_path);
@@ -312,6 +334,8 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->idle_ms = c->idle_ms;
     kv->page_size = c->page_size;
     kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
+    const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? kv->ctx->b.whole_max >> kv->page_shift : 0;
+    kv->whole = whole >= 2 ? (uint32_t)whole : 0;
     kv->block = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
     for (uint32_t i = 0; i < c->n_tensors; i++)
         if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)

@@ -33,7 +33,8 @@ struct kv_group {
     uint32_t first; // of them, in vmem_kv.addrs
     uint64_t slot_rows, slot_stride;
     uint32_t slot_pages;
-    uint64_t table; // index in vmem_kv.pages of (slot 0, first tensor, page 0)
+    uint64_t table;  // index in vmem_kv.pages of (slot 0, first tensor, page 0)
+    uint64_t joined; // index in vmem_kv.joined of (slot 0, page 0)
 };
 
 // Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
@@ -42,7 +43,7 @@ struct kv_span {
     uint32_t need_lo, need_hi;   // what the slot's last step asked for; equal: nothing
     uint32_t keep_lo, keep_hi;   // what kernels in flight touch: those of the last steps, and of the next
     uint32_t shared_hi;          // pages from here on have no other holder
-    uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page
+    uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
     uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
 };
 
@@ -168,6 +169,9 @@ struct vmem_kv {
     struct kv_idle *idle; // [slot]
     vmem_page *pages;     // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;
+    uint32_t whole; // most pages that are created, mapped and unmapped together; 0: each can go alone
+    bool *joined;   // with `whole`, [group][slot][page]: it goes with the page before it
+    uint64_t joined_bytes;
     uint64_t scratch; // a reservation with a page for every tensor, to see pages that are mapped in no slot
 
     pthread_mutex_t api, state, stats_lock;
@@ -233,6 +237,13 @@ static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint
     return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
 }
 
+// Whether a page of a span goes with the page before it.
+static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    const struct kv_group *g = &kv->groups[group];
+    return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
+}
+
 // Pages there could be more, taking nothing back.
 static inline uint64_t kv_unused(const vmem_kv *kv)
 {
@@ -254,6 +265,10 @@ uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Grows an array so that it has room for n elements of `size` bytes.
 int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
+
+// Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go if
+// the step asks for some of them only: it gets others.
+uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
 
 // ---- plan.c
 
@@ -288,6 +303,7 @@ int vmem__kv_check_process(const vmem_kv *kv); // -EPERM in a child of the proce
 int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);
+int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHARED
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 

@@ -158,7 +158,7 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
     uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
     // Nothing is no call: vmem_prealloc would give up what others took.
     const uint64_t others = locked_ahead_of_others(kv);
-    int rc = own ? vmem_prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own)) : 0;
+    int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)
         promise(kv, pages);
     return rc;

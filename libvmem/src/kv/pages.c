@@ -24,7 +24,8 @@ int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gr
     if (rc)
         return rc;
     uint32_t b = kv->block, first = (from + b - 1) / b * b, last = KV_MIN(to, coarse_hi) / b * b;
-    bool coarse = b > 1 && !g->window && last >= first + COARSE_BLOCKS * b;
+    bool coarse = kv->whole ? last >= from + 2 : b > 1 && last >= first + COARSE_BLOCKS * b;
+    coarse = coarse && !g->window;
     l->parts[l->n_parts++] =
         (struct kv_part){.slot = slot,
                          .group = group,
@@ -84,6 +85,35 @@ static uint32_t divide(const vmem_kv *kv, const struct kv_part *p, struct piece 
     return n;
 }
 
+// How many of n pages the next stretch has that go together: the largest power of two.
+static uint32_t next_whole(const vmem_kv *kv, uint32_t n)
+{
+    return n >= kv->whole ? kv->whole : 1u << (31 - __builtin_clz(n));
+}
+
+// Stretches of a tensor's n pages that go together in as few parts as possible.
+static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *out)
+{
+    uint64_t listed = 0;
+    for (uint32_t part; n; n -= part) {
+        part = next_whole(kv, n);
+        out[listed++] = (struct vmem__stretch){.n = part, .whole = part > 1};
+    }
+    return listed;
+}
+
+// Marks pages [from, to) of a span: which go together.
+static void set_joined(vmem_kv *kv, const struct kv_part *p)
+{
+    const struct kv_group *g = &kv->groups[p->group];
+    bool *joined = kv->joined + g->joined + (uint64_t)p->slot * g->slot_pages;
+    memset(joined + p->from, 0, p->to - p->from);
+    for (uint32_t at = p->from, n; at < p->coarse_hi; at += n) {
+        n = next_whole(kv, p->coarse_hi - at);
+        memset(joined + at + 1, 1, n - 1);
+    }
+}
+
 // All pages in one call: of one tensor physically consecutive where possible.
 static int create(vmem_kv *kv, struct kv_grow *l)
 {
@@ -92,16 +122,21 @@ static int create(vmem_kv *kv, struct kv_grow *l)
         const struct kv_part *p = &l->parts[i];
         const struct kv_group *g = &kv->groups[p->group];
         struct piece pieces[3];
-        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + g->n + 3, sizeof(*l->stretches));
+        const uint64_t parts = kv->whole ? (p->to - p->from) / kv->whole + 32 : 1;
+        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + parts * g->n + 3, sizeof(*l->stretches));
         if (rc)
             return rc;
         for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
             const uint64_t pages = pieces[k].to - pieces[k].from;
-            if (!pieces[k].joins)
-                l->stretches[n++] = (struct vmem__stretch){pages * g->n, 0};
+            const bool whole = pieces[k].coarse && kv->whole;
+            for (uint32_t t = 0; t < g->n && whole; t++)
+                n += list_whole(kv, (uint32_t)pages, l->stretches + n);
+            if (!whole && !pieces[k].joins)
+                l->stretches[n++] = (struct vmem__stretch){.n = pages * g->n};
             for (uint32_t t = 0; t < g->n && pieces[k].joins; t++)
                 l->stretches[n++] =
-                    (struct vmem__stretch){pages, kv_table(kv, g, p->slot, t)[(uint64_t)pieces[k].from - 1]};
+                    (struct vmem__stretch){.n = pages,
+                                           .near = kv_table(kv, g, p->slot, t)[(uint64_t)pieces[k].from - 1]};
         }
     }
     int rc = vmem__create_stretches(kv->ctx, kv->page_size, l->stretches, l->total, kv->create_flags, l->pages);
@@ -119,8 +154,9 @@ static void place(vmem_kv *kv, struct kv_grow *l)
         struct piece pieces[3];
         for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
             const uint32_t from = pieces[k].from, n = pieces[k].to - from;
-            uint64_t *n_ops = pieces[k].coarse ? &l->n_coarse : &l->n_fine;
-            struct vmem_map_op *op = (pieces[k].coarse ? l->coarse : l->fine) + *n_ops;
+            const bool coarse = pieces[k].coarse && !kv->whole; // one call, so that a failure leaves nothing mapped
+            uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
+            struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
             for (uint32_t t = 0; t < g->n; t++, pages += n) {
                 uint64_t addr = kv_addr(kv, g, p->slot, t, from);
                 memcpy(kv_table(kv, g, p->slot, t) + from, pages, n * sizeof(*pages));
@@ -173,6 +209,8 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
         else
             s->hi = p->to;
         s->coarse_hi = KV_MAX(s->coarse_hi, p->coarse_hi);
+        if (kv->whole)
+            set_joined(kv, p);
         vmem__kv_set_backed(kv, p->slot);
     }
     vmem__kv_grow_reset(l);
@@ -211,6 +249,8 @@ int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gr
     struct kv_span *s = kv_span(kv, slot, group);
     lo = KV_MIN(KV_MAX(lo, s->lo), s->hi);
     hi = KV_MAX(KV_MIN(hi, s->hi), lo);
+    while (hi < s->hi && kv_joined(kv, slot, group, hi))
+        hi++;
     c->slot = slot;
     c->group = group;
     c->before = *s;

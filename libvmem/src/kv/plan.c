@@ -35,11 +35,13 @@ int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
 }
 
 // Pages that the span lacks of [lo, hi). What an earlier request left further back, behind a prefix, is of no use.
-static uint32_t lacks(const struct kv_span *sp, uint32_t lo, uint32_t hi)
+static uint32_t lacks(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
+    const struct kv_span *sp = kv_span(kv, slot, group);
     if (!kv_usable(sp, hi))
         return hi - lo;
-    return (lo < sp->lo ? sp->lo - lo : 0) + (hi > sp->hi ? hi - sp->hi : 0);
+    const uint32_t serves = vmem__kv_serves(kv, slot, group, hi);
+    return (lo < sp->lo ? sp->lo - lo : 0) + (hi > serves ? hi - serves : 0);
 }
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
@@ -59,7 +61,7 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
         w->touched = vmem__kv_in_flight(kv, slot, i, w->lo, w->hi);
         w->extends = extends(s, tokens);
         if (w->extends)
-            plan->missing += (uint64_t)lacks(sp, w->lo, w->hi) * g->n;
+            plan->missing += (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n;
         if (kv->windows && s->tokens && w->lo < sp->lo)
             rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
     }
@@ -127,7 +129,7 @@ void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
         w->keep_lo = sp->keep_lo;
         w->keep_hi = sp->keep_hi;
-        sp->keep_hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), sp->hi);
+        sp->keep_hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), vmem__kv_serves(kv, w->slot, w->group, w->hi));
         sp->keep_lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), sp->keep_hi);
     }
     plan->protects = true;

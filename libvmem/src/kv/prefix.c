@@ -115,6 +115,8 @@ int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *p
     if (rc)
         return rc;
     rc = prefix ? vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE) : vmem__error(-EINVAL, "prefix must not be NULL");
+    if (!rc)
+        rc = vmem__kv_check_sharing(kv);
     if (!rc && (!tokens || tokens > kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the slot's %u", tokens, kv->slots[slot].tokens);
     return vmem__kv_leave(kv, rc ? rc : save(kv, slot, tokens, prefix));

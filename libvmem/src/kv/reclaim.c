@@ -5,11 +5,14 @@
 
 #include "kv/kv.h"
 
-// Where the part of a span starts that can be cut off its end. Blocks mapped by 2 MiB entries go whole or not at all
-// beside running kernels.
-static uint32_t tail(const vmem_kv *kv, uint32_t slot, const struct kv_span *s)
+// Where the part of a span starts that can be cut off its end, from page `from` on. Blocks mapped by 2 MiB entries go
+// whole or not at all beside running kernels, and pages that go together always do.
+static uint32_t tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
-    uint32_t from = kv->slots[slot].fresh ? s->keep_hi : KV_MAX(s->keep_hi, s->coarse_hi);
+    const struct kv_span *s = kv_span(kv, slot, group);
+    from = KV_MAX(from, kv->slots[slot].fresh ? s->keep_hi : KV_MAX(s->keep_hi, s->coarse_hi));
+    while (from < s->hi && kv_joined(kv, slot, group, from))
+        from++;
     return KV_MIN(from, s->hi);
 }
 
@@ -23,7 +26,7 @@ uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
             // What a swapped slot still has could not be unmapped when it was swapped out.
             n = s->hi - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
         } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
-            n = s->hi - tail(kv, slot, s);
+            n = s->hi - tail(kv, slot, i, 0);
             if (s->keep_lo > s->lo)
                 n += s->keep_lo - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->keep_lo, s->shared_hi));
         }
@@ -70,6 +73,8 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
                 continue;
             uint64_t n = (want + kv->groups[i].n - 1) / kv->groups[i].n;
             uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block * kv->block : sp->lo;
+            while (hi > sp->lo && kv_joined(kv, s, i, hi))
+                hi--;
             *v = (struct kv_victim){s, i, sp->lo, KV_MAX(hi, sp->lo)};
             oldest = kv->idle[s].parked;
             break;
@@ -86,9 +91,9 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            uint32_t from = tail(kv, s, sp);
-            if (spare_ahead) // what the background thread would map again at once
-                from = KV_MAX(from, vmem__kv_need_hi(kv, &kv->groups[i], slot->tokens + 2 * (uint64_t)kv->ahead_min));
+            // What the background thread would map again at once is to be spared.
+            const uint64_t tokens = spare_ahead ? slot->tokens + 2 * (uint64_t)kv->ahead_min : 0;
+            const uint32_t from = tail(kv, s, i, spare_ahead ? vmem__kv_need_hi(kv, &kv->groups[i], tokens) : 0);
             if (from < sp->hi) {
                 *v = (struct kv_victim){s, i, sp->lo, from};
                 return true;

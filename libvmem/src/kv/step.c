@@ -18,7 +18,7 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
         if (sp->coarse_hi > hi || !kv_usable(sp, hi)) {
-            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, hi);
+            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_serves(kv, slot, i, hi)));
             if (rc)
                 return rc;
         }

@@ -248,7 +248,8 @@ static bool eager_one(vmem_kv *kv)
         if (kv->flags & VMEM_KV_GENEROUS)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, from, to, 0))
+        // Where pages go together, a request that wants fewer gets others.
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, from, to, kv->whole ? to : 0))
             kv->slots[slot].skip = true;
     }
     uint64_t total = kv->worker_grow.total;

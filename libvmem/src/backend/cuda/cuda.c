@@ -1,4 +1,8 @@
-// The cuda backend: CUDA's own virtual memory management, pages of 2 MiB, an arena for each page.
+// The cuda backend: CUDA's own virtual memory management, pages of 2 MiB.
+//
+// CUDA maps and unmaps a physical handle as a whole: cuMemMap with an offset or a shorter length answers 801,
+// cuMemUnmap of a part 1. So an arena is one page, or, where many pages come and go together, mapped whole. What a
+// mapping takes depends on the number of handles, not of bytes: 16 pages in one take as long as one.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -13,6 +17,7 @@
 // What becomes readable behind a run in a reservation with a backdrop: a kernel's tile reaches less far past the last
 // row, and each page of it is a map of its own.
 #define BACKDROP_AHEAD PAGE
+#define WHOLE_MAX (UINT64_C(32) << 20) // larger handles would save little, and come and go in larger pieces
 
 struct cuda_reservation {
     struct vmem__cuda_reservation cuda; // first: vmem__gpu_*()
@@ -41,6 +46,12 @@ static struct group next_group(const struct vmem__run *runs, size_t n)
     return g;
 }
 
+// Of n runs that follow each other.
+static uint64_t length_of(const struct vmem__run *runs, size_t n)
+{
+    return runs[n - 1].addr + runs[n - 1].length - runs[0].addr;
+}
+
 // A segment of a reservation is a page here. It is active when a page or the backdrop is mapped there; without
 // VMEM_RESERVE_BACKDROP it never is the backdrop. The reservation's lock is held over CUDA's calls for it, which wait
 // for each other inside CUDA anyway.
@@ -53,7 +64,12 @@ static const uint64_t *wanted_of(const struct group *g)
 
 static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->addr) / PAGE; }
 
-static bool has_backdrop(const struct group *g) { return g->reservation->flags & VMEM_RESERVE_BACKDROP; }
+// Whether addresses behind a run of the group are to be readable. A map of the backdrop takes as long as one of an arena
+// that is mapped whole, and those who ask for such arenas read no further (VMEM_KV_UNSHARED).
+static bool has_backdrop(const struct group *g, size_t run)
+{
+    return g->reservation->flags & VMEM_RESERVE_BACKDROP && !g->runs[run].arena->whole;
+}
 
 // ---- address space ------------------------------------------------------------------------------------------
 
@@ -199,8 +215,8 @@ static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_
         if (!arena)
             continue;
         rc = vmem__cuda_map(&c->cuda, run->addr, run->length, ((struct cuda_arena *)arena->priv)->handle);
-        if (!rc)
-            vmem__bit_set(active, segment_of(g, run->addr), true);
+        for (uint64_t k = 0; !rc && k < run->length / PAGE; k++)
+            vmem__bit_set(active, segment_of(g, run->addr) + k, true);
     }
     // Access in one call over what follows each other.
     for (size_t i = 0, n; !rc && i < g->n; i += n) {
@@ -210,7 +226,7 @@ static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_
             ;
         if (mapped) {
             *bad = i;
-            rc = vmem__cuda_allow(&c->cuda, g->runs[i].addr, n * PAGE);
+            rc = vmem__cuda_allow(&c->cuda, g->runs[i].addr, length_of(&g->runs[i], n));
         }
     }
     return rc;
@@ -222,8 +238,9 @@ static int refill(struct vmem__gpu *c, const struct group *g)
 {
     const uint64_t *wanted = wanted_of(g);
     uint64_t end = segment_of(g, g->addr) + g->length / PAGE, n;
-    int rc =
-        has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, BACKDROP_AHEAD) : 0;
+    int rc = has_backdrop(g, 0)
+                 ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, BACKDROP_AHEAD)
+                 : 0;
 
     for (uint64_t i = segment_of(g, g->addr); !rc && i < end; i += n) {
         const bool is = vmem__bit(wanted, i);
@@ -260,7 +277,7 @@ static int clean(struct vmem__gpu *c, const struct group *g)
         for (n = 1; i + n < g->n && !((struct cuda_arena *)g->runs[i + n].arena->priv)->clean == dirty; n++)
             ;
         if (dirty)
-            result = c->cuda.fn.memset_async(g->runs[i].addr, 0, n * PAGE, c->cuda.stream);
+            result = c->cuda.fn.memset_async(g->runs[i].addr, 0, length_of(&g->runs[i], n), c->cuda.stream);
         any |= dirty;
     }
     if (!any)
@@ -278,7 +295,7 @@ static int map_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
 
     *bad = 0;
     pthread_mutex_lock(&reservation->lock);
-    if (has_backdrop(g))
+    if (has_backdrop(g, g->n - 1))
         rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation, g->addr + g->length, BACKDROP_AHEAD);
     if (!rc)
         rc = clear(c, g);
@@ -385,6 +402,7 @@ static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
     b->info.reserve_align = PAGE;
     b->overhead = c->backdrop.segment;
     b->arena_min = b->arena_max = PAGE;
+    b->whole_max = WHOLE_MAX;
     return 0;
 }
 
