@@ -35,6 +35,9 @@ CASES = {
     "slots": (dict(enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48,
                    on_vmem=dict(attention_backend="CUSTOM")), "shared"),
     "slots_window": (dict(shape="window", max_num_seqs=48, on_vmem=dict(attention_backend="CUSTOM")), "mixed"),
+    **{f"{family}_{'cached' if caching else 'uncached'}": (
+        dict(shape=family, enable_prefix_caching=caching, max_num_seqs=128, kv_cache_memory_bytes=512 << 20), "many")
+       for family in ("llama", "qwen3", "mistral", "phi3") for caching in (True, False)},
     "refused": (dict(shape="hybrid"), "mixed"),
 }  # fmt: skip
 
@@ -47,6 +50,10 @@ LLAMA = dict(
 )  # fmt: skip
 SHAPES = {
     "llama": LLAMA,
+    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 4},
+    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "phi3": {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_hidden_layers": 4,
+             "original_max_position_embeddings": 2048, "pad_token_id": 0},
     "window": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
     "hybrid": {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 128,
                "layer_types": ["sliding_attention", "full_attention"], "hidden_activation": "gelu_pytorch_tanh",
@@ -84,6 +91,11 @@ def shared(llm):
 def crowd(llm):
     made = prompts(40, shared=64)
     return generate(llm, made, output=100)
+
+
+def many(llm):
+    """512 requests; some begin alike."""
+    return generate(llm, prompts(512, shared=200), output=32)
 
 
 def sampled(llm):
