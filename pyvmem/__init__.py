@@ -26,6 +26,7 @@ from pyvmem.paper import (
 if _TYPE_CHECKING:
     from pyvmem.distributed import TensorParallelKVCache
     from pyvmem.kv import KVCache, KVCacheOptions, TensorSpec, model_specs
+    from pyvmem.kv_pool import KVPool
     from pyvmem.kv_prefix import PrefixCache
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
@@ -44,6 +45,7 @@ __all__ = [
     "InvalidArgument",
     "KVCache",
     "KVCacheOptions",
+    "KVPool",
     "OutOfMemory",
     "PageInfo",
     "Pages",
@@ -76,6 +78,7 @@ __all__ = [
 _NEED_TORCH = {
     "KVCache": "kv",
     "KVCacheOptions": "kv",
+    "KVPool": "kv_pool",
     "PrefixCache": "kv_prefix",
     "TensorParallelKVCache": "distributed",
     "TensorSpec": "kv",

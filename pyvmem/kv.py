@@ -148,12 +148,15 @@ class KVCache(KVAdmission, KVSharing):
             sizes = self.context.page_sizes
             asked = options.page_size
             self.page_size = min(sizes) if asked is None else one_of("page_size", asked, sizes)
+            pool, most = options.pool, uint("budget", budget)
             config, _tensors = _config(
                 self.specs, options._flags(), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
-                budget=budget, **options._numbers(),
+                budget=most if pool is None or most < self.page_size else self.page_size, **options._numbers(),
             )  # fmt: skip
             owner = self._new_owner(self.context._owned())
             _check(lib.pv_own_kv(owner, self.context._use(), config, kv))
+            if pool is not None:
+                pool._join(kv[0], int(options.pool_min), most, options.name or "kv")
         except Exception:
             self._close_context()
             raise

@@ -76,7 +76,9 @@ class KVBase(_Owned):
         """The `Shortage` of this thread's last call that found too little memory or no slot."""
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))
-        numbers = (raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages)
+        numbers = (
+            raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages
+        )  # fmt: skip
         return Shortage(_REASONS[raw.reason], *numbers)
 
     # ---- metrics ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pyvmem._checks import flag, uint
 from pyvmem._ffi import lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument
+from pyvmem.kv_pool import KVPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,11 @@ class KVCacheOptions:
         `overlap`.
     name : str, optional
         What ``pyvmem top`` shows; None publishes nothing.
+    pool : KVPool, optional
+        The cache shares the pool's budget with the other members. Its own `budget` is then its maximum, and the pool
+        sets what it has. Implies `lazy`; not with `same_slots`.
+    pool_min : int
+        Bytes of the pool's budget that nobody takes from this cache.
     """
 
     context: Context | None = None
@@ -99,10 +105,15 @@ class KVCacheOptions:
     steps_in_flight: int = 1
     idle_seconds: float = 1.0
     name: str | None = "kv"
+    pool: KVPool | None = None
+    pool_min: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.context, Context | None):
             raise TypeError(f"context must be a Context, not {self.context!r}")
+        if not isinstance(self.pool, KVPool | None):
+            raise TypeError(f"pool must be a KVPool, not {self.pool!r}")
+        uint("pool_min", self.pool_min)
         if not isinstance(self.name, str | None):
             raise TypeError(f"name must be a string, not {self.name!r}")
         if not isinstance(self.idle_seconds, float | int) or not self.idle_seconds >= 0.001:
@@ -116,8 +127,9 @@ class KVCacheOptions:
     def _flags(self) -> int:
         """The switches as flags of C."""
         unshared: int = 0 if self.sharing else lib.VMEM_KV_UNSHARED
+        pooled: int = 0 if self.pool is None else lib.VMEM_KV_LAZY
         flags: int = sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
-        return flags | unshared
+        return flags | unshared | pooled
 
     def _numbers(self) -> dict[str, int]:
         """The numbers that ``struct vmem_kv_config`` has fields for."""

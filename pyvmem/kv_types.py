@@ -150,6 +150,8 @@ class Shortage:
         Of requests that end when the kernels in flight have ended: `KVCache.retire` their steps.
     watermark_pages : int
         Of the missing ones, those that only the watermark asks for (`KVCache.fit`).
+    coming_pages : int
+        That the pool has been asked for and may still give: `KVPool.wait`.
     """
 
     reason: str | None
@@ -158,6 +160,7 @@ class Shortage:
     requests: int
     ending_pages: int = 0
     watermark_pages: int = 0
+    coming_pages: int = 0
 
 
 @dataclass(frozen=True)

@@ -336,9 +336,107 @@ struct vmem_kv_shortage {
     uint64_t requests;        // that hold pages
     uint64_t ending_pages;    // of requests that end when the kernels in flight have: retire steps, or make them
     uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)
+    uint64_t coming_pages;    // that the pool has been asked for and may still give: vmem_kv_pool_wait
 };
 // Describes the calling thread's last such call; the reason is 0 if it was short of nothing.
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out);
+
+// ---- pools --------------------------------------------------------------------------------------------------
+//
+// A pool is one budget for several caches: a target and its draft, two models, or the processes of a user on one device.
+// Its members' budgets add up to the pool's at most. A member's budget lies between its minimum, which nobody takes from
+// it, and its maximum, and changes by itself: a step, a check or an admission that needs more takes what is free in the
+// pool at once. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back budget that
+// they do not use, kept pages and pages ahead of need, down to their minimum and never pages that a request needs. A
+// member that is idle (idle_ms) keeps its minimum only. The thread of the pool does all this; no step waits for it, and it
+// unmaps in parts of some ms.
+//
+// With a path, the members may be in several processes. The file at the path is only for this user. The pool is gone when
+// its last member is. What a process had returns to the pool when the process ends, however it ends. There is no daemon.
+
+typedef struct vmem_kv_pool vmem_kv_pool;
+
+#define VMEM_KV_POOL_MEMBERS 32 // most caches of a pool
+
+// Grows at its end: a field that the caller does not know is 0.
+struct vmem_kv_pool_config {
+    uint32_t size;    // sizeof(struct vmem_kv_pool_config)
+    uint32_t flags;   // 0
+    uint64_t budget;  // bytes of all members together. 0, with a path: as it is there
+    const char *path; // of the pool's file, which is made if it is not there; NULL: for this process alone
+};
+int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **out);
+// The pool ends when its last member of this process has left. NULL is allowed.
+void vmem_kv_pool_destroy(vmem_kv_pool *pool);
+
+// Grows at its end: a field that the caller does not know is 0.
+struct vmem_kv_share {
+    uint32_t size;     // sizeof(struct vmem_kv_share)
+    uint32_t pad;      // 0
+    uint64_t min, max; // bytes; max 0: the pool's budget
+    const char *name;  // what others see; NULL: "kv"
+    // Optional. Gives up pages of prefixes that the owner can spare, about `pages`, and returns how many. The pool's
+    // thread calls it, with no lock held, when others need more than kept pages.
+    uint64_t (*evict)(void *arg, uint64_t pages);
+    void *arg;
+};
+// Makes a cache a member. From then on the pool sets its budget, and the cache takes device memory as with VMEM_KV_LAZY.
+// vmem_kv_destroy leaves the pool. -ENOMEM: the minimums, or what the cache holds, exceed the pool's budget. -ENOSPC: all
+// members are taken. -EINVAL: the cache is a member already, has VMEM_KV_SAME_SLOTS, or is on another device than the
+// other members.
+int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_share *share);
+// Changes a member's share; max 0: the pool's budget. What the member has beyond the maximum is given back as far as no
+// request needs it, the rest when they end.
+int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
+// Asks for a budget that leaves `bytes` unused, before they are needed. Returns at once: what is free in the pool is
+// there, and the rest is asked for.
+int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
+
+// What became of a member's last question, for memory or of a limit.
+enum vmem_kv_answer {
+    VMEM_KV_UNASKED,
+    VMEM_KV_APPLIED,  // all of it is there
+    VMEM_KV_DEFERRED, // until other members have given back or answered
+    VMEM_KV_REFUSED,  // for the reason given; it is asked again while the member tries
+};
+enum vmem_kv_refusal {
+    VMEM_KV_NOT_REFUSED,
+    VMEM_KV_AT_MAXIMUM, // the member would exceed its own maximum
+    VMEM_KV_AT_MINIMUM, // the others have no more than their minimums
+    VMEM_KV_IN_USE,     // requests of the others hold the rest
+    VMEM_KV_NO_MEMORY,  // the device has not as much
+};
+// Waits until the member's last question is answered, for at most so many ms. *answer (NULL is allowed) receives an enum
+// vmem_kv_answer.
+int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *answer);
+
+struct vmem_kv_pool_member {
+    uint32_t size;     // sizeof(struct vmem_kv_pool_member), set by the caller
+    uint32_t pid;      // of its process
+    uint64_t min, max; // its share
+    uint64_t has;      // bytes of the pool's budget: its own budget, and what it has not yet given back of a larger one
+    uint64_t held;     // bytes of pages
+    uint64_t needs;    // bytes that it asks for
+    uint64_t could_give; // bytes that others could get: unused, kept, ahead of need, and what evict may give
+    uint64_t giving;     // bytes that it is giving back
+    uint64_t asked;      // revision of its last question for memory; 0: none
+    uint64_t looked;     // it has answered the questions of others up to this revision
+    uint32_t answer;     // to its own question: enum vmem_kv_answer
+    uint32_t reason;     // enum vmem_kv_refusal
+    uint32_t reply;      // its answer to the others: applied, deferred (it is giving), refused
+    uint32_t why;        // enum vmem_kv_refusal
+    char name[64];
+};
+struct vmem_kv_pool_info {
+    uint32_t size;     // sizeof(struct vmem_kv_pool_info), set by the caller
+    uint32_t members;  // of all processes
+    uint64_t budget;   // bytes
+    uint64_t free;     // bytes of it that no member has
+    uint64_t revision; // of the last question
+};
+int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
+// Describes the member in that place, below VMEM_KV_POOL_MEMBERS. -ENOENT: there is none.
+int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_pool_member *out);
 
 // ---- what other processes see -------------------------------------------------------------------------------
 

@@ -16,6 +16,16 @@ int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *c
     return rc;
 }
 
+static void destroy_pool(void *pool) { vmem_kv_pool_destroy(pool); }
+
+int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool)
+{
+    int rc = vmem_kv_pool_create(cfg, pool);
+    if (!rc)
+        pv_owner_set(owner, destroy_pool, *pool);
+    return rc;
+}
+
 static int64_t answer(int rc, uint64_t missing) { return rc == -ENOMEM && missing ? (int64_t)missing : rc; }
 
 int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)

@@ -11,6 +11,8 @@
 // owned.
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
 
+int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool);
+
 // Calls that can be short of memory, with the answer in one number, so that threads share nothing: 0, the pages that are
 // missing, or a negative errno.
 int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);

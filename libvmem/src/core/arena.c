@@ -262,6 +262,15 @@ static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
     blocks_put(ctx, a);
 }
 
+void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
+{
+    struct vmem__backend *b = &ctx->b;
+    vmem__lock(ctx);
+    if (!b->ops->populate && bytes < b->arena_max)
+        b->arena_max = bytes < b->arena_min ? b->arena_min : bytes;
+    vmem__unlock(ctx);
+}
+
 int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
 {
     struct vmem__backend *b = &ctx->b;

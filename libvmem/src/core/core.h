@@ -275,6 +275,8 @@ static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_s
 }
 // vmem_prealloc; whole: in arenas that are mapped whole, as far as it goes.
 int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
+// From now on, arenas that hold device memory have so many bytes at most, so that parts of it can go back.
+void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
 // vmem_trim, keeping `ahead` bytes besides the pages that exist.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
 // vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).

@@ -79,7 +79,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
         return vmem__kv_leave(kv, 0);
     bool held = vmem__kv_hold_to_count(kv);
-    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_limit(kv, 0);
+    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_reach(kv);
     if (slot < 0)
         limit = less(limit, kept_back(kv));
     for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
@@ -139,7 +139,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     int rc = kv->n_staged ? vmem__kv_plan(kv, plan, kv->staged, NULL) : 0;
     if (rc)
         return rc;
-    uint64_t want = vmem__kv_plan_want(kv, plan), limit = vmem__kv_limit(kv, 0), back = kept_back(kv);
+    uint64_t want = vmem__kv_plan_want(kv, plan), limit = vmem__kv_reach(kv), back = kept_back(kv);
     for (; *fit < n; ++*fit, back = vmem__kv_watermark(kv)) { // which now runs
         if (*fit == free_slots)
             return vmem__kv_short_of_slots(kv);
@@ -193,7 +193,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
     bool held = vmem__kv_hold_to_count(kv);
-    info.free_pages = less(vmem__kv_limit(kv, 0), kv->held - kv->pending - vmem__kv_reclaimable(kv));
+    info.free_pages = less(vmem__kv_reach(kv), kv->held - kv->pending - vmem__kv_reclaimable(kv));
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);

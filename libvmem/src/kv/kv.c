@@ -276,8 +276,10 @@ void vmem_kv_destroy(vmem_kv *kv)
     if (!kv)
         return;
     if (kv->pid == getpid()) { // else: a forked child, which has neither the worker nor the pages
+        vmem__kv_pool_leave(kv);
         vmem__kv_worker_stop(kv);
         release(kv);
+        vmem__kv_pool_left(kv);
         vmem__kv_unpublish(kv);
     }
     if (kv->pages)

@@ -189,7 +189,7 @@ struct vmem_kv {
     uint64_t watermark_pages;   // of these, new requests leave so many, or
     uint32_t watermark_percent; // so large a part: the larger of both
     uint64_t promise;           // pages there can be without asking the device. Written with stats_lock, too
-    uint64_t device_limit;      // vmem__kv_limit, as the statistics saw it last
+    uint64_t device_limit;      // pages that the device would allow, as the statistics saw it last
     uint64_t device_asked;      // when
     uint64_t held;              // pages there are, pending ones included
     uint64_t ceiling;           // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
@@ -218,6 +218,10 @@ struct vmem_kv {
     _Atomic bool long_call;        // a public call has state and may be in the library below; shown is as it was before
     struct vmem_kv_view *view;
     char *view_path;
+    struct kv_member *member; // of a pool; NULL: of none
+    struct kv_member *left;   // the same while the cache is destroyed
+    uint64_t portion;         // pages that the worker gives back in one call while others wait for them
+    bool giving;              // the pool lowered the budget; what is beyond it goes
 };
 
 static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -373,6 +377,8 @@ struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
+// Pages that could be taken back from all slots and would not be mapped again at once.
+uint64_t vmem__kv_spare(const vmem_kv *kv);
 // Takes back want pages if there are so many.
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
 // Whether there is room for `pages` more, taking nothing back.
@@ -465,6 +471,22 @@ void vmem__kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, once; 0: none.
 uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
 
+// ---- pool.c. With api and state held; without effect on a cache of no pool.
+
+// Before a budget is found too small for so many pages more: takes what is free in the pool, and some to spare.
+void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages);
+// Pages that a claim would find.
+uint64_t vmem__kv_claimable(const vmem_kv *kv);
+// The budget lacks so many pages: asks the other members. How many of them may still come.
+uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages);
+// For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
+void vmem__kv_claim_plenty(vmem_kv *kv);
+void vmem__kv_pool_wake(const vmem_kv *kv);
+// With no lock held: before a cache is taken apart, and when its memory is gone.
+void vmem__kv_pool_leave(vmem_kv *kv);
+void vmem__kv_pool_left(vmem_kv *kv);
+int vmem__kv_set_max(vmem_kv *kv, uint64_t max);
+
 // ---- check.c: VMEM_KV_CHECK
 
 int vmem__kv_check_books(vmem_kv *kv); // recounts everything
@@ -480,6 +502,8 @@ void vmem__kv_part(vmem_kv *kv);
 // Takes device memory for that many pages in all, or gives back what is more.
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
+// Returns device memory that nobody uses or took ahead. With no lock held.
+void vmem__kv_trim(vmem_kv *kv);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.
@@ -487,6 +511,8 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
 // so that the device is not asked where they are at hand; 0: it is. Exact while the worker makes and releases nothing.
 uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages);
+// The same of a pool's member, with what is free in the pool.
+uint64_t vmem__kv_reach(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 // Pauses the worker where the device counts; true: to be released.

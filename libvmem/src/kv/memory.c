@@ -41,8 +41,10 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
 {
-    uint64_t n = want - kv->budget_pages;
+    const uint64_t most = kv->budget_pages + vmem__kv_claimable(kv);
+    uint64_t n = want > most ? want - most : 1;
     note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
+    last.coming_pages = vmem__kv_ask(kv, n);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
@@ -171,11 +173,13 @@ void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
 }
 
+void vmem__kv_trim(vmem_kv *kv) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL); }
+
 void vmem__kv_give_all_ahead(vmem_kv *kv)
 {
     promise(kv, 0);
     pthread_mutex_unlock(&kv->state);
-    vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL);
+    vmem__kv_trim(kv);
     pthread_mutex_lock(&kv->state);
 }
 
@@ -205,6 +209,13 @@ uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages)
     if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
         return kv->budget_pages;
     return KV_MIN(kv->budget_pages, kv->held + vmem__kv_device_pages(kv));
+}
+
+uint64_t vmem__kv_reach(const vmem_kv *kv)
+{
+    if (!kv->member)
+        return vmem__kv_limit(kv, 0);
+    return KV_MIN(kv->budget_pages + vmem__kv_claimable(kv), kv->held + vmem__kv_device_pages(kv));
 }
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
@@ -256,12 +267,16 @@ void vmem__kv_take_wanted(vmem_kv *kv)
     if (!wanted)
         return;
     vmem__kv_may_take_long(kv);
-    vmem__kv_set_budget(kv, wanted); // what could not be had stays visible in the view
+    if (kv->member)
+        vmem__kv_set_max(kv, wanted);
+    else
+        vmem__kv_set_budget(kv, wanted); // what could not be had stays visible in the view
 }
 
 int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     bool held = vmem__kv_hold_to_count(kv);
+    vmem__kv_claim_for(kv, pages);
     uint64_t limit = vmem__kv_limit(kv, pages), want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + pages;
     int rc = 0;
     vmem__kv_enough();
@@ -276,7 +291,11 @@ int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_set_budget(kv, bytes));
+    if (rc)
+        return rc;
+    if (kv->member)
+        rc = vmem__error(-EINVAL, "the cache is in a pool, which sets its budget: vmem_kv_pool_set_share limits it");
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));
 }
 
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)

@@ -161,6 +161,7 @@ int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
     struct kv_plan *plan = &kv->plan;
     bool held = vmem__kv_hold_to_count(kv);
     int rc = vmem__kv_plan(kv, plan, lengths, NULL);
+    vmem__kv_claim_for(kv, plan->missing);
     uint64_t limit = plan->missing ? vmem__kv_limit(kv, plan->missing) : 0;
     vmem__kv_enough();
     if (!rc && plan->missing && kv->held + plan->missing > limit) {

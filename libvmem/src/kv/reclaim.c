@@ -16,6 +16,12 @@ static uint32_t tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t 
     return KV_MIN(from, s->hi);
 }
 
+// Up to where the background thread would map a slot again at once.
+static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return vmem__kv_need_hi(kv, &kv->groups[group], kv->slots[slot].tokens + 2 * (uint64_t)kv->ahead_min);
+}
+
 uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
 {
     uint64_t pages = 0;
@@ -40,6 +46,20 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
     uint64_t pages = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         pages += vmem__kv_reclaimable_in(kv, s);
+    return pages;
+}
+
+uint64_t vmem__kv_spare(const vmem_kv *kv)
+{
+    uint64_t pages = vmem__kv_reclaimable(kv);
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        if (kv->slots[s].state != VMEM_KV_ACTIVE)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const uint32_t spared = tail(kv, s, i, near_end(kv, s, i)) - tail(kv, s, i, 0);
+            pages -= (uint64_t)spared * kv->groups[i].n;
+        }
+    }
     return pages;
 }
 
@@ -91,9 +111,7 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            // What the background thread would map again at once is to be spared.
-            const uint64_t tokens = spare_ahead ? slot->tokens + 2 * (uint64_t)kv->ahead_min : 0;
-            const uint32_t from = tail(kv, s, i, spare_ahead ? vmem__kv_need_hi(kv, &kv->groups[i], tokens) : 0);
+            const uint32_t from = tail(kv, s, i, spare_ahead ? near_end(kv, s, i) : 0);
             if (from < sp->hi) {
                 *v = (struct kv_victim){s, i, sp->lo, from};
                 return true;
@@ -140,6 +158,7 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     kv->grow.at = KV_GROW_LISTS;
     if (vmem__kv_has_room(kv, pages))
         return 0;
+    vmem__kv_claim_for(kv, pages);
     vmem__kv_worker_hold(kv);
     uint64_t want = kv->held - vmem__kv_reclaimable(kv) + pages;
     int rc = 0;

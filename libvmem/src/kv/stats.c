@@ -42,10 +42,10 @@ void vmem__kv_summarise(vmem_kv *kv)
     if (kv->promise >= kv->budget_pages) {
         kv->device_limit = kv->budget_pages;
     } else if (!kv->device_asked || vmem__kv_now() - kv->device_asked > KV_DEVICE_NS) {
-        kv->device_limit = vmem__kv_limit(kv, 0);
+        kv->device_limit = kv->held + vmem__kv_device_pages(kv);
         kv->device_asked = vmem__kv_now();
     }
-    uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages);
+    uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages + vmem__kv_claimable(kv));
     st->free_pages = limit > fixed ? limit - fixed : 0;
     st->shared_pages = kv->refs.shared;
     st->prefix_pages = kv->refs.only;

@@ -195,6 +195,29 @@ static bool extend_one(vmem_kv *kv)
     return true;
 }
 
+// What other members of the pool wait for goes in portions: a call that needs a slot of which one is being unmapped
+// waits for that long.
+#define GIVE_NS 1500000
+static bool give_one(vmem_kv *kv)
+{
+    struct kv_victim v;
+    struct timespec start, end;
+    if (kv->held <= kv->budget_pages ||
+        !vmem__kv_victim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), true, &v) || kv->slots[v.slot].skip)
+        return false;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    const int64_t ns = (end.tv_sec - start.tv_sec) * INT64_C(1000000000) + end.tv_nsec - start.tv_nsec;
+    if (ns > GIVE_NS)
+        kv->portion = KV_MAX(kv->portion / 2, kv->block);
+    else if (ns < GIVE_NS / 3)
+        kv->portion = KV_MIN(kv->portion * 2, UINT64_C(1) << 20);
+    kv->stats.reclaims += did;
+    vmem__kv_pool_wake(kv);
+    return did;
+}
+
 static bool release_one(vmem_kv *kv)
 {
     struct kv_victim v;
@@ -208,6 +231,8 @@ static bool release_one(vmem_kv *kv)
             return cut(kv, &v, &kv->stats.window_pages);
         }
     }
+    if (kv->giving)
+        return give_one(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
     if (unused >= low || !vmem__kv_victim(kv, low - unused, true, &v) || kv->slots[v.slot].skip)
         return false;
@@ -328,8 +353,11 @@ static void wait_for_work(vmem_kv *kv)
         kv->gave = kv->idle_once = false;
     else if (!kv->idle_once)
         kv->idle_once = true; // for half the time, at least
-    else if (!kv->gave && !kv->stop && !kv->hold)
+    else if (!kv->gave && !kv->stop && !kv->hold) {
         kv->gave = give_all(kv);
+        if (kv->gave)
+            vmem__kv_pool_wake(kv);
+    }
     if (vmem__kv_hook)
         vmem__kv_hook(KV_WORKER_IDLE);
 }
@@ -345,6 +373,7 @@ static void *work(void *arg)
         }
         kv->gave = kv->idle_once = false;
         kv->working = true;
+        vmem__kv_claim_plenty(kv);
         bool did = extend_one(kv) || release_one(kv) || unmap_stale_one(kv) || clear_one(kv) || eager_one(kv);
         kv->working = false;
         if (!did)

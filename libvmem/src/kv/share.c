@@ -1,0 +1,227 @@
+// The table of a pool whose members are in several processes: a small file, read and written as a whole under a lock.
+//
+// It is not mapped: whoever cuts the file short or fills it with rubbish takes the pool away, and no process dies of it.
+// The locks are those of the open file (F_OFD_SETLK), which the kernel drops when a process ends in whatever way: byte 0
+// is the table's, byte 1 + i says that the member in place i lives. They need no process numbers, which come again and
+// differ between containers.
+//
+// SPDX-License-Identifier: MIT
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/inotify.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kv/pool.h"
+
+#define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
+#define WAIT_US 50000
+#define WAIT_STEP_US 100
+
+static int lock_byte(int fd, short type, off_t at, int command, short *found)
+{
+    struct flock l = {.l_type = type, .l_whence = SEEK_SET, .l_start = at, .l_len = 1};
+    int rc = fcntl(fd, command, &l) ? -errno : 0;
+    if (found)
+        *found = l.l_type;
+    return rc == -EACCES ? -EAGAIN : rc;
+}
+
+static int lock_table(int fd, bool wait)
+{
+    int rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
+    for (unsigned us = 0; rc == -EAGAIN && wait && us < WAIT_US; us += WAIT_STEP_US) {
+        const struct timespec step = {.tv_nsec = WAIT_STEP_US * 1000};
+        nanosleep(&step, NULL);
+        rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
+    }
+    return rc;
+}
+
+static void unlock_table(int fd) { lock_byte(fd, F_UNLCK, 0, F_OFD_SETLK, NULL); }
+
+static bool lives(const vmem_kv_pool *pool, uint32_t place)
+{
+    short found = F_UNLCK;
+    if (kv_own(pool, place))
+        return true;
+    // Should the kernel not say, it lives.
+    return lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_GETLK, &found) || found != F_UNLCK;
+}
+
+static bool read_table(vmem_kv_pool *pool)
+{
+    struct kv_pool_table t;
+    if (pread(pool->fd, &t, sizeof t, 0) != (ssize_t)sizeof t || t.head.magic != MAGIC || t.head.size != sizeof t ||
+        t.head.rows != VMEM_KV_POOL_MEMBERS || !t.head.budget)
+        return false;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        t.rows[i].name[sizeof(t.rows[i].name) - 1] = '\0';
+    t.head.backend[sizeof(t.head.backend) - 1] = '\0';
+    pool->table = t;
+    return true;
+}
+
+static bool write_at(int fd, const void *data, size_t size, off_t at)
+{
+    return pwrite(fd, data, size, at) == (ssize_t)size;
+}
+
+int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
+{
+    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, wait);
+    if (rc)
+        return rc;
+    if (pool->fd >= 0 && !read_table(pool)) {
+        unlock_table(pool->fd);
+        return vmem__error(-EBADMSG, "path %s: the file is no table of a pool (any more)", pool->path);
+    }
+    for (const struct kv_member *m = pool->members; m; m = m->next)
+        pool->table.rows[m->place] = m->row; // what we say of our own is so
+    return 0;
+}
+
+void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
+{
+    // A file system that is full, or a file that is gone: then the others see what was there before.
+    if (head && pool->fd >= 0)
+        (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
+    for (struct kv_member *m = pool->members; m; m = m->next) {
+        pool->table.rows[m->place] = m->row;
+        if (m->changed && pool->fd >= 0)
+            m->changed = !write_at(pool->fd, &m->row, sizeof(m->row),
+                                   (off_t)(offsetof(struct kv_pool_table, rows) + m->place * sizeof(m->row)));
+    }
+    if (pool->fd >= 0)
+        unlock_table(pool->fd);
+}
+
+int vmem__kv_share_take(vmem_kv_pool *pool, uint32_t place)
+{
+    return pool->fd < 0 ? 0 : lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
+}
+
+static void empty_row(vmem_kv_pool *pool, uint32_t place)
+{
+    pool->table.rows[place] = (struct kv_pool_row){0};
+    if (pool->fd >= 0)
+        (void)!write_at(pool->fd, &pool->table.rows[place], sizeof(struct kv_pool_row),
+                        (off_t)(offsetof(struct kv_pool_table, rows) + place * sizeof(struct kv_pool_row)));
+}
+
+void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place)
+{
+    empty_row(pool, place);
+    if (pool->fd >= 0)
+        lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
+}
+
+void vmem__kv_share_bury(vmem_kv_pool *pool)
+{
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && pool->fd >= 0; i++)
+        if (pool->table.rows[i].number && !lives(pool, i))
+            empty_row(pool, i);
+}
+
+static bool somebody(const vmem_kv_pool *pool)
+{
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        if (lives(pool, i))
+            return true;
+    return false;
+}
+
+void vmem__kv_share_remove(vmem_kv_pool *pool)
+{
+    struct stat ours, there;
+    if (pool->fd < 0 || somebody(pool) || fstat(pool->fd, &ours) || stat(pool->path, &there))
+        return;
+    if (ours.st_ino == there.st_ino && ours.st_dev == there.st_dev)
+        unlink(pool->path);
+}
+
+// What is open is this user's own file, and still the one at the path once it is locked.
+static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
+{
+    struct stat st;
+    if (fstat(pool->fd, &st))
+        return vmem__error(-errno, "path %s: %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode))
+        return vmem__error(-EINVAL, "path %s is no regular file", path);
+    if (st.st_uid != geteuid() || st.st_mode & 077)
+        return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
+    int rc = lock_table(pool->fd, true);
+    if (rc)
+        return vmem__error(rc, "path %s: %s", path, rc == -EAGAIN ? "another process holds its lock" : strerror(-rc));
+    *again = fstat(pool->fd, &st) || !st.st_nlink;
+    if (*again)
+        unlock_table(pool->fd);
+    return 0;
+}
+
+static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
+{
+    const bool old = read_table(pool), alone = !somebody(pool);
+    if (old && !alone) {
+        const uint64_t has = pool->table.head.budget;
+        return !budget || budget == has
+                   ? 0
+                   : vmem__error(-EINVAL, "budget %" PRIu64 ": the pool at %s has %" PRIu64, budget, path, has);
+    }
+    if (!alone)
+        return vmem__error(-EBADMSG, "path %s: the file is no table of a pool, but others use it", path);
+    if (!budget)
+        return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
+    pool->table = (struct kv_pool_table){
+        .head = {.magic = MAGIC, .size = sizeof(pool->table), .rows = VMEM_KV_POOL_MEMBERS, .budget = budget}};
+    // A file that holds something else is somebody's; only an empty one and a pool that is over are taken.
+    struct stat st;
+    if (!old && !fstat(pool->fd, &st) && st.st_size)
+        return vmem__error(-EBADMSG, "path %s: the file is there and no table of a pool", path);
+    if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0))
+        return vmem__error(-ENOSPC, "path %s: the table cannot be written", path);
+    return 0;
+}
+
+int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
+{
+    int rc = 0;
+    bool again = true;
+    pool->path = strdup(path);
+    if (!pool->path)
+        return vmem__error(-ENOMEM, "no memory for a path");
+    for (int tries = 0; again && !rc && tries < 100; tries++) {
+        if (pool->fd >= 0)
+            close(pool->fd);
+        pool->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+        if (pool->fd < 0)
+            return vmem__error(-errno, "path %s: %s", path, strerror(errno));
+        rc = check_file(pool, path, &again);
+    }
+    if (rc || again)
+        return rc ? rc : vmem__error(-EBUSY, "path %s: the file comes and goes", path);
+    rc = begin_table(pool, path, budget);
+    unlock_table(pool->fd);
+    if (rc)
+        return rc;
+    pool->watch = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
+    if (pool->watch >= 0 && inotify_add_watch(pool->watch, path, IN_MODIFY) < 0) {
+        close(pool->watch);
+        pool->watch = -1;
+    }
+    return 0;
+}
+
+void vmem__kv_share_close(vmem_kv_pool *pool)
+{
+    if (pool->watch >= 0)
+        close(pool->watch);
+    if (pool->fd >= 0)
+        close(pool->fd);
+    pool->fd = pool->watch = -1;
+    free(pool->path);
+    pool->path = NULL;
+}

@@ -1,0 +1,142 @@
+"""One of the two processes of ``pyvmem bench share``: a cache in the pool, a request that decodes, and what it is told.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import select
+import sys
+import time
+from typing import Any
+
+import torch
+
+from pyvmem.kv import KVCache
+from pyvmem.kv_pool import KVPool
+
+REQUESTS = 20  # at most, that make up the amount
+HEADS, DIM = 8, 128
+PAUSE = 0.001  # between the steps of the request that decodes, seconds
+
+
+class Loop:
+    """The engine's loop."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        layers = about["layers"]
+        self.pool = KVPool(about["budget"], path=about["path"])
+        row = 2 * layers * HEADS * DIM * 2
+        block = max(about["page_size"], 1 << 21) * 2 * layers  # a request fills whole blocks: nothing is wasted
+        self.requests = min(max(about["amount"] // block, 1), REQUESTS)
+        self.tokens = about["amount"] // self.requests // block * block // row
+        self.cache = KVCache.for_model(
+            layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
+            backend=about["backend"], device=about["device"], page_size=about["page_size"], name=about["name"],
+            pool=self.pool, pool_min=4 * block,
+        )  # fmt: skip
+        self.lengths = [0] * self.cache.slots
+        self.small = self.cache.alloc_reqid(1)
+        self.lengths[self.small] = 1
+        self.loaded: list[int] = []
+        self.steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=5000)
+        self.written = 0
+        self.decode(pause=False)
+
+    def timed(self) -> tuple[int, float]:
+        """A step: its answer, and how long it took, ms."""
+        begin = time.perf_counter()
+        answer = self.cache.step(self.lengths)
+        took = (time.perf_counter() - begin) * 1e3
+        self.steps.append((begin, took))
+        return answer, took
+
+    def decode(self, pause: bool = True) -> None:
+        """One step of the small request, whose rows get numbers."""
+        length = self.lengths[self.small]
+        if self.timed()[0]:
+            return  # the memory is on its way
+        self.cache.keys[0][self.small, length - 1] = length % 251
+        self.cache.values[-1][self.small, length - 1] = (length + 7) % 251
+        self.written = length
+        if length < 16000:
+            self.lengths[self.small] = length + 1
+        if pause:
+            time.sleep(PAUSE)
+
+    def verify(self) -> None:
+        """Raises RuntimeError unless the small request has what was written."""
+        numbers = torch.arange(1, self.written + 1)
+        for tensor, off in ((self.cache.keys[0], 0), (self.cache.values[-1], 7)):
+            rows = tensor[self.small, : self.written].reshape(self.written, -1).float().cpu()
+            if not (rows == ((numbers + off) % 251).float()[:, None]).all():
+                raise RuntimeError("rows of the request that decodes are not what was written")
+
+    def load(self, report: int | None = None) -> dict[str, Any]:
+        """Requests of the whole amount, one after another, stepping on while memory comes."""
+        need, longest, short, took = time.perf_counter(), 0.0, 0, 0.0
+        per = self.tokens * 2 * HEADS * DIM * 2 * len(self.cache.keys)
+        for n in range(self.requests):
+            slot = self.cache.alloc_reqid(self.tokens)
+            self.lengths[slot] = self.tokens
+            while True:
+                answer, took = self.timed()
+                longest = max(longest, took)
+                if not answer:
+                    break
+                short += 1
+                if time.perf_counter() - need > 30:
+                    raise RuntimeError(f"memory did not come in 30 s: {self.cache.shortage}, {self.pool.members()}")
+                time.sleep(0.0002)
+            self.loaded.append(slot)
+            self.lengths[slot] = 0  # backed, and done
+            if report is not None and n * per >= report:
+                say(at=n)
+                report = None
+        return {"need": need, "mapped": time.perf_counter(), "longest_ms": longest, "short": short}
+
+    def free(self) -> None:
+        """End the requests; their pages are kept."""
+        torch.cuda.synchronize() if self.cache.tensors[0].is_cuda else None
+        for slot in self.loaded:
+            self.cache.free_reqid(slot)
+        self.loaded.clear()
+
+
+def say(**what: Any) -> None:
+    """One answer."""
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    """Run until told to end."""
+    loop = Loop(json.loads(sys.argv[1]))
+    say(ready=True)
+    while True:
+        if not select.select([sys.stdin], [], [], 0)[0]:
+            loop.decode()
+            continue
+        command = json.loads(sys.stdin.readline() or '{"do": "end"}')
+        do = command.pop("do")
+        if do == "end":
+            return
+        if do == "load":
+            say(**loop.load(**command))
+        elif do == "free":
+            loop.free()
+            say()
+        elif do == "steps":
+            say(steps=list(loop.steps))
+        elif do == "verify":
+            loop.verify()
+            say()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:  # whatever it is, the parent is to hear of it
+        say(error=f"{type(error).__name__}: {error}")
+        raise

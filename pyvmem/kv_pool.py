@@ -1,0 +1,215 @@
+"""One budget for several KV caches: of one process, or of several processes on one device.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from pyvmem._checks import uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import VmemError, _check, structure
+from pyvmem.kv_view import view_folder
+from pyvmem.owned import _Owned
+
+if TYPE_CHECKING:
+    from pyvmem.kv import KVCache
+
+ANSWERS = ("unasked", "applied", "deferred", "refused")
+REASONS = (None, "at maximum", "at minimum", "in use", "no memory")
+
+
+@dataclass(frozen=True)
+class PoolMember:
+    """What a member of a pool has and needs, in bytes.
+
+    Attributes
+    ----------
+    name : str
+    pid : int
+        Of its process.
+    min, max : int
+        Its share: nobody takes its budget below `min`, and it never exceeds `max`.
+    has : int
+        Of the pool's budget.
+    held : int
+        Of pages.
+    needs : int
+        That it asks for.
+    could_give : int
+        That others could get: unused, kept, ahead of need, and what eviction of prefixes may give.
+    giving : int
+        That it is giving back now.
+    answer, reason : str
+        Of its own last question: "unasked", "applied", "deferred" or "refused", and why.
+    reply, why : str
+        The same of its answer to the others, up to the question with the number `looked`.
+    asked, looked : int
+        Revisions: of its last question, and of the last question of others that it has answered.
+    """
+
+    name: str
+    pid: int
+    min: int
+    max: int
+    has: int
+    held: int
+    needs: int
+    could_give: int
+    giving: int
+    asked: int
+    looked: int
+    answer: str
+    reason: str | None
+    reply: str
+    why: str | None
+
+
+class KVPool(_Owned):
+    """One budget for several KV caches, which moves to the cache that needs it.
+
+    ``KVCache(..., budget=most, pool=pool, pool_min=least)`` makes a cache a member: its budget changes between
+    `pool_min`, which nobody takes from it, and `budget`.
+
+    Parameters
+    ----------
+    budget : int, optional
+        Bytes of all members together. None, with a name or a path: as other processes have it.
+    name : str, optional
+        Of a pool for several processes of this user: letters, digits, ``_``, ``.`` and ``-``. Its file is in the folder
+        of the files that ``pyvmem top`` reads.
+    path : str or os.PathLike, optional
+        The file of such a pool, elsewhere.
+
+    Raises
+    ------
+    VmemError
+        EBADMSG: the file is no pool's. EPERM: others may write to it.
+    InvalidArgument
+        The pool exists with another budget.
+
+    Notes
+    -----
+    A step that needs more than its budget takes what is free in the pool at once. If that is too little, it returns
+    -1, and the pool asks the other members; `KVCache.shortage` has how much may come (``coming_pages``), and `wait`
+    waits for the answer. The thread of the pool gives back what another member needs: unused budget, kept pages and
+    pages ahead of need, never what a request needs.
+    """
+
+    _what = "pool"
+
+    path: str | None
+
+    def __init__(
+        self,
+        budget: SupportsIndex | None = None,
+        *,
+        name: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if name is not None and path is not None:
+            raise TypeError("name and path exclude each other")
+        if name is not None:
+            path = _named(name)
+        self.path = None if path is None else os.fspath(path)
+        raw = ffi.new("struct vmem_kv_pool_config *", {"size": ffi.sizeof("struct vmem_kv_pool_config")})
+        raw.budget = 0 if budget is None else uint("budget", budget)
+        if budget is not None and not raw.budget:
+            raise ValueError("budget 0 must be at least 1")
+        text = ffi.NULL if self.path is None else ffi.new("char[]", os.fsencode(self.path))
+        raw.path = text
+        owner, pool = self._new_owner(), ffi.new("vmem_kv_pool **")
+        _check(lib.pv_own_pool(owner, raw, pool))
+        self._own(owner, pool[0])
+
+    def __repr__(self) -> str:
+        return f"<pyvmem.KVPool {self.path or 'of this process'}{', closed' if self.closed else ''}>"
+
+    def _join(self, kv: Any, min: int, max: int, name: str) -> None:
+        share = ffi.new("struct vmem_kv_share *", {"size": ffi.sizeof("struct vmem_kv_share"), "min": min, "max": max})
+        text = ffi.new("char[]", name.encode(errors="replace")[:63])
+        share.name = text
+        _check(lib.vmem_kv_pool_join(self._use(), kv, share))
+
+    def _info(self) -> Any:
+        raw = structure("vmem_kv_pool_info")
+        _check(lib.vmem_kv_pool_query(self._use(), raw))
+        return raw
+
+    @property
+    def budget(self) -> int:
+        """Bytes of all members together."""
+        return int(self._info().budget)
+
+    @property
+    def free(self) -> int:
+        """Bytes of the budget that no member has."""
+        return int(self._info().free)
+
+    def members(self) -> list[PoolMember]:
+        """Every `PoolMember`, of all processes."""
+        found = []
+        for place in range(lib.VMEM_KV_POOL_MEMBERS):
+            raw = structure("vmem_kv_pool_member")
+            rc = lib.vmem_kv_pool_get_member(self._use(), place, raw)
+            if rc == -errno.ENOENT:
+                continue
+            _check(rc)
+            found.append(_member(raw))
+        return found
+
+    def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
+        """Change a member's minimum and maximum, in bytes.
+
+        What it has beyond the maximum is given back, as far as no request needs it. Raises `InvalidArgument` (min is
+        over max) and `OutOfMemory` (the minimums of all members exceed the pool's budget).
+        """
+        _check(lib.vmem_kv_pool_set_share(cache._use(), uint("min", min), uint("max", max)))
+
+    def ask(self, cache: KVCache, bytes: SupportsIndex) -> None:
+        """Ask, before they are needed, for a budget that leaves a member so many bytes unused; returns at once."""
+        _check(lib.vmem_kv_pool_ask(cache._use(), uint("bytes", bytes)))
+
+    def wait(self, cache: KVCache, seconds: float) -> str:
+        """Wait until a member's last question is answered, for at most so long.
+
+        Returns "applied", "deferred" (the time is over), "refused", or "unasked".
+        """
+        if not 0 <= seconds <= 1e6:
+            raise ValueError(f"seconds must lie between 0 and 1000000, not {seconds!r}")
+        answer = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_pool_wait(cache._use(), round(seconds * 1000), answer))
+        return ANSWERS[answer[0]]
+
+
+def _named(name: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name) or name.startswith("."):
+        raise ValueError(f"name {name!r} must be of letters, digits, _, . and -, and not begin with a dot")
+    folder = view_folder()
+    if folder is None:
+        raise VmemError(errno.EPERM, f"name {name}: there is no folder that only this user can write to; give a path")
+    return str(folder / f"{name}.pool")
+
+
+def _member(raw: Any) -> PoolMember:
+    numbers = {n: int(getattr(raw, n)) for n in _NUMBERS}
+    return PoolMember(
+        ffi.string(raw.name).decode(errors="replace"),
+        **numbers,
+        answer=_of(ANSWERS, raw.answer) or "unasked",
+        reason=_of(REASONS, raw.reason),
+        reply=_of(ANSWERS, raw.reply) or "unasked",
+        why=_of(REASONS, raw.why),
+    )
+
+
+def _of(words: tuple[str | None, ...], number: int) -> str | None:
+    return words[number] if number < len(words) else None  # what others wrote may be anything
+
+
+_NUMBERS = ("pid", "min", "max", "has", "held", "needs", "could_give", "giving", "asked", "looked")
