@@ -35,7 +35,7 @@ class Loop:
         self.cache = KVCache.for_model(
             layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
             backend=about["backend"], device=about["device"], page_size=about["page_size"], name=about["name"],
-            pool=self.pool, pool_min=4 * block,
+            pool=self.pool, pool_min=4 * block, sharing=False,
         )  # fmt: skip
         self.lengths = [0] * self.cache.slots
         self.small = self.cache.alloc_reqid(1)
