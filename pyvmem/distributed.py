@@ -3,7 +3,8 @@
 Every rank makes the same calls in the same order. All ranks choose equal slots, because a manager with ``same_slots``
 chooses them by the sequence of calls alone. The ranks agree on whether a step is possible before they map anything, so
 the rank with the least memory limits all of them. The agreement is one all-reduce of `torch.distributed` over the
-process group's backend (gloo, NCCL). Run under ``torchrun``.
+process group's backend (gloo, NCCL). It holds for the next steps too: a step that every rank knows will fit needs none.
+Run under ``torchrun``.
 
 SPDX-License-Identifier: MIT
 """
@@ -15,23 +16,29 @@ from types import TracebackType
 from typing import Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from pyvmem._checks import uint
+from pyvmem._ffi import lib
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv_admission import Request
 from pyvmem.kv import KVCache, Lengths, Prefix
 
-# Attributes and calls that each rank answers for itself, because no decision depends on them.
+# Attributes and calls that each rank answers for itself, because no decision depends on them. The others are methods of
+# TensorParallelKVCache; tests/python/test_kv_distributed.py compares both with KVCache.
 _LOCAL = frozenset(
     (
-        "alloc_reqid closed context drop_prefix expect flat groups keys last_step layout max_tokens metrics_json "
-        "metrics_prometheus options page_size reclaim retire set_watermark shortage slot slots specs stats step_maps "
-        "tensors tokens values wait"
+        "closed context expect flat groups keys last_step layout max_tokens metrics_json metrics_prometheus options "
+        "page_size same_slots set_watermark shortage slot slots specs stats step_maps tensors tile_rows tokens values "
+        "wait"
     ).split()
 )
 
+AHEAD = 32  # tokens past a step's lengths that the ranks agree on with it; and the most steps between two agreements
+
+_RANKS = 1 << 12  # at most; the agreement packs a rank beside the pages that it lacks
 _OTHER = 1 << 20  # reported by a rank whose call raised an exception without an errno
 
 
@@ -53,11 +60,64 @@ def _sum_of(lengths: Any) -> int:
         return 0  # the call itself reports what is wrong with them
 
 
+class _Pledge:
+    """How far the requests can grow without a question to the other ranks: from `least` up to `most` tokens."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.rows = {(spec.row_bytes, spec.max_tokens or cache.max_tokens) for spec in cache.specs}
+        self.least, self.most = np.zeros((2, cache.slots), np.int64)
+        self.ahead = self.most.copy()  # what the next agreement is about
+        self.steps = 0  # since the last agreement
+
+    def covers(self, lengths: npt.NDArray[Any] | None) -> bool:
+        """Whether a step to these lengths finds its memory on every rank."""
+        if lengths is None or self.steps == AHEAD:
+            return False
+        grown = lengths > 0
+        return bool(grown.any() and (~grown | (lengths >= self.least) & (lengths <= self.most)).all())
+
+    def took(self, lengths: npt.NDArray[Any]) -> None:
+        """A step was made that `covers` allowed."""
+        self.least = np.where(lengths > 0, lengths, self.least)
+        self.steps += 1
+
+    def assured(self, lengths: npt.NDArray[Any]) -> bool:
+        """Whether this rank can let all requests grow by `AHEAD` tokens, without memory from elsewhere."""
+        further = np.minimum(lengths + AHEAD, self.cache.max_tokens)
+        self.ahead = np.where(lengths > 0, further, self.most)
+        return not lib.vmem_kv_assured(self.cache._use(), self.cache._raw(self.ahead), self.cache.slots)
+
+    def agree(self, lengths: npt.NDArray[Any], ahead: bool) -> None:
+        """A step was made; `ahead`: every rank is assured of what comes next."""
+        self.least = np.where(lengths > 0, lengths, self.least)
+        self.most = self.ahead if ahead else np.where(self.most > 0, self.within_pages(self.least), 0)
+        if not ahead:
+            self.most = np.where(lengths > 0, self.within_pages(lengths), self.most)
+        self.steps = 0
+
+    def within_pages(self, lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Tokens that need no other pages than these lengths do: those are backed, and nobody takes them away."""
+        page, tile, most = self.cache.page_size, self.cache.tile_rows, self.cache.max_tokens
+        within: npt.NDArray[Any] = np.full_like(lengths, most)
+        for row, rows in self.rows:
+            pages = -(-np.minimum(-(-lengths // tile) * tile, rows) * row // page)
+            within = np.minimum(within, np.where(lengths >= rows, most, pages * page // row // tile * tile))
+        within = np.minimum(np.maximum(within, lengths), most)
+        return np.asarray(within)
+
+    def end(self, slot: int) -> None:
+        self.most[slot] = 0
+
+    def clear(self) -> None:
+        self.most[:] = 0
+
+
 class TensorParallelKVCache:
     """A `KVCache` of this rank that agrees with those of the other ranks.
 
     It has the calls of `KVCache`. A call that may be refused is refused on every rank, and then changes nothing on any.
-    The choice of slots needs no communication.
+    The choice of slots needs no communication. Make every call here, not on `cache`.
 
     Parameters
     ----------
@@ -65,19 +125,25 @@ class TensorParallelKVCache:
         Created with ``same_slots=True``, and with equal options, slots, lengths and tokens per page on every rank.
         Budgets may differ.
     group : torch.distributed.ProcessGroup, optional
-        The ranks that share a model; all ranks by default.
+        The ranks that share a model; all ranks by default. With gloo, no agreement waits for a GPU. Its timeout bounds
+        how long a rank waits for the others.
 
     Attributes
     ----------
     missing_pages : int
         After a call that returned -1: the pages missing on the rank that lacks most.
+    short_rank : int or None
+        That rank, in the group.
+    agreements : int
+        All-reduces so far.
 
     Raises
     ------
     ValueError
         The cache was created without ``same_slots``.
     RuntimeError
-        The ranks' caches differ, or the ranks make different calls.
+        The ranks' caches differ, or the ranks make different calls. Or a rank has ended or does not answer: then every
+        further call but `close` raises the same.
     """
 
     def __init__(self, cache: KVCache, group: dist.ProcessGroup | None = None) -> None:
@@ -86,7 +152,13 @@ class TensorParallelKVCache:
         self.cache = cache
         self.group = group
         self.missing_pages = 0
+        self.short_rank: int | None = None
+        self.agreements = 0
         self._staged: dict[int, int] = {}  # as the ranks agreed on
+        self._pledge = _Pledge(cache)
+        self._past = 0  # a checksum of what was called without a question since the last agreement
+        self._broken: str | None = None
+        self._rank = dist.get_rank(group)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
         self._device = torch.device(device)
         self._vote(f"TensorParallelKVCache of {_decisive(cache)}", lambda: None)
@@ -110,6 +182,8 @@ class TensorParallelKVCache:
         the ranks'. If the call raised on a rank, or the ranks made different calls (`what`), it raises on every rank,
         after `undo` has undone it on the ranks where it succeeded.
         """
+        if self._broken:
+            raise RuntimeError(self._broken)
         error: Exception | None = None
         result = None
         self.cache.missing_pages = 0
@@ -120,11 +194,23 @@ class TensorParallelKVCache:
         code = zlib.crc32(what.encode())
         failed = 0 if error is None else getattr(error, "errno", None) or _OTHER
         value = number(result) if number and error is None else -(2**62)
-        words = torch.tensor((code, -code, failed, self.cache.missing_pages, value), device=self._device)
-        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-        most, least, failed, self.missing_pages, value = words.tolist()
-        if error is None and (failed or most != -least) and undo:
-            undo(result)
+        short = self.cache.missing_pages * _RANKS + _RANKS - 1 - self._rank  # the lowest rank of those that lack most
+        words = torch.tensor((code, -code, self._past, -self._past, failed, short, value), device=self._device)
+        try:
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+            most, least, past, least_past, failed, short, value = words.tolist()
+        except Exception as lost:
+            self._broken = f"{what}: a rank has ended, or did not answer in the time that the process group allows"
+            raise RuntimeError(self._broken) from lost
+        self.agreements += 1
+        self._past = 0
+        self.missing_pages = short // _RANKS
+        self.short_rank = _RANKS - 1 - short % _RANKS if self.missing_pages else None
+        if error is None and (failed or most != -least or past != -least_past) and undo:
+            self._undo(undo, result)
+        if past != -least_past:
+            self._broken = f"{what}: the ranks made different calls before, and cannot agree any more"
+            raise RuntimeError(self._broken) from error
         if error is not None:
             raise error
         if most != -least:
@@ -134,6 +220,24 @@ class TensorParallelKVCache:
         if failed:
             raise _error(failed, f"{what} failed on another rank")
         return result, value
+
+    def _undo(self, undo: Callable[[Any], Any], result: Any) -> None:
+        try:
+            undo(result)
+        except Exception:
+            self._past = _OTHER  # the others learn of it by the next agreement
+            raise
+
+    def _note(self, what: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Make a call that every rank answers alike, without asking the others; the next agreement compares it."""
+        if self._broken:
+            raise RuntimeError(self._broken)
+        result: Any = "failed"
+        try:
+            result = call(*args, **named)
+        finally:
+            self._past = zlib.crc32(f"{what}: {result}".encode(), self._past)
+        return result
 
     def _fits(self, what: str, check: Callable[..., Any], *args: Any) -> bool:
         """Whether a check of `KVCache` finds memory on every rank."""
@@ -157,31 +261,91 @@ class TensorParallelKVCache:
 
     def admit(self, tokens: int) -> int:
         """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""
-        return self.cache.alloc_reqid(tokens) if self.room() >= tokens else -1
+        return self.alloc_reqid(tokens) if self.room() >= tokens else -1
+
+    def alloc_reqid(
+        self, tokens: SupportsIndex = 0, slot: SupportsIndex | None = None, *, prefix_tokens: SupportsIndex = 0
+    ) -> int:
+        """As `KVCache.alloc_reqid`: the same slot on every rank."""
+        call = self.cache.alloc_reqid
+        return int(self._note("alloc_reqid", call, tokens, slot, prefix_tokens=prefix_tokens))
 
     def free_reqid(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
         """As `KVCache.free_reqid`. `after` must be a step's number: events complete at different times on each rank."""
-        self.cache.free_reqid(slot, None if after is None else uint("after", after))
-        self._staged.pop(int(slot), None)
+        fence = None if after is None else uint("after", after)
+        self._note(f"free_reqid({slot}, {fence})", self.cache.free_reqid, slot, fence)
+        self._ends(slot)
 
     def check(self, lengths: Lengths) -> int:
         """What `step` would return now, without doing anything."""
+        self._pledge.clear()  # it takes over a budget that another process requested
         return 0 if self._fits(f"check({_sum_of(lengths)})", self.cache.check, lengths) else -1
 
     def step(self, lengths: Lengths) -> int:
         """As `KVCache.step`: 0 on every rank, or -1 on every rank, in which case nothing changed on any.
+
+        A step asks the other ranks unless all of them know from an earlier one that it fits: they agree on `AHEAD`
+        further tokens for each request where every rank has the memory for these in its hands, and else on what the
+        pages of the requests hold. They ask at least every `AHEAD` steps. Only then a rank takes over a budget that
+        ``pyvmem top --limit`` requests.
 
         Raises
         ------
         OutOfMemory
             A device has less memory than its budget. Only with ``lazy``: otherwise memory is allocated at the start.
         """
-        if not self._fits(f"step({_sum_of(lengths)})", self.cache.check, lengths):
+        numbers = self._numbers(lengths)
+        if numbers is not None and self._pledge.covers(numbers):
+            return self._take("step", numbers, self.cache.step, lengths)
+        return self._ask_and_take("step", numbers, lengths, self.cache.step, lengths)
+
+    def _numbers(self, lengths: Any) -> npt.NDArray[Any] | None:
+        """The lengths as an array; None if they are none, which the call itself reports."""
+        try:
+            numbers = np.asarray(lengths)
+        except (OverflowError, TypeError, ValueError):
+            return None
+        return numbers.astype(np.int64) if numbers.dtype.kind in "iu" and numbers.shape == (self.slots,) else None
+
+    def _take(self, what: str, numbers: npt.NDArray[Any], call: Callable[..., int], *args: Any) -> int:
+        """Make a step that is known to fit on every rank."""
+        answer = self._done(self._note(f"{what}({_sum_of(numbers)})", call, *args))
+        self._pledge.took(numbers)
+        return answer
+
+    def _ask_and_take(
+        self, what: str, numbers: npt.NDArray[Any] | None, lengths: Any, call: Callable[..., int], *args: Any
+    ) -> int:
+        """Make a step if it fits on every rank, and agree on how far the next ones can go."""
+        pledge = self._pledge
+
+        def check() -> bool:
+            fits = not self.cache.check(lengths)
+            return fits and numbers is not None and pledge.assured(numbers)
+
+        ahead = self._vote(f"{what}({_sum_of(lengths)})", check, number=lambda assured: not assured)[1] == 0
+        if self.missing_pages:
+            pledge.clear()
             return -1
-        return self._done(self.cache.step(lengths))
+        answer = self._done(self._note(what, call, *args))
+        if numbers is not None:
+            pledge.agree(numbers, ahead)
+        return answer
+
+    def _ends(self, slot: SupportsIndex) -> None:
+        """The slot has nothing staged, and cannot grow without a question."""
+        self._staged.pop(int(slot), None)
+        self._pledge.end(int(slot))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """As `KVCache.grow`, on every rank or on none."""
+        """As `KVCache.grow`, on every rank or on none. Asks the other ranks as `step` does."""
+        lengths = self._staged_lengths()
+        if isinstance(slot, int) and isinstance(tokens, int) and 0 <= slot < self.slots:
+            lengths[slot] = tokens
+            if tokens > 0 and self._pledge.covers(lengths):
+                self._done(self._note(f"grow({slot}, {tokens})", self.cache.grow, slot, tokens))
+                self._staged[slot] = tokens
+                return 0
 
         def undo(answer: int) -> None:
             if not answer:
@@ -194,13 +358,21 @@ class TensorParallelKVCache:
         self._staged[int(slot)] = int(tokens)
         return 0
 
+    def _staged_lengths(self) -> npt.NDArray[Any]:
+        lengths = np.zeros(self.slots, np.int64)
+        for slot, tokens in self._staged.items():
+            lengths[slot] = tokens
+        return lengths
+
     def commit(self) -> int:
         """As `KVCache.commit`, on every rank or on none: a budget may have changed since `grow`."""
-        lengths = [self._staged.get(slot, 0) for slot in range(self.cache.slots)]
-        if not self._fits(f"commit({_sum_of(lengths)})", self.cache.check, lengths):
-            return -1
-        answer = self._done(self.cache.commit())
-        self._staged.clear()
+        lengths = self._staged_lengths()
+        if self._pledge.covers(lengths):
+            answer = self._take("commit", lengths, self.cache.commit)
+        else:
+            answer = self._ask_and_take("commit", lengths, lengths, self.cache.commit)
+        if not answer:
+            self._staged.clear()
         return answer
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
@@ -209,6 +381,7 @@ class TensorParallelKVCache:
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.attach_prefix`, on every rank or on none."""
+        self._pledge.clear()
         what = f"attach_prefix(..., {slot}, {tokens})"
         if not self._fits(what, self.cache.check_attach, prefix, tokens):
             return -1
@@ -216,6 +389,7 @@ class TensorParallelKVCache:
 
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
         """As `KVCache.save_prefix`. Only what every rank has can be attached."""
+        self._pledge.clear()
         prefix, min_tokens = self._vote(
             f"save_prefix({slot}, {tokens})", self.cache.save_prefix, slot, tokens,
             number=lambda prefix: prefix.min_tokens, undo=self.cache.drop_prefix,
@@ -234,6 +408,7 @@ class TensorParallelKVCache:
 
     def swap_in(self, slot: SupportsIndex) -> int:
         """As `KVCache.swap_in`, on every rank or on none."""
+        self._pledge.clear()
         if not self._fits(f"swap_in({slot})", self.cache.check_swap_in, slot):
             return -1
         return self._done(self.cache.swap_in(slot))
@@ -241,7 +416,7 @@ class TensorParallelKVCache:
     def swap_out(self, slot: SupportsIndex) -> None:
         """As `KVCache.swap_out`. If it fails on a rank, the others swap the request in again."""
         self._vote(f"swap_out({slot})", self.cache.swap_out, slot, undo=lambda _: self.cache.swap_in(slot))
-        self._staged.pop(int(slot), None)
+        self._ends(slot)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """As `KVCache.check_truncate`, for all ranks."""
@@ -252,6 +427,7 @@ class TensorParallelKVCache:
 
         `after` must be a step's number, because events complete at different times on each rank.
         """
+        self._pledge.clear()
         if self.check_truncate(slot, tokens):
             raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared pages")
 
@@ -263,9 +439,23 @@ class TensorParallelKVCache:
 
     def set_budget(self, bytes: SupportsIndex) -> None:
         """As `KVCache.set_budget`. Each rank may pass a different budget. If one rank fails, no budget changes."""
+        self._pledge.clear()
         stats = self.cache.stats()
         before = stats.budget_pages * stats.page_size
         self._vote("set_budget", self.cache.set_budget, bytes, undo=lambda _: self.cache.set_budget(before))
+
+    def reclaim(self, bytes: SupportsIndex | None = None) -> int:
+        """As `KVCache.reclaim`, for this rank's cache; returns what this rank released."""
+        self._pledge.clear()
+        return self.cache.reclaim(bytes)
+
+    def drop_prefix(self, prefix: Prefix) -> None:
+        """As `KVCache.drop_prefix`."""
+        self._note("drop_prefix", self.cache.drop_prefix, prefix)
+
+    def retire(self, step: SupportsIndex | None = None) -> None:
+        """As `KVCache.retire`: on every rank the kernels must have ended."""
+        self._note(f"retire({step})", self.cache.retire, step)
 
     def close(self) -> None:
         """As `KVCache.close`, for this rank's cache."""

@@ -155,6 +155,13 @@ int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
 
 // Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested.
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+// Whether steps up to these lengths will find memory, whatever other processes do: 0, or -ENOMEM. It changes nothing, and
+// counts only memory that the cache has taken from the device: with LAZY, or once an idle cache gave it back, none. The
+// answer holds while requests grow up to these lengths or end. It is void after any other call that takes pages or gives
+// memory back (a step beyond these lengths, attaching, truncating, swapping in, reclaiming, another budget), and when the
+// cache may have been idle. With SAME_SLOTS, vmem_kv_check alone takes over a budget that another process requested, so
+// that ranks can rely on the answers of one another from check to check.
+int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // Returns the most tokens that the slot could have in the next step if no other slot grew. Slot -1: a new request, which
 // leaves the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
@@ -450,7 +457,8 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    uint64_t wanted_budget; // written by others: bytes; taken over by the next check, or after the next step. 0: none
+    uint64_t wanted_budget; // written by others: bytes; taken over by the next check, or (not with SAME_SLOTS) after
+                            // the next step. 0: none
     uint64_t memory_total;  // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
 };

@@ -105,8 +105,49 @@ static void test_a_limit_needs_no_call(void)
         __atomic_store_n(&kv->view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
         wait_for_looks(3);
         CHECK_EQ(stats().budget_pages * test_page, (same ? 1024 : 512) * test_page); // ranks take budgets over together
+        if (same) {
+            uint32_t slot;
+            OK(vmem_kv_alloc(kv, 10, &slot));
+            step(slot, 10);
+            CHECK_EQ(stats().budget_pages, 1024); // they may rely on one another until the next check
+            int32_t lengths[SLOTS] = {0};
+            lengths[slot] = 11;
+            OK(vmem_kv_check(kv, lengths, SLOTS, NULL));
+            CHECK_EQ(stats().budget_pages, 512);
+        }
         vmem_kv_destroy(kv);
     }
+}
+
+static int assured(uint32_t slot, int32_t tokens)
+{
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = tokens;
+    return vmem_kv_assured(kv, lengths, SLOTS);
+}
+
+static void test_only_memory_in_hand_is_assured(void)
+{
+    const uint32_t page_tokens = 32, tensors = 2;
+    uint32_t slot;
+    make(0, 20 * test_page);
+    OK(vmem_kv_alloc(kv, 10, &slot));
+    step(slot, 10);
+    OK(assured(slot, 20 / tensors * page_tokens));
+    CHECK_EQ(assured(slot, 20 / tensors * page_tokens + 1), -ENOMEM);
+    CHECK_EQ(vmem_kv_assured(kv, NULL, SLOTS), -EINVAL);
+    CHECK_EQ(vmem_kv_assured(kv, (int32_t[SLOTS]){0}, SLOTS - 1), -EINVAL);
+    CHECK_EQ(vmem_kv_assured(NULL, NULL, 0), -EINVAL);
+    OK(vmem_kv_free(kv, slot));
+    wait_for_looks(5); // it has given everything back
+    OK(vmem_kv_alloc(kv, 10, &slot));
+    step(slot, 10);
+    CHECK_EQ(assured(slot, 11), -ENOMEM);
+    vmem_kv_destroy(kv);
+    make(VMEM_KV_LAZY, 20 * test_page);
+    OK(vmem_kv_alloc(kv, 10, &slot));
+    CHECK_EQ(assured(slot, 10), -ENOMEM);
+    vmem_kv_destroy(kv);
 }
 
 int main(int argc, char **argv)
@@ -116,6 +157,7 @@ int main(int argc, char **argv)
     vmem__kv_hook = at;
     test_kept_pages_and_memory_ahead_go();
     test_a_limit_needs_no_call();
+    test_only_memory_in_hand_is_assured();
     vmem_context_destroy(ctx);
     return 0;
 }

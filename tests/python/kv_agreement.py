@@ -13,13 +13,14 @@ SPDX-License-Identifier: MIT
 import os
 import random
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 import pyvmem
 from pyvmem import kv_view
-from pyvmem.distributed import TensorParallelKVCache, init_cache
+from pyvmem.distributed import AHEAD, TensorParallelKVCache, init_cache
 from pyvmem.kv import KVCache
 
 SLOTS, TOKENS = 16, 600
@@ -34,7 +35,7 @@ def same(device, *values):
     assert torch.equal(most, least), f"rank {dist.get_rank()}: {values}, ranks differ: {least.tolist()} {most.tolist()}"
 
 
-def full_house(tp, device):
+def full_house(tp, device, _starved):
     """With all slots taken, a swapped request comes back; a cache that chooses slots by its pages is refused."""
     slots = [tp.alloc_reqid(1) for _ in range(SLOTS)]
     same(device, *slots)
@@ -75,6 +76,69 @@ def part_ways(tp, device, rank):
     assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
     same(device, tp.stats().active_slots, tp.slot(slot).tokens)
     tp.free_reqid(slot)
+
+
+def older_prefix(tp, device, starved):
+    """A prefix that one rank no longer has, or never had, is attached on none."""
+    slot = tp.alloc_reqid(40)
+    assert tp.step([40 if s == slot else 0 for s in range(SLOTS)]) == 0
+    prefix, gone = tp.save_prefix(slot, 40), tp.save_prefix(slot, 30)
+    if starved:
+        tp.cache.drop_prefix(gone)
+    other = tp.alloc_reqid(40, prefix_tokens=30)
+    same(device, slot, other)
+    refused(lambda: tp.attach_prefix(gone, other), pyvmem.VmemError, "")
+    assert tp.attach_prefix(prefix, other) == 0
+    same(device, tp.slot(other).tokens)
+    tp.drop_prefix(prefix)
+    if not starved:
+        tp.cache.drop_prefix(gone)
+    tp.free_reqid(slot)
+    tp.free_reqid(other)
+
+
+def steady(tp, device, starved):
+    """Steps that all ranks know will fit ask nobody; a limit on one rank is taken over when they ask again."""
+    lengths = [20] * 4 + [0] * (SLOTS - 4)
+    for tokens in lengths[:4]:
+        tp.alloc_reqid(tokens)
+    before, steps = tp.agreements, 4 * AHEAD
+    for _ in range(steps):
+        assert tp.step(lengths) == 0
+        lengths = [n + 1 if n else 0 for n in lengths]
+    asked = tp.agreements - before
+    page_tokens = tp.page_size // tp.specs[0].row_bytes
+    # With memory in their hands they ask once for AHEAD tokens; else where a page begins, and after AHEAD steps.
+    assert asked <= (steps // AHEAD + 1 if not tp.options.lazy else steps // page_tokens + 1 + steps // AHEAD), asked
+    budget = tp.stats().budget_pages * tp.page_size
+    if starved:
+        kv_view.want_budget(own_view(), 8 * tp.page_size)
+    tried, rc = 0, 0
+    while rc == 0 and tried <= 4 * AHEAD:
+        tried += 1
+        rc = tp.step(lengths)
+        same(device, rc, tp.missing_pages)
+        lengths = [n + 1 if n else 0 for n in lengths]
+    assert rc == -1 and tp.short_rank == dist.get_world_size() - 1
+    assert tp.shortage.reason == ("budget" if starved else tp.shortage.reason)
+    for slot in range(4):
+        tp.free_reqid(slot)
+    tp.set_budget(budget)
+
+
+def own_view():
+    return next(v for v in kv_view.read_views() if v.pid == os.getpid() and v.name == "tp")
+
+
+def parts(tp, rank):
+    """Ranks that made different calls while they asked nobody: the next question shows it, and every one after it."""
+    slot = tp.alloc_reqid(5, slot=rank)
+    for _ in range(2):
+        refused(tp.room, RuntimeError, "cannot agree any more")
+    refused(lambda: tp.step([0] * SLOTS), RuntimeError, "cannot agree any more")
+    refused(lambda: tp.alloc_reqid(), RuntimeError, "cannot agree any more")
+    assert slot == rank
+    tp.close()
 
 
 def differ(context, rank):
@@ -155,27 +219,50 @@ def main(backend, steps=10_000, seed=1):
         context, device = pyvmem.Context("host"), torch.device("cpu")
     world = dist.get_world_size()
     page = min(context.page_sizes)
+    starved = rank == world - 1
+    options = {"context": context, "dtype": torch.float16, "name": "tp"}
     plenty = SLOTS * 8 * 2 * page
-    starved = 5 * 8 * 2 * page
-    options = {"context": context, "dtype": torch.float16, "name": "tp", "lazy": True}
-    tp = init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, **options)
-    cache, rng = tp.cache, random.Random(seed)
-    local = random.Random(seed + 100 + rank)  # what only this rank knows of
-    lengths, failed, done, prefixes = [0] * SLOTS, 0, 0, []
-    full_house(tp, device)
-    part_ways(tp, device, rank)
+    part_ways_and_meet = (full_house, older_prefix, staged, steady)
+    failed = 0
+    for lazy in (True, False):
+        with init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, lazy=lazy, idle_seconds=0.01, **options) as tp:
+            part_ways(tp, device, rank)
+            for check in part_ways_and_meet:
+                check(tp, device, starved)
+            failed += serve(tp, device, starved, steps // 2, seed + lazy)
     differ(context, rank)
-    staged(tp, device, rank == world - 1)
-    if rank == world - 1:
-        cache.set_budget(starved)
+    parts(init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, lazy=True, **options), rank)
+    if rank == 0:
+        print(f"{world} ranks agreed over {steps} steps, of which {failed} found no memory")
+    dist.destroy_process_group()
+
+
+def serve(tp, device, starved, steps, seed):
+    """Random requests; what only this rank knows of changes its memory. Returns how many steps found too little."""
+    cache, rng, local = tp.cache, random.Random(seed), random.Random(seed + 100 + dist.get_rank())
+    page = tp.page_size
+    little = 5 * 8 * 2 * page
+    plenty = SLOTS * 8 * 2 * page
+    lengths, failed, done, prefixes = [0] * SLOTS, 0, 0, []
+    tp.set_budget(little if starved else plenty)
     while done < steps:
         choice = rng.random()
         running = [s for s in range(SLOTS) if lengths[s]]
-        if rank == world - 1 and local.random() < 0.002:
-            view = next(v for v in kv_view.read_views() if v.pid == os.getpid())
-            wanted = local.choice((starved, starved // 2, plenty // 2))
-            kv_view.want_budget(view, wanted) if local.random() < 0.5 else cache.set_budget(wanted)
-        if choice < 0.1:
+        if starved and local.random() < 0.002:
+            wanted = local.choice((little, little // 2, plenty // 2))
+            # By hand only where the cache takes memory when needed: else the others rely on the budget.
+            by_hand = tp.options.lazy and local.random() < 0.5
+            cache.set_budget(wanted) if by_hand else kv_view.want_budget(own_view(), wanted)
+        if local.random() < 0.002:
+            time.sleep(local.choice((0.001, 0.03)))  # a slow rank, perhaps slow enough to be idle
+        if choice < 0.002:
+            some = rng.choice((little, 2 * little))
+            tp.set_budget(some if starved else plenty)
+        elif choice < 0.004:
+            for slot in running:
+                tp.free_reqid(slot)
+            lengths = [0] * SLOTS
+        elif choice < 0.1:
             prompt = rng.randint(1, TOKENS // 2)
             slot = tp.admit(prompt)
             same(device, slot)
@@ -184,18 +271,28 @@ def main(backend, steps=10_000, seed=1):
                 prefill[slot] = prompt
                 rc = tp.step(prefill)
                 same(device, rc)
-                assert rc == 0, "admitted, and then there is no room"
-                lengths[slot] = prompt
+                assert rc == 0 or starved or tp.missing_pages, "admitted, and then there is no room"
+                if rc:  # a limit came between
+                    tp.free_reqid(slot)
+                else:
+                    lengths[slot] = prompt
                 done += 1
         elif choice < 0.13 and running:
             slot = rng.choice(running)
-            tp.free_reqid(slot)
+            tp.free_reqid(slot, after=tp.last_step if choice < 0.115 else None)
             lengths[slot] = 0
         elif choice < 0.2:
             share(tp, device, rng, lengths, prefixes)
         elif running:
             grown = [min(n + 1, TOKENS) if n else 0 for n in lengths]
-            rc = tp.step(grown)
+            if choice < 0.3:
+                rc = next((-1 for s in running if tp.grow(s, grown[s])), None)
+                rc = tp.commit() if rc is None else rc
+                if rc:
+                    for slot in running:
+                        tp.grow(slot, 0)
+            else:
+                rc = tp.step(grown)
             same(device, rc, tp.missing_pages)
             done += 1
             if rc == 0:
@@ -205,13 +302,17 @@ def main(backend, steps=10_000, seed=1):
                 slot = max(running, key=lambda s: lengths[s])
                 tp.free_reqid(slot)
                 lengths[slot] = 0
-            same(device, tp.room())
-    same(device, *lengths)
+            if choice < 0.5:
+                same(device, tp.room())
+    same(device, *lengths, tp.agreements)
     assert failed, "the starved rank never held the others back"
-    if rank == 0:
-        print(f"{world} ranks agreed over {done} steps, of which {failed} found no memory")
-    cache.close()
-    dist.destroy_process_group()
+    assert tp.stats().worker_errors == 0
+    for slot in range(SLOTS):
+        if lengths[slot]:
+            tp.free_reqid(slot)
+    for prefix, _ in prefixes:
+        tp.drop_prefix(prefix)
+    return failed
 
 
 if __name__ == "__main__":

@@ -195,3 +195,14 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
     rc = vmem__kv_check_lengths(kv, lengths, n);
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_plan_check(kv, lengths, missing));
 }
+
+int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_check_lengths(kv, lengths, n);
+    if (!rc && kv->promise < kv->budget_pages)
+        rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_plan_check(kv, lengths, NULL));
+}

@@ -194,7 +194,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
         kv->step++;
     }
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
-    if (kv->view && __atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED))
+    // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
+    if (kv->view && __atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) && !(kv->flags & VMEM_KV_SAME_SLOTS))
         vmem__kv_take_wanted(kv);
     return rc;
 }

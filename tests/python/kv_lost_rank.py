@@ -1,0 +1,57 @@
+"""What every rank of test_kv_distributed's lost ranks runs: python kv_lost_rank.py RANK WORLD FOLDER dies|sleeps
+
+The last rank ends, or stops to answer, between two steps; the others must say so, and not wait for ever.
+
+SPDX-License-Identifier: MIT
+"""
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pyvmem.distributed import AHEAD, init_cache
+
+
+def main(rank, world, folder, how):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=3 if how == "sleeps" else 60),
+    )  # fmt: skip
+    tp = init_cache(1, world, 64, 4, 1000, 1 << 24, backend="host", dtype=torch.float16, name=None)
+    slot = tp.alloc_reqid(10)
+    assert tp.step([10 if s == slot else 0 for s in range(4)]) == 0
+    done = folder / "done"
+    if rank == world - 1:
+        if how == "dies":
+            os._exit(0)
+        while len(list(folder.glob("done*"))) < world - 1:  # it does not answer until the others have given up
+            time.sleep(0.05)
+        return
+    try:
+        for tokens in range(11, 12 + 2 * AHEAD):
+            tp.step([tokens if s == slot else 0 for s in range(4)])
+    except RuntimeError as error:
+        assert "a rank has ended, or did not answer" in str(error), error
+        assert error.__cause__ is not None
+    else:
+        raise AssertionError("nobody missed the rank")
+    for call in (tp.room, lambda: tp.step([0] * 4), lambda: tp.free_reqid(slot)):  # at once, of every call
+        try:
+            call()
+        except RuntimeError as error:
+            assert "a rank has ended, or did not answer" in str(error), error
+        else:
+            raise AssertionError("nobody remembers the lost rank")
+    tp.close()
+    Path(f"{done}{rank}").touch()
+    print("lost", flush=True)
+    os._exit(0)  # without the group: its rank is gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
