@@ -26,7 +26,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c test-asan test-tsan test-python test-python-fake test-gpu
 .PHONY: test-vllm
 
-all: lib venv ## Build libvmem and install pyvmem into .venv (the default)
+all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -34,7 +34,7 @@ help: ## List the targets
 lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
 
 PACKAGE := lib/pkgconfig/vmem.pc lib/cmake/vmem/vmem-config.cmake lib/cmake/vmem/vmem-config-version.cmake
-install: lib ## Install headers, libraries, and what pkg-config and CMake need, under PREFIX (/usr/local); DESTDIR stages
+install: lib ## Install headers, libraries, pkg-config and CMake files under PREFIX (/usr/local); DESTDIR stages
 	$(Q)install -d $(DEST)/include $(addprefix $(DEST)/,$(dir $(PACKAGE)))
 	$(Q)install -m 644 libvmem/include/vmem.h libvmem/include/vmem_kv.h $(DEST)/include
 	$(Q)install -m 644 build/libvmem.a $(DEST)/lib
@@ -46,37 +46,37 @@ install: lib ## Install headers, libraries, and what pkg-config and CMake need, 
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
-check: lint test-uvm-ext test-fast ## Format, style, types, and the quick tests: before each commit; no root (1 minute)
+check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
 test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (15 minutes)
 test: test-module test-vm-quick
 
-# Of the C and the Python tests those that take a second or less, and start no further process.
+# C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
           replace reserve struct unmap uvm_batch uvm_open
 FAST_PYTHON := arguments errors glossary kv_blocks kv_prefix library map mutants owned without_torch
-test-fast: lib venv ## The quick ones of the C and the Python tests, on host memory
+test-fast: lib venv ## The quick C and Python tests, on host memory
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS=host T="$(FAST_C:%=test_%)"
 	$(Q)VMEM_TEST_BACKENDS=host $(PY) -m pytest -q $(FAST_PYTHON:%=tests/python/test_%.py)
 
-test-uvm-ext: ## The kernel extension's parts that need no kernel, under the sanitizers, and its ABI
+test-uvm-ext: ## The kernel extension's ABI, and its parts that need no kernel, under the sanitizers
 	$(Q)$(MAKE) --no-print-directory -C tests/uvm_ext check
 
-test-c: lib ## C tests of libvmem, on host memory and over a fake GPU driver
+test-c: lib ## C tests of libvmem, on host memory and over a fake GPU driver; T=test_map, BACKENDS=stock: one, on one backend
 	$(Q)$(MAKE) --no-print-directory -C tests/c check
-	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu check
+	$(if $(T)$(BACKENDS),,$(Q)$(MAKE) --no-print-directory -C tests/fakegpu check)
 
 test-asan: ## C tests under the address and undefined-behaviour sanitizers
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-asan
 
-mutants-c: ## Seeded faults in libvmem: each must be noticed by a C test (4 minutes)
+mutants-c: ## Seeded faults in libvmem, each of which a C test must notice (4 minutes)
 	$(Q)$(PYTHON) tests/c/mutants.py
 
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
 
-test-python: lib venv ## Python tests, on every backend that works here
-	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # the tests that need them say so too
+test-python: lib venv ## Python tests, on every backend that works on this machine
+	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
 	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
 
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
@@ -89,24 +89,24 @@ test-gpu: all ## C and Python tests and the torch matrix, on the GPU's backends
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
 	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q tests/python
 
-test-vllm: venv ## vLLM's own answers against its answers on vMem, on a GPU (vLLM must be installed)
+test-vllm: venv ## Compare vLLM on vMem with unmodified vLLM, on a GPU (needs vLLM)
 	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py \
 	    tests/python/gpu/test_vllm_scheduler.py tests/python/gpu/test_vllm_serve.py
 
-bench: venv ## Run every benchmark, quickly, on the best backend
+bench: venv ## Run every benchmark quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick
 
 lint: venv ## Compile with -Werror; clang-format, ruff and mypy --strict over the whole tree
 	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON)
 
-format: venv ## Bring the C and the Python code into the form of .clang-format and pyproject.toml
+format: venv ## Format the C and Python code (.clang-format, pyproject.toml)
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON) --fix
 
-wheel: | toolchain ## Build the source distribution and the manylinux wheel into build/dist, and try the wheel
+wheel: | toolchain ## Build and test the manylinux wheel and the source distribution, in build/dist
 	$(Q)$(PYTHON) .ci/make_wheel.py build/dist
 
-clean: ## Remove everything that was built
+clean: ## Remove all build results
 	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so .hypothesis .ruff_cache
 	$(Q)find pyvmem tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -125,12 +125,12 @@ build/libvmem.a: $(OBJECTS)
 build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
 	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.0 -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
 	    $(OBJECTS) $(LDFLAGS) -lpthread -ldl -o $@
-	$(Q)ln -sf $(@F) $@.0 # what a program linked with it asks for
+	$(Q)ln -sf $(@F) $@.0 # the name that linked programs load
 
 $(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/make_venv.py | toolchain
 	$(Q)$(PYTHON) .ci/make_venv.py $(VENV)
 	@touch $@
-	@echo "pyvmem is in $(VENV); what works on this machine: $(VENV)/bin/pyvmem doctor"
+	@echo "pyvmem is installed in $(VENV). $(VENV)/bin/pyvmem doctor shows which backends work."
 
 .PHONY: toolchain
 toolchain:

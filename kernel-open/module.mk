@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
-# The kernel module's targets; docs/kernel-module.md has the long form.
-#   NVIDIA_SRC      NVIDIA's kernel-open tree; default: the installed driver's, or on Debian its package's
-#   NVIDIA_RELEASE  driver release or its beginning (535, 550.163.01)
+# The kernel module's targets; docs/kernel-module.md explains them.
+#   NVIDIA_SRC      NVIDIA's kernel-open tree; default: the installed driver's, or Debian's package
+#   NVIDIA_RELEASE  driver release, or the beginning of its number (535, 550.163.01)
 #   KERNEL          kernel to build for (newest: the newest with headers); default: the running one
 #   UVM_BUILD_TYPE  release, develop (UVM's asserts log) or debug
-#   KBUILD_EXTRA_SYMBOLS  Module.symvers of the nvidia.ko that the module will meet
-#   MODULE          for module-load: the module; default: what `make module` builds
+#   KBUILD_EXTRA_SYMBOLS  Module.symvers of the nvidia.ko that the module will be loaded with
+#   MODULE          the module for module-load; default: the one that `make module` builds
 export NVIDIA_SRC NVIDIA_RELEASE KERNEL UVM_BUILD_TYPE KBUILD_EXTRA_SYMBOLS MODULE_BOOT
 KERNEL_OPEN := $(patsubst %/,%,$(dir $(lastword $(MAKEFILE_LIST))))
 
-# What the tests build: the releases that Debian has.
+# The releases that the tests build: those that Debian packages.
 MODULE_RELEASES ?= 535 550
 
 .PHONY: module module-check module-diff module-install module-uninstall module-load module-unload
@@ -18,20 +18,20 @@ MODULE_RELEASES ?= 535 550
 module: module-tools ## Build nvidia-uvm.ko with vMem inside
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py $(if $(V),--verbose)
 
-module-check: module-tools ## The same under sparse, and any warning in our files is an error
+module-check: module-tools ## Build under sparse; a warning in vMem's files is an error
 	$(Q).ci/need sparse=sparse
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check $(if $(V),--verbose)
 
-test-module: $(MODULE_RELEASES:%=module-check-%) ## Build the module under sparse for the releases that Debian has
+test-module: $(MODULE_RELEASES:%=module-check-%) ## Build the module under sparse, for the releases that Debian packages
 
 module-check-%: module-tools
 	$(Q).ci/need sparse=sparse
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py --check --release $* --kernel $(or $(KERNEL),newest) $(if $(V),--verbose)
 
-module-diff: ## What is inserted in NVIDIA's files, as a diff
+module-diff: ## Show what is inserted into NVIDIA's files, as a diff
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py diff
 
-module-install: module-tools ## Install the DKMS package nvidia-uvm-vmem; MODULE_BOOT=1: modprobe loads it from now on
+module-install: module-tools ## Install the DKMS package nvidia-uvm-vmem; with MODULE_BOOT=1, modprobe loads it from now on
 	$(Q).ci/need dkms=dkms modinfo=kmod
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/install.py install
 
@@ -45,10 +45,10 @@ module-load: ## Load the patched module in place of the stock one
 module-unload: ## Load the stock module again
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/load.py unload
 
-module-check-releases: ## Which driver releases the hooks fit: SRC=a git repository or a folder of trees
+module-check-releases: ## Show which driver releases the hooks fit; SRC is a git repository or a folder of trees
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/releases.py "$(SRC)"
 
-test-dkms: module-tools ## The DKMS package's life with the real dkms, in a Debian tree of each suite; root, 20 minutes
+test-dkms: module-tools ## Test the DKMS package with the real dkms, in a Debian tree of each suite (root, 20 minutes)
 	$(Q).ci/need debootstrap=debootstrap unshare=util-linux
 	$(Q)$(PYTHON) tests/dkms/run.py $(DKMS_SUITES)
 
