@@ -1,4 +1,4 @@
-// Accounts by user: a limit of an open file is none, since anybody may open more.
+// Accounts by user. A limit per open file would be useless, because any process can open more files.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_account.h"
@@ -16,10 +16,9 @@ MODULE_PARM_DESC(uvm_vmem_max_mbytes, "vMem: most device memory that one user ma
 
 static unsigned int uvm_vmem_max_kernel_mbytes;
 module_param(uvm_vmem_max_kernel_mbytes, uint, 0644);
-MODULE_PARM_DESC(
-    uvm_vmem_max_kernel_mbytes,
-    "vMem: most kernel memory behind the addresses that one user maps or keeps open, in MiB, some 1400 for "
-    "a TiB of addresses; 0: an eighth of the machine's memory.");
+MODULE_PARM_DESC(uvm_vmem_max_kernel_mbytes,
+                 "vMem: most kernel memory for the addresses that one user maps or keeps open, in MiB, about 1400 per "
+                 "TiB of addresses; 0: an eighth of the machine's memory.");
 
 struct uvm_vmem_user {
     struct list_head node;

@@ -1,4 +1,4 @@
-// The calls, each in the file that does its work. params is the call's structure, checked for nothing yet.
+// The calls, each implemented in the file named beside it. params is the call's structure, not yet checked.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_API_H

@@ -1,4 +1,4 @@
-// MAP and UNMAP: every element checked, every overlay and table at hand, before the first entry changes.
+// MAP and UNMAP. Every element is checked, and every overlay and table allocated, before the first entry changes.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
@@ -20,7 +20,7 @@ struct batch {
     bool map;
 };
 
-// Copy one element of another version than ours.
+// Copy one element of a newer ABI, whose size differs.
 static NV_STATUS op_copy(struct uvm_vmem_op *op, const void __user *from, NvU32 size)
 {
     NvU8 rest[UVM_VMEM_MAX_OP_SIZE - sizeof(*op)];
@@ -32,7 +32,7 @@ static NV_STATUS op_copy(struct uvm_vmem_op *op, const void __user *from, NvU32 
     return memchr_inv(rest, 0, size - sizeof(*op)) ? NV_ERR_INVALID_PARAM_STRUCT : NV_OK;
 }
 
-// Copy the elements and check each as far as it needs no lock.
+// Copy the elements, and make the checks that need no lock.
 static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op **out_ops)
 {
     const void __user *from = u64_to_user_ptr(p->ops);
@@ -94,7 +94,7 @@ static NV_STATUS op_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *o
     return NV_OK;
 }
 
-// Open the block behind an overlay, if it can be.
+// Open the block that follows an overlay, if possible.
 static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, uvm_vmem_open_t open)
 {
     NvU64 va = overlay->end + 1;
@@ -160,7 +160,7 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
     return NV_OK;
 }
 
-// Whether the granules in mask are all mapped to the handle, from `granule` on.
+// Whether all granules in mask are mapped to the handle's page, from its granule `granule` on.
 static bool overlay_holds(struct uvm_vmem_overlay *overlay, NvU32 mask, struct uvm_vmem_handle *handle, NvU32 granule)
 {
     NvU32 first = __ffs(mask);
@@ -175,7 +175,7 @@ static bool overlay_holds(struct uvm_vmem_overlay *overlay, NvU32 mask, struct u
     return true;
 }
 
-// Skip what is not an overlay. *va is the next address to look at.
+// Skip addresses without an overlay. *va becomes the next address to examine.
 static NV_STATUS unmap_skip(struct uvm_vmem_call *call, uvm_vmem_range_t *range, const struct uvm_vmem_op *op,
                             NvU64 *va)
 {
@@ -233,7 +233,7 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
             return NV_ERR_OBJECT_NOT_FOUND;
         overlay->occupied &= ~mask;
 
-        // A 2 MiB entry is a page or nothing; there is no sparse one.
+        // A 2 MiB entry is a page or invalid. There is no sparse one.
         if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !(piece.invalid && mask == ~0U))
             overlay->cut_wanted = true;
 

@@ -26,14 +26,14 @@ static NV_STATUS step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_
         status = change(call, arg);
     uvm_va_space_downgrade_write(call->va_space);
 
-    // Also after a failure: overlays may have been cut.
+    // Also needed after a failure, because overlays may have been cut.
     wait = uvm_vmem_push_wait(&call->push);
     done = status == NV_OK || status == NV_WARN_MORE_PROCESSING_REQUIRED;
     if (done && wait == NV_OK && changed)
         changed(call, arg);
     uvm_va_space_up_read(call->va_space);
 
-    // Frees RM objects: no VA space lock may be held. Each GPU involved was retained for it.
+    // Frees RM objects, which requires that no VA space lock is held. Each GPU involved was retained for it.
     uvm_deferred_free_object_list(&call->deferred_free);
     INIT_LIST_HEAD(&call->deferred_free);
     return done && wait != NV_OK ? wait : status;

@@ -1,4 +1,4 @@
-// Checks of what user space passed, as far as no state is needed.
+// Checks of user input that need no state.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_check.h"
@@ -52,7 +52,7 @@ NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total
     if (!map) {
         if ((op->flags & UVM_VMEM_UNMAP_INVALID) && (op->flags & ~(__u32)UVM_VMEM_UNMAP_INVALID))
             return NV_ERR_INVALID_ARGUMENT;
-        // Taking a block over opens an overlay in it.
+        // A takeover opens an overlay.
         if ((op->flags & UVM_VMEM_TAKEOVER) && !(op->flags & UVM_VMEM_UNMAP_OPEN))
             return NV_ERR_INVALID_ARGUMENT;
         if (!op->handle && op->offset)

@@ -25,7 +25,7 @@ static bool overlay_is_huge(const struct uvm_vmem_overlay *overlay)
     return !overlay->cut && uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M;
 }
 
-// Granules whose entries are to be written.
+// The granules whose entries must be written.
 static NvU32 overlay_writes(const struct uvm_vmem_overlay *overlay)
 {
     if (overlay->fresh || overlay->taken || overlay->cut)
@@ -33,9 +33,10 @@ static NvU32 overlay_writes(const struct uvm_vmem_overlay *overlay)
     return overlay->changed;
 }
 
-// Whether the 2 MiB entry of an overlay that is cut goes first, and the table comes after an invalidate. A TLB must not
-// hold an address in entries of two sizes, or accesses to it lose their order; UVM never goes in one step. With
-// uvm_vmem_one_step it is done where no page stays, so that there is no order to lose: not seen on hardware.
+// Whether the 2 MiB entry of a cut overlay is made invalid before the table takes its place. A TLB must not hold an
+// address in entries of two sizes, or accesses to it lose their order, so UVM never switches in one step. With
+// uvm_vmem_one_step, the switch takes one step if no page stays, since no order can then be lost. Not tested on
+// hardware.
 static bool overlay_breaks(const struct uvm_vmem_overlay *overlay)
 {
     bool valid = overlay->taken || overlay->had_pages;
@@ -84,7 +85,7 @@ static void entries_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *o
         entry_write(call, overlay, __ffs(mask));
 }
 
-// The entries of all overlays. Those of a cut overlay go to its new table, which the GPU does not reach yet.
+// Write the entries of all overlays. Those of a cut overlay go to its new table, which the GPU does not reach yet.
 static NV_STATUS stage_entries(struct uvm_vmem_call *call)
 {
     struct uvm_vmem_overlay *overlay;
@@ -106,7 +107,7 @@ static NV_STATUS stage_entries(struct uvm_vmem_call *call)
     return NV_OK;
 }
 
-// Take the 2 MiB entries away that become tables. Ends the PTE batch.
+// Make the 2 MiB entries that become tables invalid. Ends the PTE batch.
 static NV_STATUS stage_break(struct uvm_vmem_call *call)
 {
     NvU32 size = uvm_mmu_pte_size(call->tree, UVM_PAGE_SIZE_2M);
@@ -153,7 +154,7 @@ static NV_STATUS stage_directories(struct uvm_vmem_call *call)
         else
             membar = UVM_MEMBAR_SYS;
 
-        // Independent of each other, and of the entries since the membar after these.
+        // Directory writes are independent of each other. A membar has ordered them after the entries.
         uvm_push_set_flag(&call->push.push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
         uvm_push_set_flag(&call->push.push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
         uvm_page_tree_write_pde(call->tree, single, &call->push.push);
@@ -182,9 +183,9 @@ static void stage_invalidate(struct uvm_vmem_call *call)
                                          block + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);
     }
 
-    // Memory that goes away is local vidmem, also that of a mapping taken over: accesses by the old entries must have
-    // reached it before it can be somebody else's. What goes to sparse entries stays on the GPU: the membar that UVM
-    // uses for them, too. An entry that was invalid needs none.
+    // Memory that loses its mapping is local vidmem, also in a takeover. Accesses through the old entries must reach it
+    // before it gets another owner. Writes to sparse entries stay on the GPU and need the membar that UVM uses for
+    // them. An entry that was invalid needs none.
     if (call->downgrade)
         membar = uvm_hal_downgrade_membar_type(call->gpu, true);
     else if (call->sparse_goes)
@@ -209,13 +210,13 @@ static NV_STATUS push_all(struct uvm_vmem_call *call)
     return status;
 }
 
-// Bring the books to where the page tables are, or will be when the push is done.
+// Update the records to what the page tables are, or will be when the push completes.
 static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
     list_del_init(&overlay->touched);
 
-    // UVM waits for it before it touches the mapping. Without memory for a longer tracker this waits; any other failure
-    // is a fatal error, which the call's wait reports.
+    // UVM waits for the tracker before it touches the mapping. Without memory to extend it, this call waits itself. Any
+    // other failure is a fatal error, which the call's wait reports.
     if (overlay->map) {
         (void)uvm_tracker_add_tracker_safe(&overlay->map->tracker, &call->push.tracker);
     } else {
@@ -235,7 +236,7 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
         vec->page_size = UVM_PAGE_SIZE_64K;
         vec->ranges[0] = overlay->table;
 
-        // The directory is held by the new table: this frees nothing, and writes nothing.
+        // The new table holds the directory, so this frees and writes nothing.
         uvm_page_tree_put_ptes_async(call->tree, &single);
     }
 
@@ -249,8 +250,7 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
     overlay->range = NULL;
 }
 
-// Brings the page tables of all overlays that the call touches to where their records are, which may be where they
-// were.
+// Update the page tables of all overlays that the call touches to their records, which may be unchanged.
 static NV_STATUS tables_write(struct uvm_vmem_call *call)
 {
     struct uvm_vmem_overlay *overlay, *next;

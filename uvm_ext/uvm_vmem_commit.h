@@ -6,7 +6,7 @@
 
 #include "uvm_vmem_overlay.h"
 
-// What one piece of an element puts into one overlay.
+// The part of one element that falls into one overlay
 struct uvm_vmem_piece {
     struct uvm_vmem_overlay *overlay;
     struct uvm_vmem_handle *handle; // NULL: no page
@@ -16,20 +16,20 @@ struct uvm_vmem_piece {
     bool invalid; // without a page: invalid instead of sparse
 };
 
-// Add a piece to the call, joined to the last one where it continues it.
+// Add a piece to the call. A piece that continues the last one is joined to it.
 NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_piece *piece);
 
-// Put no page at an entry of an overlay that the call touches.
+// Unmap an entry of an overlay that the call touches.
 void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index, bool invalid);
 
-// Apply the pieces in order to the records, then bring the page tables to where the records are, for all overlays that
-// the call touches. Fails fatally (space->dead) or not at all. When it returns, the push is on its way.
+// Apply the pieces to the records in order, then update the page tables of all overlays that the call touches. It
+// either succeeds or fails fatally (space->dead). When it returns, the push has been submitted.
 //
 // LOCKING: the VA space lock in write mode.
 NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call);
 
-// Give up instead: leave every page as it is. Overlays that were to be cut are, since their tables cannot be taken back
-// without passing through an invalid entry; those taken over and cut are open and all sparse.
+// Abandon the call and leave every page as it was. Overlays with a new table are cut nevertheless, because going back
+// would pass through an invalid entry. Overlays that were taken over and cut stay open, all sparse.
 //
 // LOCKING: the VA space lock in write mode.
 void uvm_vmem_call_undo(struct uvm_vmem_call *call);

@@ -1,4 +1,4 @@
-// Where the releases of nvidia-uvm differ. What a release has is found by looking (features.list), not by its number.
+// Differences between releases of nvidia-uvm, detected by searching the source (features.list), not by version number.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_COMPAT_H
@@ -78,7 +78,7 @@ static inline bool uvm_vmem_gpu_has_sparse(uvm_gpu_t *gpu)
 #endif
 }
 
-// Whether video memory may be mapped by 2 MiB entries: the segments of a virtual MMU can be smaller.
+// Whether 2 MiB entries may map video memory. The segments of a virtual MMU can be smaller.
 static inline bool uvm_vmem_gpu_has_huge(uvm_gpu_t *gpu)
 {
 #if UVM_VMEM_HAS_MAX_VIDMEM_PAGE

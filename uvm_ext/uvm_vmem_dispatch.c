@@ -1,4 +1,4 @@
-// One table of calls, one place where their structures are copied in and out.
+// The table of calls, and the only place where their structures are copied in and out.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
@@ -8,7 +8,7 @@
 #include <linux/nospec.h>
 #include <linux/uaccess.h>
 
-// Larger than any call's structure
+// An upper bound of the calls' structures
 #define MAX_PARAMS 256
 
 struct call {
@@ -22,7 +22,7 @@ static const struct call calls[] = {
     CALL(QUERY, query), CALL(CREATE, create), CALL(RELEASE, release), CALL(MAP, map), CALL(UNMAP, unmap),
 };
 
-// rmStatus ends every structure.
+// Every structure ends with rmStatus.
 #define CHECK_PARAMS(type)                                                      \
     BUILD_BUG_ON(sizeof(struct type) > MAX_PARAMS || sizeof(struct type) % 8 || \
                  offsetof(struct type, rmStatus) != sizeof(struct type) - sizeof(__u32))

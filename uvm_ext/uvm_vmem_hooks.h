@@ -1,4 +1,4 @@
-// What the insertions in NVIDIA's files call; kernel-open/hooks.py holds their texts.
+// The functions that the insertions in NVIDIA's files call (kernel-open/hooks.py).
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_HOOKS_H
@@ -11,20 +11,20 @@
 
 struct uvm_vmem_space;
 
-// Whether cmd lies in vMem's block of numbers. UVM's own have a type byte below 0x10.
+// Whether cmd is one of vMem's ioctls. UVM's own have a type byte below 0x10.
 static inline bool uvm_vmem_is_ioctl(unsigned int cmd) { return _IOC_TYPE(cmd) == UVM_VMEM_IOCTL_TYPE; }
 
-// Serve a vMem call. Called like UVM's own ioctls, with the power management lock held in read mode; copies the
-// parameters in and out itself.
+// Serve a vMem call. Like UVM's own ioctls, it is called with the power management lock held in read mode. It copies
+// the parameters in and out itself.
 long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 
-// Forget the GPU's overlays and free its pages. UVM has cleared and invalidated every external mapping on the GPU
-// before (or its address space was never registered).
+// Drop the GPU's overlays and free its pages. UVM has already cleared and invalidated every external mapping on the
+// GPU, or its address space was never registered.
 //
 // LOCKING: the VA space lock must be held in write mode.
 void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 
-// Free the file's state. All GPUs were unregistered before, and nobody else can reach the VA space.
+// Free the file's state. All GPUs are unregistered, and no other thread can reach the VA space.
 void uvm_vmem_destroy(uvm_va_space_t *va_space);
 
 #endif

@@ -1,6 +1,7 @@
 // Physical memory: 2 MiB slabs cut into pages, and the table of handles.
 //
-// Slabs are kernel chunks: pinned, never evicted, and cut by us, since the PMM has no chunks of 128 or 256 KiB.
+// Slabs are kernel chunks, which are pinned and never evicted. The extension cuts them into pages, because the PMM has
+// no chunks of 128 or 256 KiB.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
@@ -14,10 +15,10 @@
 #include "uvm_push.h"
 #include "uvm_tracker.h"
 
-// Chunks taken from the PMM by one call of it
+// Chunks that one call of the PMM allocates
 #define CHUNKS_AT_ONCE 64
 
-// Room that one memset needs in a push, with a margin
+// Room for one memset in a push, with a margin
 #define MEMSET_SPACE 1024
 
 // One CREATE.
@@ -29,7 +30,7 @@ struct create {
     NvU32 count;
     struct uvm_vmem_handle **handles;
     NvU32 taken;    // handles that have a page
-    NvU32 from_old; // of these, the first that have it from slabs there were before
+    NvU32 from_old; // how many of these, counted from the first, have a page of an older slab
     NvU32 stored;   // handles in the table
 
     struct list_head slabs; // new ones
@@ -75,7 +76,7 @@ static void slab_free(struct uvm_vmem_slab *slab)
     uvm_kvfree(slab);
 }
 
-// Give pages of the slab to handles that have none, until it is full or all have one.
+// Assign pages of the slab to handles without one, until the slab is full or all handles have one.
 static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
 {
     while (c->taken < c->count) {
@@ -93,7 +94,7 @@ static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
     }
 }
 
-// Put the slab into the list of its class, where those with a free page come first.
+// Put the slab into the list of its page size. Slabs with a free page come first.
 static void slab_list(struct uvm_vmem_slab *slab)
 {
     struct list_head *slabs = &slab->owner->slabs[page_class(slab->granules)];
@@ -138,8 +139,8 @@ void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu)
     UVM_ASSERT(!vgpu->bytes_held);
 }
 
-// Take chunks for the pages that the slabs at hand have no room for. The new slabs go to c->slabs, in the list of their
-// class only once nothing can fail.
+// Allocate chunks for the pages that do not fit into existing slabs. The new slabs go to c->slabs, and into the list of
+// their page size only when nothing can fail any more.
 static NV_STATUS slabs_alloc(struct create *c)
 {
     uvm_gpu_chunk_t *chunks[CHUNKS_AT_ONCE];
@@ -147,7 +148,7 @@ static NV_STATUS slabs_alloc(struct create *c)
     NvU32 per_slab = UVM_VMEM_GRANULES / c->granules;
     NvU32 free = 0;
     NvU32 left;
-    NvU32 charged; // slabs that are paid for and not there yet
+    NvU32 charged; // slabs that are charged but not yet allocated
     NV_STATUS status = NV_OK;
 
     list_for_each_entry(slab, &c->vgpu->slabs[c->class], node) {
@@ -205,7 +206,7 @@ static void push_end(struct create *c)
     c->pushing = false;
 }
 
-// Zero granules of a slab. The memsets of one CREATE share a push, as far as there is room.
+// Zero granules of a slab. The memsets of one CREATE share a push while there is room.
 static NV_STATUS granules_zero(struct create *c, struct uvm_vmem_slab *slab, NvU32 first, NvU32 count)
 {
     uvm_gpu_t *gpu = c->vgpu->gpu;
@@ -223,7 +224,8 @@ static NV_STATUS granules_zero(struct create *c, struct uvm_vmem_slab *slab, NvU
         c->pushing = true;
     }
 
-    // The memory is nobody's yet: nothing to order the memsets with but the end of the push, which is waited for.
+    // Nobody uses the memory yet, so the memsets need no order other than the end of the push, which the call waits
+    // for.
     uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
     uvm_push_set_flag(&c->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
     gpu->parent->ce_hal->memset_8(&c->push, uvm_gpu_address_copy(gpu, uvm_gpu_phys_address(UVM_APERTURE_VID, address)),
@@ -231,7 +233,7 @@ static NV_STATUS granules_zero(struct create *c, struct uvm_vmem_slab *slab, NvU
     return NV_OK;
 }
 
-// Zero new slabs whole, and the pages taken that somebody had before. What is handed out counts as dirty from now on.
+// Zero new slabs completely, and assigned pages that were used before. Assigned pages count as dirty from now on.
 static NV_STATUS pages_zero(struct create *c)
 {
     struct uvm_vmem_slab *slab;
@@ -315,8 +317,8 @@ static void create_unwind(struct create *c)
         slab_free(slab);
 }
 
-// LOCKING: the VA space lock in read mode and space->lock. The lock is held while the GPU zeroes, so that what is free
-// in a slab is zero or known to be dirty.
+// LOCKING: the VA space lock in read mode and space->lock. The lock is held while the GPU zeroes, so that free memory
+// in a slab is either zero or known to be dirty.
 static NV_STATUS create_locked(struct create *c, NvU64 *first)
 {
     struct uvm_vmem_slab *slab, *next;

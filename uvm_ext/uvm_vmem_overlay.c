@@ -1,4 +1,4 @@
-// Overlays: found, opened, taken over, cut, and given up again.
+// Finds, opens, takes over, cuts and drops overlays.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_overlay.h"
@@ -6,7 +6,7 @@
 #include "uvm_kvmalloc.h"
 #include "uvm_range_tree.h"
 
-// Kernel memory behind one overlay: ours, and what UVM allocates for the mapping and its page table
+// Kernel memory of one overlay, including what UVM allocates for the mapping and its page table
 #define OVERLAY_BYTES                                                                             \
     (sizeof(struct uvm_vmem_overlay) + sizeof(struct uvm_vmem_loan) + sizeof(uvm_ext_gpu_map_t) + \
      sizeof(uvm_page_table_range_t) + sizeof(uvm_page_directory_t))
@@ -14,7 +14,7 @@
 // Overlays examined whenever a new one is made. This bounds dead overlays to a constant fraction of live ones.
 #define REAP_PER_OVERLAY 2
 
-// And before one is refused because there are too many
+// Overlays examined before a new one is refused because there are too many
 #define REAP_AT_LIMIT 4096
 
 static void loan_free(nv_kref_t *ref)
@@ -22,7 +22,7 @@ static void loan_free(nv_kref_t *ref)
     uvm_kvfree(container_of(container_of(ref, uvm_ext_gpu_mem_handle, ref_count), struct uvm_vmem_loan, mem));
 }
 
-// UVM's reference of a mapping.
+// Drop the reference of a mapping.
 static void loan_put(struct uvm_vmem_loan *loan) { nv_kref_put(&loan->mem.ref_count, loan_free); }
 
 void uvm_vmem_entry_clear(struct uvm_vmem_overlay *overlay, NvU32 index)
@@ -75,8 +75,7 @@ void uvm_vmem_overlays_reap(struct uvm_vmem_space *space, NvU32 count)
     }
 }
 
-// Make an overlay with nothing but sparse entries, and two references to its loan: its own and that of the mapping it
-// is made for.
+// Create an overlay with only sparse entries and two references to its loan: its own, and that of its mapping.
 static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, NvU64 start, NvU64 end,
                                struct uvm_vmem_overlay **out_overlay)
 {
@@ -93,7 +92,7 @@ static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, NvU64 start, NvU64 en
             return NV_ERR_INSUFFICIENT_RESOURCES;
     }
 
-    // By far the most of what an overlay costs: charged to the caller's memory cgroup, which UVM's allocators cannot.
+    // Most of an overlay's memory. It is charged to the caller's memory cgroup, which UVM's allocators cannot do.
     overlay = kzalloc(sizeof(*overlay), NV_UVM_GFP_FLAGS_ACCOUNT);
     if (overlay)
         overlay->loan = uvm_kvmalloc_zero(sizeof(*overlay->loan));
@@ -136,8 +135,8 @@ static void touch(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, 
     list_add_tail(&overlay->touched, &call->touched);
 }
 
-// UVM has unmapped a part of the overlay and left this piece of it: give the piece an overlay of its own. What stays
-// behind in the old one is forgotten when UVM's last reference to it goes.
+// UVM has unmapped a part of the overlay and left this piece: give the piece its own overlay. The rest of the old
+// overlay is dropped with UVM's last reference to it.
 static NV_STATUS overlay_adopt(struct uvm_vmem_call *call, struct uvm_vmem_overlay *old, uvm_ext_gpu_map_t *map,
                                struct uvm_vmem_overlay **out_overlay)
 {
@@ -184,7 +183,7 @@ static void map_destroy(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map)
     uvm_mutex_unlock(&tree->lock);
 }
 
-// Put a mapping without page tables over [start, end] for the overlay, which receives it.
+// Create a mapping without page tables over the overlay's addresses.
 static NV_STATUS map_create(struct uvm_vmem_call *call, uvm_vmem_range_t *range, struct uvm_vmem_overlay *overlay,
                             uvm_ext_gpu_map_t **out_map)
 {
@@ -217,7 +216,7 @@ static NV_STATUS map_create(struct uvm_vmem_call *call, uvm_vmem_range_t *range,
     return NV_OK;
 }
 
-// Open an overlay in the hole around va, as far as block and range go.
+// Open an overlay in the hole around va, within the block and the range.
 static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool huge,
                               struct uvm_vmem_overlay **out_overlay)
 {
@@ -263,7 +262,7 @@ static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
                                               UVM_PMM_ALLOC_FLAGS_EVICT, &vec->ranges[0]);
     }
     if (status != NV_OK) {
-        // Without an array UVM's destroy has no PTEs to clear.
+        // Without the array, UVM's destroy function has no PTEs to clear.
         uvm_kvfree(vec->ranges);
         memset(vec, 0, sizeof(*vec));
         map_destroy(range, map);
@@ -287,7 +286,7 @@ static NV_STATUS map_split(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map, NvU6
     if (!upper)
         return NV_ERR_NO_MEMORY;
 
-    // All of it, since what it says about the memory varies with the release; then anew what each has for itself.
+    // Copy all fields, because those about the memory depend on the release. Then reset what each mapping owns.
     *upper = *map;
     memset(&upper->node, 0, sizeof(upper->node));
     memset(&upper->pt_range_vec, 0, sizeof(upper->pt_range_vec));
@@ -313,8 +312,8 @@ static NV_STATUS map_split(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map, NvU6
     return NV_OK;
 }
 
-// Whether a mapping that is not ours can become an overlay: its entries can be cut at the block's borders, and losing
-// it needs no more than what losing local vidmem needs.
+// Whether a foreign mapping can become an overlay: its entries can be cut at the block's borders, and unmapping it
+// needs no more than unmapping local vidmem.
 static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
 {
     if (map->pt_range_vec.page_size != UVM_PAGE_SIZE_64K && map->pt_range_vec.page_size != UVM_PAGE_SIZE_2M)
@@ -322,7 +321,7 @@ static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
     return !map->mem_handle || (map->owning_gpu == map->gpu && !map->is_sysmem);
 }
 
-// Make the part of a foreign mapping that lies in va's block an overlay. Only the books change here.
+// Turn the part of a foreign mapping in va's block into an overlay. Only records change here.
 static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_ext_gpu_map_t *map,
                               bool huge, struct uvm_vmem_overlay **out_overlay)
 {
@@ -336,7 +335,7 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
     if (!map_can_be_taken(map))
         return NV_ERR_UVM_ADDRESS_IN_USE;
 
-    // Its PTE writes are complete, or they were given up with a fatal error.
+    // Its PTE writes are complete, or a fatal error ended them.
     status = uvm_tracker_wait(&map->tracker);
     if (status != NV_OK)
         return status;
@@ -423,7 +422,7 @@ bool uvm_vmem_overlay_touch_entry(struct uvm_vmem_call *call, struct uvm_vmem_ov
     uvm_vmem_range_t *range;
     uvm_ext_gpu_map_t *map;
 
-    // A mapping behind all of it is there for the whole call.
+    // A mapping of the whole overlay exists for the whole call.
     if (!list_empty(&overlay->touched) && overlay->map)
         return true;
 

@@ -1,4 +1,4 @@
-// /proc/driver/nvidia-uvm/vmem: what each file holds, for a person to read.
+// /proc/driver/nvidia-uvm/vmem: what each file holds, in text form.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_proc.h"
@@ -12,8 +12,8 @@
 #define PROC_NAME "driver/nvidia-uvm/vmem"
 
 #ifdef CONFIG_PROC_FS
-// A file at a time, with a reference and without the lock of their list: what holds up a reader at one of them holds up
-// nobody's first or last call.
+// Shows one file at a time, with a reference to it and without the lock of the list. A reader that waits for one file
+// therefore delays no process's first or last call.
 static void *vmem_seq_start(struct seq_file *s, loff_t *pos)
 {
     return *pos ? uvm_vmem_space_nth(*pos - 1) : SEQ_START_TOKEN;
@@ -76,7 +76,8 @@ void uvm_vmem_proc_init(void)
 {
     static atomic_t made;
 
-    // For the administrator alone: it names processes of all users. Without the file only the statistics are missing.
+    // Readable by root only, because it names processes of all users. Without the file, only the statistics are
+    // missing.
     if (!atomic_xchg(&made, 1))
         (void)proc_create_data(PROC_NAME, 0400, NULL, &proc_ops, NULL);
 }

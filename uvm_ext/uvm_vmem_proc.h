@@ -4,7 +4,7 @@
 #ifndef UVM_VMEM_PROC_H
 #define UVM_VMEM_PROC_H
 
-// Make the proc file once; it goes with UVM's own proc directory when the module is unloaded.
+// Create the proc file once. It is removed with UVM's own proc directory when the module is unloaded.
 void uvm_vmem_proc_init(void);
 
 #endif

@@ -1,5 +1,5 @@
-// What needs neither a kernel nor a GPU: arithmetic of slabs and blocks. The same source is compiled into the module
-// and, for the tests, into a program.
+// Arithmetic of slabs and blocks, which needs neither a kernel nor a GPU. The same source is compiled into the module
+// and into a test program.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_PURE_H
@@ -13,16 +13,16 @@
 
 #define UVM_VMEM_PAGE_SIZES ((1ULL << 16) | (1ULL << 17) | (1ULL << 18) | (1ULL << 21))
 
-// Granules in a 2 MiB slab, and in a block of address space: a bit each.
+// Granules in a 2 MiB slab and in a block of addresses: one bit each.
 #define UVM_VMEM_GRANULES 32u
 
-// Bits [first, first + count), count from 1 to 32.
+// Bits [first, first + count); count is 1 to 32.
 static inline __u32 uvm_vmem_mask(unsigned int first, unsigned int count)
 {
     return (0xFFFFFFFFu >> (UVM_VMEM_GRANULES - count)) << first;
 }
 
-// Take the lowest run of set bits out of *mask. False when there is none.
+// Remove the lowest run of set bits from *mask. False if there is none.
 static inline bool uvm_vmem_next_run(__u32 *mask, unsigned int *first, unsigned int *count)
 {
     __u32 rest;
@@ -37,7 +37,7 @@ static inline bool uvm_vmem_next_run(__u32 *mask, unsigned int *first, unsigned 
     return true;
 }
 
-// Granules of a page, 0 for a size that does not exist.
+// Granules of a page; 0 for an unsupported size.
 static inline unsigned int uvm_vmem_page_granules(__u64 page_size)
 {
     if (!page_size || (page_size & (page_size - 1)) || !(page_size & UVM_VMEM_PAGE_SIZES))
@@ -45,8 +45,8 @@ static inline unsigned int uvm_vmem_page_granules(__u64 page_size)
     return (unsigned int)(page_size / UVM_VMEM_GRANULE);
 }
 
-// First granule of a free, naturally aligned page of `granules` in a slab whose taken granules are `used`; -1 when it
-// is full.
+// The first granule of a free, naturally aligned page of `granules` in a slab whose used granules are `used`; -1 if the
+// slab is full.
 static inline int uvm_vmem_slab_find(__u32 used, unsigned int granules)
 {
     unsigned int first;
@@ -58,7 +58,7 @@ static inline int uvm_vmem_slab_find(__u32 used, unsigned int granules)
     return -1;
 }
 
-// How many pages of `granules` are free in a slab.
+// The number of free pages of `granules` in a slab.
 static inline unsigned int uvm_vmem_slab_free(__u32 used, unsigned int granules)
 {
     unsigned int first, n = 0;
@@ -77,7 +77,7 @@ static inline unsigned int uvm_vmem_index(__u64 va)
     return (unsigned int)((va & (UVM_VMEM_BLOCK - 1)) / UVM_VMEM_GRANULE);
 }
 
-// Granules of the block that [start, end] covers; both lie in one block, start is aligned and end is inclusive.
+// The granules that [start, end] covers in its block. Both are in one block, start is aligned, and end is inclusive.
 static inline __u32 uvm_vmem_cover(__u64 start, __u64 end)
 {
     unsigned int first = uvm_vmem_index(start);
@@ -85,7 +85,7 @@ static inline __u32 uvm_vmem_cover(__u64 start, __u64 end)
     return uvm_vmem_mask(first, uvm_vmem_index(end) - first + 1);
 }
 
-// Cut [*start, *end] down to whole granules; both are inclusive bounds. False when none is left.
+// Shrink [*start, *end], which is inclusive, to whole granules. False if none is left.
 static inline bool uvm_vmem_whole_granules(__u64 *start, __u64 *end)
 {
     if (*start > ~0ULL - (UVM_VMEM_GRANULE - 1))

@@ -1,4 +1,4 @@
-// Pushes: begun, kept within their room, chained, ended, waited for.
+// Begins pushes, keeps them within their room, chains them, ends them and waits for them.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_push.h"
@@ -6,8 +6,8 @@
 #include "uvm_channel.h"
 #include "uvm_hal.h"
 
-// Room in a push that a PTE batch takes to write out what it has gathered, beside the entries themselves, and that the
-// end of a push takes (membars, two sets of invalidates): both with a wide margin
+// Room in a push for a PTE batch to write out its entries, in addition to the entries themselves, and for the end of a
+// push (membars, two sets of invalidates). Both have a wide margin
 #define FLUSH_SPACE 512
 #define END_SPACE 4096
 
@@ -21,7 +21,7 @@ void uvm_vmem_push_deinit(struct uvm_vmem_push *push) { uvm_tracker_deinit(&push
 
 static NV_STATUS begin(struct uvm_vmem_push *push)
 {
-    // Only a fatal error is possible. What was pushed so far cannot be taken back.
+    // Only a fatal error is possible. Earlier pushes cannot be undone.
     push->fatal = uvm_push_begin_acquire(push->tree->gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, &push->tracker,
                                          &push->push, "vMem PTEs");
     if (push->fatal == NV_OK)
@@ -39,7 +39,7 @@ NV_STATUS uvm_vmem_push_begin(struct uvm_vmem_push *push, uvm_page_tree_t *tree)
 {
     push->tree = tree;
 
-    // Without memory for a longer tracker it waits for the tables here.
+    // Without memory to extend the tracker, this waits for the tables here.
     uvm_mutex_lock(&tree->lock);
     push->fatal = uvm_tracker_add_tracker_safe(&push->tracker, &tree->tracker);
     uvm_mutex_unlock(&tree->lock);
@@ -49,8 +49,8 @@ NV_STATUS uvm_vmem_push_begin(struct uvm_vmem_push *push, uvm_page_tree_t *tree)
     return push->fatal;
 }
 
-// What the PTE batch has gathered in the push, or will put there: uvm_push_has_space() counts none of it before the
-// batch writes it out, which it does by itself only after 32 KiB of entries that lie side by side.
+// Bytes that the PTE batch has gathered and will write into the push. uvm_push_has_space() does not count them until
+// the batch writes them out, which it does by itself only after 32 KiB of adjacent entries.
 static NvU32 entries_space(const struct uvm_vmem_push *push)
 {
     return push->batching ? push->ptes.pte_count * push->ptes.pte_entry_size + FLUSH_SPACE : 0;
@@ -63,7 +63,7 @@ NV_STATUS uvm_vmem_push_reserve(struct uvm_vmem_push *push, NvU32 space)
     if (push->fatal != NV_OK)
         return push->fatal;
 
-    // The check is good for nothing once a push is too long, since its subtraction wraps: none may ever get there.
+    // The check fails once a push is too long, because its subtraction wraps. No push may ever get there.
     if (uvm_push_has_space(&push->push, space + entries_space(push) + END_SPACE))
         return NV_OK;
 
@@ -72,7 +72,7 @@ NV_STATUS uvm_vmem_push_reserve(struct uvm_vmem_push *push, NvU32 space)
     else
         uvm_hal_wfi_membar(&push->push, UVM_MEMBAR_SYS);
 
-    // The membar just pushed is enough to order these writes with what the next push does.
+    // The membar above orders these writes before the next push.
     uvm_push_set_flag(&push->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
     uvm_vmem_push_end(push);
     if (begin(push) == NV_OK && batching)
@@ -116,7 +116,7 @@ void uvm_vmem_push_invalidate(struct uvm_vmem_push *push, uvm_membar_t membar)
     if (!push->tlb.count)
         return;
 
-    // Beyond its limit the batch becomes a single invalidate of the whole address space.
+    // Beyond its limit, the batch becomes a single invalidate of the whole address space.
     push->invalidates += push->tlb.count > UVM_TLB_BATCH_MAX_ENTRIES ? 1 : push->tlb.count;
     uvm_tlb_batch_end(&push->tlb, &push->push, membar);
 }

@@ -1,5 +1,5 @@
-// RELEASE: pages unmapped wherever they are, then freed. It needs no memory, so that it cannot fail for want of it, and
-// holds the VA space lock for a bounded time, wherever the pages are mapped.
+// RELEASE unmaps pages everywhere and then frees them. It allocates nothing, so it cannot fail for lack of memory, and
+// it holds the VA space lock for a bounded time however many mappings there are.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
@@ -12,10 +12,10 @@
 
 #include <linux/uaccess.h>
 
-// Mappings taken away under one hold of the VA space lock
+// Entries unmapped under one hold of the VA space lock
 #define UNMAP_AT_ONCE 4096
 
-// What a RELEASE works with: one at a time in a file. Made with the file's state.
+// The working memory of RELEASE, which runs one at a time per file. Allocated with the file's state.
 struct uvm_vmem_release_room {
     struct mutex lock;
     struct uvm_vmem_call call;
@@ -27,9 +27,9 @@ struct release {
     const NvU64 *ids;
     NvU32 count;
     NvU32 failed;
-    bool claimed;   // the handles are all there, and out of reach for other calls
-    NvU32 unmapped; // the first handles, that no entry maps any more
-    NvU32 freed;    // of these, the first
+    bool claimed;   // all handles were found, and other calls no longer find them
+    NvU32 unmapped; // how many handles, from the first, no entry maps any more
+    NvU32 freed;    // how many of these are freed
 };
 
 struct uvm_vmem_release_room *uvm_vmem_release_room_alloc(void)
@@ -43,7 +43,7 @@ struct uvm_vmem_release_room *uvm_vmem_release_room_alloc(void)
 
 void uvm_vmem_release_room_free(struct uvm_vmem_release_room *room) { uvm_kvfree(room); }
 
-// Take the handles out of the reach of other calls, all or none. Sets call->vgpu.
+// Hide the handles from other calls, all or none. Sets call->vgpu.
 static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
 {
     NvU32 i;
@@ -66,10 +66,10 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
     return NV_ERR_INVALID_OBJECT_HANDLE;
 }
 
-// Take the page out of all of an overlay with a 2 MiB entry, which is one page's alone.
+// Unmap a whole overlay with a 2 MiB entry, which belongs to a single page.
 static NvU32 huge_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
-    // There is no sparse entry of 2 MiB. Without memory for a table the addresses become invalid instead.
+    // There is no sparse 2 MiB entry. Without memory for a table, the addresses become invalid instead.
     bool invalid = uvm_vmem_overlay_cut(call, overlay) != NV_OK;
     NvU32 i;
 
@@ -78,7 +78,7 @@ static NvU32 huge_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *ove
     return UVM_VMEM_GRANULES;
 }
 
-// Take the page out of up to *budget entries. False when there are more.
+// Unmap up to *budget entries of the page. False if there are more.
 static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *handle, NvU32 *budget)
 {
     while (!list_empty(&handle->entries)) {
@@ -121,7 +121,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
         call->gpu = call->vgpu->gpu;
     }
 
-    // The GPU can be unregistered between two steps: then its handles are gone, and it may be.
+    // Between two steps the GPU can be unregistered. Its handles, and perhaps the GPU itself, are then gone.
     call->tree = NULL;
     if (uvm_vmem_handle_leaving(call->space, r->ids[r->unmapped])) {
         gpu_va_space = uvm_gpu_va_space_get(call->va_space, call->gpu);
@@ -141,7 +141,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
 }
 
 // Handle lookup requires the VA-space write lock, so these handles cannot have been looked up since the unmap. After a
-// fatal error the GPU may still reach the pages: they stay until the GPU is unregistered.
+// fatal error the GPU may still reach the pages, so they stay until the GPU is unregistered.
 //
 // LOCKING: the VA space lock in read mode.
 static void changed(struct uvm_vmem_call *call, void *arg)

@@ -1,4 +1,4 @@
-// The state of one open file: made on the first call, ended by the last close; and what is known of its GPUs.
+// The state of one open file, created at its first call and freed at the last close, and its GPUs.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_space.h"
@@ -58,7 +58,7 @@ static struct uvm_vmem_space *space_alloc(struct file *filp)
     INIT_LIST_HEAD(&space->overlays);
     xa_init(&space->handles);
 
-    // Handles of different files differ, so that one taken from another file is as good as never found.
+    // Files start at different numbers, so a handle of another file is almost certainly not found.
     space->next_handle = (((NvU64)get_random_u32() & 0xFFFF) << 32) + 1;
     space->tgid = task_tgid_nr(current);
     get_task_comm(space->comm, current);
@@ -146,7 +146,8 @@ NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu)
 {
     uvm_page_tree_t *tree = &gpu->address_space_tree;
 
-    // SR-IOV heavy: page tables are written through a proxy, and vidmem is reached through mappings made on demand.
+    // With SR-IOV heavy, page tables are written through a proxy, and vidmem is reached through mappings made on
+    // demand.
     if (uvm_vmem_gpu_is_sriov_heavy(gpu) || !uvm_vmem_gpu_has_sparse(gpu) || !gpu->mem_info.size)
         return NV_ERR_NOT_SUPPORTED;
     if (uvm_vmem_gpu_is_confidential(gpu) && !uvm_vmem_confidential)

@@ -1,5 +1,5 @@
-// NV_STATUS values that vMem's calls, and those of the stock driver that libvmem makes, return, for user space. Inside
-// the module they come from NVIDIA's nvstatuscodes.h, which a test compares with these.
+// The NV_STATUS values that user space needs: those that vMem's calls return, and those of the stock driver's calls
+// that libvmem makes. The module takes them from NVIDIA's nvstatuscodes.h, and a test compares the two.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_STATUS_H
