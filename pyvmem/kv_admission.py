@@ -5,11 +5,12 @@ SPDX-License-Identifier: MIT
 
 import array
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
@@ -17,23 +18,44 @@ from pyvmem.errors import _check, structure
 from pyvmem.kv_base import KVBase
 from pyvmem.kv_types import GroupInfo
 
-# A request that waits: the tokens of its first step, or (these, how many of them a prefix provides).
-Request = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+if TYPE_CHECKING:
+    from pyvmem.kv_hashes import BlockHashes, Hash
+
+# A request that waits: the tokens of its first step; or these, and how many of them a prefix provides, or its hashes.
+Request = SupportsIndex | tuple[SupportsIndex, "SupportsIndex | Sequence[Hash]"]
 
 _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
+_REQUEST = np.dtype([("tokens", np.uint32), ("prefix", np.uint32), ("hashes", np.uintp), ("n", np.uint64)])
 
 
-def _pairs(requests: Iterable[Request]) -> "array.array[int]":
-    """(tokens, prefix_tokens) of each request, one after another."""
-    pairs = array.array("I")
-    for i, request in enumerate(requests):
+def _raw(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt.NDArray[Any], list[Any]]:
+    """The requests as C has them, and what they point to."""
+    if type(requests) is list:
+        try:
+            sizes = array.array("I", requests)
+        except (OverflowError, TypeError):
+            pass
+        else:
+            raw = np.zeros(len(sizes), _REQUEST)
+            raw["tokens"] = sizes
+            return raw, []
+    given = list(requests)
+    raw, kept = np.zeros(len(given), _REQUEST), []
+    for i, request in enumerate(given):
         tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
+        if isinstance(prefix, Sequence) and not isinstance(prefix, str | bytes):
+            if hashes is None:
+                raise ValueError(f"requests[{i}] has hashes, but the cache has none: make BlockHashes of it first")
+            data, n = hashes._raw(prefix)
+            kept.append(data)
+            raw[i] = (uint(f"requests[{i}].tokens", tokens, 32), 0, int(ffi.cast("uintptr_t", data)), n)
+            continue
         if not hasattr(tokens, "__index__") or not hasattr(prefix, "__index__"):
-            wanted = "must be a number of tokens, or (tokens, prefix_tokens)"
+            wanted = "must be a number of tokens, (tokens, prefix_tokens) or (tokens, hashes)"
             raise TypeError(f"requests[{i}] {wanted}, not {shown(request)}")
-        pairs.append(uint(f"requests[{i}].tokens", tokens, 32))
-        pairs.append(uint(f"requests[{i}].prefix_tokens", prefix, 32))
-    return pairs
+        number = uint(f"requests[{i}].prefix_tokens", prefix, 32)
+        raw[i] = (uint(f"requests[{i}].tokens", tokens, 32), number, 0, 0)
+    return raw, kept
 
 
 class KVAdmission(KVBase):
@@ -48,21 +70,16 @@ class KVAdmission(KVBase):
 
         Parameters
         ----------
-        requests : sequence of int, or of (int, int)
-            Tokens of the first step, at least 1; or these, and how many of them a prefix or named blocks provide.
+        requests : sequence of int, (int, int) or (int, hashes)
+            Tokens of the first step, at least 1; or these, and how many of them a prefix or named blocks provide; or
+            the hashes of the blocks that a request begins with as far as they are known (`kv_hashes.BlockHashes`).
         """
         if self._events:
             self._poll()
-        pairs = None
-        if type(requests) is list:
-            try:
-                pairs = array.array("I", bytes(8 * len(requests)))
-                np.frombuffer(pairs, np.uint32)[::2] = array.array("I", requests)
-            except (OverflowError, TypeError):
-                pairs = None
-        pairs = _pairs(requests) if pairs is None else pairs
+        raw, _kept = _raw(requests, self._hashes)
         fit = ffi.new("size_t *")
-        rc = lib.pv_kv_fit(self._use(), ffi.from_buffer("uint32_t[]", pairs), len(pairs) // 2, fit)
+        data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
+        rc = lib.pv_kv_fit(self._use(), data if len(raw) else ffi.NULL, len(raw), fit)
         if rc == -errno.ENOSPC:
             self.missing_pages = 0
         elif rc:

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
@@ -15,6 +15,9 @@ from pyvmem.errors import _check, structure
 from pyvmem.kv_types import KVStats, Shortage, TensorSpec
 from pyvmem.kv_view import STATS
 from pyvmem.owned import _Owned
+
+if TYPE_CHECKING:
+    from pyvmem.kv_hashes import BlockHashes
 
 _REASONS = (None, "budget", "device", "mappings", "slots")
 
@@ -32,6 +35,7 @@ class KVBase(_Owned):
         self._raw_stats: Any = None
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.Lock()
+        self._hashes: BlockHashes | None = None
 
     # ---- fences ----------------------------------------------------------------------------------------------
 

@@ -173,6 +173,12 @@ int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
+// The hash by which an engine knows a block of tokens (see "prefixes by hash"): of these tokens, of all before them, and of
+// whatever else decides what their rows hold, such as a salt or an adapter. Shorter ones end with zeros.
+struct vmem_kv_hash {
+    uint8_t bytes[32];
+};
+
 // ---- admission ----------------------------------------------------------------------------------------------
 //
 // Which waiting requests to let in, asked before they have slots.
@@ -180,6 +186,9 @@ int vmem_kv_wait(vmem_kv *kv);
 struct vmem_kv_request {
     uint32_t tokens;        // of its first step, those of a prefix included; 1 to max_tokens
     uint32_t prefix_tokens; // of these, so many come from a prefix or from named blocks; 0: none
+    // Or NULL. It begins with as many of these blocks as vmem_kv_hash_peek finds; prefix_tokens is 0 then.
+    const struct vmem_kv_hash *hashes;
+    uint64_t n_hashes;
 };
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with its
 // prefix, and took part in the next step beside all that vmem_kv_grow has staged. *fit (NULL is allowed) receives the
@@ -244,6 +253,51 @@ struct vmem_kv_prefix_info {
     uint64_t pages, own_pages;   // held; of these, without another holder: what dropping the prefix frees
 };
 int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out);
+
+// ---- prefixes by hash ---------------------------------------------------------------------------------------
+//
+// A prefix cache for engines that compute hashes of blocks, as vLLM does. A block is block_tokens tokens of a request.
+// While it runs, the engine adds blocks as they are computed; each then outlives the request. A new request begins with
+// the longest run of known blocks, whoever wrote them: full pages are mapped, the last, partial page is copied. A block
+// need not fill whole pages. When a step needs the memory, and no request uses a block, blocks are evicted, the least
+// recently used first; so their pages count as free (vmem_kv_stats.free_pages, vmem_kv_check, vmem_kv_room, vmem_kv_fit).
+
+#define VMEM_KV_HASH_EVENTS 0x1u // record what was evicted, for vmem_kv_hash_evicted
+#define VMEM_KV_HASH_MANUAL 0x2u // evict only when told to: the engine has an order of its own
+// Grows at its end.
+struct vmem_kv_hash_config {
+    uint32_t size;         // sizeof(struct vmem_kv_hash_config)
+    uint32_t flags;        // VMEM_KV_HASH_*
+    uint32_t block_tokens; // 1 to the cache's max_tokens
+    uint32_t pad;          // 0
+    uint64_t max_tokens;   // most that all blocks together have; 0: what memory allows
+};
+// Once in a cache's life, before the other calls here.
+int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config);
+// Adds blocks first, first + 1, ... of the slot, whose rows are written and will not be written again: block i has rows
+// [i * block_tokens, (i + 1) * block_tokens). Known ones are not added again. *added (NULL is allowed) receives how many
+// were new: fewer where the cap is reached and all other blocks belong to running requests.
+int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
+                     size_t *added);
+// Returns in *tokens how much of a request with these blocks, from its first on, is known. Changes nothing, nor the order
+// of use.
+int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
+// Quiet. Starts a newly allocated slot with what is known of these blocks; its length becomes *tokens (NULL is allowed),
+// which is 0 if that is nothing. The token behind them must be computed, so leave out a block that ends the prompt.
+// -ENOMEM as in vmem_kv_step: there is no room for the copied page.
+int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
+                        uint64_t *missing);
+// Drops blocks, in the engine's order; unknown ones are skipped. Requests that use them keep their pages.
+int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n);
+// Evicts blocks, the least recently used first, until so many pages were freed or no more can be. UINT64_MAX: all blocks.
+// *freed (NULL is allowed) receives how many pages were.
+int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed);
+// Sets the cap, as in vmem_kv_hash_config.
+int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens);
+// Hands over up to n hashes of blocks that were evicted (not of those that vmem_kv_hash_drop named), the oldest first, each
+// once. *got receives how many. With VMEM_KV_HASH_EVENTS. Call it from time to time from any thread: they are kept until
+// then.
+int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, size_t *got);
 
 // ---- blocks -------------------------------------------------------------------------------------------------
 //
@@ -323,7 +377,9 @@ struct vmem_kv_stats {
     uint64_t swap_out_bytes, swap_in_bytes;
     uint64_t worker_errors; // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
-    uint64_t watermark_pages;                                         // what new requests leave free: a gauge
+    // Gauges: what new requests leave free; blocks known by hash; pages that only these hold, which count as free.
+    uint64_t watermark_pages, hashed_blocks, evictable_pages;
+    uint64_t hit_tokens, evicted_blocks; // since creation: tokens that vmem_kv_hash_attach provided; blocks evicted
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
 

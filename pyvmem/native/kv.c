@@ -56,10 +56,10 @@ int64_t pv_kv_commit(vmem_kv *kv)
     return answer(rc, missing);
 }
 
-int64_t pv_kv_fit(vmem_kv *kv, const uint32_t *pairs, size_t n, size_t *fit)
+int64_t pv_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     uint64_t missing = 0;
-    int rc = vmem_kv_fit(kv, (const struct vmem_kv_request *)pairs, n, fit, &missing);
+    int rc = vmem_kv_fit(kv, requests, n, fit, &missing);
     return answer(rc, missing);
 }
 
@@ -74,6 +74,13 @@ int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens)
 {
     uint64_t missing = 0;
     int rc = vmem_kv_prefix_check(kv, prefix, tokens, &missing);
+    return answer(rc, missing);
+}
+
+int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_hash_attach(kv, slot, hashes, n, tokens, &missing);
     return answer(rc, missing);
 }
 

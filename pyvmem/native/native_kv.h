@@ -19,7 +19,8 @@ int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int64_t pv_kv_commit(vmem_kv *kv);
-int64_t pv_kv_fit(vmem_kv *kv, const uint32_t *pairs, size_t n, size_t *fit); // struct vmem_kv_request as two numbers
+int64_t pv_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
+int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
 int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens);
 int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens);
 int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens);

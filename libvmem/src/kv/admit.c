@@ -4,7 +4,7 @@
 #include <inttypes.h>
 
 #include "core/struct.h"
-#include "kv/kv.h"
+#include "kv/hash.h"
 
 // ---- the watermark --------------------------------------------------------------------------------------------
 
@@ -112,19 +112,27 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
     if (r->prefix_tokens > r->tokens)
         return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
                            r->tokens);
-    return 0;
+    if (!r->hashes)
+        return r->n_hashes ? vmem__error(-EINVAL, "requests[%zu].hashes must not be NULL", i) : 0;
+    if (r->prefix_tokens)
+        return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and hashes", i);
+    int rc = vmem__kv_hash_check(kv, r->hashes, r->n_hashes);
+    if (!rc && r->n_hashes > r->tokens / kv->hashes->block_tokens)
+        rc = vmem__error(-EINVAL, "requests[%zu].n_hashes %" PRIu64 ": its %u tokens have %u blocks", i, r->n_hashes,
+                         r->tokens, r->tokens / kv->hashes->block_tokens);
+    return rc;
 }
 
-// Pages that the first step of a request needs beside those that it shares.
-static uint64_t pages_of(const vmem_kv *kv, const struct vmem_kv_request *r)
+// Pages that a request of so many tokens needs beside those that it shares.
+static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        uint64_t shared = (KV_MIN(r->prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
+        uint64_t shared = (KV_MIN(prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
         // What a window has passed of a prefix is not mapped.
-        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, r->prefix_tokens));
-        pages += (vmem__kv_need_hi(kv, g, r->tokens) - shared) * g->n;
+        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, prefix_tokens));
+        pages += (vmem__kv_need_hi(kv, g, tokens) - shared) * g->n;
     }
     return pages;
 }
@@ -139,13 +147,30 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     int rc = kv->n_staged ? vmem__kv_plan(kv, plan, kv->staged, NULL) : 0;
     if (rc)
         return rc;
-    uint64_t want = vmem__kv_plan_want(kv, plan), limit = vmem__kv_reach(kv), back = kept_back(kv);
+    // Prefixes are attached before the step: what is there then, and what with the step.
+    uint64_t want = vmem__kv_plan_want(kv, plan), before = want - plan->missing;
+    uint64_t limit = vmem__kv_reach(kv), back = kept_back(kv);
+    kv->mark++;
     for (; *fit < n; ++*fit, back = vmem__kv_watermark(kv)) { // which now runs
+        const struct vmem_kv_request *r = &requests[*fit];
+        uint32_t prefix_tokens = r->prefix_tokens, blocks = 0;
+        uint64_t copied = 0;
         if (*fit == free_slots)
             return vmem__kv_short_of_slots(kv);
-        want += pages_of(kv, &requests[*fit]);
-        if (want + back > limit)
-            return vmem__kv_short_beside(kv, want, limit, back, missing);
+        if (r->hashes)
+            rc = vmem__kv_hash_known(kv, r->hashes, r->n_hashes, &blocks);
+        if (rc)
+            return rc;
+        if (blocks) {
+            const uint64_t taken = vmem__kv_hash_taken(kv, blocks, &copied);
+            prefix_tokens = vmem__kv_hash_tokens(kv, blocks);
+            want += taken;
+            before += taken;
+        }
+        want += pages_of(kv, r->tokens, prefix_tokens);
+        before += prefix_tokens ? pages_of(kv, prefix_tokens, prefix_tokens) : 0;
+        if (KV_MAX(want, before + copied) + back > limit)
+            return vmem__kv_short_beside(kv, KV_MAX(want, before + copied), limit, back, missing);
     }
     return 0;
 }

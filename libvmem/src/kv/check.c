@@ -105,5 +105,6 @@ int vmem__kv_check_books(vmem_kv *kv)
                            "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
                            pages + kv->pending, slots, only, shared, kv->held, refs, kv->refs.only, kv->refs.shared);
-    return vmem__kv_check_blocks(kv);
+    int rc = vmem__kv_check_hashes(kv);
+    return rc ? rc : vmem__kv_check_blocks(kv);
 }

@@ -248,6 +248,7 @@ static void release(vmem_kv *kv)
         if (kv->prefixes[i])
             vmem__kv_prefix_drop(kv, kv->prefixes[i]);
     vmem__kv_blocks_destroy(kv);
+    vmem__kv_hash_destroy(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);

@@ -106,8 +106,9 @@ struct kv_prefix {
 struct kv_ref {
     vmem_page page; // of the group's first tensor; 0: empty
     uint32_t slots, prefixes;
-    uint32_t n;    // pages
-    uint64_t mark; // vmem_kv.mark of the call that saw it
+    uint32_t n;      // pages
+    uint32_t cached; // of the prefixes, hashed blocks
+    uint64_t mark;   // vmem_kv.mark of the call that saw it
 };
 struct kv_refs {
     struct kv_ref *entries;
@@ -115,6 +116,7 @@ struct kv_refs {
     uint64_t pages;      // of all rows here
     uint64_t shared;     // of these, with several holders
     uint64_t only;       // of these, held by prefixes alone
+    uint64_t evictable;  // of these, by hashed blocks alone
 };
 
 // Parts of spans to be backed, and what that takes.
@@ -201,6 +203,7 @@ struct vmem_kv {
     uint32_t n_prefixes, prefix_generation;
     vmem_page *named; // pages of block names, block_pages each, group after group, tensor after tensor; 0: not taken
     uint32_t n_blocks, block_tokens, block_pages, n_named; // n_named: names that are taken
+    struct kv_hashes *hashes;                              // hash.h
     uint64_t mark;                                         // the number of the last call that marked what it saw
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
@@ -379,8 +382,8 @@ struct kv_victim {
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
 // Pages that could be taken back from all slots and would not be mapped again at once.
 uint64_t vmem__kv_spare(const vmem_kv *kv);
-// Takes back want pages if there are so many.
-int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got);
+// Takes back want pages if there are so many; evict: hashed blocks, too.
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
 // Whether there is room for `pages` more, taking nothing back.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes room for `pages` more: 0, or -ENOMEM with what is missing.
@@ -432,10 +435,20 @@ struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
 int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` vmem__kv_ref_get do not fail
 // Adds holders. The entry goes when no prefix and at most one slot holds the row.
 void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
+void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks); // hashed ones
 
 // ---- prefix.c
 
 int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
+// A prefix of the pages [lo, hi) of each group that begins at (lo, hi), without pages and in no list; NULL: no memory.
+struct kv_prefix *vmem__kv_prefix_new(const vmem_kv *kv, uint32_t tokens, const struct kv_past *rows);
+// The prefix's pages of the group's first tensor; the others follow, hi - lo pages each.
+vmem_page *vmem__kv_prefix_pages(const vmem_kv *kv, const struct kv_prefix *p, uint32_t group);
+// Holds its pages, which others hold, or lets go of them, releasing those without another holder.
+void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p);
+int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p);
+// Starts a newly allocated slot with the prefix's first rows.
+int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing);
 // Rows at the end of the shared ones that have no other holder any more are the slot's own.
 void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 // A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays
@@ -455,6 +468,28 @@ static inline uint32_t kv_block_pages(const vmem_kv *kv, const struct kv_group *
 }
 void vmem__kv_blocks_destroy(vmem_kv *kv); // drops all names
 int vmem__kv_check_blocks(const vmem_kv *kv);
+
+// ---- hash.c
+
+void vmem__kv_hash_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
+// Evicts blocks, the least recently used first, until that many pages were freed or no more can be: how many were.
+uint64_t vmem__kv_hash_evict(vmem_kv *kv, uint64_t pages);
+uint64_t vmem__kv_hash_count(const vmem_kv *kv); // blocks
+// Pages that eviction can free when memory is short.
+uint64_t vmem__kv_evictable(const vmem_kv *kv);
+void vmem__kv_hash_destroy(vmem_kv *kv);
+int vmem__kv_check_hashes(const vmem_kv *kv);
+
+// ---- hash_attach.c
+
+uint32_t vmem__kv_hash_tokens(const vmem_kv *kv, uint32_t blocks);
+// Whether the cache has hashes, and the caller's are not NULL.
+int vmem__kv_hash_check(const vmem_kv *kv, const void *hashes, size_t n);
+// How many of the first of these blocks a request could begin with.
+int vmem__kv_hash_known(vmem_kv *kv, const struct vmem_kv_hash *hashes, uint64_t n, uint32_t *blocks);
+// Pages that a request which begins with the blocks found last takes from those that can be evicted. Marked ones do not
+// count. *copied: of the page that it copies, which it takes for as long as that lasts.
+uint64_t vmem__kv_hash_taken(vmem_kv *kv, uint32_t blocks, uint64_t *copied);
 
 // ---- stats.c
 

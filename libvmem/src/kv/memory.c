@@ -29,7 +29,9 @@ void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
-    last = (struct vmem_kv_shortage){.reason = reason, .missing_pages = missing, .prefix_pages = kv->refs.only};
+    last = (struct vmem_kv_shortage){.reason = reason,
+                                     .missing_pages = missing,
+                                     .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
     for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++)
         for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ENDING; i++)
             last.ending_pages += (uint64_t)(kv_span(kv, s, i)->hi - kv_span(kv, s, i)->lo) * kv->groups[i].n;
@@ -49,7 +51,7 @@ int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
                        "raise the budget",
-                       n, kv->budget_pages, kv->refs.only);
+                       n, kv->budget_pages, last.prefix_pages);
 }
 
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
@@ -252,7 +254,7 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     }
     kv->budget_pages = pages;
     vmem__kv_worker_hold(kv);
-    int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, NULL) : 0;
+    int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, true, NULL) : 0;
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, lazy ? 0 : pages);
     // What the budget still allows stays at hand. Should another process have been faster, pages are made when needed.
@@ -305,7 +307,7 @@ int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
         return rc;
     uint64_t got = 0;
     vmem__kv_worker_hold(kv);
-    rc = vmem__kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), &got);
+    rc = vmem__kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), false, &got);
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, 0);
     if (freed)

@@ -211,7 +211,7 @@ static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
 static void give_portion(vmem_kv *kv)
 {
     if (kv->held > kv->budget_pages && !kv->has_worker)
-        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), NULL);
+        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), true, NULL);
 }
 
 // What a cache that is idle or has been asked goes down to, as far as it is. True: there is more to do at once.

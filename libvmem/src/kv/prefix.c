@@ -17,8 +17,7 @@ static int find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out)
     return 0;
 }
 
-// The prefix's pages of the group's first tensor; the others follow, hi - lo pages each.
-static vmem_page *pages_of(const vmem_kv *kv, const struct kv_prefix *p, uint32_t group)
+vmem_page *vmem__kv_prefix_pages(const vmem_kv *kv, const struct kv_prefix *p, uint32_t group)
 {
     vmem_page *pages = p->pages;
     for (uint32_t i = 0; i < group; i++)
@@ -56,33 +55,46 @@ static int new_entry(vmem_kv *kv, uint64_t *index)
     return rc;
 }
 
-static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
+struct kv_prefix *vmem__kv_prefix_new(const vmem_kv *kv, uint32_t tokens, const struct kv_past *rows)
 {
-    uint64_t n_pages = 0, index;
-    int rc = new_entry(kv, &index);
-    if (rc)
-        return rc;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        uint64_t hi = (KV_MIN(tokens, g->max_tokens) * g->row_bytes + kv->page_size - 1) >> kv->page_shift;
-        uint32_t lo = kv_span(kv, slot, i)->lo;
-        n_pages += (KV_MAX(hi, lo) - lo) * g->n;
-    }
+    uint64_t n_pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        n_pages += (uint64_t)(rows[i].hi - rows[i].lo) * kv->groups[i].n;
     struct kv_prefix *p = calloc(1, sizeof(*p) + n_pages * sizeof(*p->pages) + 2 * kv->n_groups * sizeof(*p->lo));
-    if (!p)
-        return vmem__error(-ENOMEM, "no memory for a prefix of %" PRIu64 " pages", n_pages);
-    rc = vmem__kv_ref_reserve(&kv->refs, n_pages);
+    if (!p) {
+        vmem__error(-ENOMEM, "no memory for a prefix of %" PRIu64 " pages", n_pages);
+        return NULL;
+    }
     p->pages = (vmem_page *)(p + 1);
     p->lo = (uint32_t *)(p->pages + n_pages);
     p->hi = p->lo + kv->n_groups;
     p->n_pages = n_pages;
     p->tokens = tokens;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
+        p->lo[i] = rows[i].lo;
+        p->hi[i] = rows[i].hi;
+    }
+    return p;
+}
+
+static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
+{
+    uint64_t index;
+    int rc = new_entry(kv, &index);
+    if (rc)
+        return rc;
+    struct kv_past *rows = calloc(kv->n_groups, sizeof(*rows));
+    for (uint32_t i = 0; i < kv->n_groups && rows; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint64_t hi = (KV_MIN(tokens, g->max_tokens) * g->row_bytes + kv->page_size - 1) >> kv->page_shift;
-        p->lo[i] = kv_span(kv, slot, i)->lo;
-        p->hi[i] = (uint32_t)KV_MAX(hi, p->lo[i]);
+        rows[i].lo = kv_span(kv, slot, i)->lo;
+        rows[i].hi = (uint32_t)KV_MAX(hi, rows[i].lo);
     }
+    struct kv_prefix *p = rows ? vmem__kv_prefix_new(kv, tokens, rows) : NULL;
+    free(rows);
+    if (!p)
+        return vmem__error(-ENOMEM, "no memory for a prefix of %u tokens", tokens);
+    rc = vmem__kv_ref_reserve(&kv->refs, p->n_pages);
     p->min_tokens = least_tokens(kv, p);
     if (!rc && p->min_tokens > tokens)
         rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
@@ -93,14 +105,15 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t n = p->hi[i] - p->lo[i];
-        vmem_page *pages = pages_of(kv, p, i);
+        vmem_page *pages = vmem__kv_prefix_pages(kv, p, i);
         for (uint32_t t = 0; t < kv->groups[i].n; t++)
             memcpy(pages + (uint64_t)t * n, kv_table(kv, &kv->groups[i], slot, t) + p->lo[i], n * sizeof(*pages));
         for (uint32_t k = 0; k < n; k++)
-            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, pages[k], kv->groups[i].n), 0, 1);
+            vmem__kv_ref_get(&kv->refs, pages[k], kv->groups[i].n);
         if (n)
             sp->shared_hi = KV_MAX(sp->shared_hi, p->hi[i]);
     }
+    vmem__kv_prefix_hold(kv, p);
     kv->slots[slot].shared_tokens = KV_MAX(kv->slots[slot].shared_tokens, tokens);
     p->id = (uint64_t)++kv->prefix_generation << 32 | (index + 1);
     kv->prefixes[index] = p;
@@ -143,7 +156,14 @@ void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].shared_tokens *= some;
 }
 
-int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
+void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
+            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, 1);
+}
+
+int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p)
 {
     vmem__kv_wait_cut(kv);
     struct kv_grow *l = &kv->grow; // for its list
@@ -152,7 +172,7 @@ int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
         return rc;
     uint64_t n = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const vmem_page *pages = pages_of(kv, p, i);
+        const vmem_page *pages = vmem__kv_prefix_pages(kv, p, i);
         uint32_t rows = p->hi[i] - p->lo[i];
         for (uint32_t t = 0; t < kv->groups[i].n; t++)
             for (uint32_t k = 0; k < rows; k++)
@@ -165,7 +185,15 @@ int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
     kv->held -= n;
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
-            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, pages_of(kv, p, i)[k]), 0, -1);
+            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, -1);
+    return 0;
+}
+
+int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
+{
+    int rc = vmem__kv_prefix_let_go(kv, p);
+    if (rc)
+        return rc;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         vmem__kv_unmark_shared(kv, s);
     kv->prefixes[(p->id & UINT32_MAX) - 1] = NULL;
@@ -196,7 +224,7 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
     struct vmem_kv_prefix_info info = {.tokens = p->tokens, .min_tokens = p->min_tokens, .pages = p->n_pages};
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
-            info.own_pages += nobody_else(kv, pages_of(kv, p, i)[k]) ? kv->groups[i].n : 0;
+            info.own_pages += nobody_else(kv, vmem__kv_prefix_pages(kv, p, i)[k]) ? kv->groups[i].n : 0;
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
 }
 
@@ -256,7 +284,7 @@ static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uin
         if (rc)
             return rc;
         for (uint32_t t = 0; t < g->n; t++) {
-            const vmem_page *from = pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
+            const vmem_page *from = vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
             for (uint32_t k = s.lo; k < s.full; k++)
                 l->fine[(*n_ops)++] =
                     (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
@@ -295,7 +323,7 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
                                .coarse_hi = sp->coarse_hi};
         for (uint32_t t = 0; t < g->n; t++)
             memcpy(kv_table(kv, g, slot, t) + s.lo,
-                   pages_of(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
+                   vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
                    (s.full - s.lo) * sizeof(vmem_page));
         for (uint32_t k = s.lo; k < s.full; k++)
             vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
@@ -331,7 +359,7 @@ static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
     }
 }
 
-static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
+int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
     struct kv_grow *l = &kv->grow;
     vmem__kv_wait_cut(kv);
@@ -354,8 +382,8 @@ static int attach(vmem_kv *kv, struct kv_prefix *p, uint32_t slot, uint32_t toke
             struct split s = split(kv, &kv->groups[i], tokens);
             uint32_t n = p->hi[i] - p->lo[i];
             if (s.part && s.full < s.hi)
-                rc = copy_pages(kv, &kv->groups[i], pages_of(kv, p, i) + (s.full - p->lo[i]), n, false, slot, s.full,
-                                s.part);
+                rc = copy_pages(kv, &kv->groups[i], vmem__kv_prefix_pages(kv, p, i) + (s.full - p->lo[i]), n, false,
+                                slot, s.full, s.part);
         }
         if (rc && mapped)
             unmap_shared(kv, slot, tokens);
@@ -400,7 +428,7 @@ int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t 
         rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
-    if (!rc && (rc = attach(kv, p, slot, tokens, missing)) == -ENOMEM)
+    if (!rc && (rc = vmem__kv_prefix_attach(kv, p, slot, tokens, missing)) == -ENOMEM)
         vmem__kv_count_shortage(kv);
     return vmem__kv_leave(kv, rc);
 }

@@ -46,7 +46,7 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
     uint64_t pages = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         pages += vmem__kv_reclaimable_in(kv, s);
-    return pages;
+    return pages + vmem__kv_evictable(kv);
 }
 
 uint64_t vmem__kv_spare(const vmem_kv *kv)
@@ -126,7 +126,7 @@ bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct 
     return front_victim(kv, v) || kept_victim(kv, want, v) || ahead_victim(kv, spare_ahead, v);
 }
 
-int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
 {
     uint64_t start = kv->held;
     struct kv_victim v;
@@ -134,7 +134,10 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, uint64_t *got)
     kv->stats.reclaims += want != 0;
     while (!rc && start - kv->held < want) {
         uint64_t left = want - (start - kv->held);
-        if (!vmem__kv_victim(kv, left, true, &v) && !vmem__kv_victim(kv, left, false, &v))
+        bool some = vmem__kv_victim(kv, left, true, &v);
+        if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_hash_evict(kv, left))
+            continue;
+        if (!some && !vmem__kv_victim(kv, left, false, &v))
             break;
         rc = vmem__kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
         if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE) // a part may need a mapping more; the whole, none
@@ -165,7 +168,7 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     if (want > kv->budget_pages) {
         rc = vmem__kv_short_of_budget(kv, want, missing);
     } else if (kv->held + pages > kv->budget_pages) {
-        rc = vmem__kv_reclaim(kv, kv->held + pages - kv->budget_pages, NULL);
+        rc = vmem__kv_reclaim(kv, kv->held + pages - kv->budget_pages, true, NULL);
         if (!rc && kv->held + pages > kv->budget_pages) // never more than the budget, whatever was counted on
             rc = vmem__kv_short_of_budget(kv, kv->held + pages, missing);
     }
@@ -185,7 +188,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     else if (!kept)
         rc = vmem__kv_short_of_device(kv, pages, missing);
     else
-        rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, NULL);
+        rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, true, NULL);
     vmem__kv_worker_release(kv);
     return rc;
 }

@@ -77,15 +77,18 @@ static void remove_entry(struct kv_refs *r, struct kv_ref *ref)
 static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
 {
     uint64_t shared = ref->slots + ref->prefixes > 1 ? ref->n : 0, only = ref->slots ? 0 : ref->n;
+    uint64_t evictable = ref->cached && ref->cached == ref->prefixes ? only : 0;
     r->shared += on ? shared : -shared;
     r->only += on ? only : -only;
+    r->evictable += on ? evictable : -evictable;
 }
 
-void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
+static void hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes, int cached)
 {
     count(r, ref, false);
     ref->slots += (uint32_t)slots;
     ref->prefixes += (uint32_t)prefixes;
+    ref->cached += (uint32_t)cached;
     if (ref->prefixes || ref->slots > 1) {
         count(r, ref, true);
         return;
@@ -93,6 +96,13 @@ void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int pre
     r->pages -= ref->n;
     remove_entry(r, ref);
 }
+
+void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
+{
+    hold(r, ref, slots, prefixes, 0);
+}
+
+void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, blocks, blocks); }
 
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {

@@ -135,6 +135,7 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
         return rc;
     }
     vmem__kv_forget(kv, slot);
+    vmem__kv_hash_unpin(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
@@ -148,7 +149,7 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     idle->parked = ++kv->clock;
     if (kv->held > kv->budget_pages) { // the budget shrank while the request ran
         vmem__kv_worker_hold(kv);
-        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, NULL);
+        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
         vmem__kv_worker_release(kv);
     }
     vmem__kv_worker_wake(kv);

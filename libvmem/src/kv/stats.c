@@ -16,7 +16,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = st->swapped_slots = 0;
     st->ending_slots = kv->n_ending;
-    uint64_t reclaimable = kv->pending;
+    uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
@@ -52,6 +52,8 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->zeroed_bytes = kv->zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->n_prefixes;
+    st->evictable_pages = vmem__kv_evictable(kv);
+    st->hashed_blocks = vmem__kv_hash_count(kv);
     st->watermark_pages = vmem__kv_watermark(kv);
     pthread_mutex_lock(&kv->stats_lock);
     kv->shown = *st;

@@ -1,0 +1,55 @@
+// Prefixes by hash, inside.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_HASH_H
+#define VMEM_KV_HASH_H
+
+#include "kv/kv.h"
+
+#define KV_NO_BLOCK UINT32_MAX
+
+struct kv_hashed {
+    struct vmem_kv_hash hash;
+    uint64_t serial;       // 0: not in use
+    uint32_t index;        // of the block in its sequence
+    uint32_t pins;         // running requests that began with it or wrote it
+    uint32_t newer, older; // in the order of use, while nobody pins it
+    uint32_t next;         // in its bucket, or of those not in use
+    vmem_page *pages;      // group after group, tensor after tensor; all 0 in a group whose window had passed it
+    uint64_t n_pages;
+};
+// The blocks that a request pins, by their index.
+struct kv_link {
+    uint64_t serial; // 0: none
+    uint32_t block;
+};
+struct kv_chain {
+    struct kv_link *links;
+    uint64_t n, cap;
+};
+struct kv_hashes {
+    uint32_t flags, block_tokens;
+    uint64_t max_blocks;
+    struct kv_hashed *blocks;
+    uint64_t cap, serial;
+    uint32_t used, n; // entries of blocks that were ever in use, and that are
+    uint32_t unused;  // the first of the others
+    uint32_t *buckets;
+    uint64_t n_buckets; // a power of two
+    uint32_t newest, oldest;
+    struct kv_chain *chains;   // [slot]
+    struct vmem_kv_hash *gone; // evicted, the oldest first
+    uint64_t n_gone, cap_gone;
+    uint32_t *found; // of the look-up that is at work
+    uint64_t cap_found;
+    bool unmark; // a page that was dropped is in a slot
+};
+
+uint32_t vmem__kv_hash_find(const struct kv_hashes *h, const struct vmem_kv_hash *hash);
+// The slot has begun with the block, or has written it.
+int vmem__kv_hash_pin(vmem_kv *kv, uint32_t slot, uint32_t block);
+// The pages of a block in each tensor of a group: [lo, hi) of the slot.
+struct kv_past vmem__kv_hash_rows(const vmem_kv *kv, const struct kv_group *g, uint32_t index);
+vmem_page *vmem__kv_hash_pages(const vmem_kv *kv, const struct kv_hashed *b, uint32_t group);
+
+#endif

@@ -1,0 +1,236 @@
+"""A prefix cache for engines that compute hashes of blocks of tokens (vmem_kv.h, "prefixes by hash").
+
+As in vLLM's automatic prefix caching, a block's hash covers its tokens, all before them, and whatever else decides on
+their rows (a salt, an adapter). The manager finds the blocks, holds their pages, and evicts them when memory is short.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from pyvmem._checks import flag, integer, shown, uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import InvalidArgument, _check
+
+if TYPE_CHECKING:
+    from pyvmem.kv import KVCache
+
+Hash: TypeAlias = "bytes | int"
+
+SIZE = 32  # bytes of a hash
+
+
+def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
+    """Hashes (16 bytes each) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n].
+
+    For engines that have none of their own. `salt` keeps sequences apart whose rows differ for equal tokens: name the
+    adapter, the tenant.
+    """
+    size = uint("block_tokens", block_tokens, 32)
+    if not size:
+        raise InvalidArgument(errno.EINVAL, "block_tokens 0 must be at least 1")
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt must be bytes, not {shown(salt)}")
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"tokens must be a sequence of integers, not of shape {array.shape} and {array.dtype}")
+    array = np.ascontiguousarray(array, dtype=np.int64)
+    hashes, before = [], hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
+    for end in range(size, len(array) + 1, size):
+        before = hashlib.blake2b(before + array[end - size : end].tobytes(), digest_size=16).digest()
+        hashes.append(before)
+    return hashes
+
+
+class BlockHashes:
+    """Blocks of `tokens` tokens of a cache's requests, held under the engine's hashes.
+
+    A hash is ``bytes`` (1 to 32, all of one length) or an ``int`` (at most 256 bits, negative too); an engine uses one
+    kind. Calls are safe from any thread.
+
+    Parameters
+    ----------
+    cache : KVCache
+        Has at most one `BlockHashes` in its life.
+    tokens : int
+        Tokens of a block, 1 to the cache's `max_tokens`. A block need not fill whole pages; only whole pages are shared
+        without a copy.
+    max_tokens : int
+        Most tokens that all blocks together have; 0: what memory allows.
+    automatic : bool
+        Evict blocks, the least recently used first, when a step needs their memory; pages that only evictable blocks
+        hold count as free. False: only `drop` and `evict` give memory back, in the engine's order.
+    events : bool
+        Keep the hashes of evicted blocks for `evicted`.
+
+    Raises
+    ------
+    InvalidArgument
+        A number is outside its limits; the cache has hashes already.
+    """
+
+    def __init__(
+        self,
+        cache: "KVCache",
+        tokens: SupportsIndex,
+        max_tokens: SupportsIndex = 0,
+        *,
+        automatic: bool = True,
+        events: bool = False,
+    ) -> None:
+        config = ffi.new("struct vmem_kv_hash_config *")
+        config.size = ffi.sizeof("struct vmem_kv_hash_config")
+        config.block_tokens = uint("tokens", tokens, 32)
+        config.max_tokens = uint("max_tokens", max_tokens)
+        config.flags = lib.VMEM_KV_HASH_EVENTS if flag("events", events) else 0
+        config.flags |= 0 if flag("automatic", automatic) else lib.VMEM_KV_HASH_MANUAL
+        _check(lib.vmem_kv_hash_init(cache._use(), config))
+        self.cache = cache
+        self.tokens = int(config.block_tokens)
+        self._length: int | None = None  # of hashes that are bytes; 0: they are integers
+        cache._hashes = self
+
+    def __len__(self) -> int:
+        """How many blocks are known."""
+        return self.cache.stats().hashed_blocks
+
+    def __bool__(self) -> bool:
+        return True  # a cache, be it empty
+
+    # ---- hashes as C has them --------------------------------------------------------------------------------
+
+    def _kind(self, hash: Any, i: int) -> int:
+        if isinstance(hash, bytes) and 1 <= len(hash) <= SIZE:
+            return len(hash)
+        if isinstance(hash, bytes) or not hasattr(hash, "__index__"):
+            raise TypeError(f"hashes[{i}] must be 1 to {SIZE} bytes or an int, not {shown(hash)}")
+        return 0
+
+    def _raw(self, hashes: Iterable[Hash]) -> tuple[Any, int]:
+        """(struct vmem_kv_hash[n], n)."""
+        found = list(hashes)
+        if not found:
+            return ffi.NULL, 0
+        length = self._kind(found[0], 0) if self._length is None else self._length
+        try:
+            if length:
+                if any(type(hash) is not bytes or len(hash) != length for hash in found):
+                    raise TypeError
+                raw = b"".join(hash.ljust(SIZE, b"\0") for hash in found)  # type: ignore[union-attr]
+            else:
+                raw = b"".join(integer("hash", hash).to_bytes(SIZE, "little", signed=True) for hash in found)
+        except (OverflowError, TypeError):
+            self._complain(found, length)
+            raise
+        self._length = length
+        return ffi.from_buffer("struct vmem_kv_hash[]", raw), len(found)
+
+    def _complain(self, hashes: list[Hash], length: int) -> None:
+        for i, hash in enumerate(hashes):
+            kind = self._kind(hash, i)
+            if kind != length:
+                words = [f"of {n} bytes" if n else "an int" for n in (kind, length)]
+                raise InvalidArgument(errno.EINVAL, f"hashes[{i}] is {words[0]}, but this cache's are {words[1]}")
+            if not kind and not -(1 << 255) <= integer("hash", hash) < 1 << 255:
+                raise InvalidArgument(errno.EINVAL, f"hashes[{i}] has more than 256 bits")
+
+    def _hash(self, raw: bytes) -> Hash:
+        return raw[: self._length] if self._length else int.from_bytes(raw, "little", signed=True)
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def peek(self, hashes: Iterable[Hash]) -> int:
+        """Return how many tokens a request with these blocks, from its first on, would begin with. Changes nothing."""
+        raw, n = self._raw(hashes)
+        tokens = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_hash_peek(self.cache._use(), raw, n, tokens))
+        return int(tokens[0])
+
+    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
+        """Quiet. Start a newly allocated slot with what is known of these blocks.
+
+        Returns the tokens that the slot has now, 0 if no block is known; or -1, as `KVCache.step` does, if there is no
+        memory to copy the last, partial page. The token behind them must be computed: leave out the hash of a block
+        that ends the prompt.
+        """
+        cache = self.cache
+        if cache._events:
+            cache._poll()
+        raw, n = self._raw(hashes)
+        tokens = ffi.new("uint32_t *")
+        rc = lib.pv_kv_hash_attach(cache._use(), uint("slot", slot, 32), raw, n, tokens)
+        return cache._short(rc) if rc else int(tokens[0])
+
+    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
+        """Allocate a slot for a prompt of `tokens` tokens, started with what is known of its blocks.
+
+        Returns (slot, tokens that it has already). The slot is -1 if all are taken or memory is short: `shortage` says
+        which. The last token is always left to be computed.
+        """
+        hashes, length = list(hashes), uint("tokens", tokens, 32)
+        del hashes[max(length - 1, 0) // self.tokens :]
+        slot = self.cache.alloc_reqid(length, prefix_tokens=self.peek(hashes))
+        if slot < 0:
+            return -1, 0
+        try:
+            cached = self.attach(slot, hashes)
+        except BaseException:
+            self.cache.free_reqid(slot)
+            raise
+        if cached >= 0:
+            return slot, cached
+        missing, self.cache.missing_pages = self.cache.missing_pages, 0
+        self.cache.free_reqid(slot)
+        self.cache.missing_pages = missing
+        return -1, 0
+
+    def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
+        """Add the slot's blocks first, first + 1, ..., whose rows are written and stay as they are.
+
+        Returns how many were new. Known blocks are not added again; where `max_tokens` is reached and all other blocks
+        belong to running requests, no more are.
+        """
+        raw, n = self._raw(hashes)
+        added = ffi.new("size_t *")
+        number, at = uint("slot", slot, 32), uint("first", first, 32)
+        _check(lib.vmem_kv_hash_add(self.cache._use(), number, at, raw, n, added))
+        return int(added[0])
+
+    # ---- eviction --------------------------------------------------------------------------------------------
+
+    def drop(self, hashes: Iterable[Hash]) -> None:
+        """Drop blocks; unknown ones are skipped. Requests that use them keep their pages."""
+        raw, n = self._raw(hashes)
+        _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n))
+
+    def evict(self, pages: SupportsIndex) -> int:
+        """Evict blocks, the least recently used first, until so many pages were freed; returns how many were."""
+        freed = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_hash_evict(self.cache._use(), min(uint("pages", pages), 2**64 - 2), freed))
+        return int(freed[0])
+
+    def clear(self) -> None:
+        """Evict every block."""
+        _check(lib.vmem_kv_hash_evict(self.cache._use(), 2**64 - 1, ffi.NULL))
+
+    def limit(self, max_tokens: SupportsIndex) -> None:
+        """Set the most tokens that all blocks together have (0: what memory allows), evicting what is over it."""
+        _check(lib.vmem_kv_hash_limit(self.cache._use(), uint("max_tokens", max_tokens)))
+
+    def evicted(self) -> list[Hash]:
+        """Return the hashes of blocks that were evicted since the last call, the oldest first.
+
+        Needs `events`. Evicted is what the cache chose; blocks that `drop` named are not among them.
+        """
+        raw, got, found = ffi.new("struct vmem_kv_hash[]", 256), ffi.new("size_t *"), []
+        while True:
+            _check(lib.vmem_kv_hash_evicted(self.cache._use(), raw, 256, got))
+            data = bytes(ffi.buffer(raw, got[0] * SIZE)) if got[0] else b""
+            found += [self._hash(data[i : i + SIZE]) for i in range(0, len(data), SIZE)]
+            if got[0] < 256:
+                return found

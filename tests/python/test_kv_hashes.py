@@ -1,0 +1,544 @@
+"""Prefixes by hash: what is found, shared, kept and evicted, with hashes of the engine's own.
+
+SPDX-License-Identifier: MIT
+"""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pyvmem import VmemError
+from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv_hashes import BlockHashes, block_hashes
+
+PAGE = 65536
+HALF = torch.float16
+ALIKE = [TensorSpec(n, (8, 128), HALF) for n in "kv"]  # 32 rows to a page
+MIXED = [
+    TensorSpec("a", (8, 128), HALF),
+    TensorSpec("b", (12, 128), HALF),  # pages hold no whole number of rows
+    TensorSpec("w", (8, 128), HALF, window=70),
+    TensorSpec("d", (8, 128), HALF, max_tokens=100),
+]
+STILL = {"generous": False, "eager": False, "check": True, "name": None, "backend": "host", "page_size": PAGE}
+
+
+def make(specs=ALIKE, slots=6, max_tokens=1000, pages=200, **options):
+    return KVCache(specs, slots, max_tokens, pages * PAGE, **{**STILL, **options})
+
+
+@pytest.fixture
+def cache():
+    with make() as cache:
+        yield cache
+
+
+def serve(blocks, tokens, add=True):
+    """Run a prompt: every row holds its token's number. Returns (slot, tokens that it had already)."""
+    cache = blocks.cache
+    hashes = block_hashes(tokens, blocks.tokens)
+    slot, cached = blocks.alloc(len(tokens), hashes)
+    assert slot >= 0
+    lengths = [0] * cache.slots
+    lengths[slot] = len(tokens)
+    assert cache.step(lengths) == 0
+    for tensor in cache.tensors:
+        rows = tensor[slot, : len(tokens)]
+        rows[cached:] = torch.tensor(tokens[cached:]).half().view(-1, 1, 1)
+        assert torch.equal(rows[:, 0, 0], torch.tensor(tokens).half())
+        assert torch.equal(rows[:, -1, -1], torch.tensor(tokens).half())
+    if add:
+        blocks.add(slot, hashes)
+    return slot, cached
+
+
+def known(blocks, tokens):
+    return blocks.peek(block_hashes(tokens, blocks.tokens))
+
+
+def test_a_request_begins_with_blocks_of_several(cache):
+    blocks = BlockHashes(cache, 16)
+    assert len(blocks) == 0 and blocks
+    first, _ = serve(blocks, list(range(100)))
+    assert len(blocks) == 6 and known(blocks, list(range(100))) == 96
+    cache.free_reqid(first)
+    slot, cached = serve(blocks, list(range(100)) + list(range(300, 350)))
+    assert cached == 96 and len(blocks) == 9
+    cache.free_reqid(slot)
+    slot, cached = serve(blocks, list(range(100)) + list(range(300, 360)))
+    assert cached == 144 and cache.stats().hit_tokens == 96 + 144
+    assert serve(blocks, [7, *range(100)])[1] == 0
+    assert cache.stats().hashed_blocks == len(blocks) == 9 + 1 + 6
+
+
+def test_blocks_are_added_as_they_are_computed(cache):
+    blocks = BlockHashes(cache, 16)
+    tokens = list(range(200))
+    hashes = block_hashes(tokens, 16)
+    slot, lengths = cache.alloc_reqid(200), [0] * 6
+    for n in range(1, 201):
+        lengths[slot] = n
+        assert cache.step(lengths) == 0
+        for tensor in cache.tensors:
+            tensor[slot, n - 1] = tokens[n - 1]
+        if n % 16 == 0:
+            assert blocks.add(slot, [hashes[n // 16 - 1]], first=n // 16 - 1) == 1
+            assert blocks.peek(hashes) == n
+    assert blocks.add(slot, hashes) == 0
+    assert serve(blocks, tokens + [5])[1] == 192
+
+
+def test_the_last_token_is_left_to_be_computed(cache):
+    blocks = BlockHashes(cache, 16)
+    serve(blocks, list(range(64)))
+    assert serve(blocks, list(range(64)))[1] == 48
+
+
+def test_peeking_changes_nothing(cache):
+    blocks = BlockHashes(cache, 32, events=True)
+    prompts = [[100 * i + j for j in range(64)] for i in range(2)]
+    for prompt in prompts:
+        cache.free_reqid(serve(blocks, prompt)[0])
+    before = cache.stats()
+    for _ in range(5):
+        assert known(blocks, prompts[0]) == 64  # is not used by that
+    assert cache.stats() == before
+    assert blocks.evict(1) == 2
+    assert blocks.evicted() == block_hashes(prompts[0], 32)[1:]  # the end of the older one
+    assert [known(blocks, p) for p in prompts] == [32, 64]
+    cache.free_reqid(serve(blocks, prompts[0])[0])  # used again, and so is now the newer
+    assert blocks.evict(3) == 4
+    assert [known(blocks, p) for p in prompts] == [64, 0]
+    assert blocks.evicted() == block_hashes(prompts[1], 32)[::-1] and blocks.evicted() == []
+    assert cache.stats().evicted_blocks == 3
+
+
+def test_blocks_give_way_to_requests(cache):
+    blocks = BlockHashes(cache, 32, events=True)
+    for i in range(8):
+        cache.free_reqid(serve(blocks, [i * 90 + j for j in range(320)])[0])
+    stats = cache.stats()
+    assert stats.evictable_pages == stats.prefix_pages == 8 * 20
+    assert stats.free_pages == 200 and cache.room() == 1000  # as if they were not there
+    assert cache.fit([992, 992, 992, 224]) == 4 and cache.fit([992, 992, 992, 225]) == 3  # 62 pages each
+    slots = [cache.alloc_reqid(990) for _ in range(3)]
+    lengths = [990 if s in slots else 0 for s in range(6)]
+    assert cache.check(lengths) == 0 and len(blocks) == 80
+    assert cache.step(lengths) == 0
+    assert len(blocks) == 7 and cache.stats().evictable_pages == 14
+    assert len(blocks.evicted()) == 73 == cache.stats().evicted_blocks
+    assert cache.stats().step_failures == 0
+
+
+def test_memory_that_requests_use_is_not_evicted(cache):
+    blocks = BlockHashes(cache, 32)
+    slot, _ = serve(blocks, list(range(960)))  # 60 pages
+    assert cache.stats().evictable_pages == 0 and cache.stats().free_pages == 140
+    others = [cache.alloc_reqid(960) for _ in range(3)]
+    lengths = [960 if s in others else 0 for s in range(6)]
+    assert cache.step(lengths) == -1 and cache.shortage.prefix_pages == 0
+    assert blocks.peek(block_hashes(list(range(960)), 32)) == 960
+    cache.free_reqid(slot)
+    assert cache.stats().evictable_pages == 60
+    assert cache.step(lengths) == 0 and len(blocks) == 10
+
+
+def test_an_engine_evicts_in_its_own_order(cache):
+    blocks = BlockHashes(cache, 32, automatic=False, events=True)
+    prompts = [[100 * i + j for j in range(640)] for i in range(4)]
+    for prompt in prompts:
+        cache.free_reqid(serve(blocks, prompt)[0])
+    assert cache.stats().evictable_pages == 0 and cache.stats().free_pages == 40
+    slot, lengths = cache.alloc_reqid(960), [0] * 6
+    lengths[slot] = 960
+    assert cache.step(lengths) == -1
+    assert (cache.missing_pages, cache.shortage.reason, cache.shortage.prefix_pages) == (20, "budget", 160)
+    blocks.drop([*block_hashes(prompts[2], 32)[10:], b"\0" * 16])  # one is unknown
+    assert cache.step(lengths) == 0
+    assert [known(blocks, p) for p in prompts] == [640, 640, 320, 640]
+    assert blocks.evicted() == []
+
+
+def test_blocks_in_use_may_be_dropped(cache):
+    blocks = BlockHashes(cache, 16)
+    tokens = list(range(100))
+    slot, _ = serve(blocks, tokens)
+    other, cached = serve(blocks, [*tokens, 5])
+    assert cached == 96
+    blocks.clear()
+    assert len(blocks) == 0 and cache.stats().prefix_pages == 0
+    assert torch.equal(cache.tensors[0][slot, :100, 0, 0], cache.tensors[0][other, :100, 0, 0])
+    cache.free_reqid(slot)
+    assert torch.equal(cache.tensors[1][other, :100, 0, 0], torch.tensor(tokens).half())
+    assert blocks.add(other, block_hashes(tokens, 16)) == 6
+    cache.free_reqid(other)
+    assert serve(blocks, tokens)[1] == 96
+
+
+def test_a_cap_in_tokens(cache):
+    blocks = BlockHashes(cache, 16, max_tokens=100, events=True)  # six blocks
+    slot, _ = serve(blocks, list(range(200)))
+    assert len(blocks) == 6  # all are of a running request: no more come
+    cache.free_reqid(slot)
+    slot, _ = serve(blocks, list(range(500, 570)))
+    assert len(blocks) == 6 and known(blocks, list(range(200))) == 32 and known(blocks, list(range(500, 570))) == 64
+    assert blocks.evicted() == block_hashes(list(range(200)), 16)[5:1:-1]
+    cache.free_reqid(slot)
+    blocks.limit(16)
+    assert len(blocks) == 1
+    blocks.limit(0)
+    serve(blocks, list(range(900)))
+    assert len(blocks) > 50
+    for wrong in (15, -1):
+        with pytest.raises(ValueError, match="max_tokens"):
+            blocks.limit(wrong)
+
+
+def test_the_same_hash_at_another_place(cache):
+    blocks = BlockHashes(cache, 16)
+    hashes = block_hashes(list(range(64)), 16)
+    slot, _ = serve(blocks, list(range(64)))
+    with pytest.raises(ValueError, match=r"hashes\[0\] is that of block 0: a hash covers all tokens before it"):
+        blocks.add(slot, hashes[:1], first=1)
+    assert blocks.peek([hashes[0], hashes[0]]) == 16 and blocks.peek(hashes[1:]) == 0
+    other, _ = serve(blocks, list(range(64)), add=False)
+    assert blocks.add(other, hashes) == 0 and len(blocks) == 4
+
+
+def test_rows_that_are_rejected_after_all(cache):
+    """A block of a request that is shortened stays as it was: the request gets a copy before it writes again."""
+    blocks = BlockHashes(cache, 16)
+    tokens = list(range(64))
+    slot, _ = serve(blocks, tokens)
+    lengths = [0] * 6
+    lengths[slot] = 41
+    with pytest.raises(ValueError, match="rows below 64 are shared; truncate"):
+        cache.step(lengths)
+    cache.truncate(slot, 40)
+    assert cache.step(lengths) == 0
+    for tensor in cache.tensors:
+        tensor[slot, 40] = 999
+    other = list(range(40)) + [999] * 24
+    hashes = block_hashes(other, 16)
+    lengths[slot] = 64
+    assert cache.step(lengths) == 0
+    for tensor in cache.tensors:
+        tensor[slot, 41:64] = 999
+    assert blocks.add(slot, hashes[2:], first=2) == 2
+    cache.free_reqid(slot)
+    assert serve(blocks, tokens + [1])[1] == 64
+    assert serve(blocks, other + [1])[1] == 64
+
+
+def test_a_budget_below_what_is_held(cache):
+    blocks = BlockHashes(cache, 32)
+    slot, _ = serve(blocks, list(range(320)))
+    cache.free_reqid(serve(blocks, list(range(400, 720)))[0])
+    cache.set_budget(10 * PAGE)
+    assert cache.stats().held_pages == 20 and cache.stats().evictable_pages == 0
+    assert known(blocks, list(range(320))) == 320
+    cache.free_reqid(slot)
+    assert cache.stats().held_pages == 10
+    assert known(blocks, list(range(320))) == 160  # the first rows stay longest
+
+
+def test_reclaiming_leaves_the_blocks(cache):
+    blocks = BlockHashes(cache, 32)
+    cache.free_reqid(serve(blocks, list(range(320)))[0])
+    cache.reclaim()
+    assert len(blocks) == 10
+    assert blocks.evict(1 << 60) == 20 and len(blocks) == 0
+
+
+def test_no_memory_for_a_copy():
+    with make(pages=8) as cache:
+        blocks = BlockHashes(cache, 16)
+        slot, _ = serve(blocks, list(range(48)))  # two pages in each tensor, the second half full
+        other = cache.alloc_reqid(64)
+        lengths = [0] * 6
+        lengths[other] = 64
+        assert cache.step(lengths) == 0
+        hashes = block_hashes(list(range(48)), 16)
+        assert blocks.alloc(100, hashes) == (-1, 0)
+        assert cache.missing_pages == 2 and cache.shortage.reason == "budget"
+        new = cache.alloc_reqid(100)
+        assert blocks.attach(new, hashes) == -1 and cache.missing_pages == 2 and cache.stats().short_budget == 2
+        assert blocks.attach(new, hashes[:2]) == 32  # needs no copy
+        assert cache.stats().active_slots == 3
+        assert cache.fit([(64, hashes)]) == 0 and cache.missing_pages == 2
+
+
+def test_what_a_request_takes_from_the_free_pages():
+    """The pages of known blocks are free until a request begins with them."""
+    with make(pages=40) as cache:
+        blocks = BlockHashes(cache, 32)
+        tokens = list(range(320))
+        hashes = block_hashes(tokens, 32)
+        cache.free_reqid(serve(blocks, tokens)[0])  # 20 pages
+        assert cache.stats().free_pages == 40
+        assert cache.fit([320, 320, 1]) == 2
+        assert cache.fit([(352, hashes), (352, hashes), (352, hashes)]) == 3  # 20, and 2 each
+        assert cache.fit([(352, hashes), 288]) == 2 and cache.fit([(352, hashes), 289]) == 1
+
+
+def test_hashes_of_both_kinds():
+    for kind in (lambda h: h, lambda h: int.from_bytes(h, "little") - (1 << 127)):
+        with make() as cache:
+            blocks = BlockHashes(cache, 16, events=True)
+            hashes = [kind(h) for h in block_hashes(list(range(64)), 16)]
+            slot, lengths = cache.alloc_reqid(64), [0] * 6
+            lengths[slot] = 64
+            assert cache.step(lengths) == 0
+            assert blocks.add(slot, hashes) == 4 and blocks.peek(tuple(hashes)) == 64
+            cache.free_reqid(slot)
+            blocks.clear()
+            assert blocks.evicted() == hashes[::-1]
+
+
+def test_salts_keep_equal_tokens_apart():
+    tokens = list(range(64))
+    found = [block_hashes(tokens, 16, salt) for salt in (b"", b"adapter 1", b"adapter 2")]
+    assert len({h for hashes in found for h in hashes}) == 12
+    assert block_hashes(np.array(tokens), 16, b"adapter 1") == block_hashes(torch.tensor(tokens), 16, b"adapter 1")
+    assert block_hashes([], 16) == [] == block_hashes([1] * 15, 16)
+
+
+def test_wrong_arguments_are_named(cache):
+    for value in (0, 1001, -1, 1 << 32):
+        with pytest.raises(ValueError, match="tokens"):
+            BlockHashes(cache, value)
+    with pytest.raises(ValueError, match="max_tokens 15 is less than a block, 16"):
+        BlockHashes(cache, 16, 15)
+    with pytest.raises(TypeError, match="events"):
+        BlockHashes(cache, 16, events="yes")
+    with pytest.raises(ValueError, match="make BlockHashes of it first"):
+        cache.fit([(16, [b"1"])])
+    blocks = BlockHashes(cache, 16)
+    with pytest.raises(ValueError, match="has hashes already, of 16 tokens each"):
+        BlockHashes(cache, 16)
+    for wrong in ([1.5], [b""], [b"x" * 33], ["text"], [None]):
+        with pytest.raises(TypeError, match=r"hashes\[0\] must be 1 to 32 bytes or an int"):
+            blocks.peek(wrong)
+    assert blocks.peek([]) == 0 and blocks.peek([b"12"]) == 0
+    with pytest.raises(ValueError, match=r"hashes\[1\] is of 3 bytes, but this cache's are of 2 bytes"):
+        blocks.peek([b"12", b"123"])
+    with pytest.raises(ValueError, match=r"hashes\[0\] is an int, but"):
+        blocks.peek([5])
+    slot = cache.alloc_reqid()
+    with pytest.raises(ValueError, match="first 0, n 1: slot 0 has 0 tokens, 16 to a block"):
+        blocks.add(slot, [b"12"])
+    with pytest.raises(ValueError, match="slot 5 is free"):
+        blocks.add(5, [b"12"])
+    with pytest.raises(ValueError, match="slot 6: there are 6"):
+        blocks.attach(6, [b"12"])
+    lengths = [0] * 6
+    lengths[slot] = 20
+    assert cache.step(lengths) == 0
+    with pytest.raises(ValueError, match="not newly allocated"):
+        blocks.attach(slot, [b"12"])
+    with pytest.raises(ValueError, match="first 1, n 1"):
+        blocks.add(slot, [b"12"], first=1)
+    with pytest.raises(ValueError, match="first"):
+        blocks.add(slot, [b"12"], first=1 << 32)
+    with pytest.raises(ValueError, match=r"requests\[0\].n_hashes 2: its 20 tokens have 1 blocks"):
+        cache.fit([(20, [b"12", b"34"])])
+    with pytest.raises(ValueError, match="pages"):
+        blocks.evict(-1)
+    with make() as other:
+        ints = BlockHashes(other, 16)
+        assert ints.peek([5, -(1 << 255)]) == 0
+        for wrong in (1 << 255, -(1 << 255) - 1):
+            with pytest.raises(ValueError, match=r"hashes\[1\] has more than 256 bits"):
+                ints.peek([5, wrong])
+    for wrong in ("text", [1.5], 5):
+        with pytest.raises(TypeError, match="tokens"):
+            block_hashes(wrong, 16)
+    with pytest.raises(ValueError, match="block_tokens"):
+        block_hashes([1], 0)
+    with pytest.raises(TypeError, match="salt"):
+        block_hashes([1], 16, "salt")
+    with pytest.raises(ValueError, match="closed"):
+        blocks.cache.close()
+        blocks.peek([b"12"])
+
+
+def test_threads_may_drain_what_was_evicted():
+    with make(pages=60, check=False) as cache:
+        blocks = BlockHashes(cache, 16, events=True)
+        found, done = [], threading.Event()
+
+        def drain():
+            while not done.is_set():
+                found.extend(blocks.evicted())
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        added = 0
+        try:
+            for i in range(60):
+                before = len(blocks) + cache.stats().evicted_blocks
+                cache.free_reqid(serve(blocks, [(37 * i + j) % 1000 for j in range(200)])[0])
+                added += len(blocks) + cache.stats().evicted_blocks - before
+        finally:
+            done.set()
+            thread.join()
+        found += blocks.evicted()
+        assert len(found) == cache.stats().evicted_blocks > 100 and added == len(found) + len(blocks)
+
+
+class Engine(RuleBasedStateMachine):
+    """Requests that begin alike, over a cache that is too small for what they leave."""
+
+    @initialize(
+        specs=st.sampled_from([ALIKE, MIXED]), block=st.sampled_from([8, 16, 32, 50]), pages=st.integers(30, 90),
+        tile=st.sampled_from([1, 24]), steps=st.sampled_from([1, 2]), overlap=st.booleans(), defer=st.booleans(),
+        automatic=st.booleans(), cap=st.sampled_from([0, 400]), same=st.booleans(),
+    )  # fmt: skip
+    def begin(self, specs, block, pages, tile, steps, overlap, defer, automatic, cap, same):
+        self.cache = make(specs, 4, 300, pages * len(specs) // 2, tile_rows=tile, steps_in_flight=steps,
+                          overlap=overlap, defer=defer, same_slots=same)  # fmt: skip
+        self.blocks = BlockHashes(self.cache, block, cap, automatic=automatic, events=True)
+        self.automatic, self.cap = automatic, cap
+        self.rows: dict[int, list[int]] = {}
+        self.known: set[bytes] = set()
+        self.pages = self.cache.stats().budget_pages
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+    def hashes(self, tokens):
+        return block_hashes(tokens, self.blocks.tokens)
+
+    def write(self, slot, start, tokens):
+        for tensor in self.cache.tensors:
+            end = min(len(tokens), tensor.shape[1])
+            if start < end:
+                tensor[slot, start:end] = torch.tensor(tokens[start:end]).half().view(-1, 1, 1)
+
+    @rule(kind=st.integers(0, 2), split=st.integers(0, 150), length=st.integers(1, 290), extra=st.integers(0, 1))
+    def start(self, kind, split, length, extra):
+        tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
+        hashes = self.hashes(tokens)[: (length - 1) // self.blocks.tokens]
+        fits = self.cache.fit([(length, hashes)])
+        expected = self.blocks.peek(hashes)
+        slot, cached = self.blocks.alloc(length, hashes)
+        if slot < 0:
+            assert not fits
+            return
+        # Making room for the copy of a page may have evicted others, but none of those.
+        assert cached == expected
+        lengths = [length if s == slot else 0 for s in range(4)]
+        if self.cache.step(lengths):
+            assert not fits
+            self.cache.free_reqid(slot)
+            return
+        assert fits
+        self.write(slot, cached, tokens)
+        self.rows[slot] = tokens
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), n=st.integers(1, 40))
+    def grow(self, data, n):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        tokens = (self.rows[slot] + [data.draw(st.integers(0, 3))] * n)[:300]
+        lengths = [len(tokens) if s == slot else 0 for s in range(4)]
+        expected = self.cache.check(lengths)
+        assert self.cache.step(lengths) == expected
+        if expected == 0:
+            self.write(slot, len(self.rows[slot]), tokens)
+            self.rows[slot] = tokens
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def add(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        hashes = self.hashes(self.rows[slot])
+        first = data.draw(st.integers(0, len(hashes)))
+        last = data.draw(st.integers(first, len(hashes)))
+        self.blocks.add(slot, hashes[first:last], first)
+        self.known.update(hashes[first:last])
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def free(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        del self.rows[slot]
+        self.cache.free_reqid(slot, data.draw(st.sampled_from([None, self.cache.last_step])))
+        if data.draw(st.booleans()):
+            self.cache.retire()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def truncate(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        tokens = data.draw(st.integers(1, len(self.rows[slot])))
+        try:
+            self.cache.truncate(slot, tokens)
+        except (VmemError, MemoryError) as error:
+            assert error.errno in (61, 12)
+            if error.errno == 12:
+                self.cache.free_reqid(slot)
+                del self.rows[slot]
+        else:
+            self.rows[slot] = self.rows[slot][:tokens]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.blocks.drop(data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=4)))
+
+    @rule(pages=st.integers(0, 20))
+    def evict(self, pages):
+        free = self.cache.stats().free_pages
+        freed = self.blocks.evict(pages)
+        assert self.automatic is False or self.cache.stats().free_pages == free
+        assert freed == 0 or pages > 0
+
+    @rule(part=st.sampled_from([0.3, 0.6, 1.0]))
+    def set_budget(self, part):
+        self.cache.set_budget(max(int(self.pages * part), 1) * PAGE)
+
+    @rule()
+    def wait(self):
+        self.cache.wait()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def swap(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        try:
+            self.cache.swap_out(slot)
+        except VmemError as error:
+            assert error.errno == 61
+            return
+        if self.cache.swap_in(slot):
+            self.cache.free_reqid(slot)
+            del self.rows[slot]
+
+    @invariant()
+    def rows_hold_what_was_written(self):
+        for slot, tokens in getattr(self, "rows", {}).items():
+            want = torch.tensor(tokens).half()
+            for spec, tensor in zip(self.cache.specs, self.cache.tensors):
+                first, end = max(len(tokens) - spec.window, 0) if spec.window else 0, min(len(tokens), tensor.shape[1])
+                for column in (0, -1):
+                    found = tensor[slot, first:end, column, column]
+                    assert torch.equal(found, want[first:end]), f"slot {slot}, {spec.name}"
+
+    @invariant()
+    def the_cap_holds(self):
+        if hasattr(self, "blocks"):
+            assert not self.cap or len(self.blocks) * self.blocks.tokens <= self.cap
+            assert self.cache.stats().worker_errors == 0
+
+
+def test_random_requests():
+    case = Engine.TestCase
+    case.settings = settings(settings(), stateful_step_count=40, max_examples=settings().max_examples)
+    case().runTest()
