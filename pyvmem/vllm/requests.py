@@ -15,7 +15,7 @@ SPDX-License-Identifier: MIT
 import collections
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -58,9 +58,14 @@ class RequestSlots:
         How long a step waits for memory that another process uses before it fails.
     table_blocks : int
         The most blocks in a request's table.
+    wake : callable or None
+        Called at the end of a step that leaves something to clear up, so that another thread calls `tend`. None: the
+        step clears up itself.
     """
 
     IDLE_SECONDS = 0.2
+    WAIT_SECONDS = 2e-4  # backing that takes less delays nobody
+    PORTION = 256  # blocks that are dropped at a time, so that a step does not wait long for the lock
     TABLE_AHEAD = 64  # blocks for which a request's table is written beyond those that it has
 
     def __init__(
@@ -72,12 +77,14 @@ class RequestSlots:
         names: BlockNames | None = None,
         wait_seconds: float = 60,
         table_blocks: int = 0,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self.cache = cache
         self.names = names
         self.block_tokens = block_tokens
         self.blocks_per_slot = cache.layout(0)[3] // block_tokens
         self._table_blocks = table_blocks
+        self._wake = wake
         self.lock = threading.RLock()
         self._fences = fences
         self._slots = [-1] * max_requests
@@ -87,7 +94,7 @@ class RequestSlots:
         self._ops: list[Operation] = []  # of this step
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
         self._named: set[int] = set()  # blocks whose names have pages
-        self._dropped: list[int] = []  # blocks that the scheduler has forgotten; dropped when the step backs its own
+        self._dropped: set[int] = set()  # blocks that the scheduler has forgotten and that may have pages still
         self._now = 0
         self._waiting: Sequence[tuple[int, int]] = ()
         self._wait_seconds = wait_seconds
@@ -97,7 +104,7 @@ class RequestSlots:
         self._trimmed = True
         self.step_seconds: collections.deque[float] = collections.deque(maxlen=100_000)
         self.fence_waits = 0  # steps that waited for a fence because slots or pages were short
-        self.map_waits = 0  # steps whose mapping delayed the GPU: it was idle when the mapping ended
+        self.map_waits = 0  # steps whose backing delayed the GPU: it was idle when the backing ended
         self.map_wait_seconds = 0.0
         self.hit_blocks = 0
 
@@ -117,7 +124,7 @@ class RequestSlots:
         with self.lock:
             self._now = self._fences.mark()
             self._fences.wait(self._now - 1)
-            self._dropped += dropped
+            self._dropped.update(dropped)
         if waiting != self._waiting:
             self._waiting = waiting
             most = self.cache.max_tokens
@@ -140,8 +147,8 @@ class RequestSlots:
             self._trimmed = False
             for index in indices:
                 self.finish(index)
-            self._dropped += dropped
-            self._drop(())
+            self._dropped.update(dropped)
+        self._later()
 
     def start(self, index: int, ids: Sequence[int], computed: int) -> Sequence[int]:
         """Start a request with these blocks; `computed` tokens have rows already.
@@ -177,8 +184,6 @@ class RequestSlots:
             return
         began = time.perf_counter()
         with self.lock:
-            idle = self._fences.done(self._now)
-            maps = self.cache.step_maps
             ops, self._ops = self._ops, []
             self._trimmed = False
             if self.names is None:
@@ -188,13 +193,41 @@ class RequestSlots:
             else:
                 self._back_named(ops, self.names)
             seconds = time.perf_counter() - began
-            if (self.cache.step_maps > maps or any(op[3] for op in ops)) and self._fences.done(self._now):
+            if seconds >= self.WAIT_SECONDS and self._fences.done(self._now):
                 self.map_waits += 1
-                if idle:  # otherwise an unknown part of it
-                    self.map_wait_seconds += seconds
-            # Last, because the background thread then unmaps what these slots shared, and calls wait for that.
-            self._reap()
+                self.map_wait_seconds += seconds  # at most: it may have become idle in between
         self.step_seconds.append(seconds)
+        self._later()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there was a step since `tend` last found the cache idle."""
+        return not self._trimmed
+
+    # ---- after a step ------------------------------------------------------------------------------------------
+
+    def _later(self) -> None:
+        if self._wake is None:
+            self.clear_up()
+        elif self._retiring or self._dropped:
+            self._wake()
+
+    def clear_up(self) -> None:
+        """Free slots whose kernels have ended, and drop forgotten blocks.
+
+        Both may give memory back and unmap what slots shared, which takes milliseconds.
+        """
+        while True:
+            with self.lock:
+                self._reap()
+                self._drop_forgotten(self.PORTION)
+                if not self._dropped:
+                    return
+            time.sleep(1e-4)  # a step that waits for the lock comes first
+
+    def _drop_forgotten(self, most: int) -> None:
+        gone = {self._dropped.pop() for _ in range(min(most, len(self._dropped)))}
+        self._drop(self._named.intersection(gone))
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
@@ -209,7 +242,9 @@ class RequestSlots:
         # Running requests come first, as in the schedule: a new one may share what they write in this step.
         ops.sort(key=lambda op: op[4])
         # Reassigned names are dropped before anything is backed, because the scheduler counts on their pages.
-        self._drop(i for _, _, ids, hits, _ in ops for i in ids[hits:])
+        changed = [i for _, _, ids, hits, _ in ops for i in ids[hits:]]
+        self._dropped.difference_update(changed)
+        self._drop(self._named.intersection(changed))
         slots: list[int] = []
         index: list[int] = []
         ids: list[int] = []
@@ -238,11 +273,8 @@ class RequestSlots:
             fresh.update(blocks[hits:])
         settle()
 
-    def _drop(self, changed: Iterable[int]) -> None:
-        """Release the pages of blocks that are forgotten or reassigned."""
-        dropped, self._dropped = self._dropped, []
-        gone = self._named.intersection(dropped)
-        gone.update(self._named.intersection(changed))
+    def _drop(self, gone: set[int]) -> None:
+        """Drop these blocks' names, and release pages that no slot has mapped."""
         if gone and self.names is not None:
             self.names.drop(np.fromiter(gone, np.uint32, len(gone)))
             self._named -= gone
@@ -268,6 +300,9 @@ class RequestSlots:
     def _step(self) -> None:
         deadline = None
         while self.cache.step(self._lengths) == -1:
+            if self._dropped:
+                self._drop_forgotten(len(self._dropped))
+                continue
             if self._retiring:
                 if not self._fences.done(self._retiring[0][0]):
                     self.fence_waits += 1
@@ -309,10 +344,10 @@ class RequestSlots:
 
         Returns whether another call is needed soon.
         """
-        if not self._retiring and self._trimmed:
+        if not (self._retiring or self._dropped) and self._trimmed:
             return False
+        self.clear_up()
         with self.lock:
-            self._reap()
             idle = time.monotonic() - self._last_step > self.IDLE_SECONDS
             if idle and not self._trimmed and not self._retiring and not any(s >= 0 for s in self._slots):
                 self._trim()
@@ -326,8 +361,8 @@ class RequestSlots:
             self._ops = []
             self._fences.wait(self._fences.mark())
             self._reap()
-            self._dropped = list(self._named)
-            self._drop(())
+            self._dropped.clear()
+            self._drop(set(self._named))
             self._trim()
 
     def _trim(self) -> None:

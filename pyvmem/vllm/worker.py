@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm import layout as layouts
 from pyvmem.vllm import refuse, settings
+from pyvmem.vllm.memory import Memory
 from pyvmem.vllm.metrics import own_views
 from pyvmem.vllm.requests import RequestSlots
 from pyvmem.vllm.scheduler import PoolKeeper
@@ -90,9 +92,12 @@ class Engine:
         self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
                              lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name="vllm")  # fmt: skip
         caching = vllm_config.cache_config.enable_prefix_caching
+        self._due = threading.Event()  # a step has left something to clear up
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
         self.requests = RequestSlots(self.cache, spec.block_size, most, CudaFences(device), names, chosen.wait_seconds,
-                                     -(-vllm_config.model_config.max_model_len // spec.block_size))  # fmt: skip
+                                     -(-vllm_config.model_config.max_model_len // spec.block_size),
+                                     self._due.set)  # fmt: skip
+        self._memory = Memory(self.context)
         self.states: Any = None  # of vLLM's runner, set when the cache exists
         self._allowed: int = self.num_blocks
         self._stop = threading.Event()
@@ -105,13 +110,15 @@ class Engine:
         )  # fmt: skip
 
     def _tend(self) -> None:
-        while not self._stop.wait(0.05):
-            with self.requests.lock:
-                if self._stop.is_set():
-                    return
-                self.requests.tend()
+        looked = 0.0
+        while not self._stop.is_set():
+            self._due.wait(LOOK_SECONDS)
+            self._due.clear()
             try:
-                self.look()
+                self.requests.tend()
+                if time.monotonic() - looked >= LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self.look()
             except ValueError:  # closed meanwhile
                 return
 
@@ -124,6 +131,7 @@ class Engine:
         """Free the KV cache, unless views of it still exist. No request may be running."""
         with self.requests.lock:
             self._stop.set()
+            self._due.set()
             self.requests.reset()
             self.cache.close()
             self.context.close()
@@ -135,12 +143,11 @@ class Engine:
     def look(self) -> None:
         """Update `allowed_blocks` from the driver. Runs in a thread, so the scheduler does not wait."""
         limit = self.requests.poll_limit() * self.cache.page_size
-        has = self.context.stats()
-        reachable = has.created + has.overhead + max(self.context.info().memory_free - MARGIN, 0)
+        reachable = self._memory.look(limit, self.requests.busy)
         self._allowed = min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
 
 
-MARGIN = 256 << 20  # bytes of device memory left for other processes until the next query
+LOOK_SECONDS = 0.05
 
 
 def current() -> Engine | None:

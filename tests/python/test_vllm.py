@@ -17,6 +17,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm import layout, metrics, patches, plugin, refuse, settings
+from pyvmem.vllm.memory import MARGIN, Memory
 from pyvmem.vllm.requests import RequestSlots
 from pyvmem.vllm.scheduler import PoolKeeper
 
@@ -239,9 +240,10 @@ def test_tokens_from_the_cache_are_looked_up_once():
     assert worker.waiting(scheduler) == ((50, 0), (100, 0), (400, 0))
 
 
-def test_a_step_whose_mapping_the_gpu_waited_for_is_counted():
+def test_a_step_whose_backing_the_gpu_waited_for_is_counted():
     engine = Engine(caching=False)
     slots = engine.slots
+    slots.WAIT_SECONDS = 0
     slots.begin_step()
     slots.start(0, [1], 0)
     slots.back()  # kernels of the step before are running
@@ -255,6 +257,119 @@ def test_a_step_whose_mapping_the_gpu_waited_for_is_counted():
     engine.gpu.wait(engine.gpu.marked)
     slots.back()  # nothing to map
     assert slots.map_waits == 1
+
+
+def test_another_thread_may_clear_up_after_steps():
+    engine = Engine(blocks=30)
+    woken = []
+    engine.slots._wake = lambda: woken.append(engine.slots.tend() if engine.random.random() < 0.3 else None)
+    engine.slots.PORTION = 2
+    engine.run(engine.requests(40, shared=0.4), abort=0.05)
+    assert engine.runner.read > 5000
+    assert len(woken) > 50
+    engine.slots.IDLE_SECONDS = -1
+    engine.slots.tend()
+    assert engine.cache.stats().held_pages == len(engine.scheduler.pool.cached)
+
+
+def test_a_block_that_is_assigned_again_keeps_its_new_pages():
+    engine = Engine()
+    slots = engine.slots
+    slots._wake = lambda: None
+    slots.begin_step()
+    slots.start(0, [1, 2], 0)
+    slots.back()
+    slots.begin_step([1])  # forgotten, and dropped later
+    slots.back()
+    assert engine.cache.stats().prefix_pages == 0  # the slot has them
+    slots.begin_step()
+    slots.start(1, [1, 3], 0)
+    slots.back()
+    slots.clear_up()
+    slots.begin_step()
+    slots.start(2, [1, 3, 4], 2 * TOKENS)  # these names still have pages
+    slots.back()
+    assert engine.cache.stats().attached_pages == 2
+
+
+def test_a_step_that_is_short_takes_what_was_not_cleared_up():
+    engine = Engine(blocks=30, slack=0)
+    slots = engine.slots
+    slots._wake = lambda: None
+    slots.begin_step()
+    slots.start(0, list(range(1, 13)), 0)
+    slots.start(1, list(range(13, 25)), 0)
+    slots.back()
+    slots.begin_step()
+    slots.finish(0)
+    slots.back()
+    engine.gpu.wait(engine.gpu.marked)
+    slots.begin_step(range(1, 13))
+    slots.start(2, [25, 26, 27, 28, 29, 12, 11, 10, 9], 0)
+    slots.back()
+    assert engine.cache.stats().held_pages <= 30
+
+
+class DeviceMemory:
+    """A context whose device memory changes by hand."""
+
+    def __init__(self, free):
+        self.free, self.created, self.overhead, self.calls = free, 0, 100, []
+
+    def stats(self):
+        return types.SimpleNamespace(created=self.created, overhead=self.overhead)
+
+    def info(self):
+        return types.SimpleNamespace(memory_free=self.free)
+
+    def prealloc(self, n):
+        self.calls.append(n)
+        if n > self.free:
+            raise OutOfMemory(12, "no")
+
+    def trim(self):
+        self.calls.append("trim")
+
+
+GB = 1 << 30
+
+
+def test_a_busy_engine_makes_memory_ahead_within_its_limit():
+    device = DeviceMemory(50 * GB)
+    memory = Memory(device, ahead=GB)
+    assert memory.look(40 * GB, busy=False) == 50 * GB + 100 - MARGIN
+    assert device.calls == []
+    memory.look(40 * GB, busy=True)
+    device.created = 40 * GB - 5
+    memory.look(40 * GB, busy=True)
+    device.created = 41 * GB
+    memory.look(40 * GB, busy=True)
+    assert device.calls == [GB, 5]
+
+
+def test_a_busy_engine_gives_back_what_others_need_or_it_has_not_needed_for_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("pyvmem.vllm.memory.time.monotonic", lambda: now[0])
+    device = DeviceMemory(50 * GB)
+    memory = Memory(device, ahead=GB)
+    device.overhead += 3 * GB
+    memory.look(40 * GB, busy=True)
+    now[0] = 6.0
+    memory.look(40 * GB, busy=True)
+    assert device.calls == [GB, "trim"]
+    device.free = MARGIN
+    memory.look(40 * GB, busy=True)
+    assert device.calls == [GB, "trim", "trim"]
+    device.overhead = 100  # nothing is left to give
+    memory.look(40 * GB, busy=True)
+    assert device.calls == [GB, "trim", "trim"]
+
+
+def test_memory_that_another_process_was_faster_to_take_is_no_error():
+    device = DeviceMemory(3 * GB)
+    memory = Memory(device, ahead=GB)
+    device.prealloc = lambda n: (_ for _ in ()).throw(OutOfMemory(12, "no"))
+    assert memory.look(40 * GB, busy=True) == 3 * GB + 100 - MARGIN
 
 
 def test_requests_that_end_outside_a_step_wait_for_their_kernels():
@@ -502,7 +617,7 @@ def test_an_engine_may_have_what_the_limit_and_the_device_leave(monkeypatch):
     engine.cache.set_budget(25 * 3 * 65536)
     engine.look()
     assert engine.allowed_blocks() == 25
-    monkeypatch.setattr(importlib.import_module("pyvmem.vllm.worker"), "MARGIN", 2**60)
+    monkeypatch.setattr(importlib.import_module("pyvmem.vllm.memory"), "MARGIN", 2**60)
     engine.look()
     assert engine.allowed_blocks() == 0  # nothing is held, and the device has nothing to spare
     engine.requests._fences = Gpu()
