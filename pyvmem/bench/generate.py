@@ -165,7 +165,7 @@ class Bench:
         if kind == "VMemCache":
             stats = cache.stats()
             pages = stats.held_pages * stats.page_size
-            cache.close()
+        del cache  # as a loop over prompts does: not closed
         most = torch.cuda.max_memory_allocated(self.device) - self.weights if self.gpu else 0
         steps = np.diff(clock.times)
         return clock.times[0] - start, steps, most + pages, pages

@@ -19,11 +19,15 @@ import torch
 from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.transformers import spares
 from pyvmem.transformers.cudnn import keep_off
 
 MIB = 1 << 20
+AHEAD = 8  # tokens behind a prompt that are backed with it
 
 Int32s = npt.NDArray[np.int32]
+# Of a cache that may serve another `VMemCache` later: what must be the same, and `spares.users` when it was new.
+Kind = tuple[Any, list[int]] | None
 
 
 @dataclass
@@ -66,6 +70,15 @@ def _finish(kv: KVCache, device: torch.device) -> None:
     """Free a cache's memory once no kernel reads it."""
     _wait(device)
     kv.close()
+
+
+def _drop(kv: KVCache, device: torch.device, kind: Kind) -> None:
+    """Leave a cache to the next `VMemCache` of its kind, or free its memory, once no kernel reads it."""
+    _wait(device)
+    if kind is None:
+        kv.close()
+    else:
+        spares.put(kv, *kind)
 
 
 def _wait(device: torch.device) -> None:
@@ -148,7 +161,7 @@ class Rows:
             self.dtype, self.device, self.tile_rows = key.dtype, key.device, tile_rows
             # Until a layer reports other shapes, all layers are assumed to have the first one's.
             self._shapes = [shapes] * len(self.windows)
-            self._take(self._create(max(key.shape[0], self._least_slots)))
+            self._take(*self._create(max(key.shape[0], self._least_slots)))
             self._bind(key.shape[0])
         elif (key.device, key.dtype) != (self.device, self.dtype):
             raise ValueError(
@@ -164,7 +177,7 @@ class Rows:
             ]
             self._rebuild(self.kv.slots)
 
-    def _create(self, slots: int) -> KVCache:
+    def _create(self, slots: int) -> tuple[KVCache, Kind]:
         specs = []
         for i, ((k, v), window) in enumerate(zip(self._shapes, self.windows)):
             # K and V side by side, row by row: half as many tensors, so half as many runs of pages to map.
@@ -176,6 +189,10 @@ class Rows:
         if options.get("context") is None:
             options["device"] = self.device.index or 0
         options.setdefault("tile_rows", self.tile_rows)
+        key = None if options.get("context") else (specs, slots, self.max_tokens, self.budget, self.device, options)
+        spare = spares.take(key) if key else None
+        if spare is not None:
+            return spare, (key, spares.users(spare))
         kv = KVCache(specs, slots, self.max_tokens, self.budget or default_budget(self.device), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
@@ -183,7 +200,7 @@ class Rows:
             raise ValueError(f"backend {backend} has no memory on {self.device}, the model's device")
         for slot in range(slots):
             kv.alloc_reqid(slot=slot)
-        return kv
+        return kv, (key, spares.users(kv)) if key else None
 
     @staticmethod
     def _pairs(kv: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -191,19 +208,24 @@ class Rows:
         each = iter(zip(kv.specs, kv.tensors))
         return [(t[:, :, 0], t[:, :, 1]) if spec.name.startswith("kv") else (t, next(each)[1]) for spec, t in each]
 
-    def _take(self, kv: KVCache) -> None:
+    def _take(self, kv: KVCache, kind: Kind) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
-        self._finalizer = weakref.finalize(self, _finish, kv, self.device)
+        self._finalizer = weakref.finalize(self, _drop, kv, self.device, kind)
         self._lengths = np.zeros(kv.slots, np.int32)
         self.plan = None
         self.version += 1
 
+    def _end(self) -> None:
+        """Free the memory of the present cache, once no kernel reads it."""
+        if self._finalizer.detach() is not None:
+            _finish(self.kv, self.device)
+
     def _bind(self, batch: int) -> None:
         """Start with `batch` empty sequences."""
         if batch > self.kv.slots:
-            self._finalizer()
-            self._take(self._create(batch))
+            self._end()
+            self._take(*self._create(batch))
         self.batch = batch
         self.slots = list(range(batch))
         self._floor = [0] * batch
@@ -213,15 +235,15 @@ class Rows:
 
     def _rebuild(self, slots: int) -> None:
         """Move the rows to tensors of other shapes, or with more slots."""
-        finalizer, lengths = self._finalizer, self._lengths
+        lengths = self._lengths
         new = self._copied(slots)
-        self._take(new)
+        self._end()
+        self._take(*new)
         self._lengths[: len(lengths)] = lengths
-        finalizer()
 
-    def _copied(self, slots: int) -> KVCache:
+    def _copied(self, slots: int) -> tuple[KVCache, Kind]:
         """A `KVCache` with the current shapes and copies of the rows, in the same slots."""
-        new = self._create(slots)
+        new, kind = self._create(slots)
         try:
             lengths = np.zeros(slots, np.int32)
             lengths[: len(self._lengths)] = self._lengths
@@ -237,7 +259,7 @@ class Rows:
         except BaseException:
             _finish(new, self.device)
             raise
-        return new
+        return new, kind
 
     def copy(self) -> Rows:
         """Rows of the same sequences, with memory of their own."""
@@ -251,13 +273,13 @@ class Rows:
         other.slots, other._floor = self.slots[:], self._floor[:]
         other._shapes, other._known = self._shapes[:], self._known[:]
         other._kept = None if self._kept is None else self._kept.copy()
-        other._take(self._copied(self.kv.slots))
+        other._take(*self._copied(self.kv.slots))
         other._lengths[:] = self._lengths
         return other
 
     def close(self) -> None:
         if self.kv is not None:
-            self._finalizer()
+            self._end()
             if self.cudnn:
                 self.cudnn()
             self.kv = self.plan = self.cudnn = None
@@ -299,7 +321,10 @@ class Rows:
             want[slot] = max(length, want[slot])
         if (want != self._lengths).any():
             self._order_steps()
-            self._back(self.kv, want)
+            # A run of pages is mapped as fast as one page: a prompt takes what the first decode steps need with it.
+            ahead = AHEAD if tokens > 1 and not any(self.windows) else 0
+            if not ahead or self._try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
+                self._back(self.kv, want)
             self._lengths = want
         if any(self.windows):
             least = min(w for w in self.windows if w)
@@ -391,8 +416,10 @@ class Rows:
 
     def _back(self, kv: KVCache, lengths: Int32s) -> None:
         short = self._try_step(kv, lengths)
-        if short and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # memory that torch caches can become pages
+        if short:
+            spares.clear()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # memory that torch caches can become pages
             short = self._try_step(kv, lengths)
         if short:
             live, stats = int((lengths > 0).sum()), kv.stats()

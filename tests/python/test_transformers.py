@@ -17,9 +17,20 @@ from generations import generate, make_cache, padding, reference, single_thread 
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
-from pyvmem.transformers import VMemCache  # noqa: E402
+from pyvmem.transformers import VMemCache, spares  # noqa: E402
 
 ATTENTIONS = ("eager", "sdpa", "vmem")
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    """No cache of a test before is found, and none goes by the clock."""
+    monkeypatch.setattr(spares, "SECONDS", 3600)
+    spares.clear()
+    yield
+    spares.clear()
+
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -393,7 +404,64 @@ def test_memory_goes_with_the_cache(device, backend):
     kv = weakref.ref(cache.kv)
     del cache
     gc.collect()
+    spares.clear()  # what the timer does a second later
+    gc.collect()
     assert kv() is None or kv()._owner is None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "vmem"])
+def test_the_next_cache_of_a_kind_takes_what_is_mapped(attention, device, backend):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    want = reference(model, ids)
+    kvs, mapped = [], []
+    for _ in range(3):
+        cache = VMemCache(model, backend=backend, name=None, check=True)
+        assert generate(model, ids, cache, attention).tolist() == want.tolist()
+        kvs.append(id(cache.kv))
+        mapped.append(cache.stats().step_mapped_pages)
+        del cache
+        gc.collect()
+    assert len(set(kvs)) == 1 and len(set(mapped)) == 1
+    other = VMemCache(model, backend=backend, name=None, check=True, max_tokens=64)
+    generate(model, ids, other, attention)
+    assert id(other.kv) not in kvs
+    other.close()
+    again = VMemCache(model, backend=backend, name=None, check=True, max_tokens=64)  # closed is closed
+    generate(model, ids, again, attention)
+    assert again.stats().step_mapped_pages < 2 * mapped[0]
+    assert again.kv is not None and len(spares._spares) == 1
+    again.close()
+
+
+def test_rows_that_are_held_are_no_other_caches(device, backend):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    cache = VMemCache(model, backend=backend, name=None)
+    run(model, ids, cache)
+    kv, view = id(cache.kv), cache.layers[0].keys
+    before = view.clone()
+    del cache
+    gc.collect()
+    other = VMemCache(model, backend=backend, name=None)
+    run(model, prompts(seed=5, device=device), other)
+    assert torch.equal(view, before) and not torch.equal(other.layers[0].keys, before)
+    assert id(other.kv) != kv or view.data_ptr() != other.layers[0].keys.data_ptr()
+    other.close()
+
+
+def test_kept_memory_goes_when_memory_is_short_and_never_exceeds_the_limit(device, backend, monkeypatch):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    run(model, ids, VMemCache(model, backend=backend, name=None))
+    gc.collect()
+    assert len(spares._spares) == 1
+    small = VMemCache(model, backend=backend, name=None, budget=1 << 16)
+    with pytest.raises(pyvmem.OutOfMemory):
+        run(model, ids, small)
+    assert not spares._spares
+    small.close()
+    monkeypatch.setattr(spares, "BYTES", 1 << 10)
+    run(model, ids, VMemCache(model, backend=backend, name=None))
+    gc.collect()
+    assert not spares._spares
 
 
 def test_close_twice_and_use_again(make, device):
