@@ -38,6 +38,9 @@ CASES = {
     **{f"{family}_{'cached' if caching else 'uncached'}": (
         dict(shape=family, enable_prefix_caching=caching, max_num_seqs=128, kv_cache_memory_bytes=512 << 20), "many")
        for family in ("llama", "qwen3", "mistral", "phi3") for caching in (True, False)},
+    **{f"{family}_two_gpus": (
+        dict(shape=family, enable_prefix_caching=True, max_num_seqs=128, kv_cache_memory_bytes=512 << 20,
+             tensor_parallel_size=2, disable_custom_all_reduce=True), "many") for family in ("llama", "qwen3")},
     "refused": (dict(shape="hybrid"), "mixed"),
 }  # fmt: skip
 
@@ -178,6 +181,14 @@ def held_bytes():
     return stats.held_pages * stats.page_size
 
 
+def published():
+    """What the KV caches of worker processes publish: nothing without vMem."""
+    from pyvmem.vllm.metrics import own_views
+
+    views = [view.stats for view in own_views()]
+    return dict(steps=min(s["steps"] for s in views), hits=min(s["attached_pages"] for s in views)) if views else {}
+
+
 def preemptions(llm):
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
@@ -188,6 +199,10 @@ def run(name):
     changes, what = CASES[name]
     changes = dict(changes)
     os.environ["VMEM_VLLM_LAYOUT"] = changes.pop("VMEM_VLLM_LAYOUT", "block")
+    import torch
+
+    if changes.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        raise RuntimeError(f"{torch.cuda.device_count()} GPUs")
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
             json.dump(SHAPES[changes.pop("shape", "llama")], file)
@@ -201,7 +216,7 @@ def run(name):
         )  # fmt: skip
         llm = LLM(model=folder, **{**settings, **changes})
         tokens = globals()[what](llm)
-        answer = dict(tokens=tokens, preemptions=preemptions(llm))
+        answer = dict(tokens=tokens, preemptions=preemptions(llm), **published())
         from pyvmem.vllm import worker
 
         engine = worker.current()
