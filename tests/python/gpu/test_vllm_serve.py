@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 LONGEST, KV_BYTES = 1024, 16 << 20  # tokens of a request; KV memory, of 8,192 tokens
 SETTINGS = [
     "--load-format", "dummy", "--max-model-len", str(LONGEST), "--max-num-seqs", "24", "--enforce-eager",
-    "--enable-prefix-caching", "--kv-cache-memory-bytes", str(KV_BYTES), "--gpu-memory-utilization", "0.1",
+    "--enable-prefix-caching", "--kv-cache-memory-bytes", str(KV_BYTES), "--gpu-memory-utilization", "0.05",
     "--block-size", "32", "--served-model-name", "model",
 ]  # fmt: skip
 

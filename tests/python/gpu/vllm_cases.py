@@ -211,7 +211,7 @@ def run(name):
         changes.pop("on_vmem", None)
         settings = dict(
             load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=24, enforce_eager=True,
-            enable_prefix_caching=False, gpu_memory_utilization=0.2, kv_cache_memory_bytes=256 << 20, block_size=32,
+            enable_prefix_caching=False, gpu_memory_utilization=0.05, kv_cache_memory_bytes=256 << 20, block_size=32,
             disable_log_stats=False,
         )  # fmt: skip
         llm = LLM(model=folder, **{**settings, **changes})
