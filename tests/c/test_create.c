@@ -142,6 +142,33 @@ static void near_hint(void)
     vmem_context_destroy(ctx);
 }
 
+// What does not fit in the whole blocks of one stretch goes on behind them, and where there is memory, none is committed.
+static void goes_on_behind(void)
+{
+    enum { FILL = 256, GAP = 40, N = 38 };
+    vmem_context *ctx = test_context(0);
+    vmem_page pages[FILL], more;
+    if (!(test_info.page_sizes & VMEM_PAGE_64K)) {
+        vmem_context_destroy(ctx);
+        return;
+    }
+    OK(vmem_prealloc(ctx, FILL * VMEM_PAGE_64K));
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, FILL, 0, pages));
+    while (ctx->free[true].nonempty)
+        OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &more));
+    CHECK_EQ(query(ctx, pages[BLOCK_GRANULES]).frame % BLOCK_GRANULES, 0);
+    OK(vMemReleaseBatch(ctx, pages + BLOCK_GRANULES, GAP, NULL));
+    OK(vMemReleaseBatch(ctx, pages + 2 * GAP, N - BLOCK_GRANULES, NULL)); // would hold the rest of them
+    const uint64_t overhead = test_stats(ctx).overhead, first = query(ctx, pages[0]).frame + BLOCK_GRANULES;
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, N, 0, pages + BLOCK_GRANULES));
+    for (uint64_t i = 0; i < N; i++)
+        CHECK_EQ(query(ctx, pages[BLOCK_GRANULES + i]).frame, first + i);
+    // Behind the last page of all nothing is committed yet on the host, but there is memory elsewhere.
+    OK(vmem__create_near(ctx, VMEM_PAGE_64K, GAP - BLOCK_GRANULES, pages[FILL - 1], 0, pages));
+    CHECK_EQ(test_stats(ctx).overhead, overhead - (N + GAP - BLOCK_GRANULES) * VMEM_PAGE_64K);
+    vmem_context_destroy(ctx);
+}
+
 // Mixed sizes, released in any order: the memory becomes one stretch again.
 static void mixed(void)
 {
@@ -217,6 +244,7 @@ int main(int argc, char **argv)
     physical_order();
     handles_wear_out();
     near_hint();
+    goes_on_behind();
     mixed();
     zeroed();
     return 0;

@@ -37,9 +37,12 @@ static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t f
     unsigned bin = bin_of(granules);
     uint64_t link = a->base + first + 1;
 
-    tail->state = head->state = GRANULE_FREE;
-    tail->granules = head->granules = granules;
-    tail->committed = head->committed = committed;
+    head->granules = granules;
+    head->committed = committed;
+    head->state = GRANULE_FREE;
+    tail->granules = granules;
+    tail->committed = committed;
+    tail->state = GRANULE_FREE;
     head->prev = 0;
     head->next = fl->head[bin];
     if (head->next) {
@@ -96,12 +99,11 @@ static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t
     extent_link(ctx, a, first, granules, committed);
 }
 
-// How many granules, in multiples of align and aligned, the extent at `frame` could give; *first is where they start.
-static uint64_t usable(const vmem_context *ctx, uint64_t frame, uint32_t align, uint32_t *first)
+// How many granules, in multiples of align and aligned, a free extent could give; *first is where they start.
+static inline uint64_t usable(const struct vmem__arena_rec *a, const struct vmem__page *extent, uint32_t align,
+                              uint32_t *first)
 {
-    struct vmem__arena_rec *a;
-    const struct vmem__page *head = extent_at(ctx, frame, &a);
-    uint64_t at = frame - a->base, end = at + head->granules;
+    uint64_t at = (uint64_t)(extent - a->pages), end = at + extent->granules;
     const uint64_t below = ~(uint64_t)(align - 1); // a power of two; a division would take longer than all the rest
     uint64_t start = (at + align - 1) & below;
     *first = (uint32_t)start;
@@ -127,36 +129,40 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t a
 {
     const struct vmem__freelist *fl = &ctx->free[committed];
     struct vmem__arena_rec *a;
-    uint64_t best = 0, best_frame = 0;
-    uint32_t first, best_first = 0;
+    uint32_t first;
 
     // All in one piece, from the shortest extents that might hold it ...
-    unsigned bin = bin_of(granules);
-    for (uint64_t bins = bin < VMEM__BINS ? fl->nonempty >> bin << bin : 0; bins && !best; bins &= bins - 1) {
-        uint64_t link = fl->head[__builtin_ctzll(bins)];
-        for (int tries = FIT_TRIES; link && tries-- && !best; link = extent_at(ctx, link - 1, &a)->next) {
-            if (usable(ctx, link - 1, align, &first) >= granules)
-                best = granules, best_frame = link - 1, best_first = first;
+    const unsigned bin = bin_of(granules);
+    for (uint64_t bins = bin < VMEM__BINS ? fl->nonempty >> bin << bin : 0; bins; bins &= bins - 1) {
+        int tries = FIT_TRIES;
+        for (uint64_t link = fl->head[__builtin_ctzll(bins)]; link && tries--;) {
+            const struct vmem__page *head = extent_at(ctx, link - 1, &a);
+            if (usable(a, head, align, &first) >= granules) {
+                extent_cut(ctx, a, (uint32_t)(head - a->pages), first, (uint32_t)granules, out);
+                return true;
+            }
+            link = head->next;
         }
     }
     // ... or else what one of the longest has.
-    uint64_t bins = fl->nonempty >> bin_of(align) << bin_of(align);
-    while (bins && !best) {
-        unsigned top = bin_of(bins);
-        bins &= ~(UINT64_C(1) << top);
+    for (uint64_t bins = fl->nonempty >> bin_of(align) << bin_of(align); bins; bins &= ~(UINT64_C(1) << bin_of(bins))) {
+        uint64_t best = 0, best_link = 0;
         int tries = FIT_TRIES;
-        for (uint64_t link = fl->head[top]; link && (tries-- > 0 || !best); link = extent_at(ctx, link - 1, &a)->next) {
-            uint64_t n = usable(ctx, link - 1, align, &first);
+        for (uint64_t link = fl->head[bin_of(bins)]; link && (tries-- > 0 || !best);) {
+            const struct vmem__page *head = extent_at(ctx, link - 1, &a);
+            const uint64_t n = usable(a, head, align, &first);
             if (n > best)
-                best = n, best_frame = link - 1, best_first = first;
+                best = n, best_link = link;
+            link = head->next;
+        }
+        if (best) {
+            const struct vmem__page *head = extent_at(ctx, best_link - 1, &a);
+            usable(a, head, align, &first);
+            extent_cut(ctx, a, (uint32_t)(head - a->pages), first, (uint32_t)(best < granules ? best : granules), out);
+            return true;
         }
     }
-    if (!best)
-        return false;
-    extent_at(ctx, best_frame, &a);
-    extent_cut(ctx, a, (uint32_t)(best_frame - a->base), best_first, (uint32_t)(best < granules ? best : granules),
-               out);
-    return true;
+    return false;
 }
 
 bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
@@ -165,7 +171,9 @@ bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first,
     uint32_t start;
     if (first >= a->granules || first % align || a->pages[first].state != GRANULE_FREE)
         return false;
-    uint64_t n = usable(ctx, a->base + first, align, &start);
+    if (!a->pages[first].committed && ctx->free[true].nonempty)
+        return false; // memory that there is goes first
+    uint64_t n = usable(a, &a->pages[first], align, &start);
     if (!n)
         return false;
     extent_cut(ctx, a, first, first, (uint32_t)(n < granules ? n : granules), out);

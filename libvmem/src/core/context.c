@@ -80,13 +80,13 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
     if (!rc) {
         *owned = 1;
         ctx->owned = owned;
-        ctx->budget = opts->budget;
         ctx->b.ops = ops;
         snprintf(ctx->b.info.backend, sizeof ctx->b.info.backend, "%s", ops->name);
         ctx->salt = new_salt();
         pthread_mutex_init(&ctx->lock, NULL);
         pthread_cond_init(&ctx->idle, NULL);
         rc = ops->open(&ctx->b, opts);
+        vmem__limit(ctx, opts->budget);
     }
     if (rc) {
         if (owned != MAP_FAILED)

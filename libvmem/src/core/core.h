@@ -138,7 +138,7 @@ struct vmem__reservation_rec {
     uint64_t mapped;            // bytes
     uint64_t inflight;          // backend calls that use it
     bool doomed;                // to be given up as soon as inflight is 0
-    struct vmem__leaf **leaves;
+    struct vmem__leaf *leaves[];
 };
 
 // ---- data (data.c) ------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ struct vmem_context {
     struct vmem__freelist free[2]; // [1]: extents that hold device memory. Without populate() all do.
     struct vmem__freelist whole;   // arenas that are mapped whole and have no page
 
-    uint32_t opid; // the last operation id given to a call
-    uint64_t budget;
+    uint32_t opid;                    // the last operation id given to a call
+    uint64_t budget, limit;           // most bytes of pages: 0 for no budget; the budget, or else what the device has
     uint64_t keep;                    // bytes of device memory that release does not give back: vmem_prealloc
     struct vmem_kv *caches;           // KV caches over this context; theirs to read and write, under the lock
     uint64_t arena_bytes, arena_free; // bytes of arenas; of free extents in them
@@ -279,13 +279,23 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
 void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
 // vmem_trim, keeping `ahead` bytes besides the pages that exist.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
-// vMemCreate, continuing physically after page `near` where that memory is free (0: anywhere).
-#define VMEM__CREATE_BOUND 0x80000000u // among the flags: the pages are bound to their addresses
+#define VMEM__CREATE_BOUND 0x80000000u // among the flags of creation: the pages are bound to their addresses
+// Sets the budget; 0: none.
+static inline void vmem__limit(vmem_context *ctx, uint64_t budget)
+{
+    const uint64_t total = ctx->b.info.memory_total;
+    ctx->budget = budget;
+    ctx->limit = budget && budget < total ? budget : total;
+}
 // -ENOMEM unless there may be n pages more, at most 2^46 bytes, by the budget and by what the device has. With the lock
 // held.
-int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n);
-int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out);
-// The same of n pages in stretches, each of which continues behind a page of its own. All or nothing.
+int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n) __attribute__((cold));
+static inline int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
+{
+    return VMEM__LIKELY(ctx->created + n * page_size <= ctx->limit) ? 0 : vmem__no_room(ctx, page_size, n);
+}
+// vMemCreate of n pages in stretches, each of which continues physically behind page `near` where that memory is free
+// (0: anywhere).
 struct vmem__stretch {
     size_t n;
     vmem_page near;
@@ -293,6 +303,16 @@ struct vmem__stretch {
 };
 int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
                            uint32_t flags, vmem_page *out);
+static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags,
+                                    vmem_page *out)
+{
+    return vmem__create_stretches(ctx, page_size, &(struct vmem__stretch){.n = n, .near = near}, n, flags, out);
+}
+// The frame in a handle that is known to be valid.
+static inline uint64_t vmem__handle_frame(const vmem_context *ctx, vmem_page page)
+{
+    return (page ^ ctx->salt) & FRAME_MASK;
+}
 // The page a handle names, with its arena; NULL if there is none (any more).
 static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_page page, struct vmem__arena_rec **arena)
 {

@@ -6,9 +6,9 @@
 #include "core/core.h"
 #include "core/struct.h"
 
-// Granules of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page,
-// an interrupted call gives back what it has of one part.
-#define PART_GRANULES(ctx) ((ctx)->b.ops->populate ? UINT64_C(1) << 10 : UINT64_C(1) << 14)
+// Bytes of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page, an
+// interrupted call gives back what it has of one part.
+#define PART(ctx) ((ctx)->b.ops->populate ? UINT64_C(64) << 20 : UINT64_C(1) << 30)
 
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 {
@@ -138,18 +138,15 @@ static const char *whose_memory(const vmem_context *ctx)
     return ctx->b.info.caps & VMEM_CAP_GPU ? "device has" : "machine has, or allows this process,";
 }
 
-int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
+int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 {
     const uint64_t total = ctx->b.info.memory_total, created = ctx->created, bytes = n * page_size;
     if (ctx->budget && (created >= ctx->budget || bytes > ctx->budget - created))
         return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64,
                            n, page_size, ctx->created, ctx->budget);
-    if (bytes > total || created > total - bytes)
-        return vmem__error(-ENOMEM,
-                           "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64
-                           " bytes of memory",
-                           n, page_size, ctx->created, whose_memory(ctx), total);
-    return 0;
+    return vmem__error(-ENOMEM,
+                       "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64 " bytes of memory",
+                       n, page_size, ctx->created, whose_memory(ctx), total);
 }
 
 // Takes up to `left` granules for pages of `granules` each: behind page `near`, or else where there is memory, or else
@@ -204,7 +201,7 @@ struct part {
     uint32_t flags;
     size_t n;
     uint64_t more;  // granules that will follow
-    vmem_page near; // continues physically behind this page; 0: anywhere
+    vmem_page near; // continues physically behind this page, which is the last one made then; 0: anywhere
     bool whole;     // an arena of its own
     bool grown;     // arenas were made for it
 };
@@ -222,7 +219,7 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
     while (left && !rc) {
         struct vmem__piece *p = &pieces[n_pieces];
         const bool whole = part->whole; // false once there was none to be had
-        if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, n_pieces ? 0 : part->near, p)) {
+        if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, part->near, p)) {
             rc = make_arena(ctx, whole ? left : left + part->more, part->granules, whole, &fresh);
             part->grown |= !rc;
             if (rc == -ENOMEM && whole) {
@@ -239,6 +236,7 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
             ready = !p->arena->pages[p->first + u].dirty;
         pages_make(ctx, p, part->granules, part->flags, out);
         out += p->granules >> __builtin_ctz(part->granules);
+        part->near = out[-1];
         left -= p->granules;
         n_pieces++;
     }
@@ -293,8 +291,8 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
         return rc;
     }
     ctx->created += n * page_size;
-    const uint64_t most = PART_GRANULES(ctx);
-    uint64_t since = 0; // granules since the last look for an interrupt
+    const size_t most = PART(ctx) >> __builtin_ctzll(page_size);
+    size_t since = 0; // pages since the last look for an interrupt
     size_t done = 0, left = 0;
     while (done < n && !rc) {
         if (!left) {
@@ -302,15 +300,14 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
             part.whole = stretches->whole;
             left = stretches++->n;
         }
-        part.n = left * part.granules <= most ? left : most / part.granules;
+        part.n = left < most ? left : most;
         part.more = (left - part.n) * part.granules;
         rc = create_part(ctx, &part, out + done);
         if (rc)
             break;
         done += part.n;
         left -= part.n;
-        since += part.n * part.granules;
-        part.near = out[done - 1];
+        since += part.n;
         if (done < n && since >= most) {
             since = 0;
             vmem__unlock(ctx);
@@ -322,12 +319,6 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
         undo_create(ctx, rc, page_size, n, out, done, part.grown);
     vmem__end(ctx);
     return rc;
-}
-
-int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags, vmem_page *out)
-{
-    const struct vmem__stretch all = {.n = n, .near = near};
-    return vmem__create_stretches(ctx, page_size, &all, n, flags, out);
 }
 
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
@@ -363,7 +354,7 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
     if (rc)
         return rc;
     vmem__begin(ctx);
-    ctx->budget = bytes;
+    vmem__limit(ctx, bytes);
     vmem__end(ctx);
     return 0;
 }

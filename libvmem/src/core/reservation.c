@@ -74,17 +74,16 @@ void vmem__leaf_drop(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_
     ctx->n_spare++;
 }
 
-static size_t leaf_count(const struct vmem__reservation_rec *s)
+static size_t leaf_count(uint64_t length)
 {
     const uint64_t span = GRANULE * LEAF_ENTRIES;
-    return (s->b.length + span - 1) / span;
+    return (length + span - 1) / span;
 }
 
 void vmem__reservation_free(struct vmem__reservation_rec *s, bool leaves)
 {
-    for (size_t i = 0; leaves && i < leaf_count(s); i++)
+    for (size_t i = 0; leaves && i < leaf_count(s->b.length); i++)
         free(s->leaves[i]);
-    free(s->leaves);
     free(s);
 }
 
@@ -102,16 +101,11 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
     if ((flags & VMEM_RESERVE_BACKDROP) && !(ctx->b.info.caps & VMEM_CAP_BACKDROP))
         return vmem__error(-EOPNOTSUPP, "flags: the %s backend has no backdrop", ctx->b.ops->name);
 
-    struct vmem__reservation_rec *s = calloc(1, sizeof *s);
+    struct vmem__reservation_rec *s = calloc(1, sizeof *s + leaf_count(length) * sizeof s->leaves[0]);
     if (!s)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping");
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation of %" PRIu64 " bytes", length);
     s->b.length = length;
     s->b.flags = flags;
-    s->leaves = calloc(leaf_count(s), sizeof *s->leaves);
-    if (!s->leaves) {
-        free(s);
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation of %" PRIu64 " bytes", length);
-    }
     vmem__begin(ctx);
     vmem__unlock(ctx);
     rc = ctx->b.ops->reserve(&ctx->b, &s->b);
@@ -137,7 +131,7 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
     size_t at = vmem__reservation_after(ctx, s->b.addr);
     memmove(&ctx->reservations[at + 1], &ctx->reservations[at],
             (ctx->n_reservations++ - at) * sizeof *ctx->reservations);
-    ctx->reservations[at] = s;
+    ctx->reservations[at] = ctx->last_reservation = s;
     ctx->reserved += length;
     *addr = s->b.addr;
     vmem__end(ctx);

@@ -243,8 +243,9 @@ static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n
     return i - 1;
 }
 
-// Checks and marks pages[i], and those after it that continue it. *next is the first that remains.
-static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, size_t i, size_t *next)
+// Checks and marks pages[i], and those after it that continue it. *next is the first that remains; *loose becomes true
+// where they are mapped nowhere, so that no run names them.
+static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, size_t i, size_t *next, bool *loose)
 {
     vmem_context *ctx = b->ctx;
     const vmem_page page = pages[i];
@@ -262,18 +263,20 @@ static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, si
     int rc = mark_page(b, a, p, i, &s, &entry);
     if (rc)
         return rc;
+    *loose |= !p->mappings;
     if (p->mappings <= 1)
         *next += continue_release(b, pages + i, n - i, s, entry, a, p);
     return 0;
 }
 
-// Ends the pages of a batch that were mapped nowhere, or takes their marks back.
-static void finish_unmapped(struct batch *b, const vmem_page *pages, size_t n, bool release)
+// Ends the pages of a batch that were mapped nowhere, or takes their marks back. The others have ended, or lost theirs.
+static void finish_loose(struct batch *b, const vmem_page *pages, size_t n, bool release)
 {
     for (size_t i = 0; i < n; i++) {
-        struct vmem__arena_rec *a;
-        struct vmem__page *p = vmem__page_get(b->ctx, pages[i], &a);
-        if (!p || p->opid != b->opid)
+        const uint64_t frame = vmem__handle_frame(b->ctx, pages[i]);
+        struct vmem__arena_rec *a = vmem__frame_arena(b->ctx, frame);
+        struct vmem__page *p = &a->pages[frame - a->base];
+        if (p->state != GRANULE_PAGE || p->opid != b->opid)
             continue;
         if (release)
             batch_end_page(b, a, p);
@@ -292,16 +295,18 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
 
     struct batch b;
     size_t marked = 0, at = 0;
+    bool loose = false;
     vmem__batch_begin(&b, ctx, 0);
     for (size_t next; marked < n && !rc; marked = rc ? marked : next) {
-        rc = prepare_release(&b, pages, n, marked, &next);
+        rc = prepare_release(&b, pages, n, marked, &next, &loose);
         at = marked;
     }
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
     if (b.n)
         finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
-    finish_unmapped(&b, pages, marked, !rc);
+    if (loose)
+        finish_loose(&b, pages, marked, !rc);
     vmem__batch_give(&b);
     vmem__batch_end(&b);
     return rc ? vmem__batch_fail(rc, "pages", n, at, bad) : 0;
