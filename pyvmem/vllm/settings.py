@@ -40,10 +40,14 @@ def _flag(name: str, text: str) -> bool:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The `Settings` of an environment. Raises `ValueError` naming the variable."""
-    given: dict[str, Any] = {}
+    """The `Settings` of an environment; the defaults where VMEM_VLLM is off, whatever else is set.
+
+    Raises `ValueError` naming the variable.
+    """
+    if not _flag("VMEM_VLLM", environ.get("VMEM_VLLM", "")):
+        return Settings()
+    given: dict[str, Any] = {"on": True}
     for name, field, parse in (
-        ("VMEM_VLLM", "on", _flag),
         ("VMEM_VLLM_FORCE", "force", _flag),
         ("VMEM_VLLM_CACHE_TOKENS", "cache_tokens", _whole),
         ("VMEM_VLLM_SPARE_SLOTS", "spare_slots", _whole),

@@ -130,6 +130,8 @@ class Engine:
     def close(self) -> None:
         """Free the KV cache, unless views of it still exist. No request may be running."""
         with self.requests.lock:
+            if self._stop.is_set():
+                return
             self._stop.set()
             self._due.set()
             self.requests.reset()
@@ -279,6 +281,17 @@ def sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> Any:
     if _current is not None:
         _current.requests.reset()
     return original(worker, level)
+
+
+def shutdown(original: Callable[..., Any], runner: Any) -> None:
+    """vLLM releases its tensors here, for processes that live on. So is what is behind them."""
+    global _current
+    engine = getattr(getattr(runner, "req_states", None), "vmem", None)
+    original(runner)
+    if engine is not None:
+        engine.close()
+        if _current is engine:
+            _current = None
 
 
 # ---- in the scheduler's process ---------------------------------------------------------------------------------

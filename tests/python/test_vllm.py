@@ -497,11 +497,12 @@ def test_blocks_grow_to_whole_pages(layers, row, base, tokens):
                                         ("VMEM_VLLM_CACHE_TOKENS", "16k"), ("VMEM_VLLM_LAYOUT", "rows")])  # fmt: skip
 def test_a_wrong_setting_is_named(name, text):
     with pytest.raises(ValueError, match=f"{name}={text}"):
-        settings.read({name: text})
+        settings.read({"VMEM_VLLM": "1", name: text})
 
 
 def test_unset_means_off():
     assert not settings.read({}).on
+    assert settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_CACHE_TOKENS": "16k"}) == settings.Settings()
     assert settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_CACHE_TOKENS": "0"}).cache_tokens == 0
 
 
@@ -512,6 +513,7 @@ def test_an_unknown_version_is_refused_with_a_way_to_insist():
 
 def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
     monkeypatch.delenv("VMEM_VLLM", raising=False)
+    monkeypatch.setenv("VMEM_VLLM_LAYOUT", "wrong")  # of no interest then
     monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
     plugin.register()
 
@@ -563,7 +565,7 @@ class Backend:
 def start_engine(monkeypatch, layers=3, blocks=40, caching=True, **environment):
     """A worker's engine on the host backend, as `initialize_kv_cache` makes it; and its layers' views."""
     worker = importlib.import_module("pyvmem.vllm.worker")
-    for name, text in {"VMEM_BACKEND": "host", **environment}.items():
+    for name, text in {"VMEM_VLLM": "1", "VMEM_BACKEND": "host", **environment}.items():
         monkeypatch.setenv(name, text)
     spec = types.SimpleNamespace(block_size=16, page_size_bytes=16 * 4096, dtype=torch.float16, num_kv_heads=2,
                                  head_size=512)  # fmt: skip
@@ -623,6 +625,21 @@ def test_an_engine_may_have_what_the_limit_and_the_device_leave(monkeypatch):
     engine.requests._fences = Gpu()
     engine.close()
     engine.requests.tend()
+
+
+def test_shutting_down_gives_everything_back_in_a_process_that_lives_on(monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    engine, _ = start_engine(monkeypatch)
+    engine.requests._fences = Gpu()
+    calls = []
+    runner = types.SimpleNamespace(req_states=types.SimpleNamespace(vmem=engine))
+    worker.shutdown(calls.append, runner)
+    assert calls == [runner]
+    assert worker.current() is None
+    with pytest.raises(ValueError, match="closed"):
+        engine.cache.stats()
+    worker.shutdown(calls.append, runner)  # again
+    worker.shutdown(calls.append, types.SimpleNamespace())  # of an engine that never had a KV cache
 
 
 def configuration(**changes):
