@@ -30,9 +30,9 @@ from pyvmem.kv import KVCache, Lengths, Prefix
 # TensorParallelKVCache; tests/python/test_kv_distributed.py compares both with KVCache.
 _LOCAL = frozenset(
     (
-        "closed context expect flat groups keys last_step layout max_tokens metrics_json metrics_prometheus options "
-        "page_size same_slots set_watermark shortage slot slots specs stats step_maps tensors tile_rows tokens values "
-        "wait"
+        "absent_slots closed context expect flat groups keys last_step layout max_tokens metrics_json "
+        "metrics_prometheus options page_size same_slots set_watermark shortage slot slots specs stats step_maps "
+        "tensors tile_rows tokens values wait"
     ).split()
 )
 
@@ -48,7 +48,7 @@ def _decisive(cache: KVCache) -> tuple[Any, ...]:
     tensors = [(Fraction(cache.page_size, spec.row_bytes), spec.window, spec.max_tokens) for spec in cache.specs]
     return (
         cache.slots, cache.max_tokens, cache.tile_rows, options.steps_in_flight, options.defer, options.eager_tokens,
-        tensors,
+        options.zero_ends, tensors,
     )  # fmt: skip
 
 

@@ -312,7 +312,8 @@ class KVCache(KVAdmission, KVSharing):
         Parameters
         ----------
         lengths : sequence, numpy array or torch CPU tensor of `slots` ints
-            Tokens of each slot once the iteration has run; 0 for slots that take no part.
+            Tokens of each slot once the iteration has run; 0 for slots that take no part. With `zero_ends`, 0 ends an
+            active request, as `free_reqid` does after the last step that it took part in.
 
         Returns
         -------
@@ -402,7 +403,17 @@ class KVCache(KVAdmission, KVSharing):
         raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped", "ending")[raw.state]
-        return SlotInfo(state, raw.tokens, raw.shared_tokens, raw.pages, raw.shared_pages, raw.needed_pages)
+        pages = (raw.pages, raw.shared_pages, raw.needed_pages)
+        return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps)
+
+    def absent_slots(self, steps: SupportsIndex = 1) -> list[int]:
+        """Return the active slots that took part in none of the last `steps` steps, nor were allocated since.
+
+        Their requests wait, or are over and were never freed. ``stats().absent_slots`` counts those of the last step.
+        """
+        raw, count = ffi.new("uint32_t[]", self.slots), ffi.new("uint32_t *")
+        _check(lib.vmem_kv_absent_slots(self._use(), uint("steps", steps, 32), raw, self.slots, count))
+        return list(raw[0 : count[0]])
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
         """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""

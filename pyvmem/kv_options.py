@@ -63,6 +63,9 @@ class KVCacheOptions:
         Tokens that the next slot is backed for (0: 512).
     reclaim_percent : int
         Memory is scarce when less than this part of the budget is free (0: 10 %).
+    zero_ends : bool
+        A length of 0 in `KVCache.step` ends the request, as in microsoft/vattention. Otherwise it takes no part in the
+        iteration, and keeps what it holds.
     watermark, watermark_percent : int
         What new requests leave free for those that run (`KVCache.set_watermark`): bytes, and a part of the budget; the
         larger counts (0).
@@ -100,6 +103,7 @@ class KVCacheOptions:
     ahead_min: int = 0
     eager_tokens: int = 0
     reclaim_percent: int = 0
+    zero_ends: bool = False
     watermark: int = 0
     watermark_percent: int = 0
     steps_in_flight: int = 1
@@ -147,6 +151,7 @@ _SWITCHES = {
     "same_slots": lib.VMEM_KV_SAME_SLOTS,
     "check": lib.VMEM_KV_CHECK,
     "lazy": lib.VMEM_KV_LAZY,
+    "zero_ends": lib.VMEM_KV_ZERO_ENDS,
 }
 _NUMBERS = ("tile_rows", "ahead_tokens", "ahead_min", "eager_tokens", "reclaim_percent", "steps_in_flight")
 _NAMES = frozenset(field.name for field in fields(KVCacheOptions))

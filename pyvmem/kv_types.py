@@ -74,7 +74,10 @@ else:
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """One slot: its state ("free", "active", "swapped", "ending"), length, and pages over all tensors together."""
+    """One slot: its state ("free", "active", "swapped", "ending"), length, and pages over all tensors together.
+
+    absent_steps: of an active slot, the steps since it took part in one, or was allocated.
+    """
 
     state: str
     tokens: int
@@ -82,6 +85,7 @@ class SlotInfo:
     pages: int
     shared_pages: int
     needed_pages: int
+    absent_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _number = itertools.count()
 GAUGES = {
     "page_size", "budget_pages", "held_pages", "needed_pages", "kept_pages", "ahead_pages", "shared_pages",
     "prefix_pages", "free_pages", "live_bytes", "active_slots", "swapped_slots", "ending_slots", "slots", "prefixes",
-    "watermark_pages", "hashed_blocks", "evictable_pages",
+    "watermark_pages", "hashed_blocks", "evictable_pages", "absent_slots",
 }  # fmt: skip
 
 

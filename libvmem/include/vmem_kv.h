@@ -57,6 +57,9 @@ struct vmem_kv_tensor {
 // that come and go together, up to 32 MiB. The cuda backend maps such pages as fast as one; it has no backdrop behind them,
 // so no kernel may read past whole tiles. Other backends map consecutive pages at once anyway.
 #define VMEM_KV_UNSHARED 0x100u
+// A length of 0 in vmem_kv_step ends the slot's request, as in microsoft/vattention. Otherwise it takes no part, and keeps
+// what it holds.
+#define VMEM_KV_ZERO_ENDS 0x200u
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 // Grows at its end: a field that the caller does not know is 0.
@@ -146,12 +149,18 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 // the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: *missing more pages must become
 // free (NULL is allowed); free or swap out a request and try again.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+// With VMEM_KV_ZERO_ENDS, a step first ends every active request of length 0, as vmem_kv_free_after does after the last
+// step that it took part in; they stay ended if the step then finds too little memory. -EINVAL: none has ended.
 // Builds a step request by request. vmem_kv_grow stages `tokens` tokens for the slot (0 removes it from the step). It
 // returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
 // performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
 // -EINVAL: nothing is staged. Freeing, swapping out or truncating a slot removes its staged growth.
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
 int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
+
+// Lists active slots that took part in none of the last `steps` steps (at least 1), nor were allocated since: their
+// requests wait, or are over and were never freed. slots receives the first n; *count, how many there are.
+int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count);
 
 // Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested.
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
@@ -227,6 +236,8 @@ struct vmem_kv_slot_info {
     uint64_t pages;         // mapped, all tensors together
     uint64_t shared_pages;  // of these
     uint64_t needed_pages;  // of these, what the length asks for; the rest can be taken back at any time
+    uint32_t absent_steps;  // active: steps since it took part in one, or was allocated
+    uint32_t pad;           // 0
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
@@ -380,6 +391,7 @@ struct vmem_kv_stats {
     // Gauges: what new requests leave free; blocks known by hash; pages that only these hold, which count as free.
     uint64_t watermark_pages, hashed_blocks, evictable_pages;
     uint64_t hit_tokens, evicted_blocks; // since creation: tokens that vmem_kv_hash_attach provided; blocks evicted
+    uint64_t absent_slots;               // a gauge: active, and without part in the last step
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
 

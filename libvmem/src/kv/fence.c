@@ -92,6 +92,17 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step)
     return vmem__kv_leave(kv, rc);
 }
 
+int vmem__kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+{
+    if (step <= ended(kv) || kv->slots[slot].fresh)
+        return vmem__kv_free(kv, slot);
+    vmem__kv_unstage(kv, slot);
+    kv->slots[slot].state = VMEM_KV_ENDING;
+    kv->idle[slot].ends = step;
+    kv->n_ending++;
+    return 0;
+}
+
 int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
     int rc = vmem__kv_enter(kv);
@@ -100,15 +111,7 @@ int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = check_fence(kv, step);
-    if (!rc && (step <= ended(kv) || kv->slots[slot].fresh))
-        rc = vmem__kv_free(kv, slot);
-    else if (!rc) {
-        vmem__kv_unstage(kv, slot);
-        kv->slots[slot].state = VMEM_KV_ENDING;
-        kv->idle[slot].ends = step;
-        kv->n_ending++;
-    }
-    return vmem__kv_leave(kv, rc);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_free_after(kv, slot, step));
 }
 
 int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)

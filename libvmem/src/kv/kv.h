@@ -54,12 +54,13 @@ struct kv_slot {
     uint32_t shared_tokens;
     uint32_t backed; // tokens up to which a step has nothing to map
     uint32_t steady; // a step to `tokens` or more, up to this, asks for the same pages as the last; 0: not known
+    uint32_t took;   // the last step that it took part in, or before which it was allocated
     uint8_t state;   // enum vmem_kv_slot_state
     bool fresh;      // no step since it was allocated or swapped in: no kernel can be touching it
+    bool skip;       // the worker failed here: not again before the next step
     bool busy;       // the worker is at it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
     bool stale;      // some span has stale mappings
-    bool skip;       // the worker failed here: not again before the next step
 };
 struct kv_idle {
     uint32_t fit;    // tokens of the request that had this free slot last
@@ -302,6 +303,13 @@ static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp-
 // Pages that the watermark keeps back while requests run.
 uint64_t vmem__kv_watermark(const vmem_kv *kv);
 
+// ---- absent.c
+
+// Steps since the slot took part in one, or was allocated.
+static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot) { return (uint32_t)kv->step - kv->slots[slot].took; }
+// VMEM_KV_ZERO_ENDS: ends the requests of length 0, if a step to these lengths is possible.
+int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
+
 // ---- calls.c
 
 // Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
@@ -327,6 +335,8 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 int vmem__kv_free(vmem_kv *kv, uint32_t slot);
 int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+// vmem_kv_free_after, likewise, for a step that was made.
+int vmem__kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
 // Ends the requests whose kernels have ended, up to kv->retired.
 int vmem__kv_end_requests(vmem_kv *kv);
 // The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
@@ -380,7 +390,7 @@ struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
-// Pages that could be taken back from all slots and would not be mapped again at once.
+// Of these, those of slots that would not be mapped again at once.
 uint64_t vmem__kv_spare(const vmem_kv *kv);
 // Takes back want pages if there are so many; evict: hashed blocks, too.
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
@@ -390,6 +400,8 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The device has refused pages: takes back as many as it lacks, if there are so many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// The system has refused mappings: gives up the kept pages of free slots.
+int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // vmem__kv_grow_run and vmem__kv_grow_commit.
 int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
 // The same after vmem__kv_make_room, taking back more where the device has less than the budget says, or no mappings.

@@ -78,9 +78,9 @@ void vmem__kv_plan_reset(struct kv_plan *plan)
 // The slots for which the step asks for other pages than the last one did.
 static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
 {
+    const struct kv_slot *sl = kv->slots;
     *n = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        const struct kv_slot *sl = &kv->slots[s];
+    for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens)
             continue;

@@ -250,7 +250,7 @@ static bool look(struct kv_member *m)
 
     lock_cache(kv);
     const uint64_t least = least_pages(kv, m), has = KV_MAX(kv->budget_pages, kv->held);
-    const uint64_t evictable = m->evict ? kv->refs.only : 0, min = ceil_pages(m->row.min, kv);
+    const uint64_t evictable = m->evict ? kv->refs.only : vmem__kv_evictable(kv), min = ceil_pages(m->row.min, kv);
     pthread_mutex_lock(&pool->lock);
     const struct kv_pool_row before = m->row;
     // A claim may have taken some of it again.
@@ -413,8 +413,13 @@ static bool apply(struct kv_member *m)
         const uint64_t least = least_pages(kv, m), want = ceil_pages(bytes, kv);
         const uint64_t pages = KV_MIN(want, less(kv->budget_pages, least));
         kv->budget_pages -= pages;
-        if (want > pages && m->evict)
+        if (want > pages && m->evict) {
             evict = KV_MIN(want - pages, kv->refs.only);
+        } else if (want > pages && vmem__kv_evictable(kv)) { // hashed blocks: a portion now, the rest in the next round
+            vmem__kv_worker_hold(kv);
+            vmem__kv_hash_evict(kv, KV_MIN(want - pages, KV_MAX(kv->portion, kv->block)));
+            vmem__kv_worker_release(kv);
+        }
         if (kv->held > kv->budget_pages) {
             kv->giving = true;
             vmem__kv_worker_wake(kv);

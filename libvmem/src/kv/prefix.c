@@ -377,6 +377,11 @@ int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot
         rc = vmem__kv_grow_make(kv, l, missing);
     if (!rc) {
         rc = map_shared(kv, p, slot, tokens, &n_shared);
+        if (rc == -ENOMEM && !(rc = vmem__kv_make_mappings(kv, n_shared, missing))) {
+            n_shared = 0;
+            rc = map_shared(kv, p, slot, tokens, &n_shared);
+            rc = rc == -ENOMEM ? vmem__kv_short_of_mappings(kv, n_shared, missing) : rc;
+        }
         bool mapped = !rc;
         for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
             struct split s = split(kv, &kv->groups[i], tokens);

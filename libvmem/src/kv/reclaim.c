@@ -51,7 +51,7 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
 
 uint64_t vmem__kv_spare(const vmem_kv *kv)
 {
-    uint64_t pages = vmem__kv_reclaimable(kv);
+    uint64_t pages = vmem__kv_reclaimable(kv) - vmem__kv_evictable(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         if (kv->slots[s].state != VMEM_KV_ACTIVE)
             continue;
@@ -193,8 +193,8 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     return rc;
 }
 
-// No mappings are available: gives up the kept pages of free slots, which needs none.
-static int make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+// Which needs no mapping.
+int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     uint64_t before = kv->held;
     vmem__kv_worker_hold(kv);
@@ -229,7 +229,7 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
         rc = run(kv, l);
     for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
-        rc = create ? vmem__kv_make_device_room(kv, l->total, missing) : make_mappings(kv, l->total, missing);
+        rc = create ? vmem__kv_make_device_room(kv, l->total, missing) : vmem__kv_make_mappings(kv, l->total, missing);
         if (rc)
             break;
         rc = run(kv, l);

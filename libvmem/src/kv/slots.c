@@ -100,6 +100,7 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
     s->tokens = s->shared_tokens = 0;
     s->fresh = true;
     s->skip = false;
+    s->took = (uint32_t)kv->step;
     kv->stats.allocs++;
     kv->stats.adopted_slots += s->backed > 0;
     *slot = chosen;
@@ -192,7 +193,10 @@ int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // no kernel is touching it, says the caller
     vmem__kv_forget(kv, slot);
+    vmem__kv_enough();
     int rc = vmem__kv_unshare(kv, slot, tokens);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
     if (rc)
         return rc;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -226,6 +230,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
     struct vmem_kv_slot_info info = {.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    info.absent_steps = s->state == VMEM_KV_ACTIVE ? kv_absent(kv, slot) : 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);

@@ -14,13 +14,14 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->budget_pages = kv->budget_pages;
     st->held_pages = kv->held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
-    st->active_slots = st->swapped_slots = 0;
+    st->active_slots = st->swapped_slots = st->absent_slots = 0;
     st->ending_slots = kv->n_ending;
     uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
         st->active_slots += active;
+        st->absent_slots += active && kv_absent(kv, s);
         st->swapped_slots += sl->state == VMEM_KV_SWAPPED;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];

@@ -145,13 +145,15 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
     bool due = false;
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_unused(kv) >= 2 * kv_low(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
+    const uint32_t step = (uint32_t)++kv->step;
     set_needs(kv, plan);
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        struct kv_slot *sl = &kv->slots[s];
-        uint32_t tokens = (uint32_t)lengths[s];
+    struct kv_slot *sl = kv->slots;
+    for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
+        const uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens)
             continue;
         sl->tokens = tokens;
+        sl->took = step;
         sl->fresh = sl->skip = false;
         due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
         if (kv->windows) {
@@ -164,7 +166,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
         vmem__kv_worker_wake(kv);
 }
 
-static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_ends, uint64_t *missing)
 {
     struct kv_plan *plan = &kv->plan;
     bool waited = false;
@@ -177,6 +179,10 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
         vmem__kv_end_requests(kv);
     }
     int rc = vmem__kv_check_lengths(kv, lengths, n);
+    if (!rc && zero_ends) {
+        vmem__kv_may_take_long(kv);
+        rc = vmem__kv_end_absent(kv, lengths);
+    }
     if (!rc)
         rc = vmem__kv_plan(kv, plan, lengths, &waited);
     if (rc || plan->extends || kv->windows)
@@ -191,7 +197,6 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
             vmem__kv_count_shortage(kv);
     } else {
         commit(kv, plan, lengths);
-        kv->step++;
     }
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
@@ -203,7 +208,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, do_step(kv, lengths, n, missing));
+    return rc ? rc : vmem__kv_leave(kv, do_step(kv, lengths, n, kv->flags & VMEM_KV_ZERO_ENDS, missing));
 }
 
 // ---- staged ---------------------------------------------------------------------------------------------------
@@ -281,7 +286,7 @@ int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
         return rc;
     if (!kv->n_staged)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "no growth is staged"));
-    rc = do_step(kv, kv->staged, kv->n_slots, missing);
+    rc = do_step(kv, kv->staged, kv->n_slots, false, missing);
     if (!rc) {
         memset(kv->staged, 0, kv->n_slots * sizeof(*kv->staged));
         memset(kv->staged_pages, 0, kv->n_slots * sizeof(*kv->staged_pages));

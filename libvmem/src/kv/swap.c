@@ -107,6 +107,7 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
         return rc;
     if (missing)
         *missing = 0;
+    vmem__kv_enough();
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = check(kv, slot, host, bytes);
@@ -121,6 +122,8 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     }
     if (!rc)
         rc = vmem__kv_grow_all(kv, &kv->grow, missing);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
     if (rc)
         return vmem__kv_leave(kv, rc);
     rc = copy(kv, slot, (uintptr_t)host, false);
@@ -135,6 +138,7 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     }
     s->state = VMEM_KV_ACTIVE;
     s->fresh = true;
+    s->took = (uint32_t)kv->step;
     return vmem__kv_leave(kv, 0);
 }
 

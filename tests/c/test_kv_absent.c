@@ -1,0 +1,67 @@
+// Requests that take no part in steps, by the C interface.
+//
+// SPDX-License-Identifier: MIT
+#include "harness.h"
+#include "vmem_kv.h"
+
+#define SLOTS 3
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+static void make(uint32_t flags)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = flags | VMEM_KV_CHECK,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = 10 * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+}
+
+static struct vmem_kv_slot_info slot_of(uint32_t slot)
+{
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, slot, &info));
+    return info;
+}
+
+static void step(int32_t a, int32_t b, int32_t c)
+{
+    const int32_t lengths[SLOTS] = {a, b, c};
+    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+}
+
+int main(int argc, char **argv)
+{
+    uint32_t slot, slots[SLOTS], count;
+    test_start(argc, argv);
+    ctx = test_context(0);
+    for (uint32_t ends = 0; ends < 2; ends++) {
+        make(ends ? VMEM_KV_ZERO_ENDS : 0);
+        for (uint32_t i = 0; i < SLOTS; i++)
+            OK(vmem_kv_alloc(kv, 0, &slot));
+        step(10, 10, 10);
+        step(11, 10, 0);
+        step(12, 11, 0);
+        step(13, 11, 0);
+        CHECK_EQ(slot_of(2).state, ends ? VMEM_KV_FREE : VMEM_KV_ACTIVE);
+        CHECK_EQ(slot_of(0).absent_steps, 0);
+        CHECK_EQ(slot_of(2).absent_steps, ends ? 0 : 3);
+        OK(vmem_kv_absent_slots(kv, 3, slots, 1, &count));
+        CHECK_EQ(count, !ends);
+        CHECK(ends || slots[0] == 2);
+        OK(vmem_kv_absent_slots(kv, 4, NULL, 0, &count));
+        CHECK_EQ(count, 0);
+        ERR(vmem_kv_absent_slots(kv, 0, slots, SLOTS, &count), EINVAL, "steps 0 must be at least 1");
+        ERR(vmem_kv_absent_slots(kv, 1, NULL, 1, &count), EINVAL, "slots unless n is 0");
+        vmem_kv_destroy(kv);
+    }
+    CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}
