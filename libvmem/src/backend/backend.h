@@ -1,13 +1,13 @@
 // The contract between libvmem's core and a backend.
 //
-// The core owns all bookkeeping: which pages exist, where they are mapped, what may overlap, the budget. It checks
-// every argument once. A backend knows three things only: reservations of addresses, arenas of physical memory, and
-// runs that put a slice of an arena behind a slice of a reservation. It sees valid, non-overlapping requests, and it
-// never sees a page handle.
+// The core does all bookkeeping: which pages exist, where they are mapped, what may overlap, and the budget. It checks
+// every argument once. A backend knows only reservations of addresses, arenas of physical memory, and runs that map a
+// slice of an arena at a slice of a reservation. Its requests are valid and never overlap, and it never sees a page
+// handle.
 //
 // Concurrency: the core calls a backend from several threads at once, without holding a lock. No two calls in flight
 // concern the same addresses of a reservation or the same bytes of an arena; reserve/unreserve and arena_new/arena_free
-// of one object never run beside other calls on it. What else must be serialised, the backend serialises.
+// of one object never run beside other calls on it. The backend serialises whatever else must be.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BACKEND_H
@@ -36,12 +36,12 @@ struct vmem__arena {
 struct vmem__run {
     struct vmem__reservation *reservation;
     uint64_t addr, length;         // multiples of page_size
-    struct vmem__arena *arena;     // map(): what to put there. unmap(): what is mapped there now
+    struct vmem__arena *arena;     // map(): the memory to map. unmap(): the memory that is mapped
     uint64_t offset;               // in the arena; a multiple of page_size
-    struct vmem__arena *old_arena; // map() with VMEM_MAP_REPLACE: what the run takes the place of, all of it
-    uint64_t old_offset;           // consecutive too; NULL where nothing is mapped
-    uint64_t page_size;            // of the pages the run is made of, or the parts of one that replaces several.
-                                   // unmap(): of the smallest among them
+    struct vmem__arena *old_arena; // map() with VMEM_MAP_REPLACE: the memory that the whole run replaces,
+    uint64_t old_offset;           // consecutive too; NULL if nothing is mapped
+    uint64_t page_size;            // of the run's pages, or of the parts of a page that replaces several.
+                                   // unmap(): of the smallest page
     uint32_t flags;                // map(): VMEM_MAP_*
     size_t op;                     // index of the caller's element that the run starts with, for *bad
 };
@@ -60,32 +60,32 @@ struct vmem__backend {
 struct vmem__ops {
     const char *name;
 
-    // Cheap test whether open() could succeed; on failure vmem__error() text is the one fact that stops it.
+    // A cheap test whether open() can succeed. On failure, the vmem__error() text is the one fact that prevents it.
     int (*probe)(const struct vmem_options *opts);
     int (*open)(struct vmem__backend *b, const struct vmem_options *opts);
-    // Everything was freed before, unless the process forked: then release nothing that the parent still uses.
+    // Everything is already freed, unless the process forked. Then this must free nothing that the parent still uses.
     void (*close)(struct vmem__backend *b, bool forked);
     // Total and free bytes of the device.
     int (*memory)(struct vmem__backend *b, uint64_t *total, uint64_t *free);
 
     int (*reserve)(struct vmem__backend *b, struct vmem__reservation *r);
-    // Cannot fail. Something may still be mapped there if unmap() failed: that goes too.
+    // Cannot fail. Also unmaps what is still mapped because unmap() failed.
     void (*unreserve)(struct vmem__backend *b, struct vmem__reservation *r);
     // Optional (NULL: the backdrop always covers the whole reservation).
     int (*backdrop)(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
 
-    // Physical memory, zero-filled, of a->size bytes. -ENOMEM when there is none.
+    // Allocates a->size bytes of zeroed physical memory. -ENOMEM if there is none.
     int (*arena_new)(struct vmem__backend *b, struct vmem__arena *a);
     void (*arena_free)(struct vmem__backend *b, struct vmem__arena *a);
-    // Optional. The slice is about to be used / is not used any more: commit or return its memory. After discard() the
-    // slice reads as zero if it returns 1, keeps its contents if 0.
+    // Optional. populate() commits the memory of a slice before it is used, and discard() returns it afterwards. If
+    // discard() returns 1, the slice reads as zero; if 0, it keeps its contents.
     int (*populate)(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length);
     int (*discard)(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length);
-    // Fill slices of an arena with zero; done on return. Only arena, offset and length of the runs are set.
+    // Zeroes slices of an arena, and returns when it is done. Only arena, offset and length of the runs are set.
     int (*zero)(struct vmem__backend *b, const struct vmem__run *runs, size_t n);
 
-    // All or nothing: on failure everything is as before, and *bad is the run at fault. When unmap() returns, no GPU
-    // or CPU access through the addresses can reach the memory any more.
+    // All or nothing: a failure changes nothing, and *bad is the run at fault. When unmap() has returned, no GPU or CPU
+    // access through the addresses reaches the memory.
     int (*map)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
     int (*unmap)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
 
@@ -97,8 +97,8 @@ struct vmem__ops {
 extern const struct vmem__ops *const vmem__backends[];
 extern const struct vmem__ops vmem__uvm_ops, vmem__stock_ops, vmem__cuda_ops, vmem__host_ops;
 
-// What the interrupt function of the context says: 0, or -EINTR with the text set. For loops that may take more than
-// some 50 ms in arena_new(), which then leave nothing behind. Not for anything that undoes.
+// Calls the context's interrupt function: 0, or -EINTR with the text set. For loops in arena_new() that may take more
+// than about 50 ms; they must then leave nothing behind. Not for code that undoes something.
 int vmem__interrupted(struct vmem__backend *b);
 
 #endif

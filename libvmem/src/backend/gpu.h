@@ -1,4 +1,4 @@
-// What the backends on a GPU share: a device's CUDA context, the backdrop, and the operations that need nothing else.
+// Shared by the GPU backends: a device's CUDA context, the backdrop, and the operations that need nothing else.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_GPU_H
@@ -19,9 +19,9 @@ int vmem__gpu_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size
 int vmem__gpu_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
 void vmem__gpu_unreserve(struct vmem__backend *b, struct vmem__reservation *r);
 int vmem__gpu_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
-// For such a backend's reserve(): the segments that the first `ahead` bytes touch are active.
+// For such a backend's reserve(). The segments of the first `ahead` bytes become active.
 int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint64_t ahead);
-// For its zero(); alias_of says where a run's memory is mapped.
+// For its zero(). alias_of returns where a run's memory is mapped.
 int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
                    uint64_t (*alias_of)(const struct vmem__run *run));
 

@@ -1,15 +1,16 @@
 // Arenas of physical memory, the free extents in them, and the numbering of their frames.
 //
-// Free extents carry their length in their first and last granule, so that neighbours are found and joined at once, and
-// hang in lists by the power of two of their length: taking and returning memory costs the same at any size. An extent
-// is wholly committed (it holds device memory) or wholly not; the two kinds have lists of their own and never join.
+// A free extent stores its length in its first and last granule, so that it finds and joins its neighbours in constant
+// time. Lists hold extents by the power of two of their length. Allocating and freeing memory therefore take the same
+// time at any size. An extent is either completely committed (it holds device memory) or not at all. The two kinds have
+// separate lists and never join.
 //
 // SPDX-License-Identifier: MIT
 #include <signal.h>
 
 #include "core/core.h"
 
-// How many extents of one list are looked at for one that fits, before a list of longer ones is tried.
+// How many extents of one list are examined for a fit before a list of longer ones is tried.
 #define FIT_TRIES 8
 
 static inline uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
@@ -75,7 +76,7 @@ static void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t
     tail->state = head->state = GRANULE_IDLE;
 }
 
-// Links an extent, joined with its free neighbours of the same kind.
+// Joins an extent with its free neighbours of the same kind and links it.
 static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t granules,
                           bool committed)
 {
@@ -99,7 +100,7 @@ static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t
     extent_link(ctx, a, first, granules, committed);
 }
 
-// How many granules, in multiples of align and aligned, a free extent could give; *first is where they start.
+// How many aligned granules, in multiples of align, a free extent has. *first is where they start.
 static inline uint64_t usable(const struct vmem__arena_rec *a, const struct vmem__page *extent, uint32_t align,
                               uint32_t *first)
 {
@@ -131,7 +132,7 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t a
     struct vmem__arena_rec *a;
     uint32_t first;
 
-    // All in one piece, from the shortest extents that might hold it ...
+    // Try to take one piece from the shortest extents that may be long enough.
     const unsigned bin = bin_of(granules);
     for (uint64_t bins = bin < VMEM__BINS ? fl->nonempty >> bin << bin : 0; bins; bins &= bins - 1) {
         int tries = FIT_TRIES;
@@ -144,7 +145,7 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t a
             link = head->next;
         }
     }
-    // ... or else what one of the longest has.
+    // Otherwise take what one of the longest extents has.
     for (uint64_t bins = fl->nonempty >> bin_of(align) << bin_of(align); bins; bins &= ~(UINT64_C(1) << bin_of(bins))) {
         uint64_t best = 0, best_link = 0;
         int tries = FIT_TRIES;
@@ -194,8 +195,8 @@ bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *
 
 // ---- arenas -------------------------------------------------------------------------------------------------
 
-// Numbers for the arena's frames: blocks in a row, and one more that stays unused, so that the frames of two arenas are
-// never consecutive.
+// Numbers the arena's frames: consecutive blocks, and another one that stays unused, so that the frames of two arenas
+// are never consecutive.
 static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
 {
     size_t need = a->granules / BLOCK_GRANULES + 1, at, run = 0;
@@ -205,7 +206,7 @@ static int blocks_take(vmem_context *ctx, struct vmem__arena_rec *a)
         ctx->free_block++;
     for (at = ctx->free_block; at < ctx->n_blocks && run < need; at++)
         run = ctx->blocks[at].arena || ctx->blocks[at].generation > GENERATION_MAX ? 0 : run + 1;
-    at -= run; // the last ones may be too few: the table grows by the rest
+    at -= run; // if the free blocks at the end are too few, the table grows
     if (at + need > ctx->n_blocks) {
         if ((at + need) << BLOCK_SHIFT > FRAME_END)
             return -ENOSPC;
@@ -235,8 +236,8 @@ static void blocks_put(vmem_context *ctx, struct vmem__arena_rec *a)
     for (size_t i = 0; i < n; i++) {
         uint32_t generation = 0;
         for (uint32_t u = 0; u < BLOCK_GRANULES; u++) {
-            // A page's generation is raised when it is released, so the highest one here was never given out, or is
-            // that of a worn granule.
+            // Releasing a page increments its generation. The highest one here was therefore never handed out, or
+            // belongs to a worn granule.
             const struct vmem__page *p = &a->pages[i * BLOCK_GRANULES + u];
             uint32_t next = p->state == GRANULE_WORN ? GENERATION_MAX + 1 : p->generation;
             generation = next > generation ? next : generation;
@@ -286,7 +287,7 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
     const uint64_t least = whole ? granules * GRANULE : round_up(align * GRANULE, BLOCK);
     int rc;
 
-    // Arenas grow with what there is, so that their number stays small, but never hold more than an eighth in vain.
+    // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
     uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
     size = size < eighth ? eighth : size;
     size = size < b->arena_min ? b->arena_min : size;
@@ -309,7 +310,7 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
         a->b.size = size;
         a->b.whole = whole;
         a->granules = (uint32_t)(size / GRANULE);
-        ctx->committed += lazy ? 0 : size; // before the lock goes: others must see it
+        ctx->committed += lazy ? 0 : size; // before the lock is dropped: other calls must see it
         vmem__unlock(ctx);
         rc = b->ops->arena_new(b, &a->b);
         vmem__lock(ctx);
@@ -345,7 +346,7 @@ static bool arena_surplus(const vmem_context *ctx, const struct vmem__arena_rec 
         return true;
     if (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep)
         return false;
-    // Hysteresis: what is free stays while it is little beside the rest.
+    // Hysteresis: free memory stays while it is small compared with the rest.
     uint64_t stay = (ctx->arena_bytes - a->b.size) / 8;
     stay = stay < ctx->b.arena_min ? ctx->b.arena_min : stay;
     return a->b.size > stay || ctx->arena_free - a->b.size >= stay;
@@ -359,8 +360,8 @@ static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
     vmem__lock(ctx);
 }
 
-// An arena that nothing uses, mapped whole or not; NULL if there is none. Of backends with a whole_max alone, whose other
-// arenas are a block each.
+// An arena that nothing uses, mapped whole or not; NULL if there is none. Of backends with a whole_max alone, whose
+// other arenas are a block each.
 static struct vmem__arena_rec *unused_arena(const vmem_context *ctx, bool whole)
 {
     const struct vmem__freelist *fl = whole ? &ctx->whole : &ctx->free[1];
@@ -440,7 +441,7 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
             if (!p[i].granules)
                 continue;
             int rc = b->ops->discard(b, &p[i].arena->b, p[i].first * GRANULE, p[i].granules * GRANULE);
-            p[i].committed = rc < 0; // the memory stays ours then
+            p[i].committed = rc < 0; // the memory then stays committed
             p[i].zeroed = rc == 1;
         }
         vmem__lock(ctx);
@@ -467,8 +468,8 @@ void vmem__shrink(vmem_context *ctx)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
     struct vmem__piece p;
-    // Committed extents of a lazy backend go through discard() into the other list, a step at a time, since others wait
-    // in the kernel for its end. One that cannot be discarded comes back into the same list, and ends the loop.
+    // Discards committed extents of a lazy backend and moves them to the other list. It does so in steps, because other
+    // threads wait in the kernel meanwhile. An extent that cannot be discarded returns to its list and ends the loop.
     while (lazy && ctx->committed >= ctx->keep + GRANULE) {
         const uint64_t granules = (ctx->committed - ctx->keep) / GRANULE, step = VMEM__PORTION / GRANULE;
         if (!vmem__take(ctx, true, granules < step ? granules : step, 1, &p))
@@ -509,7 +510,7 @@ void vmem__shrink_later(vmem_context *ctx)
     pthread_t thread;
     sigset_t all, old;
     if (ctx->shrinking)
-        return; // it sees this too
+        return; // the running thread sees the new state
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for the program's own threads
     ctx->shrinking = !pthread_create(&thread, NULL, shrink, ctx);

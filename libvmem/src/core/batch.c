@@ -1,4 +1,4 @@
-// What every batch goes through: its operation id, its runs, the call of the backend.
+// The common steps of every batch: its operation id, its runs, and the call of the backend.
 //
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"

@@ -1,7 +1,7 @@
-// What mapping, unmapping and release share (map.c, unmap.c).
+// Shared by mapping, unmapping and release (map.c, unmap.c).
 //
-// Every call there: check all elements and mark what they touch, collecting the runs; call the backend; then either
-// write the result into the shadow and the pages' lists, or take the marks back.
+// Each of these calls first checks all elements, marks what they touch and collects the runs. Then it calls the
+// backend. Finally it writes the result into the shadow and the pages' lists, or removes the marks.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BATCH_H
@@ -18,28 +18,28 @@ struct batch {
     struct vmem__run *runs;
     size_t n, cap;
     struct vmem__run few[BATCH_FEW];
-    // Memory of pages that the batch has ended, consecutive pages as one piece: a list through the first granules, by
-    // `next`, whose `granules` are the piece's. It takes no memory, so that ending pages cannot fail.
+    // Memory of pages that the batch has ended, with consecutive pages as one piece. The list runs through the pieces'
+    // first granules (`next`, `granules`), so it takes no memory, and ending pages cannot fail.
     struct vmem__page *ended;
     struct vmem__arena_rec *ended_arena;
     uint64_t ended_frame;
 };
 
 void vmem__batch_begin(struct batch *b, vmem_context *ctx, uint32_t flags);
-// Without begin()'s lock, which the caller has.
+// The caller holds the lock.
 void vmem__batch_init(struct batch *b, vmem_context *ctx, uint32_t flags);
 void vmem__batch_end(struct batch *b);
 int vmem__batch_push(struct batch *b, const struct vmem__run *run);
-// Calls the backend without the lock. *op is then the element at fault.
+// Calls the backend without the lock. On failure, *op is the element at fault.
 int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const struct vmem__run *, size_t, size_t *),
                     size_t *op);
-// Gives back what batch_end_page() collected. Drops the lock for a while: nothing of the batch may be half done.
+// Frees what batch_end_page() collected. Drops the lock for a while, so no part of the batch may be unfinished.
 void vmem__batch_give(struct batch *b);
-// The end of a batch of n that failed at element i.
+// Ends a batch of n elements that failed at element i.
 int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad);
 
-// Adds a piece to the batch: to its last run where it continues that, or else as a run of its own. Pieces of different
-// page sizes join only where `mixed` allows it.
+// Adds a piece to the batch. A piece that continues the last run extends it; otherwise it becomes a new run. Pieces of
+// different page sizes join only if `mixed` allows it.
 static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, uint64_t addr, uint64_t length,
                             struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
                             uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
@@ -68,7 +68,7 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                                });
 }
 
-// Where the leaf of addr ends, or the end before that.
+// Where the leaf of addr ends, but at most `end`.
 static inline uint64_t leaf_end(const struct vmem__reservation_rec *s, uint64_t addr, uint64_t end)
 {
     const uint64_t stop = addr + LEAF_ENTRIES * GRANULE - (addr - s->b.addr) % (LEAF_ENTRIES * GRANULE);
@@ -92,7 +92,7 @@ static inline struct vmem__link *link_at(vmem_context *ctx, uint64_t addr)
     return &leaf->links[vmem__entry_in(s, leaf, addr) - leaf->entries];
 }
 
-// Enters a page that is mapped at addr now; its entries are the caller's to write.
+// Records that a page is mapped at addr. The caller writes its entries.
 static inline void link_page(vmem_context *ctx, uint64_t addr, struct vmem__page *p)
 {
     if (VMEM__UNLIKELY(p->mappings)) {
@@ -122,13 +122,13 @@ static inline void unlink_page(vmem_context *ctx, uint64_t addr, struct vmem__pa
     p->mappings--;
 }
 
-// The address after addr that the page is mapped at, or 0.
+// The next address after addr at which the page is mapped, or 0.
 static inline uint64_t next_mapping(vmem_context *ctx, uint64_t addr, const struct vmem__page *p)
 {
     return p->mappings > 1 ? link_at(ctx, addr)->next : 0;
 }
 
-// Ends a page that is mapped nowhere; its memory waits for vmem__batch_give().
+// Ends a page that is mapped nowhere. vmem__batch_give() frees its memory.
 static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint64_t frame = vmem__page_frame(a, p);
@@ -140,7 +140,7 @@ static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, st
         p[u].dirty = 1;
     b->ctx->created -= granules * GRANULE;
     b->ctx->n_doomed -= p->doomed;
-    // Frames of different arenas are never consecutive, so the frames alone tell.
+    // Frames of different arenas are never consecutive, so comparing frames is enough.
     struct vmem__page *last = b->ended;
     if (last && b->ended_frame + last->granules == frame) {
         last->granules += granules;
@@ -156,7 +156,7 @@ static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, st
     b->ended_frame = frame;
 }
 
-// Bytes mapped at a range, more or less.
+// Adds to the bytes that are mapped in a reservation. A negated count subtracts.
 static inline void count_mapped(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t bytes)
 {
     s->mapped += bytes;

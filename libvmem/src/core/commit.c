@@ -1,12 +1,13 @@
-// Committing: pages that belong to the addresses they back. Looks first whether there may be so many, then finds holes
-// in the shadow, a part at a time, and fills them by the public calls, which check again: a call that got in between
-// makes them fail, and all that was filled goes again. Another commit must not take for backed what may go again.
+// Committing creates pages that belong to the addresses that they back. A commit first checks that so many pages may
+// exist. Then it finds holes in the shadow, a part at a time, and fills them with the public calls. These check again:
+// if another call came first, they fail, and the commit undoes everything. Until then, another commit must not treat
+// the filled addresses as backed.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 
-#define PART 4096 // pages of a part
-// Entries looked at between two chances for other calls to have the lock.
+#define PART 4096 // pages per part
+// Entries examined before the lock is dropped for other calls.
 #define LOOK 65536
 
 // A vector that grows.
@@ -15,10 +16,10 @@ struct pages {
     size_t n, room;
 };
 
-// The place that is looked at next.
+// The next place to examine.
 struct place {
     size_t range;
-    uint64_t done; // bytes of the range that lie behind
+    uint64_t done; // bytes of the range before this place
 };
 
 static int make_room(struct pages *pages, size_t n)
@@ -62,7 +63,7 @@ static void delist(vmem_context *ctx, const struct vmem__commit *self)
         *link = self->next;
 }
 
-// Whether another commit, that is not over, may have filled the address.
+// Whether another, unfinished commit may have filled the address and may still undo that.
 static bool may_go(const vmem_context *ctx, const struct vmem__commit *self, uint64_t addr)
 {
     for (const struct vmem__commit *c = ctx->commits; VMEM__UNLIKELY(c); c = c->next) {
@@ -74,8 +75,8 @@ static bool may_go(const vmem_context *ctx, const struct vmem__commit *self, uin
     return false;
 }
 
-// The unbacked places from *at on, up to `most` of them; ops may be NULL: only counted. Returns after LOOK entries too,
-// with *at behind what it saw. With the lock held.
+// Finds up to `most` unbacked places from *at on. If ops is NULL, they are only counted. Also returns after LOOK
+// entries, with *at after the last one. The caller holds the lock.
 static int find_holes(vmem_context *ctx, const struct vmem__commit *self, uint64_t page_size, struct place *at,
                       size_t most, size_t *found, struct vmem_map_op *ops)
 {
@@ -110,7 +111,7 @@ static int find_holes(vmem_context *ctx, const struct vmem__commit *self, uint64
     return 0;
 }
 
-// How many pages the call takes, or -ENOMEM as soon as they are more than there may be.
+// Counts the pages that the call needs. -ENOMEM as soon as they exceed what may exist.
 static int count_holes(vmem_context *ctx, const struct vmem__commit *self, uint64_t page_size, size_t *found)
 {
     struct place at = {0};
@@ -119,7 +120,7 @@ static int count_holes(vmem_context *ctx, const struct vmem__commit *self, uint6
         rc = find_holes(ctx, self, page_size, &at, SIZE_MAX, found, NULL);
         if (!rc && *found)
             rc = vmem__check_room(ctx, page_size, *found);
-        if (at.range < self->n) { // let others in
+        if (at.range < self->n) { // give other calls the lock
             vmem__unlock(ctx);
             vmem__lock(ctx);
         }
@@ -127,7 +128,7 @@ static int count_holes(vmem_context *ctx, const struct vmem__commit *self, uint6
     return rc;
 }
 
-// Fills the next holes, up to `most`. *filled: how many.
+// Fills up to `most` of the next holes. *filled is their number.
 static int fill(vmem_context *ctx, struct vmem__commit *self, uint64_t page_size, uint32_t create_flags,
                 struct place *at, struct vmem_map_op *ops, size_t most, struct pages *pages, size_t *filled)
 {

@@ -1,4 +1,4 @@
-// Contexts: choosing a backend, the check at every entry, information, statistics.
+// Contexts: choice of a backend, the check at the entry of every call, information, statistics.
 //
 // SPDX-License-Identifier: MIT
 #include <stdio.h>
@@ -53,7 +53,7 @@ int vmem_probe(const struct vmem_options *opts)
     return rc ? rc : ops->probe(&o);
 }
 
-// A different number for every context of the process (splitmix64 is a bijection), with the bit that no frame has.
+// A different number for every context of the process (splitmix64 is a bijection), with a bit that no frame has.
 static uint64_t new_salt(void)
 {
     static _Atomic uint64_t contexts;
@@ -134,8 +134,8 @@ void vmem_context_destroy(vmem_context *ctx)
     const bool forked = !*ctx->owned;
     char text[VMEM__TEXT];
     vmem__keep_error(text);
-    // In a forked child the bookkeeping may be half-written and the lock held by a thread that does not exist here:
-    // only the backend's own state goes, the rest is left to the process's end.
+    // In a forked child, the records may be half-written, and a thread that does not exist here may hold the lock. Only
+    // the backend's own state is freed; the end of the process frees the rest.
     if (!forked) {
         vmem__lock(ctx);
         ctx->closing = true;
@@ -149,7 +149,7 @@ void vmem_context_destroy(vmem_context *ctx)
     }
     ctx->b.ops->close(&ctx->b, forked);
     munmap((void *)ctx->owned, (size_t)sysconf(_SC_PAGESIZE));
-    if (!forked) { // there the lock may be held, and threads may wait that do not exist
+    if (!forked) { // in a child, the lock may be held, and threads that do not exist may wait
         pthread_cond_destroy(&ctx->idle);
         pthread_mutex_destroy(&ctx->lock);
     }

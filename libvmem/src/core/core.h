@@ -1,17 +1,18 @@
-// What the files of libvmem's core share.
+// Declarations shared by the files of libvmem's core.
 //
-// Locking. One mutex, ctx->lock, guards every field of this file except where noted. It is never held across a backend
-// call. A call that needs the backend goes: lock, validate, mark what it touches, unlock, backend, lock, commit or
-// unwind, unlock. What is marked:
+// Locking. One mutex, ctx->lock, guards every field in this file except where noted. It is never held across a backend
+// call. A call that needs the backend proceeds as follows: lock, validate, mark what it touches, unlock, call the
+// backend, lock, commit or unwind, unlock. The marks are:
 //   - a page, by vmem__page.opid: some call maps, unmaps or releases it;
 //   - a shadow entry (64 KiB of addresses), by ENTRY_PENDING: some call maps or unmaps there;
 //   - a reservation, by vmem__reservation_rec.inflight: some backend call uses it, so it cannot be freed;
-//   - granules of an arena that are in no free list and in no page: their taker commits, discards or zeroes them;
-//   - addresses that vmem_copy_batch and vmem_fill touch, by a struct vmem__access in ctx->accesses.
-// A call that finds another call's mark returns -EBUSY. Only vmem_context_destroy waits: every call
-// counts itself in ctx->calls between vmem__begin() and vmem__end().
+//   - granules of an arena that are in no free list and in no page: the call that took them commits, discards or zeroes
+//     them;
+//   - addresses that vmem_copy_batch and vmem_fill access, by a struct vmem__access in ctx->accesses.
+// A call that finds another call's mark returns -EBUSY. Only vmem_context_destroy waits: every call is counted in
+// ctx->calls between vmem__begin() and vmem__end().
 //
-// What must go but is marked by another call is doomed (drop.c), and goes when a call ends.
+// An object that must be freed while another call's mark is on it is doomed (drop.c). It is freed when a call ends.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_INTERNAL_H
@@ -28,23 +29,23 @@
 #define VMEM__LIKELY(x) __builtin_expect(!!(x), 1)
 #define VMEM__UNLIKELY(x) __builtin_expect(!!(x), 0)
 
-// What everything is counted in: the smallest page.
+// Everything is counted in granules, the smallest pages.
 #define GRANULE_SHIFT 16
 #define GRANULE VMEM_PAGE_64K
-// Arenas are whole blocks of 2 MiB, of address space and of frame numbers.
+// Arenas consist of whole 2 MiB blocks, of memory and of frame numbers.
 #define BLOCK_SHIFT 5
 #define BLOCK_GRANULES (1u << BLOCK_SHIFT)
 #define BLOCK VMEM_PAGE_2M
-// A page handle: the generation of its first frame, and the frame, XORed with the context's salt. A handle of another
-// context comes out as a frame that does not exist, or as a wrong generation. The salt has a bit that no frame has, so
-// that no handle is 0.
+// A page handle is the generation of the page's first frame together with the frame, XORed with the context's salt. A
+// handle of another context decodes to a frame that does not exist, or to a wrong generation. The salt has a bit that
+// no frame has, so no handle is 0.
 #define FRAME_BITS 40
 #define FRAME_MASK ((UINT64_C(1) << FRAME_BITS) - 1)
 #define FRAME_END (UINT64_C(1) << (FRAME_BITS - 1))
 #define GENERATION_MAX ((1u << 24) - 1)
 #define MAX_RESERVE (UINT64_C(1) << 46)
-// Memory is committed and zeroed in steps of this many bytes, some 10 ms each, and between two a call can be
-// interrupted.
+// Memory is committed and zeroed in steps of this many bytes, which take about 10 ms each. A call can be interrupted
+// between two steps.
 #define VMEM__PORTION (UINT64_C(32) << 20)
 
 // ---- physical memory (arena.c, page.c) ----------------------------------------------------------------------
@@ -54,16 +55,16 @@ enum vmem__state {
     GRANULE_FREE,     // first or last granule of a free extent
     GRANULE_PAGE,     // first granule of a page
     GRANULE_REST,     // another granule of a page
-    GRANULE_WORN,     // its generations are used up; unused until the arena goes
+    GRANULE_WORN,     // its generations are used up; unused until the arena is freed
 };
 
 // One per granule of an arena.
 struct vmem__page {
     union {
         struct {              // GRANULE_PAGE
-            uint64_t mapping; // first address it is mapped at (others: vmem__link.next), 0 when nowhere
+            uint64_t mapping; // first address at which it is mapped (others: vmem__link.next); 0: none
             uint32_t mappings;
-            uint32_t opid; // operation id of the call that works on it; 0: none
+            uint32_t opid; // operation id of the call that is working on it; 0: none
         };
         struct { // first granule of a free extent: neighbours in the free list, as frame + 1
             uint64_t next, prev;
@@ -72,8 +73,8 @@ struct vmem__page {
     uint32_t granules; // GRANULE_PAGE: of the page. GRANULE_REST: back to the page's first. GRANULE_FREE: of the extent
     uint32_t generation : 24, state : 3;
     uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
-    uint32_t bound : 1;     // GRANULE_PAGE: of vmem_commit, goes when it is mapped nowhere any more
-    uint32_t doomed : 1;    // GRANULE_PAGE: to be released as soon as it can be
+    uint32_t bound : 1;     // GRANULE_PAGE: made by vmem_commit; freed with its last mapping
+    uint32_t doomed : 1;    // GRANULE_PAGE: to be released as soon as possible
     uint32_t committed : 1; // first and last granule of a free extent: it holds device memory
 };
 
@@ -82,16 +83,16 @@ struct vmem__arena_rec {
     struct vmem__arena_rec *next, *prev;
     uint64_t base; // frame of offset 0
     uint32_t granules;
-    uint32_t used;      // granules in pages, or taken from the free lists otherwise
+    uint32_t used;      // granules in pages, or otherwise outside the free lists
     uint32_t worn;      // granules
     uint32_t committed; // granules in free extents, or worn, that hold device memory
     struct vmem__page pages[];
 };
 
-// Frames are numbered in blocks. A block's generations outlive the arena, so that no handle ever comes back.
+// Frames are numbered in blocks. A block's generations outlive the arena, so no handle is ever reused.
 struct vmem__block {
     struct vmem__arena_rec *arena; // NULL: free
-    uint32_t generation;           // for the next arena here; over GENERATION_MAX: never again
+    uint32_t generation;           // of the next arena here; above GENERATION_MAX: block not usable again
 };
 
 #define VMEM__BINS 33
@@ -110,24 +111,24 @@ struct vmem__piece {
 
 // ---- address space (reservation.c) --------------------------------------------------------------------------------
 
-// The shadow: an entry for each granule of a reservation. It holds frame + 1 of the granule that is mapped there, 0 for
-// none. While a call works on it, it also has ENTRY_PENDING; if it was empty before, both marks and the operation id of
-// that call.
+// The shadow has an entry for each granule of a reservation. An entry is frame + 1 of the granule that is mapped there,
+// or 0. While a call works on it, it also has ENTRY_PENDING. If it was empty before, it has both marks and the
+// operation id of that call.
 #define ENTRY_PENDING (UINT64_C(1) << 63)
 #define ENTRY_COMING (UINT64_C(1) << 62)
-// What is mapped there, as frame + 1, or 0.
+// The granule mapped there, as frame + 1, or 0.
 static inline uint64_t vmem__entry_frame(uint64_t entry) { return entry & ENTRY_COMING ? 0 : entry & ~ENTRY_PENDING; }
 
-// At the first entry of a page that is mapped at several addresses: the next and the previous of them. Of a page with
-// one address only this says nothing, so that most pages' links are never touched.
+// The next and the previous address of a page that is mapped at several addresses, stored at its first entry. Undefined
+// for a page with a single address, so that most links are never accessed.
 struct vmem__link {
     uint64_t next, prev;
 };
 
 #define LEAF_SHIFT 8
-#define LEAF_ENTRIES (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are 2 MiB at most and never cross leaves
+#define LEAF_ENTRIES (1u << LEAF_SHIFT) // 16 MiB of addresses; pages are at most 2 MiB and never cross leaves
 struct vmem__leaf {
-    uint32_t used;            // entries mapped or pending; the leaf goes when it falls to 0
+    uint32_t used;            // entries mapped or pending; at 0 the leaf is freed
     struct vmem__leaf *spare; // the next one, in vmem_context.spare
     uint64_t entries[LEAF_ENTRIES];
     struct vmem__link links[LEAF_ENTRIES];
@@ -137,13 +138,13 @@ struct vmem__reservation_rec {
     struct vmem__reservation b; // the backend's view
     uint64_t mapped;            // bytes
     uint64_t inflight;          // backend calls that use it
-    bool doomed;                // to be given up as soon as inflight is 0
+    bool doomed;                // to be freed as soon as inflight is 0
     struct vmem__leaf *leaves[];
 };
 
 // ---- data (data.c) ------------------------------------------------------------------------------------------
 
-// Addresses that a copy or a fill touches, while it does. On its caller's stack.
+// Addresses that a copy or a fill in flight accesses. On its caller's stack.
 struct vmem__access {
     struct vmem__access *next;
     const struct vmem_copy_op *ops;
@@ -153,8 +154,8 @@ struct vmem__access {
 
 // ---- committing (commit.c) ----------------------------------------------------------------------------------
 
-// A vmem_commit, on its caller's stack. Once it has filled a part of several it is in ctx->commits: that part goes again
-// if a later one fails.
+// A vmem_commit, on its caller's stack. After its first part of several it is in ctx->commits, because the part is
+// undone if a later one fails.
 struct vmem__commit {
     struct vmem__commit *next;
     const struct vmem_range *ranges;
@@ -165,7 +166,7 @@ struct vmem__commit {
 // ---- contexts -----------------------------------------------------------------------------------------------
 
 struct vmem_context {
-    const unsigned char *owned; // reads 1; reads 0 in a forked child, whose kernel has wiped it. Not guarded.
+    const unsigned char *owned; // reads 1, and 0 in a forked child, where the kernel wipes it. Not guarded.
     struct vmem__backend b;     // not guarded
     uint64_t salt;              // of page handles; constant
     pthread_mutex_t lock;
@@ -177,10 +178,10 @@ struct vmem_context {
     struct vmem__access *accesses;
     struct vmem__commit *commits;
     uint64_t n_doomed; // pages and reservations
-    bool sweeping;     // some call looks after these
+    bool sweeping;     // a call is freeing these
     uint64_t undoing;  // interrupted calls that keep what they free, for vmem__shrink_later
     bool shrinking;    // its thread runs
-    bool stuck;        // the kernel's or the driver's resources were exhausted, and nothing was unmapped since
+    bool stuck;        // kernel or driver resources were exhausted, and nothing was unmapped since
 
     struct vmem__reservation_rec **reservations; // by address
     size_t n_reservations, cap_reservations;
@@ -190,21 +191,21 @@ struct vmem_context {
 
     struct vmem__block *blocks;
     size_t n_blocks, cap_blocks;
-    size_t free_block; // no free block lies before it
+    size_t free_block; // no block before it is free
     struct vmem__arena_rec *arenas;
     struct vmem__freelist free[2]; // [1]: extents that hold device memory. Without populate() all do.
     struct vmem__freelist whole;   // arenas that are mapped whole and have no page
 
-    uint32_t opid;                    // the last operation id given to a call
-    uint64_t budget, limit;           // most bytes of pages: 0 for no budget; the budget, or else what the device has
-    uint64_t keep;                    // bytes of device memory that release does not give back: vmem_prealloc
-    struct vmem_kv *caches;           // KV caches over this context; theirs to read and write, under the lock
+    uint32_t opid;          // the last operation id given to a call
+    uint64_t budget, limit; // most bytes of pages: 0 without a budget; the budget, or otherwise the device's memory
+    uint64_t keep;          // bytes of device memory that release keeps: vmem_prealloc
+    struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
     uint64_t arena_bytes, arena_free; // bytes of arenas; of free extents in them
     uint64_t committed;               // bytes of device memory in arenas
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 
-// Entry of every call: the context's process may go on.
+// Refuses a call at its entry if the process may not use the context.
 int vmem__refuse(const vmem_context *ctx) __attribute__((cold));
 static inline int vmem__enter(const vmem_context *ctx)
 {
@@ -212,7 +213,7 @@ static inline int vmem__enter(const vmem_context *ctx)
 }
 static inline void vmem__lock(vmem_context *ctx) { pthread_mutex_lock(&ctx->lock); }
 static inline void vmem__unlock(vmem_context *ctx) { pthread_mutex_unlock(&ctx->lock); }
-// Every call that takes the lock takes it first by begin and drops it last by end. In between it may drop it.
+// Every call that needs the lock takes it by begin first and drops it by end last. It may drop it in between.
 static inline void vmem__begin(vmem_context *ctx)
 {
     vmem__lock(ctx);
@@ -227,7 +228,7 @@ static inline void vmem__end(vmem_context *ctx)
         pthread_cond_signal(&ctx->idle);
     vmem__unlock(ctx);
 }
-// An operation id for a call: what the call marks, it marks with this number.
+// An operation id for a call, with which it marks what it touches.
 static inline uint32_t vmem__opid(vmem_context *ctx)
 {
     if (++ctx->opid == 0)
@@ -235,20 +236,20 @@ static inline uint32_t vmem__opid(vmem_context *ctx)
     return ctx->opid;
 }
 
-// A context over the given operations; what vmem_context_create calls once it has chosen them.
+// Creates a context with the given operations. vmem_context_create calls it with those that it has chosen.
 int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_options *opts, vmem_context **out);
 
 // arena.c. All with the lock held; grow and give drop it for a while.
 //
-// Takes up to `granules`, in multiples of `align` granules and so aligned, from the free extents; false when there are
+// Takes up to `granules` from the free extents, in multiples of `align` granules and aligned to it. False if there are
 // none.
 bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out);
-// The same from the extent that starts at granule `first` of the arena, if one does.
+// The same from the extent that starts at granule `first` of the arena, if there is one.
 bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
                    struct vmem__piece *out);
-// Puts a piece into the free lists. Returns the arena if it is empty now and should go: it is unlinked then.
+// Puts a piece into the free lists. Returns the arena, unlinked, if it is now empty and should be freed.
 struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p);
-// Puts pieces into the free lists, returning to the system what is more than ctx->keep and the hysteresis allow.
+// Puts pieces into the free lists, and returns to the system what exceeds ctx->keep and the hysteresis.
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
 // An arena of exactly so many granules that is mapped whole; false when there is none.
 bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
@@ -259,13 +260,13 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
 uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);
 // Returns all free memory beyond ctx->keep to the system, without hysteresis.
 void vmem__shrink(vmem_context *ctx);
-// The same in a thread of its own, for a call that was interrupted and is to end now: it takes 100 ms a GiB and more.
+// The same in another thread, for an interrupted call that must return at once. It takes 100 ms or more per GiB.
 void vmem__shrink_later(vmem_context *ctx);
 void vmem__arenas_destroy(vmem_context *ctx);
 
 // page.c
 //
-// -EINVAL, naming page_size, unless the backend has such pages.
+// -EINVAL, naming page_size, unless the backend supports it.
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size) __attribute__((cold));
 static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_size)
 {
@@ -287,15 +288,14 @@ static inline void vmem__limit(vmem_context *ctx, uint64_t budget)
     ctx->budget = budget;
     ctx->limit = budget && budget < total ? budget : total;
 }
-// -ENOMEM unless there may be n pages more, at most 2^46 bytes, by the budget and by what the device has. With the lock
-// held.
+// -ENOMEM unless the budget and the device allow n more pages, which are at most 2^46 bytes. The caller holds the lock.
 int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n) __attribute__((cold));
 static inline int vmem__check_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 {
     return VMEM__LIKELY(ctx->created + n * page_size <= ctx->limit) ? 0 : vmem__no_room(ctx, page_size, n);
 }
-// vMemCreate of n pages in stretches, each of which continues physically behind page `near` where that memory is free
-// (0: anywhere).
+// vMemCreate of n pages in stretches. Each continues physically after its page `near` if that memory is free (0:
+// anywhere).
 struct vmem__stretch {
     size_t n;
     vmem_page near;
@@ -313,7 +313,7 @@ static inline uint64_t vmem__handle_frame(const vmem_context *ctx, vmem_page pag
 {
     return (page ^ ctx->salt) & FRAME_MASK;
 }
-// The page a handle names, with its arena; NULL if there is none (any more).
+// The page that a handle names, with its arena; NULL if it does not exist.
 static inline struct vmem__page *vmem__page_get(const vmem_context *ctx, vmem_page page, struct vmem__arena_rec **arena)
 {
     page ^= ctx->salt;
@@ -349,10 +349,10 @@ static inline uint64_t vmem__page_frame(const struct vmem__arena_rec *a, const s
     return a->base + (uint64_t)(p - a->pages);
 }
 
-// commit.c. -EINVAL unless the range is inside one reservation and of whole granules. With the lock held.
+// commit.c. -EINVAL unless the range is inside one reservation and consists of whole granules. With the lock held.
 int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule);
 
-// data.c. -EBUSY, with *bad, if a run lies where a copy or a fill is at work. With the lock held.
+// data.c. -EBUSY, with *bad, if a copy or a fill in flight accesses the addresses of a run. With the lock held.
 int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, size_t n, size_t *bad);
 
 // reservation.c. With the lock held.
@@ -363,9 +363,9 @@ struct vmem__reservation_rec *vmem__reservation_find(vmem_context *ctx, uint64_t
 size_t vmem__reservation_after(const vmem_context *ctx, uint64_t addr);
 // -EINVAL, naming [addr, addr + length), unless it is inside one reservation, which is *out then.
 int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__reservation_rec **out);
-// -EINVAL unless a reservation starts at addr, which is *out then, and was not given up.
+// -EINVAL unless a reservation, which is then *out, starts at addr and was not given up.
 int vmem__reservation_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out);
-// Takes a reservation, on which no call works, out of the table; the caller then ends it without the lock.
+// Removes a reservation on which no call works from the table. The caller then frees it without the lock.
 void vmem__reservation_remove(vmem_context *ctx, struct vmem__reservation_rec *s);
 void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s);
 void vmem__reservation_free(struct vmem__reservation_rec *s, bool leaves); // leaves: there are some
@@ -379,7 +379,7 @@ static inline uint64_t *vmem__entry_in(const struct vmem__reservation_rec *s, st
 {
     return &leaf->entries[((addr - s->b.addr) >> GRANULE_SHIFT) & (LEAF_ENTRIES - 1)];
 }
-// That many entries of the leaf are unused again.
+// Counts that many entries of the leaf as unused again.
 static inline void vmem__leaf_put(vmem_context *ctx, struct vmem__reservation_rec *s, struct vmem__leaf *leaf,
                                   uint64_t addr, uint32_t granules)
 {

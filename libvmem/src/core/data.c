@@ -1,17 +1,17 @@
-// Copying and filling, with the check that no access of ours can fault: a fault costs a GPU process its context.
+// Copying and filling. Checks that no access can fault, because a fault destroys a GPU process's context.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 
-// The first reservation that ends after addr, if it begins before the end; NULL: the addresses are the caller's own.
+// The first reservation that overlaps [addr, addr + length), or NULL if the addresses are the caller's own memory.
 static struct vmem__reservation_rec *reservation_at(vmem_context *ctx, uint64_t addr, uint64_t length)
 {
     const size_t i = vmem__reservation_after(ctx, addr);
     return i < ctx->n_reservations && ctx->reservations[i]->b.addr < addr + length ? ctx->reservations[i] : NULL;
 }
 
-// Addresses that touch a reservation must lie inside it and be backed, or be readable through its backdrop, and no
-// other call may be mapping or unmapping there. With the lock held.
+// Addresses that overlap a reservation must lie inside it and be backed, or be readable through its backdrop. No other
+// call may be mapping or unmapping them. The caller holds the lock.
 static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint64_t length, bool write)
 {
     if (length > UINT64_MAX - addr)
@@ -70,7 +70,7 @@ static void hold(vmem_context *ctx, uint64_t addr, uint64_t length, int by)
         s->inflight += (uint64_t)by;
 }
 
-// The addresses are marked: no page leaves them, and no reservation goes. With the lock held.
+// Marks the addresses, so that no page is unmapped there and no reservation freed. The caller holds the lock.
 static void access_begin(vmem_context *ctx, struct vmem__access *a)
 {
     a->next = ctx->accesses;
@@ -95,7 +95,7 @@ static void access_end(vmem_context *ctx, struct vmem__access *a)
     }
 }
 
-// Where the backdrop is lazy, sources must have it before they are read. With the lock held, which it drops.
+// If the backdrop is lazy, maps it at the sources before they are read. The caller holds the lock, which this drops.
 static int need_backdrop(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
 {
     int rc = 0;

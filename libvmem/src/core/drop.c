@@ -1,6 +1,6 @@
-// What must go, for callers who cannot do anything about a failure. What another call works on is doomed: it goes when
-// that call ends. What the kernel or the driver refuses to unmap for lack of its own resources stays doomed until
-// something else was unmapped.
+// Frees pages and reservations for callers that cannot handle a failure. If another call works on one, it is doomed: it
+// is freed when that call ends. If the kernel or the driver lacks the resources to unmap it, it stays doomed until
+// something else has been unmapped.
 //
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
@@ -9,7 +9,7 @@
 
 // ---- reservations -------------------------------------------------------------------------------------------
 
-// The page whose first entry is at addr or, on the way there, the next entry to look at; NULL at the end.
+// Finds the next page at or after *addr. NULL at the end.
 static struct vmem__page *next_page(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t *addr,
                                     struct vmem__arena_rec **a)
 {
@@ -31,8 +31,8 @@ static struct vmem__page *next_page(vmem_context *ctx, struct vmem__reservation_
     return NULL;
 }
 
-// Takes a reservation out of the table as it is, with what is mapped there, which the kernel or the driver would not
-// unmap: unreserve() takes it away. False: another call works on a page of it. With the lock held, which it drops.
+// Removes a reservation from the table although the kernel or the driver refused to unmap its pages; unreserve()
+// removes them. False if another call works on one of its pages. The caller holds the lock, which this drops.
 static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     const uint64_t start = s->b.addr;
@@ -47,7 +47,7 @@ static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
     vmem__batch_init(&b, ctx, 0);
     for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += GRANULE) {
         unlink_page(ctx, addr, p);
-        p->opid = b.opid; // until the addresses are gone
+        p->opid = b.opid; // until the addresses are freed
     }
     count_mapped(ctx, s, -s->mapped);
     vmem__reservation_remove(ctx, s);
@@ -56,7 +56,7 @@ static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
     vmem__lock(ctx);
     for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += GRANULE) {
         if (p->opid != b.opid)
-            continue; // seen at another address
+            continue; // already seen at another address
         if (p->bound && !p->mappings)
             batch_end_page(&b, a, p);
         else
@@ -67,7 +67,7 @@ static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
     return true;
 }
 
-// False: not yet. With the lock held, which it drops.
+// False if it is not possible yet. The caller holds the lock, which this drops.
 static bool end_reservation(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     int rc = 0;
@@ -79,7 +79,7 @@ static bool end_reservation(vmem_context *ctx, struct vmem__reservation_rec *s)
         s->inflight--;
     }
     if (s->inflight || rc == -EBUSY)
-        return false; // the other call looks here again when it ends
+        return false; // the other call tries again when it ends
     if (s->mapped)
         return force(ctx, s);
     vmem__reservation_remove(ctx, s);
@@ -113,11 +113,11 @@ int vmem_unreserve(vmem_context *ctx, uint64_t addr)
         s->doomed = true;
         ctx->n_doomed++;
         ctx->stuck = false;
-        // Do it now instead of leaving it to the next sweep: the caller may need the memory, or the pages, next.
+        // Free it now instead of in the next sweep, because the caller may need the memory or the pages next.
         const bool sweeping = ctx->sweeping;
         char text[VMEM__TEXT];
         vmem__keep_error(text);
-        ctx->sweeping = true; // this call looks after the rest when it ends
+        ctx->sweeping = true; // this call frees the rest when it ends
         if (!s->inflight)
             end_reservation(ctx, s);
         ctx->sweeping = ctx->sweeping && sweeping;
@@ -161,7 +161,7 @@ static bool sweep_pages(vmem_context *ctx)
 void vmem__sweep(vmem_context *ctx)
 {
     char text[VMEM__TEXT];
-    vmem__keep_error(text); // may be what the caller is about to return
+    vmem__keep_error(text); // the caller may be about to return it
     ctx->sweeping = true;
     while (ctx->n_doomed && !ctx->stuck && (sweep_reservations(ctx) || sweep_pages(ctx)))
         ;
@@ -169,7 +169,7 @@ void vmem__sweep(vmem_context *ctx)
     vmem__error(0, "%s", text);
 }
 
-// Dooms a page that there still is.
+// Dooms a page, if it still exists.
 static void doom(vmem_context *ctx, vmem_page page, bool stuck)
 {
     struct vmem__arena_rec *a;
@@ -191,7 +191,7 @@ int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n)
     if (n && !pages)
         return vmem__error(-EINVAL, "pages is NULL");
     char text[VMEM__TEXT];
-    vmem__keep_error(text); // callers clean up before they report what failed
+    vmem__keep_error(text); // callers clean up before they report the failure
     const bool all = !vMemReleaseBatch(ctx, pages, n, NULL);
     for (size_t i = 0; i < n && !all; i++) {
         rc = vMemRelease(ctx, pages[i]);

@@ -12,7 +12,7 @@ static _Thread_local char text[VMEM__TEXT];
 
 int vmem__error(int rc, const char *fmt, ...)
 {
-    // Through a second buffer: an argument may be the last text itself.
+    // Uses a second buffer, because an argument may be the previous text.
     char fresh[sizeof text];
     va_list ap;
     va_start(ap, fmt);

@@ -1,9 +1,9 @@
-// Mapping, and what is mapped where.
+// Mapping, and queries of what is mapped.
 //
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
 
-// Whether the pages mapped under [addr, addr + granules) may be replaced: they lie inside it, and no other call has
+// Whether the pages mapped in [addr, addr + granules) may be replaced: they lie inside it, and no other call works on
 // them.
 static int check_entries(struct batch *b, const uint64_t *entry, uint32_t granules, uint64_t addr)
 {
@@ -46,7 +46,7 @@ static uint64_t page_size_of(uint64_t x)
                                      : VMEM_PAGE_64K;
 }
 
-// Adds the runs of one page that replaces others: one for each stretch of old memory that is itself consecutive.
+// Adds the runs of one page that replaces others: one run for each stretch of consecutive old memory.
 static int add_replacing(struct batch *b, struct vmem__reservation_rec *s, uint64_t addr, struct vmem__arena_rec *a,
                          uint64_t offset, const uint64_t *entry, uint32_t granules, size_t i)
 {
@@ -54,7 +54,7 @@ static int add_replacing(struct batch *b, struct vmem__reservation_rec *s, uint6
     for (uint32_t u = 0, end; u < granules && !rc; u = end) {
         const uint64_t frame = vmem__entry_frame(entry[u]);
         struct vmem__arena_rec *old = frame ? vmem__frame_arena(b->ctx, frame - 1) : NULL;
-        // Frames of different arenas are never consecutive, so the frames alone tell.
+        // Frames of different arenas are never consecutive, so comparing frames is enough.
         for (end = u + 1; end < granules; end++) {
             if (vmem__entry_frame(entry[end]) != (frame ? frame + (end - u) : 0))
                 break;
@@ -74,13 +74,14 @@ static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t
         entry[u] = ENTRY_PENDING | ENTRY_COMING | b->opid;
 }
 
-// Marks the elements after ops[0] that continue its run: same leaf, pages of the same size next to each other, nothing
-// mapped there. They need no look-up, which is most of an element's cost. Returns how many.
+// Marks the elements after ops[0] that continue its run: same leaf, adjacent pages of the same size, nothing mapped
+// yet. They need no look-up, which is most of an element's cost. Returns their number.
 static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__reservation_rec *s,
                            struct vmem__leaf *leaf, uint64_t *entry, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint32_t granules = p->granules;
-    const uint64_t size = granules * GRANULE, last = s->b.addr + s->b.length - size; // a page behind it would stick out
+    const uint64_t size = granules * GRANULE,
+                   last = s->b.addr + s->b.length - size; // a page after it would exceed the reservation
     const uint64_t *const entries_end = leaf->entries + LEAF_ENTRIES;
     const struct vmem__page *const arena_end = a->pages + a->granules;
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
@@ -107,7 +108,7 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
     return i - 1;
 }
 
-// Checks and marks ops[i], and those after it that continue its run. *next is the first that remains.
+// Checks and marks ops[i] and the following elements that continue its run. *next is the first one left.
 static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n, size_t i, size_t *next)
 {
     vmem_context *ctx = b->ctx;
@@ -143,7 +144,7 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
         rc = any ? add_replacing(b, s, addr, a, offset, entry, granules, i)
                  : batch_add(b, s, addr, size, a, offset, NULL, 0, size, false, i);
     if (VMEM__UNLIKELY(rc)) {
-        vmem__leaf_put(ctx, s, leaf, addr, 0); // it may be new and empty
+        vmem__leaf_put(ctx, s, leaf, addr, 0); // the leaf may be new and empty
         return rc;
     }
 
@@ -165,7 +166,7 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     return 0;
 }
 
-// The pages that a run takes the place of leave their lists.
+// Unlinks the pages that a run replaces.
 static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
 {
     struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
@@ -179,20 +180,20 @@ static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
     count_mapped(ctx, s, -run->length);
 }
 
-// Ends what a run took the place of, where it is bound and mapped nowhere any more: after all runs, since a batch may
-// have moved it to another address.
+// Ends the bound pages that a run replaced and that are mapped nowhere now. Done after all runs, because a batch may
+// have moved a page to another address.
 static void end_old(struct batch *b, const struct vmem__run *run)
 {
     struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->old_arena;
     struct vmem__page *p = &a->pages[run->old_offset >> GRANULE_SHIFT], *const end = p + (run->length >> GRANULE_SHIFT);
     for (uint32_t granules; p < end; p += granules) {
-        granules = p->state == GRANULE_PAGE ? p->granules : 1; // it may have ended with an earlier run
+        granules = p->state == GRANULE_PAGE ? p->granules : 1; // an earlier run may have ended it
         if (p->state == GRANULE_PAGE && p->bound && !p->mappings)
             batch_end_page(b, a, p);
     }
 }
 
-// Writes the result of a run. A page may lie in several runs, its first granule in the first of them.
+// Records the result of a run. A page may be in several runs; its first granule is in the first of them.
 static void commit_map(vmem_context *ctx, const struct vmem__run *run)
 {
     struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
@@ -210,8 +211,8 @@ static void commit_map(vmem_context *ctx, const struct vmem__run *run)
         stop = leaf_end(s, addr, end);
         for (const uint64_t *last = entry + (stop - addr) / GRANULE; entry < last;)
             *entry++ = ++frame;
-        // Pages start at multiples of the run's page size. The other granules' records are not touched: those of a
-        // batch of 2 MiB pages would fill a cache.
+        // Pages start at multiples of the run's page size. The other granules' records stay untouched, because those of
+        // a batch of 2 MiB pages would fill a cache.
         for (; addr < stop; addr += run->page_size, p += granules) {
             if (p->state == GRANULE_PAGE) {
                 p->opid = 0;
@@ -221,7 +222,7 @@ static void commit_map(vmem_context *ctx, const struct vmem__run *run)
     }
 }
 
-// Takes the marks of a run back, as far as they were set.
+// Removes the marks of a run, as far as they were set.
 static void undo_map(vmem_context *ctx, const struct vmem__run *run)
 {
     struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;

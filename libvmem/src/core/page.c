@@ -6,8 +6,8 @@
 #include "core/core.h"
 #include "core/struct.h"
 
-// Bytes of a part of a create call: the lock is held for as many at a time. Where memory is committed page by page, an
-// interrupted call gives back what it has of one part.
+// Bytes per part of a create call, for which the lock is held once. If memory is committed page by page, an interrupted
+// call frees at most one part.
 #define PART(ctx) ((ctx)->b.ops->populate ? UINT64_C(64) << 20 : UINT64_C(1) << 30)
 
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
@@ -22,7 +22,7 @@ int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
                        sizes);
 }
 
-// Makes pages of a piece, and their handles.
+// Turns a piece into pages, and writes their handles.
 static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
                        vmem_page *out)
 {
@@ -45,7 +45,7 @@ static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece,
     }
 }
 
-// Zeroes the dirty granules of the pieces, in as few calls as a small array allows: each may wait for the device.
+// Zeroes the dirty granules of the pieces. Uses few calls, because each may wait for the device.
 static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n)
 {
     struct vmem__run runs[64];
@@ -80,7 +80,7 @@ static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces,
     return rc || !n_runs ? rc : b->ops->zero(b, runs, n_runs);
 }
 
-// Commits the first *done bytes of a piece, as many as can be.
+// Commits as many bytes of a piece as possible; *done is their number.
 static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64_t *done)
 {
     const uint64_t length = p->granules * GRANULE;
@@ -95,7 +95,8 @@ static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64
     return rc;
 }
 
-// Commits the memory of the pieces that have none, and zeroes it where asked. Without the lock: the granules are ours.
+// Commits the memory of pieces without any, and zeroes it if requested. Needs no lock, because this call owns the
+// granules.
 static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size_t n, uint32_t flags)
 {
     struct vmem__backend *b = &ctx->b;
@@ -108,8 +109,8 @@ static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size
     }
     if (!rc && (flags & VMEM_CREATE_ZERO))
         rc = zero_dirty(b, pieces, n);
-    // On failure give back what was committed here, of the last piece perhaps only a part; the caller puts the granules
-    // back.
+    // On failure, discard what was committed here, which may be only a part of the last piece. The caller puts the
+    // granules back.
     for (size_t i = 0; rc && i < done; i++) {
         const struct vmem__piece *p = &pieces[i];
         const uint64_t bytes = i == done - 1 && length ? length : p->granules * GRANULE;
@@ -149,15 +150,15 @@ int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n)
                        n, page_size, ctx->created, whose_memory(ctx), total);
 }
 
-// Takes up to `left` granules for pages of `granules` each: behind page `near`, or else where there is memory, or else
-// where there is none yet.
+// Takes up to `left` granules for pages of `granules` each: after page `near`, or otherwise from committed memory, or
+// otherwise from uncommitted memory.
 static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vmem_page near, struct vmem__piece *p)
 {
     struct vmem__arena_rec *a;
     const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
     if (q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->granules, left, granules, p))
         return true;
-    // Long stretches start at whole blocks, so that page-table entries of 2 MiB can map them.
+    // Long stretches start at whole blocks, so that 2 MiB page-table entries can map them.
     const bool blocks = left >= BLOCK_GRANULES && granules < BLOCK_GRANULES;
     return (blocks && vmem__take(ctx, true, left, BLOCK_GRANULES, p)) || vmem__take(ctx, true, left, granules, p) ||
            (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) || vmem__take(ctx, false, left, granules, p);
@@ -176,7 +177,7 @@ static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whol
     return rc;
 }
 
-// A new arena, after a look for an interrupt where the last ones took long to make. *fresh: bytes made since that look.
+// Makes a new arena, after a check for an interrupt if the last ones took long. *fresh: bytes made since that check.
 static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole,
                                             uint64_t *fresh)
 {
@@ -203,10 +204,10 @@ struct part {
     uint64_t more;  // granules that will follow
     vmem_page near; // continues physically behind this page, which is the last one made then; 0: anywhere
     bool whole;     // an arena of its own
-    bool grown;     // arenas were made for it
+    bool grown;     // new arenas were made for it
 };
 
-// Creates its pages. With the lock held, which it drops for a while.
+// Creates the part's pages. The caller holds the lock, which this drops for a while.
 static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *out)
 {
     struct vmem__piece few[16], *pieces = few;
@@ -214,7 +215,7 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
         return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", part->n);
     uint64_t left = (uint64_t)part->n * part->granules, fresh = 0;
     size_t n_pieces = 0;
-    bool ready = true; // all is committed and clean enough
+    bool ready = true; // everything is committed and as clean as requested
     int rc = 0;
     while (left && !rc) {
         struct vmem__piece *p = &pieces[n_pieces];
@@ -257,7 +258,7 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
     return rc;
 }
 
-// The end of a call that failed with rc when it had created `done` pages of n.
+// Ends a call that failed with rc after it had created `done` of n pages.
 static void __attribute__((cold)) undo_create(vmem_context *ctx, int rc, uint64_t page_size, size_t n,
                                               const vmem_page *pages, size_t done, bool grown)
 {
@@ -265,7 +266,7 @@ static void __attribute__((cold)) undo_create(vmem_context *ctx, int rc, uint64_
     ctx->undoing += rc == -EINTR;
     vmem__unlock(ctx);
     if (done)
-        vmem_drop(ctx, pages, done); // no other call knows them
+        vmem_drop(ctx, pages, done); // no other call has their handles
     vmem__lock(ctx);
     ctx->undoing -= rc == -EINTR;
     if (rc == -EINTR)
@@ -292,7 +293,7 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
     }
     ctx->created += n * page_size;
     const size_t most = PART(ctx) >> __builtin_ctzll(page_size);
-    size_t since = 0; // pages since the last look for an interrupt
+    size_t since = 0; // pages since the last check for an interrupt
     size_t done = 0, left = 0;
     while (done < n && !rc) {
         if (!left) {
@@ -323,7 +324,7 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
 
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages)
 {
-    if (flags & VMEM__CREATE_BOUND) // not the caller's to use
+    if (flags & VMEM__CREATE_BOUND) // not for callers
         return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", flags);
     return vmem__create_near(ctx, page_size, n, 0, flags, pages);
 }
@@ -379,16 +380,16 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
                          bytes, ctx->created, ctx->budget);
         bytes = 0;
     } else if (bytes > ctx->b.info.memory_total || ctx->created > ctx->b.info.memory_total - bytes) {
-        // Without this look all memory there is would be taken first.
+        // Without this check, the call would first allocate all memory of the machine.
         rc = vmem__error(-ENOMEM,
                          "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages: the %s %" PRIu64 " bytes of memory",
                          bytes, ctx->created, whose_memory(ctx), ctx->b.info.memory_total);
         bytes = 0;
     }
-    // First the promise to keep, so that a release beside us does not undo the work. Pages created meanwhile do not
-    // move the goal, and a trim meanwhile ends it: else what is committed here would be given back at once, for ever.
+    // Set `keep` first, so that a concurrent release does not undo the work. Pages created meanwhile do not change the
+    // goal, and a concurrent trim ends it. Otherwise memory committed here would be freed at once, again and again.
     const uint64_t goal = ctx->created + bytes;
-    uint64_t since = 0; // the last look for an interrupt
+    uint64_t since = 0; // the last check for an interrupt
     if (ctx->keep < goal)
         ctx->keep = goal;
     while (!rc && ctx->committed < goal && ctx->keep >= goal) {

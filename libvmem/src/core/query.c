@@ -1,10 +1,10 @@
-// What a reservation holds: how much of it, and where.
+// Queries of a reservation: how much is mapped, and where.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 #include "core/struct.h"
 
-// Of one stretch, so that the lock is not held for long.
+// The longest stretch of one answer, so that the lock is not held for long.
 #define LONGEST (UINT64_C(4) << 30)
 
 int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reservation_info *out)

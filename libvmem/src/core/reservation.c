@@ -1,7 +1,7 @@
-// Reservations, and the shadow that knows what every 64 KiB of them holds.
+// Reservations, and the shadow that records what is mapped at every 64 KiB of them.
 //
-// The shadow is a table of leaves, one per 16 MiB, that exist only while something is mapped there; the table itself is
-// untouched zero memory until then. 12 TiB reserved are 6 MiB of address space and no memory.
+// The shadow is a table of leaves, one per 16 MiB. A leaf exists only while something is mapped there. Until then the
+// table is untouched zero memory: a reservation of 12 TiB takes 6 MiB of address space and no memory.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -64,7 +64,8 @@ void vmem__leaf_drop(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_
 {
     struct vmem__leaf **place = leaf_place(s, addr), *leaf = *place;
     *place = NULL;
-    // An empty leaf's frames are 0, and nothing reads the rest of an entry then: it can serve again as it is.
+    // The frames of an empty leaf are 0, and nothing reads the rest of an entry then, so the leaf can be reused as it
+    // is.
     if (ctx->n_spare == SPARE_LEAVES) {
         free(leaf);
         return;
@@ -213,7 +214,7 @@ void vmem__reservations_destroy(vmem_context *ctx)
     while (ctx->n_reservations) {
         struct vmem__reservation_rec *s = ctx->reservations[--ctx->n_reservations];
         ctx->b.ops->unreserve(&ctx->b, &s->b);
-        vmem__reservation_free(s, s->mapped != 0); // what could not be unmapped goes with the reservation
+        vmem__reservation_free(s, s->mapped != 0); // what could not be unmapped is freed with the reservation
     }
     free(ctx->reservations);
     for (struct vmem__leaf *leaf; (leaf = ctx->spare); free(leaf))

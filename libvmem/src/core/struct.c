@@ -7,10 +7,10 @@
 
 #include "core/error.h"
 
-#define SIZE_LEAST 8    // `size` and a word more, as every structure had from its first version on
-#define SIZE_MOST 4096u // more than any will ever have: what is no size at all shall not be written to
+#define SIZE_LEAST 8    // `size` and one more word, as in the first version of every structure
+#define SIZE_MOST 4096u // more than any structure will ever have; larger values are garbage
 
-// The size that a caller's structure says it has; 0 after -EINVAL.
+// The size in a caller's structure; 0 if it is invalid, with the error text set.
 static size_t their_size(const void *theirs, size_t least, const char *name)
 {
     uint32_t size;

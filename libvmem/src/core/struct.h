@@ -1,5 +1,5 @@
-// Structures of the public headers that grow at their end. Their first field, `size`, is what the caller's header says:
-// the caller may be older than the library, or newer.
+// Structures of the public headers that grow at their end. Their first field, `size`, is the size in the caller's
+// header. The caller may be older or newer than the library.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_STRUCT_H
@@ -7,12 +7,13 @@
 
 #include <stddef.h>
 
-// Takes a caller's structure into one of the library's, of `size` bytes: what an older caller lacks is 0, and what a
-// newer one has beyond it must be. -EINVAL, naming `name`, unless its size is a possible one, not less than `least`.
+// Copies a caller's structure into the library's, of `size` bytes. Fields that an older caller lacks become 0, and
+// fields that only a newer caller has must be 0. -EINVAL, naming `name`, unless the caller's size is valid and at least
+// `least`.
 int vmem__struct_take(void *to, size_t size, size_t least, const void *from, const char *name);
 
-// Gives the library's structure to a caller: as much as its size holds, and zeroes where it holds more. The caller's
-// size stays.
+// Copies the library's structure to a caller, up to the caller's size, and sets the rest to 0. The caller's `size` does
+// not change.
 int vmem__struct_give(void *to, const void *from, size_t size, const char *name);
 
 #endif

@@ -18,8 +18,8 @@ static inline int mark_unmap(struct batch *b, struct vmem__reservation_rec *s, u
     return 0;
 }
 
-// Marks the pages in `length` bytes from an entry that continue the run of the page at it: of its size, next to each
-// other, nobody's, and with `single` mapped nowhere else. They need no look-up. Returns their bytes.
+// Marks the pages in `length` bytes from an entry that continue its page's run: adjacent pages of the same size on
+// which no call works and that, with `single`, are mapped nowhere else. They need no look-up. Returns their bytes.
 static inline uint64_t continue_unmap(struct batch *b, uint64_t *entry, uint64_t length, struct vmem__arena_rec *a,
                                       struct vmem__page *p, bool single)
 {
@@ -41,7 +41,7 @@ static inline uint64_t continue_unmap(struct batch *b, uint64_t *entry, uint64_t
     return bytes;
 }
 
-// Marks a page and all addresses it is mapped at; *s and *entry are the last of these.
+// Marks a page and all its addresses. *s and *entry are those of the last one.
 static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p, size_t i,
                      struct vmem__reservation_rec **s, uint64_t **entry)
 {
@@ -56,8 +56,8 @@ static int mark_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__pa
     return 0;
 }
 
-// Marks what is mapped in a range; with `whole` also wherever else these pages are mapped. *bytes grows by what the
-// range has of them.
+// Marks the pages mapped in a range and, with `whole`, all their other addresses. Adds their bytes in the range to
+// *bytes.
 static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t i, bool whole, uint64_t *bytes)
 {
     vmem_context *ctx = b->ctx;
@@ -88,7 +88,7 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
         if (p->opid && p->opid != b->opid)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
         if (*entry & ENTRY_PENDING) {
-            *bytes += step; // marked already: by an earlier element, or as another address of its page
+            *bytes += step; // already marked by an earlier element, or as another address of its page
             continue;
         }
         const bool only = p->mappings == 1;
@@ -120,12 +120,12 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
 }
 
 enum end {
-    TAKE_BACK, // the marks
-    UNMAPPED,  // empty the entries; bound pages that are mapped nowhere now end
-    RELEASED,  // empty the entries; all pages end
+    TAKE_BACK, // remove the marks
+    UNMAPPED,  // clear the entries; end bound pages that are mapped nowhere now
+    RELEASED,  // clear the entries; end all pages
 };
 
-// The runs name every page in the batch that is mapped.
+// The runs contain every mapped page of the batch.
 static inline __attribute__((always_inline)) void finish_runs(struct batch *b, const enum end end)
 {
     vmem_context *ctx = b->ctx;
@@ -150,7 +150,7 @@ static inline __attribute__((always_inline)) void finish_runs(struct batch *b, c
                 }
                 unlink_page(ctx, addr, p);
                 ctx->unmap_ops++;
-                if (end == RELEASED) { // the operation id stays while it is mapped elsewhere
+                if (end == RELEASED) { // keeps its operation id while it is mapped elsewhere
                     if (VMEM__LIKELY(!p->mappings))
                         batch_end_page(b, a, p);
                 } else if (VMEM__UNLIKELY(p->bound && !p->mappings)) {
@@ -172,7 +172,7 @@ static inline __attribute__((always_inline)) void finish_runs(struct batch *b, c
     }
 }
 
-// Ends an unmapping batch: a loop for each way, without questions.
+// Ends an unmapping batch. Each case has its own loop without branches.
 static void finish_unmap(struct batch *b, enum end end)
 {
     if (end == TAKE_BACK)
@@ -213,8 +213,8 @@ int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length)
 
 // ---- release ------------------------------------------------------------------------------------------------
 
-// Marks the pages after pages[0] that continue it: of its size, physically next to it, and either mapped nowhere, as it
-// is, or at one address each, next to its entry. They need no look-up. Returns how many.
+// Marks the pages after pages[0] that continue it: physically adjacent pages of the same size. Either none of them is
+// mapped, or each is mapped at one address and these are adjacent too. They need no look-up. Returns their number.
 static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n, struct vmem__reservation_rec *s,
                                uint64_t *entry, struct vmem__arena_rec *a, struct vmem__page *p)
 {
@@ -243,8 +243,8 @@ static size_t continue_release(struct batch *b, const vmem_page *pages, size_t n
     return i - 1;
 }
 
-// Checks and marks pages[i], and those after it that continue it. *next is the first that remains; *loose becomes true
-// where they are mapped nowhere, so that no run names them.
+// Checks and marks pages[i] and the following pages that continue it. *next is the first one left. *loose becomes true
+// if they are mapped nowhere, so that no run contains them.
 static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, size_t i, size_t *next, bool *loose)
 {
     vmem_context *ctx = b->ctx;
@@ -269,7 +269,7 @@ static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, si
     return 0;
 }
 
-// Ends the pages of a batch that were mapped nowhere, or takes their marks back. The others have ended, or lost theirs.
+// Ends the pages of a batch that were mapped nowhere, or removes their marks. The other pages are already done.
 static void finish_loose(struct batch *b, const vmem_page *pages, size_t n, bool release)
 {
     for (size_t i = 0; i < n; i++) {

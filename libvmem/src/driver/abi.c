@@ -7,7 +7,7 @@
 
 #include "core/error.h"
 
-// Oldest first. Compared with every release tag from 515.43.04 to 595.45.04.
+// Oldest first. Checked against every release tag from 515.43.04 to 595.45.04.
 static const struct vmem__abi table[] = {
     {{515, 0, 0}, 24, 120, 32},
     {{535, 0, 0}, 28, 120, 32},    // params_size enters rm_alloc, before the status
@@ -25,7 +25,7 @@ static int compare(const struct vmem__release *a, const struct vmem__release *b)
     return a->patch < b->patch ? -1 : a->patch > b->patch;
 }
 
-// The first word of a line that looks like a release, as in
+// The first word of a line that looks like a release number, for example in
 // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ...".
 static const char *find_release(char *line)
 {

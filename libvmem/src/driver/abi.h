@@ -1,6 +1,6 @@
 // The binary interface of the stock NVIDIA driver that the stock backend relies on: ioctls of the resource manager
-// (rm_abi.h) and of UVM (/dev/nvidia-uvm), and what changed in them between releases 515 and 595. Facts read from the
-// open kernel modules, restated; tests/c/test_abi_stock.c pins every size and offset,
+// (rm_abi.h) and of UVM (/dev/nvidia-uvm), with their changes between releases 515 and 595. The declarations restate
+// facts from the open kernel modules. tests/c/test_abi_stock.c pins every size and offset, and
 // tests/abi/compare_releases.py compares them with a checkout of the driver's source.
 //
 // SPDX-License-Identifier: MIT
@@ -19,14 +19,14 @@
 #define UVM_UNMAP_EXTERNAL 66
 #define UVM_MAP_EXTERNAL_SPARSE 74
 
-// Of UVM_UNMAP_EXTERNAL and UVM_MAP_EXTERNAL_SPARSE.
+// Parameters of UVM_UNMAP_EXTERNAL and UVM_MAP_EXTERNAL_SPARSE.
 struct uvm_unmap {
     uint64_t base, length;
     uint8_t uuid[16];
     uint32_t status, padding;
 };
 
-// All zero but for the GPU: the driver's defaults, readable and writable by that GPU.
+// All zero except the GPU, which selects the driver's defaults: readable and writable by that GPU.
 struct uvm_attributes {
     uint8_t uuid[16];
     uint32_t mapping, caching, format, element_bits, compression;
@@ -45,7 +45,7 @@ struct uvm_map_tail {
 struct uvm_map {
     struct uvm_map_head head;
     struct uvm_attributes attributes[UVM_MAX_GPUS];
-    struct uvm_map_tail tail; // where the release's max_gpus is UVM_MAX_GPUS; see vmem__abi_map_tail()
+    struct uvm_map_tail tail; // only here if the release's max_gpus is UVM_MAX_GPUS; see vmem__abi_map_tail()
 };
 
 // ---- releases -----------------------------------------------------------------------------------------------
@@ -61,13 +61,13 @@ struct vmem__abi {
     uint32_t max_gpus;     // in UVM_MAP_EXTERNAL_ALLOCATION
 };
 
-// The driver's release as text, as in "580.159.04". -ENODEV when no driver is loaded.
+// The driver's release as text, for example "580.159.04". -ENODEV if no driver is loaded.
 int vmem__abi_release(char *text, size_t size);
-// The row for a release. -EPROTONOSUPPORT for a major release that was never compared, unless unknown is set: then the
-// row of the releases nearest below it.
+// The row of a release. For a major release that was never checked: -EPROTONOSUPPORT or, if unknown is set, the row of
+// the nearest release below it.
 int vmem__abi_find(const char *release, int unknown, const struct vmem__abi **out);
 
-// The parts of the parameters whose place depends on the release.
+// The parts of the parameters whose offset depends on the release.
 struct uvm_map_tail *vmem__abi_map_tail(const struct vmem__abi *abi, struct uvm_map *params);
 uint32_t vmem__abi_alloc_status(const struct vmem__abi *abi, const struct rm_alloc *params);
 

@@ -18,7 +18,7 @@
 
 #define MAX_DESCRIPTORS 64
 
-// A call that reached the module and left a status; -errno when it did not.
+// Makes a call and returns its status as an errno; -errno if it did not reach the module.
 static int call(struct vmem__kmod *k, unsigned long request, void *params, const char *what)
 {
     if (k->syscalls)
@@ -35,15 +35,16 @@ int vmem__kmod_probe(void)
 
     if (fd < 0)
         return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
-    if (ioctl(fd, UVM_VMEM_QUERY, &query)) // a descriptor that is no address space yet is told so by the patched module
+    if (ioctl(fd, UVM_VMEM_QUERY,
+              &query)) // the patched module also answers on a descriptor that is not an address space yet
         rc = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
                              : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     close(fd);
     return rc;
 }
 
-// The kernel's word on one descriptor: 0 it is the one, -EOPNOTSUPP stock module. Others of the process: -ENODEV no
-// address space, -ENXIO one without the GPU, -EFAULT one of the GPU without the address.
+// Tests one descriptor. 0: it is the right one. -EOPNOTSUPP: the module is the stock one. -ENODEV: no address space.
+// -ENXIO: an address space without the GPU. -EFAULT: an address space of the GPU without the address.
 static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
 {
     struct uvm_vmem_op look = {.va = addr, .length = UVM_VMEM_GRANULE};
@@ -60,8 +61,8 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
         return -ENXIO;
     if (query.rmStatus)
         return vmem__rm_error(query.rmStatus, "query");
-    // A program can have more than one address space. Unmapping no page of vMem's changes nothing, but it is refused
-    // as an address of no range everywhere but where CUDA made one.
+    // A program can have several address spaces. Unmapping an address without a page of vMem's changes nothing, but it
+    // fails in every address space in which CUDA has no range there.
     if (ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == NV_ERR_INVALID_ADDRESS)
         return -EFAULT;
     if (batch.rmStatus)
@@ -132,7 +133,7 @@ int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uin
             handles[i] = first + *done + i;
         rc = call(k, UVM_VMEM_RELEASE, &release, "release pages");
         if (!rc && release.rmStatus == NV_ERR_INVALID_LIMIT && release.count > 1) {
-            most = release.count / 2; // mapped at more addresses than one call takes
+            most = release.count / 2; // mapped at more addresses than one call accepts
             continue;
         }
         if (!rc)

@@ -1,4 +1,4 @@
-// The patched nvidia-uvm.ko: its calls on the descriptor that is the address space of this process' CUDA contexts.
+// The calls of the patched nvidia-uvm.ko, on the descriptor of the address space of this process's CUDA contexts.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_UVM_KMOD_H
@@ -14,20 +14,20 @@ struct vmem__kmod {
     uint64_t max_bytes; // limits of one call
     uint32_t max_ops;
     uint64_t caps;              // UVM_VMEM_CAP_*
-    uint64_t page_sizes;        // that CREATE takes
+    uint64_t page_sizes;        // that CREATE accepts
     _Atomic uint64_t *syscalls; // where calls are counted; set before open
 };
 
-// Whether the loaded module has vMem in it. Needs no CUDA context. -ENODEV: no module, -EOPNOTSUPP: the stock one.
+// Whether the loaded module contains vMem. Needs no CUDA context. -ENODEV: no module; -EOPNOTSUPP: the stock module.
 int vmem__kmod_probe(void);
-// Finds the descriptor, among the process' many, whose address space has something of CUDA's mapped at addr.
+// Finds the process's descriptor in whose address space CUDA has mapped something at addr.
 int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr);
-// In a forked child too: the parent's descriptor keeps alive what it created.
+// Also for a forked child. The parent's descriptor keeps what it created.
 void vmem__kmod_close(struct vmem__kmod *k);
 
-// count 2 MiB pages, zeroed, with consecutive handles from *first; at most as many as one call takes.
+// Creates `count` zeroed 2 MiB pages with consecutive handles from *first; at most as many as one call accepts.
 int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first);
-// On failure *done of them are released, the first ones; the others are as they were.
+// Releases pages. On failure, the first *done are released, and the others are unchanged.
 int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uint32_t *done);
 // request: UVM_VMEM_MAP or UVM_VMEM_UNMAP. On failure nothing changed; *failed is the op at fault or UVM_VMEM_NO_OP.
 int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,

@@ -38,7 +38,7 @@ int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *wha
 
 int vmem__libcuda_load(struct vmem__libcuda *fn)
 {
-    // NODELETE: CUDA's threads and exit handlers outlive every context of ours.
+    // NODELETE, because CUDA's threads and exit handlers outlive every vMem context.
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     int count = 0, rc;
     void *symbol;
@@ -121,7 +121,7 @@ void vmem__cuda_close(struct vmem__cuda *cu, bool forked)
 {
     if (!cu->context)
         return;
-    // At process exit CUDA may be gone before us; then there is nothing left to give back.
+    // At process exit, CUDA may already be gone; then there is nothing left to free.
     if (!forked && cu->fn.ctx_push(cu->context) == CUDA_SUCCESS) {
         if (cu->stream)
             cu->fn.stream_destroy(cu->stream);
@@ -166,7 +166,7 @@ int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_
         return rc;
     for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
         result = cu->fn.memcpy_async(ops[i].dst, ops[i].src, ops[i].length, cu->stream);
-    sync = cu->fn.stream_sync(cu->stream); // after a failure too: nothing of ours may still be running
+    sync = cu->fn.stream_sync(cu->stream); // after a failure too: no work of this call may still be running
     vmem__cuda_leave(cu);
     return vmem__cuda_error(&cu->fn, result ? result : sync, "copy");
 }

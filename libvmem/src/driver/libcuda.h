@@ -1,6 +1,5 @@
-// libcuda, opened at run time: the driver-API functions that the GPU backends (cuda, stock, uvm) use, and the device
-// they run on. Building needs no CUDA toolkit; the few types of the API are spelled as the integers and pointers they
-// are.
+// libcuda, opened at run time: the functions of the driver API that the GPU backends (cuda, stock, uvm) use, and their
+// device. Building needs no CUDA toolkit, because the few types of the API are declared as integers and pointers.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_CUDA_LIBCUDA_H
@@ -48,7 +47,7 @@ struct vmem__cu_access {
     int flags; // 3: read and write
 };
 
-// X(field, exported name, parameters): all return a CUresult. The list is what a stand-in libcuda must export.
+// X(field, exported name, parameters). All return a CUresult. A stand-in libcuda must export all of them.
 #define VMEM__LIBCUDA(X)                                                                                             \
     X(init, "cuInit", (unsigned flags))                                                                              \
     X(error_string, "cuGetErrorString", (int result, const char **text))                                             \
@@ -90,7 +89,7 @@ struct vmem__cuda {
     int device;
     void *context;
     void *stream;               // private, not synchronised with the legacy default stream
-    _Atomic uint64_t *syscalls; // where calls that reserve, create, map or unmap are counted; set before open
+    _Atomic uint64_t *syscalls; // counts calls that reserve, create, map or unmap; set before open
 };
 
 // Loads the library and initialises it. Errors: -ENODEV without a library, a driver or a device.
@@ -102,8 +101,8 @@ int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info);
 // forked: the process is a child in which CUDA cannot be called.
 void vmem__cuda_close(struct vmem__cuda *cu, bool forked);
 
-// Every call of a function above that needs a context stands between these two. enter() makes the primary context
-// current, leave() what was current before.
+// Every call of a function above that needs a context must be between these two. enter() makes the primary context
+// current; leave() restores the previous one.
 int vmem__cuda_enter(struct vmem__cuda *cu);
 void vmem__cuda_leave(struct vmem__cuda *cu);
 
@@ -115,15 +114,15 @@ int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free);
 int vmem__cuda_copy(struct vmem__cuda *cu, const struct vmem_copy_op *ops, size_t n);
 int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_t length);
 
-// CUDA's virtual memory management, counted and with errno; between enter and leave. length: multiples of 2 MiB.
+// CUDA's virtual memory management, with counts and errno. Between enter and leave. length: a multiple of 2 MiB.
 int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle);
 int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle);
 int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle);
 int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // of one or more whole mappings
 int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // read and write, for this device
 
-// The descriptors of /dev/nvidia-uvm open in this process, lowest first: at most max of them; returns how many. One
-// of them is the VA space of this process' CUDA contexts; which, only an ioctl that needs it can tell.
+// Finds up to max descriptors of /dev/nvidia-uvm in this process, lowest first, and returns their number. One of them
+// is the address space of this process's CUDA contexts. Only an ioctl that needs it can tell which.
 int vmem__cuda_uvm_fds(int *fds, int max);
 
 #endif

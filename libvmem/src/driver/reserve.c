@@ -64,8 +64,8 @@ int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backd
     return rc;
 }
 
-// The first run of segments with the given bit in [first, end); returns its first segment, *n its length, 0 if there is
-// none.
+// Finds the first run of segments with the given bit in [first, end). Returns its first segment; *n is its length, 0 if
+// there is none.
 static uint64_t next_run(const struct vmem__cuda_reservation *r, bool active, uint64_t first, uint64_t end, uint64_t *n)
 {
     const uint64_t skip = active ? 0 : UINT64_MAX;
@@ -86,7 +86,8 @@ void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *ba
     if (vmem__cuda_enter(cu) == 0) {
         for (uint64_t i = next_run(r, true, 0, end, &n); n; i = next_run(r, true, i + n, end, &n))
             vmem__cuda_unmap(cu, r->addr + i * segment, n * segment);
-        cu->fn.address_free(r->addr, r->length); // fails when the context is lost: then addresses stay taken, no memory
+        cu->fn.address_free(r->addr,
+                            r->length); // fails if the context is lost; then only addresses stay taken, no memory
         vmem__cuda_leave(cu);
     }
     pthread_mutex_destroy(&r->lock);

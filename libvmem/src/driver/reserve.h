@@ -12,28 +12,28 @@
 
 struct vmem__backdrop {
     uint64_t handle;
-    uint64_t segment; // bytes of the handle and of a segment; 0: there is none
+    uint64_t segment; // bytes of the handle and of a segment; 0: no backdrop
 };
 
 struct vmem__cuda_reservation {
     uint64_t addr, length; // length: a multiple of the segment
     uint64_t *active;      // a bit for each segment
-    pthread_mutex_t lock;  // of what is active; the caller takes it
+    pthread_mutex_t lock;  // protects `active`; the caller takes it
 };
 
-// The handle's memory, zeroed.
+// Creates the handle, with zeroed memory.
 int vmem__backdrop_new(struct vmem__cuda *cu, struct vmem__backdrop *backdrop, uint64_t segment);
 void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop);
 
-// At least length bytes at a multiple of 2 MiB; the segments that the first `ahead` bytes touch are active.
+// Reserves at least length bytes at a multiple of 2 MiB. The segments of the first `ahead` bytes become active.
 int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length, uint64_t ahead,
                        struct vmem__cuda_reservation *out);
 // Also unmaps all active segments.
 void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop,
                           struct vmem__cuda_reservation *r);
-// Makes every segment active that [addr, addr + length) touches; addresses beyond the reservation are left out. After a
-// failure some segments may have become active, which does no harm. With the reservation's lock held, or before others
-// know it.
+// Activates every segment that overlaps [addr, addr + length), which may extend beyond the reservation. After a
+// failure, some segments may be active, which is harmless. The caller holds the reservation's lock, or is the only one
+// that knows the reservation.
 int vmem__cuda_activate(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, struct vmem__cuda_reservation *r,
                         uint64_t addr, uint64_t length);
 

@@ -11,7 +11,7 @@
 #include "core/error.h"
 #include "vmem.h"
 
-// Handles are ours to choose within our own client.
+// A client chooses its own handles.
 #define DEVICE_HANDLE 0x76000000u
 #define MEMORY_HANDLE 0x76000001u
 #define MEMORY_HANDLES 0xffffffu
@@ -58,7 +58,7 @@ int vmem__rm_error(uint32_t status, const char *what)
     return vmem__error(-EIO, "%s: driver status 0x%x", what, status);
 }
 
-// A signal while the system goes to sleep ends RM's ioctls before they have begun. Python's handlers do not restart calls.
+// During system suspend, a signal ends RM's ioctls before they begin. Python's handlers do not restart calls.
 static int rm_ioctl(const struct vmem__rm *rm, unsigned long request, void *params)
 {
     int rc;

@@ -10,7 +10,7 @@
 
 struct vmem__rm {
     const struct vmem__abi *abi;
-    int fd; // /dev/nvidiactl; RM frees the client, and all that belongs to it, with its last close
+    int fd; // /dev/nvidiactl; the last close frees the client and all its objects
     uint32_t client;
     _Atomic uint32_t handles; // given out so far
 };
@@ -18,15 +18,15 @@ struct vmem__rm {
 // The errno of an RM or UVM status, negative, with the error text "what: ...". 0 stays 0.
 int vmem__rm_error(uint32_t status, const char *what);
 
-// The GPU must be open in this process, as it is while a CUDA context on it lives: RM asks for that.
+// RM requires that the GPU is open in this process, as it is while a CUDA context exists.
 int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_t uuid[16]);
-// In a forked child too: there it closes the child's descriptor, and the parent's keeps the client alive.
+// In a forked child, this closes the child's descriptor; the parent's keeps the client.
 void vmem__rm_close(struct vmem__rm *rm);
 
-// size: a multiple of 2 MiB. In 2 MiB pieces, which need not be next to each other in the device. Contents undefined.
+// size: a multiple of 2 MiB. The 2 MiB pieces need not be adjacent in the device. The contents are undefined.
 int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle);
-// False: the driver did not take it back, which it says of memory in use, or when the GPU is lost. Then it goes when the
-// client does, with the descriptor.
+// False if the driver refuses, because the memory is in use or the GPU is lost. The memory is then freed with the
+// client, when the descriptor is closed.
 bool vmem__rm_memory_free(struct vmem__rm *rm, uint32_t handle);
 
 #endif

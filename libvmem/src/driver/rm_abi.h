@@ -1,6 +1,6 @@
-// The ioctls of NVIDIA's resource manager (RM, /dev/nvidiactl) that allocate physical memory: of type 'F', with a number
-// that carries the size of the parameters. Facts, as in abi.h. libvmem, the simulated GPU and their tests have them from
-// here; so this includes nothing that a kernel module cannot.
+// The ioctls of NVIDIA's resource manager (RM, /dev/nvidiactl) that allocate physical memory. They have type 'F' and a
+// number that includes the size of the parameters. The declarations restate facts, as in abi.h. libvmem, the simulated
+// GPU and their tests include this file, so it includes only what a kernel module can include.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_RM_ABI_H
@@ -25,7 +25,7 @@ struct rm_control {
     __u32 params_size, status;
 };
 
-// Allocates an object of a class. Before 535 the status stood where params_size stands now: struct vmem__abi.
+// Allocates an object of a class. Before 535, the status was at the offset of params_size: see struct vmem__abi.
 struct rm_alloc {
     __u32 client, parent, object, class_id;
     __u64 params;
@@ -39,7 +39,7 @@ struct rm_alloc {
 #define RM_CLASS_VASPACE 0x90f1
 
 struct rm_device {
-    __u32 device; // the instance that RM_CONTROL_UUID_INFO tells
+    __u32 device; // the instance that RM_CONTROL_UUID_INFO reports
     __u32 client_share, target_client, target_device, flags, padding;
     __u64 va_size, va_start, va_limit;
     __u32 va_mode, padding2;
@@ -68,7 +68,7 @@ struct rm_memory {
 #define RM_MEMORY_IGNORE_BANK_PLACEMENT 0x1u
 #define RM_MEMORY_ALIGNMENT_FORCE 0x100u
 #define RM_MEMORY_HANDLE_PROVIDED 0x4000u
-#define RM_MEMORY_MAP_NOT_REQUIRED 0x8000u // by the CPU
+#define RM_MEMORY_MAP_NOT_REQUIRED 0x8000u // no mapping by the CPU
 #define RM_MEMORY_PERSISTENT 0x10000u
 #define RM_ATTR_PAGE_SIZE_HUGE (3u << 23)
 #define RM_ATTR_ALLOW_NONCONTIGUOUS (3u << 27)

@@ -12,7 +12,7 @@ int vmem__uvm_map_external(const struct vmem__uvm_space *space, struct vmem__rm 
     struct uvm_map params;
     struct uvm_map_tail *tail = vmem__abi_map_tail(rm->abi, &params);
 
-    // The attributes of further GPUs are counted out and may hold anything.
+    // The count excludes the attributes of further GPUs, which may have any value.
     params.head = (struct uvm_map_head){.base = addr, .length = length, .offset = offset};
     params.attributes[0] = (struct uvm_attributes){0};
     memcpy(params.attributes[0].uuid, space->uuid, sizeof(space->uuid));

@@ -274,8 +274,8 @@ void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Grows an array so that it has room for n elements of `size` bytes.
 int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
-// Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go if
-// the step asks for some of them only: it gets others.
+// Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
+// if the step asks for some of them only: it gets others.
 uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
 
 // ---- plan.c

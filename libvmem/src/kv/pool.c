@@ -1,8 +1,8 @@
 // A pool of budget for several caches, and the thread that moves it between them.
 //
-// A member's row says what it has of the pool's budget. A cache's own budget never exceeds that: what it is granted enters
-// the row first, and what it gives back leaves the row when its pages are unmapped and their memory has gone back to the
-// device. So the members never have more than the pool together, whatever moment a process dies at.
+// A member's row says what it has of the pool's budget. A cache's own budget never exceeds that: what it is granted
+// enters the row first, and what it gives back leaves the row when its pages are unmapped and their memory has gone
+// back to the device. So the members never have more than the pool together, whatever moment a process dies at.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>

@@ -1,10 +1,10 @@
 // A pool of budget: what its two files share. pool.c moves budget between members; share.c keeps the table in a file
 // where the members are in several processes.
 //
-// Locks, in this order: a cache's api and state, the pool's lock, the file's lock. A step that is short takes the pool's
-// lock while it holds its cache's, for a few us: it reads and writes the table, and never waits for the file's lock. The
-// pool's thread takes the locks of one cache at a time, and none of them while it holds the pool's. So no call ever waits
-// for another cache. Backends are called with neither the pool's nor the file's lock held.
+// Locks, in this order: a cache's api and state, the pool's lock, the file's lock. A step that is short takes the
+// pool's lock while it holds its cache's, for a few us: it reads and writes the table, and never waits for the file's
+// lock. The pool's thread takes the locks of one cache at a time, and none of them while it holds the pool's. So no
+// call ever waits for another cache. Backends are called with neither the pool's nor the file's lock held.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_POOL_H
