@@ -55,6 +55,7 @@ _NAMES = {
     "VMEM_RESERVE_BACKDROP": "backdrop=True",
     "VMEM_CREATE_ZERO": "zero=True",
     "VMEM_OPT_UNKNOWN_DRIVER": "unknown_driver=True",
+    "VMEM_KV_UNSHARED": "sharing=False",
     "opts->": "",
 }
 

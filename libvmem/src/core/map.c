@@ -80,8 +80,7 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
                            struct vmem__leaf *leaf, uint64_t *entry, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint32_t granules = p->granules;
-    const uint64_t size = granules * GRANULE,
-                   last = s->b.addr + s->b.length - size; // a page after it would exceed the reservation
+    const uint64_t size = granules * GRANULE, last = s->b.addr + s->b.length - size; // the last place for a page
     const uint64_t *const entries_end = leaf->entries + LEAF_ENTRIES;
     const struct vmem__page *const arena_end = a->pages + a->granules;
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);

@@ -35,8 +35,8 @@ int vmem__kmod_probe(void)
 
     if (fd < 0)
         return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
-    if (ioctl(fd, UVM_VMEM_QUERY,
-              &query)) // the patched module also answers on a descriptor that is not an address space yet
+    // The patched module also answers on a descriptor that is not an address space yet.
+    if (ioctl(fd, UVM_VMEM_QUERY, &query))
         rc = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
                              : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     close(fd);

@@ -86,8 +86,7 @@ void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *ba
     if (vmem__cuda_enter(cu) == 0) {
         for (uint64_t i = next_run(r, true, 0, end, &n); n; i = next_run(r, true, i + n, end, &n))
             vmem__cuda_unmap(cu, r->addr + i * segment, n * segment);
-        cu->fn.address_free(r->addr,
-                            r->length); // fails if the context is lost; then only addresses stay taken, no memory
+        cu->fn.address_free(r->addr, r->length); // fails if the context is lost; only addresses stay taken then
         vmem__cuda_leave(cu);
     }
     pthread_mutex_destroy(&r->lock);

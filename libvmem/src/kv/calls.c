@@ -27,7 +27,7 @@ int vmem__kv_enter_step(vmem_kv *kv)
 int vmem__kv_check_sharing(const vmem_kv *kv)
 {
     return kv->flags & VMEM_KV_UNSHARED
-               ? vmem__error(-EOPNOTSUPP, "the cache was made for requests that share no pages (VMEM_KV_UNSHARED)")
+               ? vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)")
                : 0;
 }
 
