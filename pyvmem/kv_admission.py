@@ -45,7 +45,7 @@ def _raw(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt
         tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
         if isinstance(prefix, Sequence) and not isinstance(prefix, str | bytes):
             if hashes is None:
-                raise ValueError(f"requests[{i}] has hashes, but the cache has none: make BlockHashes of it first")
+                raise ValueError(f"requests[{i}] has hashes, but the cache has none: create BlockHashes for it first")
             data, n = hashes._raw(prefix)
             kept.append(data)
             raw[i] = (uint(f"requests[{i}].tokens", tokens, 32), 0, int(ffi.cast("uintptr_t", data)), n)

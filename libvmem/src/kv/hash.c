@@ -354,7 +354,7 @@ static int add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_
 int vmem__kv_hash_check(const vmem_kv *kv, const void *hashes, size_t n)
 {
     if (!kv->hashes)
-        return vmem__error(-EINVAL, "this cache has no hashes: vmem_kv_hash_init makes it have some");
+        return vmem__error(-EINVAL, "the cache has no hashes yet: create them first");
     return n && !hashes ? vmem__error(-EINVAL, "hashes must not be NULL") : 0;
 }
 
