@@ -296,7 +296,8 @@ int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
     if (rc)
         return rc;
     if (kv->member)
-        rc = vmem__error(-EINVAL, "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
+        rc = vmem__error(-EINVAL,
+                         "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));
 }
 
