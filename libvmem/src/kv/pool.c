@@ -734,7 +734,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
     else if (kv->member)
         rc = vmem__error(-EINVAL, "the cache is a member of a pool already");
     else if (kv->flags & VMEM_KV_SAME_SLOTS)
-        rc = vmem__error(-EINVAL, "a cache with VMEM_KV_SAME_SLOTS cannot be in a pool: ranks agree on budgets");
+        rc = vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) cannot be in a pool");
     struct kv_member *m = rc ? NULL : calloc(1, sizeof(*m));
     if (!rc && !m)
         rc = vmem__error(-ENOMEM, "no memory for a member");
