@@ -155,6 +155,14 @@ static void small_memory(void)
     CHECK(ctx->committed < kept + 2 * ctx->b.whole_max);
     done(a);
     end();
+    make(VMEM_KV_UNSHARED, 64 * TENSORS); // taken ahead as 16 pages in one
+    kept = ctx->committed;
+    a = request(24);
+    b = request(5);
+    CHECK(ctx->committed <= kept + 16 * test_page);
+    done(a);
+    done(b);
+    end();
     make(VMEM_KV_UNSHARED | VMEM_KV_LAZY, 20 * TENSORS);
     OK(vmem_set_budget(ctx, 20 * TENSORS * test_page)); // of all memory, unused parts included
     a = request(3);

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kv_caches import make, start
 
-from pyvmem import KVCacheOptions
+from pyvmem import KVCacheOptions, VmemError
 from pyvmem.kv import KVCache, model_specs
 
 SMALL = {"slots": 4, "max_tokens": 100, "budget": 64 << 20}
@@ -37,6 +37,18 @@ def test_wrong_options_are_named(backend):
     ):
         with pytest.raises(TypeError, match=name):
             KVCache.for_model(1, 2, 64, **SMALL, **wrong)
+
+
+def test_a_cache_without_sharing_refuses_it(backend):
+    with KVCache.for_model(1, 2, 64, **SMALL, backend=backend, sharing=False, check=True, name=None) as cache:
+        slot = cache.alloc_reqid(50)
+        assert cache.step([50 if s == slot else 0 for s in range(4)]) == 0
+        cache.keys[0][slot, :50] = 3
+        with pytest.raises(VmemError, match="share no pages"):
+            cache.save_prefix(slot, 50)
+        assert cache.keys[0][slot, :50].eq(3).all()
+    with pytest.raises(TypeError, match="sharing must be True or False"):
+        KVCacheOptions(sharing=None)
 
 
 def test_every_option_is_documented():

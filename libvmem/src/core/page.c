@@ -164,16 +164,16 @@ static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vme
            (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) || vmem__take(ctx, false, left, granules, p);
 }
 
-// A new arena. Memory that is taken ahead in arenas of the other kind gives way to it.
+// A new arena. Arenas of other sizes that hold memory taken ahead give way to it, so that the sum stays what was asked for.
 static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
 {
-    const uint64_t bytes = whole ? wanted * GRANULE : BLOCK;
+    const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
     int rc;
+    if (ctx->keep && !vmem__convert(ctx, !whole, keep, bytes) && whole)
+        vmem__convert(ctx, true, keep, bytes);
     do
         rc = vmem__grow(ctx, wanted, granules, whole);
-    while (rc == -ENOMEM && vmem__convert(ctx, !whole, 0, bytes));
-    if (!rc && ctx->keep)
-        vmem__convert(ctx, !whole, ctx->keep, bytes);
+    while (rc == -ENOMEM && (vmem__convert(ctx, !whole, 0, bytes) || (whole && vmem__convert(ctx, true, 0, bytes))));
     return rc;
 }
 
