@@ -101,6 +101,7 @@ class Engine:
         self.states: Any = None  # of vLLM's runner, set when the cache exists
         self._allowed: int = self.num_blocks
         self._stop = threading.Event()
+        self._failure = ""  # of the background thread, the last
         threading.Thread(target=self._tend, name="vmem", daemon=True).start()
         logger.info(
             "KV cache on vMem: backend %s, layout %s, %d slots of %d tokens, blocks of %d tokens and %d KiB in pages "
@@ -119,8 +120,12 @@ class Engine:
                 if time.monotonic() - looked >= LOOK_SECONDS:
                     looked = time.monotonic()
                     self.look()
-            except ValueError:  # closed meanwhile
-                return
+            except Exception as error:
+                if self._stop.is_set():  # closed meanwhile
+                    return
+                if str(error) != self._failure:  # steps clear up themselves when they must
+                    self._failure = str(error)
+                    logger.exception("vMem: the background thread failed and goes on")
 
     def settle(self, finished: Iterable[str], forgotten: Sequence[int]) -> None:
         """The scheduler is idle: these requests have ended, and these blocks are forgotten."""

@@ -6,6 +6,8 @@ import inspect
 import os
 import random
 import sys
+import threading
+import time
 import types
 
 import numpy as np
@@ -267,6 +269,34 @@ def test_another_thread_may_clear_up_after_steps():
     engine.run(engine.requests(40, shared=0.4), abort=0.05)
     assert engine.runner.read > 5000
     assert len(woken) > 50
+    engine.slots.IDLE_SECONDS = -1
+    engine.slots.tend()
+    assert engine.cache.stats().held_pages == len(engine.scheduler.pool.cached)
+
+
+@pytest.mark.parametrize("idle_seconds", [-1, 0.2])
+def test_a_thread_clears_up_beside_the_steps(idle_seconds):
+    engine = Engine(blocks=30)
+    due, stop, failed = threading.Event(), threading.Event(), []
+    engine.slots._wake = due.set
+    engine.slots.PORTION = 3
+    engine.slots.IDLE_SECONDS = idle_seconds
+
+    def work():
+        try:
+            while not stop.is_set():
+                due.wait(0.002)
+                due.clear()
+                engine.slots.tend()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    engine.run(engine.requests(30, shared=0.5), abort=0.05)
+    stop.set()
+    thread.join()
+    assert not failed
     engine.slots.IDLE_SECONDS = -1
     engine.slots.tend()
     assert engine.cache.stats().held_pages == len(engine.scheduler.pool.cached)
@@ -640,6 +670,17 @@ def test_shutting_down_gives_everything_back_in_a_process_that_lives_on(monkeypa
         engine.cache.stats()
     worker.shutdown(calls.append, runner)  # again
     worker.shutdown(calls.append, types.SimpleNamespace())  # of an engine that never had a KV cache
+
+
+def test_a_failure_of_the_background_thread_is_logged_once_and_it_goes_on(monkeypatch, caplog):
+    engine, _ = start_engine(monkeypatch)
+    engine.requests._fences = Gpu()
+    looks = []
+    monkeypatch.setattr(engine, "look", lambda: looks.append(1) or 1 / 0)
+    while len(looks) < 4:
+        time.sleep(0.01)
+    assert [r.message for r in caplog.records] == ["vMem: the background thread failed and goes on"]
+    engine.close()
 
 
 def configuration(**changes):
