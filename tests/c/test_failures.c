@@ -79,7 +79,7 @@ static const struct {
     int (*call)(void);
     int least; // fault points it must have
 } calls[] = {
-    {"reserve", nothing, do_reserve, 3},         {"create", nothing, do_create, 2},
+    {"reserve", nothing, do_reserve, 2},         {"create", nothing, do_create, 2},
     {"create 2 MiB", nothing, do_create_2m, 3},  {"create in holes", holes, do_create, 1},
     {"create zeroed", holes, do_create_zero, 1}, // in the end the zeroing itself
     {"prealloc", nothing, do_prealloc, 2},       {"map", created, do_map, 2},

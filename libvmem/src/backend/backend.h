@@ -23,7 +23,8 @@ struct vmem__reservation {
     uint64_t addr;   // set by reserve(); 2 MiB aligned
     uint64_t length; // a multiple of 64 KiB
     uint32_t flags;  // VMEM_RESERVE_*
-    void *priv;      // the backend's
+    void *priv;      // the backend's, and so are next and link
+    struct vmem__reservation *next, **link;
 };
 
 struct vmem__arena {

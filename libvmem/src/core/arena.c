@@ -57,7 +57,7 @@ static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t f
         a->committed += granules;
 }
 
-static void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first)
+static inline void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first)
 {
     struct vmem__page *head = &a->pages[first], *tail = head + head->granules - 1;
     struct vmem__freelist *fl = freelist_of(ctx, a, head->committed);
@@ -112,8 +112,8 @@ static inline uint64_t usable(const struct vmem__arena_rec *a, const struct vmem
 }
 
 // Cuts [first, first + granules) out of the free extent that starts at granule `at`.
-static void extent_cut(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t at, uint32_t first, uint32_t granules,
-                       struct vmem__piece *out)
+static inline void extent_cut(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t at, uint32_t first,
+                              uint32_t granules, struct vmem__piece *out)
 {
     uint32_t all = a->pages[at].granules;
     bool committed = a->pages[at].committed;

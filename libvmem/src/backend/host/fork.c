@@ -17,7 +17,6 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-#include "backend/backend.h"
 #include "backend/host/host.h"
 
 // Guards the lists of files and of their reservations; held while the process forks.
@@ -101,7 +100,7 @@ static bool see_all(void)
 static void forbid(void)
 {
     for (const struct host_file *f = files; f; f = f->next) {
-        for (const struct host_reservation *r = f->reservations; r; r = r->next) {
+        for (const struct vmem__reservation *r = f->reservations; r; r = r->next) {
             if (mprotect((void *)(uintptr_t)r->addr, r->length, PROT_READ))
                 munmap((void *)(uintptr_t)r->addr, r->length);
         }
@@ -158,7 +157,7 @@ void vmem__host_file_remove(struct host_file *f)
     pthread_mutex_unlock(&lock);
 }
 
-void vmem__host_reservation_add(struct host_file *f, struct host_reservation *r)
+void vmem__host_reservation_add(struct host_file *f, struct vmem__reservation *r)
 {
     pthread_mutex_lock(&lock);
     r->next = f->reservations;
@@ -169,7 +168,7 @@ void vmem__host_reservation_add(struct host_file *f, struct host_reservation *r)
     pthread_mutex_unlock(&lock);
 }
 
-void vmem__host_reservation_remove(struct host_reservation *r)
+void vmem__host_reservation_remove(struct vmem__reservation *r)
 {
     pthread_mutex_lock(&lock);
     *r->link = r->next;

@@ -39,18 +39,25 @@
 // Of the memory there is a 64th stays for the process itself, but no more than this.
 #define STAYS_MOST (UINT64_C(256) << 20)
 
+// Addresses that could not be unmapped yet.
+struct lost {
+    struct lost *next;
+    void *at;
+    size_t length;
+};
+
 struct host {
     struct host_file file;
-    _Atomic uint64_t end;                  // of the part of the file that was given to arenas
-    _Atomic uint64_t arenas;               // bytes of those that exist
-    pthread_rwlock_t lock;                 // read: changing mappings. write: undoing changes, with the ballast dropped
-    char *ballast;                         // BALLAST_PAGES mappings of one page, or fewer
-    bool light;                            // fewer
-    struct host_reservation *_Atomic lost; // could not be unmapped yet; changed with the lock for writing
-    bool cgroup;                           // a control group allows less than the machine has
-    _Atomic int64_t unasked;               // bytes that may be populated before it is asked again
-    _Atomic uint64_t populating;           // bytes that were not asked for
-    pthread_mutex_t asking;                // for the rest
+    _Atomic uint64_t end;        // of the part of the file that was given to arenas
+    _Atomic uint64_t arenas;     // bytes of those that exist
+    pthread_rwlock_t lock;       // read: changing mappings. write: undoing changes, with the ballast dropped
+    char *ballast;               // BALLAST_PAGES mappings of one page, or fewer
+    bool light;                  // fewer
+    struct lost *_Atomic lost;   // changed with the lock for writing
+    bool cgroup;                 // a control group allows less than the machine has
+    _Atomic int64_t unasked;     // bytes that may be populated before it is asked again
+    _Atomic uint64_t populating; // bytes that were not asked for
+    pthread_mutex_t asking;      // for the rest
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -155,33 +162,32 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
 // Tries again what did. With the lock for writing, or alone.
 static void unmap_lost(struct host *h, bool last_time)
 {
-    struct host_reservation *r, *next, *still = NULL;
-    for (r = h->lost; r; r = next) {
-        next = r->next;
-        if (!munmap((void *)(uintptr_t)r->addr, r->length) || last_time) {
-            free(r);
+    struct lost *l, *next, *still = NULL;
+    for (l = h->lost; l; l = next) {
+        next = l->next;
+        if (!munmap(l->at, l->length) || last_time) {
+            free(l);
         } else {
-            r->next = still;
-            still = r;
+            l->next = still;
+            still = l;
         }
     }
     h->lost = still;
 }
 
-// Unmaps addresses, now or when other mappings have gone, and frees r.
-static void give_up(struct host *h, struct host_reservation *r)
+// Unmaps addresses, now or when other mappings have gone. Without memory for a note of that they stay the process's.
+static void give_up(struct host *h, void *at, size_t length)
 {
-    const bool gone = !munmap((void *)(uintptr_t)r->addr, r->length);
-    if (gone)
-        free(r);
+    const bool gone = !munmap(at, length);
     if (gone && !h->lost)
         return;
     pthread_rwlock_wrlock(&h->lock);
-    if (!gone) {
-        r->next = h->lost;
-        h->lost = r;
-    }
     ballast_drop(h);
+    struct lost *l = gone || !munmap(at, length) ? NULL : malloc(sizeof *l);
+    if (l) {
+        *l = (struct lost){.next = h->lost, .at = at, .length = length};
+        h->lost = l;
+    }
     unmap_lost(h, false);
     ballast_take(h);
     pthread_rwlock_unlock(&h->lock);
@@ -247,14 +253,9 @@ static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
     b->syscalls++;
     const int prot = r->flags & VMEM_RESERVE_BACKDROP ? PROT_READ : PROT_NONE;
     const uint64_t slack = VMEM_PAGE_2M;
-    struct host_reservation *reservation = malloc(sizeof *reservation);
-    if (!reservation)
-        return vmem__error(-ENOMEM, "no memory for a reservation");
     char *at = mmap(NULL, r->length + slack, prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) {
-        free(reservation);
+    if (at == MAP_FAILED)
         return reserve_error(-errno, r->length);
-    }
     char *start = (char *)(((uintptr_t)at + slack - 1) & ~(uintptr_t)(slack - 1)), *end = at + r->length + slack;
     int rc = 0;
     if (end > start + r->length && munmap(start + r->length, (size_t)(end - start) - r->length))
@@ -265,22 +266,20 @@ static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
         rc = -errno;
     else if (!rc)
         at = start;
-    *reservation = (struct host_reservation){.addr = (uintptr_t)at, .length = (uint64_t)(end - at)};
     if (rc) {
-        give_up(h, reservation);
+        give_up(h, at, (size_t)(end - at));
         return map_error(rc, "length %" PRIu64 ": munmap", r->length);
     }
-    vmem__host_reservation_add(&h->file, reservation);
     r->addr = (uintptr_t)start;
-    r->priv = reservation;
+    vmem__host_reservation_add(&h->file, r);
     return 0;
 }
 
 static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     b->syscalls++;
-    vmem__host_reservation_remove(r->priv);
-    give_up(b->priv, r->priv);
+    vmem__host_reservation_remove(r);
+    give_up(b->priv, (void *)(uintptr_t)r->addr, r->length);
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------

@@ -4,14 +4,9 @@
 #ifndef VMEM_HOST_HOST_H
 #define VMEM_HOST_HOST_H
 
-#include <stdint.h>
 #include <sys/types.h>
 
-// Reserved addresses.
-struct host_reservation {
-    struct host_reservation *next, **link;
-    uint64_t addr, length;
-};
+#include "backend/backend.h"
 
 // The memfd behind a context's pages, and the reservations that they may be mapped in: what a forked child must not
 // write to.
@@ -20,13 +15,13 @@ struct host_file {
     int fd;
     dev_t device;
     ino_t inode;
-    struct host_reservation *reservations;
+    struct vmem__reservation *reservations;
 };
 
 // From here on forks take care of the file. A negative errno with the text set.
 int vmem__host_file_add(struct host_file *f);
 void vmem__host_file_remove(struct host_file *f);
-void vmem__host_reservation_add(struct host_file *f, struct host_reservation *r);
-void vmem__host_reservation_remove(struct host_reservation *r);
+void vmem__host_reservation_add(struct host_file *f, struct vmem__reservation *r);
+void vmem__host_reservation_remove(struct vmem__reservation *r);
 
 #endif
