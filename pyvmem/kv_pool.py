@@ -8,66 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import VmemError, _check, structure
-from pyvmem.kv_view import view_folder
+from pyvmem.kv_view import ANSWERS, PoolMember, pool_member, view_folder
 from pyvmem.owned import _Owned
 
 if TYPE_CHECKING:
     from pyvmem.kv import KVCache
-
-ANSWERS = ("unasked", "applied", "deferred", "refused")
-REASONS = (None, "at maximum", "at minimum", "in use", "no memory")
-
-
-@dataclass(frozen=True)
-class PoolMember:
-    """What a member of a pool has and needs, in bytes.
-
-    Attributes
-    ----------
-    name : str
-    pid : int
-        Of its process.
-    min, max : int
-        Its share: nobody takes its budget below `min`, and it never exceeds `max`.
-    has : int
-        Of the pool's budget.
-    held : int
-        Of pages.
-    needs : int
-        That it asks for.
-    could_give : int
-        That others could get: unused, kept, ahead of need, and what eviction of prefixes may give.
-    giving : int
-        That it is giving back now.
-    answer, reason : str
-        Of its own last question: "unasked", "applied", "deferred" or "refused", and why.
-    reply, why : str
-        The same of its answer to the others, up to the question with the number `looked`.
-    asked, looked : int
-        Revisions: of its last question, and of the last question of others that it has answered.
-    """
-
-    name: str
-    pid: int
-    min: int
-    max: int
-    has: int
-    held: int
-    needs: int
-    could_give: int
-    giving: int
-    asked: int
-    looked: int
-    answer: str
-    reason: str | None
-    reply: str
-    why: str | None
 
 
 class KVPool(_Owned):
@@ -160,7 +110,7 @@ class KVPool(_Owned):
             if rc == -errno.ENOENT:
                 continue
             _check(rc)
-            found.append(_member(raw))
+            found.append(pool_member(raw))
         return found
 
     def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
@@ -194,22 +144,3 @@ def _named(name: str) -> str:
     if folder is None:
         raise VmemError(errno.EPERM, f"name {name}: there is no folder that only this user can write to; give a path")
     return str(folder / f"{name}.pool")
-
-
-def _member(raw: Any) -> PoolMember:
-    numbers = {n: int(getattr(raw, n)) for n in _NUMBERS}
-    return PoolMember(
-        ffi.string(raw.name).decode(errors="replace"),
-        **numbers,
-        answer=_of(ANSWERS, raw.answer) or "unasked",
-        reason=_of(REASONS, raw.reason),
-        reply=_of(ANSWERS, raw.reply) or "unasked",
-        why=_of(REASONS, raw.why),
-    )
-
-
-def _of(words: tuple[str | None, ...], number: int) -> str | None:
-    return words[number] if number < len(words) else None  # what others wrote may be anything
-
-
-_NUMBERS = ("pid", "min", "max", "has", "held", "needs", "could_give", "giving", "asked", "looked")

@@ -7,12 +7,12 @@ SPDX-License-Identifier: MIT
 """
 
 import itertools
-import mmap
 import os
-import time
 import re
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,76 @@ def new_view_path() -> str | None:
     return str(folder / f"{os.getpid()}-{_started('self')}-{next(_number)}.kv")
 
 
+ANSWERS = ("unasked", "applied", "deferred", "refused")
+REASONS = (None, "at maximum", "at minimum", "in use", "no memory")
+
+
+@dataclass(frozen=True)
+class PoolMember:
+    """What a member of a pool has and needs, in bytes.
+
+    Attributes
+    ----------
+    name : str
+    pid : int
+        Of its process.
+    min, max : int
+        Its share: nobody takes its budget below `min`, and it never exceeds `max`.
+    has : int
+        Of the pool's budget.
+    held : int
+        Of pages.
+    needs : int
+        That it asks for.
+    could_give : int
+        That others could get: unused, kept, ahead of need, and what eviction of prefixes may give.
+    giving : int
+        That it is giving back now.
+    answer, reason : str
+        Of its own last question: "unasked", "applied", "deferred" or "refused", and why.
+    reply, why : str
+        The same of its answer to the others, up to the question with the number `looked`.
+    asked, looked : int
+        Revisions: of its last question, and of the last question of others that it has answered.
+    """
+
+    name: str
+    pid: int
+    min: int
+    max: int
+    has: int
+    held: int
+    needs: int
+    could_give: int
+    giving: int
+    asked: int
+    looked: int
+    answer: str
+    reason: str | None
+    reply: str
+    why: str | None
+
+
+def pool_member(raw: Any) -> PoolMember:
+    """The `PoolMember` in a ``struct vmem_kv_pool_member``, which others may have written."""
+    numbers = {n: int(getattr(raw, n)) for n in _NUMBERS}
+    return PoolMember(
+        ffi.string(raw.name).decode(errors="replace"),
+        **numbers,
+        answer=_of(ANSWERS, raw.answer) or "unasked",
+        reason=_of(REASONS, raw.reason),
+        reply=_of(ANSWERS, raw.reply) or "unasked",
+        why=_of(REASONS, raw.why),
+    )
+
+
+def _of(words: tuple[str | None, ...], number: int) -> str | None:
+    return words[number] if number < len(words) else None  # what others wrote may be anything
+
+
+_NUMBERS = ("pid", "min", "max", "has", "held", "needs", "could_give", "giving", "asked", "looked")
+
+
 @dataclass(frozen=True)
 class View:
     """A cache of some process: who it is, and its statistics (a dict, names as in ``struct vmem_kv_stats``)."""
@@ -86,36 +156,67 @@ class View:
     device: int
     stats: dict[str, int]
     memory_total: int = 0  # bytes of the device
+    wanted: int = 0  # a budget that is not answered yet
+    answers: int = 0  # to wanted budgets so far
+    answered: int = 0  # the budget of the last of them
+    answer: str = "unasked"
+    reason: str | None = None
+    pool: PoolMember | None = None
+    pool_path: str = ""
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, Any]:
+def _read(path: str | os.PathLike[str]) -> Any:
+    """A copy of the structure in a file of this user, or None. What is mapped could be cut short under the reader."""
     size = ffi.sizeof("struct vmem_kv_view")
-    with open(path, "r+b") as file:
-        if os.fstat(file.fileno()).st_size < size:
-            return None, None
-        data = mmap.mmap(file.fileno(), size)
-    view = ffi.cast("struct vmem_kv_view *", ffi.from_buffer(data))
-    return (data, view) if view.magic == lib.VMEM_KV_VIEW_MAGIC and view.size == size else (None, None)
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            return None
+        for _ in range(1000):  # the writer is quick: again until nothing changed meanwhile
+            data = os.pread(file, size, 0)
+            if len(data) < size:
+                return None
+            view = ffi.new("struct vmem_kv_view *")
+            ffi.buffer(view)[:] = data
+            if view.magic != lib.VMEM_KV_VIEW_MAGIC or view.size != size or not view.stats.page_size:
+                return None
+            again = os.pread(file, 8, _offset("sequence"))
+            if view.sequence % 2 == 0 and int.from_bytes(again, sys.byteorder) == view.sequence:
+                break
+        return view
+    finally:
+        os.close(file)
+
+
+def _offset(field: str) -> int:
+    return int(ffi.offsetof("struct vmem_kv_view", field))
+
+
+def _text(chars: Any) -> str:
+    return ffi.string(chars).decode(errors="replace")
 
 
 def read_view(path: str | os.PathLike[str]) -> View | None:
     """The `View` in a file, or None where the file holds none (yet)."""
-    data, view = _open(path)
-    if data is None:
+    raw = _read(path)
+    if raw is None:
         return None
-    for _ in range(1000):  # the writer is quick: again until nothing changed meanwhile
-        before = view.sequence
-        copy = ffi.new("struct vmem_kv_view *", view[0])
-        if before % 2 == 0 and view.sequence == before:
-            break
     return View(
         Path(path),
-        copy.pid,
-        ffi.string(copy.name).decode(errors="replace"),
-        ffi.string(copy.backend).decode(errors="replace"),
-        copy.device,
-        {name: int(getattr(copy.stats, name)) for name in STATS},
-        copy.memory_total,
+        raw.pid,
+        _text(raw.name),
+        _text(raw.backend),
+        raw.device,
+        {name: int(getattr(raw.stats, name)) for name in STATS},
+        raw.memory_total,
+        wanted=raw.wanted_budget,
+        answers=raw.answers,
+        answered=raw.answered_budget,
+        answer=_of(ANSWERS, raw.answer) or "unasked",
+        reason=_of(REASONS, raw.reason),
+        pool=pool_member(raw.pool) if raw.pool.size else None,
+        pool_path=_text(raw.pool_path) if raw.pool.size else "",
     )
 
 
@@ -148,34 +249,51 @@ def check_budget(view: View, bytes: int) -> int:
 def want_budget(view: View, bytes: int) -> None:
     """Ask a process to change its cache's budget: it does so when idle, or at its next step.
 
-    Raises ValueError as `check_budget`.
+    A member of a pool takes it as its maximum, without a step. Raises ValueError as `check_budget`.
     """
     bytes = check_budget(view, bytes)
-    data, raw = _open(view.path)
-    if data is None:
+    if _read(view.path) is None:
         raise ValueError(f"{view.path} holds no view")
-    raw.wanted_budget = bytes
+    file = os.open(view.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(file, bytes.to_bytes(8, sys.byteorder), _offset("wanted_budget"))
+    finally:
+        os.close(file)
 
 
 def budget_answer(view: View, bytes: int, seconds: float) -> str:
-    """What became of a `want_budget`, in words, after `seconds` at most: taken over, refused, or not looked at yet."""
+    """What became of a `want_budget`, in words, after `seconds` at most: taken over, refused, or not looked at yet.
+
+    view: as it was read before the question.
+    """
     until = time.monotonic() + seconds
     while True:
-        data, raw = _open(view.path) if view.path.exists() else (None, None)
-        now = read_view(view.path) if data is not None else None
-        if now is None or raw is None:
+        try:
+            now = read_view(view.path)
+        except OSError:
+            now = None
+        if now is None:
             return "gone: the process has ended"
-        page, pages = now.stats["page_size"], now.stats["budget_pages"]
-        if not raw.wanted_budget and pages == bytes // page:
-            beyond = now.stats["held_pages"] - pages
-            if beyond <= 0:
-                return f"applied: {pages * page >> 20} MiB"
-            return f"applied: {pages * page >> 20} MiB; requests hold {beyond * page >> 20} MiB more until they end"
+        if now.answers != view.answers and now.answered == bytes:
+            return _in_words(now, bytes)
         if time.monotonic() >= until:
-            if raw.wanted_budget:
+            if now.wanted == bytes:
                 return "deferred: it is taken over at the next step"
-            return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
+            return "refused: another budget was asked for meanwhile"
         time.sleep(0.01)
+
+
+def _in_words(now: View, bytes: int) -> str:
+    page, pages = now.stats["page_size"], now.stats["budget_pages"]
+    if now.answer == "refused":
+        if now.reason == "at minimum" and now.pool:
+            return f"refused: {now.pool.min >> 20} MiB are the minimum of its share of the pool"
+        return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
+    beyond = now.stats["held_pages"] * page - bytes // page * page
+    text = f"applied: {'at most ' if now.pool else ''}{bytes >> 20} MiB"
+    if beyond <= 0:
+        return text
+    return f"{text}; requests hold {beyond >> 20} MiB more until they end"
 
 
 def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:

@@ -22,6 +22,11 @@ COLUMNS = (
     "steps/s",
 )  # fmt: skip
 
+POOL_COLUMNS = (
+    "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer (question)", "reply (up to)",
+)  # fmt: skip
+_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)"}
+
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
     """Rows of text for `COLUMNS`; memory in MiB. rates: steps a second by path."""
@@ -37,13 +42,34 @@ def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, 
     return found
 
 
-def _table(text: Sequence[tuple[str, ...]], title: str) -> str:
-    widths = [max(len(row[i]) for row in [COLUMNS, *text]) for i in range(len(COLUMNS))]
+def pool_rows(views: Iterable[View]) -> list[tuple[str, ...]]:
+    """Rows of text for `POOL_COLUMNS`, of the caches that are in a pool; memory in MiB."""
+    found = []
+    for v in sorted((v for v in views if v.pool), key=lambda v: v.pool_path):
+        m = v.pool
+        assert m
+        where = Path(v.pool_path).stem if v.pool_path else f"of {v.pid}"
+        memory = [f"{b / MIB:.0f}" for b in (m.min, m.max, m.has, m.needs, m.could_give, m.giving)]
+        own = f"{m.answer}: {m.reason}" if m.reason else m.answer
+        reply = f"{m.reply}: {m.why}" if m.why else m.reply
+        found.append((where, str(v.pid), v.name, *memory, "" if own == "unasked" else f"{own} ({m.asked})",
+                      "" if reply == "unasked" else f"{reply} ({m.looked})"))  # fmt: skip
+    return found
+
+
+def _table(text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str] = COLUMNS) -> str:
+    widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
     lines = [title]
-    for row in [COLUMNS, *text]:
-        cells = [c.ljust(w) if i in (1, 2) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
+    for row in [columns, *text]:
+        cells = [c.ljust(w) if columns[i] in _TEXT else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _screen(views: Sequence[View], rates: Mapping[Path, float]) -> str:
+    text = _table(rows(views, rates), f"{len(views)} KV caches; memory in MiB")
+    pooled = pool_rows(views)
+    return text + "\n\n" + _table(pooled, "in pools", POOL_COLUMNS) if pooled else text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,29 +79,50 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     wait = argtypes.seconds
     parser.add_argument("--interval", type=wait, default=1.0, metavar="SECONDS", help="time between refreshes (1)")
     parser.add_argument(
-        "--limit", action="append", default=[], metavar="PID=SIZE",
-        help="set the budget of a process's KV caches, such as 1234=16G; they adopt it at their next step or when idle",
+        "--limit", action="append", default=[], metavar="WHICH=SIZE",
+        help="set the budget of the KV caches of a process, or of those with a name: 1234=16G, chat=60%% (of the "
+        "device); they adopt it at their next step or when idle, members of a pool at once, as their maximum",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=wait, default=1.0, metavar="SECONDS", help="time to wait for the answer to --limit (1)"
     )  # fmt: skip
 
 
+def _chosen(text: str, which: str) -> list[View]:
+    """The caches that a --limit is about: those of a process, or else those with a name, in one process."""
+    views = read_views()
+    found = [v for v in views if which.isdecimal() and v.pid == int(which)] or [v for v in views if v.name == which]
+    if not found:
+        what = f"process {which} has no KV cache" if which.isdecimal() else f"no KV cache has the name {which!r}"
+        raise ValueError(f"--limit {text}: {what}")
+    pids = sorted({v.pid for v in found})
+    if len(pids) > 1:
+        raise ValueError(f"--limit {text}: processes {', '.join(map(str, pids))} have caches of that name; give one")
+    return found
+
+
+def _bytes(wanted: str, view: View) -> int:
+    """The bytes of a size, or of so many per cent of the device. Raises ValueError."""
+    if not wanted.endswith("%"):
+        return parse_size(wanted)
+    part = float(wanted[:-1])
+    if not 0 < part <= 100:
+        raise ValueError(f"{wanted} is not between 0 and 100 %")
+    return int(view.memory_total * part / 100)
+
+
 def _limit(text: str) -> list[tuple[View, int]]:
     """What one --limit asks of which caches. Raises ValueError where one of them cannot have that."""
-    number, equals, wanted = text.partition("=")
-    pid = size = 0
+    which, equals, wanted = text.rpartition("=")
     try:
-        pid, size = int(number), parse_size(wanted)
+        valid = bool(equals and which) and (wanted.endswith("%") and float(wanted[:-1]) > 0 or parse_size(wanted) > 0)
     except ValueError:
-        equals = ""
-    if not equals or size <= 0:
-        raise ValueError(f"--limit {text} must be PID=SIZE, such as 1234=16G")
-    chosen = [v for v in read_views() if v.pid == pid]
-    if not chosen:
-        raise ValueError(f"--limit {text}: process {pid} has no KV cache")
+        valid = False
+    if not valid:
+        raise ValueError(f"--limit {text} must be PID=SIZE or NAME=SIZE, such as 1234=16G or chat=60%")
+    chosen = _chosen(text, which)
     try:
-        return [(view, check_budget(view, size // len(chosen))) for view in chosen]
+        return [(view, check_budget(view, _bytes(wanted, view) // len(chosen))) for view in chosen]
     except ValueError as error:
         raise ValueError(f"--limit {text}: {error}") from None
 
@@ -95,7 +142,7 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     while True:
         views, now = read_views(), time.monotonic()
         rates = {v.path: (v.stats["steps"] - before[v.path]) / (now - then) for v in views if v.path in before}
-        text = _table(rows(views, rates), f"{len(views)} KV caches; memory in MiB")
+        text = _screen(views, rates)
         if args.once or args.limit:
             print(text, file=out)
             return 0

@@ -525,10 +525,16 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    uint64_t wanted_budget; // written by others: bytes; taken over by the next check, or (not with SAME_SLOTS) after
-                            // the next step. 0: none
-    uint64_t memory_total;  // bytes of the device, the most that a budget can be
+    // Written by others: bytes; 0: none. Taken over by the next check, or (not with SAME_SLOTS) after the
+    // next step; of a pool's member, and of an idle cache, without a call. A pool's member takes it as its maximum.
+    uint64_t wanted_budget;
+    uint64_t memory_total; // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
+    uint64_t answers;                // to wanted budgets so far
+    uint64_t answered_budget;        // bytes that the last answer was about
+    uint32_t answer, reason;         // enum vmem_kv_answer, enum vmem_kv_refusal
+    struct vmem_kv_pool_member pool; // the member's row; size 0: in no pool
+    char pool_path[256];             // where its file is, if it has one; or the end of the path
 };
 // Creates a file at path (mode 0600) that holds a struct vmem_kv_view, and updates it at every step and change without
 // system calls. vmem_kv_destroy removes the file.

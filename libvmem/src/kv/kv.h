@@ -517,6 +517,7 @@ void vmem__kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
 void vmem__kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, once; 0: none.
 uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason);
 
 // ---- pool.c. With api and state held; without effect on a cache of no pool.
 
@@ -526,13 +527,15 @@ void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages);
 uint64_t vmem__kv_claimable(const vmem_kv *kv);
 // The budget lacks so many pages: asks the other members. How many of them may still come.
 uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages);
+void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
 // For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 void vmem__kv_pool_wake(const vmem_kv *kv);
 // With no lock held: before a cache is taken apart, and when its memory is gone.
 void vmem__kv_pool_leave(vmem_kv *kv);
 void vmem__kv_pool_left(vmem_kv *kv);
-int vmem__kv_set_max(vmem_kv *kv, uint64_t max);
+// What others see of the member; zero of a cache of no pool.
+void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, char path[256]);
 
 // ---- check.c: VMEM_KV_CHECK
 

@@ -265,14 +265,12 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
 
 void vmem__kv_take_wanted(vmem_kv *kv)
 {
-    uint64_t wanted = vmem__kv_wanted_budget(kv);
+    uint64_t wanted = kv->member ? 0 : vmem__kv_wanted_budget(kv); // a member's: the pool's thread
     if (!wanted)
         return;
     vmem__kv_may_take_long(kv);
-    if (kv->member)
-        vmem__kv_set_max(kv, wanted);
-    else
-        vmem__kv_set_budget(kv, wanted); // what could not be had stays visible in the view
+    int rc = vmem__kv_set_budget(kv, wanted);
+    vmem__kv_answer_wanted(kv, wanted, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? VMEM_KV_NO_MEMORY : 0);
 }
 
 int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)

@@ -1,4 +1,4 @@
-// A pool of budget: what its two files share. pool.c moves budget between members; share.c keeps the table in a file
+// A pool of budget: what its two files share. balance.c moves budget between members; share.c keeps the table in a file
 // where the members are in several processes.
 //
 // Locks, in this order: a cache's api and state, the pool's lock, the file's lock. A step that is short takes the
@@ -9,6 +9,9 @@
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_POOL_H
 #define VMEM_KV_POOL_H
+
+#include <time.h>
+#include <unistd.h>
 
 #include "kv/kv.h"
 
@@ -46,7 +49,8 @@ struct kv_member {
     bool leaving;   // it is being destroyed: the thread leaves it alone
     bool changed;   // the row differs from the table's
     struct kv_pool_row row;
-    uint64_t asked_at;   // ns; a question that is not repeated lapses
+    uint32_t waiting;    // calls that wait for an answer
+    uint64_t asked_at;   // ns
     uint64_t refused_at; // ns
     uint64_t granted;    // bytes in row.has that the cache's budget does not have yet
     uint64_t to_give;    // bytes that the cache is to give back
@@ -72,6 +76,23 @@ struct vmem_kv_pool {
     uint64_t written_at;   // ns
 };
 
+// ---- balance.c. With the pool's lock held; those that name a place or change shares also between begin and end.
+
+// What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
+uint64_t vmem__kv_pool_free(const vmem_kv_pool *pool, const struct kv_member *m);
+void vmem__kv_pool_note(vmem_kv_pool *pool); // the same, for those who have no lock
+void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why);
+// Asks the other members; what may still come, in bytes.
+uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes);
+// Whether the member in that place can have this share; a maximum of 0 or too much becomes the pool's budget.
+int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
+// Begins and ends itself. The cache follows when the thread looks at it.
+int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why);
+void *vmem__kv_pool_work(void *pool); // the thread
+// With api and state held, and not the pool's lock: raises the budget by up to `most` pages of what is free. `least` of
+// them are worth a look into the table, whatever is known of it.
+void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
+
 // ---- share.c. With the pool's lock held, except for open and close.
 
 // Opens the file or makes it. cfg_budget as in struct vmem_kv_pool_config.
@@ -95,6 +116,43 @@ static inline bool kv_own(const vmem_kv_pool *pool, uint32_t place)
         if (m->place == place)
             return true;
     return false;
+}
+
+static inline uint64_t kv_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static inline void kv_ring(const vmem_kv_pool *pool)
+{
+    const uint64_t one = 1;
+    (void)!write(pool->bell, &one, sizeof one); // should it be full, the thread has not looked yet
+}
+
+static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+static inline uint64_t kv_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
+
+static inline uint64_t kv_floor_pages(uint64_t bytes, const vmem_kv *kv) { return bytes >> kv->page_shift; }
+
+static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
+{
+    return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
+}
+
+static inline void kv_lock_cache(vmem_kv *kv)
+{
+    pthread_mutex_lock(&kv->api);
+    pthread_mutex_lock(&kv->state);
+}
+
+static inline void kv_unlock_cache(vmem_kv *kv)
+{
+    vmem__kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->api);
 }
 
 #endif

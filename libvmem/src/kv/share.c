@@ -1,9 +1,10 @@
 // The table of a pool whose members are in several processes: a small file, read and written as a whole under a lock.
 //
-// It is not mapped: whoever cuts the file short or fills it with rubbish takes the pool away, and no process dies of
-// it. The locks are those of the open file (F_OFD_SETLK), which the kernel drops when a process ends in whatever way:
-// byte 0 is the table's, byte 1 + i says that the member in place i lives. They need no process numbers, which come
-// again and differ between containers.
+// It is not mapped: whoever cuts the file short or fills it with rubbish takes the pool away, and no process dies of it.
+// The locks are those of the open file (F_OFD_SETLK), which the kernel drops when a process ends in whatever way: byte 0
+// is the table's, byte 1 + i says that the member in place i lives, and who has the file open shares the byte behind
+// those. They need no process numbers, which come again and
+// differ between containers.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -18,6 +19,7 @@
 #include "kv/pool.h"
 
 #define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
+#define OPEN_BYTE (1 + VMEM_KV_POOL_MEMBERS)
 #define WAIT_US 50000
 #define WAIT_STEP_US 100
 
@@ -73,6 +75,8 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
 int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
 {
     int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, wait);
+    if (rc && wait)
+        return vmem__error(rc, "path %s: another process holds the pool's lock", pool->path);
     if (rc)
         return rc;
     if (pool->fd >= 0 && !read_table(pool)) {
@@ -126,12 +130,11 @@ void vmem__kv_share_bury(vmem_kv_pool *pool)
             empty_row(pool, i);
 }
 
+// Whether another process, or another pool of this one, has the file open.
 static bool somebody(const vmem_kv_pool *pool)
 {
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (lives(pool, i))
-            return true;
-    return false;
+    short found = F_UNLCK;
+    return lock_byte(pool->fd, F_WRLCK, OPEN_BYTE, F_OFD_GETLK, &found) || found != F_UNLCK;
 }
 
 void vmem__kv_share_remove(vmem_kv_pool *pool)
@@ -181,8 +184,10 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
     struct stat st;
     if (!old && !fstat(pool->fd, &st) && st.st_size)
         return vmem__error(-EBADMSG, "path %s: the file is there and no table of a pool", path);
-    if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0))
+    if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0)) {
+        unlink(path);
         return vmem__error(-ENOSPC, "path %s: the table cannot be written", path);
+    }
     return 0;
 }
 
@@ -196,7 +201,9 @@ int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     for (int tries = 0; again && !rc && tries < 100; tries++) {
         if (pool->fd >= 0)
             close(pool->fd);
-        pool->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+        pool->fd = open(path, O_RDWR | (budget ? O_CREAT : 0) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+        if (pool->fd < 0 && errno == ENOENT && !budget)
+            return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
         if (pool->fd < 0)
             return vmem__error(-errno, "path %s: %s", path, strerror(errno));
         rc = check_file(pool, path, &again);
@@ -204,6 +211,8 @@ int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     if (rc || again)
         return rc ? rc : vmem__error(-EBUSY, "path %s: the file comes and goes", path);
     rc = begin_table(pool, path, budget);
+    if (!rc)
+        rc = lock_byte(pool->fd, F_RDLCK, OPEN_BYTE, F_OFD_SETLK, NULL);
     unlock_table(pool->fd);
     if (rc)
         return rc;

@@ -40,7 +40,7 @@ void vmem__kv_summarise(vmem_kv *kv)
         reclaimable += vmem__kv_reclaimable_in(kv, s);
     }
     uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
-    if (kv->promise >= kv->budget_pages) {
+    if (!kv->member && kv->promise >= kv->budget_pages) {
         kv->device_limit = kv->budget_pages;
     } else if (!kv->device_asked || vmem__kv_now() - kv->device_asked > KV_DEVICE_NS) {
         kv->device_limit = kv->held + vmem__kv_device_pages(kv);

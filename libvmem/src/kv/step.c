@@ -96,6 +96,7 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
         return rc;
     }
     plan->protects = false; // what it protects is what the step asks for, from now on
+    vmem__kv_unask(kv);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
     return 0;

@@ -17,6 +17,7 @@ void vmem__kv_publish_stats(vmem_kv *kv)
     __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
     atomic_thread_fence(memory_order_release);
     v->stats = kv->shown;
+    vmem__kv_show_member(kv, &v->pool, v->pool_path);
     __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
 }
 
@@ -82,4 +83,13 @@ uint64_t vmem__kv_wanted_budget(vmem_kv *kv)
     if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED))
         return 0;
     return __atomic_exchange_n(&kv->view->wanted_budget, 0, __ATOMIC_ACQ_REL);
+}
+
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason)
+{
+    struct vmem_kv_view *v = kv->view;
+    v->answered_budget = bytes;
+    v->answer = answer;
+    v->reason = reason;
+    __atomic_store_n(&v->answers, v->answers + 1, __ATOMIC_RELEASE);
 }

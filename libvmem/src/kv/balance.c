@@ -1,0 +1,543 @@
+// How a pool's budget moves between its members: what a call takes itself, and the thread that does the rest.
+//
+// A member's row says what it has of the pool's budget. A cache's own budget never exceeds that: what it is granted enters
+// the row first, and what it gives back leaves the row when its pages are unmapped and their memory has gone back to the
+// device. So the members never have more than the pool together, whatever moment a process dies at.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+
+#include "core/core.h"
+#include "kv/pool.h"
+
+#define ASK_NS UINT64_C(250000000)    // a question that nobody repeats or waits for lapses
+#define REFUSED_NS UINT64_C(2000000) // after a refusal the others are not asked again for so long
+#define POLL_MS 100                   // how late others' files are seen without a notice, and ours are brought up to date
+#define BURY_NS UINT64_C(100000000)   // between looks for members whose process has ended
+
+void vmem__kv_pool_wake(const vmem_kv *kv)
+{
+    if (kv->member)
+        kv_ring(kv->member->pool);
+}
+
+// ---- the table. With the pool's lock held. -----------------------------------------------------------------------
+
+uint64_t vmem__kv_pool_free(const vmem_kv_pool *pool, const struct kv_member *m)
+{
+    uint64_t taken = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct kv_pool_row *r = &pool->table.rows[i];
+        if (r->number)
+            taken = kv_add(taken, m && m->place == i ? m->row.has : KV_MAX(r->has, r->min));
+    }
+    return kv_less(pool->table.head.budget, taken);
+}
+
+void vmem__kv_pool_note(vmem_kv_pool *pool) { pool->free = vmem__kv_pool_free(pool, NULL); }
+
+void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why)
+{
+    if (m->row.answer != what)
+        pthread_cond_broadcast(&m->pool->news);
+    m->changed |= m->row.answer != what || m->row.reason != why;
+    m->row.answer = what;
+    m->row.reason = why;
+}
+
+// ---- what calls do, with api and state held ----------------------------------------------------------------------
+
+void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
+{
+    struct kv_member *m = kv->member;
+    vmem_kv_pool *pool = m->pool;
+    pthread_mutex_lock(&pool->lock);
+    // What it was about to give back and still has comes first.
+    const uint64_t had = kv_add(kv->budget_pages << kv->page_shift, m->granted);
+    uint64_t pages = KV_MIN(kv_floor_pages(kv_less(KV_MIN(m->row.has, m->row.max), had), kv), most);
+    if (pages < most && (pool->free || pages < least) && !vmem__kv_share_begin(pool, false)) {
+        const uint64_t room = KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));
+        const uint64_t more = KV_MIN(kv_floor_pages(room, kv), most - pages);
+        if (more) {
+            pages += more;
+            m->row.has += more << kv->page_shift;
+            m->changed = true;
+        }
+        vmem__kv_share_end(pool, false);
+        vmem__kv_pool_note(pool);
+    }
+    kv->budget_pages += pages;
+    if (pages && m->row.needs) {
+        m->row.needs = kv_less(m->row.needs, pages << kv->page_shift);
+        m->changed = true;
+        if (!m->row.needs)
+            vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+    }
+    pthread_mutex_unlock(&pool->lock);
+}
+
+void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages)
+{
+    if (kv->member && pages && kv->held + pages > kv->budget_pages)
+        vmem__kv_claim(kv, kv->held + pages - kv->budget_pages, kv->held + pages + kv->held / 2 - kv->budget_pages);
+}
+
+uint64_t vmem__kv_claimable(const vmem_kv *kv)
+{
+    struct kv_member *m = kv->member;
+    if (!m)
+        return 0;
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t due = kv_less(m->row.min, m->row.has), room = kv_less(m->row.max, m->row.has);
+    const uint64_t own = kv_less(KV_MIN(m->row.has, m->row.max), kv_add(kv->budget_pages << kv->page_shift, m->granted));
+    const uint64_t bytes = kv_add(own, KV_MIN(kv_add(m->pool->free, due), room));
+    pthread_mutex_unlock(&m->pool->lock);
+    return kv_floor_pages(bytes, kv);
+}
+
+uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes)
+{
+    const uint64_t t = kv_now(), room = kv_less(m->row.max, m->row.has);
+    if (bytes > room) {
+        vmem__kv_pool_answer(m, VMEM_KV_REFUSED, VMEM_KV_AT_MAXIMUM);
+        m->row.needs = 0;
+        return 0;
+    }
+    const bool again = m->row.answer == VMEM_KV_REFUSED && m->row.needs && t - m->refused_at < REFUSED_NS;
+    const bool fresh = m->row.needs < bytes || m->row.answer != VMEM_KV_DEFERRED;
+    m->asked_at = t;
+    m->row.needs = bytes;
+    m->changed = true;
+    if (again)
+        return 0;
+    if (fresh)
+        m->row.asked = 0; // gets its revision from the thread
+    vmem__kv_pool_answer(m, VMEM_KV_DEFERRED, 0);
+    kv_ring(m->pool);
+    return bytes;
+}
+
+uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages)
+{
+    struct kv_member *m = kv->member;
+    if (!m)
+        return 0;
+    // A little more, so that a request that grows by a page does not ask at each.
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t exact = pages << kv->page_shift, room = kv_less(m->row.max, m->row.has);
+    const uint64_t bytes = KV_MAX(exact, KV_MIN(exact + (kv->held / 64 << kv->page_shift), room));
+    const uint64_t coming = vmem__kv_pool_ask(m, bytes);
+    pthread_mutex_unlock(&m->pool->lock);
+    return coming ? pages : 0;
+}
+
+void vmem__kv_unask(vmem_kv *kv)
+{
+    struct kv_member *m = kv->member;
+    if (!m)
+        return;
+    pthread_mutex_lock(&m->pool->lock);
+    if (m->row.needs) {
+        m->row.needs = 0;
+        m->changed = true;
+        vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+    }
+    pthread_mutex_unlock(&m->pool->lock);
+}
+
+void vmem__kv_claim_plenty(vmem_kv *kv)
+{
+    if (!kv->member || kv->giving || !kv->member->pool->free)
+        return;
+    const uint64_t want = kv->held + kv->held / 2;
+    if (want > kv->budget_pages && kv_unused(kv) < 2 * kv_low(kv) + kv->held / 8)
+        vmem__kv_claim(kv, 0, want - kv->budget_pages);
+}
+
+// ---- shares ------------------------------------------------------------------------------------------------------
+
+// Between begin and end: whether the minimums still fit with this one.
+static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min)
+{
+    uint64_t all = min;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        if (pool->table.rows[i].number && i != place)
+            all = kv_add(all, pool->table.rows[i].min);
+    if (all > pool->table.head.budget)
+        return vmem__error(-ENOMEM,
+                           "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
+                           "pool's budget of %" PRIu64,
+                           min, all, pool->table.head.budget);
+    return 0;
+}
+
+int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max)
+{
+    const uint64_t budget = pool->table.head.budget;
+    if (!*max || *max > budget)
+        *max = budget;
+    if (min > *max)
+        return vmem__error(-EINVAL, "min %" PRIu64 " is over max, %" PRIu64, min, *max);
+    return check_minimums(pool, place, min);
+}
+
+int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why)
+{
+    vmem_kv_pool *pool = m->pool;
+    int rc = vmem__kv_share_begin(pool, true);
+    if (rc)
+        return rc;
+    *why = VMEM_KV_AT_MINIMUM;
+    rc = vmem__kv_pool_check(pool, m->place, min, &max);
+    if (!rc) {
+        m->row.min = min;
+        m->row.max = max;
+        m->changed = true;
+    }
+    vmem__kv_share_end(pool, false);
+    vmem__kv_pool_note(pool);
+    kv_ring(pool);
+    return rc;
+}
+
+// ---- the thread --------------------------------------------------------------------------------------------------
+
+static bool has_requests(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].state != VMEM_KV_FREE)
+            return true;
+    return false;
+}
+
+// The smallest budget that the cache can go down to now.
+static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
+{
+    const uint64_t spare = vmem__kv_spare(kv), fixed = kv->held - KV_MIN(spare, kv->held);
+    const uint64_t margin = has_requests(kv) ? fixed / 32 : 0;
+    return KV_MAX(kv_ceil_pages(m->row.min, kv), fixed + margin);
+}
+
+// A cache without a background thread gives back here, a portion at a time.
+static void give_portion(vmem_kv *kv)
+{
+    if (kv->held > kv->budget_pages && !kv->has_worker)
+        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), true, NULL);
+}
+
+// What a cache that is idle or has been asked goes down to, as far as it is. True: there is more to do at once.
+static bool go_on_giving(struct kv_member *m, uint64_t least)
+{
+    vmem_kv *kv = m->kv;
+    if (kv->gave && kv->budget_pages > least) { // idle
+        kv->budget_pages = least;
+        kv->giving |= kv->held > kv->budget_pages;
+    }
+    if (!kv->giving)
+        return false;
+    give_portion(kv);
+    const bool at_work = kv->has_worker && (kv->work_due || kv->working);
+    if (kv->held <= kv->budget_pages) {
+        kv->giving = false;
+    } else if (!at_work && (kv->has_worker || !vmem__kv_spare(kv))) {
+        kv->budget_pages = kv->held; // the rest cannot go now
+        kv->giving = false;
+    }
+    return kv->giving && !kv->has_worker;
+}
+
+// A limit that another process wants.
+static void take_wanted(struct kv_member *m, uint64_t bytes)
+{
+    uint32_t why = VMEM_KV_NO_MEMORY;
+    pthread_mutex_lock(&m->pool->lock);
+    int rc = vmem__kv_pool_set_share(m, m->row.min, bytes, &why);
+    pthread_mutex_unlock(&m->pool->lock);
+    kv_lock_cache(m->kv);
+    vmem__kv_answer_wanted(m->kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
+    kv_unlock_cache(m->kv);
+}
+
+// What a member has beyond its maximum goes, as far as no request needs it; the rest when they end.
+static void keep_to_max(struct kv_member *m)
+{
+    vmem_kv *kv = m->kv;
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t most = kv_floor_pages(m->row.max, kv);
+    pthread_mutex_unlock(&m->pool->lock);
+    if (kv->budget_pages <= most || kv->giving)
+        return;
+    const uint64_t least = KV_MAX(most, kv->held - KV_MIN(vmem__kv_spare(kv), kv->held));
+    kv->budget_pages = KV_MIN(kv->budget_pages, least);
+    kv->giving = kv->held > kv->budget_pages;
+    if (kv->giving)
+        vmem__kv_worker_wake(kv);
+}
+
+// Brings the row of a member up to date: what is not the cache's any more is the pool's. True: there is more to do.
+static bool look(struct kv_member *m)
+{
+    vmem_kv *kv = m->kv;
+    vmem_kv_pool *pool = m->pool;
+    kv_lock_cache(kv);
+    const uint64_t wanted = vmem__kv_wanted_budget(kv);
+    if (wanted) {
+        kv_unlock_cache(kv);
+        take_wanted(m, wanted);
+        kv_lock_cache(kv);
+    }
+    keep_to_max(m);
+    const bool more = go_on_giving(m, least_pages(kv, m));
+    const uint64_t gone_to = KV_MAX(kv->budget_pages, kv->held);
+    const bool trim = kv->held << kv->page_shift < m->row.held && gone_to << kv->page_shift < m->row.has;
+    kv_unlock_cache(kv);
+    if (trim) // first the memory, then what the others know of
+        vmem__kv_trim(kv);
+
+    kv_lock_cache(kv);
+    const uint64_t least = least_pages(kv, m), has = KV_MAX(kv->budget_pages, kv->held);
+    const uint64_t evictable = m->evict ? kv->refs.only : vmem__kv_evictable(kv), min = kv_ceil_pages(m->row.min, kv);
+    pthread_mutex_lock(&pool->lock);
+    const struct kv_pool_row before = m->row;
+    // A claim may have taken some of it again.
+    m->row.has = KV_MIN(m->row.has, (KV_MAX(has, gone_to) << kv->page_shift) + m->granted);
+    m->row.held = kv->held << kv->page_shift;
+    m->row.could_give = kv_less(has, KV_MAX(least - KV_MIN(least, evictable), min)) << kv->page_shift;
+    m->row.giving = kv_less(m->row.has - m->granted, kv->budget_pages << kv->page_shift);
+    // Budget that is free is news. The rest may be some ms late.
+    m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
+    if (memcmp(&before, &m->row, sizeof before) && kv_now() - pool->written_at > POLL_MS * UINT64_C(1000000))
+        m->changed = true;
+    pthread_mutex_unlock(&pool->lock);
+    kv_unlock_cache(kv);
+    return more;
+}
+
+// Others' needs that nothing is on its way for.
+static uint64_t unmet(const vmem_kv_pool *pool)
+{
+    uint64_t needs = 0, coming = vmem__kv_pool_free(pool, NULL);
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct kv_pool_row *r = &pool->table.rows[i];
+        if (!r->number)
+            continue;
+        needs = kv_add(needs, r->needs);
+        coming = kv_add(coming, r->giving);
+    }
+    return kv_less(needs, coming);
+}
+
+static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
+{
+    struct kv_pool_row *r = &m->row;
+    if (m->leaving)
+        r->needs = 0;
+    else if (r->has < r->min && r->needs < r->min - r->has) { // a minimum is due whether it is asked for or not
+        r->needs = r->min - r->has;
+        m->asked_at = kv_now();
+        m->changed = true;
+    }
+    if (!r->needs)
+        return;
+    if (!m->waiting && kv_now() - m->asked_at > ASK_NS) {
+        r->needs = 0;
+        vmem__kv_pool_answer(m, VMEM_KV_UNASKED, 0);
+        m->changed = true;
+        return;
+    }
+    uint64_t room = KV_MIN(KV_MIN(vmem__kv_pool_free(pool, m), kv_less(r->max, r->has)), r->needs);
+    room = kv_ceil_pages(room, m->kv) << m->kv->page_shift <= vmem__kv_pool_free(pool, m)
+               ? kv_ceil_pages(room, m->kv) << m->kv->page_shift
+               : kv_floor_pages(room, m->kv) << m->kv->page_shift;
+    if (room) {
+        r->has += room;
+        m->granted += room;
+        r->needs = kv_less(r->needs, room);
+        m->changed = true;
+    }
+    if (!r->needs) {
+        m->changed = true; // the answer follows when the budget has risen
+    } else if (!r->asked) {
+        r->asked = ++pool->table.head.revision;
+        *head = m->changed = true;
+    }
+    pool->table.rows[m->place] = *r;
+}
+
+// Decides what a member gives, and says so.
+static void give(vmem_kv_pool *pool, struct kv_member *m)
+{
+    struct kv_pool_row *r = &m->row;
+    const uint64_t wanted = kv_less(unmet(pool), r->needs);
+    // One that waits for memory itself gives none, one that was refused does: it may have given up on it.
+    const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
+    const uint64_t could = waits || m->leaving ? 0 : kv_less(r->could_give, r->giving);
+    const uint64_t bytes = KV_MIN(wanted, could);
+    const bool asked = r->looked < pool->table.head.revision;
+    uint32_t reply = r->reply, why = 0;
+    if (bytes) {
+        m->to_give += bytes;
+        r->giving += bytes;
+        m->changed = true;
+    }
+    if (r->giving)
+        reply = VMEM_KV_DEFERRED;
+    else if (asked && wanted && !bytes)
+        reply = VMEM_KV_REFUSED;
+    else if (asked || reply == VMEM_KV_DEFERRED)
+        reply = VMEM_KV_APPLIED;
+    if (reply == VMEM_KV_REFUSED)
+        why = r->has <= r->min ? VMEM_KV_AT_MINIMUM : VMEM_KV_IN_USE;
+    m->changed |= asked || reply != r->reply || why != r->why;
+    r->looked = pool->table.head.revision;
+    r->reply = reply;
+    r->why = why;
+    pool->table.rows[m->place] = *r;
+}
+
+// A member's question is refused when nobody is left who may still give.
+static void judge(const vmem_kv_pool *pool, struct kv_member *m)
+{
+    uint32_t why = VMEM_KV_AT_MINIMUM;
+    if (!m->row.needs || m->granted || m->row.answer != VMEM_KV_DEFERRED)
+        return;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct kv_pool_row *r = &pool->table.rows[i];
+        if (!r->number || i == m->place)
+            continue;
+        if (r->looked < m->row.asked || r->giving)
+            return;
+        if (r->why == VMEM_KV_IN_USE || r->needs)
+            why = VMEM_KV_IN_USE;
+    }
+    m->refused_at = kv_now();
+    vmem__kv_pool_answer(m, VMEM_KV_REFUSED, why);
+}
+
+static void decide(vmem_kv_pool *pool)
+{
+    bool head = false, some = false;
+    for (struct kv_member *m = pool->members; m; m = m->next)
+        some |= m->changed;
+    const uint64_t t = kv_now();
+    if (vmem__kv_share_begin(pool, true))
+        return;
+    if (t - pool->buried_at > BURY_NS) {
+        pool->buried_at = t;
+        vmem__kv_share_bury(pool);
+    }
+    for (struct kv_member *m = pool->members; m; m = m->next)
+        grant(pool, m, &head);
+    for (struct kv_member *m = pool->members; m; m = m->next)
+        give(pool, m);
+    for (struct kv_member *m = pool->members; m; m = m->next)
+        judge(pool, m);
+    for (struct kv_member *m = pool->members; m; m = m->next)
+        some |= m->changed;
+    pool->written_at = some ? t : pool->written_at;
+    vmem__kv_share_end(pool, head);
+    vmem__kv_pool_note(pool);
+}
+
+// What was decided, at the cache. True: there is more to do at once.
+static bool apply(struct kv_member *m)
+{
+    vmem_kv *kv = m->kv;
+    vmem_kv_pool *pool = m->pool;
+    uint64_t evict = 0;
+    pthread_mutex_lock(&pool->lock);
+    const bool any = m->granted || m->to_give;
+    pthread_mutex_unlock(&pool->lock);
+    if (!any)
+        return false;
+    kv_lock_cache(kv);
+    pthread_mutex_lock(&pool->lock);
+    kv->budget_pages += kv_floor_pages(m->granted, kv);
+    const uint64_t bytes = m->to_give;
+    m->granted = m->to_give = 0;
+    if (!m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
+        vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+    pthread_mutex_unlock(&pool->lock);
+    if (bytes) {
+        const uint64_t least = least_pages(kv, m), want = kv_ceil_pages(bytes, kv);
+        const uint64_t pages = KV_MIN(want, kv_less(kv->budget_pages, least));
+        kv->budget_pages -= pages;
+        if (want > pages && m->evict) {
+            evict = KV_MIN(want - pages, kv->refs.only);
+        } else if (want > pages && vmem__kv_evictable(kv)) { // hashed blocks: a portion now, the rest in the next round
+            vmem__kv_worker_hold(kv);
+            vmem__kv_hash_evict(kv, KV_MIN(want - pages, KV_MAX(kv->portion, kv->block)));
+            vmem__kv_worker_release(kv);
+        }
+        if (kv->held > kv->budget_pages) {
+            kv->giving = true;
+            vmem__kv_worker_wake(kv);
+        }
+    }
+    kv_unlock_cache(kv);
+    if (evict && m->evict(m->arg, evict)) // what it dropped is unused budget now, and goes in the next round
+        return true;
+    return bytes != 0;
+}
+
+// Once around all members of this process. True: again at once.
+static bool round_of(vmem_kv_pool *pool)
+{
+    bool again = false;
+    for (int pass = 0; pass < 2; pass++) {
+        for (struct kv_member *m = pool->members; m; m = m->next) {
+            if (m->leaving)
+                continue;
+            m->busy = true;
+            pthread_mutex_unlock(&pool->lock);
+            again |= pass ? apply(m) : look(m);
+            pthread_mutex_lock(&pool->lock);
+            m->busy = false;
+            pthread_cond_broadcast(&pool->news);
+        }
+        if (!pass)
+            decide(pool);
+    }
+    return again;
+}
+
+static bool restless(const vmem_kv_pool *pool)
+{
+    for (const struct kv_member *m = pool->members; m; m = m->next)
+        if ((m->row.needs && m->row.answer == VMEM_KV_DEFERRED) || m->row.giving)
+            return true;
+    return false;
+}
+
+static void wait_for_news(vmem_kv_pool *pool, int ms)
+{
+    struct pollfd fds[2] = {{.fd = pool->bell, .events = POLLIN}, {.fd = pool->watch, .events = POLLIN}};
+    char notes[1024] __attribute__((aligned(8)));
+    uint64_t rings;
+    if (poll(fds, 2, ms) <= 0)
+        return;
+    if (fds[0].revents)
+        (void)!read(pool->bell, &rings, sizeof rings);
+    while (fds[1].revents & POLLIN && read(pool->watch, notes, sizeof notes) > 0)
+        ;
+}
+
+void *vmem__kv_pool_work(void *arg)
+{
+    vmem_kv_pool *pool = arg;
+    pthread_mutex_lock(&pool->lock);
+    while (!pool->stop) {
+        const bool again = round_of(pool), soon = restless(pool);
+        pthread_mutex_unlock(&pool->lock);
+        if (!again) {
+            const int poll_ms = pool->fd >= 0 && pool->watch < 0 ? 5 : POLL_MS;
+            wait_for_news(pool, soon ? 5 : poll_ms);
+        }
+        pthread_mutex_lock(&pool->lock);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}

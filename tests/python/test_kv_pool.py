@@ -1,0 +1,516 @@
+"""One budget for several KV caches: of a process, and of several processes.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import fcntl
+import io
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from argparse import ArgumentParser
+
+import pytest
+import torch
+
+from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError, kv_view, top
+from pyvmem.kv import KVCache
+
+MIB = 1 << 20
+TOKENS = 1024  # a request: 4 MiB
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "pyvmem"
+
+
+def make(pool, name="kv", budget=64 * MIB, pool_min=0, **options):
+    options = {"idle_seconds": math.inf, "generous": False, "eager": False, "check": True, **options}
+    return KVCache.for_model(
+        2, 4, 128, 8, TOKENS, budget, dtype=torch.bfloat16, backend="host", page_size=64 << 10, name=name, pool=pool,
+        pool_min=pool_min, **options,
+    )  # fmt: skip
+
+
+def load(cache, requests, pool=None):
+    """Start requests, waiting for the pool where there is one; returns their slots."""
+    slots = []
+    for _ in range(requests):
+        slot = cache.alloc_reqid(TOKENS)
+        lengths = [0] * cache.slots
+        lengths[slot] = TOKENS
+        while cache.step(lengths):
+            assert pool is not None and cache.shortage.reason == "budget"
+            if not cache.shortage.coming_pages or pool.wait(cache, 60) == "refused":
+                cache.free_reqid(slot)
+                return slots
+        cache.keys[0][slot, :TOKENS] = slot + 1
+        slots.append(slot)
+    return slots
+
+
+def free(cache, slots):
+    for slot in slots:
+        cache.free_reqid(slot)
+
+
+CHILD = f"""
+    import json, sys
+    sys.path.insert(0, {os.path.dirname(__file__)!r})
+    from test_kv_pool import *
+    about = json.loads(sys.argv[1])
+    pool = KVPool(path=about["path"], budget=about.get("budget"))
+    cache = make(pool, about.get("name", "child"), pool_min=about.get("pool_min", 0), **about.get("options", {{}}))
+    slots = []
+    print("ready", flush=True)
+    for line in sys.stdin:
+        do, _, number = line.strip().partition(" ")
+        if do == "load":
+            slots += load(cache, int(number), pool)
+        elif do == "free":
+            free(cache, slots)
+            slots = []
+        elif do == "verify":
+            assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
+        elif do == "fork":
+            if not os.fork():
+                print("forked", os.getpid(), flush=True)
+                signal.pause()
+            continue
+        elif do == "close":
+            cache.close()
+        print(len(slots), flush=True)
+"""
+
+
+class Child:
+    def __init__(self, path, **about):
+        about = {"path": str(path), **about}
+        command = [sys.executable, "-c", textwrap.dedent(CHILD), json.dumps(about)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, do):
+        self.process.stdin.write(do + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def member(pool, name):
+    (found,) = [m for m in pool.members() if m.name == name]
+    return found
+
+
+# ---- one process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_goes_where_it_is_needed(overlap):
+    pool = KVPool(40 * MIB)
+    with make(pool, "a", pool_min=2 * MIB, overlap=overlap) as a, make(pool, "b", pool_min=2 * MIB) as b:
+        for _ in range(3):
+            for cache, other in ((a, b), (b, a)):
+                slots = load(cache, 8, pool)
+                assert len(slots) == 8
+                assert other.stats().budget_pages >= 32  # its minimum
+                assert pool.free + sum(m.has for m in pool.members()) == 40 * MIB
+                free(cache, slots)
+    assert pool.members() == [] and pool.free == 40 * MIB
+
+
+def test_caches_of_one_context_share_a_pool():
+    pool = KVPool(40 * MIB)
+    with Context("host") as context, make(pool, "a", context=context) as a, make(pool, "b", context=context) as b:
+        for cache in (a, b, a):
+            slots = load(cache, 8, pool)
+            assert len(slots) == 8
+            free(cache, slots)
+        a.reclaim()
+        b.reclaim()
+        assert context.stats().created == 0
+
+
+def test_the_maximum_is_the_budget_of_the_cache():
+    pool = KVPool(64 * MIB)
+    with make(pool, budget=10 * MIB) as cache:
+        assert len(load(cache, 8, pool)) == 2
+        assert cache.shortage.coming_pages == 0
+        assert member(pool, "kv").reason == "at maximum"
+        assert pool.wait(cache, 0) == "refused"
+
+
+def test_what_requests_hold_is_not_given():
+    pool = KVPool(32 * MIB)
+    with make(pool, "a") as a, make(pool, "b", pool_min=4 * MIB) as b:
+        slots = load(a, 8, pool)
+        assert len(slots) == 7
+        assert len(load(b, 8, pool)) == 1  # its minimum
+        assert member(pool, "b").reason == "in use"
+        assert member(pool, "a").why == "in use"
+        free(a, slots[:3])
+        more = []
+        while len(more) < 3:  # a refusal stands for a moment
+            more += load(b, 3 - len(more), pool)
+        assert all((a.keys[0][s, :TOKENS] == s + 1).all() for s in slots[3:])
+
+
+def test_checks_count_what_is_free_in_the_pool():
+    pool = KVPool(64 * MIB)
+    with make(pool) as cache:
+        assert cache.room() == TOKENS
+        assert cache.stats().free_pages == 64 * 16
+        slot = cache.alloc_reqid(TOKENS)
+        lengths = [TOKENS if s == slot else 0 for s in range(8)]
+        assert cache.check(lengths) == 0
+        assert cache.grow(slot, TOKENS) == 0 and cache.commit() == 0
+
+
+def test_asking_before_it_is_needed():
+    pool = KVPool(40 * MIB)
+    with make(pool, "a") as a, make(pool, "b") as b:
+        free(a, load(a, 8, pool))
+        pool.ask(b, 20 * MIB)
+        assert pool.wait(b, 60) == "applied"
+        assert b.stats().budget_pages * b.page_size >= 20 * MIB
+        assert len(load(b, 5)) == 5
+
+
+def test_an_idle_member_keeps_its_minimum_only():
+    pool = KVPool(64 * MIB)
+    with make(pool, pool_min=8 * MIB, idle_seconds=0.01) as cache:
+        free(cache, load(cache, 8, pool))
+        while pool.free != 56 * MIB:  # it needs no step, and nobody asks
+            os.sched_yield()
+        assert cache.stats().held_pages == 0
+        assert len(load(cache, 8, pool)) == 8
+
+
+def test_shares_change():
+    pool = KVPool(64 * MIB)
+    with make(pool, "a") as a, make(pool, "b") as b:
+        slots = load(a, 4, pool)
+        free(a, slots[2:])
+        pool.set_share(a, 0, 10 * MIB)
+        while member(pool, "a").has > 10 * MIB:
+            os.sched_yield()
+        assert all((a.keys[0][s, :TOKENS] == s + 1).all() for s in slots[:2])
+        with pytest.raises(InvalidArgument, match="min 20971520 is over max, 10485760"):
+            pool.set_share(a, 20 * MIB, 10 * MIB)
+        pool.set_share(a, 10 * MIB, 10 * MIB)
+        with pytest.raises(OutOfMemory, match="the minimums of all members would be"):
+            pool.set_share(b, 60 * MIB, 64 * MIB)
+        assert member(pool, "b").min == 0
+
+
+def test_what_is_no_pool_or_no_member_is_refused(folder):
+    pool = KVPool(64 * MIB)
+    with pytest.raises(TypeError, match="pool must be a KVPool"):
+        make("pool")
+    with pytest.raises(InvalidArgument, match="VMEM_KV_SAME_SLOTS cannot be in a pool"):
+        make(pool, same_slots=True)
+    with pytest.raises(OutOfMemory, match="minimums of all members would be 68157440, over"):
+        with make(pool, pool_min=MIB):
+            make(pool, pool_min=64 * MIB)
+    with make(pool) as cache, make(None, lazy=True) as other:
+        with pytest.raises(InvalidArgument, match="the cache is in a pool, which sets its budget"):
+            cache.set_budget(MIB)
+        for call in (lambda: pool.ask(other, 1), lambda: pool.wait(other, 0), lambda: pool.set_share(other, 0, 0)):
+            with pytest.raises(InvalidArgument, match="the cache is in no pool"):
+                call()
+        with pytest.raises(ValueError, match="seconds must lie between"):
+            pool.wait(cache, -1)
+    for wrong in (dict(), dict(budget=0), dict(budget=1 << 47), dict(name="a/b"), dict(name="..")):
+        with pytest.raises(ValueError):
+            KVPool(**wrong)
+    with pytest.raises(TypeError, match="exclude"):
+        KVPool(1 << 20, name="a", path="b")
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.members()
+
+
+def test_a_pool_may_be_closed_before_its_members():
+    pool = KVPool(40 * MIB)
+    cache = make(pool)
+    pool.close()
+    assert len(load(cache, 8)) == 8
+    cache.close()
+
+
+# ---- several processes --------------------------------------------------------------------------------------------
+
+
+def test_kept_pages_of_a_process_that_does_nothing_come(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with Child(path, pool_min=2 * MIB) as child, make(pool, pool_min=2 * MIB) as cache:
+        for _ in range(2):
+            assert child.ask("load 8") == "8"
+            child.ask("free")
+            slots = load(cache, 8, pool)
+            assert len(slots) == 8
+            assert member(pool, "child").has >= 2 * MIB
+            free(cache, slots)
+        assert child.ask("load 8") == "8"
+        child.ask("verify")
+
+
+def test_what_a_killed_process_had_is_free(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with Child(tmp_path / "pool") as child, make(pool) as cache:
+        assert child.ask("load 8") == "8"
+        mine = load(cache, 8, pool)
+        assert 1 <= len(mine) <= 2  # beside a little that a member keeps to grow into
+        child.kill()
+        while len(mine) < 8:  # a refusal stands for a moment
+            mine += load(cache, 8 - len(mine), pool)
+        assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
+        assert [m.name for m in pool.members()] == ["kv"]
+
+
+def test_a_question_of_a_killed_process_lapses(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with make(pool) as cache:
+        slots = load(cache, 8, pool)
+        with Child(tmp_path / "pool") as child:
+            child.process.stdin.write("load 8\n")
+            child.process.stdin.flush()
+            while not member(pool, "child").needs:
+                os.sched_yield()
+            child.kill()
+        assert [m.name for m in pool.members()] == ["kv"]
+        free(cache, slots)
+        assert len(load(cache, 8, pool)) == 8
+
+
+def test_a_forked_child_does_not_stand_for_its_parent(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with Child(tmp_path / "pool") as child, make(pool) as cache:
+        assert child.ask("load 8") == "8"
+        word, pid = child.ask("fork").split()
+        assert word == "forked"
+        child.kill()
+        mine = []
+        while len(mine) < 8:
+            mine += load(cache, 8 - len(mine), pool)
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_process_that_is_stopped_holds_up_no_step(tmp_path):
+    """Even where it holds the table's lock: then nothing moves, and steps say so."""
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with make(pool) as cache, open(tmp_path / "pool", "r+b") as file:
+        whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, whole)
+        slot = cache.alloc_reqid(TOKENS)
+        lengths = [TOKENS if s == slot else 0 for s in range(8)]
+        assert cache.step(lengths) == -1
+        assert cache.shortage.coming_pages
+        with pytest.raises(VmemError, match="another process holds the pool's lock"):
+            pool.members()
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_UNLCK, 0, 0, 1, 0))
+        while cache.step(lengths):
+            assert pool.wait(cache, 60) != "refused"
+
+
+def test_the_file_goes_with_the_last_member(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with make(pool):
+        again = KVPool(path=path)
+        assert again.budget == 40 * MIB
+        with pytest.raises(InvalidArgument, match="budget 1048576: the pool at .* has 41943040"):
+            KVPool(MIB, path=path)
+        pool.close()
+    again.close()
+    assert not path.exists()
+    with pytest.raises(InvalidArgument, match="there is no pool at"):
+        KVPool(path=path)
+
+
+def test_a_pool_that_is_over_is_begun_anew(tmp_path):
+    with Child(tmp_path / "pool", budget=40 * MIB) as child:
+        child.kill()
+    assert (tmp_path / "pool").exists()
+    pool = KVPool(20 * MIB, path=tmp_path / "pool")
+    assert pool.budget == pool.free == 20 * MIB
+
+
+def test_pools_have_names(folder):
+    with make(KVPool(40 * MIB, name="chat")), make(KVPool(name="chat"), "b"):
+        assert (folder / "chat.pool").exists()
+        assert len(KVPool(name="chat").members()) == 2
+
+
+def test_files_that_are_no_pools_are_refused(tmp_path):
+    (tmp_path / "junk").write_bytes(b"x" * 100000)
+    (tmp_path / "junk").chmod(0o600)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    (tmp_path / "open").touch(0o666)
+    (tmp_path / "open").chmod(0o666)
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    for name, error in {
+        "junk": errno.EBADMSG, "fifo": errno.EINVAL, "open": errno.EPERM, "link": errno.ELOOP, ".": errno.EISDIR,
+        "no/where": errno.ENOENT,
+    }.items():  # fmt: skip
+        with pytest.raises((VmemError, ValueError), match="path ") as found:
+            KVPool(MIB, path=tmp_path / name)
+        assert found.value.errno == error
+    assert (tmp_path / "junk").read_bytes() == b"x" * 100000
+
+
+def spoil(path, how):
+    size = path.stat().st_size
+    if how == "cut":
+        os.truncate(path, 100)
+    elif how == "empty":
+        os.truncate(path, 0)
+    elif how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(255 if how == "ones" else (i * 37 + i // 7) % 256 for i in range(size)))
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "gone", "ones", "noise"])
+def test_a_spoilt_file_ends_the_pool_and_no_process(tmp_path, how):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with make(pool, pool_min=4 * MIB) as cache:
+        mine = load(cache, 3, pool)
+        spoil(path, how)
+        for _ in range(3):
+            slot = cache.alloc_reqid(TOKENS)
+            cache.step([TOKENS if s == slot else 0 for s in range(8)])
+            cache.free_reqid(slot)
+            pool.wait(cache, 0.02)
+        if how != "gone":
+            with pytest.raises(VmemError, match="no table of a pool"):
+                pool.members()
+        assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
+
+
+def test_rows_that_nobody_stands_behind_count_for_nothing(tmp_path):
+    """Of a table that has the right form, and wild numbers in all rows but ours."""
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with make(pool) as cache:
+        data = bytearray(path.read_bytes())
+        row, head = _sizes(data)
+        for place in range(1, 32):
+            data[head + place * row : head + (place + 1) * row] = b"\xff" * row
+        path.write_bytes(data)
+        assert len(load(cache, 8, pool)) == 8
+        assert [m.name for m in pool.members()] == ["kv"]
+
+
+def _sizes(data):
+    rows = struct.unpack_from("I", data, 12)[0]
+    assert rows == 32
+    head = 72
+    return (len(data) - head) // rows, head
+
+
+def test_32_members_and_no_more():
+    pool = KVPool(64 * MIB)
+    caches = [make(pool, str(i), pool_min=MIB) for i in range(32)]
+    with pytest.raises(VmemError, match="32 members") as found:
+        make(pool)
+    assert found.value.errno == errno.ENOSPC
+    for cache in caches:
+        cache.close()
+    assert pool.members() == []
+
+
+# ---- pyvmem top ---------------------------------------------------------------------------------------------------
+
+
+def run(*words):
+    parser = ArgumentParser()
+    top.arguments(parser)
+    out = io.StringIO()
+    assert top.top(parser.parse_args(words), out) == 0
+    return out.getvalue()
+
+
+def test_top_shows_pools(tmp_path):
+    pool = KVPool(40 * MIB, name="chat")
+    with make(pool, "target", pool_min=8 * MIB) as cache, make(KVPool(16 * MIB), "draft"):
+        free(cache, load(cache, 4, pool))
+        cache.reclaim(0)
+        text = run("--once")
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == ["chat"]]
+        assert line.split()[1:5] == [str(os.getpid()), "target", "8", "64"[:0] or "40"]
+        assert f"of {os.getpid()}" in text
+        found = {v["name"]: v["pool"] for v in json.loads(run("--json"))}
+        assert found["target"]["min"] == 8 * MIB and found["draft"]["max"] == 16 * MIB
+
+
+def test_a_limit_by_name_and_in_per_cent(capsys):
+    pool = KVPool(64 * MIB)
+    with make(pool, "target") as cache, make(None, "alone", idle_seconds=0.01):
+        slots = load(cache, 4, pool)
+        run("--limit", "target=20M", "--wait", "60")
+        assert "target: applied: at most 20 MiB\n" in capsys.readouterr().err
+        run("--limit", "target=4MiB", "--wait", "60")
+        assert "target: applied: at most 4 MiB; requests hold 12 MiB more" in capsys.readouterr().err
+        assert member(pool, "target").max == 4 * MIB
+        free(cache, slots)
+        while member(pool, "target").has > 4 * MIB:
+            os.sched_yield()
+        pool.set_share(cache, 4 * MIB, 64 * MIB)
+        run("--limit", "target=1M", "--wait", "60")
+        assert "refused: 4 MiB are the minimum of its share" in capsys.readouterr().err
+        (view,) = [v for v in kv_view.read_views() if v.name == "alone"]
+        run("--limit", f"alone={32 * MIB / view.memory_total * 100:.9f}%", "--wait", "60")
+        assert "alone: applied: 3" in capsys.readouterr().err
+
+
+def test_limits_that_name_nobody_or_too_many_are_refused(tmp_path):
+    with make(None, "kv"), Child(tmp_path / "pool", name="kv", budget=40 * MIB) as child:
+        pids = ", ".join(map(str, sorted((os.getpid(), child.process.pid))))
+        for text, what in {
+            "kv=1G": f"processes {pids} have caches of that name", "nobody=1G": "no KV cache has the name 'nobody'",
+            "kv=0%": "must be PID=SIZE or NAME=SIZE", "kv=x%": "must be PID=SIZE", "=1G": "must be PID=SIZE",
+            f"{os.getpid()}=101%": "is not between 0 and 100 %", f"{os.getpid()}=nan%": "must be",
+        }.items():  # fmt: skip
+            with pytest.raises(ValueError, match="--limit") as found:
+                run("--limit", text)
+            assert what in str(found.value)
+
+
+def test_views_that_are_cut_short_or_spoilt_are_passed_over(folder):
+    with make(None, "kv"):
+        (path,) = folder.glob("*.kv")
+        view = path.read_bytes()
+        for i in range(0, len(view), 97):
+            (folder / f"{os.getpid()}-{i}.kv").write_bytes(view[:i])
+            (folder / f"x{i}.kv").write_bytes(view[:i] + b"\xff" * (len(view) - i))
+        os.mkfifo(folder / "fifo.kv")
+        (folder / "link.kv").symlink_to(path)
+        (folder / "folder.kv").mkdir()
+        names = [v.name for v in kv_view.read_views()]
+        assert "kv" in names
+        run("--once")
+        run("--json")
