@@ -13,10 +13,10 @@
 #include "core/core.h"
 #include "kv/pool.h"
 
-#define ASK_NS UINT64_C(250000000)    // a question that nobody repeats or waits for lapses
+#define ASK_NS UINT64_C(250000000)   // a question that nobody repeats or waits for lapses
 #define REFUSED_NS UINT64_C(2000000) // after a refusal the others are not asked again for so long
-#define POLL_MS 100                   // how late others' files are seen without a notice, and ours are brought up to date
-#define BURY_NS UINT64_C(100000000)   // between looks for members whose process has ended
+#define POLL_MS 100                 // how late others' files are seen without a notice, and ours are brought up to date
+#define BURY_NS UINT64_C(100000000) // between looks for members whose process has ended
 
 void vmem__kv_pool_wake(const vmem_kv *kv)
 {
@@ -92,7 +92,8 @@ uint64_t vmem__kv_claimable(const vmem_kv *kv)
         return 0;
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t due = kv_less(m->row.min, m->row.has), room = kv_less(m->row.max, m->row.has);
-    const uint64_t own = kv_less(KV_MIN(m->row.has, m->row.max), kv_add(kv->budget_pages << kv->page_shift, m->granted));
+    const uint64_t own =
+        kv_less(KV_MIN(m->row.has, m->row.max), kv_add(kv->budget_pages << kv->page_shift, m->granted));
     const uint64_t bytes = kv_add(own, KV_MIN(kv_add(m->pool->free, due), room));
     pthread_mutex_unlock(&m->pool->lock);
     return kv_floor_pages(bytes, kv);
