@@ -194,7 +194,7 @@ def _offset(field: str) -> int:
 
 
 def _text(chars: Any) -> str:
-    return ffi.string(chars).decode(errors="replace")
+    return str(ffi.string(chars), "utf-8", "replace")
 
 
 def read_view(path: str | os.PathLike[str]) -> View | None:
