@@ -227,7 +227,7 @@ def test_what_is_no_pool_or_no_member_is_refused(folder):
     pool = KVPool(64 * MIB)
     with pytest.raises(TypeError, match="pool must be a KVPool"):
         make("pool")
-    with pytest.raises(InvalidArgument, match="VMEM_KV_SAME_SLOTS cannot be in a pool"):
+    with pytest.raises(InvalidArgument, match="equal slots on all ranks .same_slots=True. cannot be in a pool"):
         make(pool, same_slots=True)
     with pytest.raises(OutOfMemory, match="minimums of all members would be 68157440, over"):
         with make(pool, pool_min=MIB):
