@@ -413,9 +413,16 @@ class TensorParallelKVCache:
             return -1
         return self._done(self.cache.swap_in(slot))
 
-    def swap_out(self, slot: SupportsIndex) -> None:
-        """As `KVCache.swap_out`. If it fails on a rank, the others swap the request in again."""
-        self._vote(f"swap_out({slot})", self.cache.swap_out, slot, undo=lambda _: self.cache.swap_in(slot))
+    def swap_out(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
+        """As `KVCache.swap_out`. If it fails on a rank, the others swap the request in again.
+
+        `after` must be a step's number, because events complete at different times on each rank.
+        """
+
+        def call() -> None:
+            self.cache.swap_out(slot, None if after is None else uint("after", after))
+
+        self._vote(f"swap_out({slot}, {after})", call, undo=lambda _: self.cache.swap_in(slot))
         self._ends(slot)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
@@ -457,9 +464,9 @@ class TensorParallelKVCache:
         """As `KVCache.retire`: on every rank the kernels must have ended."""
         self._note(f"retire({step})", self.cache.retire, step)
 
-    def close(self) -> None:
+    def close(self, after: Any = None) -> None:
         """As `KVCache.close`, for this rank's cache."""
-        self.cache.close()
+        self.cache.close(after)
 
     def __enter__(self) -> "TensorParallelKVCache":
         return self

@@ -402,7 +402,7 @@ class KVCache(KVAdmission, KVSharing):
         """Return the `SlotInfo` of a slot."""
         raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
-        state = ("free", "active", "swapped", "ending")[raw.state]
+        state = ("free", "active", "swapped", "ending", "swapping")[raw.state]
         pages = (raw.pages, raw.shared_pages, raw.needed_pages)
         return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps)
 
@@ -448,13 +448,23 @@ class KVCache(KVAdmission, KVSharing):
         if self._own_context:
             self.context.close()
 
-    def close(self) -> None:
-        """Quiet. Free the memory, now or when the last view of a tensor is gone."""
+    def close(self, after: Any = None) -> None:
+        """Free the memory, now or when the last view of a tensor is gone. No other call may follow.
+
+        Quiet, unless `after` is given, as in `free_reqid`. The memory is then freed when the kernels have ended, and
+        nobody waits: a thread asks an event every millisecond; after a step's number, `retire` says so. The interpreter
+        waits for that thread before it exits. Keep the cache until `retire`: one that is collected frees its memory.
+        """
         if self._owner is None:
             return
+        self._close_after(after)
+        if self._stop_copying is not None:
+            self._stop_copying.detach()
         self.tensors = []
         self.__dict__.pop("keys", None)
         self.__dict__.pop("values", None)
         self._swapped.clear()
-        self._drop()
+
+    def _end(self) -> None:
+        super()._end()
         self._close_context()

@@ -3,9 +3,12 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import json
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -36,6 +39,7 @@ class KVBase(_Owned):
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.Lock()
         self._hashes: BlockHashes | None = None
+        self._closing: tuple[int, Any, Any] | None = None  # (step, owner, pointer) of a cache closed after a step
 
     # ---- fences ----------------------------------------------------------------------------------------------
 
@@ -49,8 +53,14 @@ class KVBase(_Owned):
     def retire(self, step: SupportsIndex | None = None) -> None:
         """Declare that the kernels of all steps up to this one (None: of every step) have ended.
 
-        Without it they have when the steps that may be in flight are called after them.
+        Without it they have when the steps that may be in flight are called after them. The one call that may follow
+        ``close(after=step)``: it frees the memory.
         """
+        closing = self._closing
+        if closing is not None:
+            if step is None or uint("step", step) >= closing[0]:
+                self._end()
+            return
         _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
 
     def _fence(self, after: Any) -> int:
@@ -66,6 +76,29 @@ class KVBase(_Owned):
         with self._polling:  # another thread's event is not to be taken for this one's
             while self._events and self._events[0][0].query():
                 self.retire(self._events.pop(0)[1])
+
+    def _close_after(self, after: Any) -> None:
+        number = 0 if after is None else self._fence(after)
+        ended = lib.pv_kv_close(self._use(), number)
+        if ended < 0 and ended != -errno.EPERM:  # a child of the process that made the cache has nothing to end
+            _check(ended)
+        self._closing = number, self._owner, self._thing
+        self._events.clear()
+        self._drop()
+        if ended:
+            self._end()
+        elif callable(getattr(after, "query", None)):
+            threading.Thread(target=self._end_after, args=(after,), name="pyvmem close").start()
+
+    def _end_after(self, event: Any) -> None:
+        lib.pv_beside_captures()
+        with suppress(Exception):  # where CUDA is lost, no kernel runs
+            while not event.query():
+                time.sleep(0.001)
+        self._end()
+
+    def _end(self) -> None:
+        self._closing = None
 
     # ---- when memory is short --------------------------------------------------------------------------------
 

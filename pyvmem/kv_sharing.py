@@ -3,13 +3,15 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
+import weakref
 from typing import Any, SupportsIndex
 
 import torch
 
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import _check, structure
+from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.kv_base import KVBase
 from pyvmem.kv_types import Prefix
 
@@ -22,11 +24,15 @@ class KVSharing(KVBase):
     def __init__(self) -> None:
         super().__init__()
         self._swapped: dict[int, torch.Tensor] = {}
+        self._stop_copying: Any = None
 
     # ---- prefixes --------------------------------------------------------------------------------------------
 
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
-        """Save the slot's first `tokens` rows, which must be written, for other requests. Returns a `Prefix`."""
+        """Save the slot's first `tokens` rows for other requests. Returns a `Prefix`.
+
+        Kernels in flight may still be writing the rows: see `attach_prefix`.
+        """
         prefix = ffi.new("uint64_t *")
         slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
         _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
@@ -50,10 +56,11 @@ class KVSharing(KVBase):
         return info.pages, info.own_pages
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
-        """Quiet. Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
+        """Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
 
-        Full pages are mapped, not copied. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor
-        with a window no longer has what the next token reads.
+        Full pages are mapped, not copied: kernels that write their rows may be in flight, if those that read them here
+        run after them. Rows in a last, partial page are copied, and must have been written. Returns 0, or -1 as `step`
+        does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has what the next token reads.
         """
         id, tokens = self._of_prefix(prefix, tokens)
         if self._events:
@@ -75,16 +82,36 @@ class KVSharing(KVBase):
 
     # ---- swapping -------------------------------------------------------------------------------------------
 
-    def swap_out(self, slot: SupportsIndex) -> None:
-        """Quiet. Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
+    def swap_out(self, slot: SupportsIndex, after: Any = None) -> None:
+        """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
+
+        Quiet, unless `after` is given, as in `free_reqid`. The rows are then copied when the kernels up to there have
+        ended, by the background thread if the cache has one (`overlap`), and nobody waits. Until all are copied, the
+        slot's state is "swapping", and `swap_in` takes it back without a copy; then it is "swapped". Once the kernels
+        have ended, the pages count as free: a step that finds no others copies the rest itself.
 
         For a cache on a GPU, the CPU memory is pinned.
         """
-        slot, size = uint("slot", slot, 32), ffi.new("uint64_t *")
-        _check(lib.vmem_kv_swap_size(self._use(), slot, size))
+        kv, slot, size = self._use(), uint("slot", slot, 32), ffi.new("uint64_t *")
+        number = 0 if after is None else self._fence(after)
+        _check(lib.vmem_kv_swap_size(kv, slot, size))
+        if slot in self._swapped:
+            raise InvalidArgument(errno.EINVAL, f"slot {slot} is swapped out, or being swapped out")
         host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
-        _check(lib.vmem_kv_swap_out(self._use(), slot, ffi.cast("void *", host.data_ptr()), size[0]))
+        data = ffi.cast("void *", host.data_ptr())
+        if after is None:
+            _check(lib.vmem_kv_swap_out(kv, slot, data, size[0]))
+            self._swapped[slot] = host
+            return
+        if self._stop_copying is None:  # a view of a tensor may outlive the cache, and keep the background thread
+            self._stop_copying = weakref.finalize(self, lib.pv_kv_close, kv, 0)
         self._swapped[slot] = host
+        try:
+            _check(lib.vmem_kv_swap_out_after(kv, slot, data, size[0], number))
+        except Exception:
+            del self._swapped[slot]
+            raise
+        self._watch(after, number)
 
     def swap_in(self, slot: SupportsIndex) -> int:
         """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""

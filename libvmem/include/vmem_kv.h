@@ -89,6 +89,10 @@ struct vmem_kv_config {
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out);
 // Quiet, for all slots. Frees everything that the manager holds. NULL is allowed.
 void vmem_kv_destroy(vmem_kv *kv);
+// Not quiet. Destroys the manager once the kernels of all steps up to this one have ended: now, if they are known to
+// have, else in the vmem_kv_retire that says so. Until then only that call may follow, or vmem_kv_destroy when all is
+// quiet. Rows that were to be swapped out are not: no host memory is written after this returns.
+int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step);
 
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows * row_bytes
 // equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed max_tokens.
@@ -227,7 +231,7 @@ struct vmem_kv_group_info {
 // Groups are numbered from 0 as their first tensors come. -EINVAL: there are fewer.
 int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out);
 
-enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING };
+enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING, VMEM_KV_SWAPPING };
 struct vmem_kv_slot_info {
     uint32_t size;          // sizeof(struct vmem_kv_slot_info), set by the caller
     uint32_t state;         // enum vmem_kv_slot_state
@@ -246,11 +250,13 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 // A prefix holds pages that a request wrote. Requests that start with the same tokens map its full pages; the last,
 // partial page is copied. A page that two slots have mapped is never written.
 
-// Saves rows [0, tokens) of the slot as a prefix; in a tensor with a window, those that the window kept. No kernel in
-// flight may still be writing the rows. tokens is at most the slot's length.
+// Saves rows [0, tokens) of the slot as a prefix; in a tensor with a window, those that the window kept. tokens is at
+// most the slot's length. Kernels in flight may still be writing the rows: see vmem_kv_prefix_attach.
 int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix);
-// Quiet. Starts a newly allocated slot with the prefix's first `tokens` rows; its length becomes `tokens`. -ENODATA: a
-// tensor with a window lacks rows that the next token reads. -ENOMEM as in vmem_kv_step.
+// Starts a newly allocated slot, which no kernel accesses, with the prefix's first `tokens` rows; its length becomes
+// `tokens`. Rows in full pages are mapped: kernels that write them may be in flight, if those that read them here run
+// after them. Rows in a last, partial page are copied by this call and must have been written. -ENODATA: a tensor with a
+// window lacks rows that the next token reads. -ENOMEM as in vmem_kv_step.
 int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing);
 // Returns 0 if attaching would find memory, else -ENOMEM. The slot need not be allocated yet.
 int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing);
@@ -325,8 +331,9 @@ int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens);
 // -EEXIST: the name is taken.
 int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
                        size_t *bad);
-// Quiet. Starts a newly allocated slot with the named pages in this order. They are mapped there a second time, and the
-// slot's length becomes n * block_tokens. Pages further back in the slot stay. -ENODATA: a name has no pages.
+// Starts a newly allocated slot, which no kernel accesses, with the named pages in this order. They are mapped there a
+// second time, and the slot's length becomes n * block_tokens. Pages further back in the slot stay. Kernels that write
+// the rows may be in flight, if those that read them here run after them. -ENODATA: a name has no pages.
 int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
 // Drops names; those that are not taken are skipped. Pages without another holder are released.
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
@@ -341,16 +348,26 @@ int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed);
 int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes);
 // Quiet. Copies the slot's rows to host (pinned memory is faster) and releases its pages. The slot stays taken.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes);
-// Copies the rows back to the addresses they had. -ENOMEM as in vmem_kv_step. Shared pages come back as copies.
+// Not quiet. vmem_kv_swap_out once the kernels of all steps up to this one have ended. The background thread copies;
+// without OVERLAP, the step or vmem_kv_retire that finds the kernels ended. The slot is VMEM_KV_SWAPPING until host has
+// all rows, then VMEM_KV_SWAPPED (vmem_kv_get_slot; vmem_kv_wait waits for the thread). host must stay valid until then,
+// or until vmem_kv_swap_in, free, free_after or destroy_after of the slot returns, which end the copying.
+//
+// Once the kernels have ended, the pages count as free: a step that finds no others copies the rest itself. A copy that
+// fails loses nothing: the slot stays SWAPPING and is tried again at the next step; a step that needs its pages returns
+// the error.
+int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step);
+// Copies the rows back to the addresses they had. -ENOMEM as in vmem_kv_step. Shared pages come back as copies. A slot
+// that is still VMEM_KV_SWAPPING goes on as if it had not been swapped out: host is not read.
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing);
 // Returns 0 if swapping in would find memory, else -ENOMEM.
 int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
-// Grows or shrinks the budget. Shrinking releases kept pages and returns device memory to the system. What active
-// requests hold beyond the new budget stays until they end; until then no step gets more pages. Growing takes memory and
-// may return -ENOMEM.
+// Grows or shrinks the budget. Shrinking releases kept pages and returns device memory to the system; kernels in flight
+// access none of these. What active requests hold beyond the new budget stays until they end; until then no step gets
+// more pages. Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // Releases kept pages (those of free slots and those backed ahead of need), at least `bytes` if there are so many, and
 // returns unused device memory to the system. If freed is not NULL, *freed receives the bytes of pages released.
@@ -369,8 +386,8 @@ struct vmem_kv_stats {
     uint64_t prefix_pages; // held by prefixes and by no slot
     uint64_t free_pages;   // what a step could get: the budget less what cannot be taken back
     uint64_t live_bytes;   // of the rows that active requests have
-    uint64_t active_slots, swapped_slots, slots, prefixes;
-    uint64_t ending_slots; // whose kernels may be in flight
+    uint64_t active_slots, swapped_slots, slots, prefixes; // swapped: or being swapped out
+    uint64_t ending_slots;                                 // whose kernels may be in flight
     // Since creation:
     uint64_t steps, step_failures;
     uint64_t step_mapped_pages;            // pages that a step had to map itself
@@ -409,7 +426,7 @@ struct vmem_kv_shortage {
     uint64_t missing_pages;   // as in *missing
     uint64_t prefix_pages;    // what dropping all prefixes would free
     uint64_t requests;        // that hold pages
-    uint64_t ending_pages;    // of requests that end when the kernels in flight have: retire steps, or make them
+    uint64_t ending_pages;    // of requests that end, or are swapped out, when kernels have: retire steps, or make them
     uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)
     uint64_t coming_pages;    // that the pool has been asked for and may still give: vmem_kv_pool_wait
 };

@@ -1,9 +1,11 @@
 // The owner of a KV-cache manager, and the loop of its benchmark.
 //
 // SPDX-License-Identifier: MIT
+#include <dlfcn.h>
 #include <errno.h>
 #include <time.h>
 
+#include "kv/kv.h"
 #include "native_kv.h"
 
 static void destroy(void *kv) { vmem_kv_destroy(kv); }
@@ -103,6 +105,23 @@ int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot)
     uint64_t missing = 0;
     int rc = vmem_kv_swap_check(kv, slot, &missing);
     return answer(rc, missing);
+}
+
+int pv_kv_close(vmem_kv *kv, uint64_t step)
+{
+    bool quiet = false;
+    int rc = vmem__kv_close(kv, step, &quiet);
+    return rc ? rc : quiet;
+}
+
+// In CUDA's default mode, a query by any thread breaks the capture.
+void pv_beside_captures(void)
+{
+    int relaxed = 2;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    int (*exchange)(int *) = library ? (int (*)(int *))dlsym(library, "cuThreadExchangeStreamCaptureMode") : NULL;
+    if (exchange)
+        exchange(&relaxed);
 }
 
 static uint64_t now(void)

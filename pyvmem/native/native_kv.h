@@ -27,6 +27,13 @@ int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int64_t pv_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes);
 int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot);
 
+// No call may follow, and no host memory is written any more. 1: the kernels of all steps up to
+// this one have ended; 0: they may be running; or a negative errno.
+int pv_kv_close(vmem_kv *kv, uint64_t step);
+
+// Lets this thread ask for events while another one captures a CUDA graph.
+void pv_beside_captures(void);
+
 // n decode iterations: every length above 0 grows by one, vmem_kv_step is called, and pause_us pass. samples:
 // nanoseconds of each call. Ends early, with its error, at a step that fails.
 int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t pause_us, uint64_t *samples);

@@ -102,6 +102,29 @@ static void test_blocks_of_others_are_not_written(void)
     end();
 }
 
+// What names hold of a request that went back is not counted as free: check and step agree.
+static void test_named_pages_behind_a_request_are_not_free(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
+    const uint32_t slots[] = {0, 0, 0, 0, 0}, index[] = {5, 6, 7, 8, 9}, ids[] = {0, 1, 2, 3, 4};
+    uint64_t missing;
+    make(0, &tensor, 1, 12);
+    OK(vmem_kv_blocks_init(kv, 16, 16));
+    alloc(0);
+    alloc(1);
+    step(160, 1);
+    OK(vmem_kv_block_bind(kv, slots, index, ids, 5, NULL));
+    step(80, 1);
+    step(80, 1);
+    CHECK_EQ(vmem_kv_check(kv, (int32_t[SLOTS]){80, 64}, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(missing, 2);
+    CHECK_EQ(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(missing, 2);
+    OK(vmem_kv_block_drop(kv, ids, 2));
+    OK(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, &missing));
+    end();
+}
+
 // Names beyond all need are refused where their table does not fit into memory; else they cost none.
 static void test_a_table_of_names_takes_no_memory(void)
 {
@@ -214,6 +237,7 @@ int main(int argc, char **argv)
     ctx = test_context(0);
     test_zero_where_one_tensor_kept_pages();
     test_blocks_of_others_are_not_written();
+    test_named_pages_behind_a_request_are_not_free();
     test_a_table_of_names_takes_no_memory();
     test_attach_on_a_full_device();
     test_truncate_on_a_full_device();

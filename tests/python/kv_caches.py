@@ -30,3 +30,12 @@ def start(cache, tokens):
     values[slot] = tokens
     assert cache.step(values) == 0
     return slot, values
+
+
+class Event:
+    """Stands for a torch.cuda.Event."""
+
+    come = False
+
+    def query(self):
+        return self.come

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from kv_caches import PAGE_TOKENS, make, start, view_dim
+from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 
 import pyvmem
 from pyvmem.errors import InvalidArgument
@@ -205,15 +205,6 @@ def test_growth_is_staged_request_by_request(backend):
             cache.grow(slots[0], 1)
 
 
-class Event:
-    """Stands for a torch.cuda.Event."""
-
-    done = False
-
-    def query(self):
-        return self.done
-
-
 def test_a_request_ends_when_its_kernels_have(backend):
     with make(backend, overlap=False, steps_in_flight=2, pages=12) as cache:
         slot, lengths = start(cache, PAGE_TOKENS)
@@ -244,7 +235,7 @@ def test_an_event_is_a_fence(backend):
         lengths[slot] = 0
         cache.step(lengths)
         assert cache.slot(slot).state == "ending"
-        event.done = True
+        event.come = True
         cache.step(lengths)
         assert cache.slot(slot).state == "free"
         assert cache.stats().ending_slots == 0

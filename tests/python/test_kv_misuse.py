@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from kv_caches import Event
 
 import pyvmem
 from pyvmem.errors import InvalidArgument, OutOfMemory
@@ -100,15 +101,6 @@ def test_budgets_beyond_all_memory_are_refused_beside_another_cache():
 
 
 # ---- events ----------------------------------------------------------------------------------------------------
-
-
-class Event:
-    """Stands in for a torch.cuda.Event."""
-
-    come = False
-
-    def query(self):
-        return self.come
 
 
 @pytest.mark.parametrize("call", ["alloc_reqid", "room", "check", "grow"])

@@ -4,18 +4,24 @@
 #include "core/core.h"
 #include "kv/kv.h"
 
-int vmem__kv_check_process(const vmem_kv *kv)
+static int __attribute__((cold)) unusable(const vmem_kv *kv)
 {
-    if (!*kv->ctx->owned) // asking the system who we are would take longer than a step with nothing to do
-        return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
-    return 0;
+    if (kv->closing)
+        return vmem__error(-EINVAL, "this KV cache is being closed: only vmem_kv_retire may follow");
+    return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
+}
+
+int vmem__kv_check_usable(const vmem_kv *kv)
+{
+    // Asking the system who we are would take longer than a step with nothing to do.
+    return *kv->owned ? 0 : unusable(kv);
 }
 
 int vmem__kv_enter_step(vmem_kv *kv)
 {
     if (!kv)
         return vmem__error(-EINVAL, "kv is NULL");
-    int rc = vmem__kv_check_process(kv);
+    int rc = vmem__kv_check_usable(kv);
     if (rc)
         return rc;
     pthread_mutex_lock(&kv->api);
@@ -55,13 +61,18 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
     return rc;
 }
 
+const char *vmem__kv_state_name(uint8_t state)
+{
+    static const char *const names[] = {"free", "active", "swapped out", "being given up", "being swapped out"};
+    return names[state];
+}
+
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
 {
-    static const char *const names[] = {"free", "active", "swapped out", "being given up"};
     if (slot >= kv->n_slots)
         return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
     if (!(states >> kv->slots[slot].state & 1))
-        return vmem__error(-EINVAL, "slot %u is %s", slot, names[kv->slots[slot].state]);
+        return vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
     vmem__kv_wait_slot(kv, slot);
     return 0;
 }

@@ -41,14 +41,14 @@ void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
             past_of(kv, slot, i)[k] = (struct kv_past){0};
 }
 
-// Kernels up to this step have ended. Those of the steps in flight at the last step, and its own, may run.
-static uint64_t ended(const vmem_kv *kv)
+// Those of the steps in flight at the last step, and its own, may run.
+uint64_t vmem__kv_ended(const vmem_kv *kv)
 {
     uint64_t running = (uint64_t)kv->steps_in_flight + 1;
     return KV_MAX(kv->retired, kv->step > running ? kv->step - running : 0);
 }
 
-static int check_fence(const vmem_kv *kv, uint64_t step)
+int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
 {
     if (step > kv->step)
         return vmem__error(-EINVAL, "step %" PRIu64 " was not made yet; the last is %" PRIu64, step, kv->step);
@@ -59,11 +59,18 @@ int vmem__kv_end_requests(vmem_kv *kv)
 {
     int rc = 0;
     for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
-        if (kv->slots[s].state != VMEM_KV_ENDING || kv->idle[s].ends > kv->retired)
-            continue;
-        vmem__kv_wait_slot(kv, s);
-        int failed = vmem__kv_free(kv, s);
-        kv->n_ending -= !failed;
+        int failed = 0;
+        if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->retired) {
+            vmem__kv_wait_slot(kv, s);
+            failed = vmem__kv_free(kv, s);
+        } else if (kv_swap_due(kv, s) && kv->has_worker) {
+            kv->slots[s].skip = false;
+            vmem__kv_worker_wake(kv);
+        } else if (kv_swap_due(kv, s)) {
+            failed = vmem__kv_swap_rest(kv, s);
+            if (!failed)
+                failed = vmem__kv_cut_slot(kv, s);
+        }
         rc = rc ? rc : failed;
     }
     return rc;
@@ -81,12 +88,18 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
 
 int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
+    if (kv && kv->closing) {
+        int rc = vmem__kv_check_fence(kv, step);
+        if (!rc && step >= kv->closes)
+            vmem_kv_destroy(kv);
+        return rc;
+    }
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = check_fence(kv, step);
+    rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
-        kv->retired = KV_MAX(ended(kv), step);
+        kv->retired = KV_MAX(vmem__kv_ended(kv), step);
         rc = vmem__kv_end_requests(kv);
     }
     return vmem__kv_leave(kv, rc);
@@ -94,12 +107,15 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 
 int vmem__kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
-    if (step <= ended(kv) || kv->slots[slot].fresh)
+    const bool swapping = kv->slots[slot].state == VMEM_KV_SWAPPING;
+    if (swapping) // kernels up to that step may be running, too
+        step = KV_MAX(step, kv->idle[slot].ends);
+    if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return vmem__kv_free(kv, slot);
     vmem__kv_unstage(kv, slot);
     kv->slots[slot].state = VMEM_KV_ENDING;
     kv->idle[slot].ends = step;
-    kv->n_ending++;
+    kv->n_ending += !swapping;
     return 0;
 }
 
@@ -108,9 +124,9 @@ int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     if (!rc)
-        rc = check_fence(kv, step);
+        rc = vmem__kv_check_fence(kv, step);
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_free_after(kv, slot, step));
 }
 
@@ -121,13 +137,15 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
         return rc;
     rc = vmem__kv_check_truncate(kv, slot, tokens);
     if (!rc)
-        rc = check_fence(kv, step);
+        rc = vmem__kv_check_fence(kv, step);
     if (rc)
         return vmem__kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
-    if (step <= ended(kv) || s->fresh)
+    // Of a fresh slot, kernels may still be writing the rows that it was attached.
+    const bool shared = tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens);
+    if (step <= vmem__kv_ended(kv) || (s->fresh && !shared))
         return vmem__kv_leave(kv, vmem__kv_truncate(kv, slot, tokens));
-    if (tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens))
+    if (shared)
         return vmem__kv_leave(kv, vmem__error(-EBUSY,
                                               "tokens %u: rows from there on are shared, and kernels of step %" PRIu64
                                               " may be in flight",
@@ -143,4 +161,34 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
     s->tokens = tokens;
     s->steady = 0;
     return vmem__kv_leave(kv, 0);
+}
+
+int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
+{
+    static const unsigned char none;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_check_fence(kv, step);
+    *quiet = step <= vmem__kv_ended(kv);
+    if (!rc) {
+        kv->closing = true;
+        kv->closes = step;
+        kv->owned = &none;
+    }
+    vmem__kv_leave(kv, rc);
+    if (!rc) {
+        vmem__kv_pool_leave(kv);
+        vmem__kv_worker_stop(kv); // no row is copied any more
+    }
+    return rc;
+}
+
+int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step)
+{
+    bool quiet = false;
+    int rc = vmem__kv_close(kv, step, &quiet);
+    if (quiet && !rc)
+        vmem_kv_destroy(kv);
+    return rc;
 }

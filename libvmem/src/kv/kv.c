@@ -303,6 +303,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->plan.wants);
     free(kv->past);
     free(kv->staged);
+    free(kv->swap_ops);
     free(kv->staged_pages);
     free(kv->groups);
     free(kv->order);
@@ -385,6 +386,7 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
     if (!kv)
         return vmem__error(-ENOMEM, "no memory for a KV cache");
     kv->ctx = ctx;
+    kv->owned = ctx->owned;
     rc = init(kv, &c);
     if (rc) {
         vmem_kv_destroy(kv);

@@ -66,7 +66,10 @@ struct kv_idle {
     uint32_t fit;    // tokens of the request that had this free slot last
     uint32_t from;   // of these, so many were shared: there is no page in their place
     uint64_t parked; // when it was freed
-    uint64_t ends;   // VMEM_KV_ENDING: after the kernels of this step
+    uint64_t ends;   // VMEM_KV_ENDING, VMEM_KV_SWAPPING: after the kernels of this step
+    // VMEM_KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
+    void *host;
+    uint64_t copied, size;
 };
 
 // What a slot's earlier step asked for; equal: nothing.
@@ -150,13 +153,16 @@ struct kv_cut {
 
 struct vmem_kv {
     vmem_context *ctx;
+    const unsigned char *owned; // reads 1; reads 0 in a forked child, and once the cache is being closed
     pid_t pid;
     uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
     struct kv_expected expected[VMEM_KV_EXPECT]; // the requests that come next
     uint32_t n_expected;
     uint64_t step, retired; // the last step; the last whose kernels have ended
-    uint32_t n_ending;
+    uint32_t n_ending;      // slots that are ENDING or SWAPPING
+    uint64_t closes;        // vmem_kv_destroy_after: the step
+    bool closing;
     struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
@@ -206,6 +212,7 @@ struct vmem_kv {
     uint32_t n_blocks, block_tokens, block_pages, n_named; // n_named: names that are taken
     struct kv_hashes *hashes;                              // hash.h
     uint64_t mark;                                         // the number of the last call that marked what it saw
+    struct vmem_copy_op *swap_ops; // of the portion that is being copied; from the first vmem_kv_swap_out_after on
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
     bool cutting;           // the worker unmaps pages that others may hold or release
@@ -314,31 +321,44 @@ int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
 
 // Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
 // enters by vmem__kv_enter_step and says vmem__kv_may_take_long when there is something to do.
-int vmem__kv_check_process(const vmem_kv *kv); // -EPERM in a child of the process that made it
+int vmem__kv_check_usable(const vmem_kv *kv); // -EPERM in a child of the process that made it; -EINVAL: being closed
 int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);
 int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHARED
+const char *vmem__kv_state_name(uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 
-// ---- slots.c
+// ---- fence.c
 
 // What kernels in flight touch of a span when a step asks for [lo, hi).
 struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
 // No kernel touches the slot: its earlier steps count no more.
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
+// Kernels up to this step have ended.
+uint64_t vmem__kv_ended(const vmem_kv *kv);
+int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
+// Ends the requests whose kernels have ended, up to kv->retired, and has those copied that are to be swapped out.
+int vmem__kv_end_requests(vmem_kv *kv);
+// Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step have
+// ended.
+int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet);
+
+// ---- step.c
+
 // Takes a slot's growth back.
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
+
+// ---- slots.c
+
 // vmem_kv_free and vmem_kv_truncate, with the locks held and checked.
 int vmem__kv_free(vmem_kv *kv, uint32_t slot);
 int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // vmem_kv_free_after, likewise, for a step that was made.
 int vmem__kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
-// Ends the requests whose kernels have ended, up to kv->retired.
-int vmem__kv_end_requests(vmem_kv *kv);
 // The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
 uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Whether a slot backed for `fit` tokens suits a request of `tokens` better than one backed for `best`.
@@ -536,6 +556,28 @@ void vmem__kv_pool_leave(vmem_kv *kv);
 void vmem__kv_pool_left(vmem_kv *kv);
 // What others see of the member; zero of a cache of no pool.
 void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, char path[256]);
+
+// ---- swap.c
+
+// Lists the copies that move bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; returns how
+// many bytes there are in all.
+uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
+                           struct vmem_copy_op *ops, uint64_t *n);
+int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes); // of a slot to be swapped out
+
+// ---- swap_after.c
+
+// Whether the slot is being swapped out and its kernels have ended: its pages count as free.
+static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
+{
+    return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->retired;
+}
+uint32_t vmem__kv_swap_next(const vmem_kv *kv); // a slot that is due, or UINT32_MAX
+// Copies a portion; needs no lock. Then swap_portion_end with it: the last portion makes the slot VMEM_KV_SWAPPED, whose
+// pages can be taken back.
+int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot);
+void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot);
+int vmem__kv_swap_rest(vmem_kv *kv, uint32_t slot); // all of it, while the worker is at none
 
 // ---- check.c: VMEM_KV_CHECK
 

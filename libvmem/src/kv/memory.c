@@ -27,13 +27,20 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 
 void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
+// For kernels, with all its pages.
+static bool waits(const vmem_kv *kv, uint32_t slot)
+{
+    const uint8_t state = kv->slots[slot].state;
+    return state == VMEM_KV_ENDING || (state == VMEM_KV_SWAPPING && !kv_swap_due(kv, slot));
+}
+
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
     last = (struct vmem_kv_shortage){.reason = reason,
                                      .missing_pages = missing,
                                      .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
     for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++)
-        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ENDING; i++)
+        for (uint32_t i = 0; i < kv->n_groups && waits(kv, s); i++)
             last.ending_pages += (uint64_t)(kv_span(kv, s, i)->hi - kv_span(kv, s, i)->lo) * kv->groups[i].n;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;

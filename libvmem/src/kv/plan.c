@@ -6,16 +6,14 @@
 #include "kv/kv.h"
 
 // Of a length that goes back, or is wrong.
-static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+static int __attribute__((cold, noinline)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
 {
     const struct kv_slot *s = &kv->slots[slot];
     if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, tokens, kv->max_tokens);
     if (s->state != VMEM_KV_ACTIVE)
         return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
-                           s->state == VMEM_KV_FREE     ? "free"
-                           : s->state == VMEM_KV_ENDING ? "being given up"
-                                                        : "swapped out");
+                           vmem__kv_state_name(s->state));
     if ((uint32_t)tokens < s->shared_tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
                            s->shared_tokens);

@@ -327,7 +327,7 @@ static int member_of(vmem_kv *kv, struct kv_member **m)
 {
     if (!kv)
         return vmem__error(-EINVAL, "kv is NULL");
-    int rc = vmem__kv_check_process(kv);
+    int rc = vmem__kv_check_usable(kv);
     if (rc)
         return rc;
     pthread_mutex_lock(&kv->state);

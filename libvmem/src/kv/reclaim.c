@@ -28,11 +28,15 @@ uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *s = kv_span(kv, slot, i);
         uint64_t n = 0;
-        if (kv->slots[slot].state == VMEM_KV_FREE || kv->slots[slot].state == VMEM_KV_SWAPPED) {
-            // What a swapped slot still has could not be unmapped when it was swapped out.
+        if (kv->slots[slot].state == VMEM_KV_FREE || kv->slots[slot].state == VMEM_KV_SWAPPED ||
+            kv_swap_due(kv, slot)) {
+            // What a swapped slot still has is about to be unmapped, or could not be.
             n = s->hi - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
         } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
-            n = s->hi - tail(kv, slot, i, 0);
+            const uint32_t from = tail(kv, slot, i, 0);
+            n = s->hi - from;
+            if (from < s->shared_hi) // of a request that went back: names hold them
+                n -= vmem__kv_rows_shared(kv, slot, i, from, KV_MIN(s->hi, s->shared_hi));
             if (s->keep_lo > s->lo)
                 n += s->keep_lo - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->keep_lo, s->shared_hi));
         }
@@ -137,8 +141,13 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
         bool some = vmem__kv_victim(kv, left, true, &v);
         if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_hash_evict(kv, left))
             continue;
-        if (!some && !vmem__kv_victim(kv, left, false, &v))
-            break;
+        if (!some && !vmem__kv_victim(kv, left, false, &v)) {
+            const uint32_t slot = vmem__kv_swap_next(kv);
+            if (slot == UINT32_MAX)
+                break;
+            rc = vmem__kv_swap_rest(kv, slot);
+            continue;
+        }
         rc = vmem__kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
         if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE) // a part may need a mapping more; the whole, none
             rc = vmem__kv_cut_now(kv, v.slot, v.group, 0, 0);

@@ -127,7 +127,8 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
     struct kv_slot *s = &kv->slots[slot];
-    bool fresh = s->fresh;
+    const bool fresh = s->fresh, due = kv_swap_due(kv, slot);
+    const bool waits = s->state == VMEM_KV_ENDING || s->state == VMEM_KV_SWAPPING;
     s->fresh = true;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         rc = kv->flags & VMEM_KV_DEFER ? vmem__kv_park(kv, slot, i) : vmem__kv_cut_now(kv, slot, i, 0, 0);
@@ -140,7 +141,8 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     s->dirty = kv->flags & VMEM_KV_ZERO && has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
-    idle->from = kv->flags & VMEM_KV_DEFER ? s->shared_tokens : 0;
+    // What is due counts as swapped out, whether it has been copied or not: it shares nothing.
+    idle->from = kv->flags & VMEM_KV_DEFER && !due ? s->shared_tokens : 0;
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
                                                    kv->groups[i].row_bytes));
@@ -148,6 +150,7 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     s->tokens = s->shared_tokens = 0;
     s->skip = false;
     idle->parked = ++kv->clock;
+    kv->n_ending -= waits;
     if (kv->held > kv->budget_pages) { // the budget shrank while the request ran
         vmem__kv_worker_hold(kv);
         vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
@@ -162,7 +165,7 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_free(kv, slot));
 }
 

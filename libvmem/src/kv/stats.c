@@ -15,14 +15,15 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->held_pages = kv->held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = st->swapped_slots = st->absent_slots = 0;
-    st->ending_slots = kv->n_ending;
+    st->ending_slots = 0;
     uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
         st->active_slots += active;
         st->absent_slots += active && kv_absent(kv, s);
-        st->swapped_slots += sl->state == VMEM_KV_SWAPPED;
+        st->swapped_slots += sl->state == VMEM_KV_SWAPPED || sl->state == VMEM_KV_SWAPPING;
+        st->ending_slots += sl->state == VMEM_KV_ENDING;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -31,7 +32,7 @@ void vmem__kv_summarise(vmem_kv *kv)
                 st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
                 st->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
                 st->ahead_pages += (uint64_t)(sp->hi - sp->need_hi) * g->n;
-            } else if (sl->state == VMEM_KV_ENDING) {
+            } else if (sl->state == VMEM_KV_ENDING || (sl->state == VMEM_KV_SWAPPING && !kv_swap_due(kv, s))) {
                 st->needed_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             } else {
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
@@ -84,8 +85,8 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
 {
     if (!kv || !out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
-    if (vmem__kv_check_process(kv)) // a thread that the child does not have may hold a lock
-        return -EPERM;
+    if (vmem__kv_check_usable(kv)) // a thread that the child does not have may hold a lock
+        return kv->closing ? -EINVAL : -EPERM;
     // No other holder keeps this lock for long.
     while (!kv->long_call) {
         if (pthread_mutex_trylock(&kv->state)) {

@@ -167,19 +167,30 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
         vmem__kv_worker_wake(kv);
 }
 
+// What the kernels that have ended kept waiting. A step that is none ends nothing: -EINVAL.
+static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *lengths)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        int rc = vmem__kv_check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+    }
+    vmem__kv_may_take_long(kv);
+    // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
+    kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
+    vmem__kv_end_requests(kv);
+    return 0;
+}
+
 static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_ends, uint64_t *missing)
 {
     struct kv_plan *plan = &kv->plan;
     bool waited = false;
     if (missing)
         *missing = 0;
-    if (kv->n_ending) {
-        vmem__kv_may_take_long(kv);
-        // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
-        kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
-        vmem__kv_end_requests(kv);
-    }
     int rc = vmem__kv_check_lengths(kv, lengths, n);
+    if (kv->n_ending && !rc)
+        rc = end_before(kv, lengths);
     if (!rc && zero_ends) {
         vmem__kv_may_take_long(kv);
         rc = vmem__kv_end_absent(kv, lengths);
@@ -231,7 +242,7 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
 // Most growth asks for no other pages than the last step: then nothing is to be planned, and one lock is enough.
 static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    if (!kv || !*kv->ctx->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
+    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
         return false;
     pthread_mutex_lock(&kv->state);
     const struct kv_slot *s = &kv->slots[slot];

@@ -6,8 +6,9 @@
 
 #include "kv/kv.h"
 
-// The rows of a slot that the next token can read, tensor after tensor; host NULL: only their size.
-static uint64_t copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, struct vmem_copy_op *ops, uint64_t *n)
+// Of the rows that the next token can read.
+uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
+                           struct vmem_copy_op *ops, uint64_t *n)
 {
     uint64_t size = 0;
     *n = 0;
@@ -15,14 +16,14 @@ static uint64_t copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out
         const struct kv_group *g = &kv->groups[i];
         uint32_t tokens = kv->slots[slot].tokens, lo = vmem__kv_need_lo(kv, g, tokens);
         uint64_t length = KV_MIN(tokens, g->max_tokens) * g->row_bytes - ((uint64_t)lo << kv->page_shift);
-        for (uint32_t t = 0; t < g->n && length; t++) {
-            uint64_t addr = kv_addr(kv, g, slot, t, lo);
-            if (ops)
-                ops[*n] = (struct vmem_copy_op){.dst = out ? host + size : addr,
-                                                .src = out ? addr : host + size,
-                                                .length = length};
-            ++*n;
-            size += length;
+        for (uint32_t t = 0; t < g->n && length; t++, size += length) {
+            const uint64_t begin = KV_MAX(from, size), end = KV_MIN(to, size + length);
+            if (begin >= end)
+                continue;
+            uint64_t addr = kv_addr(kv, g, slot, t, lo) + (begin - size);
+            ops[(*n)++] = (struct vmem_copy_op){.dst = out ? host + begin : addr,
+                                                .src = out ? addr : host + begin,
+                                                .length = end - begin};
         }
     }
     return size;
@@ -34,7 +35,7 @@ static int copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out)
     struct vmem_copy_op *ops = calloc(kv->n_tensors, sizeof(*ops));
     if (!ops)
         return vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
-    uint64_t size = copies(kv, slot, host, out, ops, &n);
+    uint64_t size = vmem__kv_swap_ops(kv, slot, host, out, 0, UINT64_MAX, ops, &n);
     int rc = vmem_copy_batch(kv->ctx, ops, n);
     if (!rc)
         *(out ? &kv->stats.swap_out_bytes : &kv->stats.swap_in_bytes) += size;
@@ -42,9 +43,15 @@ static int copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out)
     return rc;
 }
 
-static int check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+static uint64_t size_of(const vmem_kv *kv, uint32_t slot)
 {
-    uint64_t n, size = copies(kv, slot, 0, true, NULL, &n);
+    uint64_t n;
+    return vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
+}
+
+static int check_host(const vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+{
+    const uint64_t size = size_of(kv, slot);
     if (!host)
         return vmem__error(-EINVAL, "host must not be NULL");
     if (bytes < size)
@@ -52,16 +59,26 @@ static int check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
     return 0;
 }
 
+int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+{
+    int rc = kv->slots[slot].tokens ? 0 : vmem__error(-EINVAL, "slot %u has no tokens", slot);
+    if (!rc)
+        rc = check_host(kv, slot, host, bytes);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, rows may be asked for again that are gone
+        if (vmem__kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < kv_span(kv, slot, i)->lo)
+            rc = vmem__error(-ENODATA, "slot %u: the window has given up rows that the next token reads", slot);
+    return rc;
+}
+
 int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
 {
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    uint64_t n;
-    rc = bytes ? vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED)
-               : vmem__error(-EINVAL, "bytes is NULL");
+    const uint32_t states = 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING;
+    rc = bytes ? vmem__kv_get(kv, slot, states) : vmem__error(-EINVAL, "bytes must not be NULL");
     if (!rc)
-        *bytes = copies(kv, slot, 0, true, NULL, &n);
+        *bytes = size_of(kv, slot);
     return vmem__kv_leave(kv, rc);
 }
 
@@ -71,13 +88,8 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
     if (rc)
         return rc;
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && !kv->slots[slot].tokens)
-        rc = vmem__error(-EINVAL, "slot %u has no tokens", slot);
     if (!rc)
-        rc = check(kv, slot, host, bytes);
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, rows may be asked for again that are gone
-        if (vmem__kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < kv_span(kv, slot, i)->lo)
-            rc = vmem__error(-ENODATA, "slot %u: the window has given up rows that the next token reads", slot);
+        rc = vmem__kv_swap_check(kv, slot, host, bytes);
     if (!rc)
         rc = copy(kv, slot, (uintptr_t)host, true);
     if (rc)
@@ -108,12 +120,23 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     if (missing)
         *missing = 0;
     vmem__kv_enough();
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     if (!rc)
-        rc = check(kv, slot, host, bytes);
+        rc = check_host(kv, slot, host, bytes);
+    // With SAME_SLOTS, what the slot shares afterwards must not depend on how far the background thread has come.
+    if (!rc && kv->flags & VMEM_KV_SAME_SLOTS && kv_swap_due(kv, slot)) {
+        vmem__kv_worker_hold(kv);
+        rc = vmem__kv_swap_rest(kv, slot);
+        vmem__kv_worker_release(kv);
+    }
+    struct kv_slot *s = &kv->slots[rc ? 0 : slot];
+    if (!rc && s->state == VMEM_KV_SWAPPING) { // the rows are still there
+        s->state = VMEM_KV_ACTIVE;
+        kv->n_ending--;
+        return vmem__kv_leave(kv, 0);
+    }
     if (!rc)
         rc = vmem__kv_cut_slot(kv, slot); // what swap_out may have left
-    struct kv_slot *s = &kv->slots[rc ? 0 : slot];
     vmem__kv_grow_reset(&kv->grow);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
@@ -149,9 +172,12 @@ int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
         return rc;
     if (missing)
         *missing = 0;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     uint64_t pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+    bool there = !rc && kv->slots[slot].state == VMEM_KV_SWAPPING;
+    if (there && kv->flags & VMEM_KV_SAME_SLOTS)
+        there = !kv_swap_due(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !rc && !there; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint32_t tokens = kv->slots[slot].tokens;
         pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;

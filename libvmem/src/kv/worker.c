@@ -147,6 +147,28 @@ static bool unmap_stale_one(vmem_kv *kv)
     return false;
 }
 
+// Copies a portion of what is to be swapped out; after the last, unmaps the pages.
+static bool swap_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+        if (!kv_swap_due(kv, s) || kv->slots[s].skip)
+            continue;
+        begin(kv, s, 0);
+        int rc = vmem__kv_swap_portion(kv, s);
+        end(kv, s, rc);
+        if (!rc)
+            vmem__kv_swap_portion_end(kv, s);
+        uint64_t gone = 0; // between two groups, another call may take the slot
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_SWAPPED && !kv->slots[s].skip; i++) {
+            const struct kv_victim v = {.slot = s, .group = i};
+            if (kv_span(kv, s, i)->lo < kv_span(kv, s, i)->hi)
+                cut(kv, &v, &gone);
+        }
+        return true;
+    }
+    return false;
+}
+
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     // Twice as far, so that a call lasts for a while: each interrupts address translation on the GPU, however many
@@ -291,7 +313,7 @@ static bool eager_one(vmem_kv *kv)
 static bool has_requests(const vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv->slots[s].state == VMEM_KV_ACTIVE || kv->slots[s].state == VMEM_KV_ENDING)
+        if (kv->slots[s].state != VMEM_KV_FREE && kv->slots[s].state != VMEM_KV_SWAPPED)
             return true;
     return false;
 }
@@ -374,7 +396,8 @@ static void *work(void *arg)
         kv->gave = kv->idle_once = false;
         kv->working = true;
         vmem__kv_claim_plenty(kv);
-        bool did = extend_one(kv) || release_one(kv) || unmap_stale_one(kv) || clear_one(kv) || eager_one(kv);
+        bool did =
+            extend_one(kv) || release_one(kv) || swap_one(kv) || unmap_stale_one(kv) || clear_one(kv) || eager_one(kv);
         kv->working = false;
         if (!did)
             kv->work_due = false;

@@ -1,0 +1,637 @@
+// A server that schedules ahead: kernels of 1 to 3 earlier iterations are still running when a step is called, and run
+// until the last moment that the kernel rule allows. Each reads all rows of its requests until then, and checks every
+// one. Meanwhile the server makes every call of the manager that does not have to be quiet, those with fences included,
+// and quiet ones where no kernel is left. The manager checks itself (VMEM_KV_CHECK), and the background thread is stopped
+// at random.
+//
+// VMEM_TEST_ITERATIONS: iterations for each number of steps in flight (1500); VMEM_TEST_IN_FLIGHT: only for that number;
+// VMEM_TEST_SEED. `make fuzz-kv` runs 100,000 of each, on the host and over the fake GPU driver.
+//
+// SPDX-License-Identifier: MIT
+#include <unistd.h>
+
+#include "kernels.h"
+#include "stop_worker.h"
+
+#define PREFIXES 4
+#define NAMES 24
+
+struct request {
+    uint32_t tokens;
+    bool taken, swapped; // swapped out, or about to be
+    uint64_t serial;
+    uint64_t part; // the last step that it took part in, or whose kernels write the rows that it was attached
+    uint64_t origin[K_TOKENS];
+    char *host;
+    uint64_t host_bytes;
+};
+struct prefix { // or a name of a block
+    uint64_t id, origin[K_TOKENS];
+    uint32_t tokens;
+    uint64_t ready;         // when kernels up to this step have ended, all rows are written
+    uint64_t serial, index; // of a name: the request that wrote the block, and which of its blocks it is
+};
+struct shape {
+    const char *name;
+    struct vmem_kv_tensor tensors[K_TENSORS];
+    uint32_t n, tile_rows, pages, block_tokens; // block_tokens: for pages of 64 KiB; 0: no blocks
+};
+static const struct shape shapes[] = {
+    {"two alike", {{.row_bytes = 2048}, {.row_bytes = 2048}}, 2, 1, 40, 32},
+    {"window beside full", {{.row_bytes = 8192}, {.row_bytes = 8192, .window = 40}, {.row_bytes = 1024}}, 3, 1, 120, 0},
+    {"tiles, odd rows", {{.row_bytes = 1152}, {.row_bytes = 656, .kind = 1}}, 2, 16, 24, 0},
+    {"wide rows", {{.row_bytes = 32768}, {.row_bytes = 16384}}, 2, 1, 260, 4},
+};
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+static const struct shape *shape;
+static struct kernel_tensor tensors[K_TENSORS];
+static struct request requests[K_SLOTS];
+static struct prefix prefixes[PREFIXES], names[NAMES];
+static uint64_t seed, page_size, budget, steps, landed, block_tokens, n_failed, n_kernels, n_swapped, n_cancelled;
+static uint32_t in_flight, flags;
+static char *abandoned; // host memory of a copy that was ended: nothing may be written there any more
+static uint64_t abandoned_bytes;
+
+static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
+
+// ---- kernels --------------------------------------------------------------------------------------------------
+
+static void land(uint64_t step)
+{
+    struct kernel_fault f;
+    if (step <= landed)
+        return;
+    if (kernels_wait(step, &f) && f.step)
+        FAIL("%s: kernel of step %" PRIu64 " of %" PRIu64 ": slot %u tensor %u row %u says %" PRIx64 ", not %" PRIx64,
+             shape->name, f.step, steps, f.slot, f.tensor, f.row, f.got, f.want);
+    else if (kernels_wait(step, &f))
+        FAIL("%s: a call waited for kernels up to step %" PRIu64, shape->name, steps);
+    landed = step;
+}
+
+// Kernels of so many steps may run when a step is called.
+static void land_for_step(void)
+{
+    if (steps > in_flight)
+        land(steps - in_flight);
+}
+
+static void take_off(const int32_t *lengths, const uint32_t *before)
+{
+    struct kernel k = {.step = ++steps, .late = (uint32_t)below(2)};
+    for (uint32_t s = 0; s < K_SLOTS; s++) {
+        struct request *r = &requests[s];
+        k.before[s] = before[s];
+        k.tokens[s] = (uint32_t)lengths[s];
+        if (!lengths[s])
+            continue;
+        for (uint32_t i = before[s]; i < r->tokens; i++)
+            r->origin[i] = rnd(&seed);
+        memcpy(k.origin[s], r->origin, sizeof r->origin);
+        r->part = steps;
+    }
+    kernels_launch(&k);
+    n_kernels++;
+}
+
+static uint64_t fence_of(uint32_t s) { return below(2) ? requests[s].part : steps; }
+static bool quiet(uint32_t s) { return requests[s].part <= landed; }
+
+static void do_retire(void)
+{
+    const uint64_t step = landed + below(steps - landed + 1);
+    land(step);
+    OK(vmem_kv_retire(kv, step));
+}
+
+// ---- requests -------------------------------------------------------------------------------------------------
+
+static void look_at_abandoned(void)
+{
+    for (uint64_t i = 0; i < abandoned_bytes; i += i + 64 < abandoned_bytes ? 64 : 1)
+        if (abandoned[i] != 0x5a)
+            FAIL("%s: byte %" PRIu64 " of a copy that was ended was written", shape->name, i);
+    free(abandoned);
+    abandoned = NULL;
+    abandoned_bytes = 0;
+}
+
+// Nobody may write the request's host memory any more.
+static void abandon(struct request *r)
+{
+    look_at_abandoned();
+    abandoned = r->host;
+    abandoned_bytes = abandoned ? r->host_bytes : 0;
+    if (abandoned)
+        memset(abandoned, 0x5a, abandoned_bytes);
+    r->host = NULL;
+    r->swapped = false;
+}
+
+static uint32_t state_of(uint32_t s)
+{
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, s, &info));
+    return info.state;
+}
+
+static bool alloc(uint32_t *slot, uint32_t prefix_tokens)
+{
+    const struct vmem_kv_alloc_options o = {.size = sizeof o,
+                                            .tokens = (uint32_t)below(K_TOKENS),
+                                            .prefix_tokens = prefix_tokens};
+    if (vmem_kv_alloc_with(kv, &o, slot))
+        return false;
+    CHECK(!requests[*slot].taken);
+    static uint64_t serial;
+    requests[*slot] = (struct request){.taken = true, .serial = ++serial};
+    return true;
+}
+
+static void do_free(uint32_t s)
+{
+    struct request *r = &requests[s];
+    if (quiet(s) && below(2))
+        OK(vmem_kv_free(kv, s));
+    else
+        OK(vmem_kv_free_after(kv, s, fence_of(s)));
+    abandon(r);
+    *r = (struct request){0};
+}
+
+static void do_swap(uint32_t s)
+{
+    struct request *r = &requests[s];
+    uint64_t missing;
+    if (!r->tokens)
+        return;
+    if (r->swapped) {
+        const bool copied = state_of(s) == VMEM_KV_SWAPPED;
+        const int check = vmem_kv_swap_check(kv, s, &missing);
+        const int rc = vmem_kv_swap_in(kv, s, r->host, r->host_bytes, &missing);
+        if (rc) {
+            CHECK(rc == -ENOMEM && missing && (check || !copied));
+            return;
+        }
+        n_cancelled += !copied;
+        abandon(r);
+        return;
+    }
+    OK(vmem_kv_swap_size(kv, s, &r->host_bytes));
+    r->host = malloc(r->host_bytes);
+    const int rc = quiet(s) && below(2) ? vmem_kv_swap_out(kv, s, r->host, r->host_bytes)
+                                        : vmem_kv_swap_out_after(kv, s, r->host, r->host_bytes, fence_of(s));
+    if (rc == -ENODATA) { // a truncation asks for rows that the window has given up
+        free(r->host);
+        r->host = NULL;
+        return;
+    }
+    OK(rc);
+    r->swapped = true;
+    n_swapped++;
+    if (below(4) == 0) // comes back, or ends, before its kernels do, perhaps
+        below(2) ? do_swap(s) : do_free(s);
+}
+
+// The request is about to write rows from `tokens` on again, which changes the pages that names have: an engine drops
+// them.
+static void drop_names(const struct request *r, uint32_t tokens)
+{
+    for (uint32_t id = 0; id < NAMES; id++)
+        if (names[id].id && names[id].serial == r->serial && (names[id].index + 1) * block_tokens > tokens) {
+            names[id].id = below(2) ? 2 : 0; // it holds its pages, whatever they say
+            if (!names[id].id)
+                OK(vmem_kv_block_drop(kv, &id, 1));
+        }
+}
+
+static void do_truncate(uint32_t s)
+{
+    struct request *r = &requests[s];
+    if (r->swapped || !r->tokens)
+        return;
+    const uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
+    drop_names(r, tokens);
+    int rc = quiet(s) && below(2) ? -EBUSY : vmem_kv_truncate_after(kv, s, tokens, fence_of(s));
+    if (rc == -EBUSY) {
+        land(r->part);
+        rc = vmem_kv_truncate(kv, s, tokens);
+    }
+    if (rc == -ENODATA || rc == -ENOMEM)
+        return;
+    OK(rc);
+    r->tokens = tokens;
+}
+
+// ---- sharing --------------------------------------------------------------------------------------------------
+
+// Whether no tensor's last page of so many rows is partial.
+static bool whole_pages(uint32_t tokens)
+{
+    bool whole = true;
+    for (uint32_t t = 0; t < shape->n; t++)
+        whole &=
+            tensors[t].row_bytes * (tokens < tensors[t].max_tokens ? tokens : tensors[t].max_tokens) % page_size == 0;
+    return whole;
+}
+
+static void attach(const struct prefix *p)
+{
+    struct vmem_kv_prefix_info info = {.size = sizeof info};
+    uint64_t missing;
+    uint32_t slot;
+    OK(vmem_kv_prefix_query(kv, p->id, &info));
+    CHECK_EQ(info.tokens, p->tokens);
+    uint32_t tokens = info.min_tokens + (uint32_t)below(info.tokens - info.min_tokens + 1);
+    tokens = tokens ? tokens : 1;
+    while (p->ready > landed && tokens > 1 && tokens > info.min_tokens && !whole_pages(tokens) && below(50))
+        tokens--;
+    if (!whole_pages(tokens)) // its rows are copied
+        land(p->ready);
+    if (!alloc(&slot, tokens))
+        return;
+    const int check = vmem_kv_prefix_check(kv, p->id, tokens, &missing);
+    const int rc = vmem_kv_prefix_attach(kv, p->id, slot, tokens, &missing);
+    CHECK(!rc || (rc == -ENOMEM && missing));
+    if (rc && !check)
+        FAIL("%s: attach %d, check %d: %s", shape->name, rc, check, vmem_last_error());
+    if (rc) {
+        do_free(slot);
+        return;
+    }
+    requests[slot].tokens = tokens;
+    requests[slot].part = p->ready;
+    memcpy(requests[slot].origin, p->origin, sizeof p->origin);
+}
+
+static void do_prefix(uint32_t s)
+{
+    struct prefix *p = &prefixes[below(PREFIXES)];
+    const struct request *r = &requests[s];
+    if (p->id && below(3)) {
+        attach(p);
+    } else if (p->id) {
+        OK(vmem_kv_prefix_drop(kv, p->id));
+        p->id = 0;
+    } else if (r->taken && !r->swapped && r->tokens) {
+        const uint32_t tokens = 1 + (uint32_t)below(r->tokens);
+        const int rc = vmem_kv_prefix_save(kv, s, tokens, &p->id);
+        if (rc == -ENODATA) {
+            p->id = 0;
+            return;
+        }
+        OK(rc);
+        p->tokens = tokens;
+        p->ready = r->part;
+        memcpy(p->origin, r->origin, sizeof p->origin);
+    }
+}
+
+static void attach_names(void)
+{
+    uint32_t ids[K_TOKENS], slot, n = 0, most = 1 + (uint32_t)below(K_TOKENS / block_tokens);
+    size_t bad;
+    for (uint32_t i = 0; i < NAMES && n < most; i++)
+        if (names[i].id == 1 && below(2))
+            ids[n++] = i;
+    if (!n || !alloc(&slot, n * (uint32_t)block_tokens))
+        return;
+    const int rc = vmem_kv_block_attach(kv, slot, ids, n, &bad);
+    if (rc) { // two names of one block
+        CHECK(rc == -EINVAL && strstr(vmem_last_error(), "named twice"));
+        do_free(slot);
+        return;
+    }
+    requests[slot].tokens = n * (uint32_t)block_tokens;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct prefix *name = &names[ids[i]];
+        requests[slot].part = requests[slot].part > name->ready ? requests[slot].part : name->ready;
+        memcpy(&requests[slot].origin[i * block_tokens], name->origin, block_tokens * sizeof(uint64_t));
+    }
+}
+
+static void do_names(uint32_t s)
+{
+    const struct request *r = &requests[s];
+    uint32_t id = (uint32_t)below(NAMES), index;
+    if (!block_tokens)
+        return;
+    switch (below(4)) {
+    case 0:
+        OK(vmem_kv_block_drop(kv, &id, 1));
+        names[id].id = 0;
+        return;
+    case 1: attach_names(); return;
+    default:
+        if (names[id].id || !r->taken || r->swapped || r->tokens < block_tokens)
+            return;
+        index = (uint32_t)below(r->tokens / block_tokens);
+        OK(vmem_kv_block_bind(kv, &s, &index, &id, 1, NULL));
+        names[id].id = 1;
+        names[id].ready = r->part;
+        names[id].serial = r->serial;
+        names[id].index = index;
+        memcpy(names[id].origin, &r->origin[index * block_tokens], block_tokens * sizeof(uint64_t));
+    }
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------------
+
+static void do_budget(void)
+{
+    uint64_t freed;
+    switch (below(5)) {
+    case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
+    case 1: OK(vmem_kv_reclaim(kv, below(budget), &freed)); break;
+    case 2: OK(vmem_kv_reclaim(kv, UINT64_MAX, &freed)); break;
+    case 3: OK(vmem_kv_block_compact(kv, NULL)); break;
+    default: OK(vmem_kv_set_budget(kv, budget));
+    }
+}
+
+static void do_room(void)
+{
+    const uint32_t s = (uint32_t)below(K_SLOTS);
+    uint32_t room, coming[3] = {(uint32_t)below(K_TOKENS), (uint32_t)below(K_TOKENS), (uint32_t)below(K_TOKENS)};
+    if (requests[s].taken && !requests[s].swapped)
+        OK(vmem_kv_room(kv, (int32_t)s, &room));
+    OK(vmem_kv_room(kv, -1, &room));
+    OK(vmem_kv_expect(kv, coming, below(4)));
+}
+
+static void end_all(void)
+{
+    for (uint32_t s = 0; s < K_SLOTS; s++)
+        if (requests[s].taken)
+            do_free(s);
+}
+
+// Nobody asks for anything, for as long as it takes until an idle cache gives back what it has, perhaps.
+static void do_idle(void)
+{
+    end_all();
+    land(steps);
+    OK(vmem_kv_retire(kv, steps));
+    stop(false);
+    usleep(4000);
+    stop(true);
+}
+
+// ---- steps ----------------------------------------------------------------------------------------------------
+
+// Memory is short: somebody gives way.
+static void preempt(void)
+{
+    const uint32_t from = (uint32_t)below(K_SLOTS);
+    n_failed++;
+    for (uint32_t i = 0; i < K_SLOTS; i++) {
+        const uint32_t s = (from + i) % K_SLOTS;
+        if (!requests[s].taken || requests[s].swapped || !requests[s].tokens)
+            continue;
+        if (below(2))
+            do_swap(s);
+        else
+            do_free(s);
+        return;
+    }
+    if (prefixes[0].id) {
+        OK(vmem_kv_prefix_drop(kv, prefixes[0].id));
+        prefixes[0].id = 0;
+    }
+    do_retire();
+}
+
+static int step_or_commit(const int32_t *lengths, uint64_t *missing)
+{
+    uint32_t staged = 0;
+    if (below(3))
+        return vmem_kv_step(kv, lengths, K_SLOTS, missing);
+    for (uint32_t s = 0; s < K_SLOTS; s++) {
+        if (!lengths[s])
+            continue;
+        staged++;
+        if (!vmem_kv_grow(kv, s, (uint32_t)lengths[s], missing))
+            continue;
+        while (s--) // the others may need less than they hold
+            OK(vmem_kv_grow(kv, s, 0, NULL));
+        return vmem_kv_step(kv, lengths, K_SLOTS, missing);
+    }
+    return staged ? vmem_kv_commit(kv, missing) : vmem_kv_step(kv, lengths, K_SLOTS, missing);
+}
+
+static void do_step(bool back)
+{
+    int32_t lengths[K_SLOTS] = {0};
+    uint32_t before[K_SLOTS];
+    uint64_t missing, predicted;
+    bool swapping = false;
+    for (uint32_t s = 0; s < K_SLOTS; s++) {
+        const struct request *r = &requests[s];
+        before[s] = r->tokens;
+        swapping |= r->swapped;
+        if (!r->taken || r->swapped || below(8) == 0)
+            continue;
+        uint64_t more = !r->tokens || below(16) == 0 ? 1 + below(K_TOKENS / 2) : 1 + (below(8) == 0) * below(8);
+        lengths[s] = (int32_t)(r->tokens + more > K_TOKENS ? K_TOKENS : r->tokens + more);
+        if (back && r->tokens > 20 && below(4) == 0)
+            lengths[s] = (int32_t)(r->tokens - below(20));
+        drop_names(r, (uint32_t)lengths[s]);
+    }
+    land_for_step();
+    if (steps > in_flight) // what the step finds out itself, so that both answers are of one moment
+        OK(vmem_kv_retire(kv, steps - in_flight));
+    const int expect = vmem_kv_check(kv, lengths, K_SLOTS, &predicted);
+    const int rc = step_or_commit(lengths, &missing);
+    if (back && (rc == -EINVAL || expect == -EINVAL)) // shared, or given up by a window
+        return;
+    // Requests that are being swapped out and share pages with one another free more than each alone.
+    if ((rc != expect || (rc == -ENOMEM && !missing)) && !(swapping && !rc && expect == -ENOMEM))
+        FAIL("%s: step %d, check %d, missing %" PRIu64 " and %" PRIu64 ": %s", shape->name, rc, expect, missing,
+             predicted, vmem_last_error());
+    if (rc) {
+        preempt();
+        return;
+    }
+    for (uint32_t s = 0; s < K_SLOTS; s++)
+        requests[s].tokens = lengths[s] ? (uint32_t)lengths[s] : requests[s].tokens;
+    take_off(lengths, before);
+}
+
+static void do_misuse(uint32_t s)
+{
+    uint64_t bytes;
+    char word[8];
+    int32_t none[K_SLOTS] = {0};
+    ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "was not made yet");
+    ERR(vmem_kv_destroy_after(kv, steps + 1), EINVAL, "was not made yet");
+    if (requests[s].taken && !requests[s].swapped && requests[s].tokens) {
+        ERR(vmem_kv_free_after(kv, s, steps + 1), EINVAL, "was not made yet");
+        ERR(vmem_kv_truncate_after(kv, s, requests[s].tokens, steps + 1), EINVAL, "was not made yet");
+        OK(vmem_kv_swap_size(kv, s, &bytes));
+        ERR(vmem_kv_swap_out_after(kv, s, word, 0, steps), EINVAL, "needs");
+    }
+    const uint32_t state = state_of(s);
+    none[s] = 1;
+    if (state == VMEM_KV_ENDING || state == VMEM_KV_FREE) {
+        ERR(vmem_kv_free(kv, s), EINVAL, " is ");
+        ERR(vmem_kv_free_after(kv, s, 0), EINVAL, " is ");
+        ERR(vmem_kv_swap_out_after(kv, s, word, 8, steps), EINVAL, " is ");
+        ERR(vmem_kv_swap_in(kv, s, word, 8, NULL), EINVAL, " is ");
+    }
+    if (state != VMEM_KV_ACTIVE) {
+        ERR(vmem_kv_step(kv, none, K_SLOTS, NULL), EINVAL, "but the slot is");
+        ERR(vmem_kv_grow(kv, s, 1, NULL), EINVAL, "but the slot is");
+        ERR(vmem_kv_truncate(kv, s, 0), EINVAL, " is ");
+    }
+    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+}
+
+static void iterate(void)
+{
+    const uint32_t s = (uint32_t)below(K_SLOTS);
+    uint32_t slot;
+    if (below(3) == 0)
+        go_on();
+    switch (below(18)) {
+    case 0:
+    case 1:
+    case 2: alloc(&slot, 0); break;
+    case 3:
+        if (requests[s].taken)
+            do_free(s);
+        break;
+    case 4:
+    case 5: do_swap(s); break;
+    case 6: do_truncate(s); break;
+    case 7:
+    case 8: do_prefix(s); break;
+    case 9:
+    case 10: do_names(s); break;
+    case 11:
+        if (below(3) == 0)
+            do_budget();
+        break;
+    case 12: do_room(); break;
+    case 13: do_retire(); break;
+    case 14:
+        if (below(4) == 0)
+            do_misuse(s);
+        break;
+    case 15:
+        if (below(100) == 0)
+            do_idle();
+        else if (below(4) == 0)
+            OK(vmem_kv_wait(kv));
+        break;
+    }
+    do_step(below(16) == 0);
+}
+
+// ---- a run ----------------------------------------------------------------------------------------------------
+
+static void create(void)
+{
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = flags | VMEM_KV_CHECK,
+                                       .tensors = shape->tensors,
+                                       .n_tensors = shape->n,
+                                       .slots = K_SLOTS,
+                                       .max_tokens = K_TOKENS,
+                                       .tile_rows = shape->tile_rows,
+                                       .page_size = page_size,
+                                       .budget = budget,
+                                       .eager_tokens = 40,
+                                       .idle_ms = 2,
+                                       .steps_in_flight = in_flight};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    for (uint32_t t = 0; t < shape->n; t++) {
+        struct vmem_kv_layout l = {.size = sizeof l};
+        OK(vmem_kv_get_layout(kv, t, &l));
+        tensors[t] = (struct kernel_tensor){l.addr, l.slot_stride, l.row_bytes, shape->tensors[t].window, K_TOKENS};
+    }
+    if (block_tokens)
+        OK(vmem_kv_blocks_init(kv, NAMES, (uint32_t)block_tokens));
+}
+
+// The end of a cache whose kernels are running: nobody waits, and nothing is left.
+static void destroy(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    const bool running = steps > landed && steps;
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK_EQ(st.worker_errors, 0);
+    OK(vmem_kv_destroy_after(kv, steps));
+    if (running) {
+        ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
+        ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, NULL), EINVAL, "is being closed");
+        ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "was not made yet");
+        OK(vmem_kv_retire(kv, steps - 1));
+        for (uint32_t s = 0; s < K_SLOTS; s++)
+            abandon(&requests[s]);
+        land(steps);
+        OK(vmem_kv_retire(kv, steps));
+    }
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(test_stats(ctx).reserved, 0);
+}
+
+static void run(const struct shape *sh, uint32_t with, uint32_t steps_in_flight, uint64_t page, uint64_t start,
+                uint64_t iterations)
+{
+    const uint64_t scale = page / (64 * KIB);
+    shape = sh;
+    flags = with;
+    seed = start;
+    in_flight = steps_in_flight;
+    page_size = page;
+    block_tokens = sh->block_tokens * scale <= K_TOKENS ? sh->block_tokens * scale : 0;
+    budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
+    steps = landed = 0;
+    memset(requests, 0, sizeof requests);
+    memset(prefixes, 0, sizeof prefixes);
+    memset(names, 0, sizeof names);
+    create();
+    kernels_start(tensors, sh->n);
+    stop(true);
+    for (uint64_t i = 0; i < iterations; i++)
+        iterate();
+    stop(false);
+    destroy();
+    land(steps);
+    kernels_stop();
+    for (uint32_t s = 0; s < K_SLOTS; s++)
+        abandon(&requests[s]);
+    look_at_abandoned();
+}
+
+static uint64_t number(const char *name, uint64_t otherwise)
+{
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 0) : otherwise;
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    vmem__kv_hook = stop_at_random;
+    static const uint32_t with[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFER, VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,
+                                    VMEM_KV_OVERLAP, VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS};
+    static const uint32_t many[] = {2, 1, 3};
+    const uint64_t n = number("VMEM_TEST_ITERATIONS", 1500), only = number("VMEM_TEST_IN_FLIGHT", 0);
+    const uint64_t start = number("VMEM_TEST_SEED", 1), each = n / (COUNT(shapes) * COUNT(with)) + 1;
+    for (size_t k = 0; k < COUNT(many); k++) {
+        n_kernels = n_failed = n_swapped = n_cancelled = 0;
+        for (size_t i = 0; i < COUNT(shapes) && (!only || only == many[k]); i++)
+            for (size_t j = 0; j < COUNT(with); j++)
+                run(&shapes[i], with[j], many[k], test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB),
+                    start * 1000 + k * 100 + i * 10 + j, each);
+        printf("%u steps in flight: %" PRIu64 " kernels, %" PRIu64 " steps without memory, %" PRIu64
+               " requests swapped out, %" PRIu64 " came back before they were copied\n",
+               many[k], n_kernels, n_failed, n_swapped, n_cancelled);
+    }
+    vmem_context_destroy(ctx);
+    return 0;
+}

@@ -1,0 +1,203 @@
+"""A KV cache beside kernels in flight: what is asked for after a step or an event, and what comes of it.
+
+SPDX-License-Identifier: MIT
+"""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import pyvmem
+from kv_caches import Event
+from pyvmem.errors import InvalidArgument
+from pyvmem.kv import KVCache, TensorSpec
+
+ROWS = 16384  # float32 of a row: one page
+
+
+@pytest.fixture
+def context():
+    with pyvmem.Context("host") as context:
+        yield context
+        assert context.stats().created == 0
+
+
+def make(context, **options):
+    options = {"check": True, "name": None, "steps_in_flight": 2, **options}
+    return KVCache([TensorSpec("k", (ROWS,), torch.float32)], 2, 100, 100 * 65536, context=context, **options)
+
+
+def write(cache, slot, tokens):
+    cache.tensors[0][slot, :tokens] = torch.arange(1.0, tokens + 1).view(-1, 1)
+
+
+def holds(cache, slot, tokens):
+    return bool((cache.tensors[0][slot, :tokens] == torch.arange(1.0, tokens + 1).view(-1, 1)).all())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kind", ["event", "step"])
+def test_a_request_is_swapped_out_after_its_kernels(context, overlap, kind):
+    with make(context, overlap=overlap) as cache:
+        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
+        assert cache.step([60, 1]) == 0
+        event = Event()
+        cache.swap_out(slot, after=event if kind == "event" else cache.last_step)
+        cache.wait()
+        assert cache.slot(slot).state == "swapping" and cache.stats().swapped_slots == 1
+        write(cache, slot, 60)  # the kernel does
+        assert cache.step([0, 70]) == -1
+        assert cache.shortage.ending_pages >= 60
+        if kind == "event":
+            event.come = True
+        else:
+            cache.retire()
+        lengths = [0, 0]
+        lengths[other] = 70
+        assert cache.step(lengths) == 0
+        cache.wait()
+        assert cache.slot(slot).state == "swapped"
+        cache.free_reqid(other, after=cache.last_step)
+        cache.retire()
+        assert cache.swap_in(slot) == 0
+        assert holds(cache, slot, 60)
+
+
+def test_a_request_comes_back_before_it_was_copied(context):
+    with make(context) as cache:
+        slot = cache.alloc_reqid()
+        assert cache.step([60, 0]) == 0
+        write(cache, slot, 60)
+        cache.swap_out(slot, after=cache.last_step)
+        with pytest.raises(InvalidArgument, match="swapped out"):
+            cache.swap_out(slot, after=cache.last_step)
+        assert cache.check_swap_in(slot) == 0
+        assert cache.swap_in(slot) == 0
+        assert cache.slot(slot).state == "active" and holds(cache, slot, 60)
+        assert cache.step([61, 0]) == 0
+        cache.retire()
+        cache.wait()
+        assert cache.stats().swap_out_bytes == 0
+        cache.swap_out(slot, after=cache.last_step)
+        cache.free_reqid(slot)
+        assert cache.slot(slot).state == "free" and not cache._swapped
+
+
+def test_a_fence_of_the_future_changes_nothing(context):
+    with make(context) as cache:
+        slot = cache.alloc_reqid()
+        assert cache.step([60, 0]) == 0
+        for call in (
+            lambda: cache.free_reqid(slot, after=2),
+            lambda: cache.swap_out(slot, after=2),
+            lambda: cache.truncate(slot, 5, after=2),
+            lambda: cache.close(after=2),
+            lambda: cache.retire(2),
+        ):
+            with pytest.raises(InvalidArgument, match="step 2 was not made yet; the last is 1"):
+                call()
+        for wrong in (-1, 1.5, "1"):
+            with pytest.raises((InvalidArgument, TypeError), match="after"):
+                cache.close(after=wrong)
+        assert not cache.closed and cache.slot(slot).tokens == 60 and not cache._swapped
+        assert cache.step([61, 0]) == 0
+        with pytest.raises(InvalidArgument, match="no growth is staged"):
+            cache.commit()
+
+
+def test_a_slot_that_is_being_given_up_is_left_alone(context):
+    with make(context) as cache:
+        slot = cache.alloc_reqid()
+        assert cache.step([60, 0]) == 0
+        cache.free_reqid(slot, after=1)
+        for call in (
+            lambda: cache.free_reqid(slot),
+            lambda: cache.free_reqid(slot, after=1),
+            lambda: cache.swap_out(slot),
+            lambda: cache.swap_out(slot, after=1),
+            lambda: cache.truncate(slot, 5, after=1),
+            lambda: cache.grow(slot, 61),
+            lambda: cache.step([61, 0]),
+            lambda: cache.save_prefix(slot, 5),
+        ):
+            with pytest.raises(InvalidArgument, match="is being given up"):
+                call()
+        assert cache.slot(slot).state == "ending"
+        cache.retire()
+        assert cache.slot(slot).state == "free"
+
+
+def close_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "pyvmem close"]
+
+
+def test_a_cache_closes_after_an_event(context):
+    cache, event = make(context), Event()
+    assert cache.step([0, 0]) == 0
+    slot = cache.alloc_reqid()
+    assert cache.step([60 if s == slot else 0 for s in range(2)]) == 0
+    cache.swap_out(slot, after=event)
+    cache.close(after=event)
+    assert cache.closed and context.stats().created >= 60 * 65536
+    with pytest.raises(ValueError, match="closed"):
+        cache.step([0, 0])
+    cache.close()  # it is
+    event.come = True
+    for thread in close_threads():
+        thread.join(60)
+    assert context.stats().created == 0
+
+
+def test_a_cache_closes_after_a_step(context):
+    cache = make(context)
+    cache.alloc_reqid()
+    assert cache.step([60, 0]) == 0
+    assert cache.step([61, 0]) == 0
+    cache.close(after=2)
+    cache.retire(1)
+    assert context.stats().created >= 60 * 65536 and not close_threads()
+    cache.retire(2)
+    assert context.stats().created == 0
+    with pytest.raises(ValueError, match="closed"):
+        cache.retire(2)
+    cache = make(context)
+    assert cache.step([0, 0]) == 0
+    cache.retire()
+    cache.close(after=1)  # its kernels have ended
+    assert context.stats().created == 0
+
+
+def test_an_event_that_cannot_be_asked_does_not_keep_the_memory(context):
+    class Lost:
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cache = make(context)
+    assert cache.step([0, 0]) == 0
+    cache.close(after=Lost())
+    for thread in close_threads():
+        thread.join(60)
+    assert context.stats().created == 0
+
+
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_nothing_is_copied_once_the_cache_is_gone(context, end):
+    """A view of a tensor keeps the memory; what the rows were to be copied to is gone with the cache."""
+    cache = make(context)
+    slot = cache.alloc_reqid()
+    assert cache.step([60, 0]) == 0
+    cache.swap_out(slot, after=1)
+    host = cache._swapped[slot]
+    host.zero_()
+    write(cache, slot, 60)
+    view = cache.tensors[0]
+    if end == "close":
+        cache.retire(0)
+        cache.close()
+    del cache
+    gc.collect()
+    assert bool((view[slot, :60, 0] == torch.arange(1.0, 61.0)).all())
+    assert not host.any()
+    del view
