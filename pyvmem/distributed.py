@@ -155,6 +155,7 @@ class TensorParallelKVCache:
         self.short_rank: int | None = None
         self.agreements = 0
         self._staged: dict[int, int] = {}  # as the ranks agreed on
+        self._active: set[int] = set()  # slots of requests that are not swapped out
         self._pledge = _Pledge(cache)
         self._past = 0  # a checksum of what was called without a question since the last agreement
         self._broken: str | None = None
@@ -268,7 +269,10 @@ class TensorParallelKVCache:
     ) -> int:
         """As `KVCache.alloc_reqid`: the same slot on every rank."""
         call = self.cache.alloc_reqid
-        return int(self._note("alloc_reqid", call, tokens, slot, prefix_tokens=prefix_tokens))
+        chosen = int(self._note("alloc_reqid", call, tokens, slot, prefix_tokens=prefix_tokens))
+        if chosen >= 0:
+            self._active.add(chosen)
+        return chosen
 
     def free_reqid(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
         """As `KVCache.free_reqid`. `after` must be a step's number: events complete at different times on each rank."""
@@ -295,6 +299,8 @@ class TensorParallelKVCache:
             A device has less memory than its budget. Only with ``lazy``: otherwise memory is allocated at the start.
         """
         numbers = self._numbers(lengths)
+        if numbers is not None and self.cache.options.zero_ends:
+            self._end_absent(numbers, lengths)
         if numbers is not None and self._pledge.covers(numbers):
             return self._take("step", numbers, self.cache.step, lengths)
         return self._ask_and_take("step", numbers, lengths, self.cache.step, lengths)
@@ -306,6 +312,15 @@ class TensorParallelKVCache:
         except (OverflowError, TypeError, ValueError):
             return None
         return numbers.astype(np.int64) if numbers.dtype.kind in "iu" and numbers.shape == (self.slots,) else None
+
+    def _end_absent(self, numbers: npt.NDArray[Any], lengths: Any) -> None:
+        """With ``zero_ends``: before the ranks ask whether there is memory, which these requests give back."""
+        absent = [slot for slot in self._active if not numbers[slot]]
+        if absent:
+            self._pledge.clear()
+            self.cache.check(lengths)  # lengths that a step refuses end nothing
+            for slot in sorted(absent):
+                self.free_reqid(slot, self.cache.last_step)
 
     def _take(self, what: str, numbers: npt.NDArray[Any], call: Callable[..., int], *args: Any) -> int:
         """Make a step that is known to fit on every rank."""
@@ -334,6 +349,7 @@ class TensorParallelKVCache:
 
     def _ends(self, slot: SupportsIndex) -> None:
         """The slot has nothing staged, and cannot grow without a question."""
+        self._active.discard(int(slot))
         self._staged.pop(int(slot), None)
         self._pledge.end(int(slot))
 
@@ -411,7 +427,9 @@ class TensorParallelKVCache:
         self._pledge.clear()
         if not self._fits(f"swap_in({slot})", self.cache.check_swap_in, slot):
             return -1
-        return self._done(self.cache.swap_in(slot))
+        answer = self._done(self.cache.swap_in(slot))
+        self._active.add(int(slot))
+        return answer
 
     def swap_out(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
         """As `KVCache.swap_out`. If it fails on a rank, the others swap the request in again.

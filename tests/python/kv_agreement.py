@@ -126,6 +126,27 @@ def steady(tp, device, starved):
     tp.set_budget(budget)
 
 
+def zero_ends(context, device, world):
+    """With zero_ends, a step first ends the requests of length 0 on every rank, and can have their memory."""
+    page = min(context.page_sizes)
+    options = {"context": context, "dtype": torch.float16, "name": None, "zero_ends": True}
+    with init_cache(1, 2 * world, 256, 4, TOKENS, 10 * page, **options) as tp:
+        a, b = tp.alloc_reqid(100), tp.alloc_reqid(100)
+        lengths = [0] * 4
+        lengths[a] = lengths[b] = 100
+        assert tp.step(lengths) == 0
+        lengths[a], lengths[b] = 0, 200
+        refused(lambda: tp.step([*lengths[:2], TOKENS + 1, 0]), ValueError, "max_tokens")
+        assert tp.slot(a).state == "active"
+        tp.retire()
+        assert tp.step(lengths) == tp.step(lengths) == 0
+        same(device, tp.alloc_reqid(10, slot=a))
+        lengths[a] = 10
+        before = tp.agreements
+        assert tp.step(lengths) == 0 and tp.agreements > before  # nobody knew of the new request
+        same(device, tp.slot(a).tokens, tp.slot(b).tokens)
+
+
 def own_view():
     return next(v for v in kv_view.read_views() if v.pid == os.getpid() and v.name == "tp")
 
@@ -230,6 +251,8 @@ def main(backend, steps=10_000, seed=1):
             for check in part_ways_and_meet:
                 check(tp, device, starved)
             failed += serve(tp, device, starved, steps // 2, seed + lazy)
+    assert failed, "the starved rank never held the others back"
+    zero_ends(context, device, world)
     differ(context, rank)
     parts(init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, lazy=True, **options), rank)
     if rank == 0:
@@ -305,7 +328,6 @@ def serve(tp, device, starved, steps, seed):
             if choice < 0.5:
                 same(device, tp.room())
     same(device, *lengths, tp.agreements)
-    assert failed, "the starved rank never held the others back"
     assert tp.stats().worker_errors == 0
     for slot in range(SLOTS):
         if lengths[slot]:
