@@ -35,14 +35,14 @@ lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvme
 
 PACKAGE := lib/pkgconfig/vmem.pc lib/cmake/vmem/vmem-config.cmake lib/cmake/vmem/vmem-config-version.cmake
 install: lib ## Install headers, libraries, pkg-config and CMake files under PREFIX (/usr/local); DESTDIR stages
-	$(Q)install -d $(DEST)/include $(addprefix $(DEST)/,$(dir $(PACKAGE)))
-	$(Q)install -m 644 libvmem/include/vmem.h libvmem/include/vmem_kv.h $(DEST)/include
-	$(Q)install -m 644 build/libvmem.a $(DEST)/lib
-	$(Q)install -m 755 build/libvmem.so $(DEST)/lib/libvmem.so.$(VERSION)
-	$(Q)ln -sf libvmem.so.$(VERSION) $(DEST)/lib/libvmem.so.0
-	$(Q)ln -sf libvmem.so.0 $(DEST)/lib/libvmem.so
+	$(Q)install -d "$(DEST)/include" $(patsubst %,"$(DEST)/%",$(dir $(PACKAGE)))
+	$(Q)install -m 644 libvmem/include/vmem.h libvmem/include/vmem_kv.h "$(DEST)/include"
+	$(Q)install -m 644 build/libvmem.a "$(DEST)/lib"
+	$(Q)install -m 755 build/libvmem.so "$(DEST)/lib/libvmem.so.$(VERSION)"
+	$(Q)ln -sf libvmem.so.$(VERSION) "$(DEST)/lib/libvmem.so.0"
+	$(Q)ln -sf libvmem.so.0 "$(DEST)/lib/libvmem.so"
 	$(Q)for file in $(PACKAGE); do \
-	    sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' libvmem/package/$${file##*/}.in > $(DEST)/$$file || exit 1; done
+	    sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' libvmem/package/$${file##*/}.in > "$(DEST)/$$file" || exit 1; done
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 

@@ -177,8 +177,8 @@ static void step_create(void)
     const struct page *near = below(2) ? any_page() : NULL;
     OK(vmem__create_near(ctx, size, n, near ? near->handle : 0, zero ? VMEM_CREATE_ZERO : 0, handles));
     // Contents of a page that was not zeroed are unknown until it is mapped somewhere: read them then.
-    uint64_t window;
-    OK(vMemReserve(ctx, VMEM_PAGE_2M, 0, &window));
+    uint64_t scratch;
+    OK(vMemReserve(ctx, VMEM_PAGE_2M, 0, &scratch));
     for (uint32_t i = 0; i < n; i++) {
         struct page *p = free_page[i];
         p->handle = handles[i];
@@ -186,17 +186,17 @@ static void step_create(void)
         struct vmem_page_info info = {.size = sizeof info};
         OK(vmem_page_query(ctx, p->handle, &info));
         p->frame = info.frame;
-        OK(vMemMap(ctx, window, p->handle));
+        OK(vMemMap(ctx, scratch, p->handle));
         if (zero)
-            CHECK(all_words(ctx, window, size, 0));
+            CHECK(all_words(ctx, scratch, size, 0));
         else
-            OK(vmem_fill(ctx, window, 0, size));
-        OK(vMemUnmap(ctx, window, VMEM_PAGE_2M));
+            OK(vmem_fill(ctx, scratch, 0, size));
+        OK(vMemUnmap(ctx, scratch, VMEM_PAGE_2M));
         memset(p->fill, 0, sizeof p->fill);
         memset(p->word, 0, sizeof p->word);
         created += size;
     }
-    OK(vMemFree(ctx, window));
+    OK(vMemFree(ctx, scratch));
 }
 
 static void step_release(void)

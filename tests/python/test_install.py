@@ -57,7 +57,7 @@ def check_engine(program, **env):
 def test_what_is_installed(tmp_path):
     """These files and no others; a stage holds the same, and names the prefix it is for, not the stage."""
     need("cc")
-    for stage, root in ("", tmp_path / "plain"), (tmp_path / "stage", tmp_path / "stage/opt/vmem"):
+    for stage, root in ("", tmp_path / "plain"), (tmp_path / "a stage", tmp_path / "a stage/opt/vmem"):
         install("/opt/vmem" if stage else root, stage)
         assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir()) == FILES
         assert str(tmp_path) not in (root / FILES[3]).read_text()

@@ -66,12 +66,12 @@ static uint64_t fill(vmem_kv *kv, vmem_page *pages, uint64_t most, uint64_t all)
     return most;
 }
 
-static int copy_chunk(vmem_kv *kv, uint64_t window, const struct move *m, uint64_t n)
+static int copy_chunk(vmem_kv *kv, uint64_t scratch, const struct move *m, uint64_t n)
 {
     struct vmem_map_op maps[2 * CHUNK];
     struct vmem_copy_op copies[CHUNK];
     for (uint64_t i = 0; i < n; i++) {
-        uint64_t from = window + i * kv->page_size, to = from + CHUNK * kv->page_size;
+        uint64_t from = scratch + i * kv->page_size, to = from + CHUNK * kv->page_size;
         maps[2 * i] = (struct vmem_map_op){.addr = from, .page = m[i].from};
         maps[2 * i + 1] = (struct vmem_map_op){.addr = to, .page = m[i].to};
         copies[i] = (struct vmem_copy_op){.dst = to, .src = from, .length = kv->page_size};
@@ -79,23 +79,23 @@ static int copy_chunk(vmem_kv *kv, uint64_t window, const struct move *m, uint64
     int rc = vMemMapBatch(kv->ctx, maps, 2 * n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
     if (!rc)
         rc = vmem_copy_batch(kv->ctx, copies, n);
-    vMemUnmap(kv->ctx, window, 2 * CHUNK * kv->page_size);
+    vMemUnmap(kv->ctx, scratch, 2 * CHUNK * kv->page_size);
     return rc;
 }
 
 static int copy(vmem_kv *kv, const struct move *moves, uint64_t n)
 {
     struct vmem_info info = {.size = sizeof info};
-    uint64_t window;
+    uint64_t scratch;
     int rc = vmem_context_info(kv->ctx, &info);
     if (!rc)
         rc = vMemReserve(kv->ctx, 2 * CHUNK * kv->page_size, info.caps & VMEM_CAP_BACKDROP ? VMEM_RESERVE_BACKDROP : 0,
-                         &window);
+                         &scratch);
     if (rc)
         return rc;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
-        rc = copy_chunk(kv, window, &moves[i], KV_MIN(n - i, CHUNK));
-    vmem_unreserve(kv->ctx, window); // which cannot fail
+        rc = copy_chunk(kv, scratch, &moves[i], KV_MIN(n - i, CHUNK));
+    vmem_unreserve(kv->ctx, scratch); // which cannot fail
     return rc;
 }
 
