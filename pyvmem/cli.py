@@ -105,7 +105,7 @@ def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
         keep = (lambda so_far: form.dump(records + so_far, args.json, about)) if args.json else None
         try:
             found = b.run(view.Session(b.name, args, keep=keep))
-        except (ModuleNotFoundError, VmemError, MemoryError) as error:
+        except (ModuleNotFoundError, MemoryError, RuntimeError, VmemError) as error:
             if args.bench != "all":
                 raise
             # The others may well work. A package that is an extra is not missed.
@@ -202,6 +202,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ImportError, MemoryError, OSError, ValueError, VmemError) as error:
+    except (ImportError, MemoryError, OSError, RuntimeError, ValueError, VmemError) as error:
         print(f"pyvmem: {_text(error)}", file=sys.stderr)
         return 1

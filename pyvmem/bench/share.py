@@ -10,6 +10,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -171,6 +172,8 @@ class _Run:
 )
 def run(session: Session) -> list[Record]:
     """The benchmark."""
+    if importlib.util.find_spec("torch") is None:  # its processes need it
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     records: list[Record] = []
     with session.context() as context:
         gpu = "gpu" in context.capabilities
@@ -182,10 +185,7 @@ def run(session: Session) -> list[Record]:
         with tempfile.TemporaryDirectory(prefix="pyvmem-share-") as folder:
             for size in session.track(sizes, "exchanges"):
                 one = _Run(session, context, size, amount, folder)
-                try:
-                    one.exchanges(n, kills)
-                except RuntimeError as error:
-                    raise ValueError(str(error)) from error
+                one.exchanges(n, kills)
                 records += one.records()
                 session.keep(records)
     return records
