@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
+#include <stdatomic.h>
 #include <unistd.h>
 
 #include "harness.h"
@@ -154,6 +155,119 @@ static void test_what_requests_hold_is_refused(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// ---- threads ------------------------------------------------------------------------------------------------------
+
+static _Atomic bool over;
+
+// Slows the background threads down where they hold no lock, and lets calls overtake them.
+static void slowly(enum vmem__kv_point point)
+{
+    static _Atomic uint64_t seed;
+    uint64_t s = ++seed;
+    if (point == KV_WORKER_UNLOCKED && rnd(&s) % 4 == 0)
+        usleep((useconds_t)(rnd(&s) % 500));
+}
+
+struct server {
+    vmem_kv *kv;
+    uint64_t seed, served;
+};
+
+static uint64_t first_word(vmem_kv *kv, uint32_t slot)
+{
+    struct vmem_kv_layout l = {.size = sizeof l};
+    OK(vmem_kv_get_layout(kv, 0, &l));
+    return l.addr + slot * l.slot_stride;
+}
+
+// Requests of any size, one or two at a time, which wait for memory as an engine would.
+static void *serve(void *arg)
+{
+    struct server *s = arg;
+    for (int i = 0; i < 150; i++) {
+        int32_t lengths[SLOTS] = {0};
+        uint32_t slots[2], n = 0;
+        for (uint32_t k = 0; k < 1 + rnd(&s->seed) % 2; k++) {
+            slots[n] = alloc(s->kv, 0);
+            lengths[slots[n]] = 1 + (int32_t)(rnd(&s->seed) % ROWS);
+            n++;
+        }
+        int rc = vmem_kv_step(s->kv, lengths, SLOTS, NULL);
+        for (int tries = 0; rc == -ENOMEM && tries < 20; tries++) {
+            uint32_t answer;
+            OK(vmem_kv_pool_wait(s->kv, 20, &answer));
+            rc = vmem_kv_step(s->kv, lengths, SLOTS, NULL);
+        }
+        CHECK(!rc || rc == -ENOMEM);
+        for (uint32_t k = 0; k < n; k++) {
+            if (!rc)
+                put_word(ctx, first_word(s->kv, slots[k]), s->seed + k);
+            s->served += !rc;
+        }
+        for (uint32_t k = 0; k < n; k++) {
+            if (!rc)
+                CHECK_EQ(get_word(ctx, first_word(s->kv, slots[k])), s->seed + k);
+            OK(vmem_kv_free(s->kv, slots[k]));
+        }
+    }
+    return NULL;
+}
+
+struct meddler {
+    vmem_kv_pool *pool;
+    vmem_kv *caches[2];
+};
+
+// Asks, changes shares, looks, and comes and goes with a cache of its own.
+static void *meddle(void *arg)
+{
+    struct meddler *m = arg;
+    uint64_t seed = 7;
+    while (!over) {
+        vmem_kv *kv = m->caches[rnd(&seed) % 2];
+        const uint64_t max = (260 + rnd(&seed) % 140) * test_page;
+        int rc = vmem_kv_pool_set_share(kv, rnd(&seed) % 20 * test_page, max);
+        CHECK(!rc || rc == -ENOMEM);
+        OK(vmem_kv_pool_ask(kv, rnd(&seed) % 100 * test_page));
+        struct vmem_kv_pool_info i = info(m->pool);
+        CHECK(i.members >= 2 && i.free <= i.budget);
+        struct vmem_kv_pool_member row = {.size = sizeof row};
+        for (uint32_t k = 0; k < VMEM_KV_POOL_MEMBERS; k++)
+            if (!vmem_kv_pool_get_member(m->pool, k, &row))
+                CHECK(row.has <= i.budget);
+        vmem_kv *guest = make(ctx, VMEM_KV_OVERLAP, 0);
+        join(m->pool, guest, 1, 0, "guest");
+        vmem_kv_destroy(guest);
+    }
+    return NULL;
+}
+
+// In two directions at once, with slow background threads: no step waits for ever, and no row is lost.
+static void test_threads(uint32_t flags)
+{
+    vmem_kv_pool *pool = make_pool(400);
+    struct server servers[2] = {{make(ctx, flags, 0), 1, 0}, {make(ctx, flags, 0), 2, 0}};
+    struct meddler m = {pool, {servers[0].kv, servers[1].kv}};
+    pthread_t threads[3];
+    join(pool, servers[0].kv, 10, 0, "a");
+    join(pool, servers[1].kv, 10, 0, "b");
+    over = false;
+    vmem__kv_hook = slowly;
+    for (int i = 0; i < 2; i++)
+        CHECK(!pthread_create(&threads[i], NULL, serve, &servers[i]));
+    CHECK(!pthread_create(&threads[2], NULL, meddle, &m));
+    for (int i = 0; i < 2; i++)
+        pthread_join(threads[i], NULL);
+    over = true;
+    pthread_join(threads[2], NULL);
+    vmem__kv_hook = NULL;
+    CHECK(servers[0].served > 20 && servers[1].served > 20);
+    for (int i = 0; i < 2; i++)
+        vmem_kv_destroy(servers[i].kv);
+    CHECK_EQ(info(pool).free, info(pool).budget);
+    vmem_kv_pool_destroy(pool);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -163,6 +277,8 @@ int main(int argc, char **argv)
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
+    test_threads(0);
+    test_threads(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     return 0;
