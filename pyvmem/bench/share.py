@@ -119,7 +119,6 @@ class _Run:
         if other and not warm:
             steps = other.ask("steps")["steps"]
             self._note("a step of the other meanwhile, longest", _longest(steps, start, end))
-            self._note("a step of the other before, longest", _longest(steps, start - 1, start - 0.05))
         to.ask("free")
 
     def exchanges(self, n: int, kills: int) -> None:

@@ -219,7 +219,10 @@ static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
 {
     const uint64_t spare = vmem__kv_spare(kv), fixed = kv->held - KV_MIN(spare, kv->held);
     const uint64_t margin = has_requests(kv) ? fixed / 32 : 0;
-    return KV_MAX(kv_ceil_pages(m->row.min, kv), fixed + margin);
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t min = kv_ceil_pages(m->row.min, kv);
+    pthread_mutex_unlock(&m->pool->lock);
+    return KV_MAX(min, fixed + margin);
 }
 
 // A cache without a background thread gives back here, a portion at a time.
@@ -300,8 +303,9 @@ static bool look(struct kv_member *m)
 
     kv_lock_cache(kv);
     const uint64_t least = least_pages(kv, m), has = KV_MAX(kv->budget_pages, kv->held);
-    const uint64_t evictable = m->evict ? kv->refs.only : vmem__kv_evictable(kv), min = kv_ceil_pages(m->row.min, kv);
+    const uint64_t evictable = m->evict ? kv->refs.only : vmem__kv_evictable(kv);
     pthread_mutex_lock(&pool->lock);
+    const uint64_t min = kv_ceil_pages(m->row.min, kv);
     const struct kv_pool_row before = m->row;
     // A claim may have taken some of it again.
     m->row.has = KV_MIN(m->row.has, (KV_MAX(has, gone_to) << kv->page_shift) + m->granted);
