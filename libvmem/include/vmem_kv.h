@@ -11,15 +11,15 @@
 // the rows [first, last). `last` is the length rounded up to whole tiles. `first` is 0; in a tensor with a window it is
 // the length before that step minus the window, rounded down to whole tiles. The manager maps and unmaps only outside
 // these rows. A call marked "Quiet" touches more: no kernel in flight may access the slot. A call with a fence, the
-// number of a step (vmem_kv_last_step), needs no quiet: the manager defers whatever kernels up to that step could access,
-// and the caller does not wait.
+// number of a step (vmem_kv_last_step), needs no quiet: the manager defers whatever kernels up to that step could
+// access, and the caller does not wait.
 //
 // Backed rows that have not been written hold finite values: zero, or what an earlier request left in a tensor of the
 // same kind (always zero with VMEM_KV_ZERO).
 //
 // Errors and thread safety are as in vmem.h: 0, or a negative errno and vmem_last_error(). A call that fails changes
-// nothing that a caller can see, but may have given up pages that were kept for reuse. The manager serialises calls from
-// several threads; vmem_kv_get_stats does not wait for system calls of others.
+// nothing that a caller can see, but may have given up pages that were kept for reuse. The manager serialises calls
+// from several threads; vmem_kv_get_stats does not wait for system calls of others.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_H
@@ -53,12 +53,12 @@ struct vmem_kv_tensor {
 #define VMEM_KV_SAME_SLOTS 0x20u
 #define VMEM_KV_CHECK 0x40u // verify the kernel rule and the bookkeeping at every operation (slow)
 #define VMEM_KV_LAZY 0x80u  // take device memory when pages are needed, not the whole budget at creation
-// Requests share no pages: saving a prefix and naming blocks return -EOPNOTSUPP. What a prompt fills may then be pages
-// that come and go together, up to 32 MiB. The cuda backend maps such pages as fast as one; it has no backdrop behind them,
-// so no kernel may read past whole tiles. Other backends map consecutive pages at once anyway.
+// Requests share no pages: saving a prefix and naming blocks return -EOPNOTSUPP. A prompt's pages, up to 32 MiB, may
+// then be created, mapped and unmapped together. The cuda backend maps them as fast as a single page. They have no
+// backdrop, so no kernel may read past whole tiles. Other backends always map consecutive pages at once.
 #define VMEM_KV_UNSHARED 0x100u
-// A length of 0 in vmem_kv_step ends the slot's request, as in microsoft/vattention. Otherwise it takes no part, and keeps
-// what it holds.
+// A length of 0 in vmem_kv_step ends the slot's request, as in microsoft/vattention. Without the flag, the request
+// takes no part and keeps its rows.
 #define VMEM_KV_ZERO_ENDS 0x200u
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
@@ -94,8 +94,9 @@ void vmem_kv_destroy(vmem_kv *kv);
 // quiet. Rows that were to be swapped out are not: no host memory is written after this returns.
 int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step);
 
-// The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows * row_bytes
-// equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed max_tokens.
+// The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows *
+// row_bytes equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed
+// max_tokens.
 struct vmem_kv_layout {
     uint32_t size;  // sizeof(struct vmem_kv_layout), set by the caller
     uint32_t group; // the tensor's, for vmem_kv_get_group
@@ -124,13 +125,13 @@ struct vmem_kv_alloc_options {
 };
 // vmem_kv_alloc with options. Returns -EBUSY if the requested slot is taken.
 int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
-// Announces the requests that will be allocated next, in this order, by the tokens of their first step. It replaces what
-// was announced before. While memory is plentiful, the background thread backs a free slot for each of the first
+// Announces the requests that will be allocated next, in this order, by the tokens of their first step. It replaces
+// what was announced before. While memory is plentiful, the background thread backs a free slot for each of the first
 // VMEM_KV_EXPECT.
 #define VMEM_KV_EXPECT 64
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n);
-// The same for requests that begin with a prefix or with blocks, which will provide the first prefix_tokens[i] rows:
-// only the rows behind them are backed. NULL: none does.
+// The same for requests whose first prefix_tokens[i] rows come from a prefix or from blocks. Only the rows after them
+// are backed. NULL: no request has a prefix.
 int vmem_kv_expect_behind(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Quiet. Frees the slot. Its pages are kept for the next request (VMEM_KV_DEFER) or released; shared pages are dropped.
 // If the call fails, the rows are lost anyway; call it again.
@@ -142,19 +143,19 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Declares that the kernels of all steps up to this one have ended; the caller saw an event or synchronised. Otherwise
 // the manager assumes it once `steps_in_flight` later steps have been called. -EINVAL: no such step yet.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
-// Not quiet. Frees the slot once the kernels of all steps up to this one have ended. Until then it is VMEM_KV_ENDING: no
-// call may name it, and its pages stay in use.
+// Not quiet. Frees the slot once the kernels of all steps up to this one have ended. Until then it is VMEM_KV_ENDING:
+// no call may name it, and its pages stay in use.
 int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
 // Not quiet. vmem_kv_truncate while kernels of steps up to this one may access the rows. Returns -EBUSY and changes
 // nothing if shared pages would have to be replaced before those kernels have ended.
 int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
 
-// Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means that
-// the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: *missing more pages must become
-// free (NULL is allowed); free or swap out a request and try again.
+// Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
+// that the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: *missing more pages must
+// become free (NULL is allowed); free or swap out a request and try again.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
 // With VMEM_KV_ZERO_ENDS, a step first ends every active request of length 0, as vmem_kv_free_after does after the last
-// step that it took part in; they stay ended if the step then finds too little memory. -EINVAL: none has ended.
+// step in which it took part. They stay ended if the step then finds too little memory. After -EINVAL, none has ended.
 // Builds a step request by request. vmem_kv_grow stages `tokens` tokens for the slot (0 removes it from the step). It
 // returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
 // performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
@@ -162,21 +163,21 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
 int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
 
-// Lists active slots that took part in none of the last `steps` steps (at least 1), nor were allocated since: their
-// requests wait, or are over and were never freed. slots receives the first n; *count, how many there are.
+// Lists active slots that took part in none of the last `steps` steps (at least 1) and were not allocated since. Their
+// requests are waiting, or are over and were never freed. slots receives the first n, and *count the total number.
 int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count);
 
 // Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested.
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
-// Whether steps up to these lengths will find memory, whatever other processes do: 0, or -ENOMEM. It changes nothing, and
-// counts only memory that the cache has taken from the device: with LAZY, or once an idle cache gave it back, none. The
-// answer holds while requests grow up to these lengths or end. It is void after any other call that takes pages or gives
-// memory back (a step beyond these lengths, attaching, truncating, swapping in, reclaiming, another budget), and when the
-// cache may have been idle. With SAME_SLOTS, vmem_kv_check alone takes over a budget that another process requested, so
-// that ranks can rely on the answers of one another from check to check.
+// Returns 0 if steps up to these lengths will find memory whatever other processes do, otherwise -ENOMEM. Changes
+// nothing. It counts only memory that the cache has allocated from the device, which is none with LAZY or after an idle
+// cache has released its memory. The answer holds while requests grow up to these lengths or end. It becomes invalid
+// after any other call that allocates pages or releases memory (a step beyond these lengths, attaching, truncating,
+// swapping in, reclaiming, another budget), and if the cache may have been idle. With SAME_SLOTS, only vmem_kv_check
+// adopts a budget that another process requested, so ranks can rely on each other's answers from one check to the next.
 int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-// Returns the most tokens that the slot could have in the next step if no other slot grew. Slot -1: a new request, which
-// leaves the watermark free.
+// Returns the most tokens that the slot could have in the next step if no other slot grew. Slot -1 means a new request,
+// which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied.
 // If the call fails, rows from `tokens` onward may be lost, but none before; call it again.
@@ -186,34 +187,35 @@ int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
-// The hash by which an engine knows a block of tokens (see "prefixes by hash"): of these tokens, of all before them, and of
-// whatever else decides what their rows hold, such as a salt or an adapter. Shorter ones end with zeros.
+// An engine's hash of a block of tokens (see "prefixes by hash"). It covers these tokens, all tokens before them, and
+// whatever else determines their rows, such as a salt or an adapter. Shorter hashes are padded with zeros.
 struct vmem_kv_hash {
     uint8_t bytes[32];
 };
 
 // ---- admission ----------------------------------------------------------------------------------------------
 //
-// Which waiting requests to let in, asked before they have slots.
+// Decides which waiting requests to admit, before they have slots.
 
 struct vmem_kv_request {
     uint32_t tokens;        // of its first step, those of a prefix included; 1 to max_tokens
     uint32_t prefix_tokens; // of these, so many come from a prefix or from named blocks; 0: none
-    // Or NULL. It begins with as many of these blocks as vmem_kv_hash_peek finds; prefix_tokens is 0 then.
+    // Or NULL. The request begins with as many of these blocks as vmem_kv_hash_peek finds. prefix_tokens must then be
+    // 0.
     const struct vmem_kv_hash *hashes;
     uint64_t n_hashes;
 };
-// Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with its
-// prefix, and took part in the next step beside all that vmem_kv_grow has staged. *fit (NULL is allowed) receives the
-// number. Returns 0 if that is all n. Otherwise it returns what the first that does not fit lacks: -ENOMEM, with
-// *missing pages (NULL is allowed), or -ENOSPC. Changes nothing.
+// Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
+// its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
+// allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
+// lacks: -ENOMEM, with *missing pages (NULL is allowed), or -ENOSPC for a slot. Changes nothing.
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
-// The watermark: what new requests leave free for the growth of those that run, as vmem_kv_fit and vmem_kv_room (slot -1)
-// answer. It is `bytes` or `percent` of the budget (at most 100), whichever is more; 0 at first. Where no request is
-// active, a new one may have everything. Steps and growth do not heed it.
+// Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
+// vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is
+// more, and 0 at first. If no request is active, a new one may use everything. Steps and growth ignore the watermark.
 int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent);
 
-// A group: the tensors of one row size, max_tokens and window. Its pages come and go together.
+// A group: the tensors with the same row size, max_tokens and window. Their pages are mapped and unmapped together.
 struct vmem_kv_group_info {
     uint32_t size;         // sizeof(struct vmem_kv_group_info), set by the caller
     uint32_t groups;       // of the cache
@@ -228,7 +230,7 @@ struct vmem_kv_group_info {
     uint64_t free_pages;   // what a step could get, for all groups together
     uint64_t free_tokens;  // rows in each tensor of the group, if it alone got all of them
 };
-// Groups are numbered from 0 as their first tensors come. -EINVAL: there are fewer.
+// Groups are numbered from 0 in the order of their first tensors. -EINVAL: there is no such group.
 int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out);
 
 enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING, VMEM_KV_SWAPPING };
@@ -274,13 +276,14 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
 // ---- prefixes by hash ---------------------------------------------------------------------------------------
 //
 // A prefix cache for engines that compute hashes of blocks, as vLLM does. A block is block_tokens tokens of a request.
-// While it runs, the engine adds blocks as they are computed; each then outlives the request. A new request begins with
-// the longest run of known blocks, whoever wrote them: full pages are mapped, the last, partial page is copied. A block
-// need not fill whole pages. When a step needs the memory, and no request uses a block, blocks are evicted, the least
-// recently used first; so their pages count as free (vmem_kv_stats.free_pages, vmem_kv_check, vmem_kv_room, vmem_kv_fit).
+// While a request runs, the engine adds blocks as they are computed. Each block then stays after the request has ended.
+// A new request begins with the longest sequence of known blocks, whichever requests wrote them: full pages are mapped,
+// and the last, partial page is copied. A block need not fill whole pages. If a step needs the memory, it evicts blocks
+// that no request uses, the least recently used first. Their pages therefore count as free (vmem_kv_stats.free_pages,
+// vmem_kv_check, vmem_kv_room, vmem_kv_fit).
 
 #define VMEM_KV_HASH_EVENTS 0x1u // record what was evicted, for vmem_kv_hash_evicted
-#define VMEM_KV_HASH_MANUAL 0x2u // evict only when told to: the engine has an order of its own
+#define VMEM_KV_HASH_MANUAL 0x2u // evict only on request: the engine has its own order
 // Grows at its end.
 struct vmem_kv_hash_config {
     uint32_t size;         // sizeof(struct vmem_kv_hash_config)
@@ -289,39 +292,39 @@ struct vmem_kv_hash_config {
     uint32_t pad;          // 0
     uint64_t max_tokens;   // most that all blocks together have; 0: what memory allows
 };
-// Once in a cache's life, before the other calls here.
+// Call it once per cache, before the other calls of this section.
 int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config);
 // Adds blocks first, first + 1, ... of the slot, whose rows are written and will not be written again: block i has rows
-// [i * block_tokens, (i + 1) * block_tokens). Known ones are not added again. *added (NULL is allowed) receives how many
-// were new: fewer where the cap is reached and all other blocks belong to running requests.
+// [i * block_tokens, (i + 1) * block_tokens). Known blocks are not added again. *added (NULL is allowed) receives the
+// number of new ones, which is smaller if the cap is reached and all other blocks belong to running requests.
 int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
                      size_t *added);
-// Returns in *tokens how much of a request with these blocks, from its first on, is known. Changes nothing, nor the order
-// of use.
+// Returns in *tokens how many tokens of a request with these blocks are known, from its first block on. Changes
+// nothing, not even the order of use.
 int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
-// Quiet. Starts a newly allocated slot with what is known of these blocks; its length becomes *tokens (NULL is allowed),
-// which is 0 if that is nothing. The token behind them must be computed, so leave out a block that ends the prompt.
-// -ENOMEM as in vmem_kv_step: there is no room for the copied page.
+// Quiet. Starts a newly allocated slot with the known ones of these blocks. Its length becomes *tokens (NULL is
+// allowed), which is 0 if none is known. The next token must be computed, so leave out a block that ends the prompt.
+// -ENOMEM as in vmem_kv_step: there is no memory for the copied page.
 int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
                         uint64_t *missing);
-// Drops blocks, in the engine's order; unknown ones are skipped. Requests that use them keep their pages.
+// Drops blocks, in the engine's own order. Unknown ones are skipped. Requests that use them keep their pages.
 int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n);
-// Evicts blocks, the least recently used first, until so many pages were freed or no more can be. UINT64_MAX: all blocks.
-// *freed (NULL is allowed) receives how many pages were.
+// Evicts blocks, the least recently used first, until that many pages are freed or no more can be. UINT64_MAX: all
+// blocks. *freed (NULL is allowed) receives the number of freed pages.
 int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed);
 // Sets the cap, as in vmem_kv_hash_config.
 int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens);
-// Hands over up to n hashes of blocks that were evicted (not of those that vmem_kv_hash_drop named), the oldest first, each
-// once. *got receives how many. With VMEM_KV_HASH_EVENTS. Call it from time to time from any thread: they are kept until
-// then.
+// Returns up to n hashes of evicted blocks, the oldest first, each once, and their number in *got. Blocks that
+// vmem_kv_hash_drop named are not among them. Requires VMEM_KV_HASH_EVENTS. Call it from time to time, from any thread:
+// the hashes are kept until then.
 int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, size_t *got);
 
 // ---- blocks -------------------------------------------------------------------------------------------------
 //
-// For engines that account in blocks (vLLM). A block number names the pages behind `block_tokens` rows of a slot, in all
-// tensors. Named pages stay until the name is dropped, even after the slot is freed, and a new request can start with
-// them at other addresses: the engine's block table becomes the GPU's page table. Only names hold these pages, so the
-// engine decides which ones to evict.
+// For engines that account in blocks (vLLM). A block number names the pages behind `block_tokens` rows of a slot, in
+// all tensors. Named pages stay until the name is dropped, even after the slot is freed, and a new request can start
+// with them at other addresses: the engine's block table becomes the GPU's page table. Only names hold these pages, so
+// the engine decides which ones to evict.
 
 // Creates the names 0 to n_blocks - 1, once. block_tokens rows must fill whole pages in every tensor. Tensors with
 // windows are not supported (-EOPNOTSUPP).
@@ -338,8 +341,8 @@ int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t
 // Drops names; those that are not taken are skipped. Pages without another holder are released.
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
 // Returns unused device memory to the system as vmem_kv_reclaim does, and first compacts pages that only names hold
-// where that frees more. If freed is not NULL, *freed receives the bytes of device memory. Moving takes some ms per GiB:
-// call it when idle.
+// where that frees more. If freed is not NULL, *freed receives the bytes of device memory. Moving takes some ms per
+// GiB: call it when idle.
 int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed);
 
 // ---- swapping -----------------------------------------------------------------------------------------------
@@ -405,7 +408,7 @@ struct vmem_kv_stats {
     uint64_t swap_out_bytes, swap_in_bytes;
     uint64_t worker_errors; // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
-    // Gauges: what new requests leave free; blocks known by hash; pages that only these hold, which count as free.
+    // Gauges: the watermark; blocks known by hash; pages that only these hold, which count as free.
     uint64_t watermark_pages, hashed_blocks, evictable_pages;
     uint64_t hit_tokens, evicted_blocks; // since creation: tokens that vmem_kv_hash_attach provided; blocks evicted
     uint64_t absent_slots;               // a gauge: active, and without part in the last step
@@ -435,20 +438,20 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out);
 
 // ---- pools --------------------------------------------------------------------------------------------------
 //
-// A pool is one budget for several caches: a target and its draft, two models, or the processes of a user on one device.
-// Its members' budgets add up to the pool's at most. A member's budget lies between its minimum, which nobody takes from
-// it, and its maximum, and changes by itself: a step, a check or an admission that needs more takes what is free in the
-// pool at once. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back budget that
-// they do not use, kept pages and pages ahead of need, down to their minimum and never pages that a request needs. A
-// member that is idle (idle_ms) keeps its minimum only. The thread of the pool does all this; no step waits for it, and it
-// unmaps in parts of some ms.
+// A pool is one budget for several caches: a target and its draft, two models, or a user's processes on one device. The
+// budgets of its members never exceed the pool's in total. A member's budget changes automatically between its minimum,
+// which is guaranteed, and its maximum. A step, a check or an admission that needs more immediately takes what is free
+// in the pool. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back unused
+// budget, kept pages and pages ahead of need, down to their minimum, but never pages that a request needs. An idle
+// member (idle_ms) keeps only its minimum. The pool's thread does all this. No step waits for it, and it unmaps in
+// parts of a few ms.
 //
-// With a path, the members may be in several processes. The file at the path is only for this user. The pool is gone when
-// its last member is. What a process had returns to the pool when the process ends, however it ends. There is no daemon.
+// With a path, the members may be in several processes. Only this user may access the file at the path. The pool ends
+// with its last member. When a process ends, in whatever way, its budget returns to the pool. There is no daemon.
 
 typedef struct vmem_kv_pool vmem_kv_pool;
 
-#define VMEM_KV_POOL_MEMBERS 32 // most caches of a pool
+#define VMEM_KV_POOL_MEMBERS 32 // the most caches of a pool
 
 // Grows at its end: a field that the caller does not know is 0.
 struct vmem_kv_pool_config {
@@ -458,7 +461,7 @@ struct vmem_kv_pool_config {
     const char *path; // of the pool's file, which is made if it is not there; NULL: for this process alone
 };
 int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **out);
-// The pool ends when its last member of this process has left. NULL is allowed.
+// In this process, the pool ends when its last member has left. NULL is allowed.
 void vmem_kv_pool_destroy(vmem_kv_pool *pool);
 
 // Grows at its end: a field that the caller does not know is 0.
@@ -467,38 +470,38 @@ struct vmem_kv_share {
     uint32_t pad;      // 0
     uint64_t min, max; // bytes; max 0: the pool's budget
     const char *name;  // what others see; NULL: "kv"
-    // Optional. Gives up pages of prefixes that the owner can spare, about `pages`, and returns how many. The pool's
-    // thread calls it, with no lock held, when others need more than kept pages.
+    // Optional. Releases about `pages` pages of prefixes that the owner can spare, and returns their number. The pool's
+    // thread calls it, with no lock held, if others need more than kept pages.
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };
-// Makes a cache a member. From then on the pool sets its budget, and the cache takes device memory as with VMEM_KV_LAZY.
-// vmem_kv_destroy leaves the pool. -ENOMEM: the minimums, or what the cache holds, exceed the pool's budget. -ENOSPC: all
-// members are taken. -EINVAL: the cache is a member already, has VMEM_KV_SAME_SLOTS, or is on another device than the
-// other members.
+// Makes a cache a member. From then on, the pool sets its budget, and the cache allocates device memory as with
+// VMEM_KV_LAZY. vmem_kv_destroy leaves the pool. -ENOMEM: the minimums, or the cache's pages, exceed the pool's budget.
+// -ENOSPC: the pool has no place for another member. -EINVAL: the cache is already a member, has VMEM_KV_SAME_SLOTS, or
+// is on another device than the other members.
 int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_share *share);
-// Changes a member's share; max 0: the pool's budget. What the member has beyond the maximum is given back as far as no
-// request needs it, the rest when they end.
+// Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: at once if
+// no request needs it, otherwise when these requests end.
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
-// Asks for a budget that leaves `bytes` unused, before they are needed. Returns at once: what is free in the pool is
-// there, and the rest is asked for.
+// Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
+// what is free in the pool, and the other members are asked for the rest.
 int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
 
-// What became of a member's last question, for memory or of a limit.
+// The answer to a member's last request, for memory or for a limit.
 enum vmem_kv_answer {
     VMEM_KV_UNASKED,
-    VMEM_KV_APPLIED,  // all of it is there
-    VMEM_KV_DEFERRED, // until other members have given back or answered
-    VMEM_KV_REFUSED,  // for the reason given; it is asked again while the member tries
+    VMEM_KV_APPLIED,  // it is granted completely
+    VMEM_KV_DEFERRED, // other members have not yet given back or answered
+    VMEM_KV_REFUSED,  // for the reason given; it is repeated while the member tries
 };
 enum vmem_kv_refusal {
     VMEM_KV_NOT_REFUSED,
     VMEM_KV_AT_MAXIMUM, // the member would exceed its own maximum
-    VMEM_KV_AT_MINIMUM, // the others have no more than their minimums
-    VMEM_KV_IN_USE,     // requests of the others hold the rest
-    VMEM_KV_NO_MEMORY,  // the device has not as much
+    VMEM_KV_AT_MINIMUM, // the others have only their minimums
+    VMEM_KV_IN_USE,     // requests of the others need the rest
+    VMEM_KV_NO_MEMORY,  // the device has too little memory
 };
-// Waits until the member's last question is answered, for at most so many ms. *answer (NULL is allowed) receives an enum
+// Waits at most `ms` until the member's last request is answered. *answer (NULL is allowed) receives an enum
 // vmem_kv_answer.
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *answer);
 
@@ -527,7 +530,7 @@ struct vmem_kv_pool_info {
     uint64_t revision; // of the last question
 };
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
-// Describes the member in that place, below VMEM_KV_POOL_MEMBERS. -ENOENT: there is none.
+// Describes the member in that place, which is below VMEM_KV_POOL_MEMBERS. -ENOENT: there is none.
 int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_pool_member *out);
 
 // ---- what other processes see -------------------------------------------------------------------------------
@@ -542,8 +545,9 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    // Written by others: bytes; 0: none. Taken over by the next check, or (not with SAME_SLOTS) after the
-    // next step; of a pool's member, and of an idle cache, without a call. A pool's member takes it as its maximum.
+    // Written by other processes: bytes; 0: none. The next check adopts it, or (not with SAME_SLOTS) the cache does
+    // after the next step. A pool's member and an idle cache adopt it without a call. For a pool's member it is the
+    // maximum.
     uint64_t wanted_budget;
     uint64_t memory_total; // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
