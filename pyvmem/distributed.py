@@ -61,7 +61,7 @@ def _sum_of(lengths: Any) -> int:
 
 
 class _Pledge:
-    """How far the requests can grow without a question to the other ranks: from `least` up to `most` tokens."""
+    """How far requests can grow without asking the other ranks: from `least` to `most` tokens."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -78,18 +78,18 @@ class _Pledge:
         return bool(grown.any() and (~grown | (lengths >= self.least) & (lengths <= self.most)).all())
 
     def took(self, lengths: npt.NDArray[Any]) -> None:
-        """A step was made that `covers` allowed."""
+        """Record a step that `covers` allowed."""
         self.least = np.where(lengths > 0, lengths, self.least)
         self.steps += 1
 
     def assured(self, lengths: npt.NDArray[Any]) -> bool:
-        """Whether this rank can let all requests grow by `AHEAD` tokens, without memory from elsewhere."""
+        """Whether this rank has the memory for all requests to grow by `AHEAD` tokens."""
         further = np.minimum(lengths + AHEAD, self.cache.max_tokens)
         self.ahead = np.where(lengths > 0, further, self.most)
         return not lib.vmem_kv_assured(self.cache._use(), self.cache._raw(self.ahead), self.cache.slots)
 
     def agree(self, lengths: npt.NDArray[Any], ahead: bool) -> None:
-        """A step was made; `ahead`: every rank is assured of what comes next."""
+        """Record a step. ahead: every rank has the memory for the next ones."""
         self.least = np.where(lengths > 0, lengths, self.least)
         self.most = self.ahead if ahead else np.where(self.most > 0, self.within_pages(self.least), 0)
         if not ahead:
@@ -97,7 +97,7 @@ class _Pledge:
         self.steps = 0
 
     def within_pages(self, lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Tokens that need no other pages than these lengths do: those are backed, and nobody takes them away."""
+        """Lengths up to which requests need no further pages: these are backed and stay backed."""
         page, tile, most = self.cache.page_size, self.cache.tile_rows, self.cache.max_tokens
         within: npt.NDArray[Any] = np.full_like(lengths, most)
         for row, rows in self.rows:

@@ -1,4 +1,4 @@
-"""Admission: what a KV cache says of requests that wait, before they have slots.
+"""Admission: a scheduler's questions about waiting requests, before they have slots.
 
 SPDX-License-Identifier: MIT
 """
@@ -21,7 +21,7 @@ from pyvmem.kv_types import GroupInfo
 if TYPE_CHECKING:
     from pyvmem.kv_hashes import BlockHashes, Hash
 
-# A request that waits: the tokens of its first step; or these, and how many of them a prefix provides, or its hashes.
+# A waiting request: the tokens of its first step; or these, and how many of them a prefix provides, or its hashes.
 Request = SupportsIndex | tuple[SupportsIndex, "SupportsIndex | Sequence[Hash]"]
 
 _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
@@ -29,7 +29,7 @@ _REQUEST = np.dtype([("tokens", np.uint32), ("prefix", np.uint32), ("hashes", np
 
 
 def _raw(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt.NDArray[Any], list[Any]]:
-    """The requests as C has them, and what they point to."""
+    """The requests as C structures, and the objects that these point to."""
     if type(requests) is list:
         try:
             sizes = array.array("I", requests)
@@ -66,7 +66,7 @@ class KVAdmission(KVBase):
 
         The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step
         together with all growth that is staged. The next request would not fit: `shortage` says why, and
-        `missing_pages` how much it lacks. New requests leave the watermark free (`set_watermark`).
+        `missing_pages` how much it lacks. New requests must leave the watermark free (`set_watermark`).
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class KVAdmission(KVBase):
     def room(self, slot: SupportsIndex | None = None) -> int:
         """Return the most tokens the slot could have in the next step if no other slot grew.
 
-        None: a new request, which leaves the watermark free.
+        None: a new request, which must leave the watermark free.
         """
         if self._events:
             self._poll()
@@ -98,15 +98,15 @@ class KVAdmission(KVBase):
         return int(tokens[0])
 
     def set_watermark(self, bytes: SupportsIndex = 0, *, percent: SupportsIndex = 0) -> None:
-        """Set what new requests leave free for those that run: `bytes` or `percent` of the budget, whichever is more.
+        """Set the memory that new requests leave free for running ones: `bytes` or `percent` of the budget, if more.
 
-        `fit` and `room` heed it; `step` and the growth of requests that run do not. While no request is active, a new
-        one may have everything. (vLLM calls it the watermark, too.)
+        `fit` and `room` take it into account; `step` and the growth of running requests do not. While no request is
+        active, a new one may use everything. vLLM has the same watermark.
         """
         _check(lib.vmem_kv_set_watermark(self._use(), uint("bytes", bytes), uint("percent", percent, 32)))
 
     def groups(self) -> list[GroupInfo]:
-        """Return a `GroupInfo` for each group: the tensors of one row size, window and max_tokens."""
+        """Return a `GroupInfo` for each group of tensors with the same row size, window and max_tokens."""
         raw, kv = structure("vmem_kv_group_info"), self._use()
         layout: Any = structure("vmem_kv_layout")
         members: dict[int, list[int]] = {}

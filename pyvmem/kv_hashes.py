@@ -1,7 +1,8 @@
 """A prefix cache for engines that compute hashes of blocks of tokens (vmem_kv.h, "prefixes by hash").
 
-As in vLLM's automatic prefix caching, a block's hash covers its tokens, all before them, and whatever else decides on
-their rows (a salt, an adapter). The manager finds the blocks, holds their pages, and evicts them when memory is short.
+As in vLLM's automatic prefix caching, a block's hash covers its tokens, all tokens before them, and whatever else
+determines their rows (a salt, an adapter). The manager finds the blocks, holds their pages, and evicts them when memory
+is short.
 
 SPDX-License-Identifier: MIT
 """
@@ -28,8 +29,8 @@ SIZE = 32  # bytes of a hash
 def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
     """Hashes (16 bytes each) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n].
 
-    For engines that have none of their own. `salt` keeps sequences apart whose rows differ for equal tokens: name the
-    adapter, the tenant.
+    For engines without hashes of their own. `salt` separates sequences whose rows differ for equal tokens, for example
+    by adapter or tenant.
     """
     size = uint("block_tokens", block_tokens, 32)
     if not size:
@@ -38,7 +39,7 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
         raise TypeError(f"salt must be bytes, not {shown(salt)}")
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"tokens must be a sequence of integers, not of shape {array.shape} and {array.dtype}")
+        raise TypeError(f"tokens must be a sequence of integers, not an array of shape {array.shape} and {array.dtype}")
     array = np.ascontiguousarray(array, dtype=np.int64)
     hashes, before = [], hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
     for end in range(size, len(array) + 1, size):
@@ -50,28 +51,28 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
 class BlockHashes:
     """Blocks of `tokens` tokens of a cache's requests, held under the engine's hashes.
 
-    A hash is ``bytes`` (1 to 32, all of one length) or an ``int`` (at most 256 bits, negative too); an engine uses one
-    kind. Calls are safe from any thread.
+    A hash is ``bytes`` (1 to 32, all of one length) or an ``int`` (at most 256 bits, may be negative). An engine uses
+    one kind. All calls are thread-safe.
 
     Parameters
     ----------
     cache : KVCache
-        Has at most one `BlockHashes` in its life.
+        A cache can have one `BlockHashes` in its life.
     tokens : int
-        Tokens of a block, 1 to the cache's `max_tokens`. A block need not fill whole pages; only whole pages are shared
-        without a copy.
+        Tokens per block, 1 to the cache's `max_tokens`. A block need not fill whole pages, but only whole pages are
+        shared without a copy.
     max_tokens : int
-        Most tokens that all blocks together have; 0: what memory allows.
+        The most tokens of all blocks together; 0: what memory allows.
     automatic : bool
-        Evict blocks, the least recently used first, when a step needs their memory; pages that only evictable blocks
-        hold count as free. False: only `drop` and `evict` give memory back, in the engine's order.
+        Evict blocks, the least recently used first, when a step needs their memory. Pages that only evictable blocks
+        hold count as free. False: only `drop` and `evict` release memory, in the engine's order.
     events : bool
         Keep the hashes of evicted blocks for `evicted`.
 
     Raises
     ------
     InvalidArgument
-        A number is outside its limits; the cache has hashes already.
+        A number is outside its limits, or the cache already has hashes.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class BlockHashes:
         _check(lib.vmem_kv_hash_init(cache._use(), config))
         self.cache = cache
         self.tokens = int(config.block_tokens)
-        self._length: int | None = None  # of hashes that are bytes; 0: they are integers
+        self._length: int | None = None  # length of hashes that are bytes; 0: they are integers
         cache._hashes = self
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class BlockHashes:
         return self.cache.stats().hashed_blocks
 
     def __bool__(self) -> bool:
-        return True  # a cache, be it empty
+        return True  # also if it is empty
 
     # ---- hashes as C has them --------------------------------------------------------------------------------
 
@@ -145,18 +146,18 @@ class BlockHashes:
     # ---- requests --------------------------------------------------------------------------------------------
 
     def peek(self, hashes: Iterable[Hash]) -> int:
-        """Return how many tokens a request with these blocks, from its first on, would begin with. Changes nothing."""
+        """Return how many tokens of a request with these blocks are known, from the first on. Changes nothing."""
         raw, n = self._raw(hashes)
         tokens = ffi.new("uint32_t *")
         _check(lib.vmem_kv_hash_peek(self.cache._use(), raw, n, tokens))
         return int(tokens[0])
 
     def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
-        """Quiet. Start a newly allocated slot with what is known of these blocks.
+        """Quiet. Start a newly allocated slot with the known ones of these blocks.
 
-        Returns the tokens that the slot has now, 0 if no block is known; or -1, as `KVCache.step` does, if there is no
-        memory to copy the last, partial page. The token behind them must be computed: leave out the hash of a block
-        that ends the prompt.
+        Returns the tokens that the slot then has, 0 if no block is known, or -1, as `KVCache.step` does, if there is no
+        memory to copy the last, partial page. The next token must be computed, so leave out the hash of a block that
+        ends the prompt.
         """
         cache = self.cache
         if cache._events:
@@ -167,10 +168,10 @@ class BlockHashes:
         return cache._short(rc) if rc else int(tokens[0])
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
-        """Allocate a slot for a prompt of `tokens` tokens, started with what is known of its blocks.
+        """Allocate a slot for a prompt of `tokens` tokens, and start it with the known ones of its blocks.
 
-        Returns (slot, tokens that it has already). The slot is -1 if all are taken or memory is short: `shortage` says
-        which. The last token is always left to be computed.
+        Returns (slot, tokens that it already has). The slot is -1 if all slots are taken or memory is short; `shortage`
+        says which. The last token always remains to be computed.
         """
         hashes, length = list(hashes), uint("tokens", tokens, 32)
         del hashes[max(length - 1, 0) // self.tokens :]
@@ -190,10 +191,10 @@ class BlockHashes:
         return -1, 0
 
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
-        """Add the slot's blocks first, first + 1, ..., whose rows are written and stay as they are.
+        """Add the slot's blocks first, first + 1, ..., whose rows are written and will not change.
 
-        Returns how many were new. Known blocks are not added again; where `max_tokens` is reached and all other blocks
-        belong to running requests, no more are.
+        Returns how many were new. Known blocks are not added again. If `max_tokens` is reached and all other blocks
+        belong to running requests, no more are added.
         """
         raw, n = self._raw(hashes)
         added = ffi.new("size_t *")
@@ -204,12 +205,12 @@ class BlockHashes:
     # ---- eviction --------------------------------------------------------------------------------------------
 
     def drop(self, hashes: Iterable[Hash]) -> None:
-        """Drop blocks; unknown ones are skipped. Requests that use them keep their pages."""
+        """Drop blocks. Unknown ones are skipped. Requests that use them keep their pages."""
         raw, n = self._raw(hashes)
         _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n))
 
     def evict(self, pages: SupportsIndex) -> int:
-        """Evict blocks, the least recently used first, until so many pages were freed; returns how many were."""
+        """Evict blocks, the least recently used first, until `pages` pages are freed. Returns how many were freed."""
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_hash_evict(self.cache._use(), min(uint("pages", pages), 2**64 - 2), freed))
         return int(freed[0])
@@ -219,13 +220,13 @@ class BlockHashes:
         _check(lib.vmem_kv_hash_evict(self.cache._use(), 2**64 - 1, ffi.NULL))
 
     def limit(self, max_tokens: SupportsIndex) -> None:
-        """Set the most tokens that all blocks together have (0: what memory allows), evicting what is over it."""
+        """Set the most tokens of all blocks together (0: what memory allows), and evict what exceeds it."""
         _check(lib.vmem_kv_hash_limit(self.cache._use(), uint("max_tokens", max_tokens)))
 
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.
 
-        Needs `events`. Evicted is what the cache chose; blocks that `drop` named are not among them.
+        Requires `events`. Contains only blocks that the cache chose to evict, not those that `drop` named.
         """
         raw, got, found = ffi.new("struct vmem_kv_hash[]", 256), ffi.new("size_t *"), []
         while True:

@@ -23,16 +23,16 @@ class KVCacheOptions:
     Attributes
     ----------
     context : Context, optional
-        Where the memory comes from. By default, the cache makes a context of its own on `backend` and `device`. Backed
-        rows hold finite values only if nothing else creates pages in the context.
+        The context that provides the memory. By default, the cache creates its own on `backend` and `device`. Backed
+        rows are guaranteed to have finite values only if nothing else creates pages in the context.
     backend : str, optional
         "uvm", "stock", "cuda" or "host"; by default, the best that works.
     device : int
         CUDA device ordinal.
     page_size : int, optional
-        Bytes; by default, the smallest that the backend has.
+        Bytes; by default, the smallest that the backend supports.
     tile_rows : int
-        Rows that the attention kernel loads together, past the length too: up to 224 for FlashAttention-3, 128 for
+        Rows that the attention kernel loads together, also past the length: up to 224 for FlashAttention-3, 128 for
         FlexAttention, 1 for kernels that mask their loads (FlashAttention-2, most Triton kernels).
         `pyvmem.attention.tile_rows` gives the number for a kernel.
     overlap : bool
@@ -40,49 +40,48 @@ class KVCacheOptions:
     defer : bool
         A freed slot keeps its pages for the next request until they are needed elsewhere.
     eager : bool
-        The slot that is handed out next is kept backed for `eager_tokens` tokens. Needs `overlap`.
+        The slot that will be allocated next is kept backed for `eager_tokens` tokens. Needs `overlap`.
     generous : bool
-        While memory is plentiful, whole blocks of 2 MiB are backed; under pressure the rest is taken back.
+        While memory is plentiful, whole blocks of 2 MiB are backed. Under pressure, unneeded pages are taken back.
     zero : bool
         Pages are zeroed before another request gets them.
     same_slots : bool
-        Slots are chosen from the sequence of calls alone, so that caches given the same calls choose the same slots.
-        Tensor parallelism needs it.
+        Slots are chosen by the sequence of calls alone, so that caches with the same calls choose the same slots.
+        Tensor parallelism requires it.
     check : bool
         Every operation verifies the bookkeeping. Slow; for tests.
     lazy : bool
-        Device memory is taken when pages are needed, not the whole budget at creation.
+        Device memory is allocated when pages are needed, instead of the whole budget at creation.
     sharing : bool
-        Requests may share pages: prefixes and block names. False refuses those. The cuda backend then backs what a
-        prompt fills with pages that come and go together, up to 32 MiB, in a sixteenth of the calls; kernels must not
-        read past whole tiles (`tile_rows`).
+        Requests may share pages, through prefixes and block names. False refuses both. The cuda backend then creates,
+        maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. Kernels must not read
+        past whole tiles (`tile_rows`).
     ahead_tokens, ahead_min : int
-        Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4), and up to
-        twice as many.
+        Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4). Up to twice
+        as many may be backed.
     eager_tokens : int
-        Tokens that the next slot is backed for (0: 512).
+        Tokens for which the next slot is backed (0: 512).
     reclaim_percent : int
-        Memory is scarce when less than this part of the budget is free (0: 10 %).
+        Memory counts as scarce when less than this percentage of the budget is free (0: 10 %).
     zero_ends : bool
-        A length of 0 in `KVCache.step` ends the request, as in microsoft/vattention. Otherwise it takes no part in the
-        iteration, and keeps what it holds.
+        A length of 0 in `KVCache.step` ends the request, as in microsoft/vattention. By default, such a request takes
+        no part in the iteration and keeps its rows.
     watermark, watermark_percent : int
-        What new requests leave free for those that run (`KVCache.set_watermark`): bytes, and a part of the budget; the
-        larger counts (0).
+        Memory that new requests leave free for running ones (`KVCache.set_watermark`): bytes, and a percentage of the
+        budget; the larger applies (0).
     steps_in_flight : int
-        Iterations whose kernels may still be running when `KVCache.step` is called; 1 to 16. An engine that schedules
-        ahead has two or more.
+        Iterations whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules
+        ahead needs 2 or more.
     idle_seconds : float
-        A cache that has no request and was asked for nothing for this long gives its kept pages and the memory that it
-        took ahead back to the system, and takes memory when it is needed from then on. Prefixes stay. inf: never. Needs
-        `overlap`.
+        After this time without a request and without a call, a cache returns its kept pages and preallocated memory to
+        the system, and from then on allocates memory when needed. Prefixes stay. inf: never. Needs `overlap`.
     name : str, optional
-        What ``pyvmem top`` shows; None publishes nothing.
+        The name in ``pyvmem top``; None publishes nothing.
     pool : KVPool, optional
         The cache shares the pool's budget with the other members. Its own `budget` is then its maximum, and the pool
-        sets what it has. Implies `lazy`; not with `same_slots`.
+        sets its current budget. Implies `lazy`; excludes `same_slots`.
     pool_min : int
-        Bytes of the pool's budget that nobody takes from this cache.
+        Bytes of the pool's budget that are guaranteed to this cache.
     """
 
     context: Context | None = None
@@ -124,19 +123,19 @@ class KVCacheOptions:
             raise ValueError(f"idle_seconds must be a number of seconds, at least 0.001, not {self.idle_seconds!r}")
         uint("watermark", self.watermark)
         if uint("watermark_percent", self.watermark_percent) > 100:
-            raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} is over 100")
+            raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} must be at most 100")
         for name in (*_SWITCHES, "sharing"):
             flag(name, getattr(self, name))
 
     def _flags(self) -> int:
-        """The switches as flags of C."""
+        """The switches as C flags."""
         unshared: int = 0 if self.sharing else lib.VMEM_KV_UNSHARED
         pooled: int = 0 if self.pool is None else lib.VMEM_KV_LAZY
         flags: int = sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
         return flags | unshared | pooled
 
     def _numbers(self) -> dict[str, int]:
-        """The numbers that ``struct vmem_kv_config`` has fields for."""
+        """The numbers for the fields of ``struct vmem_kv_config``."""
         milliseconds = self.idle_seconds * 1000
         idle_ms = round(milliseconds) if milliseconds < 2**32 - 1 else 0
         return {name: getattr(self, name) for name in _NUMBERS} | {"idle_ms": idle_ms}
@@ -158,7 +157,7 @@ _NAMES = frozenset(field.name for field in fields(KVCacheOptions))
 
 
 def options_of(given: KVCacheOptions | None, keywords: dict[str, Any]) -> KVCacheOptions:
-    """The options of a call that may have them as an object, as keywords, or both: then the keywords replace some."""
+    """The options of a call that takes them as an object, as keywords, or both. Keywords override the object."""
     if not isinstance(given, KVCacheOptions | None):
         raise TypeError(f"options must be KVCacheOptions, not {given!r}")
     for name in keywords:

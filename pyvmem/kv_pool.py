@@ -1,4 +1,4 @@
-"""One budget for several KV caches: of one process, or of several processes on one device.
+"""One budget for several KV caches, in one process or in several processes on one device.
 
 SPDX-License-Identifier: MIT
 """
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 class KVPool(_Owned):
     """One budget for several KV caches, which moves to the cache that needs it.
 
-    ``KVCache(..., budget=most, pool=pool, pool_min=least)`` makes a cache a member: its budget changes between
-    `pool_min`, which nobody takes from it, and `budget`.
+    ``KVCache(..., budget=most, pool=pool, pool_min=least)`` makes a cache a member. Its budget changes between
+    `pool_min`, which is guaranteed, and `budget`.
 
     Parameters
     ----------
     budget : int, optional
-        Bytes of all members together. None, with a name or a path: as other processes have it.
+        Bytes of all members together. None, with a name or a path: the budget that another process has set.
     name : str, optional
-        Of a pool for several processes of this user: letters, digits, ``_``, ``.`` and ``-``. Its file is in the folder
-        of the files that ``pyvmem top`` reads.
+        Name of a pool for several processes of this user: letters, digits, ``_``, ``.`` and ``-``. Its file is in the
+        folder that ``pyvmem top`` reads.
     path : str or os.PathLike, optional
-        The file of such a pool, elsewhere.
+        The file of such a pool, if it is in another folder.
 
     Raises
     ------
     VmemError
-        EBADMSG: the file is no pool's. EPERM: others may write to it.
+        EBADMSG: the file is not a pool's. EPERM: other users may write to it.
     InvalidArgument
         The pool exists with another budget.
 
     Notes
     -----
     A step that needs more than its budget takes what is free in the pool at once. If that is too little, it returns
-    -1, and the pool asks the other members; `KVCache.shortage` has how much may come (``coming_pages``), and `wait`
-    waits for the answer. The thread of the pool gives back what another member needs: unused budget, kept pages and
-    pages ahead of need, never what a request needs.
+    -1, and the pool asks the other members; `KVCache.shortage` says how much may come (``coming_pages``), and `wait`
+    waits for the answer. The pool's thread gives back what another member needs: unused budget, kept pages and pages
+    ahead of need, but never what a request needs.
     """
 
     _what = "pool"
@@ -116,19 +116,19 @@ class KVPool(_Owned):
     def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
         """Change a member's minimum and maximum, in bytes.
 
-        What it has beyond the maximum is given back, as far as no request needs it. Raises `InvalidArgument` (min is
-        over max) and `OutOfMemory` (the minimums of all members exceed the pool's budget).
+        The member gives back what exceeds the maximum and no request needs. Raises `InvalidArgument` (min is over max)
+        and `OutOfMemory` (the minimums of all members exceed the pool's budget).
         """
         _check(lib.vmem_kv_pool_set_share(cache._use(), uint("min", min), uint("max", max)))
 
     def ask(self, cache: KVCache, bytes: SupportsIndex) -> None:
-        """Ask, before they are needed, for a budget that leaves a member so many bytes unused; returns at once."""
+        """Ask in advance for a budget that leaves a member `bytes` unused. Returns at once."""
         _check(lib.vmem_kv_pool_ask(cache._use(), uint("bytes", bytes)))
 
     def wait(self, cache: KVCache, seconds: float) -> str:
-        """Wait until a member's last question is answered, for at most so long.
+        """Wait at most `seconds` until a member's last request is answered.
 
-        Returns "applied", "deferred" (the time is over), "refused", or "unasked".
+        Returns "applied", "deferred" (the time is over), "refused" or "unasked".
         """
         if not 0 <= seconds <= 1e6:
             raise ValueError(f"seconds must lie between 0 and 1000000, not {seconds!r}")
@@ -139,8 +139,8 @@ class KVPool(_Owned):
 
 def _named(name: str) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name) or name.startswith("."):
-        raise ValueError(f"name {name!r} must be of letters, digits, _, . and -, and not begin with a dot")
+        raise ValueError(f"name {name!r} must consist of letters, digits, _, . and -, and not begin with a dot")
     folder = view_folder()
     if folder is None:
-        raise VmemError(errno.EPERM, f"name {name}: there is no folder that only this user can write to; give a path")
+        raise VmemError(errno.EPERM, f"name {name}: no folder is writable by this user only; pass a path")
     return str(folder / f"{name}.pool")

@@ -1,4 +1,4 @@
-"""What a KV cache is made of and says of itself: specifications of tensors, slots, prefixes, statistics, shortages.
+"""Types of a KV cache: specifications of tensors, slots, prefixes, statistics, shortages.
 
 SPDX-License-Identifier: MIT
 """
@@ -19,23 +19,23 @@ LAYOUTS = ("separate", "fused", "token-major")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a cache: what it keeps of every token.
+    """The specification of one tensor: what it stores of every token.
 
     Attributes
     ----------
     name : str
     shape : tuple of int
-        Of one token's row: ``(heads, head_dim)``, MLA's ``(latent,)``, or anything else.
+        Shape of one token's row: ``(heads, head_dim)``, MLA's ``(latent,)``, or any other.
     dtype : torch.dtype
     window : int
-        Sliding window, tokens: rows further back are given up. 0 keeps all.
+        Sliding window in tokens. Rows further back are given up. 0 keeps all.
     max_tokens : int
-        Rows of a slot; 0 for the cache's.
+        Rows per slot; 0 for the cache's `max_tokens`.
 
     Raises
     ------
     ValueError, TypeError
-        An element of the shape is not at least 1; the dtype is none of torch's.
+        An element of the shape is less than 1, or the dtype is not torch's.
     """
 
     name: str
@@ -48,7 +48,7 @@ class TensorSpec:
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {self.dtype!r}")
         if not isinstance(self.shape, tuple | list) or not all(uint("shape", n) for n in self.shape):
-            raise ValueError(f"shape {self.shape!r} must be a tuple of numbers from 1 on")
+            raise ValueError(f"shape {self.shape!r} must be a tuple of numbers of at least 1")
 
     @property
     def row_bytes(self) -> int:
@@ -68,7 +68,7 @@ else:
         "KVStats",
         [(name, int) for name in STATS],
         frozen=True,
-        namespace={"__doc__": "What a cache holds and has done, in pages, bytes and counts: struct vmem_kv_stats."},
+        namespace={"__doc__": "The state and counters of a cache, in pages, bytes and counts: struct vmem_kv_stats."},
     )
 
 
@@ -76,7 +76,7 @@ else:
 class SlotInfo:
     """One slot: its state ("free", "active", "swapped", "ending"), length, and pages over all tensors together.
 
-    absent_steps: of an active slot, the steps since it took part in one, or was allocated.
+    absent_steps: for an active slot, the steps since it last took part in one or was allocated.
     """
 
     state: str
@@ -90,29 +90,29 @@ class SlotInfo:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A group: the tensors of one row size, window and max_tokens. Their pages come and go together.
+    """A group: the tensors with the same row size, window and max_tokens, whose pages are mapped together.
 
     Attributes
     ----------
     tensors : tuple of int
-        Which of the cache's specs.
+        Indices of the cache's specs.
     page_size, tile_rows : int
-        The cache's.
+        As in the cache.
     row_bytes, max_tokens, window : int
-        As in `TensorSpec`; max_tokens is the cache's where the spec has none.
+        As in `TensorSpec`; max_tokens is the cache's if the spec has none.
     page_tokens : int
-        Whole rows in a page; 0: a row is larger than a page. ``page_size / row_bytes`` need not be whole.
+        Whole rows per page; 0 if a row is larger than a page. ``page_size / row_bytes`` need not be whole.
     held_pages : int
-        Mapped in slots, in all tensors of the group together, kept and ahead ones included.
+        Pages mapped in slots, over all tensors of the group, including kept pages and pages ahead.
     needed_pages : int
-        Of these, for the lengths of active requests.
+        Pages of these that the lengths of active requests need.
     tokens : int
         Rows that active requests have in each tensor.
     free_pages : int
-        What a step could get; all groups share it.
+        Pages that a step could get. All groups share them.
     free_tokens : int
-        Rows in each tensor of the group if it alone got all of them: what a long request still gets where the other
-        groups have windows, and what any request gets where there is one group.
+        Rows in each tensor of the group if this group got all free pages. A long request gets this many if the other
+        groups have windows, and any request if there is only one group.
     """
 
     tensors: tuple[int, ...]
@@ -129,7 +129,7 @@ class GroupInfo:
     free_tokens: int
 
     def pages(self, tokens: int) -> int:
-        """Return the pages that a new request of so many tokens needs in this group, in all its tensors."""
+        """Return the pages that a new request of `tokens` tokens needs in all tensors of this group."""
         rows = min(uint("tokens", tokens, 32), self.max_tokens)
         rows = -(-rows // self.tile_rows) * self.tile_rows
         return -(-rows * self.row_bytes // self.page_size) * len(self.tensors)
@@ -137,7 +137,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why a call found too little.
+    """Why a call found too little memory, or no slot.
 
     Attributes
     ----------
@@ -147,15 +147,15 @@ class Shortage:
         use larger pages, or end a request. "slots": end a request. None: nothing was short.
     missing_pages : int
     prefix_pages : int
-        What dropping all prefixes would free.
+        Pages that dropping all prefixes would free.
     requests : int
-        That hold pages.
+        Requests that hold pages.
     ending_pages : int
-        Of requests that end when the kernels in flight have ended: `KVCache.retire` their steps.
+        Pages of requests that end when the kernels in flight have ended; `KVCache.retire` ends them earlier.
     watermark_pages : int
-        Of the missing ones, those that only the watermark asks for (`KVCache.fit`).
+        Missing pages that only the watermark requires (`KVCache.fit`).
     coming_pages : int
-        That the pool has been asked for and may still give: `KVPool.wait`.
+        Pages that the pool may still provide (`KVPool.wait`).
     """
 
     reason: str | None
@@ -179,7 +179,7 @@ class Prefix:
 def model_specs(
     layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layout: str = "separate", window: int = 0
 ) -> list[TensorSpec]:
-    """The `TensorSpec` list of a model whose layers are alike.
+    """The `TensorSpec` list of a model with equal layers.
 
     layout: "separate" (K and V of each layer: 2 x layers tensors), "fused" (both in one: layers tensors of rows
     ``(2, kv_heads, head_dim)``) or "token-major" (one tensor of rows ``(layers, 2, kv_heads, head_dim)``).

@@ -1,4 +1,4 @@
-"""What KV caches publish of themselves: one small file for each cache, read by ``pyvmem top``.
+"""The published state of KV caches: one small file per cache, which ``pyvmem top`` reads.
 
 A file holds a ``struct vmem_kv_view`` (vmem_kv.h), which the cache's native code keeps up to date in place. The folder
 is ``$XDG_RUNTIME_DIR/pyvmem``, or ``pyvmem-UID`` in the folder for temporary files.
@@ -32,7 +32,7 @@ GAUGES = {
 
 
 def view_folder() -> Path | None:
-    """The folder of this user's views; made if need be. None where there is none that only this user can write to."""
+    """The folder of this user's views, created if necessary. None if no folder is writable by this user only."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "pyvmem") if runtime else Path(tempfile.gettempdir(), f"pyvmem-{os.getuid()}")
     try:
@@ -45,7 +45,7 @@ def view_folder() -> Path | None:
 
 
 def _started(pid: str) -> str | None:
-    """When a process was started, in ticks since the machine was; None where it has ended."""
+    """When a process was started, in ticks since boot; None if it has ended."""
     try:
         fields = Path("/proc", pid, "stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -54,20 +54,20 @@ def _started(pid: str) -> str | None:
 
 
 def _dead(path: Path) -> bool:
-    # Numbers of processes come again, and in a container the same ones at each start.
+    # Process numbers are reused, and a container has the same ones at each start.
     owner = re.fullmatch(r"([0-9]+)-([0-9]+)-[0-9]+\.kv", path.name)
     return owner is not None and _started(owner[1]) != owner[2]
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the views of processes that are gone."""
+    """Remove the views of processes that have ended."""
     for path in folder.glob("*.kv"):
         if _dead(path):
             path.unlink(missing_ok=True)
 
 
 def new_view_path() -> str | None:
-    """A path for one more view of this process, or None where nothing can be published."""
+    """A path for another view of this process, or None if nothing can be published."""
     folder = view_folder()
     if folder is None:
         return None
@@ -87,25 +87,25 @@ class PoolMember:
     ----------
     name : str
     pid : int
-        Of its process.
+        Number of its process.
     min, max : int
-        Its share: nobody takes its budget below `min`, and it never exceeds `max`.
+        Its share: its budget never falls below `min` and never exceeds `max`.
     has : int
-        Of the pool's budget.
+        Its part of the pool's budget.
     held : int
-        Of pages.
+        Bytes of pages.
     needs : int
-        That it asks for.
+        Bytes that it requests.
     could_give : int
-        That others could get: unused, kept, ahead of need, and what eviction of prefixes may give.
+        Bytes that others could get: unused, kept, ahead of need, and freed by evicting prefixes.
     giving : int
-        That it is giving back now.
+        Bytes that it is giving back now.
     answer, reason : str
-        Of its own last question: "unasked", "applied", "deferred" or "refused", and why.
+        The answer to its own last request: "unasked", "applied", "deferred" or "refused", and the reason.
     reply, why : str
-        The same of its answer to the others, up to the question with the number `looked`.
+        The same for its answer to the others, up to the request with the number `looked`.
     asked, looked : int
-        Revisions: of its last question, and of the last question of others that it has answered.
+        Revisions of its own last request, and of the last request of others that it has answered.
     """
 
     name: str
@@ -126,7 +126,7 @@ class PoolMember:
 
 
 def pool_member(raw: Any) -> PoolMember:
-    """The `PoolMember` in a ``struct vmem_kv_pool_member``, which others may have written."""
+    """The `PoolMember` in a ``struct vmem_kv_pool_member``, which other processes may have written."""
     numbers = {n: int(getattr(raw, n)) for n in _NUMBERS}
     return PoolMember(
         ffi.string(raw.name).decode(errors="replace"),
@@ -139,7 +139,7 @@ def pool_member(raw: Any) -> PoolMember:
 
 
 def _of(words: tuple[str | None, ...], number: int) -> str | None:
-    return words[number] if number < len(words) else None  # what others wrote may be anything
+    return words[number] if number < len(words) else None  # other processes may have written anything
 
 
 _NUMBERS = ("pid", "min", "max", "has", "held", "needs", "could_give", "giving", "asked", "looked")
@@ -147,7 +147,7 @@ _NUMBERS = ("pid", "min", "max", "has", "held", "needs", "could_give", "giving",
 
 @dataclass(frozen=True)
 class View:
-    """A cache of some process: who it is, and its statistics (a dict, names as in ``struct vmem_kv_stats``)."""
+    """A cache of any process, with its statistics (a dict with the names of ``struct vmem_kv_stats``)."""
 
     path: Path
     pid: int
@@ -156,9 +156,9 @@ class View:
     device: int
     stats: dict[str, int]
     memory_total: int = 0  # bytes of the device
-    wanted: int = 0  # a budget that is not answered yet
-    answers: int = 0  # to wanted budgets so far
-    answered: int = 0  # the budget of the last of them
+    wanted: int = 0  # a requested budget that is not answered yet
+    answers: int = 0  # answers to requested budgets so far
+    answered: int = 0  # the budget of the last answer
     answer: str = "unasked"
     reason: str | None = None
     pool: PoolMember | None = None
@@ -166,14 +166,14 @@ class View:
 
 
 def _read(path: str | os.PathLike[str]) -> Any:
-    """A copy of the structure in a file of this user, or None. What is mapped could be cut short under the reader."""
+    """A copy of the structure in a file of this user, or None. A mapping would fault if the file were truncated."""
     size = ffi.sizeof("struct vmem_kv_view")
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
             return None
-        for _ in range(1000):  # the writer is quick: again until nothing changed meanwhile
+        for _ in range(1000):  # the writer is quick: repeat until nothing changed during the read
             data = os.pread(file, size, 0)
             if len(data) < size:
                 return None
@@ -198,7 +198,7 @@ def _text(chars: Any) -> str:
 
 
 def read_view(path: str | os.PathLike[str]) -> View | None:
-    """The `View` in a file, or None where the file holds none (yet)."""
+    """The `View` in a file, or None if the file has none (yet)."""
     raw = _read(path)
     if raw is None:
         return None
@@ -221,7 +221,7 @@ def read_view(path: str | os.PathLike[str]) -> View | None:
 
 
 def read_views() -> list[View]:
-    """Every `View` of this user's running processes; files of dead processes are removed."""
+    """Every `View` of this user's running processes. Removes the files of dead ones."""
     folder = view_folder()
     if folder is None:
         return []
@@ -230,7 +230,7 @@ def read_views() -> list[View]:
     for path in sorted(folder.glob("*.kv")):
         try:
             view = read_view(path)
-        except OSError:  # gone meanwhile
+        except OSError:  # removed meanwhile
             continue
         if view:
             found.append(view)
@@ -238,7 +238,7 @@ def read_views() -> list[View]:
 
 
 def check_budget(view: View, bytes: int) -> int:
-    """`bytes`, if the cache can be asked to have that budget. Raises ValueError: less than a page, or too much."""
+    """`bytes`, if it is a possible budget of the cache. Raises ValueError if it is less than a page, or too much."""
     bytes, page = uint("bytes", bytes), view.stats["page_size"]
     if not page <= bytes <= view.memory_total:
         most = f"the {view.memory_total} bytes of its device"
@@ -247,13 +247,13 @@ def check_budget(view: View, bytes: int) -> int:
 
 
 def want_budget(view: View, bytes: int) -> None:
-    """Ask a process to change its cache's budget: it does so when idle, or at its next step.
+    """Ask a process to change its cache's budget, which it does when idle or at its next step.
 
-    A member of a pool takes it as its maximum, without a step. Raises ValueError as `check_budget`.
+    A member of a pool adopts it as its maximum, without a step. Raises ValueError as `check_budget`.
     """
     bytes = check_budget(view, bytes)
     if _read(view.path) is None:
-        raise ValueError(f"{view.path} holds no view")
+        raise ValueError(f"{view.path} must be a view")
     file = os.open(view.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.pwrite(file, bytes.to_bytes(8, sys.byteorder), _offset("wanted_budget"))
@@ -262,9 +262,9 @@ def want_budget(view: View, bytes: int) -> None:
 
 
 def budget_answer(view: View, bytes: int, seconds: float) -> str:
-    """What became of a `want_budget`, in words, after `seconds` at most: taken over, refused, or not looked at yet.
+    """The answer to a `want_budget` as text, after at most `seconds`: applied, refused or deferred.
 
-    view: as it was read before the question.
+    view: as read before the request.
     """
     until = time.monotonic() + seconds
     while True:

@@ -101,7 +101,7 @@ def test_the_watermark_as_an_option():
     with make(pages=20, watermark=3 * PAGE, watermark_percent=10) as cache:
         assert cache.stats().watermark_pages == 3
         assert "pyvmem_kv_watermark_pages 3\n" in cache.metrics_prometheus()
-    with pytest.raises(ValueError, match="watermark_percent 101 is over 100"):
+    with pytest.raises(ValueError, match="watermark_percent 101 must be at most 100"):
         KVCacheOptions(watermark_percent=101)
     with pytest.raises(ValueError, match="watermark -1"):
         KVCacheOptions(watermark=-1)
