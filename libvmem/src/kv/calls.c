@@ -7,7 +7,7 @@
 static int __attribute__((cold)) unusable(const vmem_kv *kv)
 {
     if (kv->closing)
-        return vmem__error(-EINVAL, "this KV cache is being closed: only vmem_kv_retire may follow");
+        return vmem__error(-EINVAL, "the cache is being closed: it accepts only retire");
     return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
 }
 
