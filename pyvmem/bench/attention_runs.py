@@ -50,11 +50,6 @@ class Point:
         """The bytes of K and V together."""
         return 4 * self.batch * self.tokens * self.kv_heads * self.head_dim
 
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the causal half of a prefill."""
-        return 2 * self.batch * self.tokens**2 * self.query_heads * self.head_dim
-
     def __str__(self) -> str:
         return f"{self.phase} B={self.batch} L={self.tokens} heads {self.query_heads}/{self.kv_heads}"
 

@@ -49,7 +49,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fragmentation")
     argtypes.trace(group)
     model_options(group, "concurrent requests, for the waste (256)")
-    group.add_argument("--kv-budget", type=argtypes.whole(1), metavar="MIB", help="budget for the largest batch")
+    group.add_argument(
+        "--kv-budget",
+        type=argtypes.whole(1),
+        metavar="MIB",
+        help="budget for the largest batch (1024 a layer, 32768 at most)",
+    )
 
 
 def table_8(model: Model, workers: int, page_size: int) -> Any:
@@ -245,8 +250,9 @@ def run(session: Session) -> list[Record]:
     records = []
     with session.context() as context:
         gpu = "gpu" in context.info().capabilities
-        layers = args.kv_layers or (model.layers if gpu else 1)
-        budget = (args.kv_budget or (1024 if layers == 1 else 32 * 1024)) * MIB
+        # All layers grow alike: a part of them wastes as much of its memory, and a part of the budget holds as many.
+        layers = args.kv_layers or ((4 if session.quick else model.layers) if gpu else 1)
+        budget = (args.kv_budget or 1024 * min(layers, 32)) * MIB
         records += run_table_8(session, context, session.page_sizes(context))
         places = [(context, size) for size in session.page_sizes(context)]
         beside = None

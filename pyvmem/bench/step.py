@@ -290,6 +290,8 @@ def run(session: Session) -> list[Record]:
                     name,
                     overlap=overlap,
                 )
+                if session.quick:
+                    continue
                 # Maps ahead only what the next iteration needs, as in the paper.
                 name = f"B=32, 4K-8K, {layers} layers, one page at a time, {how}"
                 records += decode(
