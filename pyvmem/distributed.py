@@ -167,6 +167,8 @@ class TensorParallelKVCache:
     def __getattr__(self, name: str) -> Any:
         if name in _LOCAL:
             return getattr(self.cache, name)
+        if name == "_use":  # of BlockNames, BlockHashes and KVPool, which each rank would decide on by itself
+            raise TypeError("blocks, hashes and pools need a KVCache, not a TensorParallelKVCache: ranks would part")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _vote(

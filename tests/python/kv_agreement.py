@@ -22,6 +22,9 @@ import pyvmem
 from pyvmem import kv_view
 from pyvmem.distributed import AHEAD, TensorParallelKVCache, init_cache
 from pyvmem.kv import KVCache
+from pyvmem.kv_blocks import BlockNames
+from pyvmem.kv_hashes import BlockHashes
+from pyvmem.kv_prefix import PrefixCache
 
 SLOTS, TOKENS = 16, 600
 
@@ -71,6 +74,8 @@ def part_ways(tp, device, rank):
     refused(lambda: tp.step([0] * SLOTS if first else ["x"] * SLOTS), (RuntimeError, TypeError), "")
     refused(lambda: tp.swap_out(3 if first else None), (RuntimeError, TypeError, pyvmem.VmemError), "")
     refused(lambda: tp.set_budget(tp.stats().budget_pages * tp.page_size if first else 1), pyvmem.VmemError, "")
+    for local in (lambda: BlockNames(tp, 1, 64), lambda: BlockHashes(tp, 64)):
+        refused(local, TypeError, "need a KVCache")
     slot = tp.alloc_reqid(10)
     refused(lambda: tp.free_reqid(slot, after=torch.cuda.Event), TypeError, "after must be an integer")
     assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
@@ -124,6 +129,20 @@ def steady(tp, device, starved):
     for slot in range(4):
         tp.free_reqid(slot)
     tp.set_budget(budget)
+
+
+def prefix_cache(tp, device, starved):
+    """A prefix cache finds and evicts the same on every rank."""
+    prefixes, prompt = PrefixCache(tp, block_tokens=64), list(range(200))
+    for tokens, found in ((200, 0), (200, 192), (150, 128)):
+        slot, cached = prefixes.alloc(prompt[:tokens])
+        same(device, slot, cached)
+        assert cached == found
+        assert prefixes.step([tokens if s == slot else 0 for s in range(SLOTS)]) == 0
+        prefixes.insert(slot, prompt[:tokens])
+        tp.free_reqid(slot)
+    same(device, prefixes.evict(2), len(prefixes))
+    prefixes.clear()
 
 
 def zero_ends(context, device, world):
@@ -243,7 +262,7 @@ def main(backend, steps=10_000, seed=1):
     starved = rank == world - 1
     options = {"context": context, "dtype": torch.float16, "name": "tp"}
     plenty = SLOTS * 8 * 2 * page
-    part_ways_and_meet = (full_house, older_prefix, staged, steady)
+    part_ways_and_meet = (full_house, older_prefix, staged, steady, prefix_cache)
     failed = 0
     for lazy in (True, False):
         with init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, lazy=lazy, idle_seconds=0.01, **options) as tp:

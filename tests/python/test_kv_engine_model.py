@@ -379,13 +379,15 @@ class Engine(RuleBasedStateMachine):
             if slot in read:
                 read[slot] = read[slot][:tokens]
 
-    @rule(data=NUMBERS)
+    @rule(data=NUMBERS, fenced=st.booleans())
     @when(lambda self: any(self.rows[s] for s in self.active))
-    def swap_out(self, data):
+    def swap_out(self, data, fenced):
+        """Now, or when the kernels in flight have ended: these read on."""
         slot = pick(data, [s for s in self.active if self.rows[s]])
-        self.quiet()
+        if not fenced:
+            self.quiet()
         try:
-            self.cache.swap_out(slot)
+            self.cache.swap_out(slot, after=self.cache.last_step if fenced else None)
         except pyvmem.VmemError as error:
             assert error.errno == 61
         else:
