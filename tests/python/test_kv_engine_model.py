@@ -544,6 +544,9 @@ class Engine(RuleBasedStateMachine):
     @when(lambda self: self.ending)
     def misuse(self, data):
         """A slot that is being given up takes no call."""
+        self.polled()
+        if not self.ending:
+            return
         slot = pick(data, sorted(self.ending))
         if slot not in self.taken():
             return
