@@ -127,12 +127,11 @@ static bool frees(const vmem_kv *kv, const struct kv_hashed *b)
     return false;
 }
 
-// Forgets the block; pages without another holder are added to the list of kv->cut. -ENOMEM: nothing changed.
-static int drop(vmem_kv *kv, uint32_t i)
+// Forgets the block; pages without another holder are added to the list. -ENOMEM: nothing changed.
+static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
 {
     struct kv_hashes *h = kv->hashes;
     struct kv_hashed *b = &h->blocks[i];
-    struct kv_cut *c = &kv->cut;
     int rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + b->n_pages, sizeof(*c->pages));
     if (rc)
         return rc;
@@ -168,12 +167,17 @@ static void begin_drop(vmem_kv *kv)
     kv->hashes->unmark = false;
 }
 
+static void unmark(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->hashes->unmark; s++)
+        vmem__kv_unmark_shared(kv, s);
+}
+
 static uint64_t end_drop(vmem_kv *kv)
 {
     uint64_t freed = vmem__kv_release(kv, kv->cut.pages, kv->cut.n_pages);
     kv->held -= freed;
-    for (uint32_t s = 0; s < kv->n_slots && kv->hashes->unmark; s++)
-        vmem__kv_unmark_shared(kv, s);
+    unmark(kv);
     return freed;
 }
 
@@ -184,11 +188,11 @@ uint64_t vmem__kv_evictable(const vmem_kv *kv)
     return kv->hashes && !(kv->hashes->flags & VMEM_KV_HASH_MANUAL) ? kv->refs.evictable : 0;
 }
 
-static int evict_one(vmem_kv *kv, uint32_t i)
+static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
 {
     struct kv_hashes *h = kv->hashes;
     const struct vmem_kv_hash hash = h->blocks[i].hash;
-    int rc = drop(kv, i);
+    int rc = drop(kv, c, i);
     if (rc)
         return rc;
     kv->stats.evicted_blocks++;
@@ -204,12 +208,24 @@ uint64_t vmem__kv_hash_evict(vmem_kv *kv, uint64_t pages)
     begin_drop(kv);
     const bool all = pages == UINT64_MAX;
     while (!rc && kv->cut.n_pages < pages && h->oldest != KV_NO_BLOCK && (kv->refs.evictable || all))
-        rc = evict_one(kv, h->oldest);
+        rc = evict_one(kv, &kv->cut, h->oldest);
     // What a running request has pinned can hold pages that it has no more, or never had.
     for (uint32_t i = 0; i < h->used && !rc && kv->cut.n_pages < pages && (kv->refs.evictable || all); i++)
         if (h->blocks[i].serial && (all || frees(kv, &h->blocks[i])))
-            rc = evict_one(kv, i);
+            rc = evict_one(kv, &kv->cut, i);
     return end_drop(kv);
+}
+
+void vmem__kv_hash_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages)
+{
+    struct kv_hashes *h = kv->hashes;
+    int rc = 0;
+    c->n_pages = c->n_ops = 0;
+    c->before = (struct kv_span){0}; // no span is cut
+    h->unmark = false;
+    while (!rc && c->n_pages < pages && h->oldest != KV_NO_BLOCK && kv->refs.evictable)
+        rc = evict_one(kv, c, h->oldest);
+    unmark(kv);
 }
 
 static int drop_all(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
@@ -218,7 +234,7 @@ static int drop_all(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
     begin_drop(kv);
     for (size_t k = 0; k < n && !rc; k++) {
         uint32_t i = vmem__kv_hash_find(kv->hashes, &hashes[k]);
-        rc = i == KV_NO_BLOCK ? 0 : drop(kv, i);
+        rc = i == KV_NO_BLOCK ? 0 : drop(kv, &kv->cut, i);
     }
     end_drop(kv);
     return rc;
@@ -335,7 +351,7 @@ static int add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_
             if (h->oldest == KV_NO_BLOCK)
                 return 0;
             begin_drop(kv);
-            int rc = evict_one(kv, h->oldest);
+            int rc = evict_one(kv, &kv->cut, h->oldest);
             end_drop(kv);
             if (rc)
                 return rc;
@@ -417,7 +433,7 @@ void vmem__kv_hash_destroy(vmem_kv *kv)
     begin_drop(kv);
     for (uint32_t i = 0; i < h->used; i++)
         if (h->blocks[i].serial)
-            drop(kv, i);
+            drop(kv, &kv->cut, i);
     end_drop(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         free(h->chains[s].links);
@@ -488,7 +504,7 @@ int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens)
     h->max_blocks = blocks_in(max_tokens, h->block_tokens);
     begin_drop(kv);
     while (!rc && h->n > h->max_blocks && h->oldest != KV_NO_BLOCK)
-        rc = evict_one(kv, h->oldest);
+        rc = evict_one(kv, &kv->cut, h->oldest);
     end_drop(kv);
     return vmem__kv_leave(kv, rc);
 }

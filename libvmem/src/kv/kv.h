@@ -506,6 +506,8 @@ int vmem__kv_check_blocks(const vmem_kv *kv);
 void vmem__kv_hash_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
 // Evicts blocks, the least recently used first, until that many pages were freed or no more can be: how many were.
 uint64_t vmem__kv_hash_evict(vmem_kv *kv, uint64_t pages);
+// For the worker: forgets blocks until the list has that many pages, which are to be released.
+void vmem__kv_hash_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages);
 uint64_t vmem__kv_hash_count(const vmem_kv *kv); // blocks
 // Pages that eviction can free when memory is short.
 uint64_t vmem__kv_evictable(const vmem_kv *kv);

@@ -262,6 +262,32 @@ static bool release_one(vmem_kv *kv)
     return cut(kv, &v, &kv->stats.reclaimed_pages);
 }
 
+// Hashed blocks fill the memory in time. The oldest go before a step needs their pages, in portions: a call that releases
+// pages waits for one of them.
+#define EVICT_PAGES 256
+static bool evict_some(vmem_kv *kv)
+{
+    const uint64_t unused = kv_unused(kv), low = kv_low(kv) / 4;
+    struct kv_cut *c = &kv->worker_cut;
+    if (unused >= low || !vmem__kv_evictable(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
+        return false;
+    vmem__kv_hash_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
+    if (!c->n_pages)
+        return false;
+    kv->cutting = true;
+    kv->pending = c->n_pages;
+    vmem__kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_WORKER_UNLOCKED);
+    const uint64_t freed = vmem__kv_release(kv, c->pages, c->n_pages);
+    pthread_mutex_lock(&kv->state);
+    kv->cutting = false;
+    kv->pending = 0;
+    kv->held -= freed;
+    return true;
+}
+
 static bool clear_one(vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
@@ -396,8 +422,8 @@ static void *work(void *arg)
         kv->gave = kv->idle_once = false;
         kv->working = true;
         vmem__kv_claim_plenty(kv);
-        bool did =
-            extend_one(kv) || release_one(kv) || swap_one(kv) || unmap_stale_one(kv) || clear_one(kv) || eager_one(kv);
+        bool did = evict_some(kv) || extend_one(kv) || release_one(kv) || swap_one(kv) || unmap_stale_one(kv) ||
+                   clear_one(kv) || eager_one(kv);
         kv->working = false;
         if (!did)
             kv->work_due = false;
