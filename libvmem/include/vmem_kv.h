@@ -208,7 +208,8 @@ struct vmem_kv_request {
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
 // its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
 // allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
-// lacks: -ENOMEM, with *missing pages (NULL is allowed), or -ENOSPC for a slot. Changes nothing.
+// lacks: -ENOMEM, with *missing pages (NULL is allowed), or -ENOSPC for a slot. Changes nothing. Requests
+// that are VMEM_KV_ENDING count as running. The step may find that they have ended.
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
 // Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
 // vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is

@@ -175,7 +175,7 @@ static void test_misuse(void)
                                        .page_size = test_page,
                                        .budget = 4 * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    ERR(vmem_kv_hash_peek(kv, hashes_of(0), 1, &tokens), EINVAL, "vmem_kv_hash_init");
+    ERR(vmem_kv_hash_peek(kv, hashes_of(0), 1, &tokens), EINVAL, "has no hashes yet");
     ERR(vmem_kv_hash_init(kv, NULL), EINVAL, "config must not be NULL");
     c.flags = 4;
     ERR(vmem_kv_hash_init(kv, &c), EINVAL, "flags 0x4 has unknown bits");

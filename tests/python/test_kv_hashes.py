@@ -361,7 +361,7 @@ def test_wrong_arguments_are_named(cache):
         BlockHashes(cache, 16, 15)
     with pytest.raises(TypeError, match="events"):
         BlockHashes(cache, 16, events="yes")
-    with pytest.raises(ValueError, match="make BlockHashes of it first"):
+    with pytest.raises(ValueError, match=r"requests\[0\] has hashes"):
         cache.fit([(16, [b"1"])])
     blocks = BlockHashes(cache, 16)
     with pytest.raises(ValueError, match="has hashes already, of 16 tokens each"):
@@ -470,7 +470,7 @@ class Engine(RuleBasedStateMachine):
     def start(self, kind, split, length, extra):
         tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
         hashes = self.hashes(tokens)[: (length - 1) // self.blocks.tokens]
-        fits = self.cache.fit([(length, hashes)])
+        fits, ending = self.cache.fit([(length, hashes)]), self.cache.stats().ending_slots
         expected = self.blocks.peek(hashes)
         slot, cached = self.blocks.alloc(length, hashes)
         if slot < 0:
@@ -483,7 +483,7 @@ class Engine(RuleBasedStateMachine):
             assert not fits
             self.cache.free_reqid(slot)
             return
-        assert fits
+        assert fits or ending  # which the step ended
         self.write(slot, cached, tokens)
         self.rows[slot] = tokens
 

@@ -474,6 +474,11 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
         return rc;
+    struct kv_ref *row = kv_row(kv, slot, group, page);
+    if (!row) { // what made room has evicted the other holder
+        vmem__kv_release(kv, l->pages, g->n);
+        return 0;
+    }
     rc = copy_pages(kv, g, l->pages, 1, true, slot, page, kv->page_size);
     for (uint32_t t = 0; t < g->n; t++)
         l->fine[t] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, page), .page = l->pages[t]};
@@ -484,7 +489,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         return rc;
     }
     kv->held += g->n;
-    vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, group, page), -1, 0);
+    vmem__kv_ref_hold(&kv->refs, row, -1, 0);
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
     return 0;
