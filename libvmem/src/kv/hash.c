@@ -112,7 +112,7 @@ vmem_page *vmem__kv_hash_pages(const vmem_kv *kv, const struct kv_hashed *b, uin
 
 // ---- dropping -------------------------------------------------------------------------------------------------
 
-// Whether dropping the block frees a page.
+// Whether dropping the block, and others that have a page in common with it, frees a page.
 static bool frees(const vmem_kv *kv, const struct kv_hashed *b)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -120,7 +120,7 @@ static bool frees(const vmem_kv *kv, const struct kv_hashed *b)
         const vmem_page *pages = vmem__kv_hash_pages(kv, b, i);
         for (uint32_t k = 0; k < rows.hi - rows.lo && pages[k]; k++) {
             const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
-            if (!ref->slots && ref->prefixes == 1)
+            if (!ref->slots && ref->prefixes == ref->cached)
                 return true;
         }
     }
