@@ -170,7 +170,7 @@ MUTANTS = [
          "test_kv_failures"),
         ("rows that others read are written", "kv/plan.c", "if (vmem__kv_others_read(kv, slot, (uint32_t)tokens))", "if (0)",
          "test_kv_corners"),
-        ("a fence writes what others read", "kv/fence.c", " || vmem__kv_others_read(kv, slot, tokens))", ")",
+        ("a fence writes what others read", "kv/fence.c", " || vmem__kv_others_read(kv, slot, tokens);", ";",
          "test_kv_corners"),
         ("a block is attached twice", "kv/block.c", "if (!rc && first->mark == kv->mark)", "if (0)", "test_kv_corners"),
         ("a copy asks the device once", "kv/prefix.c", "rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n, NULL)", "0",

@@ -1,13 +1,12 @@
-// The KV-cache manager's inside.
+// Internal declarations of the KV-cache manager.
 //
 // Tensors of equal row size, length and window form a group: their mapped pages always cover the same part of a slot,
-// so that all decisions are made once per (slot, group), not per tensor. The unit of bookkeeping is the span: the
+// so all decisions are made once per (slot, group) instead of per tensor. The unit of bookkeeping is the span: the
 // mapped part [lo, hi) of a slot in the tensors of a group, in pages.
 //
-// Locks, in this order: api serialises the public calls; state guards every field below against the background worker.
-// The worker drops state while it is in the library below and marks the slot busy instead: a call that needs a busy
-// slot waits for it (vmem__kv_wait_slot). A public call keeps state while it is in the library below. stats has a lock
-// of its own.
+// Locks, in this order: api serialises the public calls; state protects every field below from the background worker.
+// The worker drops state while it calls core, and marks the slot busy instead. A call that needs a busy slot waits for
+// it (vmem__kv_wait_slot). A public call keeps state while it calls core. The statistics have their own lock.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_INTERNAL_H
@@ -40,31 +39,31 @@ struct kv_group {
 // Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
 struct kv_span {
     uint32_t lo, hi;
-    uint32_t need_lo, need_hi;   // what the slot's last step asked for; equal: nothing
-    uint32_t keep_lo, keep_hi;   // what kernels in flight touch: those of the last steps, and of the next
+    uint32_t need_lo, need_hi;   // what the slot's last step needed; equal: nothing
+    uint32_t keep_lo, keep_hi;   // what kernels in flight access, of the last steps and of the next
     uint32_t shared_hi;          // pages from here on have no other holder
     uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
-    uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot let go of when it was freed
+    uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot released when it was freed
 };
 
-// Every step reads those of all slots, mostly from memory that the caches have forgotten since the last: so they are
-// small, and what is asked only of slots without a running request is in struct kv_idle.
+// Every step reads these structures of all slots, usually from memory that is no longer in the CPU's caches. They are
+// therefore small, and fields that only concern slots without a running request are in struct kv_idle.
 struct kv_slot {
     uint32_t tokens;
     uint32_t shared_tokens;
     uint32_t backed; // tokens up to which a step has nothing to map
-    uint32_t steady; // a step to `tokens` or more, up to this, asks for the same pages as the last; 0: not known
+    uint32_t steady; // a step to `tokens` or more, up to this, needs the same pages as the last; 0: not known
     uint32_t took;   // the last step that it took part in, or before which it was allocated
     uint8_t state;   // enum vmem_kv_slot_state
-    bool fresh;      // no step since it was allocated or swapped in: no kernel can be touching it
-    bool skip;       // the worker failed here: not again before the next step
-    bool busy;       // the worker is at it
+    bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it
+    bool skip;       // the worker failed here, and does not try again before the next step
+    bool busy;       // the worker is changing it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
     bool stale;      // some span has stale mappings
 };
 struct kv_idle {
-    uint32_t fit;    // tokens of the request that had this free slot last
-    uint32_t from;   // of these, so many were shared: there is no page in their place
+    uint32_t fit;    // tokens of the last request in this free slot
+    uint32_t from;   // how many of these were shared; no page is in their place
     uint64_t parked; // when it was freed
     uint64_t ends;   // VMEM_KV_ENDING, VMEM_KV_SWAPPING: after the kernels of this step
     // VMEM_KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
@@ -72,27 +71,27 @@ struct kv_idle {
     uint64_t copied, size;
 };
 
-// What a slot's earlier step asked for; equal: nothing.
+// What a slot's earlier step needed; equal: nothing.
 struct kv_past {
     uint32_t lo, hi;
 };
 
-// What a step asks for of the tensors of a group in a slot.
+// What a step needs of the tensors of a group in a slot.
 struct kv_want {
     uint32_t slot, group;
-    uint32_t lo, hi;           // pages that its kernels touch
-    struct kv_past touched;    // the same, and what kernels of the steps in flight touch
-    uint32_t keep_lo, keep_hi; // the span's, while the plan protects
+    uint32_t lo, hi;           // pages that its kernels access
+    struct kv_past touched;    // the same, and what kernels of the steps in flight access
+    uint32_t keep_lo, keep_hi; // the span's values while the plan protects pages
     bool extends;              // pages may be missing
 };
-// What a step asks for, of the slots for which this is not what the last step asked for.
+// What a step needs, for the slots whose needs differ from the last step's.
 struct kv_plan {
     struct kv_want *wants; // slot by slot, all groups of each
     uint64_t n, missing;   // missing: pages
     bool extends, protects;
 };
 
-// A request that is announced: rows up to `tokens`, of which a prefix will provide the first.
+// An announced request: rows up to `tokens`, the first of which a prefix will provide.
 struct kv_expected {
     uint32_t tokens, prefix;
 };
@@ -105,8 +104,8 @@ struct kv_prefix {
     vmem_page *pages;  // group after group, tensor after tensor
 };
 
-// Who holds a row of pages (one page number in the tensors of a group), for rows that a prefix holds or that several
-// slots have mapped.
+// The holders of a row of pages (one page number in the tensors of a group). Exists for rows that a prefix holds or
+// that several slots have mapped.
 struct kv_ref {
     vmem_page page; // of the group's first tensor; 0: empty
     uint32_t slots, prefixes;
@@ -123,11 +122,11 @@ struct kv_refs {
     uint64_t evictable;  // of these, by hashed blocks alone
 };
 
-// Parts of spans to be backed, and what that takes.
+// Parts of spans to back, and the lists for that.
 struct kv_part {
     uint32_t slot, group, from, to;
-    bool joins;         // the page before is the slot's too
-    uint32_t coarse_hi; // the blocks ending up to here may be mapped by 2 MiB entries
+    bool joins;         // the page before also belongs to the slot
+    uint32_t coarse_hi; // 2 MiB entries may map the blocks that end up to here
 };
 struct kv_grow {
     struct kv_part *parts;
@@ -138,13 +137,13 @@ struct kv_grow {
     uint64_t cap_stretches;
     struct vmem_map_op *fine, *coarse;
     uint64_t n_fine, cap_fine, n_coarse, cap_coarse;
-    enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a run came that failed
+    enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a failed run came
 };
-// A part of a span to be given up: the front, the tail, or both.
+// A part of a span to release: the front, the tail, or both.
 struct kv_cut {
     uint32_t slot, group;
     struct kv_span before;
-    uint32_t lo, hi; // what stays; equal: nothing
+    uint32_t lo, hi; // what remains; equal: nothing
     struct vmem_unmap_op *ops;
     uint64_t n_ops, cap_ops;
     vmem_page *pages; // those without another holder
@@ -173,7 +172,7 @@ struct vmem_kv {
     uint32_t *order; // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
     struct kv_span *spans; // [slot][group]
-    struct kv_plan plan;   // of the public call that is at work
+    struct kv_plan plan;   // of the public call in progress
     struct kv_slot *slots;
     struct kv_idle *idle; // [slot]
     vmem_page *pages;     // see kv_table(); address space, used where there are pages
@@ -181,7 +180,7 @@ struct vmem_kv {
     uint32_t whole; // most pages that are created, mapped and unmapped together; 0: each can go alone
     bool *joined;   // with `whole`, [group][slot][page]: it goes with the page before it
     uint64_t joined_bytes;
-    uint64_t scratch; // a reservation with a page for every tensor, to see pages that are mapped in no slot
+    uint64_t scratch; // a reservation with a page per tensor, to access pages that no slot has mapped
 
     pthread_mutex_t api, state, stats_lock;
     pthread_cond_t work, done;
@@ -190,19 +189,19 @@ struct vmem_kv {
     uint32_t hold; // calls that want the worker to pause
     uint32_t idle_ms;
     uint64_t calls;       // public calls so far
-    bool called;          // one is at work, and may have dropped state to wait
+    bool called;          // a public call is in progress, and may have dropped state to wait
     bool idle_once, gave; // the worker saw the cache idle; it gave back what an idle one gives
 
     vmem_kv *next;              // the context's next cache
-    uint64_t budget_pages;      // most pages there may be
+    uint64_t budget_pages;      // the most pages that may exist
     uint64_t watermark_pages;   // of these, new requests leave so many, or
     uint32_t watermark_percent; // so large a part: the larger of both
-    uint64_t promise;           // pages there can be without asking the device. Written with stats_lock, too
-    uint64_t device_limit;      // pages that the device would allow, as the statistics saw it last
-    uint64_t device_asked;      // when
-    uint64_t held;              // pages there are, pending ones included
-    uint64_t ceiling;           // VMEM_KV_CHECK: no more than the budget, or than there were when it shrank
-    uint64_t pending;           // of these, what the worker is mapping or unmapping: it will be unused or reclaimable
+    uint64_t promise;           // pages that need no memory from the device. Written with stats_lock, too
+    uint64_t device_limit;      // pages that the device allowed when the statistics last asked
+    uint64_t device_asked;      // when that was
+    uint64_t held;              // existing pages, including pending ones
+    uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
+    uint64_t pending; // pages of these that the worker is mapping or unmapping; they become unused or reclaimable
     uint64_t clock;
     struct kv_refs refs;
     struct kv_prefix **prefixes;
@@ -215,18 +214,18 @@ struct vmem_kv {
     struct vmem_copy_op *swap_ops; // of the portion that is being copied; from the first vmem_kv_swap_out_after on
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
-    bool cutting;           // the worker unmaps pages that others may hold or release
+    bool cutting;           // the worker is unmapping pages that others may hold or release
     int32_t *staged;        // vmem_kv_grow: lengths of the step to come
-    uint64_t *staged_pages; // missing for each, when it was asked
+    uint64_t *staged_pages; // pages that each lacked when it was staged
     uint32_t n_staged;
     uint64_t staged_missing;       // their sum
-    uint32_t *changed;             // slots that a plan looks at
+    uint32_t *changed;             // slots that a plan examines
     struct vmem_kv_stats stats;    // counters; the rest is filled in by vmem__kv_summarise
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
     struct vmem_kv_stats shown;    // under stats_lock
     bool stale;                    // shown is older than stats
-    uint64_t summarised;           // when it was brought up to date, in ns
-    _Atomic bool long_call;        // a public call has state and may be in the library below; shown is as it was before
+    uint64_t summarised;           // when shown was last updated, in ns
+    _Atomic bool long_call;        // a public call has state and may be calling core; shown is older
     struct vmem_kv_view *view;
     char *view_path;
     struct kv_member *member; // of a pool; NULL: of none
@@ -252,29 +251,28 @@ static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint
     return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
 }
 
-// Whether a page of a span goes with the page before it.
+// Whether a page of a span is joined to the page before it.
 static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     const struct kv_group *g = &kv->groups[group];
     return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
 }
 
-// Pages there could be more, taking nothing back.
+// Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv)
 {
     return kv->budget_pages > kv->held ? kv->budget_pages - kv->held : 0;
 }
 
-// Memory is scarce when fewer pages than this are unused, plentiful from twice as many on.
+// Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }
 
 // ---- kv.c
 
-// The pages that an iteration touches which takes a slot from `before` tokens to `tokens`.
+// The pages that an iteration accesses when it extends a slot from `before` tokens to `tokens`.
 uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
 uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
-// The most tokens that a step of the slot can ask for with the pages that it asks for now; 0 where steps to fewer may
-// ask for others.
+// The most tokens that a step of the slot can have with the same pages as now; 0 if steps to fewer may need others.
 uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
@@ -288,21 +286,21 @@ uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint3
 // ---- plan.c
 
 void vmem__kv_plan_reset(struct kv_plan *plan);
-// Adds what a step to `tokens` asks for of a slot. -EINVAL: its window has given up rows that it reads.
+// Adds what a step to `tokens` needs of a slot. -EINVAL: its window has given up rows that it reads.
 int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens);
-// What a step to these lengths asks for, or -EINVAL. waited, if not NULL: waits until the worker is at no slot that is
-// to be extended, and receives whether it had to.
+// Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes
+// none of the slots that will be extended, and *waited receives whether it had to.
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
 // Whether the step would find its memory.
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
-// Pages that there would be at least with the plan's: those that cannot be taken back, and those that are missing.
+// The fewest pages that would exist with the plan's: those that cannot be reclaimed, and the missing ones.
 uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan);
-// Between these two, nothing takes back what the step needs or what kernels in flight access.
+// Between these two calls, nothing reclaims what the step needs or what kernels in flight access.
 void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
 void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
 int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-// Whether a step that needs pages up to hi can go on from what the span has.
+// Whether a step that needs pages up to hi can continue from what the span has.
 static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 // ---- admit.c
@@ -319,8 +317,8 @@ int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
 
 // ---- calls.c
 
-// Every public call starts and ends with these; enter takes api and state, leave refreshes the statistics. A step
-// enters by vmem__kv_enter_step and says vmem__kv_may_take_long when there is something to do.
+// Every public call begins and ends with these: enter takes api and state, and leave updates the statistics. A step
+// enters by vmem__kv_enter_step and calls vmem__kv_may_take_long if there is something to do.
 int vmem__kv_check_usable(const vmem_kv *kv); // -EPERM in a child of the process that made it; -EINVAL: being closed
 int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
@@ -332,23 +330,23 @@ int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 
 // ---- fence.c
 
-// What kernels in flight touch of a span when a step asks for [lo, hi).
+// What kernels in flight access of a span when a step needs [lo, hi).
 struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
-// No kernel touches the slot: its earlier steps count no more.
+// No kernel accesses the slot, so its earlier steps no longer count.
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_ended(const vmem_kv *kv);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
 // Ends the requests whose kernels have ended, up to kv->retired, and has those copied that are to be swapped out.
 int vmem__kv_end_requests(vmem_kv *kv);
-// Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step have
-// ended.
+// Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step
+// have ended.
 int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet);
 
 // ---- step.c
 
-// Takes a slot's growth back.
+// Removes a slot's staged growth.
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 
 // ---- slots.c
@@ -376,11 +374,11 @@ int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
                      uint32_t coarse_hi);
 // Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->held.
 int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);
-// Makes it part of the spans.
+// Adds the new pages to the spans.
 void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
-// Releases pages, one by one if it cannot be done at once; returns how many.
+// Releases pages, one by one if a batch fails. Returns how many.
 uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
-// Unmaps and releases what a run made.
+// Unmaps and releases what a run created.
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void vmem__kv_grow_reset(struct kv_grow *l);
 
@@ -391,7 +389,7 @@ int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
 int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
-// A request ends: its own pages stay in the span, shared ones are let go of, and their mappings go stale.
+// Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale.
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
 // Unmaps what is stale in a slot: begin collects, run needs no lock.
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
@@ -401,7 +399,7 @@ int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
 
 // ---- reclaim.c
 
-// Pages that could be taken back from a slot: kept, ahead of need, or passed by a window.
+// Pages that could be reclaimed from a slot: kept, ahead of need, or passed by a window.
 uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
 uint64_t vmem__kv_reclaimable(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
@@ -414,11 +412,11 @@ bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct 
 uint64_t vmem__kv_spare(const vmem_kv *kv);
 // Takes back want pages if there are so many; evict: hashed blocks, too.
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
-// Whether there is room for `pages` more, taking nothing back.
+// Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes room for `pages` more: 0, or -ENOMEM with what is missing.
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-// The device has refused pages: takes back as many as it lacks, if there are so many.
+// The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The system has refused mappings: gives up the kept pages of free slots.
 int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
@@ -479,15 +477,15 @@ vmem_page *vmem__kv_prefix_pages(const vmem_kv *kv, const struct kv_prefix *p, u
 // Holds its pages, which others hold, or lets go of them, releasing those without another holder.
 void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p);
 int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p);
-// Starts a newly allocated slot with the prefix's first rows.
+// Starts a newly allocated slot with the first rows of the prefix.
 int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing);
-// Rows at the end of the shared ones that have no other holder any more are the slot's own.
+// Makes rows at the end of the shared ones the slot's own if they have no other holder now.
 void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 // A newly allocated slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays
 // as far as it is of use, the rest goes. gap: also where pages between them are still to be backed.
 int vmem__kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap);
-// Before rows from `tokens` on are written again: the slot lets go of shared pages there, keeping a copy of the rows
-// before them.
+// Called before rows from `tokens` on are written again: the slot releases shared pages there, and keeps a copy of the
+// rows before them.
 int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens); // that it has to make
 
@@ -561,8 +559,8 @@ void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, ch
 
 // ---- swap.c
 
-// Lists the copies that move bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; returns how
-// many bytes there are in all.
+// Lists the copies that move bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; returns
+// how many bytes there are in all.
 uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
                            struct vmem_copy_op *ops, uint64_t *n);
 int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes); // of a slot to be swapped out
@@ -575,8 +573,8 @@ static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
     return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->retired;
 }
 uint32_t vmem__kv_swap_next(const vmem_kv *kv); // a slot that is due, or UINT32_MAX
-// Copies a portion; needs no lock. Then swap_portion_end with it: the last portion makes the slot VMEM_KV_SWAPPED, whose
-// pages can be taken back.
+// Copies a portion; needs no lock. Then swap_portion_end with it: the last portion makes the slot VMEM_KV_SWAPPED,
+// whose pages can be taken back.
 int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot);
 void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_swap_rest(vmem_kv *kv, uint32_t slot); // all of it, while the worker is at none
@@ -615,7 +613,7 @@ bool vmem__kv_hold_to_count(vmem_kv *kv);
 void vmem__kv_take_wanted(vmem_kv *kv);
 // Whether so many pages more could be had, taking back what can be.
 int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-// The answers to too little, remembered for vmem_kv_last_shortage.
+// Records shortages for vmem_kv_last_shortage.
 void vmem__kv_enough(void);
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);

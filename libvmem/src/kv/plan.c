@@ -1,4 +1,4 @@
-// What a step asks for, before anything is done: each slot's pages are looked at once, and what is missing is known.
+// Plans a step before anything changes: examines each slot's pages once, and counts the missing ones.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -32,7 +32,7 @@ int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
     return 0;
 }
 
-// Pages that the span lacks of [lo, hi). What an earlier request left further back, behind a prefix, is of no use.
+// Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
 static uint32_t lacks(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
@@ -73,7 +73,7 @@ void vmem__kv_plan_reset(struct kv_plan *plan)
     plan->extends = false;
 }
 
-// The slots for which the step asks for other pages than the last one did.
+// Finds the slots for which the step needs other pages than the last one did.
 static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
 {
     const struct kv_slot *sl = kv->slots;
@@ -88,7 +88,7 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
         if (tokens >= sl->tokens && tokens <= sl->steady)
             continue;
         kv->changed[(*n)++] = s;
-        __builtin_prefetch(kv_span(kv, s, 0)); // they lie apart, and nothing else says early that they will be read
+        __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
     }
     return 0;
 }
@@ -138,7 +138,7 @@ void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
     for (uint64_t k = 0; k < plan->n && plan->protects; k++) {
         const struct kv_want *w = &plan->wants[k];
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
-        // Within what the span has now: the front and the tail may have been given up meanwhile.
+        // Limit it to the current span: its front and tail may have been released meanwhile.
         sp->keep_hi = KV_MAX(KV_MIN(w->keep_hi, sp->hi), sp->need_hi);
         sp->keep_lo = KV_MIN(KV_MAX(w->keep_lo, sp->lo), sp->need_lo);
     }
@@ -148,7 +148,7 @@ void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
 uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
 {
     vmem__kv_plan_protect(kv, plan);
-    // What the worker is mapping now either counts as missing here or can be taken back.
+    // What the worker is mapping now is either counted as missing here or can be reclaimed.
     uint64_t want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + plan->missing;
     vmem__kv_plan_unprotect(kv, plan);
     return want;

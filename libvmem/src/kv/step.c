@@ -1,4 +1,4 @@
-// Before an iteration: every row up to the lengths gets a page. The plan (plan.c) says what for; this does it.
+// The step before an iteration: executes a plan (plan.c), so that every row up to the lengths has a page.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -7,7 +7,7 @@
 #include "core/core.h"
 #include "kv/kv.h"
 
-// A request's first step: the slot's kept pages stay as far as they can be given up again in small pieces later.
+// A request's first step: keeps the slot's pages as far as they can later be released in small pieces.
 static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
@@ -34,8 +34,8 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-// What may be mapped beyond the missing pages: while memory is plentiful, whole 2 MiB blocks, for a call that maps many
-// pages costs what a call for one costs.
+// Pages that may be mapped beyond the missing ones. While memory is plentiful, these complete 2 MiB blocks, because a
+// call that maps many pages takes as long as a call for one.
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
@@ -43,7 +43,7 @@ static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 
-// Lists the parts of spans to be backed, with up to `spare` pages beyond what is missing.
+// Lists the parts of spans to back, with up to `spare` pages beyond the missing ones.
 static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 {
     vmem__kv_grow_reset(&kv->grow);
@@ -69,7 +69,7 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint64_t *missing)
 {
     vmem__kv_enough();
-    if (!vmem__kv_has_room(kv, plan->missing)) // something is to be taken back, but not what the step asks for
+    if (!vmem__kv_has_room(kv, plan->missing)) // reclaim pages, but not those that the step needs
         vmem__kv_plan_protect(kv, plan);
     int rc = vmem__kv_make_room(kv, plan->missing, missing);
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
@@ -82,7 +82,7 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
     uint64_t total = rc ? 0 : kv->grow.total;
     if (total)
         rc = vmem__kv_grow_try(kv, &kv->grow);
-    if (rc == -ENOMEM && total) { // the device has less than the budget says: then what is needed, and no more
+    if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
         if (!plan->protects)
             vmem__kv_plan_protect(kv, plan);
         rc = list_parts(kv, plan, 0);
@@ -95,7 +95,7 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
         vmem__kv_plan_unprotect(kv, plan);
         return rc;
     }
-    plan->protects = false; // what it protects is what the step asks for, from now on
+    plan->protects = false; // from now on the spans' needs protect these pages
     vmem__kv_unask(kv);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
@@ -107,7 +107,7 @@ static bool passed(const vmem_kv *kv, const struct kv_span *sp)
     return sp->lo < sp->keep_lo && (!kv->has_worker || sp->lo < sp->shared_hi);
 }
 
-// Gives up shared pages that a window has passed, so that how many pages are to be had never depends on the worker.
+// Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
 static int pass_windows(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
@@ -124,7 +124,7 @@ static int pass_windows(vmem_kv *kv, uint32_t slot)
     return rc;
 }
 
-// The spans know what kernels of the step touch, and what they may still touch of the steps before it.
+// Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
 static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
 {
     for (uint64_t k = 0; k < plan->n; k++) {
@@ -158,7 +158,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
         sl->fresh = sl->skip = false;
         due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
         if (kv->windows) {
-            pass_windows(kv, s); // if it fails now, it is done at the next step
+            pass_windows(kv, s); // if it fails, the next step does it
             for (uint32_t i = 0; i < kv->n_groups; i++)
                 due |= kv_span(kv, s, i)->lo < kv_span(kv, s, i)->keep_lo;
         }
@@ -239,7 +239,7 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
         stage(kv, slot, 0, 0);
 }
 
-// Most growth asks for no other pages than the last step: then nothing is to be planned, and one lock is enough.
+// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
 static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
