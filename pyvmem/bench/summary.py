@@ -37,10 +37,10 @@ _ROWS = (
     ("streaming read, scattered pages", "bandwidth", "streaming read", "bare"),
     ("decode step of 256 requests", "step", r"decode step, B=256, \d+ layers, overlap", None),
     ("prompt of 16,384 tokens backed", "step", r"prompt of 16384 tokens backed, .*synchronous", None),
-    ("decode attention, 8 x 8,192 tokens", "attention", r"decode B=8 L=8192 heads 32/8, \w+ contiguous", "bare"),
+    ("attention, decode, 8 x 8,192", "attention", r"decode B=8 L=8192 heads 32/8, \w+ contiguous", "bare"),
     ("waste, 256 requests, nothing kept", "fragmentation", "waste, B=256.*, nothing kept", None),
     ("waste, 256 requests, default", "fragmentation", "waste, B=256.*, default", None),
-    ("largest batch in the same memory", "fragmentation", r"largest batch, .* MiB", None),
+    ("requests in the same memory", "fragmentation", r"largest batch, .* MiB", None),
     ("replay of a trace, all commits", "replay", "time of all commits and releases", None),
 )
 _COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
@@ -61,7 +61,10 @@ def about() -> dict[str, Any]:
 
 
 def _cell(record: Record | None) -> str:
-    return f"{number_text(record.median)} {record.unit.split(' of ')[0]}" if record else ""
+    if not record:
+        return ""
+    unit = "" if record.unit == "requests" else record.unit.split(" of ")[0]  # the row's text says it
+    return f"{number_text(record.median)} {unit}".rstrip()
 
 
 def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:

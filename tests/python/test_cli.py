@@ -191,6 +191,14 @@ def test_the_screen_names_bare_calls_and_the_paper_beside_each_row():
              record("cuda-bare", 2 * MIB, "map", 32), record("stock", 64 * KIB, "map, no backdrop", 1)]  # fmt: skip
     assert summary.rows(found) == [("map a page", "20 us", "21 us", "32 us", "8")]
     assert summary.screen([], summary.about()) == []
+    batches = [
+        form.Record.of(1234, bench="fragmentation", backend="stock", device="GPU", page_size=size, paper=258,
+                       metric="largest batch, Llama-3-8B, 1024 MiB", unit="requests")
+        for size in (64 * KIB, 2 * MIB)
+    ]  # fmt: skip
+    assert summary.rows(batches) == [("requests in the same memory", "1234", "1234", "", "258")]
+    assert max(map(len, summary.screen(found + batches, summary.about()))) <= 80
+    assert max(len(text) for text, *_ in summary._ROWS) <= summary._COLUMNS[0]
 
 
 @pytest.mark.parametrize(
