@@ -151,9 +151,10 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     s->skip = false;
     idle->parked = ++kv->clock;
     kv->n_ending -= waits;
-    if (kv->held > kv->budget_pages) { // the budget shrank while the request ran
+    if (kv->held > kv->budget_pages && !kv->giving) { // the budget shrank while the request ran
         vmem__kv_worker_hold(kv);
-        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
+        if (kv->held > kv->budget_pages) // the worker may have been at it
+            vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
         vmem__kv_worker_release(kv);
     }
     vmem__kv_worker_wake(kv);
