@@ -23,7 +23,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 
 .DEFAULT_GOAL := all
 .PHONY: all help lib install venv bench lint format wheel clean
-.PHONY: check test test-fast test-uvm-ext test-c mutants-c test-asan test-tsan test-python test-python-fake test-gpu
+.PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
 .PHONY: test-vllm
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
@@ -71,6 +71,12 @@ test-asan: ## C tests under the address and undefined-behaviour sanitizers
 
 mutants-c: ## Seeded faults in libvmem, each of which a C test must notice (4 minutes)
 	$(Q)$(PYTHON) tests/c/mutants.py
+
+fuzz-kv: lib ## The KV cache beside kernels that lag behind by 1 to 3 steps: 100,000 iterations of each (6 minutes)
+	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu fuzz-kv
+
+fuzz-kv-gpu: ## The same on a GPU, with nvcc and two steps in flight (5 minutes)
+	$(Q)$(MAKE) --no-print-directory -C tests/c fuzz-kv-gpu
 
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan

@@ -5,7 +5,8 @@
 // at random.
 //
 // VMEM_TEST_ITERATIONS: iterations for each number of steps in flight (1500); VMEM_TEST_IN_FLIGHT: only for that number;
-// VMEM_TEST_SEED. `make fuzz-kv` runs 100,000 of each, on the host and over the fake GPU driver.
+// VMEM_TEST_SEED. `make fuzz-kv` runs 100,000 of each, on the host and over the fake GPU driver; `make fuzz-kv-gpu` with
+// kernels on a GPU.
 //
 // SPDX-License-Identifier: MIT
 #include <unistd.h>
@@ -623,8 +624,10 @@ int main(int argc, char **argv)
     const uint64_t n = number("VMEM_TEST_ITERATIONS", 1500), only = number("VMEM_TEST_IN_FLIGHT", 0);
     const uint64_t start = number("VMEM_TEST_SEED", 1), each = n / (COUNT(shapes) * COUNT(with)) + 1;
     for (size_t k = 0; k < COUNT(many); k++) {
+        if (only && only != many[k])
+            continue;
         n_kernels = n_failed = n_swapped = n_cancelled = 0;
-        for (size_t i = 0; i < COUNT(shapes) && (!only || only == many[k]); i++)
+        for (size_t i = 0; i < COUNT(shapes); i++)
             for (size_t j = 0; j < COUNT(with); j++)
                 run(&shapes[i], with[j], many[k], test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB),
                     start * 1000 + k * 100 + i * 10 + j, each);
