@@ -55,8 +55,10 @@ int vmem__kv_check_books(vmem_kv *kv)
     if (kv->held > kv->ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);
     kv->ceiling = KV_MAX(kv->held, kv->budget_pages);
+    uint32_t waiting = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
+        waiting += sl->state == VMEM_KV_ENDING || sl->state == VMEM_KV_SWAPPING;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -105,6 +107,8 @@ int vmem__kv_check_books(vmem_kv *kv)
                            "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
                            pages + kv->pending, slots, only, shared, kv->held, refs, kv->refs.only, kv->refs.shared);
+    if (waiting != kv->n_ending)
+        return vmem__error(-EFAULT, "%u slots wait for kernels, not %u", waiting, kv->n_ending);
     int rc = vmem__kv_check_hashes(kv);
     return rc ? rc : vmem__kv_check_blocks(kv);
 }
