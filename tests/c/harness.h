@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "vmem.h"
 
@@ -97,6 +98,22 @@ __attribute__((unused)) static void test_start(int argc, char **argv)
 }
 
 __attribute__((unused)) static bool test_cpu(void) { return !(test_info.caps & VMEM_CAP_GPU); }
+
+// Whether the CPU can access the backend's pages: the host's, and those of the fake GPU driver.
+__attribute__((unused)) static bool test_cpu_sees_pages(void)
+{
+    vmem_context *ctx = test_context(0);
+    struct vmem_range page = {0, VMEM_PAGE_2M};
+    int fds[2];
+    OK(vMemReserve(ctx, page.length, 0, &page.addr));
+    OK(vmem_commit(ctx, &page, 1, test_page, 0, NULL));
+    CHECK_EQ(pipe(fds), 0);
+    const bool sees = write(fds[1], (const void *)(uintptr_t)page.addr, 1) == 1; // otherwise EFAULT
+    close(fds[0]);
+    close(fds[1]);
+    vmem_context_destroy(ctx);
+    return sees;
+}
 
 __attribute__((unused)) static struct vmem_stats test_stats(vmem_context *ctx)
 {

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+const int kernels_on_gpu = 0;
 static struct kernel_tensor tensors[K_TENSORS];
 static uint32_t n_tensors;
 static struct kernel ring[K_RING];

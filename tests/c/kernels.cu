@@ -15,6 +15,8 @@
         }                                                                                     \
     } while (0)
 
+const int kernels_on_gpu = 1;
+
 struct tensors {
     struct kernel_tensor t[K_TENSORS];
 };

@@ -35,6 +35,7 @@ struct kernel_fault {
     uint32_t tensor, slot, row;
 };
 
+extern const int kernels_on_gpu;
 void kernels_start(const struct kernel_tensor *tensors, uint32_t n);
 void kernels_stop(void);
 // Copies *k. At most K_RING kernels may not have been waited for.

@@ -616,6 +616,8 @@ static uint64_t number(const char *name, uint64_t otherwise)
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
+    if (!kernels_on_gpu && !test_cpu_sees_pages())
+        SKIP("kernels.c runs on the CPU: make fuzz-kv-gpu");
     ctx = test_context(0);
     vmem__kv_hook = stop_at_random;
     static const uint32_t with[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFER, VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,

@@ -273,8 +273,10 @@ int main(int argc, char **argv)
     test_steps_retire();
     test_before_the_copy();
     test_a_step_gets_the_memory();
-    test_a_copy_that_fails(VMEM_KV_DEFAULT);
-    test_a_copy_that_fails(VMEM_KV_DEFER);
+    if (test_cpu_sees_pages()) { // they stand in for memory of the CPU that cannot be written
+        test_a_copy_that_fails(VMEM_KV_DEFAULT);
+        test_a_copy_that_fails(VMEM_KV_DEFER);
+    }
     test_misuse();
     test_destroy_after();
     vmem_context_destroy(ctx);

@@ -42,6 +42,12 @@ def empty(context, device):
     return make
 
 
+def wait_for_kernels(v):
+    """On a GPU, no kernel in flight may access what is given up."""
+    if v.tensor.is_cuda:
+        torch.cuda.synchronize(v.tensor.device)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(empty, device, dtype):
     v = empty((1024, 64), dtype)
@@ -88,6 +94,7 @@ def test_commit_and_decommit_of_rows(empty, context):
     assert v.commit(rows=torch.tensor(0)) == size
     assert v.resident_bytes == context.stats().mapped == 7 * size
     v.tensor[3:9] = 4.0
+    wait_for_kernels(v)
     assert v.decommit(rows=slice(4, 6)) == 2 * size
     assert v.tensor[3].sum().item() == v.tensor[6].sum().item() == size
     assert v.decommit() == 5 * size
@@ -155,6 +162,7 @@ def test_fresh_memory_is_zero_and_zero_clears_memory_used_before(empty):
         v.commit()
         assert not v.tensor.any()
         v.tensor.fill_(float("nan"))
+        wait_for_kernels(v)
         v.decommit()
 
 
