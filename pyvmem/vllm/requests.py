@@ -59,13 +59,13 @@ class RequestSlots:
     table_blocks : int
         The most blocks in a request's table.
     wake : callable or None
-        Called at the end of a step that leaves something to clear up, so that another thread calls `tend`. None: the
-        step clears up itself.
+        Called at the end of a step that leaves much to clear up, so that another thread, which calls `tend` from time
+        to time, does so at once. None: the step clears up itself.
     """
 
     IDLE_SECONDS = 0.2
     WAIT_SECONDS = 2e-4  # backing that takes less delays nobody
-    PORTION = 256  # blocks that are dropped at a time, so that a step does not wait long for the lock
+    PORTION = 128  # blocks that are dropped at a time, so that a step does not wait long for the lock
     TABLE_AHEAD = 64  # blocks for which a request's table is written beyond those that it has
 
     def __init__(
@@ -209,7 +209,7 @@ class RequestSlots:
     def _later(self) -> None:
         if self._wake is None:
             self.clear_up()
-        elif self._retiring or self._dropped:
+        elif len(self._dropped) > 4 * self.PORTION:  # fewer can wait for the next regular call
             self._wake()
 
     def clear_up(self) -> None:

@@ -91,6 +91,8 @@ class Engine:
         # when needed. A page has only a few tokens, so mapping ahead makes fewer calls for more pages each.
         self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
                              lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name="vllm")  # fmt: skip
+        # Nor may device memory that is made ahead, or kept while requests run, go beyond it.
+        self.context.set_budget(budget // page * page + SLACK)
         caching = vllm_config.cache_config.enable_prefix_caching
         self._due = threading.Event()  # a step has left something to clear up
         names = BlockNames(self.cache, self.num_blocks, spec.block_size) if caching else None
@@ -155,6 +157,7 @@ class Engine:
 
 
 LOOK_SECONDS = 0.05
+SLACK = 64 << 20  # bytes of device memory beyond the KV cache's budget, so that every page of it can be made
 
 
 def current() -> Engine | None:
