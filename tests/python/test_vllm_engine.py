@@ -1,0 +1,338 @@
+"""pyvmem.vllm without vLLM: layouts, settings, patches, what is refused, the worker's engine, and metrics."""
+
+import importlib
+import inspect
+import os
+import sys
+import time
+import types
+
+import pytest
+import torch
+from vllm_standins import BlockPool, Gpu
+
+from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.vllm import layout, metrics, patches, plugin, refuse, settings
+from pyvmem.vllm.scheduler import PoolKeeper
+
+TOKENS, PAGE, MOST = 8, 64 << 10, 96  # tokens of a block, and of a request at most
+ROW = PAGE // TOKENS
+
+
+# ---- layout -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["token", "block", "layer"])
+def test_every_layer_has_bytes_of_its_own_and_slots_are_whole_blocks(kind):
+    shape = layout.Layout(kind, layers=3, row=64, tokens=16)
+    flat = torch.zeros(shape.tensors, 4 * 16 * shape.tensor_row, dtype=torch.int8)
+    for layer in range(3):
+        raw = flat[layer if shape.tensors > 1 else 0]
+        view = layout.view(raw, shape, layer, torch.bfloat16, (4, 2, 16, 16), (0, 2, 1, 3))
+        assert view.shape == (4, 2, 16, 16)
+        assert (view == 0).all()
+        view += layer + 1
+        if kind != "block":  # tokens of successive blocks are a constant stride apart
+            assert view.stride(0) == 16 * view.stride(2)
+    assert shape.slot_tokens(100) % 16 == 0
+
+
+def test_a_kernel_may_have_smaller_blocks_where_tokens_are_evenly_spaced():
+    shape = layout.Layout("token", layers=2, row=64, tokens=32)
+    flat = torch.zeros(4 * 32 * shape.tensor_row, dtype=torch.int8)
+    whole = layout.view(flat, shape, 1, torch.bfloat16, (4, 2, 32, 16), (0, 2, 1, 3))
+    halves = layout.view(flat, shape, 1, torch.bfloat16, (8, 2, 16, 16), (0, 2, 1, 3))
+    whole.copy_(torch.arange(whole.numel()).view(whole.shape))
+    assert (halves.transpose(1, 2).reshape(-1) == whole.transpose(1, 2).reshape(-1)).all()
+    with pytest.raises(ValueError, match="16 tokens, vLLM's 32"):
+        layout.view(flat, layout.Layout("block", 2, 64, 32), 1, torch.bfloat16, (8, 2, 16, 16), (0, 2, 1, 3))
+
+
+@pytest.mark.parametrize("layers, row, base, tokens", [(32, 4096, 16, 16), (4, 2048, 16, 16), (2, 512, 16, 64),
+                                                       (28, 2048, 16, 16), (1, 64, 16, 1024)])  # fmt: skip
+def test_blocks_grow_to_whole_pages(layers, row, base, tokens):
+    assert layout.block_tokens("token", layers, row, base) == tokens
+    assert tokens * layers * row % PAGE == 0
+
+
+# ---- settings, versions, refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, text", [("VMEM_VLLM", "yes"), ("VMEM_VLLM_CACHE_TOKENS", "-1"),
+                                        ("VMEM_VLLM_CACHE_TOKENS", "16k"), ("VMEM_VLLM_LAYOUT", "rows")])  # fmt: skip
+def test_a_wrong_setting_is_named(name, text):
+    with pytest.raises(ValueError, match=f"{name}={text}"):
+        settings.read({"VMEM_VLLM": "1", name: text})
+
+
+def test_unset_means_off():
+    assert not settings.read({}).on
+    assert settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_CACHE_TOKENS": "16k"}) == settings.Settings()
+    assert settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_CACHE_TOKENS": "0"}).cache_tokens == 0
+
+
+def test_an_unknown_version_is_refused_with_a_way_to_insist():
+    with pytest.raises(patches.UnknownVersion, match="vLLM 9.9 must be 0.26.0; VMEM_VLLM_FORCE=1 tries it"):
+        patches.install("9.9")
+
+
+def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
+    monkeypatch.delenv("VMEM_VLLM", raising=False)
+    monkeypatch.setenv("VMEM_VLLM_LAYOUT", "wrong")  # of no interest then
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
+    plugin.register()
+
+
+@pytest.mark.parametrize("environment, text", [
+    ({}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 must be 0.26.0"),
+    ({"VMEM_VLLM_FORCE": "1"}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 lacks a function that vMem replaces"),
+    ({"VMEM_VLLM_CACHE_TOKENS": "many"}, "pyvmem: VMEM_VLLM_CACHE_TOKENS=many"),
+])  # fmt: skip
+def test_what_is_asked_for_and_cannot_be_ends_vllm_with_one_line(monkeypatch, environment, text):
+    for name, value in {"VMEM_VLLM": "1", **environment}.items():
+        monkeypatch.setenv(name, value)
+    fake = types.ModuleType("vllm")
+    fake.__version__ = "9.9"
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    with pytest.raises(SystemExit) as caught:
+        plugin.register()
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda p: p.name)
+def test_a_replacement_takes_what_vllm_gives_it_by_position_or_by_name(patch, monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    given = {name: object() for name in patch.parameters}
+    takes = inspect.signature(getattr(worker, patch.by))
+    takes.bind("original", *given.values())
+    of = [given.pop("self")] if "self" in given else []
+    takes.bind("original", *of, **given)  # by vLLM's names
+    lines = [f"def original({', '.join(patch.parameters)}):", f"    return ({', '.join(patch.parameters)},)"]
+    scope = {}
+    exec("\n".join(lines), scope)
+    replaced = patches._replacement(scope["original"], lambda original, *args, **named: original(*args, **named))
+    assert replaced(*of, **given) == replaced(*of, *given.values()) == (*of, *given.values())
+
+
+class Backend:
+    """FlashAttention's description of its KV cache."""
+
+    @staticmethod
+    def get_kv_cache_shape(blocks, tokens, heads, size, cache_dtype_str="auto"):
+        return (blocks, heads, tokens, 2 * size)
+
+    @staticmethod
+    def get_kv_cache_stride_order():
+        return (0, 2, 1, 3)
+
+
+def start_engine(monkeypatch, layers=3, blocks=40, caching=True, **environment):
+    """A worker's engine on the host backend, as `initialize_kv_cache` makes it; and its layers' views."""
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    for name, text in {"VMEM_VLLM": "1", "VMEM_BACKEND": "host", **environment}.items():
+        monkeypatch.setenv(name, text)
+    spec = types.SimpleNamespace(block_size=16, page_size_bytes=16 * 4096, dtype=torch.float16, num_kv_heads=2,
+                                 head_size=512)  # fmt: skip
+    names = [f"layer{i}" for i in range(layers)]
+    config = types.SimpleNamespace(
+        num_blocks=blocks, kv_cache_tensors=[types.SimpleNamespace(shared_by=[n]) for n in names],
+        kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec, layer_names=names)],
+    )  # fmt: skip
+    vllm_config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_seqs=4), num_speculative_tokens=0,
+        model_config=types.SimpleNamespace(max_model_len=100),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=caching),
+    )  # fmt: skip
+    engine = worker.Engine(config, vllm_config, torch.device("cpu"), settings.read())
+    monkeypatch.setattr(worker, "_current", engine)
+    raw = worker.allocate_kv_cache(None, config, {}, "cpu")
+    group = types.SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=0, backend=Backend,
+                                  layer_names=[*names, "sharing"])  # fmt: skip
+    views = worker.reshape_kv_cache(None, [group], raw, "auto", [16], {"sharing": names[0]}, config)
+    assert views["sharing"] is views[names[0]]
+    return engine, [views[n] for n in names]
+
+
+@pytest.mark.parametrize("kind, tensors", [("block", 1), ("token", 1), ("layer", 3)])
+def test_an_engine_backs_what_its_layers_write(monkeypatch, kind, tensors):
+    engine, views = start_engine(monkeypatch, VMEM_VLLM_LAYOUT=kind)
+    gpu = Gpu()
+    engine.requests._fences = gpu
+    assert (len(engine.cache.specs), engine.cache.page_size) == (tensors, PAGE)
+    engine.requests.begin_step()
+    table = engine.requests.start(0, [5, 6], 0)
+    engine.requests.back()
+    for layer, view in enumerate(views):
+        for place in range(2):  # of the request's blocks; the table goes on
+            view[table[place]] = 10 * layer + place
+    engine.requests.begin_step()
+    again = engine.requests.start(1, [5, 6, 7], 32)
+    engine.requests.back()
+    for layer, view in enumerate(views):
+        for place in range(2):
+            assert (view[again[place]] == 10 * layer + place).all()
+    assert engine.cache.stats().attached_pages == 2 * 3 * (16 * 4096) // PAGE
+    gpu.wait(gpu.marked)
+    engine.close()
+
+
+def test_an_engine_may_have_what_the_limit_and_the_device_leave(monkeypatch):
+    engine, _ = start_engine(monkeypatch, caching=False)
+    engine.look()
+    assert engine.allowed_blocks() == 40
+    engine.cache.set_budget(25 * 3 * 65536)
+    engine.look()
+    assert engine.allowed_blocks() == 25
+    monkeypatch.setattr(importlib.import_module("pyvmem.vllm.memory"), "MARGIN", 2**60)
+    engine.look()
+    assert engine.allowed_blocks() == 0  # nothing is held, and the device has nothing to spare
+    engine.requests._fences = Gpu()
+    engine.close()
+    engine.requests.tend()
+
+
+def test_shutting_down_gives_everything_back_in_a_process_that_lives_on(monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    engine, _ = start_engine(monkeypatch)
+    engine.requests._fences = Gpu()
+    calls = []
+    runner = types.SimpleNamespace(req_states=types.SimpleNamespace(vmem=engine))
+    worker.shutdown(calls.append, runner)
+    assert calls == [runner]
+    assert worker.current() is None
+    with pytest.raises(ValueError, match="closed"):
+        engine.cache.stats()
+    worker.shutdown(calls.append, runner)  # again
+    worker.shutdown(calls.append, types.SimpleNamespace())  # of an engine that never had a KV cache
+
+
+def test_a_failure_of_the_background_thread_is_logged_once_and_it_goes_on(monkeypatch, caplog):
+    engine, _ = start_engine(monkeypatch)
+    engine.requests._fences = Gpu()
+    looks = []
+    monkeypatch.setattr(engine, "look", lambda: looks.append(1) or 1 / 0)
+    while len(looks) < 4:
+        time.sleep(0.01)
+    assert [r.message for r in caplog.records] == ["vMem: the background thread failed and goes on"]
+    engine.close()
+
+
+def configuration(**changes):
+    parallel = types.SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1,
+                                     prefill_context_parallel_size=1)  # fmt: skip
+    made = types.SimpleNamespace(
+        parallel_config=parallel, cache_config=types.SimpleNamespace(cache_dtype="auto"), kv_transfer_config=None,
+        use_v2_model_runner=True, model_config=types.SimpleNamespace(enable_return_routed_experts=False),
+    )  # fmt: skip
+    for path, value in changes.items():
+        *owner, name = path.split("__")
+        setattr(getattr(made, owner[0]) if owner else made, name, value)
+    return made
+
+
+class FullAttentionSpec:
+    page_size_padded = None
+
+
+class MambaSpec:
+    pass
+
+
+def kv_config(groups=1, spec=FullAttentionSpec, shared=1):
+    return types.SimpleNamespace(
+        kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec()) for _ in range(groups)],
+        kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer"] * shared, block_stride=0)],
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, config, text",
+    [
+        ({"kv_transfer_config": object()}, {}, "KV connectors"),
+        ({"parallel_config__pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"use_v2_model_runner": False}, {}, "model runner V2"),
+        ({"model_config__enable_return_routed_experts": True}, {}, "routed experts"),
+        ({"cache_config__cache_dtype": "int4_per_token_head"}, {}, "int4_per_token_head"),
+        ({}, {"groups": 2}, "2 groups"),
+        ({}, {"spec": MambaSpec}, "MambaSpec"),
+        ({}, {"shared": 2}, "share a KV tensor"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_one_line(changes, config, text):
+    with pytest.raises(refuse.Refused, match=text) as caught:
+        refuse.worker(configuration(**changes), kv_config(**config))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_can_work_is_not_refused():
+    refuse.worker(configuration(), kv_config())
+
+
+def test_the_pool_keeper_holds_back_no_more_than_one_request_needs():
+    keeper = PoolKeeper(BlockPool(50), least=10, allowed=lambda: 3)
+    keeper.before_schedule()
+    assert keeper.held_back == 50 - 11
+
+
+def test_an_idle_scheduler_keeps_to_the_cap_though_its_workers_are_processes_of_their_own():
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    pool = BlockPool(50)
+    keeper = pool.vmem = PoolKeeper(pool, cap=3)
+    blocks = pool.get_new_blocks(10)
+    for block in blocks:
+        pool.cache(block, block.block_id)
+    keeper.before_schedule()  # the next look is due in a while
+    worker.free_blocks(BlockPool.free_blocks, pool, blocks)
+    scheduler = types.SimpleNamespace(kv_cache_manager=types.SimpleNamespace(block_pool=pool),
+                                      has_unfinished_requests=lambda: False)  # fmt: skip
+    assert worker.update_from_output(lambda *_: "outputs", scheduler, None, None) == "outputs"
+    assert len(pool.cached) == 3
+    assert len(keeper.take_forgotten()) == 7  # the step that says which requests have ended takes them along
+
+
+# ---- metrics ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def small_cache(name):
+    return KVCache([TensorSpec("kv", (ROW,), torch.uint8)], 2, 64, 8 * PAGE, backend="host", page_size=PAGE, name=name)
+
+
+def test_metrics_are_of_this_servers_caches(runtime):
+    with small_cache("vllm") as cache, small_cache("another"):
+        (view,) = metrics.own_views()
+        assert view.stats["budget_pages"] == cache.stats().budget_pages == 8
+        assert metrics.own_views(2**30) == []
+        assert len(metrics.own_views(os.getppid())) == 1
+
+
+def test_workers_limits_reach_a_scheduler_in_another_process(runtime):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    spec = types.SimpleNamespace(page_size_bytes=PAGE)
+    config = types.SimpleNamespace(num_blocks=100, kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)],
+                                   kv_cache_tensors=[None, None])  # fmt: skip
+    assert worker.allowed_blocks(config) is None
+    with small_cache("vllm"), small_cache("vllm") as second:  # of 8 pages each
+        assert worker.allowed_blocks(config) == 4
+        second.set_budget(6 * PAGE)
+        assert worker.allowed_blocks(config) == 3
+        config.num_blocks = 2
+        assert worker.allowed_blocks(config) == 2
+
+
+def test_metrics_come_with_vllms_own(runtime):
+    core = pytest.importorskip("prometheus_client")
+    registry = core.CollectorRegistry()
+    registry.register(metrics.Collector())
+    with small_cache("vllm"):
+        labels = {"pid": str(os.getpid()), "device": "host:0"}
+        assert registry.get_sample_value("vllm:vmem_kv_budget_pages", labels) == 8
+        assert registry.get_sample_value("vllm:vmem_kv_steps_total", labels) == 0
+    assert registry.get_sample_value("vllm:vmem_kv_budget_pages", labels) is None
