@@ -1,4 +1,4 @@
-"""pyvmem.vllm without vLLM: requests in slots, under the stand-ins of vllm_standins. What surrounds them: test_vllm_engine."""
+"""pyvmem.vllm without vLLM: requests in slots, under the stand-ins of vllm_standins. The rest: test_vllm_engine."""
 
 import collections
 import importlib
