@@ -1,4 +1,4 @@
-// Requests that take no part in steps: they wait, or they are over and nobody said so.
+// Requests that take no part in a step: they wait, or they ended without a call that said so.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
@@ -11,7 +11,7 @@ int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths)
         some |= !lengths[s] && kv->slots[s].state == VMEM_KV_ACTIVE;
     if (!some)
         return 0;
-    for (uint32_t s = 0; s < kv->n_slots && !rc; s++) // a step that is refused ends nothing
+    for (uint32_t s = 0; s < kv->n_slots && !rc; s++) // a refused step ends no request
         rc = lengths[s] ? vmem__kv_check_length(kv, s, lengths[s]) : 0;
     for (uint32_t s = 0; s < kv->n_slots && !rc; s++) {
         if (lengths[s] || kv->slots[s].state != VMEM_KV_ACTIVE)

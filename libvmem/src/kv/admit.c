@@ -1,4 +1,4 @@
-// Admission: what new requests would find, before they have slots.
+// Admission: decides whether new requests would fit, before they have slots.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -26,7 +26,8 @@ uint64_t vmem__kv_watermark(const vmem_kv *kv)
     return KV_MIN(KV_MAX(kv->watermark_pages, part), kv->budget_pages);
 }
 
-// Pages that a new request must leave: none where no request runs that could need them, or it could never begin.
+// The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
+// request could never begin.
 static uint64_t kept_back(const vmem_kv *kv)
 {
     uint64_t pages = vmem__kv_watermark(kv);
@@ -40,7 +41,7 @@ static uint64_t less(uint64_t pages, uint64_t by) { return pages > by ? pages - 
 
 // ---- room -----------------------------------------------------------------------------------------------------
 
-// Whether a request could have so many tokens, beside pages of others that cannot be had.
+// Whether a request could have `tokens` tokens while the `others` pages of other requests stay unavailable.
 static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, uint64_t limit)
 {
     struct kv_plan *plan = &kv->plan;
@@ -52,7 +53,7 @@ static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, ui
         return others + own <= limit;
     }
     vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
-    if (!plan->missing) // what is mapped needs nothing, be the budget exceeded
+    if (!plan->missing) // mapped pages suffice, even if the cache exceeds its budget
         return true;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
@@ -87,7 +88,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
         others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
         others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
     }
-    // Pages that a length asks for grow with it: the largest that fits, by bisection.
+    // A longer request never needs fewer pages, so bisection finds the largest length that fits.
     uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
     while (least < most) {
         uint32_t middle = least + (most - least + 1) / 2;
@@ -123,14 +124,14 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
     return rc;
 }
 
-// Pages that a request of so many tokens needs beside those that it shares.
+// The pages that a request of `tokens` tokens needs, in addition to the pages that it shares.
 static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint64_t shared = (KV_MIN(prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
-        // What a window has passed of a prefix is not mapped.
+        // The attach does not map prefix pages that a window has passed.
         shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, prefix_tokens));
         pages += (vmem__kv_need_hi(kv, g, tokens) - shared) * g->n;
     }
@@ -147,11 +148,12 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     int rc = kv->n_staged ? vmem__kv_plan(kv, plan, kv->staged, NULL) : 0;
     if (rc)
         return rc;
-    // Prefixes are attached before the step: what is there then, and what with the step.
+    // Prefixes are attached before the step. `before` counts the pages in use at that point, and `want` the pages in
+    // use after the step.
     uint64_t want = vmem__kv_plan_want(kv, plan), before = want - plan->missing;
     uint64_t limit = vmem__kv_reach(kv), back = kept_back(kv);
     kv->mark++;
-    for (; *fit < n; ++*fit, back = vmem__kv_watermark(kv)) { // which now runs
+    for (; *fit < n; ++*fit, back = vmem__kv_watermark(kv)) { // a request runs from here on
         const struct vmem_kv_request *r = &requests[*fit];
         uint32_t prefix_tokens = r->prefix_tokens, blocks = 0;
         uint64_t copied = 0;

@@ -1,8 +1,9 @@
-// How a pool's budget moves between its members: what a call takes itself, and the thread that does the rest.
+// Moves a pool's budget between its members. A call takes budget that is free, and a thread does the rest.
 //
-// A member's row says what it has of the pool's budget. A cache's own budget never exceeds that: what it is granted enters
-// the row first, and what it gives back leaves the row when its pages are unmapped and their memory has gone back to the
-// device. So the members never have more than the pool together, whatever moment a process dies at.
+// A member's row states its part of the pool's budget. The cache's own budget never exceeds that part. A grant enters
+// the row before the cache uses it. Budget that the cache gives back leaves the row only after its pages are unmapped
+// and their memory is back on the device. So the members together never have more than the pool, even if a process dies
+// at any moment.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -13,10 +14,10 @@
 #include "core/core.h"
 #include "kv/pool.h"
 
-#define ASK_NS UINT64_C(250000000)   // a question that nobody repeats or waits for lapses
-#define REFUSED_NS UINT64_C(2000000) // after a refusal the others are not asked again for so long
-#define POLL_MS 100                 // how late others' files are seen without a notice, and ours are brought up to date
-#define BURY_NS UINT64_C(100000000) // between looks for members whose process has ended
+#define ASK_NS UINT64_C(250000000)   // a request for budget lapses after this time, unless repeated or waited for
+#define REFUSED_NS UINT64_C(2000000) // after a refusal, the member does not ask the others again for this time
+#define POLL_MS 100                  // longest delay of reading the others' rows without a notice, and of updating ours
+#define BURY_NS UINT64_C(100000000)  // interval between searches for members whose process has ended
 
 void vmem__kv_pool_wake(const vmem_kv *kv)
 {
@@ -24,7 +25,7 @@ void vmem__kv_pool_wake(const vmem_kv *kv)
         kv_ring(kv->member->pool);
 }
 
-// ---- the table. With the pool's lock held. -----------------------------------------------------------------------
+// ---- the table, with the pool's lock held ------------------------------------------------------------------------
 
 uint64_t vmem__kv_pool_free(const vmem_kv_pool *pool, const struct kv_member *m)
 {
@@ -48,14 +49,14 @@ void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why)
     m->row.reason = why;
 }
 
-// ---- what calls do, with api and state held ----------------------------------------------------------------------
+// ---- calls, with api and state held ------------------------------------------------------------------------------
 
 void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
 {
     struct kv_member *m = kv->member;
     vmem_kv_pool *pool = m->pool;
     pthread_mutex_lock(&pool->lock);
-    // What it was about to give back and still has comes first.
+    // First take back the budget that the cache was about to give back and still has.
     const uint64_t had = kv_add(kv->budget_pages << kv->page_shift, m->granted);
     uint64_t pages = KV_MIN(kv_floor_pages(kv_less(KV_MIN(m->row.has, m->row.max), had), kv), most);
     if (pages < most && (pool->free || pages < least) && !vmem__kv_share_begin(pool, false)) {
@@ -115,7 +116,7 @@ uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes)
     if (again)
         return 0;
     if (fresh)
-        m->row.asked = 0; // gets its revision from the thread
+        m->row.asked = 0; // the thread assigns the revision
     vmem__kv_pool_answer(m, VMEM_KV_DEFERRED, 0);
     kv_ring(m->pool);
     return bytes;
@@ -126,7 +127,7 @@ uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages)
     struct kv_member *m = kv->member;
     if (!m)
         return 0;
-    // A little more, so that a request that grows by a page does not ask at each.
+    // Ask for a little more, so that a request that grows page by page does not ask for each page.
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t exact = pages << kv->page_shift, room = kv_less(m->row.max, m->row.has);
     const uint64_t bytes = KV_MAX(exact, KV_MIN(exact + (kv->held / 64 << kv->page_shift), room));
@@ -160,7 +161,7 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
 
 // ---- shares ------------------------------------------------------------------------------------------------------
 
-// Between begin and end: whether the minimums still fit with this one.
+// Whether the minimums of all members still fit if this one becomes `min`. Call it between begin and end.
 static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min)
 {
     uint64_t all = min;
@@ -214,7 +215,7 @@ static bool has_requests(const vmem_kv *kv)
     return false;
 }
 
-// The smallest budget that the cache can go down to now.
+// The smallest budget that the cache can shrink to now.
 static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
 {
     const uint64_t spare = vmem__kv_spare(kv), fixed = kv->held - KV_MIN(spare, kv->held);
@@ -225,14 +226,14 @@ static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
     return KV_MAX(min, fixed + margin);
 }
 
-// A cache without a background thread gives back here, a portion at a time.
+// A cache without a background thread gives pages back here, one portion at a time.
 static void give_portion(vmem_kv *kv)
 {
     if (kv->held > kv->budget_pages && !kv->has_worker)
         vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), true, NULL);
 }
 
-// What a cache that is idle or has been asked goes down to, as far as it is. True: there is more to do at once.
+// Continues to shrink a cache that is idle or was asked to give. Returns true if there is more to do at once.
 static bool go_on_giving(struct kv_member *m, uint64_t least)
 {
     vmem_kv *kv = m->kv;
@@ -247,13 +248,13 @@ static bool go_on_giving(struct kv_member *m, uint64_t least)
     if (kv->held <= kv->budget_pages) {
         kv->giving = false;
     } else if (!at_work && (kv->has_worker || !vmem__kv_spare(kv))) {
-        kv->budget_pages = kv->held; // the rest cannot go now
+        kv->budget_pages = kv->held; // the remaining pages cannot be given back now
         kv->giving = false;
     }
     return kv->giving && !kv->has_worker;
 }
 
-// A limit that another process wants.
+// Applies a limit that another process wants.
 static void take_wanted(struct kv_member *m, uint64_t bytes)
 {
     uint32_t why = VMEM_KV_NO_MEMORY;
@@ -265,7 +266,7 @@ static void take_wanted(struct kv_member *m, uint64_t bytes)
     kv_unlock_cache(m->kv);
 }
 
-// What a member has beyond its maximum goes, as far as no request needs it; the rest when they end.
+// Gives back what a member has beyond its maximum, except pages that requests need. Those follow when the requests end.
 static void keep_to_max(struct kv_member *m)
 {
     vmem_kv *kv = m->kv;
@@ -281,7 +282,7 @@ static void keep_to_max(struct kv_member *m)
         vmem__kv_worker_wake(kv);
 }
 
-// Brings the row of a member up to date: what is not the cache's any more is the pool's. True: there is more to do.
+// Updates a member's row: budget that the cache no longer has returns to the pool. Returns true if there is more to do.
 static bool look(struct kv_member *m)
 {
     vmem_kv *kv = m->kv;
@@ -298,7 +299,7 @@ static bool look(struct kv_member *m)
     const uint64_t gone_to = KV_MAX(kv->budget_pages, kv->held);
     const bool trim = kv->held << kv->page_shift < m->row.held && gone_to << kv->page_shift < m->row.has;
     kv_unlock_cache(kv);
-    if (trim) // first the memory, then what the others know of
+    if (trim) // free the memory before the row offers it to the other members
         vmem__kv_trim(kv);
 
     kv_lock_cache(kv);
@@ -307,12 +308,12 @@ static bool look(struct kv_member *m)
     pthread_mutex_lock(&pool->lock);
     const uint64_t min = kv_ceil_pages(m->row.min, kv);
     const struct kv_pool_row before = m->row;
-    // A claim may have taken some of it again.
+    // A claim may have taken back part of the budget meanwhile.
     m->row.has = KV_MIN(m->row.has, (KV_MAX(has, gone_to) << kv->page_shift) + m->granted);
     m->row.held = kv->held << kv->page_shift;
     m->row.could_give = kv_less(has, KV_MAX(least - KV_MIN(least, evictable), min)) << kv->page_shift;
     m->row.giving = kv_less(m->row.has - m->granted, kv->budget_pages << kv->page_shift);
-    // Budget that is free is news. The rest may be some ms late.
+    // Publish free budget at once. Other changes may be published some milliseconds late.
     m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
     if (memcmp(&before, &m->row, sizeof before) && kv_now() - pool->written_at > POLL_MS * UINT64_C(1000000))
         m->changed = true;
@@ -321,7 +322,7 @@ static bool look(struct kv_member *m)
     return more;
 }
 
-// Others' needs that nothing is on its way for.
+// The needs that neither free budget nor budget being given back covers.
 static uint64_t unmet(const vmem_kv_pool *pool)
 {
     uint64_t needs = 0, coming = vmem__kv_pool_free(pool, NULL);
@@ -340,7 +341,7 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     struct kv_pool_row *r = &m->row;
     if (m->leaving)
         r->needs = 0;
-    else if (r->has < r->min && r->needs < r->min - r->has) { // a minimum is due whether it is asked for or not
+    else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
         r->needs = r->min - r->has;
         m->asked_at = kv_now();
         m->changed = true;
@@ -364,7 +365,7 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
         m->changed = true;
     }
     if (!r->needs) {
-        m->changed = true; // the answer follows when the budget has risen
+        m->changed = true; // the answer follows once the budget has grown
     } else if (!r->asked) {
         r->asked = ++pool->table.head.revision;
         *head = m->changed = true;
@@ -372,12 +373,12 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     pool->table.rows[m->place] = *r;
 }
 
-// Decides what a member gives, and says so.
+// Decides how much a member gives, and records its reply.
 static void give(vmem_kv_pool *pool, struct kv_member *m)
 {
     struct kv_pool_row *r = &m->row;
     const uint64_t wanted = kv_less(unmet(pool), r->needs);
-    // One that waits for memory itself gives none, one that was refused does: it may have given up on it.
+    // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
     const uint64_t could = waits || m->leaving ? 0 : kv_less(r->could_give, r->giving);
     const uint64_t bytes = KV_MIN(wanted, could);
@@ -403,7 +404,7 @@ static void give(vmem_kv_pool *pool, struct kv_member *m)
     pool->table.rows[m->place] = *r;
 }
 
-// A member's question is refused when nobody is left who may still give.
+// Refuses a member's request for budget when no other member can still give.
 static void judge(const vmem_kv_pool *pool, struct kv_member *m)
 {
     uint32_t why = VMEM_KV_AT_MINIMUM;
@@ -447,7 +448,7 @@ static void decide(vmem_kv_pool *pool)
     vmem__kv_pool_note(pool);
 }
 
-// What was decided, at the cache. True: there is more to do at once.
+// Applies the decisions to the cache. Returns true if there is more to do at once.
 static bool apply(struct kv_member *m)
 {
     vmem_kv *kv = m->kv;
@@ -472,7 +473,7 @@ static bool apply(struct kv_member *m)
         kv->budget_pages -= pages;
         if (want > pages && m->evict) {
             evict = KV_MIN(want - pages, kv->refs.only);
-        } else if (want > pages && vmem__kv_evictable(kv)) { // hashed blocks: a portion now, the rest in the next round
+        } else if (want > pages && vmem__kv_evictable(kv)) { // evict one portion of hashed blocks per round
             vmem__kv_worker_hold(kv);
             vmem__kv_hash_evict(kv, KV_MIN(want - pages, KV_MAX(kv->portion, kv->block)));
             vmem__kv_worker_release(kv);
@@ -483,12 +484,12 @@ static bool apply(struct kv_member *m)
         }
     }
     kv_unlock_cache(kv);
-    if (evict && m->evict(m->arg, evict)) // what it dropped is unused budget now, and goes in the next round
+    if (evict && m->evict(m->arg, evict)) // the next round gives the budget that this freed
         return true;
     return bytes != 0;
 }
 
-// Once around all members of this process. True: again at once.
+// Serves every member of this process once. Returns true if another round is due at once.
 static bool round_of(vmem_kv_pool *pool)
 {
     bool again = false;

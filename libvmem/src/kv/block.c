@@ -1,9 +1,9 @@
-// Blocks: names that an engine has for pages.
+// Blocks: names that an engine gives to pages.
 //
-// A name holds its pages as a prefix does (struct kv_ref counts both), so that slots, sharing and the books need to
-// know nothing of names. Prefixes themselves do not carry blocks: a prefix is one request's beginning, held and let go
-// as a whole, while an engine names each block when a request gets it, drops it when it hands the number to somebody
-// else, and starts a request with blocks that several others wrote.
+// A name holds its pages as a prefix does (struct kv_ref counts both). So slots, sharing and bookkeeping need no code
+// for names. Blocks are not built on prefixes. A prefix is the beginning of one request, held and released as a whole.
+// An engine names each block when a request gets it and drops the name when it reuses the block number. It starts a
+// request with blocks that several other requests wrote.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -48,7 +48,8 @@ static int init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
     }
     if (pages > UINT32_MAX)
         return vmem__error(-EINVAL, "block_tokens %u: a block would have %" PRIu64 " pages", block_tokens, pages);
-    // Zeros. Refused where the machine has not as much memory: all of it is used once every name is taken.
+    // The table is zeroed. The system may refuse it for want of memory, since the full table is used once every name is
+    // taken.
     vmem_page *named =
         mmap(NULL, n_blocks * pages * sizeof(*named), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (named == MAP_FAILED)
@@ -69,11 +70,11 @@ int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 
 // ---- dropping -----------------------------------------------------------------------------------------------
 
-// Drops the name; pages without another holder are added to the list, which has room.
+// Drops the name. Appends pages without another holder to the list, which must have room.
 static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 {
     vmem_page *pages = pages_of(kv, id), *row = pages;
-    if (!pages[0]) // nor written to: a table that is mostly untouched takes no memory
+    if (!pages[0]) // no write either: untouched parts of the table take no memory
         return;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         uint32_t each = kv_block_pages(kv, &kv->groups[i]);
@@ -92,7 +93,7 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 
 static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
 {
-    struct kv_grow *l = &kv->grow; // for its list
+    struct kv_grow *l = &kv->grow; // only its page list is used
     int rc = 0;
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_id(kv, ids[i]);
@@ -179,7 +180,7 @@ int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index
         rc = bind(kv, slots[i], index[i], ids[i]);
         if (rc && bad)
             *bad = i;
-        // The pages are their slots' as well: nothing is released.
+        // The slots hold the pages, too, so dropping the names releases no page.
         for (uint64_t none = 0; rc && i; i--)
             drop(kv, ids[i - 1], NULL, &none);
     }
@@ -188,7 +189,7 @@ int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index
 
 // ---- attaching ----------------------------------------------------------------------------------------------
 
-// Maps the named pages at the slot's beginning, where it has none.
+// Maps the named pages at the beginning of the slot, which has no pages there.
 static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n)
 {
     struct kv_grow *l = &kv->grow;
@@ -251,7 +252,7 @@ static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, siz
         rc = check_id(kv, ids[i]);
         if (!rc && !*pages_of(kv, ids[i]))
             rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
-        // No page is in a slot twice. The first tells: two names may be one block's.
+        // A slot must not contain a page twice. Comparing first pages suffices. Two names may refer to one block.
         struct kv_ref *first = rc ? NULL : vmem__kv_ref_find(&kv->refs, *pages_of(kv, ids[i]));
         if (!rc && first->mark == kv->mark)
             rc = vmem__error(-EINVAL, "block %u is named twice, perhaps by another name", ids[i]);

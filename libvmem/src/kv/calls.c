@@ -1,4 +1,4 @@
-// How every public call begins and ends: the one place where the locks are taken (kv.h has their order).
+// How every public call begins and ends. Only this file takes the locks for calls; kv.h states the lock order.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -13,7 +13,7 @@ static int __attribute__((cold)) unusable(const vmem_kv *kv)
 
 int vmem__kv_check_usable(const vmem_kv *kv)
 {
-    // Asking the system who we are would take longer than a step with nothing to do.
+    // A system call for the process ID would take longer than a step with nothing to do.
     return *kv->owned ? 0 : unusable(kv);
 }
 

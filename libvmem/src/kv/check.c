@@ -1,4 +1,4 @@
-// The checks of VMEM_KV_CHECK: the kernel rule, and the bookkeeping.
+// The checks that VMEM_KV_CHECK enables: the kernel rule and the bookkeeping.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -38,7 +38,7 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return 0;
 }
 
-// Shared pages that the worker is unmapping now: they are in no span any more, but the slot has not let go of them.
+// Counts the shared pages that the worker is unmapping now. They have left the span, but the slot still holds them.
 static uint64_t shared_in_cut(const vmem_kv *kv)
 {
     const struct kv_cut *c = &kv->worker_cut;
@@ -51,7 +51,7 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
 int vmem__kv_check_books(vmem_kv *kv)
 {
     uint64_t pages = kv->refs.pages, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
-    kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // which may have grown
+    kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // the budget may have grown
     if (kv->held > kv->ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);
     kv->ceiling = KV_MAX(kv->held, kv->budget_pages);

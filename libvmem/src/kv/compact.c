@@ -1,8 +1,9 @@
-// Moving pages that only names hold close together, so that the memory between them can go back to the system.
+// Compaction: moves pages that only names hold close together, so that the memory between them can return to the
+// system.
 //
-// The library takes device memory in arenas, and an arena goes back as a whole. After a busy time a few named pages lie
-// in many arenas. They are copied to new pages in an arena of their own: while they are created, placeholders fill
-// what the old arenas have free.
+// The library takes device memory in arenas, and an arena returns to the system as a whole. After a busy time, a few
+// named pages are spread over many arenas. Compaction copies them to new pages in an arena of their own. While it
+// creates the new pages, placeholders fill the free space of the old arenas.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
@@ -12,9 +13,9 @@
 #define CHUNK 32 // pages copied at once
 
 struct move {
-    vmem_page *name; // where the handle stands
+    vmem_page *name; // the table entry that contains the handle
     vmem_page from, to;
-    uint32_t row; // pages of the row that begins here; 0: it began before
+    uint32_t row; // number of pages in the row that begins here; 0 if the row began earlier
 };
 
 static int device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
@@ -26,7 +27,7 @@ static int device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
     return rc;
 }
 
-// The rows of pages that nothing but one name holds.
+// Finds the rows of pages that exactly one name holds and nothing else.
 static int find(vmem_kv *kv, struct move **moves, uint64_t *n)
 {
     uint64_t most = kv->refs.only;
@@ -51,7 +52,7 @@ static int find(vmem_kv *kv, struct move **moves, uint64_t *n)
     return 0;
 }
 
-// Takes what is free in the arenas there are, up to `most` pages.
+// Fills the free space of the existing arenas, with at most `most` pages.
 static uint64_t fill(vmem_kv *kv, vmem_page *pages, uint64_t most, uint64_t all)
 {
     for (uint64_t n = 0; n < most; n++) {
@@ -95,11 +96,11 @@ static int copy(vmem_kv *kv, const struct move *moves, uint64_t n)
         return rc;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
         rc = copy_chunk(kv, scratch, &moves[i], KV_MIN(n - i, CHUNK));
-    vmem_unreserve(kv->ctx, scratch); // which cannot fail
+    vmem_unreserve(kv->ctx, scratch); // cannot fail here
     return rc;
 }
 
-// The names hold the new pages from now on. Takes no memory: the table of references keeps its size.
+// Makes the names hold the new pages. Needs no memory, because the table of references keeps its size.
 static void commit(vmem_kv *kv, struct move *moves, uint64_t n)
 {
     for (uint64_t i = 0; i < n; i++) {
@@ -112,7 +113,7 @@ static void commit(vmem_kv *kv, struct move *moves, uint64_t n)
     }
 }
 
-// Once. *gained: bytes of device memory that went back.
+// Compacts once. *gained is the number of bytes of device memory that went back to the system.
 static int pass(vmem_kv *kv, uint64_t *gained)
 {
     uint64_t all, overhead, after, n = 0, n_fill = 0;
@@ -161,12 +162,12 @@ int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed)
     if (rc)
         return rc;
     vmem__kv_worker_hold(kv);
-    do { // an arena for the new pages is made larger than they need while there are many others
+    do { // repeat: while many arenas exist, the new arena is larger than its pages need
         rc = pass(kv, &gained);
         sum += gained;
     } while (!rc && gained);
     vmem__kv_worker_release(kv);
     if (freed)
         *freed = sum;
-    return vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // without memory to move them, they stay where they are
+    return vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
 }

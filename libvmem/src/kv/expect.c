@@ -1,4 +1,4 @@
-// Requests that are expected: a free slot is backed for each before it comes.
+// Expected requests: a free slot is backed for each request before it arrives.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
@@ -33,7 +33,7 @@ int vmem_kv_expect_behind(vmem_kv *kv, const uint32_t *tokens, const uint32_t *p
 
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n) { return vmem_kv_expect_behind(kv, tokens, NULL, n); }
 
-// Than with the first row.
+// Whether the slot's pages begin after its first row.
 static bool begins_later(const vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
@@ -42,7 +42,7 @@ static bool begins_later(const vmem_kv *kv, uint32_t slot)
     return false;
 }
 
-// Tokens that a free slot is backed for, from the first row on.
+// The number of tokens that a free slot is backed for, counted from the first row.
 static uint32_t backed(const vmem_kv *kv, uint32_t slot) { return begins_later(kv, slot) ? 0 : kv->slots[slot].backed; }
 
 static bool empty(const vmem_kv *kv, uint32_t slot)
@@ -53,12 +53,13 @@ static bool empty(const vmem_kv *kv, uint32_t slot)
     return true;
 }
 
-// Of the rows behind the request's prefix, those that the slot is backed for; -1: it must not be used for this.
+// The number of tokens behind the request's prefix that the slot is backed for, or -1 if the request must not use the
+// slot.
 static int64_t backed_behind(const vmem_kv *kv, uint32_t slot, const struct kv_expected *e)
 {
     if (empty(kv, slot))
         return 0;
-    // Not pages that would lie in the prefix's place, for these would be unmapped when it comes.
+    // Exclude pages in the place of the prefix: they would be unmapped when the request arrives.
     if (kv->idle[slot].from != e->prefix || kv->slots[slot].backed <= e->prefix)
         return -1;
     return KV_MIN(kv->slots[slot].backed, e->tokens) - e->prefix;

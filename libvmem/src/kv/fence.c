@@ -1,4 +1,4 @@
-// Fences: which kernels may be in flight, what they touch, and what waits for them.
+// Fences: track the kernels that may be in flight, the memory they touch, and the work that waits for them.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -41,7 +41,7 @@ void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
             past_of(kv, slot, i)[k] = (struct kv_past){0};
 }
 
-// Those of the steps in flight at the last step, and its own, may run.
+// Kernels of the last step, and of the steps in flight at that time, may still run.
 uint64_t vmem__kv_ended(const vmem_kv *kv)
 {
     uint64_t running = (uint64_t)kv->steps_in_flight + 1;
@@ -108,7 +108,7 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 int vmem__kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
     const bool swapping = kv->slots[slot].state == VMEM_KV_SWAPPING;
-    if (swapping) // kernels up to that step may be running, too
+    if (swapping) // kernels up to the swap's step may also run
         step = KV_MAX(step, kv->idle[slot].ends);
     if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return vmem__kv_free(kv, slot);
@@ -141,7 +141,7 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
     if (rc)
         return vmem__kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
-    // Of a fresh slot, kernels may still be writing the rows that it was attached.
+    // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
     const bool shared = tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens);
     if (step <= vmem__kv_ended(kv) || (s->fresh && !shared))
         return vmem__kv_leave(kv, vmem__kv_truncate(kv, slot, tokens));
@@ -150,8 +150,8 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
                                               "tokens %u: rows from there on are shared, and kernels of step %" PRIu64
                                               " may be in flight",
                                               tokens, step));
-    // Nothing changes under the kernels: the rows go when steps have come that do not ask for them. What the window of
-    // a shorter request reads stays, too.
+    // Change no mapping that running kernels use. The rows go after later steps no longer ask for them. Rows in the
+    // window of the shorter request stay, too.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         sp->need_lo = KV_MIN(sp->need_lo, vmem__kv_need_lo(kv, &kv->groups[i], tokens));
@@ -179,7 +179,7 @@ int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
     vmem__kv_leave(kv, rc);
     if (!rc) {
         vmem__kv_pool_leave(kv);
-        vmem__kv_worker_stop(kv); // no row is copied any more
+        vmem__kv_worker_stop(kv); // the worker copies no row after this
     }
     return rc;
 }

@@ -1,11 +1,11 @@
-// Prefixes by hash: blocks of rows that are held under the hashes that an engine computed for them.
+// Prefixes by hash: blocks of rows, stored under the hashes that an engine computed for them.
 //
-// A block has the pages that its rows lie in, in all tensors, of the slot that wrote them: neighbours have the page
-// between them in common. Its hash stands for its tokens and for all before them. So whatever rows its pages have in
-// front of its own are right, too, and a request begins with the pages of several blocks that several slots wrote.
+// A block holds the pages that contain its rows, in all tensors of the slot that wrote them. Neighbouring blocks share
+// the page between them. A block's hash covers its tokens and all tokens before them. So the rows that its pages
+// contain before its own are valid, too, and a request can begin with pages of blocks that several slots wrote.
 //
-// A block is pinned by the requests that run and began with it or wrote it. The others are in the order in which they
-// were let go of, those at the end of a sequence first: that is the order in which memory is taken back.
+// Running requests pin the blocks that they began with or wrote. Unpinned blocks are listed in the order in which they
+// were released, and the end of a sequence comes first. Memory is reclaimed in this order.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -84,7 +84,7 @@ void vmem__kv_hash_unpin(vmem_kv *kv, uint32_t slot)
     if (!kv->hashes)
         return;
     struct kv_chain *c = &kv->hashes->chains[slot];
-    while (c->n) // the last of a sequence become the oldest: the first are of use to more
+    while (c->n) // the end of a sequence becomes the oldest: fewer requests can use it
         let_go(kv->hashes, &c->links[--c->n]);
 }
 
@@ -112,7 +112,7 @@ vmem_page *vmem__kv_hash_pages(const vmem_kv *kv, const struct kv_hashed *b, uin
 
 // ---- dropping -------------------------------------------------------------------------------------------------
 
-// Whether dropping the block, and others that have a page in common with it, frees a page.
+// Whether dropping the block, and the blocks that share a page with it, frees a page.
 static bool frees(const vmem_kv *kv, const struct kv_hashed *b)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -127,7 +127,7 @@ static bool frees(const vmem_kv *kv, const struct kv_hashed *b)
     return false;
 }
 
-// Forgets the block; pages without another holder are added to the list. -ENOMEM: nothing changed.
+// Removes the block, and appends pages without another holder to the list. Changes nothing on -ENOMEM.
 static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
 {
     struct kv_hashes *h = kv->hashes;
@@ -197,7 +197,7 @@ static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
         return rc;
     kv->stats.evicted_blocks++;
     if (h->flags & VMEM_KV_HASH_EVENTS)
-        h->gone[h->n_gone++] = hash; // for which there is room since it was added
+        h->gone[h->n_gone++] = hash; // add_block() made room for it
     return 0;
 }
 
@@ -209,7 +209,7 @@ uint64_t vmem__kv_hash_evict(vmem_kv *kv, uint64_t pages)
     const bool all = pages == UINT64_MAX;
     while (!rc && kv->cut.n_pages < pages && h->oldest != KV_NO_BLOCK && (kv->refs.evictable || all))
         rc = evict_one(kv, &kv->cut, h->oldest);
-    // What a running request has pinned can hold pages that it has no more, or never had.
+    // A block that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < h->used && !rc && kv->cut.n_pages < pages && (kv->refs.evictable || all); i++)
         if (h->blocks[i].serial && (all || frees(kv, &h->blocks[i])))
             rc = evict_one(kv, &kv->cut, i);
@@ -274,12 +274,12 @@ static bool has_rows(const vmem_kv *kv, uint32_t slot, uint32_t index, uint64_t 
     return some;
 }
 
-// The slot's block becomes one of ours.
+// Adds the slot's block to the table.
 static int add_block(vmem_kv *kv, uint32_t slot, uint32_t index, const struct vmem_kv_hash *hash)
 {
     struct kv_hashes *h = kv->hashes;
     uint64_t n_pages;
-    if (!has_rows(kv, slot, index, &n_pages)) // windows have passed all of them
+    if (!has_rows(kv, slot, index, &n_pages)) // windows have passed all its rows
         return 0;
     uint64_t n_gone = h->n_gone + h->n + 1;
     int rc = more_buckets(h);
@@ -312,7 +312,7 @@ static int add_block(vmem_kv *kv, uint32_t slot, uint32_t index, const struct vm
     *at = i;
     h->n++;
     link_newest(h, i);
-    vmem__kv_hash_pin(kv, slot, i); // for which there is room
+    vmem__kv_hash_pin(kv, slot, i); // cannot fail: there is room
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_group *g = &kv->groups[j];
         const struct kv_past rows = vmem__kv_hash_rows(kv, g, index);
@@ -347,7 +347,7 @@ static int add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_
                 return rc;
             continue;
         }
-        if (h->n >= h->max_blocks) { // over the cap: another gives way, unless all are of running requests
+        if (h->n >= h->max_blocks) { // at the limit: evict a block, unless running requests pin all
             if (h->oldest == KV_NO_BLOCK)
                 return 0;
             begin_drop(kv);

@@ -1,4 +1,4 @@
-// Requests that begin with blocks found by their hashes.
+// Attaching blocks, found by hash, at the beginning of a request.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -6,7 +6,7 @@
 
 #include "kv/hash.h"
 
-// The pages of a group that hold the rows which a request of so many tokens reads next.
+// The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
 static struct kv_past rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
     const uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
@@ -14,14 +14,16 @@ static struct kv_past rows_read(const vmem_kv *kv, const struct kv_group *g, uin
     return (struct kv_past){lo, KV_MAX(lo, hi)};
 }
 
-// Which block of a sequence of so many tokens has a page with all rows that begin in it: the last that has the page.
+// The block, in a sequence of `tokens` tokens, that has the page with all rows that begin in it. This is the last block
+// that has the page.
 static uint32_t block_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
 {
     const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
     return (uint32_t)((KV_MIN(behind / g->row_bytes, KV_MIN(tokens, g->max_tokens)) - 1) / kv->hashes->block_tokens);
 }
 
-// Whether windows have left a request that begins with `n` of the blocks found what its next token reads.
+// Whether a request that begins with the first `n` of the blocks found has all rows that its next token reads. Windows
+// may have passed some of them.
 static bool windows_allow(const vmem_kv *kv, uint32_t n)
 {
     const struct kv_hashes *h = kv->hashes;
@@ -40,7 +42,7 @@ static bool windows_allow(const vmem_kv *kv, uint32_t n)
 
 uint32_t vmem__kv_hash_tokens(const vmem_kv *kv, uint32_t blocks)
 {
-    return blocks ? blocks * kv->hashes->block_tokens : 0; // there are hashes if there are blocks
+    return blocks ? blocks * kv->hashes->block_tokens : 0; // if there are blocks, kv->hashes is set
 }
 
 int vmem__kv_hash_known(vmem_kv *kv, const struct vmem_kv_hash *hashes, uint64_t n, uint32_t *blocks)
@@ -91,7 +93,7 @@ uint64_t vmem__kv_hash_taken(vmem_kv *kv, uint32_t blocks, uint64_t *copied)
     return pages;
 }
 
-// The blocks found, as a prefix of one slot.
+// Gathers the blocks found into a prefix, as if one slot had written them.
 static struct kv_prefix *gather(const vmem_kv *kv, uint32_t tokens)
 {
     struct kv_past *rows = calloc(kv->n_groups, sizeof(*rows));
@@ -120,7 +122,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t blocks, uint64_t *missing
     if (!p)
         return vmem__error(-ENOMEM, "no memory for a list of the pages of %u blocks", blocks);
     int rc = 0;
-    for (uint32_t k = 0; k < blocks && !rc; k++) // so that what makes room evicts others
+    for (uint32_t k = 0; k < blocks && !rc; k++) // so that making room evicts other blocks
         rc = vmem__kv_hash_pin(kv, slot, h->found[k]);
     if (!rc) {
         vmem__kv_prefix_hold(kv, p);

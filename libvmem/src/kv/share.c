@@ -1,10 +1,9 @@
 // The table of a pool whose members are in several processes: a small file, read and written as a whole under a lock.
 //
-// It is not mapped: whoever cuts the file short or fills it with rubbish takes the pool away, and no process dies of it.
-// The locks are those of the open file (F_OFD_SETLK), which the kernel drops when a process ends in whatever way: byte 0
-// is the table's, byte 1 + i says that the member in place i lives, and who has the file open shares the byte behind
-// those. They need no process numbers, which come again and
-// differ between containers.
+// It is not mapped: whoever cuts the file short or fills it with rubbish takes the pool away, and no process dies of
+// it. The locks are those of the open file (F_OFD_SETLK), which the kernel drops when a process ends in whatever way:
+// byte 0 is the table's, byte 1 + i says that the member in place i lives, and who has the file open shares the byte
+// behind those. They need no process numbers, which come again and differ between containers.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>

@@ -1,8 +1,8 @@
-// Swapping out behind a fence: the rows are copied once the kernels that write them have ended, by the background thread
-// if there is one.
+// Swapping out behind a fence: the rows are copied once the kernels that write them have ended, by the background
+// thread if there is one.
 //
-// A slot that is due counts as free memory, copied or not: what a step can get then does not depend on how far the thread
-// has come. A step that finds nothing else copies the rest itself.
+// A slot that is due counts as free memory, copied or not: what a step can get then does not depend on how far the
+// thread has come. A step that finds nothing else copies the rest itself.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

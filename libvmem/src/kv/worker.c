@@ -262,8 +262,8 @@ static bool release_one(vmem_kv *kv)
     return cut(kv, &v, &kv->stats.reclaimed_pages);
 }
 
-// Hashed blocks fill the memory in time. The oldest go before a step needs their pages, in portions: a call that releases
-// pages waits for one of them.
+// Hashed blocks fill the memory in time. The oldest go before a step needs their pages, in portions: a call that
+// releases pages waits for one of them.
 #define EVICT_PAGES 256
 static bool evict_some(vmem_kv *kv)
 {
