@@ -149,19 +149,18 @@ static size_t n_filler;
 // Takes all mappings that the process may have. Single pages at every second address: none can be merged.
 static void fill(unsigned limit)
 {
+    static struct vmem_map_op ops[1000]; // without mappings, the sanitizers' malloc has no memory
     vmem_page page[2];
     if (!filler)
         OK(vMemReserve(ctx, (uint64_t)limit * test_page, 0, &filler));
     OK(vMemCreate(ctx, test_page, 2, 0, page));
-    for (size_t batch = 1000; batch;) {
-        struct vmem_map_op *ops = malloc(batch * sizeof *ops);
+    for (size_t batch = COUNT(ops); batch;) {
         for (size_t i = 0; i < batch; i++)
             ops[i] = (struct vmem_map_op){filler + 2 * (n_filler + i) * test_page, page[i % 2]};
         if (vMemMapBatch(ctx, ops, batch, 0, NULL))
             batch /= 2;
         else
             n_filler += batch;
-        free(ops);
     }
 }
 
