@@ -7,7 +7,7 @@ const struct vmem__ops *const vmem__backends[] = {
     &vmem__uvm_ops, &vmem__stock_ops, &vmem__cuda_ops, &vmem__host_ops, NULL,
 };
 
-// In the order of the table above.
+// Same order as the table above.
 static const char *const names[] = {
     "uvm", "stock", "cuda", "host", NULL,
 };

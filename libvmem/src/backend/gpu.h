@@ -1,4 +1,5 @@
-// Shared by the GPU backends: a device's CUDA context, the backdrop, and the operations that need nothing else.
+// The state that all GPU backends share: the device's CUDA context and the backdrop. The operations below need only
+// that.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_GPU_H
@@ -12,16 +13,16 @@ struct vmem__gpu {
     struct vmem__backdrop backdrop;
 };
 
-// Operations of backends whose state (b->priv) begins with its struct vmem__gpu and whose reservations' state (r->priv)
-// is a struct vmem__cuda_reservation.
+// These operations require that b->priv begins with a struct vmem__gpu and that r->priv is a struct
+// vmem__cuda_reservation.
 int vmem__gpu_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free);
 int vmem__gpu_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
 int vmem__gpu_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
 void vmem__gpu_unreserve(struct vmem__backend *b, struct vmem__reservation *r);
 int vmem__gpu_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
-// For such a backend's reserve(). The segments of the first `ahead` bytes become active.
+// Implements reserve(). Activates the segments of the first `ahead` bytes.
 int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint64_t ahead);
-// For its zero(). alias_of returns where a run's memory is mapped.
+// Implements zero(). alias_of returns an address at which the run's memory is mapped.
 int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
                    uint64_t (*alias_of)(const struct vmem__run *run));
 

@@ -1,8 +1,8 @@
-// The cuda backend: CUDA's own virtual memory management, pages of 2 MiB.
+// The cuda backend: CUDA's own virtual memory management, with 2 MiB pages.
 //
-// CUDA maps and unmaps a physical handle as a whole: cuMemMap with an offset or a shorter length answers 801,
-// cuMemUnmap of a part 1. So an arena is one page, or, where many pages come and go together, mapped whole. What a
-// mapping takes depends on the number of handles, not of bytes: 16 pages in one take as long as one.
+// CUDA maps and unmaps a physical handle only as a whole: cuMemMap with an offset or a shorter length returns 801, and
+// cuMemUnmap of a part returns 1. An arena is therefore one page, or several pages that are always mapped together. The
+// cost of a mapping depends on the number of handles, not of bytes: one handle of 16 pages maps as fast as one page.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -14,22 +14,22 @@
 #include "driver/abi.h"
 
 #define PAGE VMEM_PAGE_2M
-// What becomes readable behind a run in a reservation with a backdrop: a kernel's tile reaches less far past the last
-// row, and each page of it is a map of its own.
+// The bytes that become readable after a run in a reservation with a backdrop. A kernel's tile does not reach further
+// past the last row, and each page of backdrop costs a map of its own.
 #define BACKDROP_AHEAD PAGE
-#define WHOLE_MAX (UINT64_C(32) << 20) // larger handles would save little, and come and go in larger pieces
+#define WHOLE_MAX (UINT64_C(32) << 20) // larger handles would save little more time and coarsen allocation
 
 struct cuda_reservation {
-    struct vmem__cuda_reservation cuda; // first: vmem__gpu_*()
-    uint64_t *wanted; // a bit for each segment: vmem_backdrop made it readable, and so it stays when a page leaves it
+    struct vmem__cuda_reservation cuda; // must be first: vmem__gpu_*() relies on it
+    uint64_t *wanted; // one bit per segment: vmem_backdrop made it readable, so it stays readable after an unmap
 };
 
 struct cuda_arena {
     uint64_t handle;
-    bool clean; // zeroed, or used since. CUDA memory can be filled only where it is mapped, so the next map does it
+    bool clean; // if false, the next map zeroes the memory: CUDA can fill memory only where it is mapped
 };
 
-// Runs that follow each other in one reservation's addresses.
+// Runs at consecutive addresses of one reservation.
 struct group {
     const struct vmem__run *runs;
     size_t n;
@@ -46,15 +46,15 @@ static struct group next_group(const struct vmem__run *runs, size_t n)
     return g;
 }
 
-// Of n runs that follow each other.
+// Returns the total length of n runs at consecutive addresses.
 static uint64_t length_of(const struct vmem__run *runs, size_t n)
 {
     return runs[n - 1].addr + runs[n - 1].length - runs[0].addr;
 }
 
-// A segment of a reservation is a page here. It is active when a page or the backdrop is mapped there; without
-// VMEM_RESERVE_BACKDROP it never is the backdrop. The reservation's lock is held over CUDA's calls for it, which wait
-// for each other inside CUDA anyway.
+// In this backend, a segment of a reservation is one page. A segment is active while a page or the backdrop is mapped
+// there; without VMEM_RESERVE_BACKDROP, only a page can be. The reservation's lock is held during CUDA's calls for that
+// reservation. CUDA serializes them anyway.
 static struct vmem__cuda_reservation *reservation_of(const struct group *g) { return g->reservation->priv; }
 
 static const uint64_t *wanted_of(const struct group *g)
@@ -64,8 +64,8 @@ static const uint64_t *wanted_of(const struct group *g)
 
 static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->addr) / PAGE; }
 
-// Whether addresses behind a run of the group are to be readable. A map of the backdrop takes as long as one of an arena
-// that is mapped whole, and those who ask for such arenas read no further (VMEM_KV_UNSHARED).
+// Returns whether the addresses after a run must be readable. A map of the backdrop takes as long as a map of a whole
+// arena, and callers that ask for whole arenas (VMEM_KV_UNSHARED) do not read past them.
 static bool has_backdrop(const struct group *g, size_t run)
 {
     return g->reservation->flags & VMEM_RESERVE_BACKDROP && !g->runs[run].arena->whole;
@@ -73,8 +73,8 @@ static bool has_backdrop(const struct group *g, size_t run)
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-// Makes the backdrop readable over [addr, addr + length) for good. With the lock held, or before others know the
-// reservation.
+// Makes the backdrop permanently readable over [addr, addr + length). The caller holds the reservation's lock or has
+// not published the reservation yet.
 static int want(struct vmem__gpu *c, struct cuda_reservation *reservation, uint64_t addr, uint64_t length)
 {
     const uint64_t base = reservation->cuda.addr, last = reservation->cuda.length / PAGE;
@@ -173,7 +173,7 @@ static int cuda_zero(struct vmem__backend *b, const struct vmem__run *runs, size
 
 // ---- mapping ------------------------------------------------------------------------------------------------
 
-// Unmaps whatever is mapped in the group's addresses.
+// Unmaps everything in the group's address range.
 static int clear(struct vmem__gpu *c, const struct group *g)
 {
     uint64_t *active = reservation_of(g)->active, end = segment_of(g, g->addr) + g->length / PAGE, n;
@@ -200,8 +200,8 @@ static struct vmem__arena *arena_of(const struct vmem__run *run, enum what what)
     return what == NEW ? run->arena : run->old_arena;
 }
 
-// Maps the new or the old arenas of the group's runs over addresses where nothing is mapped; a run may have no old
-// arena. On failure *bad is the run, and some are mapped.
+// Maps the new or the old arenas of the group's runs. Nothing may be mapped at their addresses, and a run may have no
+// old arena. On failure, *bad is the failing run and earlier runs may be mapped.
 static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_t *bad)
 {
     uint64_t *active = reservation_of(g)->active;
@@ -218,7 +218,7 @@ static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_
         for (uint64_t k = 0; !rc && k < run->length / PAGE; k++)
             vmem__bit_set(active, segment_of(g, run->addr) + k, true);
     }
-    // Access in one call over what follows each other.
+    // Grant access with one call for each contiguous range of mappings.
     for (size_t i = 0, n; !rc && i < g->n; i += n) {
         bool mapped = arena_of(&g->runs[i], what);
 
@@ -232,8 +232,8 @@ static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_
     return rc;
 }
 
-// Nothing is mapped in the group's addresses any more: what stands before them may be read a little past its end, and
-// what vmem_backdrop made readable stays so.
+// Restores the backdrop after the group's addresses were unmapped. Kernels may read a little past the end of the page
+// before the group, and segments that vmem_backdrop made readable stay readable.
 static int refill(struct vmem__gpu *c, const struct group *g)
 {
     const uint64_t *wanted = wanted_of(g);
@@ -254,7 +254,7 @@ static int refill(struct vmem__gpu *c, const struct group *g)
     return rc;
 }
 
-// Back to what was there before a map: the old arenas, or the backdrop.
+// Restores the mappings after a failed change: the given arenas, and the backdrop elsewhere.
 static void restore(struct vmem__gpu *c, const struct group *g, enum what what)
 {
     size_t bad;
@@ -265,7 +265,7 @@ static void restore(struct vmem__gpu *c, const struct group *g, enum what what)
     }
 }
 
-// Zeroes what is mapped for the first time since it was created or last asked to be zero.
+// Zeroes the arenas that are mapped for the first time since they were created or since cuda_zero() was called on them.
 static int clean(struct vmem__gpu *c, const struct group *g)
 {
     int result = CUDA_SUCCESS, sync;
@@ -324,7 +324,7 @@ static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
     return rc;
 }
 
-// All groups or none; what: what is there again after a failure.
+// Applies `change` to all groups or to none. After a failure, the `before` arenas are mapped again.
 static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad, enum what before,
                       int (*change)(struct vmem__gpu *, const struct group *, size_t *bad))
 {
@@ -395,7 +395,7 @@ static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
         return rc;
     }
     if (vmem__abi_release(b->info.driver, sizeof(b->info.driver)))
-        b->info.driver[0] = '\0'; // a container may hide it; nothing here depends on it
+        b->info.driver[0] = '\0'; // a container may hide the release; it is informational only
     strcpy(b->info.backend, "cuda");
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
     b->info.page_sizes = VMEM_PAGE_2M;

@@ -1,11 +1,12 @@
-// What a forked child gets of the pages. They are shared mappings of one memfd, so that a page can stand at several
-// addresses; left as they are, a child's stray write into an old tensor would reach the parent's new one. So the
-// child's mappings are made private before fork() returns there: it reads what the parent's pages hold, until it writes
-// a page, and what it writes is its own, as with any other memory.
+// Makes the pages of a forked child private. Pages are shared mappings of one memfd, so that a page can be mapped at
+// several addresses. If a child kept them, its stray write into an old tensor would reach the parent's new one. The
+// child's mappings are therefore made private before fork() returns there: the child reads the parent's pages until it
+// writes a page, and its writes are its own, as with any other memory.
 //
-// The file itself is closed there: nothing that the child does takes memory from its parent.
+// The child closes the memfd, so that nothing it does takes memory from its parent.
 //
-// The child's own list of mappings says what there is: a call of another thread may have been half done in the parent.
+// The mappings are read from the child's own /proc/self/maps: another thread's call may have been half done in the
+// parent.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -19,12 +20,13 @@
 
 #include "backend/host/host.h"
 
-// Guards the lists of files and of their reservations; held while the process forks.
+// Guards the list of files and their lists of reservations. It is held while the process forks.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct host_file *files;
 
-// One line of /proc/self/maps. sscanf() is not safe here: another thread may have held one of its locks.
+// One line of /proc/self/maps. It is parsed without sscanf(): another thread may have held one of its locks at the
+// fork.
 struct mapping {
     uint64_t start, end, offset, major, minor, inode;
     bool shared;
@@ -37,7 +39,7 @@ static const char *number(const char *at, unsigned base, uint64_t *value)
                                : *at >= 'a' && *at <= 'f' ? (unsigned)(*at - 'a') + 10
                                                           : base;
         if (digit >= base)
-            return at + (*at != '\0'); // behind what separates it from the next
+            return at + (*at != '\0'); // skip the separator
         *value = *value * base + digit;
     }
 }
@@ -56,7 +58,7 @@ static void make_private(const struct mapping *m, int fd)
     void *at = (void *)(uintptr_t)m->start;
     const size_t length = m->end - m->start;
     const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-    // If there is no memory for that, the child may still read; and if not even for that, it faults.
+    // If memory is too short for that, make the pages read-only. If that fails too, unmap them: accesses then fault.
     if (mmap(at, length, PROT_READ | PROT_WRITE, flags, fd, (off_t)m->offset) == MAP_FAILED &&
         mprotect(at, length, PROT_READ))
         munmap(at, length);
@@ -72,7 +74,7 @@ static void see(const char *line)
     }
 }
 
-// Reads the child's mappings, a line at a time; what stands behind the inode, the name, may be cut.
+// Reads the child's mappings, one line at a time. The name after the inode may be truncated.
 static bool see_all(void)
 {
     char buf[4096], line[128];
@@ -96,7 +98,8 @@ static bool see_all(void)
     return n == 0;
 }
 
-// Without a list of mappings (no descriptor is left, or no /proc is mounted): nothing may be written.
+// Makes all reservations read-only. This is the fallback when the mappings cannot be read, because no descriptor is
+// left or /proc is not mounted.
 static void forbid(void)
 {
     for (const struct host_file *f = files; f; f = f->next) {
@@ -114,13 +117,13 @@ static void in_child(void)
     const int saved = errno;
     if (files && !see_all())
         forbid();
-    // A function that a call of ours had called may have forked: what the call still does here must not reach the
-    // parent's memory.
+    // A function that the library called may have forked. The rest of that library call then runs in the child too, and
+    // must not reach the parent's memory.
     for (struct host_file *f = files; f; f = f->next) {
         close(f->fd);
         f->fd = -1;
     }
-    files = NULL; // the parent's: a child of the child has nothing left to do
+    files = NULL; // these were the parent's; a child of this child has nothing to do
     pthread_mutex_unlock(&lock);
     errno = saved;
 }

@@ -1,11 +1,11 @@
-// The host backend: pages of one memfd behind CPU addresses.
+// The host backend: maps pages of a memfd at CPU addresses.
 //
-// One memfd holds all arenas, each at an offset never used before, so that a context costs one descriptor. Memory is
-// committed by fallocate() when a page is created, so that a lack of it is -ENOMEM then and not SIGBUS later, and goes
-// back to the system by punching a hole when the page is released.
+// One memfd holds all arenas, each at an offset never used before, so that a context costs one descriptor. Creating a
+// page commits its memory with fallocate(), so that a lack of memory is -ENOMEM then and not SIGBUS later. Releasing
+// the page punches a hole, which returns the memory to the system.
 //
-// Mapping is mmap(MAP_FIXED) over what was there. Linux does that in one piece under the process's mapping lock: a
-// thread that touches the address in between waits and then finds the new page, hence VMEM_CAP_LIVE_REMAP.
+// Mapping is mmap(MAP_FIXED) over the old mapping. Linux replaces it atomically under the process's mapping lock: a
+// thread that touches the address meanwhile waits and then finds the new page. Hence VMEM_CAP_LIVE_REMAP.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -32,14 +32,14 @@
 #define FILE_SIZE (INT64_C(1) << 62)
 #define ARENA_MIN (UINT64_C(64) << 20)
 #define ARENA_MAX (UINT64_C(1) << 46)
-// Mappings kept in hand, so that a batch that ran into vm.max_map_count can be undone, and pages can be unmapped there.
-// One step takes three at most for a moment: a mapping cut in two, and the new one. At the limit the last two cannot be
-// taken back in hand, hence some more.
+// Ballast: spare mappings to drop when a batch reaches vm.max_map_count, so that the batch can be undone and pages can
+// be unmapped. One step briefly takes at most three mappings: the two halves of a split one, and the new one. At the
+// limit, the last two spare mappings cannot be recovered, so there are more than three.
 #define BALLAST_PAGES 64
-// Of the memory there is a 64th stays for the process itself, but no more than this.
+// One 64th of the memory is left to the process itself, but no more than this.
 #define STAYS_MOST (UINT64_C(256) << 20)
 
-// Addresses that could not be unmapped yet.
+// An address range that could not be unmapped yet.
 struct lost {
     struct lost *next;
     void *at;
@@ -48,16 +48,16 @@ struct lost {
 
 struct host {
     struct host_file file;
-    _Atomic uint64_t end;        // of the part of the file that was given to arenas
-    _Atomic uint64_t arenas;     // bytes of those that exist
+    _Atomic uint64_t end;        // end of the part of the file that was given to arenas
+    _Atomic uint64_t arenas;     // total size of the existing arenas
     pthread_rwlock_t lock;       // read: changing mappings. write: undoing changes, with the ballast dropped
-    char *ballast;               // BALLAST_PAGES mappings of one page, or fewer
-    bool light;                  // fewer
-    struct lost *_Atomic lost;   // changed with the lock for writing
+    char *ballast;               // BALLAST_PAGES mappings of one page each, or fewer if `light`
+    bool light;                  // the ballast is incomplete
+    struct lost *_Atomic lost;   // changed only with `lock` held for writing
     bool cgroup;                 // a control group allows less than the machine has
-    _Atomic int64_t unasked;     // bytes that may be populated before it is asked again
-    _Atomic uint64_t populating; // bytes that were not asked for
-    pthread_mutex_t asking;      // for the rest
+    _Atomic int64_t unasked;     // bytes that may be populated before the control group is asked again
+    _Atomic uint64_t populating; // bytes being populated without a check of the available memory
+    pthread_mutex_t asking;      // held from the check of the available memory until the pages are populated
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -69,7 +69,7 @@ static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
 
 static int file_new(void)
 {
-    // Linux 6.3 and later ask to be told that the memory is no program, and may be set to insist.
+    // Linux 6.3 and later expect this flag for a memfd that is not executable, and may be configured to require it.
     int fd = memfd_create("vmem", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
     if (fd < 0 && errno == EINVAL)
         fd = memfd_create("vmem", MFD_CLOEXEC);
@@ -89,7 +89,7 @@ static int probe(const struct vmem_options *opts)
     return 0;
 }
 
-// Neighbouring pages of different protection are mappings of their own.
+// Makes each page a mapping of its own: the kernel does not merge neighbouring pages with different protection.
 static void ballast_take(struct host *h)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -158,8 +158,9 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     return 0;
 }
 
-// Unmapping a part of what the kernel has joined into one mapping takes another one, and may fail at vm.max_map_count.
-// Tries again what did. With the lock for writing, or alone.
+// Tries again to unmap the lost ranges. Unmapping the middle of a mapping that the kernel has merged takes an
+// additional mapping, which may fail at vm.max_map_count. The caller holds the lock for writing, or no other thread
+// uses h.
 static void unmap_lost(struct host *h, bool last_time)
 {
     struct lost *l, *next, *still = NULL;
@@ -175,7 +176,7 @@ static void unmap_lost(struct host *h, bool last_time)
     h->lost = still;
 }
 
-// Unmaps addresses, now or when other mappings have gone. Without memory for a note of that they stay the process's.
+// Unmaps a range, now or once other mappings are gone. If there is no memory to record the range, it stays reserved.
 static void give_up(struct host *h, void *at, size_t length)
 {
     const bool gone = !munmap(at, length);
@@ -193,14 +194,14 @@ static void give_up(struct host *h, void *at, size_t length)
     pthread_rwlock_unlock(&h->lock);
 }
 
-// A forked child's descriptor and mappings are copies: closing them takes nothing from the parent.
+// A forked child has copies of the descriptor and the mappings, so closing them does not affect the parent.
 static void close_(struct vmem__backend *b, bool forked)
 {
     struct host *h = b->priv;
     vmem__host_file_remove(&h->file);
     ballast_drop(h);
     close(h->file.fd);
-    if (!forked) { // there another thread may have held it
+    if (!forked) { // in a forked child, a thread that does not exist there may have held the lock
         unmap_lost(h, true);
         pthread_rwlock_destroy(&h->lock);
         pthread_mutex_destroy(&h->asking);
@@ -208,7 +209,7 @@ static void close_(struct vmem__backend *b, bool forked)
     free(h);
 }
 
-// The error of a call that makes or splits mappings.
+// Sets the error of a call that creates or splits mappings.
 __attribute__((format(printf, 2, 3))) static int map_error(int rc, const char *fmt, ...)
 {
     char what[64];
@@ -231,7 +232,8 @@ __attribute__((format(printf, 2, 3))) static int map_error(int rc, const char *f
                        what, strerror(-rc), limit);
 }
 
-// The error of a reservation: whether it is the number of mappings shows in a small one.
+// Sets the error of a failed reservation. Tries a small mapping: if that fails too, the number of mappings is the
+// cause.
 static int reserve_error(int err, uint64_t length)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -287,8 +289,8 @@ static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     struct host *h = b->priv;
-    // An arena costs only the core's bookkeeping until it is populated: some room for fragmentation, but not for pages
-    // that can never be.
+    // Until it is populated, an arena costs only the core's bookkeeping. Allow twice the memory, for fragmentation, but
+    // not an unlimited number of pages that could never be populated.
     if (atomic_fetch_add(&h->arenas, a->size) + a->size > 2 * b->info.memory_total + ARENA_MIN) {
         h->arenas -= a->size;
         return vmem__error(-ENOMEM, "%" PRIu64 " bytes more of pages: the %s %" PRIu64 " bytes of memory", a->size,
@@ -319,9 +321,10 @@ static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
     h->arenas -= a->size;
 }
 
-// The kernel would rather kill a process than refuse memory it has promised, so ask first. Asking takes long beside
-// populating a page: sysinfo() is quick, but leaves out what the page cache could give up, and knows no control group.
-// Of what a control group leaves, a quarter is taken before it is asked again.
+// Returns whether memory is plentiful, so that check_memory() is not needed. The check exists because the kernel would
+// kill a process rather than refuse promised memory, but it is slow compared with populating a page. sysinfo() is
+// quick, but it omits reclaimable page cache and ignores control groups. A quarter of the memory that a control group
+// leaves may be populated before the group is asked again.
 static bool plenty(struct host *h, uint64_t length)
 {
     struct sysinfo si;
@@ -331,14 +334,14 @@ static bool plenty(struct host *h, uint64_t length)
     return is;
 }
 
-// With h->asking held until the memory is taken: what two threads are told would be the same.
+// The caller holds h->asking until the memory is populated. Otherwise, two threads could both count on the same memory.
 static int check_memory(struct host *h, uint64_t length)
 {
     struct vmem__host_memory m;
     if (vmem__host_memory("", &m))
         return 0;
-    // The process needs some, for page tables too. What others populate just now may be counted twice; it is a quarter at
-    // most.
+    // The process itself needs some memory, also for page tables. Memory that other threads are populating may be
+    // counted twice, but it is at most a quarter.
     const uint64_t own = m.total / 64 < STAYS_MOST ? m.total / 64 : STAYS_MOST;
     const uint64_t stays = own + h->populating, left = m.available > stays ? m.available - stays : 0;
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
@@ -402,7 +405,7 @@ static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
 
 // ---- mapping ------------------------------------------------------------------------------------------------
 
-// Puts a slice of an arena (NULL: what unbacked addresses hold) behind addresses of a reservation.
+// Maps a slice of an arena at addresses of a reservation. If the arena is NULL, makes the addresses unbacked.
 static int put(struct vmem__backend *b, const struct vmem__reservation *reservation, uint64_t addr, uint64_t length,
                const struct vmem__arena *a, uint64_t offset)
 {
@@ -416,8 +419,8 @@ static int put(struct vmem__backend *b, const struct vmem__reservation *reservat
     return got == MAP_FAILED ? -errno : 0;
 }
 
-// Does run *done, and when unmapping those after it whose addresses follow: wherever their memory is, one call takes
-// them all away. Moves *done past them.
+// Performs run *done and advances *done. When unmapping, it also performs the runs that follow at consecutive
+// addresses: one call unmaps them all, wherever their memory is.
 static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *done)
 {
     const struct vmem__run *r = &runs[*done];
@@ -450,8 +453,9 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     if (!rc && !light)
         return 0;
     *bad = done;
-    // mmap() refuses even to reduce the number of mappings once there are too many: drop the ballast. What unmaps goes
-    // on, for that is the way out; what maps goes back the way it came, on which there never were more.
+    // Once there are too many mappings, mmap() refuses even calls that would reduce their number, so drop the ballast.
+    // An unmap then continues, because it reduces the number. A map is undone in reverse order, so that the number of
+    // mappings never exceeds what it was before.
     pthread_rwlock_wrlock(&h->lock);
     ballast_drop(h);
     if (unmap && rc)

@@ -1,4 +1,4 @@
-// What the files of the host backend share.
+// Declarations shared by the files of the host backend.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_HOST_HOST_H
@@ -8,8 +8,8 @@
 
 #include "backend/backend.h"
 
-// The memfd behind a context's pages, and the reservations that they may be mapped in: what a forked child must not
-// write to.
+// The memfd behind a context's pages, and the reservations into which they may be mapped. A forked child must not write
+// to them.
 struct host_file {
     struct host_file *next;
     int fd;
@@ -18,7 +18,7 @@ struct host_file {
     struct vmem__reservation *reservations;
 };
 
-// From here on forks take care of the file. A negative errno with the text set.
+// Registers the file with the fork handlers. Returns 0 or a negative errno with the error text set.
 int vmem__host_file_add(struct host_file *f);
 void vmem__host_file_remove(struct host_file *f);
 void vmem__host_reservation_add(struct host_file *f, struct vmem__reservation *r);

@@ -1,5 +1,5 @@
-// How much memory there is: the machine's, or what the control groups (containers, systemd units, batch jobs) leave of
-// it to this process.
+// Measures the memory that this process may use: the machine's, or less where control groups (containers,
+// systemd units, batch jobs) limit it.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -11,7 +11,8 @@
 #include "backend/backend.h"
 #include "backend/host/memory.h"
 
-// The memory controller's files. Both versions are mounted where every distribution and container runtime has them.
+// The memory controller's files, for cgroup versions 1 and 2. Every distribution and container runtime mounts them
+// here.
 struct version {
     const char *mount, *limit, *used, *cache[2];
 };
@@ -28,8 +29,8 @@ static const struct version v2 = {
     {"inactive_file ", "active_file "},
 };
 
-// Opens a file to read; *out is NULL where there is none for us. An error is only what says nothing about the file: no
-// descriptor is left, for one.
+// Opens a file for reading. *out is NULL if the file is absent or not accessible to this process. Only failures that
+// are not about the file itself are errors, such as a lack of descriptors.
 static int open_file(const char *path, FILE **out)
 {
     *out = fopen(path, "re");
@@ -38,7 +39,7 @@ static int open_file(const char *path, FILE **out)
     return vmem__error(-errno, "%s: %s", path, strerror(errno));
 }
 
-// Reads the number behind key, which starts a line of the file. *found: there is one (not "max", or no such file).
+// Reads the number after `key` at the start of a line. *found is false if the file is absent or has no number ("max").
 static int number(const char *folder, const char *file, const char *key, uint64_t *value, bool *found)
 {
     char path[2 * PATH_MAX], line[128];
@@ -53,8 +54,8 @@ static int number(const char *folder, const char *file, const char *key, uint64_
     return rc;
 }
 
-// What one group allows, where that is less. Pages of files count as used, but the kernel gives them up first, so they
-// are available here as they are in MemAvailable. The pages of a memfd are not among those.
+// Lowers *m to the limits of one group. The group counts file pages as used, but the kernel reclaims them first, so
+// they count as available here, as in MemAvailable. The pages of a memfd are not file pages in this sense.
 static int restrict_to(const char *group, const struct version *v, struct vmem__host_memory *m)
 {
     uint64_t limit, used, cache;
@@ -76,8 +77,8 @@ static int restrict_to(const char *group, const struct version *v, struct vmem__
     return rc;
 }
 
-// A group is bound by all groups above it. In a container the path may be the one outside it, with nothing there, while
-// the mount's top is the container's own group: going up finds that too.
+// Applies the limits of a group and of all its ancestors, which bind it too. In a container, the path may be the one
+// seen outside, which does not exist here; the top of the mount is then the container's own group. The walk ends there.
 static int restrict_to_all(const char *root, const struct version *v, const char *path, struct vmem__host_memory *m)
 {
     char group[2 * PATH_MAX];
@@ -89,7 +90,7 @@ static int restrict_to_all(const char *root, const struct version *v, const char
     return rc ? rc : restrict_to(group, v, m);
 }
 
-// Whether a list of controllers, with commas, has "memory".
+// Returns whether a comma-separated list of controllers contains "memory".
 static bool has_memory(const char *list)
 {
     for (const size_t n = strlen("memory"); list; list = strchr(list, ',')) {
@@ -117,7 +118,7 @@ int vmem__host_memory(const char *root, struct vmem__host_memory *out)
     out->total <<= 10;
     out->available <<= 10;
 
-    // Lines "number:controllers:path"; version 2 is the one without controllers.
+    // Each line is "number:controllers:path". The line of version 2 lists no controllers.
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     rc = open_file(path, &f);
     while (f && !rc && fgets(line, sizeof line, f)) {

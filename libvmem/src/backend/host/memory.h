@@ -10,7 +10,7 @@ struct vmem__host_memory {
     bool cgroup;               // a control group allows less than the machine has
 };
 
-// The memory that this process may use, read from the files of /proc and /sys below root: "", but for tests.
+// Reads the memory that this process may use from /proc and /sys below `root`, which is "" except in tests.
 int vmem__host_memory(const char *root, struct vmem__host_memory *out);
 
 #endif

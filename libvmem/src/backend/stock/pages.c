@@ -1,10 +1,10 @@
-// How runs become as few driver calls as the entries' sizes allow.
+// Translates runs into as few driver calls as the page-table entry sizes allow.
 //
 // SPDX-License-Identifier: MIT
 #include "backend/stock/stock.h"
 
-// An unaligned run's middle goes to 2 MiB entries when that saves more than the further calls cost: writing the 64
-// KiB entries of a block takes about 7 us, a call about 17.
+// The middle of an unaligned run gets 2 MiB entries if that saves more than the additional calls cost. Writing the
+// 64 KiB entries of a block takes about 7 us; a call takes about 17 us.
 #define PROMOTE_MIN (4 * STOCK_BLOCK)
 
 static int counted(struct stock *s, int rc)
@@ -34,7 +34,7 @@ static void set_fine(struct stock_reservation *reservation, uint64_t addr, uint6
         vmem__bit_set(reservation->fine, (addr - reservation->cuda.addr) / STOCK_BLOCK, fine);
 }
 
-// One driver call. The entries come out fine unless addr, length and offset are multiples of a block.
+// Makes one driver call. The entries are fine unless addr, length and offset are all multiples of a block.
 static int put_one(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
                    struct stock_slice now)
 {
@@ -53,9 +53,9 @@ static int put_one(struct stock *s, struct stock_reservation *reservation, uint6
     return rc;
 }
 
-// Fine entries for the block that [from, to) lies in and is about to be replaced in. before stands behind from, and
-// behind all of the block if that is a 2 MiB entry of an arena: then the rest of the block is invalid for a moment,
-// and comes back.
+// Gives fine entries to the block that contains [from, to), because the caller is about to replace that range. `before`
+// is mapped at `from`. If a 2 MiB entry of an arena backs the block, `before` backs all of it; the rest of the block is
+// then invalid until it is mapped again here.
 static int refine(struct stock *s, struct stock_reservation *reservation, uint64_t from, uint64_t to,
                   struct stock_slice before)
 {
@@ -71,11 +71,11 @@ static int refine(struct stock *s, struct stock_reservation *reservation, uint64
     if (!rc && before.memory && to < end)
         rc = put_one(s, reservation, to, end - to, after(before, to - block));
     if (rc && before.memory)
-        put_one(s, reservation, block, STOCK_BLOCK, before); // the rest must not stay away
+        put_one(s, reservation, block, STOCK_BLOCK, before); // the rest of the block must be mapped again
     return rc;
 }
 
-// Fine entries throughout, in one call if it can be.
+// Maps with fine entries throughout, in one call if possible.
 static int put_fine(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
                     struct stock_slice now, struct stock_slice before)
 {
@@ -83,20 +83,21 @@ static int put_fine(struct stock *s, struct stock_reservation *reservation, uint
     bool coarse = now.memory && (addr | length | now.offset) % STOCK_BLOCK == 0;
     int rc = 0;
 
-    if (addr < first) // a block of which the run takes only a part
+    if (addr < first) // the run covers only a part of its first block
         rc = refine(s, reservation, addr, end < first ? end : first, before);
     if (!rc && last < end && last >= first)
         rc = refine(s, reservation, last, end, after(before, last - addr));
     if (rc || !coarse)
         return rc ? rc : put_one(s, reservation, addr, length, now);
-    // The driver would take 2 MiB entries for these numbers: two calls of odd lengths.
+    // The driver would use 2 MiB entries for an aligned range. Two calls with unaligned lengths prevent that.
     rc = refine(s, reservation, last - STOCK_BLOCK, last, after(before, length - STOCK_BLOCK));
     if (!rc)
         rc = put_one(s, reservation, addr, length - VMEM_PAGE_64K, now);
     return rc ? rc : put_one(s, reservation, end - VMEM_PAGE_64K, VMEM_PAGE_64K, after(now, length - VMEM_PAGE_64K));
 }
 
-// Takes whole blocks away: a call for many, where 64 KiB entries would take about 12 us for each.
+// Unmaps whole blocks by mapping scratch memory over them, many blocks in a call. With 64 KiB entries, each block would
+// take about 12 us.
 static int put_scratch(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
 {
     int rc = 0;
@@ -152,7 +153,7 @@ int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint
     int rc;
 
     pthread_mutex_lock(&reservation->cuda.lock);
-    // With the segment after them, so that a kernel's tile may reach beyond the last page.
+    // Also activate the next segment, so that a kernel's tile may reach past the last page.
     rc = vmem__stock_activate(s, reservation, addr, reservation->backdrop ? length + STOCK_SEGMENT : length);
     if (rc)
         goto unlock;
@@ -160,7 +161,7 @@ int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint
         n = piece(reservation, at, end);
         rc = put(s, reservation, at, n, after(now, at - addr), after(before, at - addr), keep_fine);
     }
-    // As it was, the failed piece too. Where a block is still coarse and taken in part, what stands there is before.
+    // Restore every piece, the failed one too. A partly covered block that is still coarse still maps `before`.
     for (end = at, at = addr; rc && at < end; at += n) {
         n = piece(reservation, at, end);
         put_fine(s, reservation, at, n, after(before, at - addr), after(before, at - addr));

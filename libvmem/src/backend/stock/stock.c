@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-// One stays when all pages are gone: with the backdrop and the scratch memory that is less than 128 MiB.
+// One arena stays after all pages are gone. With the backdrop and the scratch memory, that is less than 128 MiB.
 #define ARENA_MIN (UINT64_C(16) << 20)
 #define ARENA_MAX (UINT64_C(4) << 30)
 #define UVM_FDS 64
@@ -44,7 +44,8 @@ int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop,
     reservation->fine = calloc((reservation->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
     if (!reservation->fine)
         rc = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
-    // CUDA must know the first address; the segment after it is what the first map would ask for.
+    // CUDA must know the first address. With a backdrop, the first map would need the second segment, so it is
+    // activated here too.
     if (!rc)
         rc = vmem__stock_activate(s, reservation, reservation->cuda.addr, backdrop ? 2 * STOCK_SEGMENT : STOCK_SEGMENT);
     if (rc) {
@@ -139,7 +140,7 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     vmem__stock_reservation_free(s, &arena->alias);
     atomic_fetch_add(&b->syscalls, 1);
     if (!vmem__rm_memory_free(&s->rm, arena->memory))
-        atomic_fetch_add(&b->overhead, a->size); // until the context goes, which the accounts are to show
+        atomic_fetch_add(&b->overhead, a->size); // RM keeps the memory until the context ends; account for it
     free(arena);
 }
 
@@ -180,7 +181,7 @@ static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
                 : vmem__stock_put(s, run->reservation->priv, run->addr, run->length, nothing, page, false);
 }
 
-// All runs or none.
+// Applies `run` to all runs or to none.
 static int for_runs(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad,
                     int (*run)(struct stock *, const struct vmem__run *, bool undo))
 {
@@ -238,8 +239,8 @@ static int word(struct stock *s, uint64_t addr, uint32_t *value)
     return vmem__cuda_copy(&s->gpu.cuda, &op, 1);
 }
 
-// Whether maps through s->uvm reach what CUDA reads at addr, the start of an active segment: a 2 MiB map, its removal,
-// and a 64 KiB map over that. memory: 2 MiB.
+// Checks that maps through s->uvm change what CUDA reads at addr, the start of an active segment. Tests a 2 MiB map,
+// its removal, and a 64 KiB map at the same place. `memory` is an RM handle of 2 MiB.
 static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
 {
     uint32_t mapped = 1, removed = 1, mapped_fine = 1;
@@ -260,7 +261,7 @@ static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
     if (!rc)
         rc = word(s, page, &mapped_fine);
     if (!rc && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
-        vmem__cuda_fill(&s->gpu.cuda, addr, 0, STOCK_BLOCK); // the backdrop took the pattern
+        vmem__cuda_fill(&s->gpu.cuda, addr, 0, STOCK_BLOCK); // the fill may have written to the backdrop
         rc = vmem__error(-EIO,
                          "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
                          "64 KiB page",
@@ -269,7 +270,7 @@ static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
     return rc;
 }
 
-// Among the process' UVM descriptors, the one that is the VA space of its CUDA contexts.
+// Finds, among the process's UVM descriptors, the one whose VA space its CUDA contexts use.
 static int find_space(struct stock *s)
 {
     struct vmem__cuda_reservation r;
@@ -284,11 +285,11 @@ static int find_space(struct stock *s)
         goto no_range;
     rc = vmem__error(-ENODEV, "CUDA opened no descriptor of /dev/nvidia-uvm in this process");
     for (int i = 0; rc && rc != -ENOMEM && i < n; i++) {
-        // Above RM's descriptor: a dying process closes in order, and UVM, which keeps the GPU up, must go after RM's
-        // client.
+        // Duplicate above RM's descriptor. An exiting process closes descriptors in ascending order, and UVM, which
+        // keeps the GPU up, must close after RM's client.
         s->uvm.fd = fcntl(fds[i], F_DUPFD_CLOEXEC, s->rm.fd + 1);
         if (s->uvm.fd < 0)
-            continue; // closed meanwhile
+            continue; // another thread closed it
         rc = check_space(s, r.addr, memory);
         if (rc) {
             close(s->uvm.fd);
@@ -323,7 +324,7 @@ static void stock_close(struct vmem__backend *b, bool forked)
 
     if (!forked)
         vmem__backdrop_free(&s->gpu.cuda, &s->gpu.backdrop);
-    vmem__rm_close(&s->rm); // the scratch memory goes with the client
+    vmem__rm_close(&s->rm); // also frees the scratch memory
     if (s->uvm.fd >= 0)
         close(s->uvm.fd);
     vmem__cuda_close(&s->gpu.cuda, forked);

@@ -1,4 +1,4 @@
-// Arenas: memory that the module creates, and its second address, for zeroing.
+// Arenas: the module creates their pages. Each arena may have a second mapping, its alias, which serves zeroing.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -6,7 +6,7 @@
 
 #include "backend/uvm/uvm.h"
 
-// Releases what is left of an arena's pages; false: not all.
+// Releases the arena's remaining pages. Returns false if some could not be released.
 static bool release(struct uvm *u, struct uvm_arena *arena)
 {
     while (arena->released < arena->pages) {
@@ -30,7 +30,7 @@ static void end_arena(struct uvm *u, struct uvm_arena *arena)
     free(arena);
 }
 
-// Releases and frees an arena, now or later.
+// Releases the arena's pages and frees it. If the module refuses, the arena waits on u->unreleased for retry().
 static void give_up(struct vmem__backend *b, struct uvm_arena *arena)
 {
     struct uvm *u = b->priv;
@@ -46,7 +46,7 @@ static void give_up(struct vmem__backend *b, struct uvm_arena *arena)
     pthread_mutex_unlock(&u->lock);
 }
 
-// Tries again to release what the module would not.
+// Tries again to release the arenas that the module refused to release before.
 static void retry(struct vmem__backend *b)
 {
     struct uvm *u = b->priv;
@@ -115,7 +115,7 @@ void vmem__uvm_arenas_end(struct vmem__backend *b)
     pthread_mutex_destroy(&u->lock);
 }
 
-// Made at the first need: most arenas are never asked for zeroed pages that were used before.
+// Creates the alias at first use: most arenas never have to zero a used page.
 static int make_alias(struct vmem__backend *b, struct vmem__arena *a)
 {
     struct uvm *u = b->priv;

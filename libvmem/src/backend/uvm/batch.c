@@ -1,4 +1,4 @@
-// Runs to ops: as few calls as the module's limits allow, one for all but the largest batches.
+// Translates runs into the module's ops, in as few calls as its limits allow: one call for all but the largest batches.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -6,9 +6,9 @@
 
 #include "backend/uvm/uvm.h"
 
-enum action { PUT, PUT_BACK, TAKE }; // PUT_BACK: what PUT took the place of
+enum action { PUT, PUT_BACK, TAKE }; // PUT_BACK maps the old page that PUT replaced
 
-// Between two ops of a batch: everything in the runs before `run`, and `done` bytes of it, lie behind.
+// A position between two ops of a batch: all runs before `run`, and the first `done` bytes of `run`, are finished.
 struct place {
     size_t run;
     uint64_t done;
@@ -21,7 +21,7 @@ static bool before(const struct place *a, const struct place *b)
 
 static uint64_t min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// The longest op that starts at a place; moves the place behind it.
+// Builds the longest op that starts at `at`, and advances `at` past it.
 static void next_op(const struct vmem__run *runs, enum action action, const struct place *end, struct place *at,
                     struct uvm_vmem_op *op)
 {
@@ -38,8 +38,8 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
         op->handle = arena->first[page / arena->chunk] + page % arena->chunk;
         op->offset = offset % VMEM_PAGE_2M;
         op->length = min(op->length, VMEM_PAGE_2M - op->offset);
-        // A 2 MiB entry is never cut beside running kernels: one that holds a page is replaced as a whole, and those of
-        // the backdrop are cut a segment ahead of the kernels that read past the last small page.
+        // A 2 MiB entry is never split while kernels may access it. An entry that maps a page is replaced as a whole.
+        // MAP_AHEAD splits the backdrop's entries one segment ahead of kernels that read past the last small page.
         op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD : 0) |
                     (run->flags & VMEM_MAP_REPLACE ? UVM_VMEM_MAP_REPLACE : 0);
     }
@@ -48,7 +48,7 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
         *at = (struct place){.run = at->run + 1};
 }
 
-// At least as many ops as lie between two places.
+// Returns an upper bound on the number of ops between two places.
 static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, const struct place *end)
 {
     uint64_t n = 0;
@@ -58,7 +58,7 @@ static uint64_t op_bound(const struct vmem__run *runs, const struct place *at, c
     return n;
 }
 
-// Does what lies between two places. On failure *at is behind what was done before, and *bad the run at fault.
+// Performs the ops between *at and end. On failure, *at is the end of the completed part and *bad is the failing run.
 static int submit(struct uvm *u, enum action action, const struct vmem__run *runs, struct place *at,
                   const struct place *end, size_t *bad)
 {
@@ -101,8 +101,8 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
     return rc;
 }
 
-// Takes back what an action did between the start of the batch and a place. The overlays are there, so only a broken
-// GPU can refuse this; then nothing can be done about it.
+// Reverts an action from the start of the batch up to `done`. The overlays exist already, so only a broken GPU can make
+// this fail. Nothing can be done in that case, so the result is ignored.
 static void undo(struct uvm *u, enum action action, const struct vmem__run *runs, const struct place *done)
 {
     size_t bad;
@@ -133,7 +133,7 @@ static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__
 
 int vmem__uvm_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    // The segment behind is activated too, ahead of the kernels that read whole tiles.
+    // Also activate the segment after the run: kernels read whole tiles, which may reach past the last row.
     for (size_t i = 0; i < n; i++) {
         int rc = vmem__gpu_backdrop(b, runs[i].reservation, runs[i].addr, runs[i].length + UVM_SEGMENT);
 

@@ -5,7 +5,7 @@
 #include "backend/uvm/uvm.h"
 #include "driver/abi.h"
 
-// An arena takes one call however large it is; below this, calls for the next one would come often.
+// Creating an arena takes one call whatever its size. Smaller arenas would need that call often.
 #define ARENA_MIN (UINT64_C(32) << 20)
 #define ARENA_MAX (UINT64_C(64) << 30)
 
@@ -16,7 +16,7 @@ static int probe(const struct vmem_options *opts)
     return rc ? rc : vmem__cuda_probe(opts->device);
 }
 
-// The module's descriptor is the one that knows what CUDA maps.
+// The right UVM descriptor is the one in which CUDA's mappings appear. A reserved probe range identifies it.
 static int open_kmod(struct uvm *u, const uint8_t uuid[16])
 {
     struct vmem__cuda_reservation r;
@@ -73,7 +73,7 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
         return rc;
     }
     if (vmem__abi_release(b->info.driver, sizeof(b->info.driver)))
-        b->info.driver[0] = '\0'; // a name for people; nothing depends on it
+        b->info.driver[0] = '\0'; // informational only
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP;
     if (u->kmod.caps & UVM_VMEM_CAP_LIVE_REPLACE)
         b->info.caps |= VMEM_CAP_LIVE_REMAP;
@@ -85,7 +85,7 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
     return 0;
 }
 
-// CUDA must know the first address; the segment after it is what the first map would ask for.
+// CUDA must know the first address. The first map would need the second segment, so it is activated here too.
 static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     return vmem__gpu_reserve(b, r, 2 * UVM_SEGMENT);
