@@ -1,9 +1,8 @@
 """Contexts, reservations and pages: libvmem's objects, each with its own undo.
 
-A context owns address ranges (`Reservation`) and physical pages (`Pages`); mapping joins the two. The idea of
-separating them is CUDA's virtual memory management and, for small pages, vAttention's (Prabhu et al., ASPLOS 2025,
-Table 2).
-No page state is kept here: handles and addresses go to libvmem as numpy arrays, one call a batch.
+A context owns address ranges (`Reservation`) and physical pages (`Pages`); mapping joins the two. Separating them is
+the idea of CUDA's virtual memory management and, for small pages, of vAttention (Prabhu et al., ASPLOS 2025, Table 2).
+This module keeps no page state: it passes handles and addresses to libvmem as numpy arrays, one call per batch.
 
 SPDX-License-Identifier: MIT
 """
@@ -69,7 +68,7 @@ _CAPS = {
 
 @dataclass(frozen=True)
 class Info:
-    """What a context runs on. Sizes are bytes. Only `memory_free` ever changes."""
+    """The backend and device of a context. Sizes are in bytes. Only `memory_free` ever changes."""
 
     backend: str
     device_name: str
@@ -94,7 +93,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a context holds (bytes) and has done (counts) so far; see ``struct vmem_stats`` in vmem.h."""
+    """Memory that a context holds, in bytes, and counts of its calls so far; see ``struct vmem_stats`` in vmem.h."""
 
     reserved: int
     created: int
@@ -118,7 +117,7 @@ class PageInfo:
 
 
 def _names() -> dict[str, Any]:
-    """libvmem's own strings with the names of all backends, best first. They are never freed."""
+    """Return the names of all backends, best first, with libvmem's own strings, which are never freed."""
     names = lib.vmem_backends()
     found: dict[str, Any] = {}
     while names[len(found)] != ffi.NULL:
@@ -157,29 +156,29 @@ def _options(backend: str | None, device: SupportsIndex, budget: SupportsIndex, 
 
 
 class Context(_Owned):
-    """A backend on one device, and everything that is reserved and created there.
+    """A backend on one device, with all reservations and pages made there.
 
     Parameters
     ----------
     backend : str, optional
-        "uvm", "stock", "cuda" or "host"; by default ``$VMEM_BACKEND``, else the best that works.
+        "uvm", "stock", "cuda" or "host"; by default ``$VMEM_BACKEND``, or else the best one that works.
     device : int
         CUDA device ordinal, as CUDA_VISIBLE_DEVICES numbers them. The host backend ignores it.
     budget : int
-        Most bytes of pages that may exist at once; 0 for no limit but the device's.
+        The largest number of bytes of pages that may exist at once; 0 for no limit but the device's.
     unknown_driver : bool
         Let the stock backend try a driver release that its table does not know.
 
     Raises
     ------
     VmemError
-        When no such backend works here; the text is the one fact that stops it.
+        No such backend works here; the message gives the reason.
     InvalidArgument
         An unknown backend, or a device or budget that is negative.
 
     Notes
     -----
-    Every method may be called from any thread. The context belongs to the process that made it: after a fork the
+    Every method may be called from any thread. The context belongs to the process that made it: after a fork, the
     child's calls raise `VmemError` (EPERM).
     """
 
@@ -216,7 +215,7 @@ class Context(_Owned):
     def close(self) -> None:
         """Close every reservation and release all pages. Tensors that still exist keep their memory.
 
-        Calls of other threads that are under way finish first: the last of them ends the context.
+        Calls in progress in other threads finish first; the last of them ends the context.
         """
         for child in self._children.valuerefs():
             if owned := child():
@@ -259,7 +258,7 @@ class Context(_Owned):
     def prealloc(self, bytes: SupportsIndex) -> None:
         """Allocate device memory for at least `bytes` of pages in advance, so that creating them needs no driver call.
 
-        Raises `OutOfMemory` when there is not so much.
+        Raises `OutOfMemory` if less memory is available.
         """
         _check(lib.vmem_prealloc(self._use(), uint("bytes", bytes)))
 
@@ -283,8 +282,8 @@ class Context(_Owned):
         """Create `n` pages of `page_size` bytes, physically consecutive where possible; all or none.
 
         With `zero`, pages whose memory this context used before are cleared (fresh memory is always zero).
-        Returns `Pages`. Raises `OutOfMemory` when memory or the budget is exhausted, and `InvalidArgument` for a
-        `page_size` that is none of the context's ``page_sizes``.
+        Returns `Pages`. Raises `OutOfMemory` when memory or the budget is exhausted, and `InvalidArgument` if
+        `page_size` is not one of the context's ``page_sizes``.
         """
         return Pages(self, page_size, n, zero=zero)
 
@@ -294,17 +293,17 @@ class Context(_Owned):
         handles, owner = new_handles(n), self._new_owner(self._owned())
         buffer = as_buffer("vmem_page[]", handles)
         _check(lib.pv_own_pages(owner, page_size, len(handles), create_flags(zero), buffer))
-        lib.pv_disown_pages(owner)  # the last step: until here they go with the owner
+        lib.pv_disown_pages(owner)  # must be last: until here, the owner frees the pages on an exception
         return handles
 
     def _handles(self, pages: Any) -> Any:
-        """What a call of this context takes as pages: handles."""
+        """Return the handles of `pages`, which may be `Pages` of this context or handles already."""
         return pages._handles_for(self) if isinstance(pages, Pages) else pages
 
     def release(self, pages: Any) -> None:
         """Unmap pages from every address, then free them: `Pages`, a handle or an array of handles, all or none.
 
-        Raises `InvalidArgument`, with the element's ``index``, for what is no page (any more).
+        Raises `InvalidArgument`, with the element's ``index``, for a handle that is not, or no longer, a page.
         """
         bad = no_index()
         if type(pages) is int:  # one page: no array is needed
@@ -329,17 +328,17 @@ class Context(_Owned):
         addrs : int or array of int
             One address for each page, each a multiple of the page's size.
         pages : Pages, int or array of int
-            What to map. Bare handles keep no page alive.
+            The pages to map. Bare handles do not keep pages alive.
         replace : bool
-            Take the place of what is mapped there; otherwise that is an error (EEXIST). Unless the context is capable
-            of "live_remap", no kernel may touch the addresses meanwhile.
+            Replace pages that are mapped there; otherwise, they are an error (EEXIST). Unless the context has the
+            capability "live_remap", no kernel may touch the addresses meanwhile.
         fine : bool
             Keep every page separately unmappable while kernels run.
 
         Raises
         ------
         VmemError
-            With the ``index`` of the element at fault.
+            The error has the ``index`` of the failing element.
         """
         if type(addrs) is int and type(pages) is int:  # one page: no array is needed
             op, bad = ffi.new("struct vmem_map_op *", (uint("addrs", addrs), uint("pages", pages))), no_index()
@@ -401,7 +400,7 @@ class Context(_Owned):
         """Copy between addresses (scalars or arrays; device or CPU; lengths in bytes), in order; done on return.
 
         Raises `VmemError` (EFAULT) for unbacked addresses of a reservation; where it has a backdrop, they can be read.
-        Other addresses are the caller's own and are not checked: the process ends where it has no memory.
+        Other addresses are the caller's own and are not checked: if no memory is mapped there, the process crashes.
         """
         ops = make_ops(COPY_OP, dst=dst, src=src, lengths=lengths)
         for name in ("dst", "src"):
@@ -436,7 +435,7 @@ class Context(_Owned):
 
 
 def _ranges(addrs: Any, lengths: Any) -> tuple[Any, int]:
-    """Ranges (scalars or arrays, bytes) as a ``struct vmem_range[n]``, and n."""
+    """Return ranges (scalars or arrays, bytes) as a ``struct vmem_range[n]``, and n."""
     if type(addrs) is int and type(lengths) is int:  # one range: no array is needed
         return ffi.new("struct vmem_range *", (uint("addrs", addrs), uint("lengths", lengths))), 1
     ops = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths)
@@ -444,7 +443,7 @@ def _ranges(addrs: Any, lengths: Any) -> tuple[Any, int]:
 
 
 def _check_addresses(name: str, addrs: UInts) -> None:
-    """Refuse addresses that no process can have on any machine. Others that this process lacks fault."""
+    """Refuse addresses that no process can map on any machine. Other addresses fault if this process lacks them."""
     if addrs.size and (addrs.min() < _FIRST_ADDRESS or addrs.max() >= _END_OF_ADDRESSES):
         wrong = addrs[(addrs < _FIRST_ADDRESS) | (addrs >= _END_OF_ADDRESSES)][0]
         raise _error(errno.EFAULT, f"{name} {wrong:#x} is no address: those begin at 64 KiB and end before 2^57")
@@ -455,11 +454,11 @@ def _kind(value: Any) -> str:
 
 
 _defaults: dict[tuple[str | None, int], Context] = {}
-_defaults_lock = threading.RLock()  # a signal's handler, or a finalizer, may ask while this thread does
+_defaults_lock = threading.RLock()  # reentrant: a signal handler or a finalizer may ask too
 
 
 def _new_lock() -> None:
-    """In a forked child: a thread that held the lock does not exist here, and would never let go of it."""
+    """Replace the lock in a forked child: a thread that held it does not exist there and would never release it."""
     global _defaults_lock
     _defaults_lock = threading.RLock()
 
@@ -479,12 +478,12 @@ def default_context(backend: str | None = None, device: SupportsIndex = 0) -> Co
         context = _default(key)
         if context is None:
             made = Context(_best_gpu(key[1]) if backend == "gpu" else backend, key[1])
-            context = _defaults[key] = _default(key) or made  # a handler's, if one was made meanwhile
+            context = _defaults[key] = _default(key) or made  # a signal handler may have made one
         return context
 
 
 def _default(key: tuple[str | None, int]) -> Context | None:
-    """The context that there is. A forked child cannot use its parent's: it makes its own."""
+    """Return the existing default context, if usable. A forked child cannot use its parent's and makes its own."""
     context = _defaults.get(key)
     return None if context is None or context.closed or context._pid != os.getpid() else context
 
@@ -496,5 +495,5 @@ def _best_gpu(device: int) -> str:
             error = probe(name, device)
             if error is None:
                 return name
-    assert error is not None  # there are backends besides the host's
+    assert error is not None  # the host backend is not the only one
     raise error

@@ -1,8 +1,8 @@
 """The KV cache of a serving engine: request slots in virtual tensors, backed by pages as requests grow.
 
-The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3); the manager itself is native
-(vmem_kv.h), one call a step, without the GIL. Prefix caching by token hashes is in `pyvmem.kv_prefix`, tensor
-parallelism in `pyvmem.distributed`.
+The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3). The manager itself is native
+(vmem_kv.h): each step makes one native call, without the GIL. `pyvmem.kv_prefix` provides prefix caching by token
+hashes, and `pyvmem.distributed` tensor parallelism.
 
 SPDX-License-Identifier: MIT
 """
@@ -42,7 +42,7 @@ __all__ = [
     "model_specs",
 ]
 
-# Of a call: one for each slot, or all of them as numbers.
+# The lengths that a step takes: one token count per slot.
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Cache = TypeVar("Cache", bound="KVCache")
 
@@ -51,7 +51,7 @@ _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 
 
 def _config(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tuple[Any, Any]:
-    """A struct vmem_kv_config, and what it points to: both must live as long as the call."""
+    """Build a struct vmem_kv_config and the array it points to. Both must stay alive until the call returns."""
     kinds: dict[torch.dtype, int] = {}
     raw = ffi.new("struct vmem_kv_tensor[]", len(specs))
     for spec, tensor in zip(specs, raw):
@@ -70,7 +70,7 @@ def _config(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tu
 
 
 def _not_lengths(lengths: Iterable[Any]) -> Exception:
-    """The exception that says which element is no length."""
+    """Return an exception that names the first invalid length."""
     for i, value in enumerate(lengths):
         if not hasattr(value, "__index__"):
             return TypeError(f"lengths must be integers; lengths[{i}] is {value!r}")
@@ -85,11 +85,12 @@ class KVCache(KVAdmission, KVSharing):
     Parameters
     ----------
     specs : list of TensorSpec
-        From `model_specs`, or your own: layers may differ in shape, dtype and window.
+        From `model_specs`, or custom ones: layers may differ in shape, dtype and window.
     slots, max_tokens : int
         At least 1; slots at most 65,536.
     budget : int
-        Most bytes of pages, at least one page; taken from the device at once unless the cache is `lazy`.
+        The largest number of bytes of pages, at least one page. The constructor allocates them from the device, unless
+        the cache is `lazy`.
     options : KVCacheOptions, optional
         How the cache gets and keeps its pages.
     keywords
@@ -102,7 +103,7 @@ class KVCache(KVAdmission, KVSharing):
     missing_pages : int
         How many pages the last call that returned -1 was short of; `shortage` gives the reason.
     options : KVCacheOptions
-        As given, with the keywords in their places.
+        The options given, with the keywords applied.
 
     Raises
     ------
@@ -167,7 +168,7 @@ class KVCache(KVAdmission, KVSharing):
         if options.name is not None:
             path = new_view_path()
             if path:
-                # What cannot be published, as on a full disk, is not shown. The cache works all the same.
+                # Publishing is best effort: if it fails, as on a full disk, the cache still works but is not shown.
                 name = options.name.encode(errors="replace")
                 lib.vmem_kv_publish(self._use(), os.fsencode(path), name[:63])
 
@@ -279,7 +280,7 @@ class KVCache(KVAdmission, KVSharing):
         ----------
         tokens : sequence of int
         prefix_tokens : sequence of int, optional
-            Of each request, the rows that `attach_prefix` or blocks will provide: only those behind them are backed.
+            For each request, the rows that `attach_prefix` or blocks will provide. Only the rows after them are backed.
         """
         sizes = uint32s("tokens", tokens)
         prefixes = uint32s("prefix_tokens", [] if prefix_tokens is None else prefix_tokens)
@@ -296,7 +297,7 @@ class KVCache(KVAdmission, KVSharing):
         point have ended. No call may name it until it is allocated again.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
-        host = self._swapped.pop(slot, None)  # first: once the slot is free, another thread may have it
+        host = self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
         try:
             number = 0 if after is None else self._fence(after)
             _check(lib.vmem_kv_free(kv, slot) if after is None else lib.vmem_kv_free_after(kv, slot, number))
@@ -318,18 +319,19 @@ class KVCache(KVAdmission, KVSharing):
         Returns
         -------
         int
-            0, or -1 when memory is short: nothing changed, and `missing_pages` more pages must become free (free or
-            swap out a request) before it can work.
+            0, or -1 if memory is short. Nothing has changed then, and the step can succeed only once `missing_pages`
+            more pages are free: free or swap out a request.
         """
         if self._events:
             self._poll()
-        rc = lib.pv_kv_step(self._thing, self._raw(lengths), self.slots)  # _raw looks whether the cache is closed
+        rc = lib.pv_kv_step(self._thing, self._raw(lengths), self.slots)  # _raw checks for a closed cache
         return self._short(rc) if rc else 0
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
 
-        Returns 0 when a step with all that is staged would find its memory, else -1 and the growth is not staged.
+        Returns 0 if there is memory for a step with all staged growth. Otherwise returns -1 and does not stage this
+        growth.
         """
         if self._events:
             self._poll()
@@ -337,7 +339,10 @@ class KVCache(KVAdmission, KVSharing):
         return self._short(rc) if rc else 0
 
     def commit(self) -> int:
-        """Perform a `step` with what `grow` staged; other slots take no part. Raises ValueError if nothing is."""
+        """Perform a `step` with the growth that `grow` staged; other slots take no part.
+
+        Raises ValueError if no growth is staged.
+        """
         if self._events:
             self._poll()
         rc = lib.pv_kv_commit(self._use())
@@ -378,8 +383,8 @@ class KVCache(KVAdmission, KVSharing):
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
         """Discard rows from `tokens` onward (rejected speculation).
 
-        Quiet, unless `after` is given, as in `free_reqid`: kernels up to there may still touch the rows. Raises
-        `VmemError` (EBUSY), and changes nothing, where shared rows would have to be copied before they have ended.
+        Quiet, unless `after` is given, as in `free_reqid`: kernels up to that point may still touch the rows. Raises
+        `VmemError` (EBUSY), and changes nothing, if shared rows would have to be copied before those kernels end.
         """
         kv, slot, tokens = self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32)
         if after is None:
@@ -409,7 +414,8 @@ class KVCache(KVAdmission, KVSharing):
     def absent_slots(self, steps: SupportsIndex = 1) -> list[int]:
         """Return the active slots that took part in none of the last `steps` steps, nor were allocated since.
 
-        Their requests wait, or are over and were never freed. ``stats().absent_slots`` counts those of the last step.
+        Their requests are waiting, or have ended without being freed. ``stats().absent_slots`` counts the slots that
+        were absent from the last step.
         """
         raw, count = ffi.new("uint32_t[]", self.slots), ffi.new("uint32_t *")
         _check(lib.vmem_kv_absent_slots(self._use(), uint("steps", steps, 32), raw, self.slots, count))
@@ -436,7 +442,7 @@ class KVCache(KVAdmission, KVSharing):
     def reclaim(self, bytes: SupportsIndex | None = None) -> int:
         """Release kept pages and return unused device memory; returns the bytes of pages released.
 
-        Releases at least `bytes` if there are so many; by default, all of them.
+        Releases at least `bytes` if that much is kept; by default, releases all kept pages.
         """
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_reclaim(self._use(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
@@ -451,9 +457,10 @@ class KVCache(KVAdmission, KVSharing):
     def close(self, after: Any = None) -> None:
         """Free the memory, now or when the last view of a tensor is gone. No other call may follow.
 
-        Quiet, unless `after` is given, as in `free_reqid`. The memory is then freed when the kernels have ended, and
-        nobody waits: a thread asks an event every millisecond; after a step's number, `retire` says so. The interpreter
-        waits for that thread before it exits. Keep the cache until `retire`: one that is collected frees its memory.
+        Quiet, unless `after` is given, as in `free_reqid`. The call then returns at once, and the memory is freed when
+        the kernels have ended. If `after` is an event, a thread queries it every millisecond, and the interpreter waits
+        for that thread before it exits. If `after` is a step's number, `retire` declares the end. Keep the cache until
+        then: garbage collection frees its memory.
         """
         if self._owner is None:
             return

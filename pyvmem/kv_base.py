@@ -1,4 +1,4 @@
-"""What every part of a KV cache needs: its fences, its answers when memory is short, and its statistics.
+"""The base of a KV cache: its fences, its answers when memory is short, and its statistics.
 
 SPDX-License-Identifier: MIT
 """
@@ -53,8 +53,8 @@ class KVBase(_Owned):
     def retire(self, step: SupportsIndex | None = None) -> None:
         """Declare that the kernels of all steps up to this one (None: of every step) have ended.
 
-        Without it they have when the steps that may be in flight are called after them. The one call that may follow
-        ``close(after=step)``: it frees the memory.
+        Without this call, a step's kernels count as ended once the steps that may be in flight have been called after
+        it. This is the only call that may follow ``close(after=step)``: it frees the memory.
         """
         closing = self._closing
         if closing is not None:
@@ -67,20 +67,20 @@ class KVBase(_Owned):
         return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
 
     def _watch(self, after: Any, number: int) -> None:
-        """Retire the step when `after`, if it is an event, has come."""
+        """If `after` is an event, retire the step once the event has completed."""
         if callable(getattr(after, "query", None)):
             self._events.append((after, number))
 
     def _poll(self) -> None:
-        """Retire the steps whose events have come. Every call does that asks for a slot or for memory."""
-        with self._polling:  # another thread's event is not to be taken for this one's
+        """Retire the steps whose events have completed. Every call that asks for a slot or for memory does this."""
+        with self._polling:  # the event that is queried and the one that is popped must be the same
             while self._events and self._events[0][0].query():
                 self.retire(self._events.pop(0)[1])
 
     def _close_after(self, after: Any) -> None:
         number = 0 if after is None else self._fence(after)
         ended = lib.pv_kv_close(self._use(), number)
-        if ended < 0 and ended != -errno.EPERM:  # a child of the process that made the cache has nothing to end
+        if ended < 0 and ended != -errno.EPERM:  # EPERM: a forked child of the cache's process has nothing to end
             _check(ended)
         self._closing = number, self._owner, self._thing
         self._events.clear()
@@ -92,7 +92,7 @@ class KVBase(_Owned):
 
     def _end_after(self, event: Any) -> None:
         lib.pv_beside_captures()
-        with suppress(Exception):  # where CUDA is lost, no kernel runs
+        with suppress(Exception):  # if the CUDA context is lost, no kernel runs any more
             while not event.query():
                 time.sleep(0.001)
         self._end()
@@ -122,14 +122,14 @@ class KVBase(_Owned):
 
     @property
     def step_maps(self) -> int:
-        """Steps so far that had to map something themselves: `stats` has it too, this takes no time."""
+        """The number of steps so far that had to map pages themselves. `stats` includes it, but this is faster."""
         if self._raw_stats is None:
             self._raw_stats = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
         return int(self._raw_stats.step_maps)
 
     def stats(self) -> KVStats:
-        """The `KVStats` of this moment."""
+        """Return the current `KVStats`."""
         raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
         return KVStats(*(int(getattr(raw, name)) for name in STATS))

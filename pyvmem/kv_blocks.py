@@ -1,4 +1,4 @@
-"""Blocks: names that an engine's block table has for pages of a KV cache (vmem_kv.h, "blocks").
+"""Blocks: the names by which an engine's block table refers to pages of a KV cache (vmem_kv.h, "blocks").
 
 SPDX-License-Identifier: MIT
 """
@@ -23,9 +23,9 @@ def _numbers(name: str, values: npt.ArrayLike) -> tuple[Any, int]:
 class BlockNames:
     """Names 0 to `blocks` - 1 for the pages behind `tokens` rows of a slot, in all tensors of `cache`.
 
-    Named pages stay until `drop`, whatever becomes of the slot, and a new request can start with them (`attach`).
-    Raises `ValueError` where `tokens` rows are not whole pages in each tensor, `VmemError` (EOPNOTSUPP) where tensors
-    have windows.
+    Named pages stay until `drop`, even after their slot is freed. A new request can start with them (`attach`). Raises
+    `ValueError` if `tokens` rows are not whole pages in each tensor, and `VmemError` (EOPNOTSUPP) if tensors have
+    windows.
     """
 
     def __init__(self, cache: "KVCache", blocks: int, tokens: int) -> None:
@@ -35,9 +35,9 @@ class BlockNames:
         self.tokens = tokens
 
     def bind(self, slots: npt.ArrayLike, index: npt.ArrayLike, ids: npt.ArrayLike) -> None:
-        """ids[i] names the pages at block index[i] of slots[i], which the slot's last step asked for. All or nothing.
+        """Give the name ids[i] to the pages at block index[i] of slots[i]. All or nothing.
 
-        Raises `VmemError` (EEXIST) when a name is taken.
+        The slot's last step must have asked for these pages. Raises `VmemError` (EEXIST) if a name is taken.
         """
         (of, n), (at, n_index), (names, n_ids) = (
             _numbers(name, values) for name, values in (("slots", slots), ("index", index), ("ids", ids))
@@ -47,24 +47,24 @@ class BlockNames:
         _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, ffi.NULL))
 
     def attach(self, slot: int, ids: npt.ArrayLike) -> None:
-        """Quiet. The newly allocated slot starts with these blocks; its length becomes ``len(ids) * tokens``.
+        """Start a newly allocated slot with these blocks; its length becomes ``len(ids) * tokens``. Quiet.
 
-        The pages are mapped at the slot a second time, in one batch. Raises `VmemError` (ENODATA) when a name has no
-        pages.
+        One batch maps the pages at the slot, in addition to where they are mapped already. Raises `VmemError` (ENODATA)
+        if a name has no pages.
         """
         names, n = _numbers("ids", ids)
         _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), names, n, ffi.NULL))
 
     def compact(self) -> int:
-        """Give unused device memory back, moving pages that only names hold close together where that gives more.
+        """Return unused device memory; returns the number of bytes.
 
-        For idle times. Returns the bytes of device memory that went back.
+        Where that frees more memory, pages that only names hold are moved closer together. Call it at idle times.
         """
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_block_compact(self._cache._use(), freed))
         return int(freed[0])
 
     def drop(self, ids: npt.ArrayLike) -> None:
-        """Drop names; those that are not taken are skipped. Pages without another holder are released."""
+        """Drop names, skipping any that are not taken. Pages without another holder are released."""
         names, n = _numbers("ids", ids)
         _check(lib.vmem_kv_block_drop(self._cache._use(), names, n))

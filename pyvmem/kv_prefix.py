@@ -1,8 +1,8 @@
-"""A prefix cache: prompts that begin alike share the pages of their beginnings.
+"""A prefix cache: prompts with a common prefix share its pages.
 
-Prompts are cut into blocks of tokens; a block's key hashes its tokens and everything before them, so that equal keys
-mean equal prefixes (as in vLLM's automatic prefix caching). The pages are held by the manager (vmem_kv.h, "prefixes");
-here is only which of them are worth holding.
+Prompts are divided into blocks of tokens. A block's key hashes its tokens and all tokens before them, so equal keys
+mean equal prefixes (as in vLLM's automatic prefix caching). The manager holds the pages (vmem_kv.h, "prefixes"). This
+module only decides which prefixes are worth holding.
 
 SPDX-License-Identifier: MIT
 """
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
 @dataclass
 class _Entry:
     prefix: "Prefix"
-    keys: list[bytes] = field(default_factory=list)  # of its blocks, the longest last
+    keys: list[bytes] = field(default_factory=list)  # one per block, in order: the last covers the whole prefix
 
 
 class PrefixCache:
-    """Prefixes of finished or running requests, found by their tokens; the least recently used go first.
+    """Prefixes of finished or running requests, found by their tokens. Eviction drops the least recently used first.
 
     Parameters
     ----------
     cache : KVCache
     block_tokens : int
-        Prefixes are told apart, and shared, in multiples of this. Small blocks match more; only whole pages are shared
-        without a copy.
+        Prefixes are matched and shared in multiples of this number of tokens. Small blocks match more tokens, but only
+        whole pages are shared without a copy.
     max_entries : int
-        Most prefixes held.
+        The largest number of prefixes held.
 
     Attributes
     ----------
     hits, misses, hit_tokens, evictions : int
-        Requests that found a prefix or none, the tokens they did not have to compute, and prefixes given up.
+        Requests that found a prefix, requests that found none, prompt tokens that were found and need not be computed,
+        and prefixes dropped.
     """
 
     def __init__(self, cache: "KVCache", block_tokens: int = 32, max_entries: int = 4096) -> None:
@@ -62,7 +63,7 @@ class PrefixCache:
         return len(self._entries)
 
     def __bool__(self) -> bool:
-        return True  # a cache, be it empty
+        return True  # an empty cache is still a cache
 
     @staticmethod
     def _tokens(tokens: Any) -> npt.NDArray[np.int64]:
@@ -82,9 +83,9 @@ class PrefixCache:
         return keys
 
     def match(self, tokens: Sequence[int]) -> "tuple[Prefix | None, int]":
-        """(prefix, tokens that can be attached of it), or (None, 0).
+        """Return the longest known prefix of the sequence: (prefix, tokens of it that can be attached), or (None, 0).
 
-        The longest known beginning of the sequence, but never all of it: the last token must be computed anew.
+        It never covers the whole sequence: the last token must always be computed.
         """
         keys = self.keys(self._tokens(tokens)[:-1])
         for count in range(len(keys), 0, -1):
@@ -97,13 +98,13 @@ class PrefixCache:
         return None, 0
 
     def alloc(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A slot for a request, started with what is known of its prompt.
+        """Allocate a slot for a request and attach the longest known prefix of its prompt.
 
         Returns
         -------
         (slot, cached) : (int, int)
-            cached: how many of the prompt's tokens the slot has already. The slot is -1 when all are taken, or when
-            there is not even memory for the part of a page that has to be copied.
+            cached: how many of the prompt's tokens the slot already has. The slot is -1 if all slots are taken, or if
+            there is no memory to copy a partial page.
         """
         length = self._tokens(tokens).size
         prefix, cached = self.match(tokens)
@@ -120,14 +121,17 @@ class PrefixCache:
         return slot, cached
 
     def insert(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Hold the whole blocks of a request's written tokens. False where that is known already or cannot be had."""
+        """Hold the whole blocks of a request's written tokens.
+
+        Returns False if there is no whole block, if this prefix is already held, or if it cannot be saved.
+        """
         keys = self.keys(tokens)
         if not keys or any(self._entries[id].keys[-1] == keys[-1] for id in self._blocks.get(keys[-1], ())):
             return False
         try:
             prefix = self.cache.save_prefix(slot, len(keys) * self.block_tokens)
         except VmemError as error:
-            if error.errno == errno.ENODATA:  # its window tensors have passed the end of it
+            if error.errno == errno.ENODATA:  # the windows have moved past the end of the prefix
                 return False
             raise
         self._entries[prefix.id] = _Entry(prefix, keys)
@@ -149,9 +153,10 @@ class PrefixCache:
         self.evictions += 1
 
     def evict(self, pages: int, spare: int | None = None) -> int:
-        """Drop prefixes, the least recently used first, until so many pages became free; returns how many did.
+        """Drop prefixes, least recently used first, until `pages` pages are free. Returns the number of pages freed.
 
-        Prefixes whose pages all belong to others too free nothing and are kept, unless nothing else is left.
+        Dropping a prefix frees nothing if all its pages have other holders. Such prefixes are dropped only if no others
+        are left. The prefix with the id `spare` is never dropped.
         """
         freed, pages = 0, uint("pages", pages)
         for id in [id for id in self._entries if id != spare]:
@@ -162,7 +167,7 @@ class PrefixCache:
                 self._drop(id)
                 freed += own
         if freed < pages:
-            # Several prefixes may hold the same pages, none of which are one's own.
+            # Pages that only prefixes share become free when the last of those prefixes is dropped.
             before = self.cache.stats().prefix_pages
             for id in [id for id in self._entries if id != spare]:
                 gone = before - self.cache.stats().prefix_pages
@@ -173,7 +178,7 @@ class PrefixCache:
         return freed
 
     def step(self, lengths: "Lengths") -> int:
-        """`KVCache.step`, giving up prefixes where memory is short."""
+        """Perform `KVCache.step`, dropping prefixes while memory is short. Returns -1 if that is not enough."""
         while self.cache.step(lengths):
             if not self.evict(self.cache.missing_pages):
                 return -1

@@ -1,4 +1,4 @@
-"""Rows that leave a slot and come back: prefixes that requests share, and requests swapped out to CPU memory.
+"""Prefixes that requests share, and requests swapped out to CPU memory.
 
 SPDX-License-Identifier: MIT
 """
@@ -51,16 +51,17 @@ class KVSharing(KVBase):
         return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
 
     def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
-        """Return (pages held, pages without another holder: what dropping the prefix frees)."""
+        """Return (pages held, pages without another holder). Dropping the prefix frees the latter."""
         info = self._prefix_info(self._of_prefix(prefix, None)[0])
         return info.pages, info.own_pages
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
         """Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
 
-        Full pages are mapped, not copied: kernels that write their rows may be in flight, if those that read them here
-        run after them. Rows in a last, partial page are copied, and must have been written. Returns 0, or -1 as `step`
-        does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has what the next token reads.
+        Full pages are mapped, not copied. Kernels that write their rows may still be in flight, provided that kernels
+        that read the rows in this slot run after them. Rows in a partial last page are copied, so they must have been
+        written. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has
+        the rows that the next token reads.
         """
         id, tokens = self._of_prefix(prefix, tokens)
         if self._events:
@@ -85,10 +86,11 @@ class KVSharing(KVBase):
     def swap_out(self, slot: SupportsIndex, after: Any = None) -> None:
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
-        Quiet, unless `after` is given, as in `free_reqid`. The rows are then copied when the kernels up to there have
-        ended, by the background thread if the cache has one (`overlap`), and nobody waits. Until all are copied, the
-        slot's state is "swapping", and `swap_in` takes it back without a copy; then it is "swapped". Once the kernels
-        have ended, the pages count as free: a step that finds no others copies the rest itself.
+        Quiet, unless `after` is given, as in `free_reqid`. The call then returns at once, and the rows are copied when
+        the kernels up to that point have ended, by the background thread if the cache has one (`overlap`). Until all
+        rows are copied, the slot's state is "swapping", and `swap_in` takes it back without a copy. Then the state is
+        "swapped". Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
+        itself.
 
         For a cache on a GPU, the CPU memory is pinned.
         """
@@ -103,7 +105,7 @@ class KVSharing(KVBase):
             _check(lib.vmem_kv_swap_out(kv, slot, data, size[0]))
             self._swapped[slot] = host
             return
-        if self._stop_copying is None:  # a view of a tensor may outlive the cache, and keep the background thread
+        if self._stop_copying is None:  # a view of a tensor may outlive the cache and keep the background thread alive
             self._stop_copying = weakref.finalize(self, lib.pv_kv_close, kv, 0)
         self._swapped[slot] = host
         try:

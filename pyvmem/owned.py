@@ -1,7 +1,7 @@
-"""Reservations and pages: the objects that a context creates, each with its own undo.
+"""Reservations and pages: the objects that a context creates, each of which cleans up after itself.
 
-Every object holds one count of a native owner (pyvmem/native/owner.c). A call passes the owner, or what keeps it, as an
-argument, so that closing an object beside a call of another thread ends it when that call is over.
+Every object holds one reference to a native owner (pyvmem/native/owner.c). A call passes the owner, or a pointer that
+keeps it, as an argument. If another thread closes the object meanwhile, the object therefore ends only after the call.
 
 SPDX-License-Identifier: MIT
 """
@@ -33,7 +33,7 @@ Self = TypeVar("Self", bound="_Owned")
 
 
 def make_ops(dtype: np.dtype[Any], **columns: Any) -> npt.NDArray[Any]:
-    """Columns (scalars are repeated), in the order of the dtype's fields, as an array of C structures."""
+    """Return an array of C structures from columns in the order of the dtype's fields. Scalars are repeated."""
     arrays = [uints(name, values) for name, values in columns.items()]
     try:
         rows = np.broadcast_arrays(*arrays)
@@ -54,7 +54,7 @@ _SIZE, _NO_INDEX = ffi.typeof("size_t *"), lib.PV_NO_INDEX
 
 
 def no_index() -> Any:
-    """What receives the index of a batch's element at fault."""
+    """Return the variable that receives the index of a batch's failing element."""
     return ffi.new(_SIZE, _NO_INDEX)
 
 
@@ -67,17 +67,17 @@ def create_flags(zero: bool) -> int:
 
 
 def new_handles(n: SupportsIndex) -> UInts:
-    """Room for n page handles."""
+    """Return an uninitialized array for n page handles."""
     try:
         return np.empty(uint("n", n), np.uint64)
     except InvalidArgument:
         raise
-    except (MemoryError, ValueError):  # numpy says ValueError of what no address space holds
+    except (MemoryError, ValueError):  # numpy raises ValueError for sizes beyond any address space
         raise OutOfMemory(errno.ENOMEM, f"n {n}: no memory for so many handles") from None
 
 
 class Uncopyable:
-    """What stands for something native of which there is one: a copy would end it a second time."""
+    """Base of objects that own something native. They cannot be copied: a copy would free it a second time."""
 
     _instead = ""
 
@@ -86,7 +86,7 @@ class Uncopyable:
 
 
 class _Owned(Uncopyable):
-    """Holds one count of a native owner; ends with close(), the end of a with block, or garbage collection."""
+    """Holds one reference to a native owner until close(), the end of a with block, or garbage collection."""
 
     _what = "object"
     _owner: Any = None
@@ -94,8 +94,11 @@ class _Owned(Uncopyable):
 
     @staticmethod
     def _new_owner(parent: Any = None) -> Any:
-        """An owner of nothing yet. It is made before what it is to own and to keep: an exception at any later moment, a
-        signal handler's too, then leaves nothing behind."""
+        """Create an empty owner.
+
+        It is created before the objects that it will own, so that an exception at any later moment leaks nothing, even
+        one that a signal handler raises.
+        """
         owner = lib.pv_owner_new()
         if owner == ffi.NULL:
             raise OutOfMemory(errno.ENOMEM, "no memory for bookkeeping")
@@ -110,14 +113,17 @@ class _Owned(Uncopyable):
         self._owner = owner
 
     def _owned(self) -> Any:
-        """The owner, to be passed to a native call, which it outlives as its argument: no variable may hold it."""
+        """Return the owner, to be passed directly to a native call: as an argument, it outlives the call.
+
+        No variable may hold it.
+        """
         owner = self._owner
         if owner is None:
             raise ValueError(f"the {self._what} is closed")
         return owner
 
     def _use(self) -> Any:
-        """As `_owned`, for the pointer that libvmem's own calls take."""
+        """Return the pointer that libvmem's own calls take; otherwise as `_owned`."""
         thing = self._thing
         if thing is None:
             raise ValueError(f"the {self._what} is closed")
@@ -129,7 +135,7 @@ class _Owned(Uncopyable):
         return self._owner is None
 
     def _drop(self) -> None:
-        # What still uses them, in other threads, drops the last count.
+        # If calls in other threads still use the owner, the last of them drops the last reference.
         self._owner = self._thing = None
 
     def close(self) -> None:
@@ -145,7 +151,7 @@ class _Owned(Uncopyable):
 
 
 class _Keep:
-    """The destructor of a pointer, which keeps the pointer's owner until then and does nothing."""
+    """The destructor of a pointer. It does nothing itself, but keeps the owner alive as long as the pointer."""
 
     __slots__ = ("owner",)
 
@@ -159,10 +165,11 @@ class _Keep:
 class Reservation(_Owned):
     """A range of addresses: `addr` and `length`, in bytes. Made by `Context.reserve`.
 
-    Closing it unmaps what is mapped there, releases the pages that `commit` created, and frees the addresses when the
-    last tensor over them is gone. It keeps pages that were mapped through `map` alive until they are closed.
+    Closing it unmaps everything there, releases the pages that `commit` created, and frees the addresses when the last
+    tensor over them is gone. It keeps pages that were mapped through `map` alive until they are closed.
 
-    Offsets and lengths are bytes within the reservation: `InvalidArgument` names one that is not.
+    Offsets and lengths are in bytes and must lie within the reservation; otherwise, `InvalidArgument` names the one
+    that does not.
     """
 
     _what = "reservation"
@@ -197,10 +204,10 @@ class Reservation(_Owned):
     def close(self) -> None:
         """Unmap everything and free the addresses, now or when the last tensor over them is gone."""
         self._drop()
-        self._pages.clear()  # what a call of another thread adds now, it takes away again
+        self._pages.clear()  # a concurrent map() removes what it adds after this
 
     def _part(self, offset: SupportsIndex, length: SupportsIndex | None) -> tuple[int, int]:
-        """offset and length, checked; by default all that follows."""
+        """Check and return offset and length; by default, the length reaches to the end."""
         self._owned()
         offset = uint("offset", offset)
         if offset > self.length:
@@ -213,7 +220,7 @@ class Reservation(_Owned):
         return offset, length
 
     def _parts(self, offsets: UInts, lengths: UInts | int) -> UInts:
-        """The addresses of offsets at which so many bytes lie within the reservation."""
+        """Return the addresses of the offsets, after checking that `lengths` bytes there lie within the reservation."""
         self._owned()
         total = np.uint64(self.length)
         lengths = np.broadcast_to(np.asarray(lengths, np.uint64), offsets.shape)
@@ -227,9 +234,9 @@ class Reservation(_Owned):
         return InvalidArgument(errno.EINVAL, f"{what} within the reservation's {self.length} bytes", index)
 
     def map(self, pages: Pages, offset: Any = 0, *, replace: bool = False, fine: bool = False) -> None:
-        """Map `Pages` here: at one offset, one after another, or at an array of offsets (bytes), one for each page.
+        """Map `Pages` here: consecutively from one offset (bytes), or at an array of offsets, one for each page.
 
-        `replace` and `fine`, and errors, as in `Context.map`.
+        `replace`, `fine` and the errors are as in `Context.map`.
         """
         if not isinstance(pages, Pages):
             raise TypeError(f"pages must be Pages, not {type(pages).__name__}: Context.map takes handles")
@@ -245,7 +252,7 @@ class Reservation(_Owned):
             n = len(handles)
             self._part(first, n * size)
             _check(lib.pv_range_map(self._owned(), first, size, pages._buffer, n, flags, bad), bad)
-        # These are mapped now, whatever another thread's call for the same pages did. Only closing takes them out.
+        # The pages are mapped now, whatever another thread did with them. Only closing removes them from the set.
         if pages not in self._pages:
             self._pages.add(pages)
             pages._homes[id(self)] = self
@@ -253,9 +260,9 @@ class Reservation(_Owned):
             self._pages.discard(pages)
 
     def unmap(self, offset: Any = 0, length: Any = None) -> None:
-        """Unmap `length` bytes from `offset` on (arrays for several ranges, all or none); by default everything.
+        """Unmap `length` bytes at `offset` (arrays for several ranges, all or none); by default, everything.
 
-        What `commit` put there and nothing else maps is released.
+        Pages that `commit` created are released if they are mapped nowhere else.
         """
         try:
             first, size = operator.index(offset), None if length is None else operator.index(length)
@@ -282,9 +289,9 @@ class Reservation(_Owned):
     ) -> int:
         """Back every unbacked part of a range with new pages, all or none; returns the bytes newly backed.
 
-        Offset and length are multiples of `page_size`, by default the smallest. The pages belong to the addresses:
-        `decommit` or closing the reservation releases them. With `zero`, memory that this context used before is
-        cleared. Raises `OutOfMemory`, and `VmemError` (EEXIST) over pages smaller than `page_size`.
+        Offset and length are multiples of `page_size`, which is the smallest page size by default. The pages belong to
+        the addresses: `decommit` or closing the reservation releases them. With `zero`, memory that this context used
+        before is cleared. Raises `OutOfMemory`, and `VmemError` (EEXIST) over pages smaller than `page_size`.
         """
         sizes = self.context.page_sizes
         page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
@@ -294,9 +301,10 @@ class Reservation(_Owned):
         return int(done[0])
 
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
-        """Release what `commit` created in a range, which must not cut a page; returns the bytes that were backed.
+        """Release the pages that `commit` created in a range; returns the bytes that were backed there.
 
-        `Pages` that are mapped there are unmapped and keep their memory; `Context.decommit` releases them too.
+        The range must not cut a page. `Pages` that are mapped there are unmapped but keep their memory;
+        `Context.decommit` releases them too.
         """
         first, size = self._part(offset, length)
         if not size:
@@ -316,7 +324,7 @@ class Reservation(_Owned):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that are backed now, by whatever pages; 0 once the reservation is closed."""
+        """Bytes that are backed now, by pages of any origin; 0 once the reservation is closed."""
         if self._owner is None:
             return 0
         done = ffi.new("uint64_t *")
@@ -324,7 +332,7 @@ class Reservation(_Owned):
         return int(done[0])
 
     def backed(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> list[tuple[int, int]]:
-        """The backed parts of a range: their offsets and lengths in bytes, in order, neighbours joined."""
+        """Return (offset, length) of each backed part of a range, in bytes and in order. Adjacent parts are joined."""
         at, left = self._part(offset, length)
         end, first, found = at + left, ffi.new("uint64_t *"), ffi.new("uint64_t *")
         parts: list[tuple[int, int]] = []
@@ -373,7 +381,7 @@ class Pages(_Owned):
         return f"<pyvmem.Pages {len(self)} x {self.page_size} bytes{', closed' if self.closed else ''}>"
 
     def _handles_for(self, context: Context) -> UInts:
-        """The handles, for a call of this context."""
+        """Return the handles, after checking that the pages are open and belong to this context."""
         if self._owner is None:
             raise ValueError("the pages are closed")
         if self.context is not context:
@@ -381,7 +389,7 @@ class Pages(_Owned):
         return self.handles
 
     def close(self) -> None:
-        """Unmap the pages wherever they are mapped and free them. Pages released one by one before are skipped."""
+        """Unmap the pages wherever they are mapped and free them. Pages that were released individually are skipped."""
         self._drop()
         for home in self._homes.valuerefs():
             if reservation := home():
@@ -391,6 +399,6 @@ class Pages(_Owned):
 
 
 def check_process(pid: int) -> None:
-    """Raise unless this is the process with that id: before a lock that may be held by a thread which a fork left."""
+    """Raise unless this is process `pid`. Call it before taking a lock that a thread may have held during a fork."""
     if os.getpid() != pid:
         raise VmemError(errno.EPERM, "the context belongs to the process that forked this one")

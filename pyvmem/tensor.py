@@ -1,4 +1,4 @@
-"""Torch tensors over reserved memory: as large as you like, backed where you choose.
+"""Torch tensors over reserved addresses: any part of a tensor can be backed with memory when it is needed.
 
 SPDX-License-Identifier: MIT
 """
@@ -38,7 +38,7 @@ _free_capsule = int(ffi.cast("uintptr_t", ffi.addressof(lib, "pv_dlpack_capsule_
 
 MAX_BYTES = 1 << 46  # of a reservation
 _MAGIC = b"pyvmem tensor 1\n"
-_PIECE = 16 << 20  # bytes of a file that are in memory at once
+_PIECE = 16 << 20  # bytes of a file that are read or written at a time
 
 
 def tensor_at(
@@ -56,15 +56,15 @@ def tensor_at(
     owner : cdata ``pv_owner *``
         Kept alive by the tensor and every view of it.
     addr : int
-        First byte; a CPU or CUDA address, as the device says.
+        Address of the first byte: a CPU or CUDA address, according to `device`.
     shape, strides : sequence of int
         In elements, as in torch; contiguous by default.
 
     Returns
     -------
     torch.Tensor
-        No view: it is the base of its own storage, made through DLPack (https://dmlc.github.io/dlpack), as plain bytes
-        so that every dtype of torch will do.
+        Not a view: it is the base of its own storage. The storage is imported through DLPack
+        (https://dmlc.github.io/dlpack) as plain bytes, so that every torch dtype works.
     """
     device = torch.device(device)
     if strides is None:
@@ -76,13 +76,13 @@ def tensor_at(
     if managed == ffi.NULL:
         raise OutOfMemory(errno.ENOMEM, "no memory for a tensor's description")
     capsule = _new_capsule(int(ffi.cast("uintptr_t", managed)), b"dltensor", _free_capsule)
-    lib.pv_dlpack_keep(managed, owner)  # only now: the capsule lets go of it
+    lib.pv_dlpack_keep(managed, owner)  # only now: the capsule releases the owner
     storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """The torch.device meant, with its ordinal where it is CUDA's."""
+    """Return the torch.device. A CUDA device always has its ordinal."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError):
@@ -97,7 +97,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _backed_whole(owner: Any, nbytes: int, what: str) -> None:
-    """Raise unless all of a tensor is backed."""
+    """Raise unless the whole tensor is backed."""
     mapped = ffi.new("uint64_t *")
     _check(lib.pv_range_mapped(owner, mapped))
     if mapped[0] < nbytes:
@@ -108,7 +108,7 @@ def _backed_whole(owner: Any, nbytes: int, what: str) -> None:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory, without the attributes below."""
+    """Return a tensor over the same memory, without the attributes that `_guard` sets."""
     alias = tensor.detach().requires_grad_(tensor.requires_grad)
     alias.grad = tensor.grad
     return alias
@@ -130,9 +130,9 @@ def _share_memory() -> None:
 
 
 def _guard(tensor: torch.Tensor, owner: Any, nbytes: int) -> None:
-    """Have the tensor refuse what would read it whole while parts are unbacked, or move it off its pages.
+    """Make the tensor refuse operations that would read unbacked parts or move it off its pages.
 
-    torch asks the tensor itself for these; of its views it asks nothing.
+    torch looks these methods up on the tensor itself, so its views are not guarded.
     """
     own: dict[str, Any] = tensor.__dict__
     own["__reduce_ex__"] = functools.partial(_reduce, owner, nbytes, weakref.ref(tensor))
@@ -149,7 +149,7 @@ def _open(file: Any, mode: Literal["rb", "wb"]) -> AbstractContextManager[IO[byt
 
 
 def _read(source: IO[bytes], size: int) -> bytes:
-    """size bytes, or what there is: a file without a buffer gives as many at a time as it likes."""
+    """Read `size` bytes, or fewer at the end of the file. An unbuffered file may return fewer bytes per read."""
     data = source.read(size)
     while 0 < len(data) < size:
         more = source.read(size - len(data))
@@ -160,7 +160,7 @@ def _read(source: IO[bytes], size: int) -> bytes:
 
 
 def _write(out: IO[bytes], data: bytes) -> None:
-    """All of data, also where the file has no buffer and takes a part at a time."""
+    """Write all of `data`. An unbuffered file may accept only a part at a time."""
     left = memoryview(data)
     while left:
         done: int | None = out.write(left)
@@ -168,7 +168,7 @@ def _write(out: IO[bytes], data: bytes) -> None:
 
 
 def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]:
-    """What the second line of a file says: shape, dtype and the backed parts."""
+    """Parse the second line of a file: shape, dtype and the backed parts."""
     try:
         about = json.loads(line)
         dtype = getattr(torch, about["dtype"])
@@ -183,28 +183,29 @@ def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]
 
 
 class VirtualTensor(Uncopyable):
-    """A tensor whose addresses are all reserved and of which parts are backed. Made by `virtual_empty`.
+    """A tensor whose addresses are all reserved, but of which only parts are backed. Made by `virtual_empty`.
 
     Attributes
     ----------
     tensor : torch.Tensor
-        Of the shape, dtype and device asked for. It, and every view of it, keeps the memory: pages and addresses go
-        with the last of them and of this object.
+        A tensor of the requested shape, dtype and device. The tensor and all its views keep the memory alive: pages and
+        addresses are freed with the last of them and of this object.
     page_size : int
-        Bytes; the unit in which it is backed.
+        The unit in which the tensor is backed, in bytes.
     nbytes : int
-        Of the whole tensor.
+        Size of the whole tensor in bytes.
     resident_bytes : int
-        Backed now, in whole pages.
+        Bytes that are backed now, in whole pages.
 
     Notes
     -----
-    What reads a whole tensor reads what is unbacked too. While parts are unbacked, ``torch.save``, pickling and
-    ``copy.deepcopy`` of `tensor` raise RuntimeError, and ``share_memory_``, which would move the tensor off its pages,
-    always does; `save` and `load` store what is backed. torch gives no such say over views of `tensor`, nor over what a
-    ``multiprocessing`` queue or a DataLoader worker sends: clone the rows first.
+    An operation that reads a whole tensor also reads its unbacked parts. While parts are unbacked, ``torch.save``,
+    pickling and ``copy.deepcopy`` of `tensor` therefore raise RuntimeError. ``share_memory_`` always raises it, because
+    it would move the tensor off its pages. Use `save` and `load`, which store only the backed parts. Views of `tensor`
+    cannot be protected in this way, nor can tensors that a ``multiprocessing`` queue or a DataLoader worker sends:
+    clone the rows first.
 
-    After a fork the calls of this class raise `VmemError` (EPERM) in the child.
+    After a fork, the calls of this class raise `VmemError` (EPERM) in the child.
     """
 
     _instead = "; save() writes what is backed to a file"
@@ -248,7 +249,7 @@ class VirtualTensor(Uncopyable):
         self.nbytes = math.prod(shape) * dtype.itemsize
         self._rows = shape[0] if shape else 1
         self._row_bytes = self.nbytes // self._rows if self._rows else 0
-        # A signal's handler may commit while this thread does.
+        # Reentrant, because a signal handler may commit while this thread does.
         self._lock = threading.RLock()
         length = max(-(-self.nbytes // page_size) * page_size, page_size)
         self._range = Reservation(context, length, backdrop=backdrop, device=device.index if gpu else None)
@@ -264,7 +265,7 @@ class VirtualTensor(Uncopyable):
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called, of this or of the context."""
+        """Whether this object or its context was closed."""
         return self._range.closed
 
     @property
@@ -274,7 +275,7 @@ class VirtualTensor(Uncopyable):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that are backed now; 0 once it is closed."""
+        """Bytes that are backed now; 0 once the virtual tensor is closed."""
         return self._range.resident_bytes
 
     def __repr__(self) -> str:
@@ -284,7 +285,7 @@ class VirtualTensor(Uncopyable):
         return f"<pyvmem.VirtualTensor {shape}, {self.resident_bytes} of {self.nbytes} bytes resident>"
 
     def _span(self, rows: Rows | None, bytes: Rows | None) -> tuple[int, int]:
-        """(first byte, end byte) of a range given as rows of the first dimension or as bytes."""
+        """Return (first byte, end byte) of a range given as rows of the first dimension or as bytes."""
         if self._range.closed:
             raise ValueError("the virtual tensor is closed")
         check_process(self.context._pid)
@@ -309,8 +310,9 @@ class VirtualTensor(Uncopyable):
     def commit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
         """Back rows (of the first dimension) or bytes with pages: an int, a slice or a range; by default everything.
 
-        Whole pages are backed, so neighbouring rows may become resident too. What is backed already keeps its contents.
-        Fresh memory is zero; memory that was used before by this context is cleared if the tensor was made with `zero`.
+        Whole pages are backed, so neighbouring rows may become resident too. Rows that are already backed keep their
+        contents. Fresh memory is zero. Memory that this context used before is cleared only if the tensor was made with
+        `zero`.
 
         Returns
         -------
@@ -337,7 +339,7 @@ class VirtualTensor(Uncopyable):
     def decommit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
         """Release the pages that lie wholly within rows or bytes; their contents are lost.
 
-        Arguments and errors as in `commit`. No kernel in flight may touch them. Returns the bytes that became free.
+        Arguments and errors as in `commit`. No kernel in flight may touch these pages. Returns the bytes freed.
         """
         start, stop = self._span(rows, bytes)
         first = -(-start // self.page_size) * self.page_size
@@ -348,10 +350,10 @@ class VirtualTensor(Uncopyable):
             return self._range.decommit(first, end - first)
 
     def backdrop(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> None:
-        """Make unbacked rows or bytes readable now, where the tensor was made with a backdrop.
+        """Make unbacked rows or bytes readable now. The tensor must have been made with a backdrop.
 
-        Arguments as in `commit`. GPU backends establish the backdrop lazily, around the pages that are backed; before a
-        kernel reads unbacked rows further away, call this. On the host it is always there.
+        Arguments as in `commit`. GPU backends establish the backdrop lazily, around the backed pages. Call this before
+        a kernel reads unbacked rows further away. On the host backend, the backdrop is always present.
         """
         start, stop = self._span(rows, bytes)
         self._range.backdrop(start, stop - start)
@@ -361,8 +363,8 @@ class VirtualTensor(Uncopyable):
     def save(self, file: str | os.PathLike[str] | IO[builtins.bytes]) -> int:
         """Write the backed parts to a file (a path, or a binary file object); returns the bytes of data written.
 
-        The file has a line that names the format, a line of JSON (shape, dtype, ``parts``: first byte and length of
-        each), and the parts' bytes one after another. Nothing may commit or decommit meanwhile.
+        The file has a line that names the format, a line of JSON, and the parts' bytes in order. The JSON gives the
+        shape, the dtype and ``parts``: the first byte and the length of each. Nothing may commit or decommit meanwhile.
         """
         self._span(None, None)
         parts = self._range.backed(0, self.nbytes)
@@ -387,7 +389,7 @@ class VirtualTensor(Uncopyable):
     ) -> "VirtualTensor":
         """Load a tensor that `save` wrote, with the same parts backed. Other arguments as in `virtual_empty`.
 
-        Raises ValueError for a file that `save` did not write, or not to its end, and `OutOfMemory`.
+        Raises ValueError if `save` did not write the file, or the file is truncated, and `OutOfMemory`.
         """
         with _open(file, "rb") as source:
             if _read(source, len(_MAGIC)) != _MAGIC:
@@ -438,33 +440,33 @@ def virtual_empty(
     Parameters
     ----------
     shape : int or sequence of int
-        May be far larger than memory: a reservation costs none.
+        May be far larger than memory: a reservation uses almost none.
     dtype : torch.dtype, optional
-        Any of torch's, float8 included; torch's default dtype otherwise.
+        Any torch dtype, float8 included; by default, torch's default dtype.
     device : str or torch.device
         "cpu" (host backend) or "cuda[:ordinal]" (the best GPU backend that works there).
     page_size : int, optional
-        Bytes; the smallest that the backend supports by default.
+        Bytes; by default, the smallest page size that the backend supports.
     backdrop : bool, optional
-        Let unbacked rows read as finite data instead of faulting; by default wherever the backend can. On GPUs this
-        holds near backed rows, and wherever `VirtualTensor.backdrop` was called. Writes to unbacked rows are lost or
-        fault in either case.
+        Let unbacked rows read as finite data instead of faulting; by default, if the backend supports it. On GPUs, this
+        holds near backed rows and wherever `VirtualTensor.backdrop` was called. With or without a backdrop, writes to
+        unbacked rows are lost or fault.
     zero : bool
-        Clear pages at every commit, also where this context used the memory before.
+        Clear pages at every commit, even if this context used the memory before.
     context : Context, optional
-        Where to reserve; the device's default context otherwise.
+        The context in which to reserve; by default, the device's default context.
 
     Returns
     -------
     VirtualTensor
-        Its `tensor` is the torch tensor, its `commit` and `decommit` back rows and give them back.
+        Its `tensor` is the torch tensor; its `commit` backs rows, and its `decommit` releases them.
 
     Raises
     ------
     VmemError
         No backend works for the device, or (`OutOfMemory`) the addresses are not available.
     ValueError, TypeError
-        Name the argument; a tensor may have 2^46 bytes.
+        An argument is invalid; the message names it. A tensor may have at most 2^46 bytes.
 
     Examples
     --------
