@@ -1,4 +1,4 @@
-// Creation and layout of a KV cache, and what a length asks for.
+// Creation and layout of a KV cache, and the pages that a request's length needs.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -133,8 +133,8 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
     return 0;
 }
 
-// Slots start at multiples of 2 MiB, so that runs of small pages can be mapped by 2 MiB entries and no two slots share
-// one, unless slots are small or the row size is so odd that this would multiply the address space.
+// Slots start at multiples of 2 MiB. So 2 MiB entries can map runs of small pages, and no two slots share an entry. The
+// exceptions are small slots, and row sizes for which this alignment would multiply the address space.
 static int lay_out(const vmem_kv *kv, struct kv_group *g)
 {
     uint64_t rows = round_up(g->max_tokens, kv->tile_rows), bytes = rows * g->row_bytes;
@@ -157,7 +157,7 @@ static bool same_group(const struct kv_group *g, const struct vmem_kv_tensor *t,
     return g->row_bytes == t->row_bytes && g->window == t->window && g->max_tokens == max_tokens;
 }
 
-// Address space, used where something is written.
+// Reserves zeroed address space. A page of it takes memory once it is written.
 static void *table_of(uint64_t bytes)
 {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -184,7 +184,7 @@ static int make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
             g->max_tokens = max;
             kv->windows |= t->window != 0;
         }
-        kv->order[i] = g->n++; // its place in the group; made absolute below
+        kv->order[i] = g->n++; // index within the group; made absolute below
     }
     uint64_t table = 0, joined = 0;
     uint32_t first = 0;
@@ -228,7 +228,7 @@ static int reserve(vmem_kv *kv)
         for (uint32_t i = g->first; i < g->first + g->n; i++) {
             rc =
                 vMemReserve(kv->ctx, g->slot_stride * kv->n_slots, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->addrs[i]);
-            // Kernels are handed the tensor's first address, which must be one that CUDA knows.
+            // Kernels receive the tensor's first address, so CUDA must know that address.
             if (!rc && backdrop)
                 rc = vmem_backdrop(kv->ctx, kv->addrs[i], kv->page_size);
             if (rc)
@@ -241,7 +241,7 @@ static int reserve(vmem_kv *kv)
 static void release(vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++) {
-        kv->slots[s].fresh = true; // no kernel is touching it, says the caller
+        kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
         vmem__kv_cut_slot(kv, s);
     }
     for (uint32_t i = 0; i < kv->cap_prefixes; i++)
@@ -276,7 +276,7 @@ void vmem_kv_destroy(vmem_kv *kv)
 {
     if (!kv)
         return;
-    if (kv->pid == getpid()) { // else: a forked child, which has neither the worker nor the pages
+    if (kv->pid == getpid()) { // a forked child has neither the worker nor the pages
         vmem__kv_pool_leave(kv);
         vmem__kv_worker_stop(kv);
         release(kv);

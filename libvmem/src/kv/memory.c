@@ -1,8 +1,9 @@
-// The budget, the device's memory behind it, and why there is not enough.
+// The budget, the device memory behind it, and the reasons for a shortage.
 //
-// Caches of one context are linked (vmem_context.caches), so that what one takes ahead or gives back leaves the others
-// what they took. A cache's promise is what it took ahead: that many pages can be made without asking the device. Where
-// it is less than the budget (VMEM_KV_LAZY, and after memory was given back), the device may refuse.
+// The caches of one context are linked (vmem_context.caches). So a cache that takes memory ahead or gives it back
+// leaves the others the memory that they took. A cache's promise is the number of pages that it took ahead: the cache
+// can create that many pages without asking the device. If the promise is less than the budget (with VMEM_KV_LAZY, and
+// after memory was given back), the device may refuse.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -11,7 +12,7 @@
 #include "core/struct.h"
 #include "kv/kv.h"
 
-// ---- why ------------------------------------------------------------------------------------------------------
+// ---- shortages ------------------------------------------------------------------------------------------------
 
 static _Thread_local struct vmem_kv_shortage last;
 
@@ -19,7 +20,7 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 {
     if (!out)
         return vmem__error(-EINVAL, "out must not be NULL");
-    const size_t least = offsetof(struct vmem_kv_shortage, watermark_pages); // as of its first version
+    const size_t least = offsetof(struct vmem_kv_shortage, watermark_pages); // the size of the struct's first version
     if (out->size < least)
         return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, least);
     return vmem__struct_give(out, &last, sizeof(last), "out");
@@ -27,7 +28,7 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 
 void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
-// For kernels, with all its pages.
+// Whether the slot keeps all its pages until kernels have ended.
 static bool waits(const vmem_kv *kv, uint32_t slot)
 {
     const uint8_t state = kv->slots[slot].state;
@@ -90,7 +91,7 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
              missing);
     last.watermark_pages = KV_MIN(back, last.missing_pages);
     if (want > limit)
-        return -ENOMEM; // and said why
+        return -ENOMEM; // the error text is set
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
                        " for requests that run; end a request, drop prefixes, or lower the watermark",
@@ -112,7 +113,7 @@ void vmem__kv_count_shortage(vmem_kv *kv)
 
 // ---- the device -----------------------------------------------------------------------------------------------
 
-// Bytes that the other caches of the context took ahead and have not used. With the context's lock.
+// The bytes that the other caches of the context took ahead and have not used. Call it with the context's lock held.
 static uint64_t ahead_of_others(const vmem_kv *kv)
 {
     uint64_t bytes = 0;
@@ -167,7 +168,7 @@ void vmem__kv_part(vmem_kv *kv)
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
     uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
-    // Nothing is no call: vmem_prealloc would give up what others took.
+    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
     const uint64_t others = locked_ahead_of_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)
@@ -208,7 +209,7 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv)
 {
     uint64_t total, free, room, spare = spare_pages(kv, &room);
     if (kv->ctx->b.ops->memory(&kv->ctx->b, &total, &free))
-        return UINT64_MAX >> kv->page_shift; // unknown: a request for pages will tell
+        return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
     return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
 }
 
@@ -264,7 +265,8 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, true, NULL) : 0;
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, lazy ? 0 : pages);
-    // What the budget still allows stays at hand. Should another process have been faster, pages are made when needed.
+    // Keep the pages that the budget still allows taken ahead. If another process took the memory first, create pages
+    // when they are needed.
     if (!lazy && vmem__kv_take_ahead(kv, pages))
         promise(kv, 0);
     return rc;
@@ -272,7 +274,7 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
 
 void vmem__kv_take_wanted(vmem_kv *kv)
 {
-    uint64_t wanted = kv->member ? 0 : vmem__kv_wanted_budget(kv); // a member's: the pool's thread
+    uint64_t wanted = kv->member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
     if (!wanted)
         return;
     vmem__kv_may_take_long(kv);

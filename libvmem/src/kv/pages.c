@@ -1,4 +1,4 @@
-// Backing parts of spans with pages, and giving them up.
+// Backs parts of spans with pages, and gives the pages up.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -8,8 +8,9 @@
 #include "core/core.h"
 #include "kv/kv.h"
 
-// A run of at least this many 2 MiB blocks is mapped apart from the small pages around it, so that it can have 2 MiB
-// entries: writing the small entries of two blocks costs less than the call more, of three about as much.
+// A run of at least this many 2 MiB blocks is mapped separately from the small pages around it, so that it can use 2
+// MiB entries. The separate call costs more than writing the small entries of two blocks, and about as much as those of
+// three.
 #define COARSE_BLOCKS 3
 
 int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
@@ -54,7 +55,7 @@ uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
     uint64_t done = 0;
     if (!n || !vMemReleaseBatch(kv->ctx, pages, n, NULL))
         return n;
-    for (uint64_t i = 0; i < n; i++) // which takes no memory
+    for (uint64_t i = 0; i < n; i++) // single releases need no memory
         done += !vMemRelease(kv->ctx, pages[i]);
     return done;
 }
@@ -65,8 +66,8 @@ void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
     l->n_pages = 0;
 }
 
-// A part's pages fall into pieces that are created and mapped alike: whole blocks together and aligned, a block's rest
-// next to the pages it has.
+// A part is divided into pieces, and the pages of a piece are created and mapped alike. Whole blocks form one aligned
+// piece. The rest of a partly backed block is placed next to the pages that the block has.
 struct piece {
     uint32_t from, to;
     bool coarse, joins;
@@ -85,13 +86,13 @@ static uint32_t divide(const vmem_kv *kv, const struct kv_part *p, struct piece 
     return n;
 }
 
-// How many of n pages the next stretch has that go together: the largest power of two.
+// The length of the next stretch of pages that go together: the largest power of two that n pages allow.
 static uint32_t next_whole(const vmem_kv *kv, uint32_t n)
 {
     return n >= kv->whole ? kv->whole : 1u << (31 - __builtin_clz(n));
 }
 
-// Stretches of a tensor's n pages that go together in as few parts as possible.
+// Divides a tensor's n pages into as few stretches of pages that go together as possible.
 static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *out)
 {
     uint64_t listed = 0;
@@ -102,7 +103,7 @@ static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *
     return listed;
 }
 
-// Marks pages [from, to) of a span: which go together.
+// Marks which of the part's pages [from, to) go together.
 static void set_joined(vmem_kv *kv, const struct kv_part *p)
 {
     const struct kv_group *g = &kv->groups[p->group];
@@ -114,7 +115,7 @@ static void set_joined(vmem_kv *kv, const struct kv_part *p)
     }
 }
 
-// All pages in one call: of one tensor physically consecutive where possible.
+// Creates all pages in one call. The pages of one tensor are physically consecutive where possible.
 static int create(vmem_kv *kv, struct kv_grow *l)
 {
     uint64_t n = 0;
@@ -144,7 +145,7 @@ static int create(vmem_kv *kv, struct kv_grow *l)
     return rc;
 }
 
-// Lists where the pages go, which follow each other in l->pages as create() asked for them.
+// Lists the address of each page. The pages are in l->pages in the order in which create() requested them.
 static void place(vmem_kv *kv, struct kv_grow *l)
 {
     const vmem_page *pages = l->pages;
@@ -154,7 +155,7 @@ static void place(vmem_kv *kv, struct kv_grow *l)
         struct piece pieces[3];
         for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
             const uint32_t from = pieces[k].from, n = pieces[k].to - from;
-            const bool coarse = pieces[k].coarse && !kv->whole; // one call, so that a failure leaves nothing mapped
+            const bool coarse = pieces[k].coarse && !kv->whole; // use one call, so that a failure leaves nothing mapped
             uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
             struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
             for (uint32_t t = 0; t < g->n; t++, pages += n) {
@@ -196,7 +197,7 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
     for (uint64_t i = 0; i < l->n_parts; i++) {
         const struct kv_part *p = &l->parts[i];
         struct kv_span *s = kv_span(kv, p->slot, p->group);
-        if (s->lo == s->hi) // begins here
+        if (s->lo == s->hi) // the span begins with this part
             *s = (struct kv_span){.lo = p->from,
                                   .need_lo = p->from,
                                   .need_hi = p->from,
@@ -205,7 +206,7 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
                                   .stale_lo = s->stale_lo,
                                   .stale_hi = s->stale_hi};
         if (p->to == s->lo && s->lo < s->hi)
-            s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step asked for anything yet
+            s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step has asked for rows yet
         else
             s->hi = p->to;
         s->coarse_hi = KV_MAX(s->coarse_hi, p->coarse_hi);
@@ -299,7 +300,8 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 {
     const struct kv_span *b = &c->before;
     if (rc) {
-        // What steps asked for meanwhile, beside the worker, lies in what was to stay, and holds.
+        // Steps may have changed need and keep while the worker ran. They lie in the part that was to stay, so they
+        // remain valid.
         struct kv_span *s = kv_span(kv, c->slot, c->group), now = *s;
         *s = *b;
         if (c->lo != c->hi) {
@@ -312,7 +314,7 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
         return;
     }
     if (b->shared_hi) {
-        // An empty span was cut as a whole.
+        // If the remaining span is empty, the cut removed all of it.
         uint32_t lo = c->lo == c->hi ? b->hi : c->lo, hi = c->lo == c->hi ? b->hi : c->hi;
         let_go(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
         let_go(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
@@ -329,7 +331,7 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
     rc = vmem__kv_cut_run(kv, &kv->cut);
     vmem__kv_cut_end(kv, &kv->cut, rc);
     if (rc)
-        *kv_span(kv, slot, group) = kv->cut.before; // nobody else was at it, and what it clipped is as it was
+        *kv_span(kv, slot, group) = kv->cut.before; // no other thread changed the span, so restore all of it
     return rc;
 }
 
@@ -345,11 +347,11 @@ int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
 
 // ---- freed slots ----------------------------------------------------------------------------------------------
 
-// What a slot's span shares, as far as freeing the slot is concerned.
+// How a slot's span shares rows, for freeing the slot.
 struct sharing {
-    uint32_t end; // of what is shared
-    uint64_t own; // rows of its own before that: rare, of prefixes that were dropped
-    bool last;    // a row may become another slot's own, or be released
+    uint32_t end; // end of the shared rows
+    uint64_t own; // the slot's own rows before `end`: rare, left by dropped prefixes
+    bool last;    // whether a row may be released or become another slot's own
 };
 
 static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -394,7 +396,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     kv->held -= n;
     let_go(kv, slot, group, s->lo, end);
     struct kv_span now = {.lo = end, .hi = s->hi, .stale_lo = s->lo, .stale_hi = end, .coarse_hi = s->coarse_hi};
-    if (end == s->lo) { // of a request that never began, perhaps: what was stale is
+    if (end == s->lo) { // perhaps the request never began: keep the stale range
         now.stale_lo = s->stale_lo;
         now.stale_hi = s->stale_hi;
     }

@@ -1,4 +1,4 @@
-// Pools: one budget for several caches. Making them, joining and leaving; balance.c moves the budget.
+// Pools: one budget for several caches. This file creates, joins and leaves pools; balance.c moves the budget.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -11,11 +11,12 @@
 #include "core/struct.h"
 #include "kv/pool.h"
 
-#define ARENA (UINT64_C(256) << 20) // device memory goes back in arenas: small ones
+#define ARENA (UINT64_C(256) << 20) // small arenas, since device memory goes back a whole arena at a time
 
 // ---- pools -------------------------------------------------------------------------------------------------------
 
-// All pools of the process, for a forked child: it must not hold the locks that say who lives.
+// All pools of the process. A forked child closes their files, so that it does not hold the locks that mark
+// members as alive.
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static vmem_kv_pool *pools;
@@ -63,7 +64,7 @@ static void end_pool(vmem_kv_pool *pool)
         pthread_join(pool->thread, NULL);
     }
     list_pool(pool, false);
-    if (pool->fd >= 0 && pool->has_thread && ours) { // else it did not come to be
+    if (pool->fd >= 0 && pool->has_thread && ours) { // creation has succeeded
         if (!vmem__kv_share_begin(pool, true)) {
             vmem__kv_share_remove(pool);
             vmem__kv_share_end(pool, false);
@@ -93,7 +94,7 @@ static int start(vmem_kv_pool *pool)
     if (pool->bell < 0)
         return vmem__error(-errno, "no eventfd: %s", strerror(errno));
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for the program's own threads
+    pthread_sigmask(SIG_SETMASK, &all, &old); // leave signals to the program's own threads
     int rc = pthread_create(&pool->thread, NULL, vmem__kv_pool_work, pool);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pool->has_thread = !rc;
@@ -180,7 +181,7 @@ static int find_place(vmem_kv_pool *pool, uint32_t *place)
     return vmem__error(-ENOSPC, "the pool has %u members, the most that it can have", VMEM_KV_POOL_MEMBERS);
 }
 
-// Between begin and end, with all locks: the cache's budget becomes what it gets.
+// Enters the cache's row; the cache's budget becomes its grant. Call it between begin and end, with all locks held.
 static int enter_table(vmem_kv_pool *pool, struct kv_member *m, bool *head)
 {
     vmem_kv *kv = m->kv;
@@ -200,7 +201,7 @@ static int enter_table(vmem_kv_pool *pool, struct kv_member *m, bool *head)
         return rc;
     m->row.number = ++pool->table.head.joins;
     m->row.pid = (uint32_t)kv->pid;
-    // The minimum as far as it is free; the rest of it is due.
+    // Grant as much of the minimum as is free. The rest of the minimum is due later.
     uint64_t has = KV_MAX(KV_MIN(m->row.min, vmem__kv_pool_free(pool, NULL)), held);
     has = KV_MAX(kv_floor_pages(has, kv) << kv->page_shift, held);
     m->row.has = has;
@@ -289,7 +290,7 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
-    m->leaving = true; // the cache is being destroyed: what it has is free when its memory is
+    m->leaving = true; // the cache is being destroyed: its budget becomes free together with its memory
     pthread_mutex_unlock(&pool->lock);
     kv->left = m;
 }
@@ -307,7 +308,8 @@ void vmem__kv_pool_left(vmem_kv *kv)
         ;
     const bool begun = !vmem__kv_share_begin(pool, true);
     *at = m->next;
-    vmem__kv_share_give(pool, m->place); // should the table not be to be had: whoever looks finds nobody alive there
+    // Even if the table cannot be locked, other members then find nobody alive in this place.
+    vmem__kv_share_give(pool, m->place);
     if (begun)
         vmem__kv_share_end(pool, false);
     vmem__kv_pool_note(pool);
@@ -318,7 +320,7 @@ void vmem__kv_pool_left(vmem_kv *kv)
     drop(pool);
 }
 
-// ---- the rest of the interface -----------------------------------------------------------------------------------
+// ---- other calls of the interface --------------------------------------------------------------------------------
 
 static int not_a_member(void) { return vmem__error(-EINVAL, "the cache is in no pool"); }
 

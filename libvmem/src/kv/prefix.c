@@ -1,4 +1,4 @@
-// Prefixes: pages that several requests have in common.
+// Prefixes: pages that several requests share.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -25,7 +25,7 @@ vmem_page *vmem__kv_prefix_pages(const vmem_kv *kv, const struct kv_prefix *p, u
     return pages;
 }
 
-// The smallest number of tokens for which the rows that the next token reads are there.
+// The smallest number of tokens for which the prefix has all rows that the next token reads.
 static uint32_t least_tokens(const vmem_kv *kv, const struct kv_prefix *p)
 {
     uint32_t least = 0;
@@ -166,7 +166,7 @@ void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p)
 int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p)
 {
     vmem__kv_wait_cut(kv);
-    struct kv_grow *l = &kv->grow; // for its list
+    struct kv_grow *l = &kv->grow; // only its page list is used
     int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, p->n_pages, sizeof(*l->pages));
     if (rc)
         return rc;
@@ -230,8 +230,8 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
 
 // ---- attaching ----------------------------------------------------------------------------------------------
 
-// How the rows of a group divide: pages [lo, full) are shared, [full, hi) are the slot's own, of which the first begins
-// with `part` bytes of the prefix.
+// How the pages of a group are divided. Pages [lo, full) are shared, and pages [full, hi) are the slot's own. The first
+// own page begins with `part` bytes of the prefix.
 struct split {
     uint32_t lo, full, hi;
     uint64_t part;
@@ -248,7 +248,7 @@ static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t 
     return s;
 }
 
-// Copies the first bytes of pages that need not be mapped anywhere, one for each tensor of the group, to addresses.
+// Copies the first `bytes` bytes of one page for each tensor of the group. These pages need not be mapped anywhere.
 static int copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                       uint32_t slot, uint32_t page, uint64_t bytes)
 {
@@ -263,7 +263,8 @@ static int copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pa
                                           .src = to_scratch ? addr : window,
                                           .length = bytes};
     }
-    // A page that could not be unmapped the last time does no harm: it is replaced, or unmapped when it is released.
+    // A page may still be mapped here if the last unmap failed. It does no harm: this call replaces it, or its release
+    // unmaps it.
     int rc = vMemMapBatch(kv->ctx, maps, g->n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
     if (!rc) {
         rc = vmem_copy_batch(kv->ctx, copies, g->n);
@@ -350,7 +351,7 @@ int vmem__kv_keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
     return rc;
 }
 
-// Pages that the slot has and the prefix's rows will lie in are not to be taken back meanwhile.
+// Protects the slot's pages that will contain the prefix's rows from being reclaimed during the attach.
 static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -398,7 +399,7 @@ int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot
         }
     }
     if (rc) {
-        kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may have got the prefix's rows
+        kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
         hold_tail(kv, slot, tokens, false);
         vmem__kv_grow_reset(l);
         return rc;
@@ -407,7 +408,7 @@ int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot
     return 0;
 }
 
-// The prefix, if that many rows of it can be attached.
+// Finds the prefix, and checks that `tokens` rows of it can be attached.
 static int find_rows(const vmem_kv *kv, uint64_t id, uint32_t tokens, struct kv_prefix **out)
 {
     int rc = find(kv, id, out);
@@ -455,9 +456,9 @@ int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, pages, missing));
 }
 
-// ---- writing again ------------------------------------------------------------------------------------------
+// ---- copy before write --------------------------------------------------------------------------------------
 
-// Puts copies in the place of page `page` of every tensor.
+// Replaces page `page` of every tensor with a copy.
 static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     const struct kv_group *g = &kv->groups[group];
@@ -475,7 +476,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     if (rc)
         return rc;
     struct kv_ref *row = kv_row(kv, slot, group, page);
-    if (!row) { // what made room has evicted the other holder
+    if (!row) { // making room evicted the other holder
         vmem__kv_release(kv, l->pages, g->n);
         return 0;
     }
@@ -495,7 +496,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     return 0;
 }
 
-// Whether a shared page of the group has to be copied: the one that row `tokens` lies in.
+// Whether the group's page that contains row `tokens` is shared and must be copied.
 static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct split s)
 {
     return s.part && s.full < kv_span(kv, slot, group)->shared_hi && kv_row(kv, slot, group, s.full);
@@ -512,7 +513,7 @@ uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t token
 int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     vmem__kv_wait_cut(kv);
-    // First what can fail for want of memory; the copies are of whole pages, so that nothing is lost if it does.
+    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
         int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;

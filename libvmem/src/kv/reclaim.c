@@ -1,12 +1,13 @@
-// Memory that is kept for later, and taking it back.
+// Reclaims memory that is kept for later use.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
 #include "kv/kv.h"
 
-// Where the part of a span starts that can be cut off its end, from page `from` on. Blocks mapped by 2 MiB entries go
-// whole or not at all beside running kernels, and pages that go together always do.
+// The first page, at or after `from`, of the part that can be cut off the end of a span. While kernels run, a block
+// mapped by a 2 MiB entry is cut as a whole or not at all. Pages that go together are always cut as a whole or not at
+// all.
 static uint32_t tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -16,7 +17,7 @@ static uint32_t tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t 
     return KV_MIN(from, s->hi);
 }
 
-// Up to where the background thread would map a slot again at once.
+// The end of the pages that the background thread would map again at once.
 static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     return vmem__kv_need_hi(kv, &kv->groups[group], kv->slots[slot].tokens + 2 * (uint64_t)kv->ahead_min);
@@ -30,12 +31,12 @@ uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
         uint64_t n = 0;
         if (kv->slots[slot].state == VMEM_KV_FREE || kv->slots[slot].state == VMEM_KV_SWAPPED ||
             kv_swap_due(kv, slot)) {
-            // What a swapped slot still has is about to be unmapped, or could not be.
+            // The remaining pages of a swapped slot are about to be unmapped, or their unmap failed.
             n = s->hi - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
         } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
             const uint32_t from = tail(kv, slot, i, 0);
             n = s->hi - from;
-            if (from < s->shared_hi) // of a request that went back: names hold them
+            if (from < s->shared_hi) // the request was truncated, and names hold the pages
                 n -= vmem__kv_rows_shared(kv, slot, i, from, KV_MIN(s->hi, s->shared_hi));
             if (s->keep_lo > s->lo)
                 n += s->keep_lo - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->keep_lo, s->shared_hi));
@@ -149,7 +150,8 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
             continue;
         }
         rc = vmem__kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
-        if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE) // a part may need a mapping more; the whole, none
+        // To cut a part of a span may need an additional mapping. To cut the whole span needs none.
+        if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE)
             rc = vmem__kv_cut_now(kv, v.slot, v.group, 0, 0);
     }
     kv->stats.reclaimed_pages += start - kv->held;
@@ -178,7 +180,7 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
         rc = vmem__kv_short_of_budget(kv, want, missing);
     } else if (kv->held + pages > kv->budget_pages) {
         rc = vmem__kv_reclaim(kv, kv->held + pages - kv->budget_pages, true, NULL);
-        if (!rc && kv->held + pages > kv->budget_pages) // never more than the budget, whatever was counted on
+        if (!rc && kv->held + pages > kv->budget_pages) // reclaiming got less than counted on
             rc = vmem__kv_short_of_budget(kv, kv->held + pages, missing);
     }
     if (!rc && !vmem__kv_leaves_others(kv, pages))
@@ -202,7 +204,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     return rc;
 }
 
-// Which needs no mapping.
+// Unmaps free slots as a whole, which needs no additional mapping.
 int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     uint64_t before = kv->held;

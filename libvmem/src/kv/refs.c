@@ -1,6 +1,6 @@
-// Who holds a row of pages: a hash table, open addressing, of the rows that prefixes hold or several slots have mapped.
-// A row is what the tensors of a group have at one page number; they are shared together, so that the first tensor's
-// page stands for all.
+// References: records who holds a row of pages. The hash table uses open addressing. It contains the rows that prefixes
+// hold or that several slots have mapped. A row consists of the pages that the tensors of a group have at one page
+// number. They are shared together, so the first tensor's page identifies the row.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

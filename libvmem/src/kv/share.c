@@ -1,9 +1,11 @@
-// The table of a pool whose members are in several processes: a small file, read and written as a whole under a lock.
+// The table of a pool whose members are in several processes. It is a small file, read as a whole. A lock covers every
+// read and update.
 //
-// It is not mapped: whoever cuts the file short or fills it with rubbish takes the pool away, and no process dies of
-// it. The locks are those of the open file (F_OFD_SETLK), which the kernel drops when a process ends in whatever way:
-// byte 0 is the table's, byte 1 + i says that the member in place i lives, and who has the file open shares the byte
-// behind those. They need no process numbers, which come again and differ between containers.
+// The file is not mapped into memory. If somebody truncates or corrupts it, the pool is lost, but no process dies.
+//
+// The locks belong to the open file (F_OFD_SETLK). The kernel drops them however a process ends. Byte 0 locks the
+// table. A lock on byte 1 + i marks the member in place i as alive. Every process that has the file open holds a shared
+// lock on the byte after those. The locks need no process IDs, which are reused and differ between containers.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -49,7 +51,7 @@ static bool lives(const vmem_kv_pool *pool, uint32_t place)
     short found = F_UNLCK;
     if (kv_own(pool, place))
         return true;
-    // Should the kernel not say, it lives.
+    // If the kernel cannot tell, assume that the member is alive.
     return lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_GETLK, &found) || found != F_UNLCK;
 }
 
@@ -83,13 +85,13 @@ int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
         return vmem__error(-EBADMSG, "path %s: the file is no table of a pool (any more)", pool->path);
     }
     for (const struct kv_member *m = pool->members; m; m = m->next)
-        pool->table.rows[m->place] = m->row; // what we say of our own is so
+        pool->table.rows[m->place] = m->row; // our own rows in memory are authoritative
     return 0;
 }
 
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
 {
-    // A file system that is full, or a file that is gone: then the others see what was there before.
+    // A write may fail because the file system is full or the file is gone. The others then see the previous table.
     if (head && pool->fd >= 0)
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct kv_member *m = pool->members; m; m = m->next) {
@@ -145,7 +147,7 @@ void vmem__kv_share_remove(vmem_kv_pool *pool)
         unlink(pool->path);
 }
 
-// What is open is this user's own file, and still the one at the path once it is locked.
+// Checks that the open file belongs to this user, and that it is still the file at the path after locking.
 static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
 {
     struct stat st;
@@ -179,7 +181,7 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
         return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
     pool->table = (struct kv_pool_table){
         .head = {.magic = MAGIC, .size = sizeof(pool->table), .rows = VMEM_KV_POOL_MEMBERS, .budget = budget}};
-    // A file that holds something else is somebody's; only an empty one and a pool that is over are taken.
+    // Take over only an empty file or the table of a pool that has ended. Any other file belongs to somebody else.
     struct stat st;
     if (!old && !fstat(pool->fd, &st) && st.st_size)
         return vmem__error(-EBADMSG, "path %s: the file is there and no table of a pool", path);

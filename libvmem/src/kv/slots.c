@@ -1,18 +1,18 @@
-// Handing out slots and taking them back.
+// Allocates and frees slots.
 //
 // SPDX-License-Identifier: MIT
 #include "core/struct.h"
 #include "kv/kv.h"
 
-// How well a slot's kept pages, for a request of `fit` tokens, suit one of `tokens`: the smallest that is large enough,
-// else the largest.
+// Whether kept pages for `fit` tokens suit a request of `tokens` tokens better than kept pages for `best` tokens. The
+// best fit is the smallest that is large enough, or otherwise the largest.
 bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
 {
     return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
 }
 
-// For a request that begins with a prefix: the tokens behind it that the slot has pages for, less those whose pages the
-// prefix would take the place of.
+// The gain of using the slot for a request that begins with a prefix. It is the number of tokens behind the prefix that
+// the slot has pages for, less the number of tokens whose pages the prefix would replace.
 static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
 {
     int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->from);
@@ -20,7 +20,7 @@ static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, u
     return KV_MAX(used, 0) - KV_MAX(lost, 0);
 }
 
-// Whether the slot must be waited for, or something be unmapped first. How far the worker is decides that.
+// Whether a request must wait for the slot or for an unmap. This depends on the worker's progress.
 static bool delays(const vmem_kv *kv, uint32_t slot)
 {
     return !(kv->flags & VMEM_KV_SAME_SLOTS) && (kv->slots[slot].busy || kv->slots[slot].stale);
@@ -40,7 +40,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
         int64_t gain = prefix_tokens ? gain_of(s, fit, tokens, prefix_tokens) : 0;
         if (prefix_tokens)
             fit = 0;
-        else if (s->from) // what is of use of pages that do not begin at the first row
+        else if (s->from) // the pages begin after the first row: count the usable ones
             fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
         const bool alike = best != UINT32_MAX && gain == best_gain && fit == best_fit;
         if (best == UINT32_MAX || gain > best_gain || vmem__kv_fits_better(fit, best_fit, tokens) ||
@@ -114,7 +114,7 @@ int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
     return vmem_kv_alloc_with(kv, &o, slot);
 }
 
-// `backed` does not say: a group may have pages where another has none, or less than a row.
+// `backed` cannot tell: a group may have pages while another has none, or less than a row.
 static bool has_pages(const vmem_kv *kv, uint32_t slot)
 {
     bool some = false;
@@ -141,7 +141,7 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     s->dirty = kv->flags & VMEM_KV_ZERO && has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
-    // What is due counts as swapped out, whether it has been copied or not: it shares nothing.
+    // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
     idle->from = kv->flags & VMEM_KV_DEFER && !due ? s->shared_tokens : 0;
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
@@ -153,7 +153,7 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     kv->n_ending -= waits;
     if (kv->held > kv->budget_pages && !kv->giving) { // the budget shrank while the request ran
         vmem__kv_worker_hold(kv);
-        if (kv->held > kv->budget_pages) // the worker may have been at it
+        if (kv->held > kv->budget_pages) // the worker may have reclaimed pages meanwhile
             vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
         vmem__kv_worker_release(kv);
     }
@@ -195,7 +195,7 @@ int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
-    s->fresh = true; // no kernel is touching it, says the caller
+    s->fresh = true; // the caller guarantees that no kernel accesses the slot
     vmem__kv_forget(kv, slot);
     vmem__kv_enough();
     int rc = vmem__kv_unshare(kv, slot, tokens);

@@ -77,7 +77,7 @@ void vmem__kv_may_take_long(vmem_kv *kv)
 uint64_t vmem__kv_now(void)
 {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // reads a variable
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // needs no system call
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
@@ -85,9 +85,9 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
 {
     if (!kv || !out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
-    if (vmem__kv_check_usable(kv)) // a thread that the child does not have may hold a lock
+    if (vmem__kv_check_usable(kv)) // in a forked child, a thread that is gone may hold a lock
         return kv->closing ? -EINVAL : -EPERM;
-    // No other holder keeps this lock for long.
+    // Unless long_call is set, every holder releases this lock soon.
     while (!kv->long_call) {
         if (pthread_mutex_trylock(&kv->state)) {
             sched_yield();

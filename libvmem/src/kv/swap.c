@@ -1,4 +1,4 @@
-// Swapping requests out to CPU memory and back.
+// Swaps requests out to CPU memory and back in.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -6,7 +6,7 @@
 
 #include "kv/kv.h"
 
-// Of the rows that the next token can read.
+// Lists the copies of the rows that the next token can read. Returns their total size in bytes.
 uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
                            struct vmem_copy_op *ops, uint64_t *n)
 {
@@ -64,7 +64,7 @@ int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t b
     int rc = kv->slots[slot].tokens ? 0 : vmem__error(-EINVAL, "slot %u has no tokens", slot);
     if (!rc)
         rc = check_host(kv, slot, host, bytes);
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, rows may be asked for again that are gone
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, the next token may read rows that are gone
         if (vmem__kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < kv_span(kv, slot, i)->lo)
             rc = vmem__error(-ENODATA, "slot %u: the window has given up rows that the next token reads", slot);
     return rc;
@@ -95,7 +95,7 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
     if (rc)
         return vmem__kv_leave(kv, rc);
     struct kv_slot *s = &kv->slots[slot];
-    s->fresh = true; // no kernel is touching it, says the caller
+    s->fresh = true; // the caller guarantees that no kernel accesses the slot
     vmem__kv_forget(kv, slot);
     bool gone = false;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
@@ -105,7 +105,8 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
     }
     if (rc && !gone)
         return vmem__kv_leave(kv, rc);
-    // From the first page on that is gone, the copy is what counts. Pages that would not go do so when it comes back.
+    // Once the first page is gone, only the copy is valid. Pages whose unmap failed are unmapped when the request is
+    // swapped in.
     s->state = VMEM_KV_SWAPPED;
     s->shared_tokens = 0;
     vmem__kv_worker_wake(kv);
@@ -123,20 +124,20 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     if (!rc)
         rc = check_host(kv, slot, host, bytes);
-    // With SAME_SLOTS, what the slot shares afterwards must not depend on how far the background thread has come.
+    // With SAME_SLOTS, the pages that the slot shares afterwards must not depend on the background thread's progress.
     if (!rc && kv->flags & VMEM_KV_SAME_SLOTS && kv_swap_due(kv, slot)) {
         vmem__kv_worker_hold(kv);
         rc = vmem__kv_swap_rest(kv, slot);
         vmem__kv_worker_release(kv);
     }
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];
-    if (!rc && s->state == VMEM_KV_SWAPPING) { // the rows are still there
+    if (!rc && s->state == VMEM_KV_SWAPPING) { // no row has been given up yet
         s->state = VMEM_KV_ACTIVE;
         kv->n_ending--;
         return vmem__kv_leave(kv, 0);
     }
     if (!rc)
-        rc = vmem__kv_cut_slot(kv, slot); // what swap_out may have left
+        rc = vmem__kv_cut_slot(kv, slot); // unmap the pages that swap_out may have left
     vmem__kv_grow_reset(&kv->grow);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];

@@ -1,15 +1,15 @@
-// Swapping out behind a fence: the rows are copied once the kernels that write them have ended, by the background
-// thread if there is one.
+// Swapping out behind a fence. The rows are copied once the kernels that write them have ended. The background thread
+// copies them, if there is one.
 //
-// A slot that is due counts as free memory, copied or not: what a step can get then does not depend on how far the
-// thread has come. A step that finds nothing else copies the rest itself.
+// A slot that is due counts as free memory, whether or not it has been copied. So the pages that a step can get do not
+// depend on the thread's progress. A step that finds no other memory copies the rest itself.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
 
 #include "kv/kv.h"
 
-#define PORTION (UINT64_C(32) << 20) // bytes copied between two looks at the locks: about a millisecond over PCIe
+#define PORTION (UINT64_C(32) << 20) // bytes copied before the thread takes the lock again: about 1 ms over PCIe
 
 uint32_t vmem__kv_swap_next(const vmem_kv *kv)
 {
@@ -79,9 +79,9 @@ int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byte
     idle->host = host;
     idle->copied = 0;
     idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
-    idle->ends = step; // of a fresh slot, too: kernels may still be writing the rows that it was attached
+    idle->ends = step; // fresh slots, too: kernels may still write the attached rows
     kv->n_ending++;
     kv->retired = vmem__kv_ended(kv);
-    vmem__kv_end_requests(kv); // should it be due; if that fails, it is done at the next step
+    vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     return vmem__kv_leave(kv, 0);
 }

@@ -1,4 +1,4 @@
-// What other processes see of a cache, and ask of it.
+// The view of a cache: other processes read its state there and write requests to it.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -27,7 +27,7 @@ static int make_view(const char *path, struct vmem_kv_view **out)
     if (fd < 0)
         return vmem__error(-errno, "path %s: %s", path, strerror(errno));
     struct vmem_kv_view *v = MAP_FAILED;
-    // With its blocks allocated, so that a full file system is an error here and not a signal later.
+    // Allocate the file's blocks, so that a full file system is an error here and not a signal later.
     int rc = -posix_fallocate(fd, 0, sizeof(*v));
     if (!rc) {
         v = mmap(NULL, sizeof(*v), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

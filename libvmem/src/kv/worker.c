@@ -1,5 +1,5 @@
-// The background thread: it backs the rows that the next iterations need while this one runs, gives up what windows
-// have passed, keeps some memory unused, clears kept pages and backs the slot of the next request.
+// The background thread. While an iteration runs, it backs the rows that the next iterations need. It gives up rows
+// that windows have passed, keeps some memory unused, clears kept pages, and backs the slot of the next request.
 //
 // SPDX-License-Identifier: MIT
 #include <signal.h>
@@ -44,7 +44,8 @@ void vmem__kv_worker_release(vmem_kv *kv)
         pthread_cond_signal(&kv->work);
 }
 
-// Nor does it begin anything else before the caller has gone on: slots that were not busy still are not.
+// Waits for the worker's cut to end. The worker begins no other job until the caller drops the lock, so slots that were
+// not busy are still not busy.
 void vmem__kv_wait_cut(vmem_kv *kv)
 {
     if (!kv->cutting)
@@ -85,7 +86,7 @@ static void end(vmem_kv *kv, uint32_t slot, int rc)
     }
 }
 
-// Backs the planned parts of one slot, if that leaves so many pages unused. False: nothing was done.
+// Backs the planned parts of one slot, if that leaves `leave` pages unused. Returns false if it did nothing.
 static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
 {
     struct kv_grow *l = &kv->worker_grow;
@@ -107,7 +108,8 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
     return true;
 }
 
-// *gone grows by the pages given up; kv->held may have changed otherwise, too, while the lock was dropped.
+// Adds the number of pages given up to *gone. The change of kv->held would not tell, because other calls may change it
+// while the lock is dropped.
 static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker_cut;
@@ -126,7 +128,7 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     return true;
 }
 
-// Unmaps what freed requests had shared.
+// Unmaps pages that freed requests had shared.
 static bool unmap_stale_one(vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
@@ -147,7 +149,7 @@ static bool unmap_stale_one(vmem_kv *kv)
     return false;
 }
 
-// Copies a portion of what is to be swapped out; after the last, unmaps the pages.
+// Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
 static bool swap_one(vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
@@ -171,8 +173,8 @@ static bool swap_one(vmem_kv *kv)
 
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
-    // Twice as far, so that a call lasts for a while: each interrupts address translation on the GPU, however many
-    // pages it maps.
+    // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
+    // how many pages it maps.
     uint64_t want = KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
@@ -183,7 +185,7 @@ static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
             kv->slots[slot].skip = true;
     }
     uint64_t total = kv->worker_grow.total;
-    // Not so much that it would have to be given up again.
+    // Leave enough pages unused that the worker need not give these up again.
     if (!grow(kv, slot, plenty ? kv_low(kv) : 0))
         return false;
     if (!kv->slots[slot].skip) {
@@ -213,12 +215,12 @@ static bool extend_one(vmem_kv *kv)
     bool did =
         (plenty && extend(kv, slot, ahead, true)) || (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
     if (!did)
-        kv->slots[slot].skip = true; // no memory: the step will take some back or say what is missing
+        kv->slots[slot].skip = true; // no memory: the step will reclaim some or report the shortage
     return true;
 }
 
-// What other members of the pool wait for goes in portions: a call that needs a slot of which one is being unmapped
-// waits for that long.
+// Gives back pages that other members of the pool wait for, in portions. A call that needs a slot being unmapped waits
+// for one portion.
 #define GIVE_NS 1500000
 static bool give_one(vmem_kv *kv)
 {
@@ -262,8 +264,8 @@ static bool release_one(vmem_kv *kv)
     return cut(kv, &v, &kv->stats.reclaimed_pages);
 }
 
-// Hashed blocks fill the memory in time. The oldest go before a step needs their pages, in portions: a call that
-// releases pages waits for one of them.
+// Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages. It evicts in
+// portions, because a call that releases pages waits for one portion.
 #define EVICT_PAGES 256
 static bool evict_some(vmem_kv *kv)
 {
@@ -314,14 +316,14 @@ static bool eager_one(vmem_kv *kv)
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        // A page that the prefix ends in is a copy, which is made when the request comes.
+        // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
         const uint32_t from =
             (uint32_t)((request.prefix * kv->groups[i].row_bytes + kv->page_size - 1) >> kv->page_shift);
         uint32_t to = vmem__kv_need_hi(kv, &kv->groups[i], request.tokens);
         if (kv->flags & VMEM_KV_GENEROUS)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
         const struct kv_span *sp = kv_span(kv, slot, i);
-        // Where pages go together, a request that wants fewer gets others.
+        // If pages go together, a request that needs fewer pages gets other ones.
         if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, from, to, kv->whole ? to : 0))
             kv->slots[slot].skip = true;
     }
@@ -344,7 +346,7 @@ static bool has_requests(const vmem_kv *kv)
     return false;
 }
 
-// Pages, then the memory, as long as nothing is asked for. False: something was.
+// Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
 static bool give_all(vmem_kv *kv)
 {
     const uint64_t calls = kv->calls;
@@ -366,7 +368,7 @@ static bool give_all(vmem_kv *kv)
     return all;
 }
 
-// Takes over a budget that another process wants, as a call of its own.
+// Applies a budget that another process wants, under the locks of a public call.
 static void take_wanted(vmem_kv *kv)
 {
     if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) || kv->flags & VMEM_KV_SAME_SLOTS)
@@ -380,7 +382,7 @@ static void take_wanted(vmem_kv *kv)
     pthread_mutex_lock(&kv->state);
 }
 
-// Waits for work. Looks twice in the time after which a cache is idle whether it is.
+// Waits for work. Checks for idleness twice within idle_ms.
 static void wait_for_work(vmem_kv *kv)
 {
     if (!kv->idle_ms) {
@@ -400,7 +402,7 @@ static void wait_for_work(vmem_kv *kv)
     if (!idle)
         kv->gave = kv->idle_once = false;
     else if (!kv->idle_once)
-        kv->idle_once = true; // for half the time, at least
+        kv->idle_once = true; // idle for at least half of idle_ms
     else if (!kv->gave && !kv->stop && !kv->hold) {
         kv->gave = give_all(kv);
         if (kv->gave)
@@ -438,7 +440,7 @@ int vmem__kv_worker_start(vmem_kv *kv)
 {
     sigset_t all, old;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for the program's own threads
+    pthread_sigmask(SIG_SETMASK, &all, &old); // leave signals to the program's own threads
     int rc = pthread_create(&kv->worker, NULL, work, kv);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (rc)
