@@ -1,271 +1,13 @@
-// Internal declarations of the KV-cache manager.
-//
-// Tensors of equal row size, length and window form a group: their mapped pages always cover the same part of a slot,
-// so all decisions are made once per (slot, group) instead of per tensor. The unit of bookkeeping is the span: the
-// mapped part [lo, hi) of a slot in the tensors of a group, in pages.
-//
-// Locks, in this order: api serialises the public calls; state protects every field below from the background worker.
-// The worker drops state while it calls core, and marks the slot busy instead. A call that needs a busy slot waits for
-// it (vmem__kv_wait_slot). A public call keeps state while it calls core. The statistics have their own lock.
+// What the files of the KV-cache manager offer each other, file by file; what they work on is in state.h.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_INTERNAL_H
 #define VMEM_KV_INTERNAL_H
 
 #include <errno.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <sys/types.h>
 
 #include "core/error.h"
-#include "vmem_kv.h"
-
-#define KV_BLOCK VMEM_PAGE_2M // what a 2 MiB page-table entry maps
-#define KV_MIN(a, b) ((a) < (b) ? (a) : (b))
-#define KV_MAX(a, b) ((a) > (b) ? (a) : (b))
-
-struct kv_group {
-    uint64_t row_bytes;
-    uint32_t max_tokens, window;
-    uint32_t n;     // tensors
-    uint32_t first; // of them, in vmem_kv.addrs
-    uint64_t slot_rows, slot_stride;
-    uint32_t slot_pages;
-    uint64_t table;  // index in vmem_kv.pages of (slot 0, first tensor, page 0)
-    uint64_t joined; // index in vmem_kv.joined of (slot 0, page 0)
-};
-
-// Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
-struct kv_span {
-    uint32_t lo, hi;
-    uint32_t need_lo, need_hi;   // what the slot's last step needed; equal: nothing
-    uint32_t keep_lo, keep_hi;   // what kernels in flight access, of the last steps and of the next
-    uint32_t shared_hi;          // pages from here on have no other holder
-    uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
-    uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot released when it was freed
-};
-
-// Every step reads these structures of all slots, usually from memory that is no longer in the CPU's caches. They are
-// therefore small, and fields that only concern slots without a running request are in struct kv_idle.
-struct kv_slot {
-    uint32_t tokens;
-    uint32_t shared_tokens;
-    uint32_t backed; // tokens up to which a step has nothing to map
-    uint32_t steady; // a step to `tokens` or more, up to this, needs the same pages as the last; 0: not known
-    uint32_t took;   // the last step that it took part in, or before which it was allocated
-    uint8_t state;   // enum vmem_kv_slot_state
-    bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it
-    bool skip;       // the worker failed here, and does not try again before the next step
-    bool busy;       // the worker is changing it
-    bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
-    bool stale;      // some span has stale mappings
-};
-struct kv_idle {
-    uint32_t fit;    // tokens of the last request in this free slot
-    uint32_t from;   // how many of these were shared; no page is in their place
-    uint64_t parked; // when it was freed
-    uint64_t ends;   // VMEM_KV_ENDING, VMEM_KV_SWAPPING: after the kernels of this step
-    // VMEM_KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
-    void *host;
-    uint64_t copied, size;
-};
-
-// What a slot's earlier step needed; equal: nothing.
-struct kv_past {
-    uint32_t lo, hi;
-};
-
-// What a step needs of the tensors of a group in a slot.
-struct kv_want {
-    uint32_t slot, group;
-    uint32_t lo, hi;           // pages that its kernels access
-    struct kv_past touched;    // the same, and what kernels of the steps in flight access
-    uint32_t keep_lo, keep_hi; // the span's values while the plan protects pages
-    bool extends;              // pages may be missing
-};
-// What a step needs, for the slots whose needs differ from the last step's.
-struct kv_plan {
-    struct kv_want *wants; // slot by slot, all groups of each
-    uint64_t n, missing;   // missing: pages
-    bool extends, protects;
-};
-
-// An announced request: rows up to `tokens`, the first of which a prefix will provide.
-struct kv_expected {
-    uint32_t tokens, prefix;
-};
-
-struct kv_prefix {
-    uint64_t id;
-    uint32_t tokens, min_tokens;
-    uint64_t n_pages;
-    uint32_t *lo, *hi; // per group: the pages it holds
-    vmem_page *pages;  // group after group, tensor after tensor
-};
-
-// The holders of a row of pages (one page number in the tensors of a group). Exists for rows that a prefix holds or
-// that several slots have mapped.
-struct kv_ref {
-    vmem_page page; // of the group's first tensor; 0: empty
-    uint32_t slots, prefixes;
-    uint32_t n;      // pages
-    uint32_t cached; // of the prefixes, hashed blocks
-    uint64_t mark;   // vmem_kv.mark of the call that saw it
-};
-struct kv_refs {
-    struct kv_ref *entries;
-    uint64_t size, used; // size: a power of two
-    uint64_t pages;      // of all rows here
-    uint64_t shared;     // of these, with several holders
-    uint64_t only;       // of these, held by prefixes alone
-    uint64_t evictable;  // of these, by hashed blocks alone
-};
-
-// Parts of spans to back, and the lists for that.
-struct kv_part {
-    uint32_t slot, group, from, to;
-    bool joins;         // the page before also belongs to the slot
-    uint32_t coarse_hi; // 2 MiB entries may map the blocks that end up to here
-};
-struct kv_grow {
-    struct kv_part *parts;
-    uint64_t n_parts, cap_parts, total; // total: pages
-    vmem_page *pages;
-    uint64_t n_pages, cap_pages;
-    struct vmem__stretch *stretches;
-    uint64_t cap_stretches;
-    struct vmem_map_op *fine, *coarse;
-    uint64_t n_fine, cap_fine, n_coarse, cap_coarse;
-    enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a failed run came
-};
-// A part of a span to release: the front, the tail, or both.
-struct kv_cut {
-    uint32_t slot, group;
-    struct kv_span before;
-    uint32_t lo, hi; // what remains; equal: nothing
-    struct vmem_unmap_op *ops;
-    uint64_t n_ops, cap_ops;
-    vmem_page *pages; // those without another holder
-    uint64_t n_pages, cap_pages;
-};
-
-struct vmem_kv {
-    vmem_context *ctx;
-    const unsigned char *owned; // reads 1; reads 0 in a forked child, and once the cache is being closed
-    pid_t pid;
-    uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
-    uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
-    struct kv_expected expected[VMEM_KV_EXPECT]; // the requests that come next
-    uint32_t n_expected;
-    uint64_t step, retired; // the last step; the last whose kernels have ended
-    uint32_t n_ending;      // slots that are ENDING or SWAPPING
-    uint64_t closes;        // vmem_kv_destroy_after: the step
-    bool closing;
-    struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
-    uint32_t create_flags; // for vMemCreate
-    uint64_t page_size;
-    uint32_t page_shift, block; // block: pages in 2 MiB
-    bool windows;               // some group has one
-
-    uint64_t *addrs; // tensors, group after group
-    uint32_t *order; // tensor as the caller counts -> index in addrs
-    struct kv_group *groups;
-    struct kv_span *spans; // [slot][group]
-    struct kv_plan plan;   // of the public call in progress
-    struct kv_slot *slots;
-    struct kv_idle *idle; // [slot]
-    vmem_page *pages;     // see kv_table(); address space, used where there are pages
-    uint64_t pages_bytes;
-    uint32_t whole; // most pages that are created, mapped and unmapped together; 0: each can go alone
-    bool *joined;   // with `whole`, [group][slot][page]: it goes with the page before it
-    uint64_t joined_bytes;
-    uint64_t scratch; // a reservation with a page per tensor, to access pages that no slot has mapped
-
-    pthread_mutex_t api, state, stats_lock;
-    pthread_cond_t work, done;
-    pthread_t worker;
-    bool has_worker, stop, work_due, working;
-    uint32_t hold; // calls that want the worker to pause
-    uint32_t idle_ms;
-    uint64_t calls;       // public calls so far
-    bool called;          // a public call is in progress, and may have dropped state to wait
-    bool idle_once, gave; // the worker saw the cache idle; it gave back what an idle one gives
-
-    vmem_kv *next;              // the context's next cache
-    uint64_t budget_pages;      // the most pages that may exist
-    uint64_t watermark_pages;   // of these, new requests leave so many, or
-    uint32_t watermark_percent; // so large a part: the larger of both
-    uint64_t promise;           // pages that need no memory from the device. Written with stats_lock, too
-    uint64_t device_limit;      // pages that the device allowed when the statistics last asked
-    uint64_t device_asked;      // when that was
-    uint64_t held;              // existing pages, including pending ones
-    uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
-    uint64_t pending; // pages of these that the worker is mapping or unmapping; they become unused or reclaimable
-    uint64_t clock;
-    struct kv_refs refs;
-    struct kv_prefix **prefixes;
-    uint64_t cap_prefixes;
-    uint32_t n_prefixes, prefix_generation;
-    vmem_page *named; // pages of block names, block_pages each, group after group, tensor after tensor; 0: not taken
-    uint32_t n_blocks, block_tokens, block_pages, n_named; // n_named: names that are taken
-    struct kv_hashes *hashes;                              // hash.h
-    uint64_t mark;                                         // the number of the last call that marked what it saw
-    struct vmem_copy_op *swap_ops; // of the portion that is being copied; from the first vmem_kv_swap_out_after on
-    struct kv_grow grow, worker_grow;
-    struct kv_cut cut, worker_cut;
-    bool cutting;           // the worker is unmapping pages that others may hold or release
-    int32_t *staged;        // vmem_kv_grow: lengths of the step to come
-    uint64_t *staged_pages; // pages that each lacked when it was staged
-    uint32_t n_staged;
-    uint64_t staged_missing;       // their sum
-    uint32_t *changed;             // slots that a plan examines
-    struct vmem_kv_stats stats;    // counters; the rest is filled in by vmem__kv_summarise
-    _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
-    struct vmem_kv_stats shown;    // under stats_lock
-    bool stale;                    // shown is older than stats
-    uint64_t summarised;           // when shown was last updated, in ns
-    _Atomic bool long_call;        // a public call has state and may be calling core; shown is older
-    struct vmem_kv_view *view;
-    char *view_path;
-    struct kv_member *member; // of a pool; NULL: of none
-    struct kv_member *left;   // the same while the cache is destroyed
-    uint64_t portion;         // pages that the worker gives back in one call while others wait for them
-    bool giving;              // the pool lowered the budget; what is beyond it goes
-};
-
-static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
-{
-    return &kv->spans[(uint64_t)slot * kv->n_groups + group];
-}
-
-// The pages of one tensor of the group (index within it) in one slot.
-static inline vmem_page *kv_table(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor)
-{
-    return kv->pages + g->table + ((uint64_t)slot * g->n + tensor) * g->slot_pages;
-}
-
-static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor,
-                               uint64_t page)
-{
-    return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
-}
-
-// Whether a page of a span is joined to the page before it.
-static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
-{
-    const struct kv_group *g = &kv->groups[group];
-    return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
-}
-
-// Pages that could be added without reclaiming any.
-static inline uint64_t kv_unused(const vmem_kv *kv)
-{
-    return kv->budget_pages > kv->held ? kv->budget_pages - kv->held : 0;
-}
-
-// Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
-static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }
+#include "kv/state.h"
 
 // ---- kv.c
 
@@ -436,11 +178,6 @@ extern void (*vmem__kv_hook)(enum vmem__kv_point point);
 int vmem__kv_worker_start(vmem_kv *kv);
 void vmem__kv_worker_stop(vmem_kv *kv);
 void vmem__kv_worker_wake(vmem_kv *kv);
-
-// ---- expect.c
-
-// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none.
-uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
 // Until it unmaps nothing that others may hold: a call that maps, unmaps or releases such pages waits here first.
@@ -448,6 +185,11 @@ void vmem__kv_wait_cut(vmem_kv *kv);
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void vmem__kv_worker_hold(vmem_kv *kv);
 void vmem__kv_worker_release(vmem_kv *kv);
+
+// ---- expect.c
+
+// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none.
+uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 
 // ---- refs.c
 
@@ -563,7 +305,8 @@ void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, ch
 // how many bytes there are in all.
 uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
                            struct vmem_copy_op *ops, uint64_t *n);
-int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes); // of a slot to be swapped out
+// Checks the arguments of a call that swaps a slot out.
+int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes);
 
 // ---- swap_after.c
 

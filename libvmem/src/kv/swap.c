@@ -61,7 +61,9 @@ static int check_host(const vmem_kv *kv, uint32_t slot, const void *host, uint64
 
 int vmem__kv_swap_check(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
 {
-    int rc = kv->slots[slot].tokens ? 0 : vmem__error(-EINVAL, "slot %u has no tokens", slot);
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && !kv->slots[slot].tokens)
+        rc = vmem__error(-EINVAL, "slot %u has no tokens", slot);
     if (!rc)
         rc = check_host(kv, slot, host, bytes);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, the next token may read rows that are gone
@@ -87,9 +89,7 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc)
-        rc = vmem__kv_swap_check(kv, slot, host, bytes);
+    rc = vmem__kv_swap_check(kv, slot, host, bytes);
     if (!rc)
         rc = copy(kv, slot, (uintptr_t)host, true);
     if (rc)

@@ -62,9 +62,7 @@ int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byte
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc)
-        rc = vmem__kv_swap_check(kv, slot, host, bytes);
+    rc = vmem__kv_swap_check(kv, slot, host, bytes);
     if (!rc)
         rc = vmem__kv_check_fence(kv, step);
     if (!rc && !kv->swap_ops && !(kv->swap_ops = calloc(kv->n_tensors, sizeof(*kv->swap_ops))))
