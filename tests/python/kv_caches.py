@@ -3,9 +3,13 @@
 SPDX-License-Identifier: MIT
 """
 
+import io
+from argparse import ArgumentParser
+
 import torch
 
 import pyvmem
+from pyvmem import top
 from pyvmem.kv import KVCache
 
 PAGE_TOKENS = 128
@@ -39,3 +43,12 @@ class Event:
 
     def query(self):
         return self.come
+
+
+def run_top(*words):
+    """What `pyvmem top` prints with these arguments."""
+    parser = ArgumentParser()
+    top.arguments(parser)
+    out = io.StringIO()
+    assert top.top(parser.parse_args(words), out) == 0
+    return out.getvalue()

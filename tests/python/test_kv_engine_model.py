@@ -6,7 +6,6 @@ the cache answers in advance (check, room, fit, grow) is compared with what happ
 SPDX-License-Identifier: MIT
 """
 
-import functools
 import time
 
 import numpy as np
@@ -15,6 +14,8 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kv_caches import Event
+from kv_draws import NUMBERS, pick, when
 
 import pyvmem
 from pyvmem.kv import KVCache, TensorSpec
@@ -27,52 +28,6 @@ SHAPES = {
     "mixed rows": [TensorSpec("k", (256,), torch.int64), TensorSpec("s", (70,), torch.int64)],
     "window beside full": [TensorSpec("f", (256,), torch.int64), TensorSpec("w", (512,), torch.int64, window=40)],
 }
-
-
-class Event:
-    """A CUDA event's stand-in: complete when the model says so."""
-
-    def __init__(self):
-        self.complete = False
-
-    def query(self):
-        return self.complete
-
-
-class Numbers:
-    """What a rule draws: all at once, since the background thread may change what there is to choose from."""
-
-    def __init__(self, numbers):
-        self.numbers, self.used = numbers, 0
-
-    def __repr__(self):
-        return f"Numbers({self.numbers})"
-
-    def next(self):
-        self.used += 1
-        return self.numbers[self.used - 1]
-
-
-NUMBERS = st.lists(st.integers(0, 2**16), min_size=7, max_size=7).map(Numbers)
-
-
-def when(condition):
-    """The rule does nothing otherwise. A precondition would be an answer to hypothesis, which expects equal ones."""
-
-    def decorate(function):
-        @functools.wraps(function)
-        def guarded(self, **arguments):
-            if condition(self):
-                function(self, **arguments)
-
-        return guarded
-
-    return decorate
-
-
-def pick(data, options):
-    """One of the options, by a number that was drawn before anything was known of them."""
-    return options[data.next() % len(options)]
 
 
 class Engine(RuleBasedStateMachine):
@@ -153,7 +108,7 @@ class Engine(RuleBasedStateMachine):
     def polled(self):
         """Complete events are seen at the next call for a slot or memory: the oldest first, up to one that is not."""
         for fence, event in sorted(self.events, key=lambda item: item[0]):
-            if not event.complete:
+            if not event.come:
                 break
             self.ended(fence)
             self.events.remove((fence, event))
@@ -342,10 +297,10 @@ class Engine(RuleBasedStateMachine):
         self.staged.pop(slot, None)
 
     @rule()
-    @when(lambda self: any(not event.complete for _, event in self.events))
+    @when(lambda self: any(not event.come for _, event in self.events))
     def complete(self):
         """The oldest event comes."""
-        next(event for _, event in self.events if not event.complete).complete = True
+        next(event for _, event in self.events if not event.come).come = True
 
     @rule(data=NUMBERS)
     @when(lambda self: self.running)

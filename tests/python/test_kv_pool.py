@@ -5,7 +5,6 @@ SPDX-License-Identifier: MIT
 
 import errno
 import fcntl
-import io
 import json
 import math
 import os
@@ -14,12 +13,12 @@ import struct
 import subprocess
 import sys
 import textwrap
-from argparse import ArgumentParser
 
 import pytest
 import torch
+from kv_caches import run_top
 
-from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError, kv_view, top
+from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError, kv_view
 from pyvmem.kv import KVCache
 
 MIB = 1 << 20
@@ -446,24 +445,16 @@ def test_32_members_and_no_more():
 # ---- pyvmem top ---------------------------------------------------------------------------------------------------
 
 
-def run(*words):
-    parser = ArgumentParser()
-    top.arguments(parser)
-    out = io.StringIO()
-    assert top.top(parser.parse_args(words), out) == 0
-    return out.getvalue()
-
-
 def test_top_shows_pools(tmp_path):
     pool = KVPool(40 * MIB, name="chat")
     with make(pool, "target", pool_min=8 * MIB) as cache, make(KVPool(16 * MIB), "draft"):
         free(cache, load(cache, 4, pool))
         cache.reclaim(0)
-        text = run("--once")
+        text = run_top("--once")
         (line,) = [line for line in text.splitlines() if line.split()[:1] == ["chat"]]
         assert line.split()[1:5] == [str(os.getpid()), "target", "8", "64"[:0] or "40"]
         assert f"of {os.getpid()}" in text
-        found = {v["name"]: v["pool"] for v in json.loads(run("--json"))}
+        found = {v["name"]: v["pool"] for v in json.loads(run_top("--json"))}
         assert found["target"]["min"] == 8 * MIB and found["draft"]["max"] == 16 * MIB
 
 
@@ -471,19 +462,19 @@ def test_a_limit_by_name_and_in_per_cent(capsys):
     pool = KVPool(64 * MIB)
     with make(pool, "target") as cache, make(None, "alone", idle_seconds=0.01):
         slots = load(cache, 4, pool)
-        run("--limit", "target=20M", "--wait", "60")
+        run_top("--limit", "target=20M", "--wait", "60")
         assert "target: applied: at most 20 MiB\n" in capsys.readouterr().err
-        run("--limit", "target=4MiB", "--wait", "60")
+        run_top("--limit", "target=4MiB", "--wait", "60")
         assert "target: applied: at most 4 MiB; requests hold 12 MiB more" in capsys.readouterr().err
         assert member(pool, "target").max == 4 * MIB
         free(cache, slots)
         while member(pool, "target").has > 4 * MIB:
             os.sched_yield()
         pool.set_share(cache, 4 * MIB, 64 * MIB)
-        run("--limit", "target=1M", "--wait", "60")
+        run_top("--limit", "target=1M", "--wait", "60")
         assert "refused: 4 MiB are the minimum of its share" in capsys.readouterr().err
         (view,) = [v for v in kv_view.read_views() if v.name == "alone"]
-        run("--limit", f"alone={32 * MIB / view.memory_total * 100:.9f}%", "--wait", "60")
+        run_top("--limit", f"alone={32 * MIB / view.memory_total * 100:.9f}%", "--wait", "60")
         assert "alone: applied: 3" in capsys.readouterr().err
 
 
@@ -496,7 +487,7 @@ def test_limits_that_name_nobody_or_too_many_are_refused(tmp_path):
             f"{os.getpid()}=101%": "is not between 0 and 100 %", f"{os.getpid()}=nan%": "must be",
         }.items():  # fmt: skip
             with pytest.raises(ValueError, match="--limit") as found:
-                run("--limit", text)
+                run_top("--limit", text)
             assert what in str(found.value)
 
 
@@ -512,5 +503,5 @@ def test_views_that_are_cut_short_or_spoilt_are_passed_over(folder):
         (folder / "folder.kv").mkdir()
         names = [v.name for v in kv_view.read_views()]
         assert "kv" in names
-        run("--once")
-        run("--json")
+        run_top("--once")
+        run_top("--json")

@@ -3,20 +3,19 @@
 SPDX-License-Identifier: MIT
 """
 
-import io
 import json
 import math
 import os
 import subprocess
 import sys
 import textwrap
-from argparse import ArgumentParser
 
 import pytest
 import torch
+from kv_caches import run_top
 
 from conftest import python
-from pyvmem import kv_view, top
+from pyvmem import kv_view
 from pyvmem.kv import KVCache, TensorSpec
 
 MIB = 1 << 20
@@ -31,14 +30,6 @@ def folder(tmp_path, monkeypatch):
 def make(name="kv", **options):
     options = {"idle_seconds": math.inf, **options}  # no answers but those of calls
     return KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name, **options)
-
-
-def run(*words):
-    parser = ArgumentParser()
-    top.arguments(parser)
-    out = io.StringIO()
-    assert top.top(parser.parse_args(words), out) == 0
-    return out.getvalue()
 
 
 def test_a_cache_shows_its_statistics_to_others():
@@ -92,26 +83,26 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder):
 
 def test_top_prints_a_row_for_each_cache():
     with make("one"), make("two"):
-        text = run("--once")
+        text = run_top("--once")
         assert "one" in text and "two" in text and str(os.getpid()) in text
-        assert [v["name"] for v in json.loads(run("--json"))] == ["one", "two"]
+        assert [v["name"] for v in json.loads(run_top("--json"))] == ["one", "two"]
 
 
 def test_another_process_can_set_the_budget(capsys):
     with make() as cache:
-        run("--limit", f"{os.getpid()}=16M", "--wait", "0.01")
+        run_top("--limit", f"{os.getpid()}=16M", "--wait", "0.01")
         assert "deferred: it is taken over at the next step" in capsys.readouterr().err
         assert cache.stats().budget_pages == 512
         cache.step([0] * 4)
         assert cache.stats().budget_pages == 256
-        run("--limit", f"{os.getpid()}=8M", "--wait", "0.01")
+        run_top("--limit", f"{os.getpid()}=8M", "--wait", "0.01")
         cache.check([0] * 4)
         assert cache.stats().budget_pages == 128
 
 
 def test_an_idle_cache_answers_without_a_step(capsys):
     with make(idle_seconds=0.01) as cache:
-        run("--limit", f"{os.getpid()}=16M", "--wait", "60")
+        run_top("--limit", f"{os.getpid()}=16M", "--wait", "60")
         assert "kv: applied: 16 MiB" in capsys.readouterr().err
         assert cache.stats().budget_pages == 256
 
@@ -133,7 +124,7 @@ def test_limits_that_no_cache_can_have_are_refused():
     with make("kv") as cache:
         for size in ("1", "900T"):
             with pytest.raises(ValueError, match=f"--limit {os.getpid()}={size}: bytes .* must lie between"):
-                run("--limit", f"{os.getpid()}={size}")
+                run_top("--limit", f"{os.getpid()}={size}")
         cache.step([0] * 4)
         assert cache.stats().budget_pages == 512
 
@@ -141,7 +132,7 @@ def test_limits_that_no_cache_can_have_are_refused():
 def test_wrong_limits_are_refused():
     for text in ("1=16M", "x=1G", "16M", f"{os.getpid()}=0"):
         with pytest.raises(ValueError, match="--limit"):
-            run("--limit", text)
+            run_top("--limit", text)
 
 
 def test_a_wrong_limit_leaves_the_others_unasked():
@@ -156,7 +147,7 @@ def test_a_wrong_limit_leaves_the_others_unasked():
             ("--limit", f"{os.getpid()}=32M", "--limit", "1=1G"),
         ):
             with pytest.raises(ValueError, match="--limit"):
-                run(*words)
+                run_top(*words)
             cache.check([0] * 4)
             large.check([0] * 2)
             assert cache.stats().budget_pages == 512 and large.stats().budget_pages == 32

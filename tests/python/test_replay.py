@@ -162,7 +162,7 @@ PUBLIC = {
 def test_the_public_traces(module, name):
     folder = os.environ.get("VMEM_TEST_TRACES")
     if not folder:
-        pytest.skip("VMEM_TEST_TRACES names no folder with the public traces")
+        pytest.skip("the public traces are not in the repository; VMEM_TEST_TRACES names their folder")
     trace = read_trace(Path(folder) / name).head(150)
     real, ideal, memory, _ = module.replay(trace, 64, 2048, **{**SETTING, "check_every": 256, **PUBLIC[name]})
     agree(real, ideal, memory, 150)

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-import time
+import threading
 import types
 
 import pytest
@@ -210,10 +210,10 @@ def test_shutting_down_gives_everything_back_in_a_process_that_lives_on(monkeypa
 def test_a_failure_of_the_background_thread_is_logged_once_and_it_goes_on(monkeypatch, caplog):
     engine, _ = start_engine(monkeypatch)
     engine.requests._fences = Gpu()
-    looks = []
-    monkeypatch.setattr(engine, "look", lambda: looks.append(1) or 1 / 0)
-    while len(looks) < 4:
-        time.sleep(0.01)
+    looks = threading.Semaphore(0)
+    monkeypatch.setattr(engine, "look", lambda: looks.release() or 1 / 0)
+    for _ in range(4):
+        assert looks.acquire(timeout=60)
     assert [r.message for r in caplog.records] == ["vMem: the background thread failed and goes on"]
     engine.close()
 

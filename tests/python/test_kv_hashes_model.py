@@ -1,0 +1,168 @@
+"""Prefixes by hash: random requests against a plain model (hypothesis).
+
+SPDX-License-Identifier: MIT
+"""
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pyvmem import VmemError
+from pyvmem.kv_hashes import BlockHashes, block_hashes
+
+from kv_hash_caches import ALIKE, MIXED, PAGE, make
+
+
+class Engine(RuleBasedStateMachine):
+    """Requests that begin alike, over a cache that is too small for what they leave."""
+
+    @initialize(
+        specs=st.sampled_from([ALIKE, MIXED]), block=st.sampled_from([8, 16, 32, 50]), pages=st.integers(30, 90),
+        tile=st.sampled_from([1, 24]), steps=st.sampled_from([1, 2]), overlap=st.booleans(), defer=st.booleans(),
+        automatic=st.booleans(), cap=st.sampled_from([0, 400]), same=st.booleans(),
+    )  # fmt: skip
+    def begin(self, specs, block, pages, tile, steps, overlap, defer, automatic, cap, same):
+        self.cache = make(specs, 4, 300, pages * len(specs) // 2, tile_rows=tile, steps_in_flight=steps,
+                          overlap=overlap, defer=defer, same_slots=same)  # fmt: skip
+        self.blocks = BlockHashes(self.cache, block, cap, automatic=automatic, events=True)
+        self.automatic, self.cap, self.overlap = automatic, cap, overlap
+        self.rows: dict[int, list[int]] = {}
+        self.known: set[bytes] = set()
+        self.pages = self.cache.stats().budget_pages
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+    def hashes(self, tokens):
+        return block_hashes(tokens, self.blocks.tokens)
+
+    def write(self, slot, start, tokens):
+        for tensor in self.cache.tensors:
+            end = min(len(tokens), tensor.shape[1])
+            if start < end:
+                tensor[slot, start:end] = torch.tensor(tokens[start:end]).half().view(-1, 1, 1)
+
+    @rule(kind=st.integers(0, 2), split=st.integers(0, 150), length=st.integers(1, 290), extra=st.integers(0, 1))
+    def start(self, kind, split, length, extra):
+        tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
+        hashes = self.hashes(tokens)[: (length - 1) // self.blocks.tokens]
+        fits, ending = self.cache.fit([(length, hashes)]), self.cache.stats().ending_slots
+        expected = self.blocks.peek(hashes)
+        slot, cached = self.blocks.alloc(length, hashes)
+        if slot < 0:
+            assert not fits
+            return
+        # Making room for the copy of a page may have evicted others, but none of those: only the background thread can.
+        assert cached == expected or (cached < expected and self.overlap)
+        lengths = [length if s == slot else 0 for s in range(4)]
+        if self.cache.step(lengths):
+            assert not fits
+            self.cache.free_reqid(slot)
+            return
+        assert fits or ending  # which the step ended
+        self.write(slot, cached, tokens)
+        self.rows[slot] = tokens
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), n=st.integers(1, 40))
+    def grow(self, data, n):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        tokens = (self.rows[slot] + [data.draw(st.integers(0, 3))] * n)[:300]
+        lengths = [len(tokens) if s == slot else 0 for s in range(4)]
+        expected, ending = self.cache.check(lengths), self.cache.stats().ending_slots
+        answer = self.cache.step(lengths)
+        assert answer == expected or (ending and not answer)
+        if answer == 0:
+            self.write(slot, len(self.rows[slot]), tokens)
+            self.rows[slot] = tokens
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def add(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        hashes = self.hashes(self.rows[slot])
+        first = data.draw(st.integers(0, len(hashes)))
+        last = data.draw(st.integers(first, len(hashes)))
+        self.blocks.add(slot, hashes[first:last], first)
+        self.known.update(hashes[first:last])
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def free(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        del self.rows[slot]
+        self.cache.free_reqid(slot, data.draw(st.sampled_from([None, self.cache.last_step])))
+        if data.draw(st.booleans()):
+            self.cache.retire()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def truncate(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        tokens = data.draw(st.integers(1, len(self.rows[slot])))
+        try:
+            self.cache.truncate(slot, tokens)
+        except (VmemError, MemoryError) as error:
+            assert error.errno in (61, 12)
+            if error.errno == 12:
+                self.cache.free_reqid(slot)
+                del self.rows[slot]
+        else:
+            self.rows[slot] = self.rows[slot][:tokens]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.blocks.drop(data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=4)))
+
+    @rule(pages=st.integers(0, 20))
+    def evict(self, pages):
+        free = self.cache.stats().free_pages
+        freed = self.blocks.evict(pages)
+        assert self.automatic is False or self.cache.stats().free_pages == free
+        assert freed == 0 or pages > 0
+
+    @rule(part=st.sampled_from([0.3, 0.6, 1.0]))
+    def set_budget(self, part):
+        self.cache.set_budget(max(int(self.pages * part), 1) * PAGE)
+
+    @rule()
+    def wait(self):
+        self.cache.wait()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def swap(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        try:
+            self.cache.swap_out(slot)
+        except VmemError as error:
+            assert error.errno == 61
+            return
+        if self.cache.swap_in(slot):
+            self.cache.free_reqid(slot)
+            del self.rows[slot]
+
+    @invariant()
+    def rows_hold_what_was_written(self):
+        for slot, tokens in getattr(self, "rows", {}).items():
+            want = torch.tensor(tokens).half()
+            for spec, tensor in zip(self.cache.specs, self.cache.tensors):
+                first, end = max(len(tokens) - spec.window, 0) if spec.window else 0, min(len(tokens), tensor.shape[1])
+                for column in (0, -1):
+                    found = tensor[slot, first:end, column, column]
+                    assert torch.equal(found, want[first:end]), f"slot {slot}, {spec.name}"
+
+    @invariant()
+    def the_cap_holds(self):
+        if hasattr(self, "blocks"):
+            assert not self.cap or len(self.blocks) * self.blocks.tokens <= self.cap
+            assert self.cache.stats().worker_errors == 0
+
+
+def test_random_requests():
+    case = Engine.TestCase
+    case.settings = settings(settings(), stateful_step_count=40, max_examples=settings().max_examples)
+    case().runTest()
