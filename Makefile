@@ -48,7 +48,7 @@ venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
-test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (15 minutes)
+test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (17 minutes)
 test: test-module test-vm-quick
 
 # C and Python tests that take a second or less and start no further process.
