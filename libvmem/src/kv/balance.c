@@ -354,10 +354,10 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
         m->changed = true;
         return;
     }
-    uint64_t room = KV_MIN(KV_MIN(vmem__kv_pool_free(pool, m), kv_less(r->max, r->has)), r->needs);
-    room = kv_ceil_pages(room, m->kv) << m->kv->page_shift <= vmem__kv_pool_free(pool, m)
-               ? kv_ceil_pages(room, m->kv) << m->kv->page_shift
-               : kv_floor_pages(room, m->kv) << m->kv->page_shift;
+    const uint64_t unused = vmem__kv_pool_free(pool, m);
+    uint64_t room = KV_MIN(KV_MIN(unused, kv_less(r->max, r->has)), r->needs);
+    const uint64_t whole = kv_ceil_pages(room, m->kv) << m->kv->page_shift;
+    room = whole <= unused ? whole : kv_floor_pages(room, m->kv) << m->kv->page_shift;
     if (room) {
         r->has += room;
         m->granted += room;
@@ -426,8 +426,6 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
 static void decide(vmem_kv_pool *pool)
 {
     bool head = false, some = false;
-    for (struct kv_member *m = pool->members; m; m = m->next)
-        some |= m->changed;
     const uint64_t t = kv_now();
     if (vmem__kv_share_begin(pool, true))
         return;
