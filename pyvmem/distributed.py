@@ -9,6 +9,7 @@ Run under ``torchrun``.
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -250,7 +251,8 @@ class TensorParallelKVCache:
     def _done(self, answer: int) -> int:
         """The result of a call that the ranks agreed on."""
         if answer:
-            raise OutOfMemory(12, f"{self.cache.missing_pages} pages are missing on this rank, within its budget")
+            missing = self.cache.missing_pages
+            raise OutOfMemory(errno.ENOMEM, f"{missing} pages are missing on this rank, within its budget")
         return answer
 
     def room(self, slot: SupportsIndex | None = None) -> int:
@@ -456,7 +458,7 @@ class TensorParallelKVCache:
         """
         self._pledge.clear()
         if self.check_truncate(slot, tokens):
-            raise OutOfMemory(12, f"{self.missing_pages} pages are missing on a rank, to copy shared pages")
+            raise OutOfMemory(errno.ENOMEM, f"{self.missing_pages} pages are missing on a rank, to copy shared pages")
 
         def call() -> None:
             self.cache.truncate(slot, tokens, None if after is None else uint("after", after))

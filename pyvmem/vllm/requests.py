@@ -13,6 +13,7 @@ SPDX-License-Identifier: MIT
 """
 
 import collections
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -320,7 +321,8 @@ class RequestSlots:
             now = time.monotonic()
             deadline = now + self._wait_seconds if deadline is None else deadline
             if now >= deadline:
-                raise OutOfMemory(12, f"no memory for {self.cache.missing_pages} pages of the KV cache within "
+                missing = self.cache.missing_pages
+                raise OutOfMemory(errno.ENOMEM, f"no memory for {missing} pages of the KV cache within "
                                   f"{self._wait_seconds} s (VMEM_VLLM_WAIT)")  # fmt: skip
             time.sleep(0.001)
 
