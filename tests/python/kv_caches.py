@@ -27,9 +27,9 @@ def view_dim(cache):
     return cache.specs[0].shape[-1]
 
 
-def start(cache, tokens):
-    """A request of `tokens` tokens; returns (slot, lengths)."""
-    slot = cache.alloc_reqid(tokens)
+def start(cache, tokens, slot=None):
+    """A request of `tokens` tokens, in this slot if one is named; returns (slot, lengths)."""
+    slot = cache.alloc_reqid(tokens, slot)
     values = [0] * cache.slots
     values[slot] = tokens
     assert cache.step(values) == 0

@@ -154,8 +154,8 @@ def test_zero_hides_what_an_earlier_request_left(backend, device):
             slot, _ = start(cache, 200)
             cache.keys[0][slot, :200] = 7
             cache.free_reqid(slot)
-            again, _ = start(cache, 150)
-            assert again == slot
+            # By name: the background thread may have prepared another slot that fits as well.
+            start(cache, 150, slot)
             assert not cache.keys[0][slot, :150].any()
             assert cache.stats().zeroed_bytes > 0
 
