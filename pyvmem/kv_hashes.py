@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Hash: TypeAlias = "bytes | int"
 
 SIZE = 32  # bytes of a hash
+PRIORITY = lib.VMEM_KV_HASH_PRIORITY  # of a new block
+KEEP = lib.VMEM_KV_HASH_KEEP  # the priority of a block that is not evicted
 
 
 def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
@@ -64,8 +66,9 @@ class BlockHashes:
     max_tokens : int
         The most tokens of all blocks together; 0: what memory allows.
     automatic : bool
-        Evict blocks, the least recently used first, when a step needs their memory. Pages that only evictable blocks
-        hold count as free. False: only `drop` and `evict` release memory, in the engine's order.
+        Evict blocks when a step needs their memory: those of the lowest priority first, and of one priority the least
+        recently used. Pages that only evictable blocks hold count as free. False: only `drop` and `evict` release
+        memory, in the engine's order.
     events : bool
         Keep the hashes of evicted blocks for `evicted`.
 
@@ -209,14 +212,32 @@ class BlockHashes:
         raw, n = self._raw(hashes)
         _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n))
 
-    def evict(self, pages: SupportsIndex) -> int:
-        """Evict blocks, the least recently used first, until `pages` pages are freed. Returns how many were freed."""
-        freed = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_hash_evict(self.cache._use(), min(uint("pages", pages), 2**64 - 2), freed))
+    def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
+        """Evict blocks until `pages` pages are freed. Returns how many were freed.
+
+        Without `hashes`, in order of priority and of use. With `hashes`, only these blocks, in this order; unknown
+        blocks, blocks of running requests and blocks to be kept are skipped.
+        """
+        freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
+        if hashes is None:
+            _check(lib.vmem_kv_hash_evict(self.cache._use(), most, freed))
+        else:
+            raw, n = self._raw(hashes)
+            _check(lib.vmem_kv_hash_evict_these(self.cache._use(), raw, n, most, freed))
         return int(freed[0])
 
+    def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
+        """Set the priority of blocks, 0 to 100 (new blocks: 50), and make them the most recently used ones of it.
+
+        Blocks of a lower priority are evicted first. With `KEEP`, blocks are not evicted, and their pages do not count
+        as free, until they get another priority or are dropped. Unknown blocks are skipped. A request finds a block
+        only if it finds those before it: give no block a lower priority than the blocks after it.
+        """
+        raw, n = self._raw(hashes)
+        _check(lib.vmem_kv_hash_prioritize(self.cache._use(), raw, n, uint("priority", priority, 32)))
+
     def clear(self) -> None:
-        """Evict every block."""
+        """Evict every block, also those to be kept."""
         _check(lib.vmem_kv_hash_evict(self.cache._use(), 2**64 - 1, ffi.NULL))
 
     def limit(self, max_tokens: SupportsIndex) -> None:
@@ -226,7 +247,7 @@ class BlockHashes:
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.
 
-        Requires `events`. Contains only blocks that the cache chose to evict, not those that `drop` named.
+        Requires `events`. Contains the blocks that the cache or `evict` chose, not those that `drop` named.
         """
         raw, got, found = ffi.new("struct vmem_kv_hash[]", 256), ffi.new("size_t *"), []
         while True:

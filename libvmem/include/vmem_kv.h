@@ -280,11 +280,14 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
 // While a request runs, the engine adds blocks as they are computed. Each block then stays after the request has ended.
 // A new request begins with the longest sequence of known blocks, whichever requests wrote them: full pages are mapped,
 // and the last, partial page is copied. A block need not fill whole pages. If a step needs the memory, it evicts blocks
-// that no request uses, the least recently used first. Their pages therefore count as free (vmem_kv_stats.free_pages,
-// vmem_kv_check, vmem_kv_room, vmem_kv_fit).
+// that no request uses: those of the lowest priority first, and of one priority the least recently used. Their pages
+// therefore count as free (vmem_kv_stats.free_pages, vmem_kv_check, vmem_kv_room, vmem_kv_fit). The manager never calls
+// the engine back to ask what to evict. An engine with an order of its own sets priorities, or evicts itself.
 
-#define VMEM_KV_HASH_EVENTS 0x1u // record what was evicted, for vmem_kv_hash_evicted
-#define VMEM_KV_HASH_MANUAL 0x2u // evict only on request: the engine has its own order
+#define VMEM_KV_HASH_EVENTS 0x1u  // record what was evicted, for vmem_kv_hash_evicted
+#define VMEM_KV_HASH_MANUAL 0x2u  // evict only on request: the engine has its own order
+#define VMEM_KV_HASH_PRIORITY 50u // of a new block. Priorities are 0 to 100
+#define VMEM_KV_HASH_KEEP 101u    // the priority of a block that is not evicted
 // Grows at its end.
 struct vmem_kv_hash_config {
     uint32_t size;         // sizeof(struct vmem_kv_hash_config)
@@ -310,9 +313,17 @@ int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *h
                         uint64_t *missing);
 // Drops blocks, in the engine's own order. Unknown ones are skipped. Requests that use them keep their pages.
 int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n);
-// Evicts blocks, the least recently used first, until that many pages are freed or no more can be. UINT64_MAX: all
-// blocks. *freed (NULL is allowed) receives the number of freed pages.
+// Evicts blocks, in order of priority and of use, until that many pages are freed or no more can be. UINT64_MAX: all
+// blocks, also those to be kept. *freed (NULL is allowed) receives the number of freed pages.
 int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed);
+// Evicts these blocks, in this order, until that many pages are freed. Unknown blocks, blocks of running requests and
+// blocks to be kept are skipped.
+int vmem_kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed);
+// Sets the priority of blocks, 0 to 100, and makes them the most recently used ones of it, the last of them the oldest.
+// VMEM_KV_HASH_KEEP: they are not evicted, so their pages do not count as free, until they get another priority, are
+// dropped, or all blocks are evicted. Unknown blocks are skipped. A request finds a block only if it finds those before
+// it: give no block a lower priority than the blocks after it.
+int vmem_kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t priority);
 // Sets the cap, as in vmem_kv_hash_config.
 int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens);
 // Returns up to n hashes of evicted blocks, the oldest first, each once, and their number in *got. Blocks that
@@ -472,7 +483,8 @@ struct vmem_kv_share {
     uint64_t min, max; // bytes; max 0: the pool's budget
     const char *name;  // what others see; NULL: "kv"
     // Optional. Releases about `pages` pages of prefixes that the owner can spare, and returns their number. The pool's
-    // thread calls it, with no lock held, if others need more than kept pages.
+    // thread calls it, with no lock held, if others need more than kept pages. It may make any call but one that
+    // destroys the cache, which waits for it. Blocks with hashes need no such function.
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };

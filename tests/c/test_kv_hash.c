@@ -144,6 +144,40 @@ static void test_engines_order(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+static void test_priorities(void)
+{
+    struct vmem_kv_hash gone[8];
+    uint64_t freed;
+    size_t got;
+    make(24, VMEM_KV_HASH_EVENTS, 0);
+    for (unsigned i = 0; i < 3; i++) {
+        const uint32_t slot = start(64);
+        add(slot, i, 4);
+        OK(vmem_kv_free(kv, slot));
+    }
+    OK(vmem_kv_hash_prioritize(kv, hashes_of(0), 2, VMEM_KV_HASH_KEEP)); // its first page
+    OK(vmem_kv_hash_prioritize(kv, hashes_of(2), 6, 0));                 // unknown ones are skipped
+    CHECK_EQ(stats().evictable_pages, 10);
+    OK(vmem_kv_hash_evict(kv, 1, &freed)); // two blocks to a page
+    CHECK_EQ(freed, 2);
+    OK(vmem_kv_hash_evicted(kv, gone, 8, &got));
+    CHECK_EQ(got, 2);
+    CHECK(!memcmp(&gone[0], &hashes_of(2)[3], sizeof *gone));
+    OK(vmem_kv_hash_evict_these(kv, hashes_of(0), 4, UINT64_MAX, &freed));
+    CHECK_EQ(freed, 2);
+    CHECK_EQ(peek(0), 32);
+    OK(vmem_kv_hash_evict_these(kv, NULL, 0, 1, NULL));
+    OK(vmem_kv_hash_evict(kv, UINT64_MAX - 1, &freed));
+    CHECK_EQ(freed, 6);
+    CHECK_EQ(stats().hashed_blocks, 2);
+    ERR(vmem_kv_hash_prioritize(kv, hashes_of(0), 1, VMEM_KV_HASH_KEEP + 1), EINVAL, "priority 102 is over 101");
+    ERR(vmem_kv_hash_prioritize(kv, NULL, 1, 0), EINVAL, "hashes must not be NULL");
+    ERR(vmem_kv_hash_evict_these(kv, NULL, 1, 0, NULL), EINVAL, "hashes must not be NULL");
+    OK(vmem_kv_hash_evict(kv, UINT64_MAX, &freed));
+    CHECK_EQ(freed, 2);
+    vmem_kv_destroy(kv);
+}
+
 static void test_misuse(void)
 {
     struct vmem_kv_hash_config c = {.size = sizeof c, .block_tokens = BLOCK};
@@ -204,6 +238,7 @@ int main(int argc, char **argv)
     ctx = test_context(0);
     test_life();
     test_engines_order();
+    test_priorities();
     test_misuse();
     vmem_context_destroy(ctx);
     return 0;

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyvmem import KVPool
-from pyvmem.kv_hashes import BlockHashes, block_hashes
+from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
 from kv_hash_caches import PAGE, known, make, serve
 
 
@@ -158,6 +158,60 @@ def test_an_engine_evicts_in_its_own_order(cache):
     assert cache.step(lengths) == 0
     assert [known(blocks, p) for p in prompts] == [640, 640, 320, 640]
     assert blocks.evicted() == []
+
+
+def test_blocks_of_a_lower_priority_go_first(cache):
+    blocks = BlockHashes(cache, 32, events=True)
+    hashes = [block_hashes([100 * i + j for j in range(96)], 32) for i in range(3)]
+    for i in range(3):
+        cache.free_reqid(serve(blocks, [100 * i + j for j in range(96)])[0])
+    blocks.prioritize(hashes[0], 51)
+    blocks.prioritize([*hashes[2][1:], b"\0" * 16], 0)  # one is unknown
+    assert blocks.evict(2 * 5) == 2 * 5
+    assert blocks.evicted() == [hashes[2][2], hashes[2][1], *hashes[1][::-1]]
+    blocks.prioritize(hashes[0], 50)  # is the most recently used one of this priority now
+    assert blocks.evict(100) == 2 * 4
+    assert blocks.evicted() == [hashes[2][0], *hashes[0][::-1]]
+    with pytest.raises(ValueError, match="priority 102 is over 101"):
+        blocks.prioritize([], 102)
+
+
+def test_blocks_that_are_kept_are_no_free_memory(cache):
+    blocks = BlockHashes(cache, 32, max_tokens=640, events=True)
+    tokens = list(range(320))
+    hashes = block_hashes(tokens, 32)
+    slot, _ = serve(blocks, tokens)
+    blocks.prioritize(hashes[:4], KEEP)  # of a running request
+    cache.free_reqid(slot)
+    assert cache.stats().evictable_pages == 12 and cache.stats().free_pages == 192
+    blocks.prioritize(hashes[4:6], KEEP)
+    assert cache.stats().evictable_pages == 8 and cache.stats().free_pages == 188
+    assert blocks.evict(1000) == 8 == 2 * len(blocks.evicted())
+    assert cache.fit([992, 992, 1000]) == 3 and cache.fit([992, 1000, 1000]) == 2  # 62, and 64 pages
+    lengths = [0] * 6
+    for tokens_of in (992, 992, 1000):
+        lengths[cache.alloc_reqid(tokens_of)] = tokens_of
+    assert cache.step(lengths) == 0 and cache.stats().free_pages == 0
+    assert known(blocks, tokens) == 192 and cache.shortage.reason is None
+    assert cache.fit([1]) == 0 and cache.shortage.prefix_pages == 12
+    blocks.prioritize(hashes, 100)
+    assert cache.stats().free_pages == cache.stats().evictable_pages == 12
+
+
+def test_an_engine_evicts_given_blocks_in_its_own_order(cache):
+    blocks = BlockHashes(cache, 32, automatic=False, events=True)
+    first, second, running = ([1000 * i + j for j in range(320)] for i in range(3))
+    for prompt in (first, second):
+        cache.free_reqid(serve(blocks, prompt)[0])
+    serve(blocks, running)
+    blocks.prioritize(block_hashes(second, 32)[:8], KEEP)
+    order = [h for prompt in (running, second, first) for h in block_hashes(prompt, 32)[::-1]]
+    assert blocks.evict(5, [b"\0" * 16, *order]) == 6
+    assert blocks.evicted() == [*block_hashes(second, 32)[:7:-1], block_hashes(first, 32)[-1]]
+    assert blocks.evict(1, []) == 0 and blocks.evict(0, order) == 0
+    assert [known(blocks, p) for p in (first, second, running)] == [288, 256, 320]
+    blocks.clear()
+    assert len(blocks) == 0 and cache.stats().held_pages == 20
 
 
 def test_blocks_in_use_may_be_dropped(cache):

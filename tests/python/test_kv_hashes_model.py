@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pyvmem import VmemError
-from pyvmem.kv_hashes import BlockHashes, block_hashes
+from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
 
 from kv_hash_caches import ALIKE, MIXED, PAGE, make
 
@@ -29,6 +29,7 @@ class Engine(RuleBasedStateMachine):
         self.automatic, self.cap, self.overlap = automatic, cap, overlap
         self.rows: dict[int, list[int]] = {}
         self.known: set[bytes] = set()
+        self.kept: set[bytes] = set()
         self.pages = self.cache.stats().budget_pages
 
     def teardown(self):
@@ -115,12 +116,31 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def drop(self, data):
-        self.blocks.drop(data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=4)))
+        dropped = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=4))
+        self.blocks.drop(dropped)
+        self.kept.difference_update(dropped)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), priority=st.sampled_from([0, 49, 50, 100, KEEP]))
+    def prioritize(self, data, priority):
+        hashes = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=6))
+        before = {hash for hash in self.kept if hash not in hashes}
+        self.blocks.prioritize(hashes, priority)
+        found: set[bytes] = set()  # of those that are known now: others may be added later, and are new then
+        for chain in map(self.hashes, self.rows.values()):
+            found.update(chain[: self.blocks.peek(chain) // self.blocks.tokens])
+        self.kept = before | (found.intersection(hashes) if priority == KEEP else set())
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), pages=st.integers(0, 20))
+    def evict_these(self, data, pages):
+        hashes = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=6))
+        self.evict(pages, hashes)
 
     @rule(pages=st.integers(0, 20))
-    def evict(self, pages):
+    def evict(self, pages, hashes=None):
         free = self.cache.stats().free_pages
-        freed = self.blocks.evict(pages)
+        freed = self.blocks.evict(pages, hashes)
         assert self.automatic is False or self.cache.stats().free_pages == free
         assert freed == 0 or pages > 0
 
@@ -154,6 +174,11 @@ class Engine(RuleBasedStateMachine):
                 for column in (0, -1):
                     found = tensor[slot, first:end, column, column]
                     assert torch.equal(found, want[first:end]), f"slot {slot}, {spec.name}"
+
+    @invariant()
+    def kept_blocks_stay(self):
+        if hasattr(self, "blocks"):
+            assert not self.kept & set(self.blocks.evicted())
 
     @invariant()
     def the_cap_holds(self):

@@ -32,28 +32,12 @@ uint32_t vmem__kv_hash_find(const struct kv_hashes *h, const struct vmem_kv_hash
     return i;
 }
 
-// ---- the order of use -----------------------------------------------------------------------------------------
-
-static void unlink_block(struct kv_hashes *h, uint32_t i)
-{
-    struct kv_hashed *b = &h->blocks[i];
-    *(b->newer == KV_NO_BLOCK ? &h->newest : &h->blocks[b->newer].older) = b->older;
-    *(b->older == KV_NO_BLOCK ? &h->oldest : &h->blocks[b->older].newer) = b->newer;
-}
-
-static void link_newest(struct kv_hashes *h, uint32_t i)
-{
-    struct kv_hashed *b = &h->blocks[i];
-    b->newer = KV_NO_BLOCK;
-    b->older = h->newest;
-    *(h->newest == KV_NO_BLOCK ? &h->oldest : &h->blocks[h->newest].newer) = i;
-    h->newest = i;
-}
+// ---- pinning -------------------------------------------------------------------------------------------------
 
 static void let_go(struct kv_hashes *h, const struct kv_link *l)
 {
     if (l->serial && h->blocks[l->block].serial == l->serial && !--h->blocks[l->block].pins)
-        link_newest(h, l->block);
+        vmem__kv_hash_link_newest(h, l->block);
 }
 
 static int chain_room(struct kv_chain *c, uint32_t index)
@@ -73,7 +57,7 @@ int vmem__kv_hash_pin(vmem_kv *kv, uint32_t slot, uint32_t block)
     if (rc || c->links[index].serial == h->blocks[block].serial)
         return rc;
     if (!h->blocks[block].pins++)
-        unlink_block(h, block);
+        vmem__kv_hash_unlink(h, block);
     let_go(h, &c->links[index]);
     c->links[index] = (struct kv_link){h->blocks[block].serial, block};
     return 0;
@@ -144,11 +128,14 @@ static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
             h->unmark |= ref->slots != 0;
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
-            vmem__kv_ref_cache(&kv->refs, ref, -1);
+            if (kv_keeps(b))
+                vmem__kv_ref_hold(&kv->refs, ref, 0, -1);
+            else
+                vmem__kv_ref_cache(&kv->refs, ref, -1);
         }
     }
     if (!b->pins)
-        unlink_block(h, i);
+        vmem__kv_hash_unlink(h, i);
     uint32_t *at = &h->buckets[bucket(h, &b->hash)];
     while (*at != i)
         at = &h->blocks[*at].next;
@@ -207,8 +194,10 @@ uint64_t vmem__kv_hash_evict(vmem_kv *kv, uint64_t pages)
     int rc = 0;
     begin_drop(kv);
     const bool all = pages == UINT64_MAX;
-    while (!rc && kv->cut.n_pages < pages && h->oldest != KV_NO_BLOCK && (kv->refs.evictable || all))
-        rc = evict_one(kv, &kv->cut, h->oldest);
+    uint32_t victim;
+    while (!rc && kv->cut.n_pages < pages && (kv->refs.evictable || all) &&
+           (victim = vmem__kv_hash_victim(h)) != KV_NO_BLOCK)
+        rc = evict_one(kv, &kv->cut, victim);
     // A block that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < h->used && !rc && kv->cut.n_pages < pages && (kv->refs.evictable || all); i++)
         if (h->blocks[i].serial && (all || frees(kv, &h->blocks[i])))
@@ -223,9 +212,23 @@ void vmem__kv_hash_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages)
     c->n_pages = c->n_ops = 0;
     c->before = (struct kv_span){0}; // no span is cut
     h->unmark = false;
-    while (!rc && c->n_pages < pages && h->oldest != KV_NO_BLOCK && kv->refs.evictable)
-        rc = evict_one(kv, c, h->oldest);
+    uint32_t victim;
+    while (!rc && c->n_pages < pages && kv->refs.evictable && (victim = vmem__kv_hash_victim(h)) != KV_NO_BLOCK)
+        rc = evict_one(kv, c, victim);
     unmark(kv);
+}
+
+static int evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed)
+{
+    int rc = 0;
+    begin_drop(kv);
+    for (size_t k = 0; k < n && !rc && kv->cut.n_pages < pages; k++) {
+        const uint32_t i = vmem__kv_hash_find(kv->hashes, &hashes[k]);
+        if (i != KV_NO_BLOCK && !kv->hashes->blocks[i].pins && !kv_keeps(&kv->hashes->blocks[i]))
+            rc = evict_one(kv, &kv->cut, i);
+    }
+    *freed = end_drop(kv);
+    return rc;
 }
 
 static int drop_all(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
@@ -307,11 +310,12 @@ static int add_block(vmem_kv *kv, uint32_t slot, uint32_t index, const struct vm
                             .serial = ++h->serial,
                             .index = index,
                             .next = *at,
+                            .priority = VMEM_KV_HASH_PRIORITY,
                             .pages = pages,
                             .n_pages = n_pages};
     *at = i;
     h->n++;
-    link_newest(h, i);
+    vmem__kv_hash_link_newest(h, i);
     vmem__kv_hash_pin(kv, slot, i); // cannot fail: there is room
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_group *g = &kv->groups[j];
@@ -348,10 +352,11 @@ static int add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_
             continue;
         }
         if (h->n >= h->max_blocks) { // at the limit: evict a block, unless running requests pin all
-            if (h->oldest == KV_NO_BLOCK)
+            const uint32_t victim = vmem__kv_hash_victim(h);
+            if (victim == KV_NO_BLOCK)
                 return 0;
             begin_drop(kv);
-            int rc = evict_one(kv, &kv->cut, h->oldest);
+            int rc = evict_one(kv, &kv->cut, victim);
             end_drop(kv);
             if (rc)
                 return rc;
@@ -406,9 +411,8 @@ static int init(vmem_kv *kv, const struct vmem_kv_hash_config *c)
                             .block_tokens = c->block_tokens,
                             .max_blocks = blocks_in(c->max_tokens, c->block_tokens),
                             .unused = KV_NO_BLOCK,
-                            .newest = KV_NO_BLOCK,
-                            .oldest = KV_NO_BLOCK,
                             .chains = chains};
+    vmem__kv_hash_no_order(h);
     kv->hashes = h;
     return 0;
 }
@@ -490,6 +494,20 @@ int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)
     return vmem__kv_leave(kv, rc);
 }
 
+int vmem_kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed)
+{
+    uint64_t got = 0;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_hash_check(kv, hashes, n);
+    if (!rc)
+        rc = evict_these(kv, hashes, n, pages, &got);
+    if (freed)
+        *freed = got;
+    return vmem__kv_leave(kv, rc);
+}
+
 int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens)
 {
     int rc = vmem__kv_enter(kv);
@@ -503,8 +521,9 @@ int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens)
         return vmem__kv_leave(kv, rc);
     h->max_blocks = blocks_in(max_tokens, h->block_tokens);
     begin_drop(kv);
-    while (!rc && h->n > h->max_blocks && h->oldest != KV_NO_BLOCK)
-        rc = evict_one(kv, &kv->cut, h->oldest);
+    uint32_t victim;
+    while (!rc && h->n > h->max_blocks && (victim = vmem__kv_hash_victim(h)) != KV_NO_BLOCK)
+        rc = evict_one(kv, &kv->cut, victim);
     end_drop(kv);
     return vmem__kv_leave(kv, rc);
 }
@@ -540,13 +559,16 @@ int vmem__kv_check_hashes(const vmem_kv *kv)
             const vmem_page *pages = vmem__kv_hash_pages(kv, b, j);
             for (uint32_t k = 0; k < rows.hi - rows.lo && pages[k]; k++) {
                 const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
-                if (!ref || !ref->cached)
+                if (!ref || ref->prefixes < ref->cached + kv_keeps(b) || !(ref->cached || kv_keeps(b)))
                     return vmem__error(-EFAULT, "hashed block %u, page %#" PRIx64 " is not held", i, pages[k]);
             }
         }
     }
-    for (uint32_t i = h ? h->oldest : KV_NO_BLOCK; i != KV_NO_BLOCK; i = h->blocks[i].newer)
-        listed++;
+    for (uint32_t p = 0; h && p < KV_PRIORITIES; p++)
+        for (uint32_t i = h->order[p].oldest; i != KV_NO_BLOCK; i = h->blocks[i].newer, listed++)
+            if (h->blocks[i].priority != p)
+                return vmem__error(-EFAULT, "hashed block %u has priority %u, and is listed with %u", i,
+                                   h->blocks[i].priority, p);
     for (uint64_t i = 0; i < kv->refs.size; i++) {
         const struct kv_ref *ref = &kv->refs.entries[i];
         evictable += ref->page && !ref->slots && ref->cached && ref->cached == ref->prefixes ? ref->n : 0;

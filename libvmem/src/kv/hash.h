@@ -7,15 +7,17 @@
 #include "kv/kv.h"
 
 #define KV_NO_BLOCK UINT32_MAX
+#define KV_PRIORITIES (VMEM_KV_HASH_KEEP + 1)
 
 struct kv_hashed {
     struct vmem_kv_hash hash;
     uint64_t serial;       // 0: not in use
     uint32_t index;        // of the block in its sequence
     uint32_t pins;         // running requests that began with it or wrote it
-    uint32_t newer, older; // in the order of use, while nobody pins it
+    uint32_t newer, older; // in the order of use of its priority, while nobody pins it
     uint32_t next;         // in its bucket, or of those not in use
-    vmem_page *pages;      // group after group, tensor after tensor; all 0 in a group whose window had passed it
+    uint32_t priority;
+    vmem_page *pages; // group after group, tensor after tensor; all 0 in a group whose window had passed it
     uint64_t n_pages;
 };
 // The blocks that a request pins, by their index.
@@ -36,7 +38,9 @@ struct kv_hashes {
     uint32_t unused;  // the first of the others
     uint32_t *buckets;
     uint64_t n_buckets; // a power of two
-    uint32_t newest, oldest;
+    struct kv_use {
+        uint32_t newest, oldest;
+    } order[KV_PRIORITIES];
     struct kv_chain *chains;   // [slot]
     struct vmem_kv_hash *gone; // evicted, the oldest first
     uint64_t n_gone, cap_gone;
@@ -44,6 +48,17 @@ struct kv_hashes {
     uint64_t cap_found;
     bool unmark; // a page that was dropped is in a slot
 };
+
+// ---- hash_order.c
+
+void vmem__kv_hash_no_order(struct kv_hashes *h);
+void vmem__kv_hash_link_newest(struct kv_hashes *h, uint32_t block);
+void vmem__kv_hash_unlink(struct kv_hashes *h, uint32_t block);
+// The block that is to be evicted next, which nobody pins; KV_NO_BLOCK: there is none.
+uint32_t vmem__kv_hash_victim(const struct kv_hashes *h);
+static inline bool kv_keeps(const struct kv_hashed *b) { return b->priority == VMEM_KV_HASH_KEEP; }
+
+// ---- hash.c
 
 uint32_t vmem__kv_hash_find(const struct kv_hashes *h, const struct vmem_kv_hash *hash);
 // The slot has begun with the block, or has written it.

@@ -207,7 +207,8 @@ struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
 int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` vmem__kv_ref_get do not fail
 // Adds holders. The entry goes when no prefix and at most one slot holds the row.
 void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
-void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks); // hashed ones
+void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
+void vmem__kv_ref_keep(struct kv_refs *r, struct kv_ref *ref, int blocks);  // of these, so many no longer can
 
 // ---- prefix.c
 

@@ -104,6 +104,8 @@ void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int pre
 
 void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, blocks, blocks); }
 
+void vmem__kv_ref_keep(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, 0, -blocks); }
+
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
