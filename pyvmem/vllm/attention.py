@@ -9,6 +9,8 @@ SPDX-License-Identifier: MIT
 from typing import Any
 
 import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -17,6 +19,11 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from pyvmem.vllm.slots import LEAST, Work, decode
+
+
+def window_of(impl: Any) -> int:
+    """Tokens that a layer's query sees, including itself; 0 for all."""
+    return int(impl.sliding_window[0]) + 1
 
 
 class SlotsBackend(FlashAttentionBackend):
@@ -51,15 +58,19 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._work = Work(vllm_config.scheduler_config.max_num_seqs, device, kv_cache_spec.sliding_window or 0)
+        most = vllm_config.scheduler_config.max_num_seqs
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        # Of each window: layers with and without one may share a group.
+        self._works = {w: Work(most, device, w) for w in {window_of(layer.impl) for layer in layers.values()}}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        requests = common_attn_metadata.num_reqs
-        decodes = common_attn_metadata.max_query_len == 1 and LEAST <= requests <= self._work.most
+        most = min(work.most for work in self._works.values())
+        decodes = common_attn_metadata.max_query_len == 1 and LEAST <= common_attn_metadata.num_reqs <= most
         metadata = super().build(0, common_attn_metadata, fast_build or decodes)
-        metadata.work = self._work if decodes else None
+        metadata.works = self._works if decodes else None
         if decodes:
-            self._work.plan(metadata.seq_lens)
+            for work in self._works.values():
+                work.plan(metadata.seq_lens)
         return metadata
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -85,11 +96,11 @@ class SlotsImpl(FlashAttentionImpl):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        work = attn_metadata and attn_metadata.work
-        if not work or output_scale is not None or output_block_scale is not None:
+        works = attn_metadata and attn_metadata.works
+        if not works or output_scale is not None or output_block_scale is not None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                                    output_block_scale)  # fmt: skip
         n = attn_metadata.num_actual_tokens
-        decode(query[:n], kv_cache, output[:n], attn_metadata.block_table, attn_metadata.seq_lens, work, self.scale,
-               self.logits_soft_cap)  # fmt: skip
+        decode(query[:n], kv_cache, output[:n], attn_metadata.block_table, attn_metadata.seq_lens,
+               works[window_of(self)], self.scale, self.logits_soft_cap)  # fmt: skip
         return output

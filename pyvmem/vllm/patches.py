@@ -28,6 +28,8 @@ class Patch:
 
 
 PATCHES = (
+    # Before the model is loaded.
+    Patch("vllm.v1.worker.gpu_worker", "Worker.init_device", "init_device", ("self",)),
     # The KV tensors, and the size of a block.
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.get_kv_cache_spec", "get_kv_cache_spec", ("self",)),
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.initialize_kv_cache", "initialize_kv_cache",

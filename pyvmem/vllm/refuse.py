@@ -29,8 +29,8 @@ def _config(c: Any) -> Iterator[str]:
 
 def _kv_cache(config: Any) -> Iterator[str]:
     if len(config.kv_cache_groups) != 1:
-        yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (sliding windows beside full "
-               "attention, Mamba, cross attention), which is not supported yet")  # fmt: skip
+        yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (windows of several "
+               "sizes, Mamba, cross attention), which is not supported yet")  # fmt: skip
         return
     spec = config.kv_cache_groups[0].kv_cache_spec
     if type(spec).__name__ != "FullAttentionSpec":
@@ -42,7 +42,16 @@ def _kv_cache(config: Any) -> Iterator[str]:
         yield "padded KV pages are not supported"
 
 
-def worker(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `Refused` with the first reason why these configurations cannot work."""
-    for reason in (*_config(vllm_config), *_kv_cache(kv_cache_config)):
+def _first(reasons: Iterator[str]) -> None:
+    for reason in reasons:
         raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")
+
+
+def settings(vllm_config: Any) -> None:
+    """Raise `Refused` with the first reason why vLLM's settings cannot work."""
+    _first(_config(vllm_config))
+
+
+def kv_cache(kv_cache_config: Any) -> None:
+    """Raise `Refused` with the first reason why the model's KV caches cannot work."""
+    _first(_kv_cache(kv_cache_config))

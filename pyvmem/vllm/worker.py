@@ -174,6 +174,12 @@ def _engine() -> Engine:
     return _current
 
 
+def init_device(original: Callable[..., Any], worker: Any) -> Any:
+    """Refuse what cannot work before the model is loaded. The model runner is chosen here: V1 calls no other patch."""
+    refuse.settings(worker.vllm_config)
+    return original(worker)
+
+
 def _full(spec: Any) -> Any:
     """The spec of a sliding-window layer that keeps its passed blocks, as vLLM creates it for mixed models."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -185,7 +191,8 @@ def _full(spec: Any) -> Any:
 def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
     """Make blocks whole pages, if necessary of several of vLLM's. Sliding windows keep passed blocks."""
     specs = original(runner)
-    if len({(type(s).__name__, getattr(s, "sliding_window", None)) for s in specs.values()}) == 1:
+    windows = {s.sliding_window for s in specs.values() if getattr(s, "sliding_window", None)}
+    if len(windows) <= 1 and {type(s).__name__ for s in specs.values()} <= {"FullAttentionSpec", "SlidingWindowSpec"}:
         specs = {n: _full(s) if type(s).__name__ == "SlidingWindowSpec" else s for n, s in specs.items()}
     chosen = settings.read()
     rows = {s.page_size_bytes // s.block_size for s in specs.values()}
@@ -198,7 +205,7 @@ def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
 
 def initialize_kv_cache(original: Callable[..., Any], runner: Any, kv_cache_config: Any) -> None:
     """Create the `Engine`, and remember the runner whose request tables it follows."""
-    refuse.worker(runner.vllm_config, kv_cache_config)
+    refuse.kv_cache(kv_cache_config)
     global _current
     _current = Engine(kv_cache_config, runner.vllm_config, runner.device, settings.read())
     original(runner, kv_cache_config)

@@ -1,5 +1,6 @@
 """pyvmem.vllm without vLLM: layouts, settings, patches, what is refused, the worker's engine, and metrics."""
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -263,12 +264,62 @@ def kv_config(groups=1, spec=FullAttentionSpec, shared=1):
 )
 def test_what_cannot_work_is_refused_with_one_line(changes, config, text):
     with pytest.raises(refuse.Refused, match=text) as caught:
-        refuse.worker(configuration(**changes), kv_config(**config))
+        refuse.settings(configuration(**changes))
+        refuse.kv_cache(kv_config(**config))
     assert "\n" not in str(caught.value)
 
 
 def test_what_can_work_is_not_refused():
-    refuse.worker(configuration(), kv_config())
+    refuse.settings(configuration())
+    refuse.kv_cache(kv_config())
+
+
+def test_settings_are_refused_before_a_runner_is_made():
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    made = []
+    with pytest.raises(refuse.Refused, match="model runner V2"):
+        worker.init_device(made.append, types.SimpleNamespace(vllm_config=configuration(use_v2_model_runner=False)))
+    assert not made
+    worker.init_device(made.append, types.SimpleNamespace(vllm_config=configuration()))
+    assert len(made) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The fields of vLLM's specs that are looked at."""
+
+    block_size: int = 16
+    sliding_window: int | None = None
+
+    @property
+    def page_size_bytes(self):
+        return self.block_size * 2048
+
+
+def specs_of(monkeypatch, *windows):
+    """What `get_kv_cache_spec` makes of layers with these windows, None for full attention."""
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    full, window = (type(n, (Spec,), {}) for n in ("FullAttentionSpec", "SlidingWindowSpec"))
+    interface = types.ModuleType("vllm.v1.kv_cache_interface")
+    interface.FullAttentionSpec = full
+    for name in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    made = {f"layer{i}": window(sliding_window=w) if w else full() for i, w in enumerate(windows)}
+    return list(worker.get_kv_cache_spec(lambda runner: made, None).values())
+
+
+@pytest.mark.parametrize("windows", [(None, None), (128, 128), (None, 128, 128)])
+def test_layers_with_one_window_keep_their_blocks_and_are_one_group(monkeypatch, windows):
+    specs = specs_of(monkeypatch, *windows)
+    assert {type(s).__name__ for s in specs} == {"FullAttentionSpec"}
+    assert [s.sliding_window for s in specs] == list(windows)
+    assert {s.page_size_bytes * len(specs) % PAGE for s in specs} == {0}
+
+
+def test_layers_with_several_windows_stay_several_groups(monkeypatch):
+    assert "SlidingWindowSpec" in {type(s).__name__ for s in specs_of(monkeypatch, None, 128, 256)}
 
 
 def test_the_pool_keeper_holds_back_no_more_than_one_request_needs():

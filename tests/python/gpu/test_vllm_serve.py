@@ -35,17 +35,6 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def write_model(folder):
-    """A model with made-up weights, and a tokenizer that has a word for each number."""
-    from tokenizers import Tokenizer, models
-
-    (folder / "config.json").write_text(json.dumps(vllm_cases.LLAMA))
-    words = {f"w{i}": i for i in range(vllm_cases.LLAMA["vocab_size"])}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(dict(
-        tokenizer_class="PreTrainedTokenizerFast", bos_token="w1", eos_token="w2", unk_token="w0")))  # fmt: skip
-
-
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -72,7 +61,7 @@ def group_lives(pid):
 
 class Server:
     def __init__(self, folder):
-        write_model(folder)
+        vllm_cases.write_model(folder)
         self.port = free_port()
         self.environment = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_CACHE_TOKENS="2048", XDG_RUNTIME_DIR=str(folder),
                                 HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",

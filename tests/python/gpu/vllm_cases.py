@@ -1,17 +1,25 @@
-"""vLLM engines for test_vllm_answers.py, one after the other in one process: the cases' answers go back as JSON lines.
+"""vLLM engines for test_vllm_answers.py, one after the other in one process: the cases' answers become JSON lines.
 
-Run with VMEM_VLLM=0 or 1 and the number of a pipe. Models have made-up weights.
+Run with VMEM_VLLM=0 or 1, a file for the answers, and the names of cases. Models have made-up weights.
 
 SPDX-License-Identifier: MIT
 """
 
 import gc
+import importlib.util
 import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 
+MANY = dict(max_num_seqs=128, kv_cache_memory_bytes=1 << 30)
+SLOTS = dict(on_vmem=dict(attention_backend="CUSTOM"))
+CACHED = dict(cached=True, uncached=False)
+TWO_GPUS = dict(tensor_parallel_size=2, disable_custom_all_reduce=True, block_size=64)  # whole pages of each GPU
+# gemma3 has layers with and without a window, window only such with one.
+FAMILIES = ("llama", "qwen3", "mistral", "phi3", "window", "gemma3", "qwen2_moe")
 # name: (settings of the engine, what is run with it)
 CASES = {
     "plain": ({}, "mixed"),
@@ -33,15 +41,18 @@ CASES = {
     "triton_attention": (dict(attention_backend="TRITON_ATTN"), "mixed"),
     # Another kernel than vLLM's, so other roundings: the tokens need not all be equal (test_vllm_answers.py).
     "slots": (dict(enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48,
-                   on_vmem=dict(attention_backend="CUSTOM")), "shared"),
-    "slots_window": (dict(shape="window", max_num_seqs=48, on_vmem=dict(attention_backend="CUSTOM")), "mixed"),
-    **{f"{family}_{'cached' if caching else 'uncached'}": (
-        dict(shape=family, enable_prefix_caching=caching, max_num_seqs=128, kv_cache_memory_bytes=512 << 20), "many")
-       for family in ("llama", "qwen3", "mistral", "phi3") for caching in (True, False)},
-    **{f"{family}_two_gpus": (
-        dict(shape=family, enable_prefix_caching=True, max_num_seqs=128, kv_cache_memory_bytes=512 << 20,
-             tensor_parallel_size=2, disable_custom_all_reduce=True), "many") for family in ("llama", "qwen3")},
-    "refused": (dict(shape="hybrid"), "mixed"),
+                   **SLOTS), "shared"),
+    "slots_window": (dict(SLOTS, shape="window", max_num_seqs=48), "mixed"),
+    "structured_output": (dict(skip_tokenizer_init=False, enable_prefix_caching=True), "structured"),
+    **{f"{family}_{suffix}": (dict(MANY, shape=family, enable_prefix_caching=cached), "many")
+       for family in FAMILIES for suffix, cached in CACHED.items()},
+    **{f"slots_{family}_{suffix}": (dict(MANY, **SLOTS, shape=family, enable_prefix_caching=cached), "many")
+       for family in ("llama", "gemma3", "window", "qwen2_moe") for suffix, cached in CACHED.items()},
+    **{f"{family}_two_gpus_{suffix}": (dict(MANY, **TWO_GPUS, shape=family, enable_prefix_caching=cached), "many")
+       for family in ("llama", "qwen3", "gemma3") for suffix, cached in CACHED.items()},
+    **{f"slots_{family}_two_gpus": (dict(MANY, **TWO_GPUS, **SLOTS, shape=family, enable_prefix_caching=True), "many")
+       for family in ("llama", "gemma3")},
+    "refused": (dict(shape="mixtral"), "mixed"),  # vLLM's model runner V1 runs it
 }  # fmt: skip
 
 HIDDEN = 512
@@ -58,10 +69,31 @@ SHAPES = {
     "phi3": {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_hidden_layers": 4,
              "original_max_position_embeddings": 2048, "pad_token_id": 0},
     "window": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
-    "hybrid": {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 128,
+    "gemma3": {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 128,
                "layer_types": ["sliding_attention", "full_attention"], "hidden_activation": "gelu_pytorch_tanh",
                "query_pre_attn_scalar": 128, "rope_local_base_freq": 10000.0},
+    "qwen2_moe": {**LLAMA, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 8,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512,
+                  "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
+                  "use_sliding_window": False},
+    "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+                "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
+
+
+def write_model(folder, shape="llama"):
+    """A model with made-up weights, and a tokenizer that has a word for each number."""
+    from tokenizers import Tokenizer, models
+
+    def write(name, what):
+        with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+            json.dump(what, file)
+
+    write("config.json", SHAPES[shape])
+    words = {f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(os.path.join(folder, "tokenizer.json"))
+    write("tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="w1", eos_token="w2",
+                                        unk_token="w0"))  # fmt: skip
 
 
 def prompts(n, shared=0):
@@ -145,6 +177,16 @@ def resets(llm):
     return [first, generate(llm, prompts(10, shared=100))]
 
 
+def structured(llm):
+    """Words of one kind only."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    found = generate(llm, prompts(20, shared=100), structured_outputs=StructuredOutputsParams(regex="(w3[0-9]*)+"))
+    words = [f"w{token}" for tokens in found for token in tokens]
+    assert all(w.startswith("w3") for w in words), words
+    return found
+
+
 def adapters(llm):
     from vllm.lora.request import LoRARequest
 
@@ -193,6 +235,37 @@ def preemptions(llm):
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
+def routing_without_the_extension():
+    """vLLM's three functions of a mixture of experts in torch, where its extension for them is not installed."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    if importlib.util.find_spec("vllm._moe_C_stable_libtorch"):
+        return
+
+    def topk_softmax(weights, ids, token_expert_indices, gating, renormalize=False, bias=None):
+        found, chosen = gating.float().softmax(-1).topk(ids.shape[1])
+        weights.copy_(found / found.sum(-1, keepdim=True) if renormalize else found)
+        ids.copy_(chosen)
+
+    def moe_align_block_size(topk_ids, experts, block, ids, expert_ids, padded, expert_map=None):
+        flat = topk_ids.flatten().long()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(experts, dtype=torch.long, device=flat.device).index_add_(0, flat, torch.ones_like(flat))
+        ends = ((counts + block - 1) // block * block).cumsum(0)
+        begins = ends - (counts + block - 1) // block * block
+        expert = flat[order]
+        rank = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[expert]
+        ids.fill_(len(flat))
+        ids[begins[expert] + rank] = order.int()
+        first = torch.arange(len(expert_ids), device=flat.device) * block
+        expert_ids.copy_(torch.searchsorted(ends, first, right=True).clamp(max=experts - 1))
+        padded.copy_(ends[-1:])
+
+    ops.topk_softmax, ops.moe_align_block_size = topk_softmax, moe_align_block_size
+    ops.moe_sum = lambda input, output, *_: torch.sum(input, 1, out=output)
+
+
 def run(name):
     from vllm import LLM
 
@@ -203,9 +276,10 @@ def run(name):
 
     if changes.get("tensor_parallel_size", 1) > torch.cuda.device_count():
         raise RuntimeError(f"{torch.cuda.device_count()} GPUs")
+    if changes.get("shape") in ("qwen2_moe", "mixtral"):
+        routing_without_the_extension()
     with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(SHAPES[changes.pop("shape", "llama")], file)
+        write_model(folder, changes.pop("shape", "llama"))
         if os.environ.get("VMEM_VLLM") == "1":
             changes.update(changes.get("on_vmem", {}))
         changes.pop("on_vmem", None)
@@ -230,14 +304,15 @@ def run(name):
 
 
 def main():
-    sink = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
-    for name in sys.argv[2:] or CASES:
+    sink = open(sys.argv[1], "w", encoding="utf-8")  # noqa: SIM115
+    for name in sys.argv[2:]:
+        began = time.monotonic()
         try:
             answer = run(name)
         except BaseException as error:  # the parent says it
             traceback.print_exc()
             answer = dict(error=f"{type(error).__name__}: {error}")
-        sink.write(json.dumps(dict(name=name, **answer)) + "\n")
+        sink.write(json.dumps(dict(name=name, seconds=time.monotonic() - began, **answer)) + "\n")
         sink.flush()
 
 
