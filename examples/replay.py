@@ -185,12 +185,17 @@ class Memory:
         self.names = BlockNames(self.kv, len(specs) * self.pages // self.block_pages, self.block)
         self.free_names = list(range(self.names.blocks))
         self.cached, self.name = Cached(), {}  # key -> name
-        self.slot, self.keys, self.values, self.begun = {}, {}, {}, set()
+        self.slot, self.keys, self.begun = {}, {}, set()
         self.device, self.check_every = torch.device(device), check_every
         self.event = event  # recorded behind an iteration's kernels; None: they have ended when `run` returns
-        self.offsets = torch.arange(self.block, device=device)
+        self.blocks = self.to_device([[0] * -(-max_tokens // self.block)] * self.kv.slots)  # keys of each slot
         self.in_flight, self.rows_written, self.rows_read = deque(), 0, 0
-        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self.wrong = self.to_device(0)
+
+    def to_device(self, values):
+        """A copy of the values, without waiting for the kernels in flight."""
+        pin = self.device.type != "cpu"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=pin).to(self.device, non_blocking=True)
 
     def begin(self, request):
         """A slot with the pages of the blocks that are cached; never all of the prompt: its last token is computed."""
@@ -203,8 +208,7 @@ class Memory:
             self.names.attach(slot, [self.name[key] for key in keys])
             self.begun.add(request)
         self.slot[request], self.keys[request] = slot, keys
-        names = torch.tensor(request.keys, device=self.device)
-        self.values[request] = (names[:, None] * self.block + self.offsets).flatten()
+        self.blocks[slot, : len(request.keys)] = self.to_device(request.keys)
         return len(keys) * self.block
 
     def step(self, batch):
@@ -215,16 +219,22 @@ class Memory:
         while len(self.in_flight) > self.IN_FLIGHT - 1:
             self.in_flight.popleft().synchronize()
         while self.kv.step(lengths):
-            if self.cached.unused:
+            if self.kv.shortage.ending_pages:  # they come back when the kernels in flight have ended
+                self.drain()
+            elif self.cached.unused:
                 count = min(-(-self.kv.missing_pages // self.block_pages), len(self.cached.unused))
                 names = [self.name.pop(self.cached.evict()) for _ in range(count)]
                 self.names.drop(names)
                 self.free_names += names
-            elif self.kv.shortage.ending_pages:  # they come back when the kernels in flight have ended
-                self.drain()
             else:
                 return False
         return True
+
+    def launched(self):
+        """Kernels were launched: the next iterations do not wait for them."""
+        if self.event is not None:
+            self.in_flight.append(self.event())
+            self.in_flight[-1].record()
 
     def drain(self):
         """Wait for the kernels in flight, and say so."""
@@ -234,49 +244,63 @@ class Memory:
 
     def run(self, batch):
         """What the model would do: write the new rows, read all; then cache the blocks that became full."""
-        decode = [(self.slot[r], r.done, r.keys[r.done // self.block], r.done % self.block) for r, n in batch if n == 1]
-        if decode:
-            slots, rows, keys, offsets = torch.tensor(decode, device=self.device).T
-            for t, tensor in enumerate(self.kv.tensors):
-                tensor.index_put_((slots, rows), (keys * self.block + offsets + t)[:, None])
-        bind = []
+        write, read, bind = [], [], []
         for request, n in batch:
-            begin, end = request.done, request.done + n
-            if n > 1:
-                for t, tensor in enumerate(self.kv.tensors):
-                    tensor[self.slot[request], begin:end] = (self.values[request][begin:end] + t)[:, None]
-            if begin // self.check_every < end // self.check_every or request in self.begun:
-                self.read(request, end)
+            slot, begin, end = self.slot[request], request.done, request.done + n
+            write.append((slot, begin, end))
+            first = request in self.begun
+            if first or end == request.end or begin // self.check_every < end // self.check_every:
                 self.begun.discard(request)
+                read.append((slot, 0, end))
             for i in range(begin // self.block, end // self.block):
                 key = request.keys[i]
                 if self.cached.insert(key):
                     self.keys[request].append(key)
                     self.name[key] = self.free_names.pop()
-                    bind.append((self.slot[request], i, self.name[key]))
-            self.rows_written += n
+                    bind.append((slot, i, self.name[key]))
+        self.write(write)
+        self.read(read)
         if bind:
             self.names.bind(*zip(*bind))
+        self.launched()
         if self.event is None:
             self.kv.retire()
-        else:
-            self.in_flight.append(self.event())
-            self.in_flight[-1].record()
 
-    def read(self, request, tokens):
-        """Compare all rows of a request with what was written there, perhaps by another request."""
+    def rows(self, parts):
+        """Of all rows of `parts`, (slot, begin, end): slot, number, and what it says; and how many there are."""
+        total = sum(end - begin for _, begin, end in parts)
+        slot, begin, end = self.to_device(parts).T
+        part = torch.repeat_interleave(end - begin, output_size=total)  # knowing the size, it does not wait
+        row = torch.arange(total, device=self.device) - ((end - begin).cumsum(0) - end)[part]
+        slot = slot[part]
+        return slot, row, self.blocks[slot, row // self.block] * self.block + row % self.block, total
+
+    def write(self, parts):
+        """Write rows: what a token says, and which tensor it is, in every word."""
+        slot, row, says, total = self.rows(parts)
         for t, tensor in enumerate(self.kv.tensors):
-            rows, want = tensor[self.slot[request], :tokens], self.values[request][:tokens] + t
-            self.wrong += (rows != want[:, None]).any(1).sum()
-        self.rows_read += tokens
+            tensor.index_put_((slot, row), (says + t)[:, None])
+        self.rows_written += total
+
+    def read(self, parts):
+        """Compare rows with what was written there, perhaps by another request."""
+        if parts:
+            slot, row, says, total = self.rows(parts)
+            for t, tensor in enumerate(self.kv.tensors):
+                self.wrong += (tensor[slot, row] != (says + t)[:, None]).any(1).sum()
+            self.rows_read += total
 
     def end(self, request):
-        """Read every row once more; slot and pages are free when the kernels have ended that may touch them."""
-        self.read(request, request.done)
-        self.kv.free_reqid(self.slot.pop(request), after=self.kv.last_step)
+        """The request has ended, or is preempted and its rows are read once more: slot and pages are free when the
+        kernels have ended that may touch them."""
+        slot = self.slot.pop(request)
+        if request.done < request.end and request.done:
+            self.read([(slot, 0, request.done)])
+            self.launched()
+            self.drain()
+        self.kv.free_reqid(slot, after=self.kv.last_step)
         self.cached.leave(self.keys.pop(request))
         self.begun.discard(request)
-        del self.values[request]
 
 
 def requests_of(trace, block):
