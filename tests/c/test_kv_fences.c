@@ -5,10 +5,11 @@
 // at random.
 //
 // VMEM_TEST_ITERATIONS: iterations for each number of steps in flight (1500); VMEM_TEST_IN_FLIGHT: only for that number;
-// VMEM_TEST_SEED. `make fuzz-kv` runs 100,000 of each, on the host and over the fake GPU driver; `make fuzz-kv-gpu` with
-// kernels on a GPU.
+// VMEM_TEST_SEED; VMEM_TEST_SECONDS: stop after about so many, and say how far it came. `make fuzz-kv` runs 100,000 of
+// each, on the host and over the fake GPU driver; `make fuzz-kv-gpu` with kernels on a GPU.
 //
 // SPDX-License-Identifier: MIT
+#include <time.h>
 #include <unistd.h>
 
 #include "lagging.h"
@@ -519,6 +520,35 @@ static uint64_t number(const char *name, uint64_t otherwise)
     return text ? strtoull(text, NULL, 0) : otherwise;
 }
 
+// Caches of all kinds, one after another, until there were so many iterations in all, or no time is left.
+static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iterations)
+{
+    static const uint32_t with[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFER, VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,
+                                    VMEM_KV_OVERLAP, VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS};
+    const uint64_t kinds = COUNT(shapes) * COUNT(with), most = 5000; // iterations of all kinds in turn
+    const uint64_t seconds = number("VMEM_TEST_SECONDS", 0);
+    const time_t begin = time(NULL);
+    uint64_t done = 0;
+    n_kernels = n_failed = n_swapped = n_cancelled = 0;
+    for (uint64_t round = 0; done < iterations; round++) {
+        const uint64_t left = iterations - done, each = (left < most ? left : most) / kinds + 1;
+        for (uint64_t n = 0; n < kinds && (!seconds || (uint64_t)(time(NULL) - begin) < seconds); n++) {
+            const uint64_t i = n / COUNT(with), j = n % COUNT(with);
+            run(&shapes[i], with[j], steps_in_flight, test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB),
+                start + i * 10 + j + round * 1000000, each);
+            done += each;
+        }
+        printf("%u steps in flight: %" PRIu64 " of %" PRIu64 " iterations in %" PRIu64 " s: %" PRIu64
+               " kernels, %" PRIu64 " steps without memory, %" PRIu64 " requests swapped out, %" PRIu64
+               " came back before they were copied\n",
+               steps_in_flight, done, iterations, (uint64_t)(time(NULL) - begin), n_kernels, n_failed, n_swapped,
+               n_cancelled);
+        fflush(stdout);
+        if (seconds && (uint64_t)(time(NULL) - begin) >= seconds)
+            return;
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -526,23 +556,11 @@ int main(int argc, char **argv)
         SKIP("kernels.c runs on the CPU: make fuzz-kv-gpu");
     ctx = test_context(0);
     vmem__kv_hook = stop_at_random;
-    static const uint32_t with[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFER, VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,
-                                    VMEM_KV_OVERLAP, VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS};
     static const uint32_t many[] = {2, 1, 3};
-    const uint64_t n = number("VMEM_TEST_ITERATIONS", 1500), only = number("VMEM_TEST_IN_FLIGHT", 0);
-    const uint64_t start = number("VMEM_TEST_SEED", 1), each = n / (COUNT(shapes) * COUNT(with)) + 1;
-    for (size_t k = 0; k < COUNT(many); k++) {
-        if (only && only != many[k])
-            continue;
-        n_kernels = n_failed = n_swapped = n_cancelled = 0;
-        for (size_t i = 0; i < COUNT(shapes); i++)
-            for (size_t j = 0; j < COUNT(with); j++)
-                run(&shapes[i], with[j], many[k], test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB),
-                    start * 1000 + k * 100 + i * 10 + j, each);
-        printf("%u steps in flight: %" PRIu64 " kernels, %" PRIu64 " steps without memory, %" PRIu64
-               " requests swapped out, %" PRIu64 " came back before they were copied\n",
-               many[k], n_kernels, n_failed, n_swapped, n_cancelled);
-    }
+    const uint64_t only = number("VMEM_TEST_IN_FLIGHT", 0);
+    for (size_t k = 0; k < COUNT(many); k++)
+        if (!only || only == many[k])
+            run_all(many[k], number("VMEM_TEST_SEED", 1) * 1000 + k * 100, number("VMEM_TEST_ITERATIONS", 1500));
     vmem_context_destroy(ctx);
     return 0;
 }
