@@ -412,7 +412,8 @@ class KVCache(KVAdmission, KVSharing):
         return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps)
 
     def absent_slots(self, steps: SupportsIndex = 1) -> list[int]:
-        """Return the active slots that took part in none of the last `steps` steps, nor were allocated since.
+        """Return the active slots that took part in none of the last `steps` steps, nor were allocated or swapped in
+        since.
 
         Their requests are waiting, or have ended without being freed. ``stats().absent_slots`` counts the slots that
         were absent from the last step.

@@ -74,7 +74,7 @@ else:
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """One slot: its state ("free", "active", "swapped", "ending"), length, and pages over all tensors together.
+    """One slot: its state (free, active, swapped, swapping or ending), length, and pages over all tensors together.
 
     absent_steps: for an active slot, the steps since it last took part in one or was allocated.
     """

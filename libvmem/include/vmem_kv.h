@@ -159,12 +159,13 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *miss
 // Builds a step request by request. vmem_kv_grow stages `tokens` tokens for the slot (0 removes it from the step). It
 // returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
 // performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
-// -EINVAL: nothing is staged. Freeing, swapping out or truncating a slot removes its staged growth.
+// -EINVAL: nothing is staged. Freeing, swapping out or truncating a slot removes its staged growth, and so does a
+// vmem_kv_step in which it takes part.
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
 int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
 
-// Lists active slots that took part in none of the last `steps` steps (at least 1) and were not allocated since. Their
-// requests are waiting, or are over and were never freed. slots receives the first n, and *count the total number.
+// Lists active slots that took part in none of the last `steps` steps (at least 1) and were neither allocated nor swapped
+// in since. Their requests are waiting, or are over and were never freed. slots receives the first n, and *count the total number.
 int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count);
 
 // Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested.

@@ -36,6 +36,30 @@ static void step(int32_t a, int32_t b, int32_t c)
     OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
 }
 
+// The answer does not depend on how far the copy had come.
+static void test_swapped_in(void)
+{
+    uint32_t slot;
+    make(0);
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    for (uint32_t copied = 0; copied < 2; copied++) {
+        uint64_t bytes, last;
+        step(10, 0, 0);
+        OK(vmem_kv_swap_size(kv, slot, &bytes));
+        void *rows = malloc(bytes);
+        OK(vmem_kv_last_step(kv, &last));
+        OK(vmem_kv_swap_out_after(kv, slot, rows, bytes, last));
+        step(0, 0, 0);
+        if (copied)
+            OK(vmem_kv_retire(kv, last));
+        CHECK_EQ(slot_of(slot).state, copied ? VMEM_KV_SWAPPED : VMEM_KV_SWAPPING);
+        OK(vmem_kv_swap_in(kv, slot, rows, bytes, NULL));
+        CHECK_EQ(slot_of(slot).absent_steps, 0);
+        free(rows);
+    }
+    vmem_kv_destroy(kv);
+}
+
 int main(int argc, char **argv)
 {
     uint32_t slot, slots[SLOTS], count;
@@ -61,6 +85,7 @@ int main(int argc, char **argv)
         ERR(vmem_kv_absent_slots(kv, 1, NULL, 1, &count), EINVAL, "slots unless n is 0");
         vmem_kv_destroy(kv);
     }
+    test_swapped_in();
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     return 0;

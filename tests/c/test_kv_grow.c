@@ -89,6 +89,13 @@ static void test_grow(uint32_t flags)
     OK(vmem_kv_grow(kv, 1, 11, NULL));
     OK(vmem_kv_commit(kv, NULL));
     CHECK_EQ(tokens_of(1), 11);
+    // Nor is one that has taken part in a step: the commit would set it back.
+    OK(vmem_kv_grow(kv, 1, 12, NULL));
+    OK(vmem_kv_grow(kv, 2, 97, NULL));
+    OK(vmem_kv_step(kv, (int32_t[SLOTS]){0, 40, 0}, SLOTS, NULL));
+    OK(vmem_kv_commit(kv, NULL));
+    CHECK_EQ(tokens_of(1), 40);
+    CHECK_EQ(tokens_of(2), 97);
     vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }

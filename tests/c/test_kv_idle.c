@@ -92,6 +92,14 @@ static void test_kept_pages_and_memory_ahead_go(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+// The thread's first look comes before any other call. The thread sanitizer sees whether the two share a lock.
+static void test_the_first_look(void)
+{
+    make(0, 16 * test_page);
+    wait_for_looks(1);
+    vmem_kv_destroy(kv);
+}
+
 static void test_a_limit_needs_no_call(void)
 {
     char path[] = "/tmp/test_kv_idle.XXXXXX";
@@ -156,6 +164,7 @@ int main(int argc, char **argv)
     ctx = test_context(0);
     vmem__kv_hook = at;
     test_kept_pages_and_memory_ahead_go();
+    test_the_first_look();
     test_a_limit_needs_no_call();
     test_only_memory_in_hand_is_assured();
     vmem_context_destroy(ctx);

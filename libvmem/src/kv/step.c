@@ -220,7 +220,13 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, do_step(kv, lengths, n, kv->flags & VMEM_KV_ZERO_ENDS, missing));
+    if (rc)
+        return rc;
+    rc = do_step(kv, lengths, n, kv->flags & VMEM_KV_ZERO_ENDS, missing);
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_staged && !rc; s++)
+        if (lengths[s])
+            vmem__kv_unstage(kv, s);
+    return vmem__kv_leave(kv, rc);
 }
 
 // ---- staged ---------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];
     if (!rc && s->state == VMEM_KV_SWAPPING) { // no row has been given up yet
         s->state = VMEM_KV_ACTIVE;
+        s->took = (uint32_t)kv->step; // as if the rows had come back
         kv->n_ending--;
         return vmem__kv_leave(kv, 0);
     }

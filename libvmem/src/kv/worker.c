@@ -441,12 +441,12 @@ int vmem__kv_worker_start(vmem_kv *kv)
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); // leave signals to the program's own threads
+    pthread_mutex_lock(&kv->state);           // the thread may look at the cache before this function has returned
     int rc = pthread_create(&kv->worker, NULL, work, kv);
+    kv->has_worker = !rc;
+    pthread_mutex_unlock(&kv->state);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (rc)
-        return vmem__error(-rc, "no background thread: %s", strerror(rc));
-    kv->has_worker = true;
-    return 0;
+    return rc ? vmem__error(-rc, "no background thread: %s", strerror(rc)) : 0;
 }
 
 void vmem__kv_worker_stop(vmem_kv *kv)
