@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,13 +56,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
     group.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
     group.add_argument("--slots", action="store_true", help="add a third engine: vMem with attention by slots")
+    group.add_argument("--no-table", action="store_true", help="leave out vMem with attention by table")
+    group.add_argument(
+        "--output", type=whole, default=200, metavar="N", help="tokens that each request of a fixed shape gets (200)"
+    )
+    group.add_argument(
+        "--warm-up", type=whole, default=1, metavar="N", help="one in N of the requests warms up (1: all of them)"
+    )
+    group.add_argument(
+        "--stop-after", type=whole, metavar="SECONDS", help="begin no other workload so long after the engines' start"
+    )
     group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
     group.add_argument(
         "--load",
         action="append",
         metavar="NAME",
-        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, hot or idle; repeat "
-        "for more (default: all that are possible)",
+        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, hot or idle, also "
+        "with a number of requests (azure:256); repeat for more (default: all that are possible)",
     )
     argtypes.trace(group)
     for name, what in TRACES.items():
@@ -94,7 +105,7 @@ def loads(args: argparse.Namespace) -> Any:
 
     def decode(batch: int, prompt: int) -> Any:
         batch, prompt = min(batch, args.max_num_seqs), min(prompt, longest - 300)
-        return dict(kind="fixed", batch=batch, prompt=prompt, output=200, decode=True)
+        return dict(kind="fixed", batch=batch, prompt=prompt, output=args.output, decode=True)
 
     made["decode"] = decode(32, 6000)
     made["decode-short"] = decode(256, 900)
@@ -110,11 +121,14 @@ def loads(args: argparse.Namespace) -> Any:
     # kvcached's workload for the memory of an idle engine; VMEM_VLLM_CACHE_TOKENS sets the cap of 16,000 tokens.
     made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
     wanted = args.load or [name for name in made if name not in ("hot", "idle") or args.prefix_caching]
-    unknown = [name for name in wanted if name not in made]
-    if unknown:
-        raise ValueError(f"--load {unknown[0]} must be one of {', '.join(made)} (azure needs --trace; code, "
-                         "offline and mooncake need their files)")  # fmt: skip
-    return {name: made[name] for name in wanted}
+    found = {}
+    for entry in wanted:
+        name, _, number = entry.partition(":")
+        if name not in made:
+            raise ValueError(f"--load {name} must be one of {', '.join(made)} (azure needs --trace; code, offline and "
+                             "mooncake need their files)")  # fmt: skip
+        found[name] = dict(made[name], batch=argtypes.whole(1)(number)) if number else made[name]
+    return found
 
 
 class Engine:
@@ -178,7 +192,9 @@ class Engines:
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
-        found = {OWN: Engine(self._args, False, log), ON_VMEM: Engine(self._args, True, log)}
+        found = {OWN: Engine(self._args, False, log)}
+        if not self._args.no_table:
+            found[ON_VMEM] = Engine(self._args, True, log)
         if self._args.slots:
             found[BY_SLOTS] = Engine(self._args, True, log, attention_backend="CUSTOM")
         return found
@@ -194,21 +210,32 @@ class Engines:
             with open(self._args.raw, "w", encoding="utf-8") as file:
                 json.dump(self.raw, file)
 
-    def measure(self, name: str, load: Any) -> None:
-        """Run one workload `turns` times on each engine, after a warm-up."""
-        if load.get("tokens"):
-            for again in (0, 1):  # the second time the prompts are in the prefix cache
-                self._equal(name + (" again" if again else ""), load)
-            return
-        found: dict[str, list[Any]] = {engine: [] for engine in self.engines}
-        for turn in range(self._args.turns + 1):
-            # Each turn has its own seed; otherwise the prefix cache would have the prompts of the turn before.
-            self.turn(name, dict(load, seed=load.get("seed", 0) + 1000 * turn, tokens=not turn), turn, found)
-        if self._args.kernels:  # which are slower while they are watched
+    def measure(self, loads: dict[str, Any], track: Any = iter) -> None:
+        """Run all workloads `turns` times on each engine, turn after turn, after a warm-up.
+
+        track: shows the progress of a list.
+        """
+        found: dict[str, dict[str, list[Any]]] = {}
+        for name, load in loads.items():
+            if load.get("tokens"):
+                for again in (0, 1):  # the second time the prompts are in the prefix cache
+                    self._equal(name + (" again" if again else ""), load)
+            else:
+                found[name] = {engine: [] for engine in self.engines}
+        end = time.monotonic() + (self._args.stop_after or float("inf"))
+        for turn, name in track([(turn, name) for turn in range(self._args.turns + 1) for name in found]):
+            if time.monotonic() < end:
+                # Each turn has its own seed; otherwise the prefix cache would have the prompts of the turn before.
+                load = dict(loads[name], seed=loads[name].get("seed", 0) + 1000 * turn, tokens=not turn)
+                if not turn:
+                    load["batch"] = -(-load["batch"] // self._args.warm_up)
+                self.turn(name, load, turn, found[name])
+        for name in found if self._args.kernels else ():  # which are slower while they are watched
             for engine in self.engines:
-                self._keep(engine=engine, load=name, **self.engines[engine].ask(dict(load, kernels=True)))
-        for engine, results in found.items():
-            self._results(engine, name, load, results)
+                self._keep(engine=engine, load=name, **self.engines[engine].ask(dict(loads[name], kernels=True)))
+        for name, by_engine in found.items():
+            for engine, results in by_engine.items():
+                self._results(engine, name, loads[name], results)
 
     def turn(self, name: str, load: Any, turn: int, found: Any) -> None:
         """Run one workload on each engine. The first turn warms up, and its tokens are compared."""
@@ -232,6 +259,10 @@ class Engines:
         if load.get("decode"):
             # The request that was admitted last has only had decode steps.
             self._add(engine, f"{name}: decode step", "ms", [1e3 * min(r["itl"]) for r in results])
+            full = [r["full"] for r in results if r["full"]]
+            self._add(engine, f"{name}: decode step while all requests run", "ms", [f["mean"] for f in full])
+            self._add(engine, f"{name}: the same, median step", "ms", [f["median"] for f in full])
+            self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
             return
         self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
         self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
@@ -256,8 +287,10 @@ class Engines:
                 k["stats"]["prefix_pages"] * k["stats"]["page_size"] / k["token_bytes"] for k in states])  # fmt: skip
             self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
             self._add(engine, f"{name}: steps that waited for a fence", "", [k["fence_waits"] for k in states])
-            self._add(engine, f"{name}: steps that the GPU waited for while they mapped", "",
-                      [k["map_waits"] for k in states])  # fmt: skip
+            self._add(engine, f"{name}: steps of vMem that the GPU waited for", "",
+                      [sum(n for n, *_ in k["waits"].values()) for k in states])  # fmt: skip
+            for cause in sorted({cause for k in states for cause in k["waits"]}):
+                self._add(engine, f"{name}: of these, {cause}", "", [k["waits"].get(cause, [0])[0] for k in states])
 
     def _compare(self, name: str, tokens: dict[str, Any]) -> None:
         own = tokens.pop(OWN)
@@ -302,8 +335,7 @@ def run(session: Session) -> list[Record]:
     with open(log, "a", encoding="utf-8") as file:
         turns = kind(args, torch.cuda.get_device_name(args.device), file)
         try:
-            for name, load in session.track(list(chosen.items()), "workloads"):
-                turns.measure(name, load)
+            turns.measure(chosen, lambda work: session.track(work, "workloads"))
         finally:
             turns.close()
     return turns.records

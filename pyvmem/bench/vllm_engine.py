@@ -140,14 +140,15 @@ def kv_state() -> Any:
         return None
     from dataclasses import asdict
 
-    requests, times = engine.requests, list(engine.requests.step_seconds)
-    engine.requests.step_seconds.clear()
+    requests, steps = engine.requests, engine.requests.waits.take()
+    trims = list(requests.trim_seconds)
+    requests.trim_seconds.clear()
     stats = asdict(engine.cache.stats())
     device = engine.context.stats()
     return dict(
-        stats=stats, step_seconds=times, fence_waits=requests.fence_waits, map_waits=requests.map_waits,
-        token_bytes=engine.layout.block_bytes // engine.layout.tokens,
-        map_wait_seconds=requests.map_wait_seconds, hit_blocks=requests.hit_blocks,
+        stats=stats, step_seconds=steps["each"], step_parts=steps["seconds"], waits=steps["waits"],
+        fence_waits=requests.fence_waits, trim_seconds=trims,
+        token_bytes=engine.layout.block_bytes // engine.layout.tokens, hit_blocks=requests.hit_blocks,
         created=device.created, overhead=device.overhead, syscalls=device.syscalls, map_ops=device.map_ops,
         map_runs=device.map_runs,
     )  # fmt: skip
@@ -181,6 +182,16 @@ def generate(llm: Any, prompts: list[Any], params: list[Any], concurrency: int |
     return [done[i] for i in range(len(prompts))]
 
 
+def idle_memory(memory: Sampler) -> Any:
+    """[(seconds since now, bytes of the KV cache)] in the first second after a workload."""
+    begin = time.perf_counter()
+    found: list[tuple[float, int]] = []
+    while not found or found[-1][0] < 1.0:
+        time.sleep(0.05)
+        found.append((time.perf_counter() - begin, memory.kv()))
+    return found
+
+
 def run(llm: Any, load: Any, profile: Any = None) -> Any:
     """Run one workload and return its results."""
     from vllm import SamplingParams
@@ -197,11 +208,14 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         begin = time.perf_counter()
         outputs = generate(llm, prompts, params, load.get("concurrency"))
         seconds = time.perf_counter() - begin
-        time.sleep(1.0)
+        kv_after = idle_memory(memory)
         idle, kv_idle, state = memory.used(), memory.kv(), kv_state()
-    steps = profile.take() if profile else None
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     times = [o.metrics for o in outputs if getattr(o, "metrics", None) is not None]
+    full = None  # the steps in which every request decodes
+    if profile and load.get("decode") and times:
+        full = profile.between(max(m.first_token_ts for m in times), min(m.last_token_ts for m in times))
+    steps = profile.take() if profile else None
     result = dict(
         seconds=seconds,
         prompt=sum(len(p) for p, _ in wanted),
@@ -211,7 +225,8 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         itl=[(m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in times
              if m.num_generation_tokens > 1],
         preemptions=preemptions(llm) - preempted,
-        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv=state, steps=steps,
+        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv_after=kv_after, kv=state,
+        steps=steps, full=full,
     )  # fmt: skip
     if load.get("tokens"):
         result["tokens"] = tokens

@@ -19,8 +19,12 @@ class Pair(Engines):
     def start(self, log: Any) -> dict[str, Engine]:
         return {name: Engine(self._args, True, log) for name in (FIRST, SECOND)}
 
-    def measure(self, name: str, load: Any) -> None:
-        """Run one workload with the whole GPU, in static halves, and by turns."""
+    def measure(self, loads: dict[str, Any], track: Any = iter) -> None:
+        """Run each workload with the whole GPU, in static halves, and by turns."""
+        for name in track(list(loads)):
+            self._measure(name, loads[name])
+
+    def _measure(self, name: str, load: Any) -> None:
         whole = self._args.kv_memory
         seed = load.get("seed", 0)
         found: dict[str, list[float]] = {"the whole GPU": [], "half": [], "by turns": []}

@@ -33,6 +33,7 @@ class Profile:
 
     def __init__(self) -> None:
         self.seconds: dict[str, Any] = {}
+        self._updates: list[float] = []  # when each step's tokens were known
         for name, (module, function) in TIMED.items():
             owner = importlib.import_module(module)
             *path, last = function.split(".")
@@ -50,8 +51,19 @@ class Profile:
                 return function(*args, **kwargs)
             finally:
                 seconds.append(time.perf_counter() - begin)
+                if name == "scheduler: update":
+                    self._updates.append(begin)
 
         return timed
+
+    def between(self, first: float, last: float) -> dict[str, Any] | None:
+        """Steps between two times of `time.monotonic`: how many, and ms from one to the next."""
+        at = np.asarray([t for t in self._updates if first <= t <= last])
+        if len(at) < 3:
+            return None
+        ms = 1e3 * np.diff(at)
+        return dict(steps=len(ms), mean=float(ms.mean()), median=float(np.median(ms)), most=float(ms.max()),
+                    p90=float(np.percentile(ms, 90)), p99=float(np.percentile(ms, 99)))  # fmt: skip
 
     def take(self) -> dict[str, Any]:
         """{name: calls, seconds in all, and of a call in ms: median, 99th percentile, most}"""
@@ -62,6 +74,7 @@ class Profile:
                 found[name] = dict(calls=len(ms), seconds=float(ms.sum() / 1e3), median=float(np.median(ms)),
                                    p99=float(np.percentile(ms, 99)), most=float(ms.max()))  # fmt: skip
             seconds.clear()
+        self._updates.clear()
         return found
 
 

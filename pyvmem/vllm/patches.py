@@ -47,7 +47,8 @@ PATCHES = (
     Patch(f"{_RUNNER}.block_table", "BlockTables.apply_staged_writes", "apply_staged_writes", ("self",)),
     Patch("vllm.v1.worker.gpu_worker", "Worker.sleep", "sleep", ("self", "level")),
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.shutdown", "shutdown", ("self",)),
-    # The scheduler's block pool.
+    # The scheduler, and its block pool.
+    Patch("vllm.v1.core.sched.scheduler", "Scheduler.add_request", "add_request", ("self", "request")),
     Patch("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "schedule", ("self", "throttle_prefills")),
     Patch("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "update_from_output",
           ("self", "scheduler_output", "model_runner_output")),

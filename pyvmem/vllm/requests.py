@@ -7,7 +7,11 @@ are mapped at the slot as well.
 
 Steps and fences: vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin_step` marks fence k behind
 all kernels enqueued so far, and waits for fence k - 1, which has long been passed if vLLM runs one step ahead. A slot
-whose request ends in step k is free when fence k is passed.
+whose request ends in step k may be freed when fence k is passed.
+
+Slots linger: to free a slot whose blocks the prefix cache still has, the driver must unmap them, and it must map the
+pages of the next request. So an ended request's slot is freed when most of its blocks are forgotten. Its pages then
+stay where they are for the next request, and no call to the driver is made.
 
 SPDX-License-Identifier: MIT
 """
@@ -17,6 +21,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +29,7 @@ import numpy as np
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache
 from pyvmem.kv_blocks import BlockNames
+from pyvmem.vllm.waits import Waits
 
 # (slot, first block, names of the blocks, how many of them exist already, whether the request is new)
 Operation = tuple[int, int, Sequence[int], int, bool]
@@ -40,6 +46,20 @@ class Fences(Protocol):
 
     def done(self, n: int) -> bool:
         """Whether the kernels before mark n have ended."""
+
+
+@dataclass
+class Writer:
+    """A request as the one that wrote blocks: how many, and how many of these still have a name."""
+
+    slot: int
+    wrote: int = 0
+    named: int = 0
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether most of its blocks have no name any more."""
+        return 2 * self.named <= self.wrote
 
 
 class RequestSlots:
@@ -65,9 +85,11 @@ class RequestSlots:
     """
 
     IDLE_SECONDS = 0.2
-    WAIT_SECONDS = 2e-4  # backing that takes less delays nobody
+    MAP_SECONDS = 2e-5  # the KV cache's part of a step that maps nothing takes less
     PORTION = 128  # blocks that are dropped at a time, so that a step does not wait long for the lock
     TABLE_AHEAD = 64  # blocks for which a request's table is written beyond those that it has
+    TRIM_BYTES = 1 << 30  # that an idle cache releases at a time
+    LINGER = 2  # of the slots beyond max_requests, one in so many may linger
 
     def __init__(
         self,
@@ -94,7 +116,10 @@ class RequestSlots:
         self._lengths = np.zeros(cache.slots, np.int32)
         self._ops: list[Operation] = []  # of this step
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
-        self._named: set[int] = set()  # blocks whose names have pages
+        self._lingering: dict[int, Writer] = {}  # slots of ended requests, the first to end first
+        self._most_lingering = (cache.slots - max_requests) // self.LINGER
+        self._writers = [Writer(slot) for slot in range(cache.slots)]  # the slots' last requests
+        self._named: dict[int, Writer] = {}  # blocks whose names have pages
         self._dropped: set[int] = set()  # blocks that the scheduler has forgotten and that may have pages still
         self._now = 0
         self._waiting: Sequence[tuple[int, int]] = ()
@@ -103,10 +128,11 @@ class RequestSlots:
         self.limit_pages = self._budget
         self._last_step = time.monotonic()
         self._trimmed = True
-        self.step_seconds: collections.deque[float] = collections.deque(maxlen=100_000)
+        self._first = True  # no step since requests last ran
+        self._step_maps = 0
+        self.waits = Waits()
         self.fence_waits = 0  # steps that waited for a fence because slots or pages were short
-        self.map_waits = 0  # steps whose backing delayed the GPU: it was idle when the backing ended
-        self.map_wait_seconds = 0.0
+        self.trim_seconds: collections.deque[float] = collections.deque(maxlen=1000)  # of giving everything back
         self.hit_blocks = 0
 
     # ---- a step, in this order ---------------------------------------------------------------------------------
@@ -122,10 +148,24 @@ class RequestSlots:
             Of each of the next requests: its tokens after its first step, and how many of these the prefix cache has.
             The background thread backs the others.
         """
+        self.waits.begin(self._first)
         with self.lock:
+            self.waits.add("lock")
             self._now = self._fences.mark()
             self._fences.wait(self._now - 1)
+            self.waits.add("fence")
             self._dropped.update(dropped)
+        self._expect(waiting)
+        self.waits.add("thread")
+
+    def announce(self, waiting: Sequence[tuple[int, int]]) -> None:
+        """Announce the next requests outside a step, while no request runs."""
+        with self.lock:
+            self._last_step = time.monotonic()
+            self._trimmed = False
+            self._expect(waiting)
+
+    def _expect(self, waiting: Sequence[tuple[int, int]]) -> None:
         if waiting != self._waiting:
             self._waiting = waiting
             most = self.cache.max_tokens
@@ -146,6 +186,7 @@ class RequestSlots:
         with self.lock:
             self._now = self._fences.mark()
             self._trimmed = False
+            self._first = True
             for index in indices:
                 self.finish(index)
             self._dropped.update(dropped)
@@ -160,13 +201,17 @@ class RequestSlots:
         hits = min(-(-computed // self.block_tokens), len(ids))
         if hits and self.names is None:
             raise RuntimeError(f"a request starts with {computed} computed tokens, but there is no prefix cache")
+        self.waits.go()
         with self.lock:
+            self.waits.add("lock")
             if self._slots[index] >= 0:
                 self.finish(index)
             slot = self._alloc(len(ids) * self.block_tokens, hits * self.block_tokens)
             self._slots[index] = slot
+            self._writers[slot] = Writer(slot)
             self._ops.append((slot, 0, ids, hits, True))
             self.hit_blocks += hits
+            self.waits.add("slot")
         self._blocks[index] = len(ids)
         self._tabled[index] = 0
         return self._table(index)
@@ -183,8 +228,9 @@ class RequestSlots:
         self._last_step = time.monotonic()
         if not (self._ops or self._retiring or self._dropped) and self._now % 64:
             return
-        began = time.perf_counter()
+        self.waits.go()
         with self.lock:
+            self.waits.add("lock")
             ops, self._ops = self._ops, []
             self._trimmed = False
             if self.names is None:
@@ -193,11 +239,8 @@ class RequestSlots:
                 self._step()
             else:
                 self._back_named(ops, self.names)
-            seconds = time.perf_counter() - began
-            if seconds >= self.WAIT_SECONDS and self._fences.done(self._now):
-                self.map_waits += 1
-                self.map_wait_seconds += seconds  # at most: it may have become idle in between
-        self.step_seconds.append(seconds)
+            self.waits.end(lambda: self._fences.done(self._now))
+            self._first = False
         self._later()
 
     @property
@@ -220,15 +263,14 @@ class RequestSlots:
         """
         while True:
             with self.lock:
-                self._reap()
                 self._drop_forgotten(self.PORTION)
-                if not self._dropped:
+                if not self._dropped:  # or a slot would be freed while its blocks still have names
+                    self._reap()
                     return
             time.sleep(1e-4)  # a step that waits for the lock comes first
 
     def _drop_forgotten(self, most: int) -> None:
-        gone = {self._dropped.pop() for _ in range(min(most, len(self._dropped)))}
-        self._drop(self._named.intersection(gone))
+        self._drop([self._dropped.pop() for _ in range(min(most, len(self._dropped)))])
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
@@ -245,7 +287,8 @@ class RequestSlots:
         # Reassigned names are dropped before anything is backed, because the scheduler counts on their pages.
         changed = [i for _, _, ids, hits, _ in ops for i in ids[hits:]]
         self._dropped.difference_update(changed)
-        self._drop(self._named.intersection(changed))
+        self._drop(changed)
+        self.waits.add("forget")
         slots: list[int] = []
         index: list[int] = []
         ids: list[int] = []
@@ -255,17 +298,23 @@ class RequestSlots:
             self._step()
             if ids:
                 names.bind(*np.array((slots, index, ids), np.uint32))
-                self._named.update(ids)
+                for slot, i in zip(slots, ids):
+                    writer = self._named[i] = self._writers[slot]
+                    writer.wrote += 1
+                    writer.named += 1
             slots.clear()
             index.clear()
             ids.clear()
             fresh.clear()
+            self.waits.add("bind")
 
         for slot, first, blocks, hits, _ in ops:
             if hits:
                 if not fresh.isdisjoint(blocks[:hits]):
                     settle()  # it shares what an earlier request writes in this step
+                self.waits.go()
                 names.attach(slot, blocks[:hits])
+                self.waits.add("attach")
             n = len(blocks)
             self._lengths[slot] = (first + n) * self.block_tokens
             slots += [slot] * (n - hits)
@@ -274,35 +323,68 @@ class RequestSlots:
             fresh.update(blocks[hits:])
         settle()
 
-    def _drop(self, gone: set[int]) -> None:
-        """Drop these blocks' names, and release pages that no slot has mapped."""
-        if gone and self.names is not None:
-            self.names.drop(np.fromiter(gone, np.uint32, len(gone)))
-            self._named -= gone
+    def _drop(self, ids: Iterable[int]) -> None:
+        """Drop these blocks' names, where they have pages, and release pages that no slot has mapped."""
+        gone = [i for i in ids if i in self._named]
+        if not gone or self.names is None:
+            return
+        self.names.drop(np.array(gone, np.uint32))
+        for i in gone:
+            writer = self._named.pop(i)
+            writer.named -= 1
+            if writer.forgotten and self._lingering.get(writer.slot) is writer:
+                self._free(writer.slot)
+
+    def _free(self, slot: int) -> None:
+        """Free a slot that no kernel accesses."""
+        self._lingering.pop(slot, None)
+        self.cache.free_reqid(slot)
+
+    def _free_lingering(self, left: int = 0) -> None:
+        while len(self._lingering) > left:
+            self._free(next(iter(self._lingering)))
 
     def _alloc(self, tokens: int, prefix_tokens: int) -> int:
         slot = self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)
-        while slot < 0 and self._retiring:
-            self.fence_waits += 1
-            self._fences.wait(self._retiring[0][0])
-            self._reap()
+        while slot < 0 and (self._lingering or self._retiring):
+            if not self._lingering:
+                self.fence_waits += 1
+                self._fences.wait(self._retiring[0][0])
+                self._reap()
+            self._free_lingering(max(len(self._lingering) - 1, 0))
             slot = self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)
         if slot < 0:
             raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
         return slot
 
     def _reap(self) -> None:
-        """Free the slots whose kernels have ended."""
+        """Free the slots whose kernels have ended, or let them linger."""
         while self._retiring and self._fences.done(self._retiring[0][0]):
             _, slot = self._retiring.popleft()
             self._lengths[slot] = 0
-            self.cache.free_reqid(slot)
+            writer = self._writers[slot]
+            if writer.forgotten:
+                self._free(slot)
+            else:
+                self._lingering[slot] = writer
+        self._free_lingering(self._most_lingering)
 
     def _step(self) -> None:
+        self.waits.go()
+        self._step_or_wait()
+        maps = self.waits.add("thread") > self.MAP_SECONDS and self.cache.step_maps
+        if maps and maps != self._step_maps:
+            self._step_maps = maps
+            self.waits.move("thread", "map")
+
+    def _step_or_wait(self) -> None:
         deadline = None
         while self.cache.step(self._lengths) == -1:
             if self._dropped:
                 self._drop_forgotten(len(self._dropped))
+                continue
+            if self._lingering:
+                self._free_lingering()
                 continue
             if self._retiring:
                 if not self._fences.done(self._retiring[0][0]):
@@ -349,11 +431,16 @@ class RequestSlots:
         if not (self._retiring or self._dropped) and self._trimmed:
             return False
         self.clear_up()
-        with self.lock:
-            idle = time.monotonic() - self._last_step > self.IDLE_SECONDS
-            if idle and not self._trimmed and not self._retiring and not any(s >= 0 for s in self._slots):
-                self._trim()
-            return not self._trimmed
+        began = time.perf_counter()
+        while not self._trimmed:
+            with self.lock:
+                busy = self._retiring or any(s >= 0 for s in self._slots)
+                if busy or time.monotonic() - self._last_step <= self.IDLE_SECONDS:
+                    return True
+                self._trim(self.TRIM_BYTES)
+            time.sleep(1e-4)  # a request that arrives comes first
+        self.trim_seconds.append(time.perf_counter() - began)
+        return False
 
     def reset(self) -> None:
         """Discard all requests. No request and no kernel may be running."""
@@ -364,12 +451,16 @@ class RequestSlots:
             self._fences.wait(self._fences.mark())
             self._reap()
             self._dropped.clear()
-            self._drop(set(self._named))
+            self._drop(list(self._named))
             self._trim()
 
-    def _trim(self) -> None:
+    def _trim(self, most: int | None = None) -> None:
+        """Release kept pages, `most` bytes of them; then what remains is compacted."""
+        self._expect(())
+        self._free_lingering()
         self.cache.wait()  # otherwise the background thread could still back the next slot
-        self.cache.reclaim()
+        if self.cache.reclaim(most) and most is not None:
+            return
         if self.names is not None:
             self.names.compact()
         self._trimmed = True

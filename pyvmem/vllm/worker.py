@@ -157,6 +157,7 @@ class Engine:
 
 
 LOOK_SECONDS = 0.05
+ANNOUNCED = 32  # waiting requests, at most
 SLACK = 64 << 20  # bytes of device memory beyond the KV cache's budget, so that every page of it can be made
 
 
@@ -353,7 +354,7 @@ def waiting(scheduler: Any) -> tuple[tuple[int, int], ...]:
     most = scheduler.max_num_scheduled_tokens
     left = 2 * most
     if isinstance(scheduler.waiting, collections.deque):  # other queues take as long to inspect as to schedule
-        for request in itertools.islice(scheduler.waiting, 32):
+        for request in itertools.islice(scheduler.waiting, ANNOUNCED):
             cached = cached_tokens(scheduler.kv_cache_manager, request)
             tokens = min(request.num_tokens, cached + most)
             found.append((tokens, cached))
@@ -361,6 +362,13 @@ def waiting(scheduler: Any) -> tuple[tuple[int, int], ...]:
             if left <= 0:
                 break
     return tuple(found)
+
+
+def add_request(original: Callable[..., Any], scheduler: Any, request: Any) -> None:
+    """Announce the first requests after an idle time at once. Later ones are announced with each step."""
+    original(scheduler, request)
+    if _current is not None and not scheduler.running and len(scheduler.waiting) <= ANNOUNCED:
+        _current.requests.announce(waiting(scheduler))
 
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

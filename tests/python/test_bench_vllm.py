@@ -14,7 +14,8 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, raw=None, slots=False, kernels=False,
+        code=None, offline=None, pair=False, raw=None, slots=False, kernels=False, no_table=False, output=200,
+        warm_up=1, stop_after=None,
     ), **changes})  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_pair, "Engine", FakeEngine)
     raw = tmp_path / "raw.json"
     pair = vllm_pair.Pair(arguments(turns=2, raw=str(raw)), "gpu", None)
-    pair.measure("decode", dict(kind="fixed"))
+    pair.measure({"decode": dict(kind="fixed")})
     found = {r.metric: r.median for r in pair.records}
     assert (found["decode: output with the whole GPU"], found["decode: output with half"],
             found["decode: output by turns"]) == (100, 60, 100)  # fmt: skip
@@ -130,7 +131,7 @@ def test_kernels_are_watched_in_a_turn_of_their_own(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
     engines = vllm.Engines(arguments(kernels=True), "gpu", None)
-    engines.measure("decode", dict(kind="fixed"))
+    engines.measure({"decode": dict(kind="fixed", batch=8)})
     for engine in engines.engines.values():
         assert [load.get("kernels", False) for load in engine.asked] == [False, False, True]
 
@@ -151,11 +152,35 @@ def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     engines = vllm.Engines(arguments(slots=True), "gpu", None)
     engines.engines[vllm.BY_SLOTS].ask(dict(limit=1))  # so that its last token is another
-    engines.measure("equal", dict(kind="ramp", tokens=True))
+    engines.measure({"equal": dict(kind="ramp", tokens=True)})
     found = {(r.backend, r.metric): r.median for r in engines.records}
     for engine, same, alike in ((vllm.ON_VMEM, 2, 4), (vllm.BY_SLOTS, 1, 3)):
         assert found[engine, "equal: requests with vLLM's tokens, of 2"] == same
         assert found[engine, "equal: tokens, of 4"] == alike
+
+
+def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
+    monkeypatch.setattr(vllm, "Engine", FakeEngine)
+    monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
+    loads = {"decode": dict(kind="fixed", batch=8), "hot": dict(kind="hot", batch=30)}
+    engines = vllm.Engines(arguments(turns=2, warm_up=4, slots=True, no_table=True), "gpu", None)
+    assert list(engines.engines) == [vllm.OWN, vllm.BY_SLOTS]
+    engines.measure(loads)
+    asked = engines.engines[vllm.OWN].asked
+    assert [(load["kind"], load["batch"], load["tokens"]) for load in asked] == [
+        ("fixed", 2, True), ("hot", 8, True), ("fixed", 8, False), ("hot", 30, False), ("fixed", 8, False),
+        ("hot", 30, False)]  # fmt: skip
+    clock = iter(range(100))
+    monkeypatch.setattr(vllm.time, "monotonic", lambda: next(clock))
+    cut = vllm.Engines(arguments(turns=2, stop_after=3), "gpu", None)
+    cut.measure(loads)
+    assert len(cut.engines[vllm.OWN].asked) == 2
+
+
+def test_a_workload_may_have_a_number_of_requests():
+    assert vllm.loads(arguments(load=["hot:7"], requests=20))["hot"]["batch"] == 7
+    assert vllm.loads(arguments(load=["decode:3"], output=9))["decode"] == dict(
+        kind="fixed", batch=3, prompt=1748, output=9, decode=True)  # fmt: skip
 
 
 def test_an_unknown_workload_is_named():

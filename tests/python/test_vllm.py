@@ -132,12 +132,71 @@ def test_pages_in_use_are_the_blocks_that_the_scheduler_knows():
     engine = Engine(requests=4)
     engine.run(engine.requests(25, shared=0.5))
     cached = len(engine.scheduler.pool.cached)
-    engine.cache.wait()
     assert cached
-    assert engine.cache.stats().prefix_pages == cached
     engine.slots.IDLE_SECONDS = -1
     engine.slots.tend()
-    assert engine.cache.stats().held_pages == cached
+    stats = engine.cache.stats()
+    assert stats.prefix_pages == stats.held_pages == cached
+
+
+def start_and_end(engine, index, ids):
+    """One step of a request, and the next one, by which its kernels have ended."""
+    slots = engine.slots
+    slots.begin_step()
+    slots.start(index, ids, 0)
+    slots.back()
+    slots.begin_step()
+    slots.finish(index)
+    slots.back()
+    engine.gpu.wait(engine.gpu.marked)
+
+
+def test_pages_of_forgotten_blocks_stay_in_place_for_the_next_request():
+    engine = Engine(requests=2, spare=4)
+    slots = engine.slots
+    start_and_end(engine, 0, [1, 2, 3, 4])
+    slots.begin_step([1, 2, 3, 4])
+    slots.back()
+    engine.cache.wait()
+    slots.begin_step()
+    slots.start(1, [5, 6, 7, 8], 0)
+    slots.back()
+    stats = engine.cache.stats()
+    assert (stats.adopted_pages, stats.step_maps) == (4, 1)
+    assert engine.cache.context.stats().unmap_ops == 0
+
+
+def test_lingering_slots_leave_room_for_others():
+    engine = Engine(requests=2, spare=4)
+    slots = engine.slots
+    for i in range(4):
+        start_and_end(engine, 0, [2 * i + 1, 2 * i + 2])
+    slots.clear_up()
+    assert engine.cache.stats().active_slots == 2  # half of the slots beyond those of running requests
+    slots.begin_step()
+    taken = {slots.start(i, [20 + i], 0)[0] for i in range(2)}
+    slots.back()
+    for i in range(8):
+        start_and_end(engine, i % 2, [30 + i])  # each finds a slot
+    assert len(taken) == 2
+
+
+def test_a_name_that_outlives_its_slot_is_not_counted_for_the_next_request():
+    engine = Engine(requests=2, spare=2)
+    slots = engine.slots
+    start_and_end(engine, 0, [1, 2])
+    start_and_end(engine, 0, [3, 4])  # only one may linger: the first is freed
+    start_and_end(engine, 0, [5, 6])
+    slots.clear_up()
+    assert engine.cache.stats().active_slots == 1
+    slots.begin_step([1, 2, 3])
+    slots.back()
+    slots.clear_up()
+    assert engine.cache.stats().active_slots == 1
+    slots.begin_step([5, 6])
+    slots.back()
+    slots.clear_up()
+    assert engine.cache.stats().active_slots == 0
 
 
 @pytest.mark.parametrize("cap", [0, 5])
@@ -198,6 +257,47 @@ def test_prompts_that_wait_are_backed_before_they_start():
     assert engine.cache.stats().step_maps == maps
 
 
+def test_prompts_that_arrive_at_an_idle_engine_are_backed_before_the_first_step():
+    engine = Engine(requests=4, slack=20)
+    slots = engine.slots
+    slots.announce(((50, 0), (20, 0)))
+    engine.cache.wait()
+    slots.begin_step((), ((50, 0), (20, 0)))
+    slots.start(0, [2, 3, 4, 5, 6, 7, 8], 0)
+    slots.start(1, [9, 10, 11], 0)
+    slots.back()
+    assert engine.cache.stats().step_maps == 0
+
+
+def test_what_was_backed_for_prompts_that_never_came_goes_back():
+    engine = Engine(requests=4, slack=20)
+    slots = engine.slots
+    slots.announce(((50, 0), (20, 0)))
+    engine.cache.wait()
+    assert engine.cache.stats().held_pages
+    assert slots.tend()  # not idle for long
+    slots.IDLE_SECONDS = -1
+    assert not slots.tend()
+    engine.cache.wait()
+    assert engine.cache.stats().held_pages == 0
+
+
+def test_a_scheduler_without_running_requests_announces_new_ones(monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    heard = []
+    monkeypatch.setattr(worker, "_current", types.SimpleNamespace(requests=types.SimpleNamespace(
+        announce=heard.append)))  # fmt: skip
+    scheduler = types.SimpleNamespace(waiting=collections.deque(), running=[], max_num_scheduled_tokens=400,
+                                      kv_cache_manager=types.SimpleNamespace(enable_caching=False))  # fmt: skip
+    for tokens in (50, 60):
+        request = types.SimpleNamespace(num_tokens=tokens)
+        worker.add_request(lambda scheduler, request: scheduler.waiting.append(request), scheduler, request)
+    assert heard == [((50, 0),), ((50, 0), (60, 0))]
+    scheduler.running.append("a request")  # the next step announces them
+    worker.add_request(lambda scheduler, request: scheduler.waiting.append(request), scheduler, request)
+    assert len(heard) == 2
+
+
 def test_a_prompt_with_a_cached_beginning_is_backed_behind_it():
     engine = Engine(requests=4, slack=20)
     slots = engine.slots
@@ -240,20 +340,20 @@ def test_tokens_from_the_cache_are_looked_up_once():
 def test_a_step_whose_backing_the_gpu_waited_for_is_counted():
     engine = Engine(caching=False)
     slots = engine.slots
-    slots.WAIT_SECONDS = 0
+    slots.waits.least = 0
     slots.begin_step()
     slots.start(0, [1], 0)
     slots.back()  # kernels of the step before are running
-    assert slots.map_waits == 0
+    assert slots.waits.count == 0
     slots.begin_step()
     engine.gpu.wait(engine.gpu.marked)
     slots.start(1, [2], 0)
     slots.back()
-    assert slots.map_waits == 1
+    assert slots.waits.count == 1
     slots.begin_step()
     engine.gpu.wait(engine.gpu.marked)
     slots.back()  # nothing to map
-    assert slots.map_waits == 1
+    assert slots.waits.count == 1
 
 
 def test_another_thread_may_clear_up_after_steps():
