@@ -238,7 +238,7 @@ static bool go_on_giving(struct kv_member *m, uint64_t least)
 {
     vmem_kv *kv = m->kv;
     if (kv->gave && kv->budget_pages > least) { // idle
-        kv->budget_pages = least;
+        kv_shrink_budget(kv, least);
         kv->giving |= kv->held > kv->budget_pages;
     }
     if (!kv->giving)
@@ -276,7 +276,7 @@ static void keep_to_max(struct kv_member *m)
     if (kv->budget_pages <= most || kv->giving)
         return;
     const uint64_t least = KV_MAX(most, kv->held - KV_MIN(vmem__kv_spare(kv), kv->held));
-    kv->budget_pages = KV_MIN(kv->budget_pages, least);
+    kv_shrink_budget(kv, KV_MIN(kv->budget_pages, least));
     kv->giving = kv->held > kv->budget_pages;
     if (kv->giving)
         vmem__kv_worker_wake(kv);
@@ -468,7 +468,7 @@ static bool apply(struct kv_member *m)
     if (bytes) {
         const uint64_t least = least_pages(kv, m), want = kv_ceil_pages(bytes, kv);
         const uint64_t pages = KV_MIN(want, kv_less(kv->budget_pages, least));
-        kv->budget_pages -= pages;
+        kv_shrink_budget(kv, kv->budget_pages - pages);
         if (want > pages && m->evict) {
             evict = KV_MIN(want - pages, kv->refs.only);
         } else if (want > pages && vmem__kv_evictable(kv)) { // evict one portion of hashed blocks per round

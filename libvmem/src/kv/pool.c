@@ -261,8 +261,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
         kv->member = m;
         kv->flags |= VMEM_KV_LAZY;
         kv->portion = UINT64_C(64) * kv->block;
-        kv->ceiling = KV_MAX(kv->ceiling, kv->held);
-        kv->budget_pages = kv_floor_pages(m->row.has, kv);
+        kv_shrink_budget(kv, kv_floor_pages(m->row.has, kv));
         kv_ring(pool);
     }
     pthread_mutex_unlock(&pool->lock);

@@ -142,6 +142,13 @@ static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
     return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
 }
 
+// Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
+static inline void kv_shrink_budget(vmem_kv *kv, uint64_t pages)
+{
+    kv->ceiling = KV_MAX(kv->ceiling, kv->held);
+    kv->budget_pages = pages;
+}
+
 static inline void kv_lock_cache(vmem_kv *kv)
 {
     pthread_mutex_lock(&kv->api);
