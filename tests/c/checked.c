@@ -36,13 +36,17 @@ void checked_fail(unsigned long n)
     armed = n != 0;
 }
 static _Thread_local bool always;
-void checked_fail_always(bool on) { always = on; }
+void checked_fail_always(bool on)
+{
+    always = on;
+    hit = false;
+}
 bool checked_failed(void) { return hit; }
 
 static bool fault(void)
 {
     if (always)
-        return true;
+        return hit = true;
     if (!armed || !countdown || --countdown)
         return false;
     return hit = true;
