@@ -153,6 +153,8 @@ def test_zero_hides_what_an_earlier_request_left(backend, device):
         with make(backend, zero=True, overlap=overlap) as cache:
             slot, _ = start(cache, 200)
             cache.keys[0][slot, :200] = 7
+            if device != "cpu":
+                torch.cuda.synchronize()
             cache.free_reqid(slot)
             # By name: the background thread may have prepared another slot that fits as well.
             start(cache, 150, slot)

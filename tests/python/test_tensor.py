@@ -107,6 +107,7 @@ def test_rows_share_pages(empty, context):
     assert v.commit(rows=slice(0, 1)) == size
     assert v.commit(rows=slice(3, 5)) == size
     v.tensor[:8] = 1.0
+    wait_for_kernels(v)
     assert v.decommit(rows=slice(1, 4)) == 0  # no page lies wholly within
     assert v.decommit(rows=slice(3, 8)) == size
     assert v.tensor[:4].sum().item() == 4 * (size // 16)
