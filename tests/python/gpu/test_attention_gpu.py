@@ -22,6 +22,7 @@ CASES = (
     "bf16 D128 window, passed rows given up;bf16 D128 softcap;fp8 D128;bf16 over fp8;fp8 D64;fp8 D256;"
     "bf16 D128 tile_rows 1;bf16 D128 tile_rows 176;bf16 D128 splits 3;bf16 D80;fp16 D256 window softcap"
 ).split(";")
+PARTS = [CASES[i::3] for i in range(3)]  # what one process runs
 GPU = [name for name in BACKENDS if name != "host" and "cuda_pointer" in pyvmem.Context(name).info().capabilities]
 
 
@@ -35,9 +36,9 @@ def installed():
 
 
 @functools.cache
-def results(backend, kernel):
+def results(backend, kernel, part):
     """{case: what it said}, from as few processes as the cases leave alive."""
-    left, said = list(CASES), {}
+    left, said = list(PARTS[part]), {}
     while left:
         command = [sys.executable, str(HERE / "attention_cases.py"), backend, kernel, *left]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
@@ -52,9 +53,16 @@ def results(backend, kernel):
     return said
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", installed() if GPU else [])
+def cases():
+    for kernel in installed() if GPU else []:
+        for part, names in enumerate(PARTS):
+            group = pytest.mark.xdist_group(f"{kernel} {part}")  # both backends: they compile the same kernels
+            for case in names:
+                yield pytest.param(kernel, part, case, marks=group, id=f"{kernel}-{case}")
+
+
+@pytest.mark.parametrize("kernel, part, case", cases())
 @pytest.mark.parametrize("backend", GPU)
-def test_attention(backend, kernel, case):
-    said = results(backend, kernel)[case]
+def test_attention(backend, kernel, part, case):
+    said = results(backend, kernel, part)[case]
     assert said["ok"], said["error"]

@@ -51,7 +51,8 @@ def settings():
         size = min(pyvmem.Context(backend).page_sizes)
         for expandable in (False, True):
             allocator = "expandable" if expandable else "plain"
-            yield pytest.param(backend, size, expandable, id=f"{backend}-{size >> 10}K-{allocator}")
+            name = f"{backend}-{size >> 10}K-{allocator}"
+            yield pytest.param(backend, size, expandable, marks=pytest.mark.xdist_group(name), id=name)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,10 +96,15 @@ print(context.info().device_uuid.hex())
 @pytest.mark.parametrize("backend", GPU)
 def test_12_tib_cost_little_memory(backend):
     with pyvmem.Context(backend) as context:
-        before = context.info().memory_free
-        with context.reserve(12 << 40, backdrop="backdrop" in context.info().capabilities) as range_:
-            page = context.create(min(context.page_sizes))
-            range_.map(page, 11 << 40)
-            context.fill(range_.addr + (11 << 40), 7, 4096)
-            assert context.stats().overhead < 128 << 20
-            assert before - context.info().memory_free < 256 << 20
+
+        def reserved_for_little():
+            before = context.info().memory_free
+            with context.reserve(12 << 40, backdrop="backdrop" in context.info().capabilities) as range_:
+                page = context.create(min(context.page_sizes))
+                range_.map(page, 11 << 40)
+                context.fill(range_.addr + (11 << 40), 7, 4096)
+                assert context.stats().overhead < 128 << 20
+                return before - context.info().memory_free < 256 << 20
+
+        # More than once, because other processes may take memory meanwhile.
+        assert any(reserved_for_little() for _ in range(10))
