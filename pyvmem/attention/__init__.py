@@ -321,7 +321,8 @@ class Again:
 
     An eager decode step waits for Python. Later calls therefore only compare shapes, strides and dtypes with the first.
     The arguments are those of `decode`, except for q, ``[requests, query_heads, 1, head_dim]``, and K and V in `new`,
-    ``[requests, kv_heads, 1, head_dim]``, which have the shapes that models use.
+    ``[requests, kv_heads, 1, head_dim]``, which have the shapes that models use, as has the result,
+    ``[requests, 1, query_heads, head_dim]``.
     """
 
     def __init__(self, cache: Cache, layer: Layer) -> None:
@@ -329,22 +330,23 @@ class Again:
         self._like: tuple[Any, ...] = ()
         self._launch: Any = None
         self._device: torch.device | None = None
+        self._shape: tuple[int, ...] = ()
 
     def __call__(self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, batch: Batch,
                  softmax_scale: float | None, window: int, softcap: float) -> torch.Tensor:  # fmt: skip
         like = (batch, q.shape, q.stride(), q.dtype, k_new.shape, k_new.stride(), k_new.dtype, v_new.stride(),
                 softmax_scale, window, softcap)  # fmt: skip
-        n, heads, _, dim = q.shape
         if self._launch is not None and like == self._like:
-            out = torch.empty((n, heads, dim), dtype=q.dtype, device=self._device)
+            out = torch.empty(self._shape, dtype=q.dtype, device=self._device)
             if self._launch(q.data_ptr(), out.data_ptr(), k_new.data_ptr(), v_new.data_ptr()):
                 return out
+        n, heads, _, dim = q.shape
         q3, new = q.select(2, 0), (k_new.select(2, 0), v_new.select(2, 0))
         k, v = _layer(self._cache, self._layer)
         scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
         chosen, plan, shape = _resolve("decode", q3, self._cache, self._layer, k, v, batch, "best", window, softcap, 0,
                                        scale, new)  # fmt: skip
         out = _attend("decode", q3, self._cache, self._layer, batch, "best", scale, window, softcap, 0, None, new)
-        self._like, self._device = like, q.device
+        self._like, self._device, self._shape = like, q.device, (n, 1, heads, dim)
         self._launch = chosen.again(Call(q3, k, v, batch, shape, scale, 0, out, plan, new))
-        return out
+        return out.unsqueeze(1)

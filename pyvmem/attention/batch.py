@@ -167,6 +167,24 @@ class Batch:
             has = f"the batch has {before[0]} and {before[1]}"
             raise ValueError(f"update with {now[0]} slots and {now[1]} queries: {has}")
         self._upload()
+        self._refresh()
+
+    def advance(self) -> None:
+        """Make each request of a decode batch one row longer. It does what `update` does, without an upload.
+
+        Whether the cache has backed the new rows is not checked.
+        """
+        longest, limit = int(self.lengths.max()) + 1, self.max_length if self.fixed else self.cache.max_tokens
+        if self.max_query != 1 or longest > limit:
+            asked = f"{longest} rows and {self.max_query} queries"
+            raise ValueError(f"advance to {asked}: at most {limit} rows and 1 query")
+        self.lengths = self.lengths + np.int32(1)
+        self.max_length = limit if self.fixed else longest
+        self._last = None
+        self.lengths_t.add_(1)
+        self._refresh()
+
+    def _refresh(self) -> None:
         for plan in self._plans.values():
             if hasattr(plan[1], "refresh"):
                 plan[1].refresh(self)

@@ -40,6 +40,11 @@ def _direct() -> bool:
     return not interpreted() and f"{triton.__version__}.".startswith("3.6.")
 
 
+def _stream(x: torch.Tensor) -> Callable[[], int]:
+    """What returns the current stream of a tensor's device. Triton would first ask for the device, at each launch."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, x.device.index)
+
+
 def _splits(programs: int, rows: int, device: torch.device) -> int:
     """How many parts a request's rows are split into: what was fastest on an H200 (docs/results/attention.md).
 
@@ -204,11 +209,11 @@ def _decode_by_lookup(
         joined = _join(call, out)
     if not _direct():
         return None, None
-    run = compiled[grid]
+    run, stream = compiled[grid], _stream(q)
     rest = (*(x.data_ptr() for x in shared), *numbers, *constants.values())
     if call.new is None:
-        return lambda p: run(*p, p[1], p[2], *rest), joined
-    return lambda p: run(*p, *rest), joined
+        return lambda p: run(*p, p[1], p[2], *rest, stream=stream()), joined
+    return lambda p: run(*p, *rest, stream=stream()), joined
 
 
 def _join(call: Call, out: torch.Tensor) -> Launch | None:
@@ -223,9 +228,9 @@ def _join(call: Call, out: torch.Tensor) -> Launch | None:
     compiled = kernels.join[grid](out, parts.partial, parts.lse, *numbers, **constants)
     if not _direct():
         return None
-    run = compiled[grid]
+    run, stream = compiled[grid], _stream(call.q)
     rest = parts.partial.data_ptr(), parts.lse.data_ptr(), *numbers, *constants.values()
-    return lambda p: run(p, *rest)
+    return lambda p: run(p, *rest, stream=stream())
 
 
 def prefill(call: Call, out: torch.Tensor) -> None:

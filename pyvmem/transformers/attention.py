@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 from pyvmem import attention
 from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
-from pyvmem.transformers.layers import VMemLayer
+from pyvmem.transformers.layers import Handover, VMemLayer
 from pyvmem.transformers.rows import Plan
 
 NAME = "vmem"
@@ -87,6 +87,11 @@ def vmem_attention(
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     handover = getattr(key, "vmem", None)
+    if handover is not None and attention_mask is None and s_aux is None and position_bias is None and not dropout:
+        causal = kwargs.get("is_causal")
+        out = _step_again(module, handover, query, key, value, scaling, sliding_window, softcap, causal)
+        if out is not None:
+            return out, None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     extras = (softcap, s_aux, position_bias)
@@ -197,7 +202,39 @@ def _decode(
     assert batch is not None  # the whole batch decodes: nothing is padding
     if layer.again is None or layer.again_version != rows.version:
         layer.again, layer.again_version = attention.Again(rows.kv, layer.kv()), rows.version
-    return layer.again(query, key, value, batch, scaling, window, softcap).unsqueeze(1)
+    return layer.again(query, key, value, batch, scaling, window, softcap)
+
+
+def _step_again(
+    module: torch.nn.Module,
+    handover: Handover,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    causal: bool | None,
+) -> torch.Tensor | None:
+    """A decode step whose first layer has planned the pass and the launch, as its last step did; otherwise None.
+
+    An eager step waits for Python, layer by layer. This is what remains to be done in the layers after the first.
+    """
+    layer = handover.layer
+    rows = layer.rows
+    plan = rows.plan
+    if (
+        plan is None or plan.batch is None or plan.kept is not None or handover.plan is not None
+        or handover.tokens != 1 or plan.tokens != 1 or plan.start != handover.start
+        or not layer.appends or layer.again is None or layer.again_version != rows.version
+        or layer.asked[0] != softcap or layer.asked[1] is not query.dtype
+        or not (getattr(module, "is_causal", True) if causal is None else causal)
+    ):  # fmt: skip
+        return None
+    rows.pending = handover.value = None
+    handover.plan = plan
+    layer.length = handover.start + 1
+    return layer.again(query, key, value, plan.batch, scaling, layer.window or sliding_window or 0, softcap or 0.0)
 
 
 def _by_length(

@@ -26,7 +26,7 @@ from pyvmem.kv import KVCache
 from pyvmem.transformers.attention import decode_shape
 from pyvmem.transformers.cache import VMemCache
 from pyvmem.transformers.layers import VMemLayer
-from pyvmem.transformers.rows import Plan, Rows
+from pyvmem.transformers.rows import Plan, Rows, follow
 
 _SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "past_key_values", *_SETTINGS}
@@ -103,7 +103,7 @@ class _Step:
             self.positions.copy_(positions)
         where = torch.from_numpy(np.array([rows.slots, [n - 1 for n in plan.lengths]]))
         self.targets.copy_(where.pin_memory() if rows.device.type == "cuda" else where, non_blocking=True)
-        self.batch.update(rows.slots, plan.lengths)
+        follow(self.batch, rows.slots, plan.lengths)
         # The pass's rows go through these buffers, whether or not the graph computes it.
         plan.uniform, plan.located, plan.batch = False, True, self.batch
         plan.targets, plan.sources = tuple(self.targets), None

@@ -94,6 +94,14 @@ def default_budget(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def follow(batch: Batch, slots: list[int], lengths: list[int]) -> None:
+    """Update a decode batch. Most steps add one row to each request, which needs no upload."""
+    if batch.slots.tolist() == slots and (batch.lengths + 1).tolist() == lengths:
+        batch.advance()
+    else:
+        batch.update(slots, lengths)
+
+
 class Rows:
     """The slots, lengths and pages of one `VMemCache`, which all its layers share.
 
@@ -387,6 +395,11 @@ class Rows:
     def batch_of(self, plan: Plan) -> Batch | None:
         """The `pyvmem.attention.Batch` of a pass, created once; None if the pass is only padding."""
         if plan.batch is None:
+            like = self.version, self.batch, 1, self.batch
+            if plan.tokens == 1 and plan.kept is None and self._batch_shape == like:
+                plan.batch = self._batch
+                follow(self._batch, self.slots, plan.lengths)
+                return plan.batch
             queries = [plan.tokens] * self.batch if plan.kept is None else plan.kept.sum(1).tolist()
             chosen = [(s, n, q) for s, n, q in zip(self.slots, plan.lengths, queries) if q]
             if not chosen:
