@@ -103,7 +103,8 @@ test-gpu-python: venv
 
 test-vllm: venv ## Compare vLLM on vMem with unmodified vLLM, on a GPU (needs vLLM)
 	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py \
-	    tests/python/gpu/test_vllm_scheduler.py tests/python/gpu/test_vllm_serve.py
+	    tests/python/gpu/test_vllm_scheduler.py tests/python/gpu/test_vllm_serve.py \
+	    tests/python/gpu/test_vllm_load.py
 
 bench: venv ## Run every benchmark quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick

@@ -94,6 +94,7 @@ class Engine:
 
         from pyvmem.vllm import patches, worker
 
+        monkeypatch.setenv("VMEM_VLLM", "1")  # or no other setting counts
         if cap is not None:
             monkeypatch.setenv("VMEM_VLLM_CACHE_TOKENS", str(cap))
         patches.install(vllm.__version__)

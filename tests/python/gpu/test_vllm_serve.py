@@ -60,20 +60,22 @@ def group_lives(pid):
 
 
 class Server:
-    def __init__(self, folder):
+    """``vllm serve`` with a model of made-up weights in `folder`."""
+
+    def __init__(self, folder, settings=tuple(SETTINGS), cache_tokens=2048, name="serve.log"):
         vllm_cases.write_model(folder)
         self.port = free_port()
-        self.environment = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_CACHE_TOKENS="2048", XDG_RUNTIME_DIR=str(folder),
-                                HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+        self.environment = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_CACHE_TOKENS=str(cache_tokens),
+                                XDG_RUNTIME_DIR=str(folder), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
                                 VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         command = os.environ.get(
             "VMEM_TEST_VLLM_SERVER", f"{sys.executable} -m vllm.entrypoints.cli.main serve"
         ).split()
         logs = Path(os.environ.get("VMEM_TEST_VLLM_LOGS") or folder)
-        with open(logs / "serve.log", "w", encoding="utf-8") as log:
-            self.process = subprocess.Popen([*command, str(folder), "--port", str(self.port), *SETTINGS], stdout=log,
+        with open(logs / name, "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen([*command, str(folder), "--port", str(self.port), *settings], stdout=log,
                                             stderr=log, env=self.environment, start_new_session=True)  # fmt: skip
-        self.log = logs / "serve.log"
+        self.log = logs / name
 
     def get(self, path):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
@@ -99,6 +101,11 @@ class Server:
     def caches(self):
         return [{**view["stats"], **view} for view in json.loads(self.top("--json"))]
 
+    def stop(self):
+        if self.alive():
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(60)
+
     def client(self):
         import openai
 
@@ -113,9 +120,7 @@ def server(tmp_path_factory):
         assert started, server.log.read_text()[-3000:]
         yield server
     finally:
-        if server.alive():
-            os.killpg(server.process.pid, signal.SIGTERM)
-            server.process.wait(60)
+        server.stop()
 
 
 def prompt(i, tokens):

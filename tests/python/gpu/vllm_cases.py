@@ -83,7 +83,7 @@ SHAPES = {
 
 def write_model(folder, shape="llama"):
     """A model with made-up weights, and a tokenizer that has a word for each number."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     def write(name, what):
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -91,7 +91,9 @@ def write_model(folder, shape="llama"):
 
     write("config.json", SHAPES[shape])
     words = {f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(os.path.join(folder, "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(os.path.join(folder, "tokenizer.json"))
     write("tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="w1", eos_token="w2",
                                         unk_token="w0"))  # fmt: skip
 
@@ -298,6 +300,8 @@ def run(name):
             answer.update(backend=engine.context.backend, hits=engine.requests.hit_blocks,
                           steps=engine.cache.stats().steps, waits=engine.requests.fence_waits)  # fmt: skip
             engine.close()
+        if changes.get("tensor_parallel_size", 1) > 1:
+            llm.llm_engine.engine_core.shutdown()  # ends the workers
         del llm
     gc.collect()
     return answer
