@@ -5,7 +5,7 @@
 
 #include "checked.h"
 #include "harness.h"
-#include "vmem_kv.h"
+#include "kv/kv.h"
 
 static vmem_context *ctx;
 static vmem_kv *kv;
@@ -39,6 +39,36 @@ static struct vmem_kv_stats stats(void)
     return st;
 }
 
+static void may_not_wait(enum vmem__kv_point point)
+{
+    if (point == KV_CALL_WAITS)
+        FAIL("growth into pages that are there waits for the background thread");
+}
+
+// Where the device may have less than the budget, missing pages are counted while the background thread pauses. Growth
+// that lacks none counts nothing.
+static void growth_waits_for_nothing(struct vmem_kv_config cfg)
+{
+    uint32_t a, b;
+    cfg.flags = VMEM_KV_OVERLAP | VMEM_KV_LAZY;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(vmem_kv_alloc(kv, 0, &a));
+    OK(vmem_kv_alloc(kv, 0, &b));
+    step(40, 100);
+    OK(vmem_kv_wait(kv));
+    OK(vmem_kv_truncate(kv, b, 10));
+    checked_hold();
+    step(62, 0);
+    checked_held();
+    vmem__kv_hook = may_not_wait;
+    for (uint32_t n = 11; n <= 100; n++)
+        OK(vmem_kv_grow(kv, b, n, NULL));
+    vmem__kv_hook = NULL;
+    checked_resume();
+    OK(vmem_kv_commit(kv, NULL));
+    vmem_kv_destroy(kv);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -55,6 +85,7 @@ int main(int argc, char **argv)
                                  .max_tokens = 1000,
                                  .page_size = page,
                                  .budget = 60 * page};
+    growth_waits_for_nothing(cfg);
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a, b;
     OK(vmem_kv_alloc(kv, 0, &a));

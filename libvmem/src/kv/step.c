@@ -288,7 +288,8 @@ int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
     int32_t before = kv->staged[slot];
     uint64_t pages_before = kv->staged_pages[slot];
     stage(kv, slot, (int32_t)tokens, kv->plan.missing);
-    if (tokens && (kv->staged_missing > kv_unused(kv) || kv->promise < kv->budget_pages)) {
+    // Where no page is missing, nothing is asked of the device, and no worker waited for.
+    if (tokens && kv->staged_missing && (kv->staged_missing > kv_unused(kv) || kv->promise < kv->budget_pages)) {
         vmem__kv_may_take_long(kv);
         rc = vmem__kv_plan_check(kv, kv->staged, missing);
         if (rc)
