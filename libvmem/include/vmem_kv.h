@@ -312,6 +312,9 @@ int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, 
 // -ENOMEM as in vmem_kv_step: there is no memory for the copied page.
 int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
                         uint64_t *missing);
+// Returns what vmem_kv_hash_attach would return now, with the same *tokens, if its memory sufficed, and *missing. Changes
+// nothing. The slot need not be allocated yet.
+int vmem_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing);
 // Drops blocks, in the engine's own order. Unknown ones are skipped. Requests that use them keep their pages.
 int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n);
 // Evicts blocks, in order of priority and of use, until that many pages are freed or no more can be. UINT64_MAX: all

@@ -86,6 +86,13 @@ int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash 
     return answer(rc, missing);
 }
 
+int64_t pv_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_hash_check(kv, hashes, n, tokens, &missing);
+    return answer(rc, missing);
+}
+
 int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     uint64_t missing = 0;

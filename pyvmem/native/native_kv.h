@@ -21,6 +21,7 @@ int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int64_t pv_kv_commit(vmem_kv *kv);
 int64_t pv_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
 int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
+int64_t pv_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
 int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens);
 int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens);
 int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens);

@@ -125,7 +125,7 @@ static void test_engines_order(void)
 {
     int32_t lengths[SLOTS] = {0};
     uint64_t missing;
-    uint32_t slot;
+    uint32_t slot, tokens = 0;
     make(12, VMEM_KV_HASH_MANUAL, 0);
     for (unsigned i = 0; i < 2; i++) {
         slot = start(64);
@@ -136,6 +136,9 @@ static void test_engines_order(void)
     lengths[slot] = 128; // 8 pages, and 4 are free
     CHECK_EQ(vmem_kv_step(kv, lengths, SLOTS, &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
+    OK(vmem_kv_hash_check(kv, hashes_of(0), 4, &tokens, &missing)); // only maps pages
+    CHECK_EQ(tokens, 64);
+    CHECK_EQ(missing, 0);
     OK(vmem_kv_hash_drop(kv, hashes_of(1), 6)); // unknown ones are skipped
     CHECK_EQ(peek(0), 64);
     CHECK_EQ(peek(1), 0);

@@ -115,6 +115,28 @@ def test_same_slots_evict_by_the_calls_alone():
         assert cache.stats().held_pages == 200 and cache.stats().evicted_blocks == 0
 
 
+def test_same_slots_whatever_was_evicted():
+    """The same calls choose the same slots, also where one cache shares rows and the other has shared them before."""
+    chosen = []
+    for evicts in (False, True):
+        with make(same_slots=True, slots=3) as cache:
+            blocks, hashes, slots = BlockHashes(cache, 16), block_hashes(list(range(100)), 16), []
+            for tokens in (100, 50, 100, 95):
+                slot = cache.alloc_reqid(tokens)
+                assert cache.step([tokens if s == slot else 0 for s in range(3)]) == 0
+                blocks.add(slot, hashes[: tokens // 16] if tokens != 50 else [])
+                slots.append(slot)
+                if tokens == 50:
+                    if evicts:
+                        blocks.clear()
+                    for each in slots:
+                        cache.free_reqid(each)
+                elif len(slots) > 2:
+                    cache.free_reqid(slot)
+            chosen.append((slots, cache.alloc_reqid(95)))
+    assert chosen[0] == chosen[1]
+
+
 def test_a_pool_takes_blocks_for_a_member_that_needs_memory():
     with KVPool(200 * PAGE) as pool, make(pool=pool) as cache, make(pool=pool) as other:
         blocks = BlockHashes(cache, 32)
@@ -328,6 +350,8 @@ def test_no_memory_for_a_copy():
         lengths[other] = 64
         assert cache.step(lengths) == 0
         hashes = block_hashes(list(range(48)), 16)
+        assert blocks.check_attach(hashes) == -1 and cache.missing_pages == 2
+        assert blocks.check_attach(hashes[:2]) == 32 and blocks.check_attach([]) == 0
         assert blocks.alloc(100, hashes) == (-1, 0)
         assert cache.missing_pages == 2 and cache.shortage.reason == "budget"
         new = cache.alloc_reqid(100)

@@ -50,8 +50,10 @@ class Engine(RuleBasedStateMachine):
         tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
         hashes = self.hashes(tokens)[: (length - 1) // self.blocks.tokens]
         fits, ending = self.cache.fit([(length, hashes)]), self.cache.stats().ending_slots
-        expected = self.blocks.peek(hashes)
+        expected, would = self.blocks.peek(hashes), self.blocks.check_attach(hashes)
+        full = self.cache.stats().active_slots + ending + self.cache.stats().swapped_slots == 4
         slot, cached = self.blocks.alloc(length, hashes)
+        assert self.overlap or full or (would < 0) == (slot < 0)
         if slot < 0:
             assert not fits
             return

@@ -117,7 +117,7 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
         return r->n_hashes ? vmem__error(-EINVAL, "requests[%zu].hashes must not be NULL", i) : 0;
     if (r->prefix_tokens)
         return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and hashes", i);
-    int rc = vmem__kv_hash_check(kv, r->hashes, r->n_hashes);
+    int rc = vmem__kv_hash_given(kv, r->hashes, r->n_hashes);
     if (!rc && r->n_hashes > r->tokens / kv->hashes->block_tokens)
         rc = vmem__error(-EINVAL, "requests[%zu].n_hashes %" PRIu64 ": its %u tokens have %u blocks", i, r->n_hashes,
                          r->tokens, r->tokens / kv->hashes->block_tokens);

@@ -231,7 +231,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
                                .shared_hi = hi,
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
     }
-    sl->tokens = sl->shared_tokens = n * kv->block_tokens;
+    sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->block_tokens;
     vmem__kv_set_backed(kv, slot);
 }
 

@@ -372,7 +372,7 @@ static int add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_
 
 // ---- calls ----------------------------------------------------------------------------------------------------
 
-int vmem__kv_hash_check(const vmem_kv *kv, const void *hashes, size_t n)
+int vmem__kv_hash_given(const vmem_kv *kv, const void *hashes, size_t n)
 {
     if (!kv->hashes)
         return vmem__error(-EINVAL, "the cache has no hashes yet: create them first");
@@ -457,7 +457,7 @@ int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vm
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_hash_check(kv, hashes, n);
+    rc = vmem__kv_hash_given(kv, hashes, n);
     if (!rc)
         rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && (n > UINT32_MAX || (first + (uint64_t)n) * kv->hashes->block_tokens > kv->slots[slot].tokens))
@@ -468,6 +468,8 @@ int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vm
             vmem__kv_may_take_long(kv);
         rc = add(kv, slot, first, hashes, n, &count);
     }
+    if (!rc && n)
+        kv->idle[slot].named = KV_MAX(kv->idle[slot].named, (first + (uint32_t)n) * kv->hashes->block_tokens);
     if (added)
         *added = count;
     return vmem__kv_leave(kv, rc);
@@ -478,7 +480,7 @@ int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_hash_check(kv, hashes, n);
+    rc = vmem__kv_hash_given(kv, hashes, n);
     return vmem__kv_leave(kv, rc ? rc : drop_all(kv, hashes, n));
 }
 
@@ -487,7 +489,7 @@ int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_hash_check(kv, NULL, 0);
+    rc = vmem__kv_hash_given(kv, NULL, 0);
     uint64_t n = rc ? 0 : vmem__kv_hash_evict(kv, pages);
     if (freed)
         *freed = n;
@@ -500,7 +502,7 @@ int vmem_kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, siz
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_hash_check(kv, hashes, n);
+    rc = vmem__kv_hash_given(kv, hashes, n);
     if (!rc)
         rc = evict_these(kv, hashes, n, pages, &got);
     if (freed)
@@ -513,7 +515,7 @@ int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_hash_check(kv, NULL, 0);
+    rc = vmem__kv_hash_given(kv, NULL, 0);
     struct kv_hashes *h = kv->hashes;
     if (!rc && max_tokens && max_tokens < h->block_tokens)
         rc = vmem__error(-EINVAL, "max_tokens %" PRIu64 " is less than a block, %u", max_tokens, h->block_tokens);
@@ -533,7 +535,7 @@ int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, siz
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
-    rc = got ? vmem__kv_hash_check(kv, hashes, n) : vmem__error(-EINVAL, "got must not be NULL");
+    rc = got ? vmem__kv_hash_given(kv, hashes, n) : vmem__error(-EINVAL, "got must not be NULL");
     if (rc)
         return vmem__kv_leave(kv, rc);
     struct kv_hashes *h = kv->hashes;

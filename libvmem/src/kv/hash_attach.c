@@ -146,7 +146,7 @@ int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *h
     if (missing)
         *missing = 0;
     vmem__kv_enough();
-    rc = vmem__kv_hash_check(kv, hashes, n);
+    rc = vmem__kv_hash_given(kv, hashes, n);
     if (!rc)
         rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
@@ -162,13 +162,38 @@ int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *h
     return vmem__kv_leave(kv, rc);
 }
 
+int vmem_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing)
+{
+    uint32_t blocks = 0;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (missing)
+        *missing = 0;
+    vmem__kv_enough();
+    rc = vmem__kv_hash_given(kv, hashes, n);
+    if (!rc)
+        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
+    const uint32_t known = vmem__kv_hash_tokens(kv, blocks);
+    if (tokens)
+        *tokens = known;
+    uint64_t copies = rc || !blocks ? 0 : vmem__kv_prefix_copies(kv, known);
+    if (copies) { // otherwise attaching only maps pages that are there
+        uint64_t copied;
+        kv->mark++;
+        copies += vmem__kv_hash_taken(kv, blocks, &copied);
+        rc = vmem__kv_would_fit(kv, copies + copied, missing);
+    }
+    return vmem__kv_leave(kv, rc);
+}
+
 int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
 {
     uint32_t blocks = 0;
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
-    rc = tokens ? vmem__kv_hash_check(kv, hashes, n) : vmem__error(-EINVAL, "tokens must not be NULL");
+    rc = tokens ? vmem__kv_hash_given(kv, hashes, n) : vmem__error(-EINVAL, "tokens must not be NULL");
     if (!rc)
         rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
     if (tokens)

@@ -62,7 +62,7 @@ int vmem_kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_hash_check(kv, hashes, n);
+    rc = vmem__kv_hash_given(kv, hashes, n);
     if (!rc && priority > VMEM_KV_HASH_KEEP)
         rc = vmem__error(-EINVAL, "priority %u is over %u", priority, VMEM_KV_HASH_KEEP);
     for (size_t k = n; k-- && !rc;) { // from the last: the end of a sequence becomes the oldest

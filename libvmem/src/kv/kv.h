@@ -220,6 +220,8 @@ vmem_page *vmem__kv_prefix_pages(const vmem_kv *kv, const struct kv_prefix *p, u
 // Holds its pages, which others hold, or lets go of them, releasing those without another holder.
 void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p);
 int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p);
+// The pages that a slot which begins with so many rows of a prefix has for itself, as copies.
+uint64_t vmem__kv_prefix_copies(const vmem_kv *kv, uint32_t tokens);
 // Starts a newly allocated slot with the first rows of the prefix.
 int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing);
 // Makes rows at the end of the shared ones the slot's own if they have no other holder now.
@@ -259,7 +261,7 @@ int vmem__kv_check_hashes(const vmem_kv *kv);
 
 uint32_t vmem__kv_hash_tokens(const vmem_kv *kv, uint32_t blocks);
 // Whether the cache has hashes, and the caller's are not NULL.
-int vmem__kv_hash_check(const vmem_kv *kv, const void *hashes, size_t n);
+int vmem__kv_hash_given(const vmem_kv *kv, const void *hashes, size_t n);
 // How many of the first of these blocks a request could begin with.
 int vmem__kv_hash_known(vmem_kv *kv, const struct vmem_kv_hash *hashes, uint64_t n, uint32_t *blocks);
 // Pages that a request which begins with the blocks found last takes from those that can be evicted. Marked ones do not

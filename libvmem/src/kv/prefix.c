@@ -115,6 +115,7 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
     }
     vmem__kv_prefix_hold(kv, p);
     kv->slots[slot].shared_tokens = KV_MAX(kv->slots[slot].shared_tokens, tokens);
+    kv->idle[slot].named = KV_MAX(kv->idle[slot].named, tokens);
     p->id = (uint64_t)++kv->prefix_generation << 32 | (index + 1);
     kv->prefixes[index] = p;
     kv->n_prefixes++;
@@ -330,7 +331,7 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
             vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
-            sl->shared_tokens = tokens;
+            sl->shared_tokens = kv->idle[slot].named = tokens;
     }
     sl->tokens = tokens;
     vmem__kv_set_backed(kv, slot);
@@ -358,6 +359,16 @@ static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
         struct kv_span *sp = kv_span(kv, slot, i);
         sp->keep_hi = on ? KV_MIN(KV_MAX(split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi) : sp->need_hi;
     }
+}
+
+uint64_t vmem__kv_prefix_copies(const vmem_kv *kv, uint32_t tokens)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        pages += (uint64_t)(s.hi - s.full) * kv->groups[i].n;
+    }
+    return pages;
 }
 
 int vmem__kv_prefix_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
@@ -448,12 +459,7 @@ int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t
         *missing = 0;
     struct kv_prefix *p = NULL;
     rc = find_rows(kv, prefix, tokens, &p);
-    uint64_t pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
-        pages += (uint64_t)(s.hi - s.full) * kv->groups[i].n;
-    }
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, pages, missing));
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, vmem__kv_prefix_copies(kv, tokens), missing));
 }
 
 // ---- copy before write --------------------------------------------------------------------------------------

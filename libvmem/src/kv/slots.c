@@ -142,7 +142,10 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
     // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
-    idle->from = kv->flags & VMEM_KV_DEFER && !due ? s->shared_tokens : 0;
+    // With hashes, the rows that are really shared depend on what this manager has evicted.
+    const bool named = kv->flags & VMEM_KV_SAME_SLOTS && kv->hashes;
+    idle->from = kv->flags & VMEM_KV_DEFER && !due ? (named ? idle->named : s->shared_tokens) : 0;
+    idle->named = 0;
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
                                                    kv->groups[i].row_bytes));
@@ -212,6 +215,7 @@ int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     s->tokens = tokens;
     s->steady = 0;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
+    kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
     return 0;
 }
 

@@ -62,6 +62,7 @@ struct kv_slot {
 struct kv_idle {
     uint32_t fit;    // tokens of the last request in this free slot
     uint32_t from;   // how many of these were shared; no page is in their place
+    uint32_t named;  // of the request that is in the slot now: how many of its rows calls have asked to share
     uint64_t parked; // when it was freed
     uint64_t ends;   // VMEM_KV_ENDING, VMEM_KV_SWAPPING: after the kernels of this step
     // VMEM_KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.

@@ -108,7 +108,7 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
     // Once the first page is gone, only the copy is valid. Pages whose unmap failed are unmapped when the request is
     // swapped in.
     s->state = VMEM_KV_SWAPPED;
-    s->shared_tokens = 0;
+    s->shared_tokens = kv->idle[slot].named = 0;
     vmem__kv_worker_wake(kv);
     return vmem__kv_leave(kv, 0);
 }

@@ -41,7 +41,7 @@ void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot)
     kv->n_ending--;
     s->state = VMEM_KV_SWAPPED;
     s->fresh = true; // its kernels have ended
-    s->shared_tokens = 0;
+    s->shared_tokens = idle->named = 0;
     idle->parked = 0; // its pages are the first to be taken back
     vmem__kv_forget(kv, slot);
 }
