@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from pyvmem._ffi import lib
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv_admission import Request
 from pyvmem.kv import KVCache, Lengths, Prefix
+
+if TYPE_CHECKING:
+    from pyvmem.distributed_hashes import TensorParallelBlockHashes
 
 # Attributes and calls that each rank answers for itself, because no decision depends on them. The others are methods of
 # TensorParallelKVCache; tests/python/test_kv_distributed.py compares both with KVCache.
@@ -160,6 +163,7 @@ class TensorParallelKVCache:
         self._pledge = _Pledge(cache)
         self._past = 0  # a checksum of what was called without a question since the last agreement
         self._broken: str | None = None
+        self._hashes: TensorParallelBlockHashes | None = None
         self._rank = dist.get_rank(group)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
         self._device = torch.device(device)
@@ -169,7 +173,10 @@ class TensorParallelKVCache:
         if name in _LOCAL:
             return getattr(self.cache, name)
         if name == "_use":  # of BlockNames, BlockHashes and KVPool, which each rank would decide on by itself
-            raise TypeError("blocks, hashes and pools need a KVCache, not a TensorParallelKVCache: ranks would part")
+            raise TypeError(
+                "blocks, hashes and pools need a KVCache, not a TensorParallelKVCache: ranks would part "
+                "(pyvmem.distributed_hashes has hashes for all ranks)"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _vote(
@@ -199,14 +206,8 @@ class TensorParallelKVCache:
         failed = 0 if error is None else getattr(error, "errno", None) or _OTHER
         value = number(result) if number and error is None else -(2**62)
         short = self.cache.missing_pages * _RANKS + _RANKS - 1 - self._rank  # the lowest rank of those that lack most
-        words = torch.tensor((code, -code, self._past, -self._past, failed, short, value), device=self._device)
-        try:
-            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-            most, least, past, least_past, failed, short, value = words.tolist()
-        except Exception as lost:
-            self._broken = f"{what}: a rank has ended, or did not answer in the time that the process group allows"
-            raise RuntimeError(self._broken) from lost
-        self.agreements += 1
+        words = code, -code, self._past, -self._past, failed, short, value
+        most, least, past, least_past, failed, short, value = self._most(what, words)
         self._past = 0
         self.missing_pages = short // _RANKS
         self.short_rank = _RANKS - 1 - short % _RANKS if self.missing_pages else None
@@ -224,6 +225,38 @@ class TensorParallelKVCache:
         if failed:
             raise _error(failed, f"{what} failed on another rank")
         return result, value
+
+    def _most(self, what: str, words: Sequence[int]) -> list[int]:
+        """The largest of each of these numbers on the ranks, by one all-reduce."""
+        numbers = torch.tensor(words, device=self._device)
+        try:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+            most: list[int] = numbers.tolist()
+        except Exception as lost:
+            raise self._lost(what) from lost
+        self.agreements += 1
+        return most
+
+    def _lost(self, what: str) -> RuntimeError:
+        self._broken = f"{what}: a rank has ended, or did not answer in the time that the process group allows"
+        return RuntimeError(self._broken)
+
+    def _least(self, what: str, call: Callable[[], list[int]]) -> list[int]:
+        """The least of each of the numbers that a call returns; `what` says how many they are."""
+        numbers, least = self._vote(what, call, number=lambda numbers: -numbers[0])
+        if len(numbers) == 1:
+            return [-least]
+        return [-number for number in self._most(what, [-number for number in numbers])]
+
+    def _gather(self, what: str, call: Callable[[], Any]) -> list[Any]:
+        """What a call returns on each rank."""
+        result, _ = self._vote(what, call)
+        results: list[Any] = [None] * dist.get_world_size(self.group)
+        try:
+            dist.all_gather_object(results, result, group=self.group)
+        except Exception as lost:
+            raise self._lost(what) from lost
+        return results
 
     def _undo(self, undo: Callable[[Any], Any], result: Any) -> None:
         try:
@@ -260,7 +293,9 @@ class TensorParallelKVCache:
         return -self._vote(f"room({slot})", self.cache.room, slot, number=lambda room: -room)[1]
 
     def fit(self, requests: Sequence[Request]) -> int:
-        """As `KVCache.fit`, on the rank that can take fewest."""
+        """As `KVCache.fit`, on the rank that can take fewest. Hashes count as far as every rank knows them."""
+        if self._hashes is not None:
+            requests = self._hashes.requests(requests)
         what = f"fit({len(requests)} requests)"
         return -self._vote(what, self.cache.fit, requests, number=lambda fit: -fit)[1]
 
@@ -460,11 +495,26 @@ class TensorParallelKVCache:
         if self.check_truncate(slot, tokens):
             raise OutOfMemory(errno.ENOMEM, f"{self.missing_pages} pages are missing on a rank, to copy shared pages")
 
+        if after is not None and self._hashes is not None:
+            self._agree_on_sharing(slot, tokens)
+
         def call() -> None:
             self.cache.truncate(slot, tokens, None if after is None else uint("after", after))
 
         self._vote(f"truncate({slot}, {tokens}, {after})", call)
         self._staged.pop(int(slot), None)
+
+    def _agree_on_sharing(self, slot: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Refuse a truncation that some ranks would refuse, because they hold blocks that others have evicted."""
+
+        def shared() -> list[int]:
+            some = self.cache.slot(slot).shared_tokens > int(tokens)
+            return [some, -some]
+
+        least, most = self._least(f"truncate({slot}, {tokens})", shared)
+        if least != -most:
+            text = f"tokens {tokens}: rows from there on are shared on some ranks, and kernels may be in flight"
+            raise _error(errno.EBUSY, text)
 
     def set_budget(self, bytes: SupportsIndex) -> None:
         """As `KVCache.set_budget`. Each rank may pass a different budget. If one rank fails, no budget changes."""

@@ -1,4 +1,4 @@
-"""What every rank of test_kv_distributed's lost ranks runs: python kv_lost_rank.py RANK WORLD FOLDER dies|sleeps
+"""What every rank of the lost ranks runs: python kv_lost_rank.py RANK WORLD FOLDER dies|sleeps steps|hashes
 
 The last rank ends, or stops to answer, between two steps; the others must say so, and not wait for ever.
 
@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from pyvmem.distributed import AHEAD, init_cache
+from pyvmem.distributed_hashes import TensorParallelBlockHashes
 
 
-def main(rank, world, folder, how):
+def main(rank, world, folder, how, asks):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=3 if how == "sleeps" else 60),
     )  # fmt: skip
     tp = init_cache(1, world, 64, 4, 1000, 1 << 24, backend="host", dtype=torch.float16, name=None)
+    blocks, hashes = TensorParallelBlockHashes(tp, 4), [b"1", b"2"]
     slot = tp.alloc_reqid(10)
     assert tp.step([10 if s == slot else 0 for s in range(4)]) == 0
     done = folder / "done"
@@ -32,7 +34,10 @@ def main(rank, world, folder, how):
         while len(list(folder.glob("done*"))) < world - 1:  # it does not answer until the others have given up
             time.sleep(0.05)
         return
+    blocks.add(slot, hashes)
     try:
+        if asks == "hashes":
+            blocks.alloc(12, hashes)
         for tokens in range(11, 12 + 2 * AHEAD):
             tp.step([tokens if s == slot else 0 for s in range(4)])
     except RuntimeError as error:
@@ -40,13 +45,19 @@ def main(rank, world, folder, how):
         assert error.__cause__ is not None
     else:
         raise AssertionError("nobody missed the rank")
-    for call in (tp.room, lambda: tp.step([0] * 4), lambda: tp.free_reqid(slot)):  # at once, of every call
+    before = tp.cache.stats()
+    calls = (
+        tp.room, lambda: tp.step([0] * 4), lambda: tp.free_reqid(slot), lambda: blocks.peek(hashes), blocks.evicted,
+        lambda: blocks.alloc(12, hashes), lambda: blocks.add(slot, hashes), lambda: blocks.drop(hashes),
+    )  # fmt: skip
+    for call in calls:  # at once, of every call
         try:
             call()
         except RuntimeError as error:
             assert "a rank has ended, or did not answer" in str(error), error
         else:
             raise AssertionError("nobody remembers the lost rank")
+    assert tp.cache.stats() == before
     tp.close()
     Path(f"{done}{rank}").touch()
     print("lost", flush=True)
@@ -54,4 +65,4 @@ def main(rank, world, folder, how):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -59,12 +59,12 @@ def test_ranks_over_gloo_agree_with_one_starved(ranks):
     assert f"{ranks} ranks agreed" in done.stdout
 
 
-@pytest.mark.parametrize("how", ["dies", "sleeps"])
-def test_a_lost_rank_is_reported_by_the_others(how, tmp_path):
+@pytest.mark.parametrize(("how", "asks"), [("dies", "steps"), ("sleeps", "steps"), ("dies", "hashes")])
+def test_a_lost_rank_is_reported_by_the_others(how, asks, tmp_path):
     command = [sys.executable, str(HERE / "kv_lost_rank.py")]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "3", str(tmp_path), how],
+            [*command, str(rank), "3", str(tmp_path), how, asks],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
         )
         for rank in range(3)

@@ -1,0 +1,197 @@
+"""Prefixes by hash over tensor-parallel ranks.
+
+Each rank's manager finds, holds and evicts blocks as `pyvmem.kv_hashes` describes. A rank with less memory evicts more,
+so the ranks may know different blocks. A request therefore begins with the blocks that every rank knows, and the ranks
+agree on them before any of them changes anything.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsIndex
+
+from pyvmem._checks import uint
+from pyvmem.distributed import TensorParallelKVCache
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv_admission import Request
+from pyvmem.kv_hashes import KEEP, BlockHashes, Hash
+
+
+def _sum_of(hashes: Any) -> int:
+    """A checksum that detects different hashes on different ranks."""
+    return zlib.crc32(repr(hashes).encode())
+
+
+class TensorParallelBlockHashes:
+    """The `BlockHashes` of a `TensorParallelKVCache`: the same calls, which every rank makes with the same arguments.
+
+    A block is known if every rank knows it. `alloc` asks the other ranks once or twice, `attach`, `peek`,
+    `check_attach`, `evict` and `evicted` at least once. `add`, `drop`, `prioritize`, `limit` and `clear` ask nobody.
+
+    Parameters
+    ----------
+    cache : TensorParallelKVCache
+    tokens, max_tokens, automatic, events
+        As in `BlockHashes`. With `automatic`, each rank evicts by its own memory.
+
+    Raises
+    ------
+    InvalidArgument, RuntimeError
+        As in `BlockHashes` and `TensorParallelKVCache`.
+    """
+
+    def __init__(
+        self,
+        cache: TensorParallelKVCache,
+        tokens: SupportsIndex,
+        max_tokens: SupportsIndex = 0,
+        *,
+        automatic: bool = True,
+        events: bool = False,
+    ) -> None:
+        def create() -> BlockHashes:
+            return BlockHashes(cache.cache, tokens, max_tokens, automatic=automatic, events=events)
+
+        what = f"BlockHashes({tokens}, {max_tokens}, {automatic}, {events})"
+        self._blocks: BlockHashes = cache._vote(what, create)[0]
+        self.cache = cache
+        self.tokens: int = self._blocks.tokens
+        windows = any(spec.window for spec in cache.specs)
+        # Of a shorter sequence, the window tensors may lack rows that they have of a longer one.
+        self._asks_again = windows
+        # Pages of blocks that are not evicted stay when a window has passed them.
+        self._adds_need = windows and not automatic
+        cache._hashes = self
+
+    def __len__(self) -> int:
+        """How many blocks this rank knows."""
+        return len(self._blocks)
+
+    def __bool__(self) -> bool:
+        return True
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def _known(self, what: str, chains: Sequence[Sequence[Hash]]) -> list[int]:
+        """How many of the first blocks of each chain every rank knows."""
+        known = [len(chain) for chain in chains]
+        what = f"{what}, {len(chains)} chains, {_sum_of(chains)}"
+        while True:
+            asked = known
+
+            def peek(asked: list[int] = asked) -> list[int]:
+                return [self._blocks.peek(c[:n]) // self.tokens for c, n in zip(chains, asked)]
+
+            known = self.cache._least(what, peek)
+            if known == asked or not self._asks_again:
+                return known
+
+    def requests(self, requests: Iterable[Request]) -> list[Request]:
+        """The requests of `KVCache.fit`, with the hashes that every rank knows."""
+        found = list(requests)
+        at = [i for i, r in enumerate(found) if isinstance(r, tuple) and len(r) == 2 and isinstance(r[1], list | tuple)]
+        if at:
+            given: list[Any] = [found[i] for i in at]
+            known = self._known("fit", [hashes for _, hashes in given])
+            for i, (tokens, hashes), n in zip(at, given, known):
+                found[i] = tokens, hashes[:n]
+        return found
+
+    def peek(self, hashes: Iterable[Hash]) -> int:
+        """As `BlockHashes.peek`: the tokens that every rank knows."""
+        return self._known("peek", [list(hashes)])[0] * self.tokens
+
+    def _agree(self, what: str, hashes: list[Hash]) -> list[Hash] | None:
+        """The blocks with which every rank can begin a request; None: memory is too short on one."""
+        while True:
+            asked = hashes
+
+            def look(asked: list[Hash] = asked) -> int:
+                return self._blocks._look(asked)[0] // self.tokens
+
+            known = -self.cache._vote(f"{what}, {_sum_of(asked)}", look, number=lambda blocks: -blocks)[1]
+            hashes = asked[:known]
+            if not known or known == len(asked):
+                return None if known and self.cache.missing_pages else hashes
+
+    def _begin(self, slot: SupportsIndex, hashes: list[Hash]) -> int:
+        tokens = self._blocks.attach(slot, hashes)
+        if tokens != len(hashes) * self.tokens:
+            missing = self.cache.cache.missing_pages
+            raise OutOfMemory(errno.ENOMEM, f"{missing} pages are missing on this rank, within its budget")
+        return tokens
+
+    def check_attach(self, hashes: Iterable[Hash]) -> int:
+        """As `BlockHashes.check_attach`, for all ranks."""
+        agreed = self._agree("check_attach", list(hashes))
+        return -1 if agreed is None else len(agreed) * self.tokens
+
+    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
+        """As `BlockHashes.attach`, on every rank or on none."""
+        self.cache._pledge.clear()
+        agreed = self._agree(f"attach({slot})", list(hashes))
+        return -1 if agreed is None else self._begin(slot, agreed)
+
+    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
+        """As `BlockHashes.alloc`: the same slot and the same blocks on every rank."""
+        hashes, length = list(hashes), uint("tokens", tokens, 32)
+        del hashes[max(length - 1, 0) // self.tokens :]
+        self.cache._pledge.clear()
+        agreed = self._agree(f"alloc({length})", hashes)
+        if agreed is None:
+            return -1, 0
+        slot = self.cache.alloc_reqid(length, prefix_tokens=len(agreed) * self.tokens)
+        return (slot, self._begin(slot, agreed)) if slot >= 0 else (-1, 0)
+
+    def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
+        """As `BlockHashes.add`. Returns how many blocks were new on this rank."""
+        if self._adds_need:
+            self.cache._pledge.clear()
+        hashes, added = list(hashes), [0]
+
+        def call() -> None:
+            added[0] = self._blocks.add(slot, hashes, first)
+
+        self.cache._note(f"add({slot}, {_sum_of(hashes)}, {first})", call)
+        return added[0]
+
+    # ---- eviction --------------------------------------------------------------------------------------------
+
+    def drop(self, hashes: Iterable[Hash]) -> None:
+        """As `BlockHashes.drop`."""
+        hashes = list(hashes)
+        self.cache._note(f"drop({_sum_of(hashes)})", self._blocks.drop, hashes)
+
+    def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
+        """As `BlockHashes.evict`. Returns the pages freed on the rank where they are fewest."""
+        given = None if hashes is None else list(hashes)
+        what = f"evict({pages}, {_sum_of(given)})"
+        least = self.cache._vote(what, self._blocks.evict, pages, given, number=lambda freed: -freed)[1]
+        return -least
+
+    def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
+        """As `BlockHashes.prioritize`."""
+        hashes = list(hashes)
+        if priority == KEEP:  # pages that could be evicted no longer can
+            self.cache._pledge.clear()
+        self.cache._note(f"prioritize({_sum_of(hashes)}, {priority})", self._blocks.prioritize, hashes, priority)
+
+    def clear(self) -> None:
+        """As `BlockHashes.clear`."""
+        self.cache._note("clear", self._blocks.clear)
+
+    def limit(self, max_tokens: SupportsIndex) -> None:
+        """As `BlockHashes.limit`."""
+        self.cache._note(f"limit({max_tokens})", self._blocks.limit, max_tokens)
+
+    def evicted(self) -> list[Hash]:
+        """As `BlockHashes.evicted`: what any rank has evicted, the first rank's hashes first.
+
+        A block that several ranks evict at different times appears more than once.
+        """
+        found: list[Hash] = []
+        for hashes in self.cache._gather("evicted", self._blocks.evicted):
+            found += hashes
+        return list(dict.fromkeys(found))
