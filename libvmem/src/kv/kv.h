@@ -293,6 +293,9 @@ uint64_t vmem__kv_claimable(const vmem_kv *kv);
 // The budget lacks so many pages: asks the other members. How many of them may still come.
 uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages);
 void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
+// With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
+// take the device memory. part: if the member may not have so many, as many as it may.
+void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
 // For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 void vmem__kv_pool_wake(const vmem_kv *kv);
@@ -342,6 +345,10 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 // Returns device memory that nobody uses or took ahead. With no lock held.
 void vmem__kv_trim(vmem_kv *kv);
+// Pages whose memory the device has given and no page uses. With no lock held.
+uint64_t vmem__kv_spare_memory(vmem_kv *kv);
+// Takes device memory until there are so many. With no lock held.
+int vmem__kv_take_more(vmem_kv *kv, uint64_t pages);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.
