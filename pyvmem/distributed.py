@@ -470,14 +470,17 @@ class TensorParallelKVCache:
         self._active.add(int(slot))
         return answer
 
-    def swap_out(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
+    def swap_out(
+        self, slot: SupportsIndex, after: SupportsIndex | None = None, host: torch.Tensor | None = None
+    ) -> None:
         """As `KVCache.swap_out`. If it fails on a rank, the others swap the request in again.
 
-        `after` must be a step's number, because events complete at different times on each rank.
+        `after` must be a step's number, because events complete at different times on each rank. `host` is each rank's
+        own.
         """
 
         def call() -> None:
-            self.cache.swap_out(slot, None if after is None else uint("after", after))
+            self.cache.swap_out(slot, None if after is None else uint("after", after), host)
 
         self._vote(f"swap_out({slot}, {after})", call, undo=lambda _: self.cache.swap_in(slot))
         self._ends(slot)

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from pyvmem._checks import uint
+from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.kv_base import KVBase
@@ -83,7 +83,37 @@ class KVSharing(KVBase):
 
     # ---- swapping -------------------------------------------------------------------------------------------
 
-    def swap_out(self, slot: SupportsIndex, after: Any = None) -> None:
+    def swap_size(self, slot: SupportsIndex) -> int:
+        """Return the bytes of CPU memory that `swap_out` needs for the slot as it is now."""
+        size = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_swap_size(self._use(), uint("slot", slot, 32), size))
+        return int(size[0])
+
+    def _swap_memory(self, slot: int, size: int, host: torch.Tensor | None) -> torch.Tensor:
+        """CPU memory for the slot's rows: the caller's if it can be used."""
+        pinned = self.tensors[0].is_cuda
+        if host is None:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        if not isinstance(host, torch.Tensor):
+            raise TypeError(f"host must be a CPU tensor, not {shown(host)}")
+        wrong = None
+        if host.device.type != "cpu":
+            wrong = f"is on {host.device}, not on the CPU"
+        elif host.layout != torch.strided or not host.is_contiguous():
+            wrong = "is not contiguous"
+        elif host.nbytes < size:
+            wrong = f"has {host.nbytes} bytes: slot {slot} needs {size}"
+        elif pinned and not host.is_pinned():
+            wrong = "is not pinned (torch.empty(..., pin_memory=True))"
+        begin = 0 if wrong else host.data_ptr()
+        for other, taken in () if wrong else self._swapped.items():
+            if begin < taken.data_ptr() + taken.nbytes and taken.data_ptr() < begin + size:
+                wrong = f"overlaps the memory of slot {other}, which is swapped out"
+        if wrong:
+            raise InvalidArgument(errno.EINVAL, f"host {wrong}")
+        return host.detach().view(-1).view(torch.uint8)[:size]
+
+    def swap_out(self, slot: SupportsIndex, after: Any = None, host: torch.Tensor | None = None) -> None:
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
         Quiet, unless `after` is given, as in `free_reqid`. The call then returns at once, and the rows are copied when
@@ -92,24 +122,26 @@ class KVSharing(KVBase):
         "swapped". Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
         itself.
 
-        For a cache on a GPU, the CPU memory is pinned.
+        The CPU memory is allocated, pinned for a cache on a GPU, which may take milliseconds. `host` avoids that: a
+        contiguous CPU tensor of `swap_size` bytes or more, which must be pinned for a cache on a GPU. The cache keeps a
+        reference, and nobody else may write to it until the request has been swapped in or has ended.
         """
-        kv, slot, size = self._use(), uint("slot", slot, 32), ffi.new("uint64_t *")
+        kv, slot = self._use(), uint("slot", slot, 32)
         number = 0 if after is None else self._fence(after)
-        _check(lib.vmem_kv_swap_size(kv, slot, size))
+        size = self.swap_size(slot)
         if slot in self._swapped:
             raise InvalidArgument(errno.EINVAL, f"slot {slot} is swapped out, or being swapped out")
-        host = torch.empty(size[0], dtype=torch.uint8, pin_memory=self.tensors[0].is_cuda)
-        data = ffi.cast("void *", host.data_ptr())
+        memory = self._swap_memory(slot, size, host)
+        data = ffi.cast("void *", memory.data_ptr())
         if after is None:
-            _check(lib.vmem_kv_swap_out(kv, slot, data, size[0]))
-            self._swapped[slot] = host
+            _check(lib.vmem_kv_swap_out(kv, slot, data, size))
+            self._swapped[slot] = memory
             return
         if self._stop_copying is None:  # a view of a tensor may outlive the cache and keep the background thread alive
             self._stop_copying = weakref.finalize(self, lib.pv_kv_close, kv, 0)
-        self._swapped[slot] = host
+        self._swapped[slot] = memory
         try:
-            _check(lib.vmem_kv_swap_out_after(kv, slot, data, size[0], number))
+            _check(lib.vmem_kv_swap_out_after(kv, slot, data, size, number))
         except Exception:
             del self._swapped[slot]
             raise

@@ -337,6 +337,21 @@ def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
             assert torch.equal(view, data + i)
 
 
+def test_swapping_to_the_callers_memory(backend, device):
+    with make(backend) as cache:
+        slot, _ = start(cache, 333)
+        cache.tensors[0][slot, :333] = 7
+        host = torch.empty(cache.swap_size(slot), dtype=torch.uint8, pin_memory=device != "cpu")
+        if device != "cpu":
+            torch.cuda.synchronize()
+            with pytest.raises(ValueError, match="host is not pinned"):
+                cache.swap_out(slot, host=torch.empty_like(host))
+        cache.swap_out(slot, host=host)
+        assert cache._swapped[slot].data_ptr() == host.data_ptr()
+        assert cache.swap_in(slot) == 0
+        assert (cache.tensors[0][slot, :333] == 7).all()
+
+
 def test_a_prefix_is_shared_and_never_written(backend, device):
     with make(backend) as cache:
         page_tokens = PAGE_TOKENS

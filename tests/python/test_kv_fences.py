@@ -85,6 +85,51 @@ def test_a_request_comes_back_before_it_was_copied(context):
         assert cache.slot(slot).state == "free" and not cache._swapped
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_rows_are_copied_to_the_callers_memory(context, fenced):
+    with make(context) as cache:
+        slot = cache.alloc_reqid()
+        assert cache.step([60, 0]) == 0
+        write(cache, slot, 60)
+        size = cache.swap_size(slot)
+        host = torch.full((size // 2 + 100,), -1, dtype=torch.int16)
+        for turn in range(2):  # the memory can be used again
+            cache.swap_out(slot, cache.last_step if fenced else None, host)
+            cache.retire()
+            cache.wait()
+            assert cache.slot(slot).state == "swapped"
+            rows = torch.from_numpy(host.numpy()[: size // 2].copy()).view(cache.tensors[0].dtype)
+            assert rows[:: rows.numel() // 60].tolist()[:60] == list(range(1, 61))
+            assert (host[size // 2 :] == -1).all(), "beyond the rows"
+            write(cache, slot, 0)
+            assert cache.swap_in(slot) == 0 and holds(cache, slot, 60) and not cache._swapped
+
+
+def test_memory_that_a_swap_cannot_use_changes_nothing(context):
+    with make(context) as cache:
+        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
+        assert cache.step([30, 30]) == 0
+        size = cache.swap_size(slot)
+        memory = torch.empty(3 * size, dtype=torch.uint8)
+        cache.swap_out(other, host=memory[size : 2 * size])
+        for host, text in (
+            (torch.empty(size - 1, dtype=torch.uint8), f"host has {size - 1} bytes: slot {slot} needs {size}"),
+            (torch.empty(2 * size, dtype=torch.uint8)[::2], "host is not contiguous"),
+            (torch.empty(size, dtype=torch.uint8, device="meta"), "host is on meta, not on the CPU"),
+            (memory[1:], f"host overlaps the memory of slot {other}, which is swapped out"),
+            (memory[2 * size - 1 :], f"host overlaps the memory of slot {other}, which is swapped out"),
+        ):
+            for after in (None, cache.last_step):
+                with pytest.raises(InvalidArgument, match=text):
+                    cache.swap_out(slot, after, host)
+        with pytest.raises(TypeError, match="host must be a CPU tensor, not bytearray"):
+            cache.swap_out(slot, host=bytearray(size))
+        assert cache.slot(slot).state == "active" and list(cache._swapped) == [other]
+        cache.swap_out(slot, host=memory[2 * size :])
+        cache.free_reqid(other)
+        assert cache.swap_in(slot) == 0 and not cache._swapped
+
+
 def test_a_fence_of_the_future_changes_nothing(context):
     with make(context) as cache:
         slot = cache.alloc_reqid()
