@@ -216,6 +216,13 @@ class Engine:
                                 pooling_params=None, block_hasher=hasher, arrival_time=0.0))  # fmt: skip
         return made
 
+    def rest(self):
+        """Long without a step: ended requests leave their slots."""
+        self.requests.IDLE_SECONDS = -1
+        while self.requests.tend():
+            pass
+        self.requests.IDLE_SECONDS = RequestSlots.IDLE_SECONDS
+
     def cached(self):
         return sum(b.block_hash is not None for b in self.scheduler.kv_cache_manager.block_pool.blocks)
 
@@ -227,23 +234,25 @@ def test_every_row_is_read_back_as_written(tmp_path, monkeypatch, blocks):
     assert engine.read > 50_000
     assert engine.requests.hit_blocks
     assert bool(preempted) == (blocks == 24)
+    engine.rest()
     assert engine.cache.stats().prefix_pages == engine.cached() > 0
 
 
 def test_cached_blocks_stay_up_to_the_cap(tmp_path, monkeypatch):
     engine = Engine(tmp_path, 60, monkeypatch, cap=7 * TOKENS)
     engine.run(30)
+    engine.rest()
     assert engine.cache.stats().prefix_pages == engine.cached() == 7
 
 
 def test_an_engine_that_makes_no_further_step_still_gives_back(tmp_path, monkeypatch):
     engine = Engine(tmp_path, 60, monkeypatch, cap=5 * TOKENS)
     engine.run(20, deliver=False)
-    engine.requests.IDLE_SECONDS = -1
-    engine.requests.tend()
+    engine.rest()
     stats = engine.cache.stats()
     assert (stats.held_pages, stats.prefix_pages, stats.active_slots) == (5, 5, 0)
     engine.run(10)  # and goes on
+    engine.rest()
     assert engine.cache.stats().prefix_pages == engine.cached() == 5
 
 
@@ -254,11 +263,9 @@ def test_reset_and_a_smaller_limit_reach_the_worker(tmp_path, monkeypatch):
     engine.allowed_blocks = lambda: 20
     monkeypatch.setattr("pyvmem.vllm.scheduler.PoolKeeper.PERIOD", 0)
     engine.run(10)
-    assert engine.cache.stats().prefix_pages == engine.cached() < 20
-    engine.requests.IDLE_SECONDS = -1
-    engine.requests.tend()
-    assert engine.cache.stats().held_pages == engine.cached()
+    engine.rest()
+    assert engine.cache.stats().prefix_pages == engine.cache.stats().held_pages == engine.cached() < 20
     assert engine.scheduler.reset_prefix_cache()  # with no step after it
-    engine.requests.tend()
+    engine.rest()
     assert engine.cache.stats().held_pages == 0
     engine.run(10)  # and goes on
