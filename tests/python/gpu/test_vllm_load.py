@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,7 +34,7 @@ SETTINGS = [
 SMALL = 24 << 20  # the limit for one round
 STEADY, BURST = 16, 80  # requests at a time
 RATE = 10  # requests per second of vllm bench serve
-STARTS = 15  # seconds that it takes to start, about
+STARTS = 25  # seconds that it takes to start, about
 
 
 def bench(server, folder, seconds, seed):
@@ -147,10 +148,21 @@ def account(server):
     )  # fmt: skip
 
 
+def sample(server, rows, over):
+    """Every five seconds: what vMem holds, and what the driver counts for its process."""
+    while not over.wait(5):
+        try:
+            (cache,) = server.caches()
+        except (AssertionError, ValueError, OSError):  # the server is ending
+            return
+        rows.append((cache["held_pages"] * cache["page_size"], cache["active_slots"], driver_bytes(cache["pid"])))
+
+
 def test_minutes_of_mixed_load(tmp_path):
     server = serve.Server(tmp_path, SETTINGS, CACHED, "load.log")
     rounds = max(2, round(MINUTES))
-    report = dict(minutes=MINUTES, rounds=[], accounts=[])
+    report = dict(minutes=MINUTES, rounds=[], accounts=[], samples=[])
+    over = threading.Event()
 
     def write():
         (server.log.parent / "load.json").write_text(json.dumps(report, indent=1))
@@ -161,12 +173,16 @@ def test_minutes_of_mixed_load(tmp_path):
         asyncio.run(load.round(1))  # warms up
         report["accounts"].append(account(server))
         began = time.monotonic()
+        watch = threading.Thread(target=sample, args=(server, report["samples"], over), daemon=True)
+        watch.start()
         for i in range(rounds):
-            seconds = MINUTES * 60 / rounds
+            seconds = MINUTES * 60 * (i + 1) / rounds - (
+                time.monotonic() - began
+            )  # the rounds before may have been longer
             small = i == rounds // 2
             if small:
                 server.top("--once", "--limit", f"{report['accounts'][0]['pid']}={SMALL}")
-            process, results = bench(server, tmp_path, max(5, seconds - STARTS), i)
+            process, results = bench(server, tmp_path, max(5.0, seconds - STARTS), i)
             asyncio.run(load.round(seconds, process))
             status = process.wait()
             made = json.loads(results.read_text()) if results.exists() else {}
@@ -184,6 +200,7 @@ def test_minutes_of_mixed_load(tmp_path):
         report["errors"] = load.errors
         write()
     finally:
+        over.set()
         server.stop()
     assert load.errors == []
     for each in report["rounds"]:
