@@ -357,8 +357,8 @@ int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t
 // Drops names; those that are not taken are skipped. Pages without another holder are released.
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
 // Returns unused device memory to the system as vmem_kv_reclaim does, and first compacts pages that only names hold
-// where that frees more. If freed is not NULL, *freed receives the bytes of device memory. Moving takes some ms per
-// GiB: call it when idle.
+// where that frees more. If freed is not NULL, *freed receives the bytes of device memory. Call it when idle: it moves up
+// to 256 MiB at a time, and ends early when another call arrives in between.
 int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed);
 
 // ---- swapping -----------------------------------------------------------------------------------------------

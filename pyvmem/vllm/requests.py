@@ -437,8 +437,12 @@ class RequestSlots:
                 busy = self._retiring or any(s >= 0 for s in self._slots)
                 if busy or time.monotonic() - self._last_step <= self.IDLE_SECONDS:
                     return True
-                self._trim(self.TRIM_BYTES)
+                done = self._release_kept(self.TRIM_BYTES)
             time.sleep(1e-4)  # a request that arrives comes first
+            if done and self.names is not None:
+                self.names.compact()
+            with self.lock:
+                self._trimmed = done and time.monotonic() - self._last_step > self.IDLE_SECONDS
         self.trim_seconds.append(time.perf_counter() - began)
         return False
 
@@ -452,15 +456,12 @@ class RequestSlots:
             self._reap()
             self._dropped.clear()
             self._drop(list(self._named))
-            self._trim()
+            self._release_kept()
+            self._trimmed = True
 
-    def _trim(self, most: int | None = None) -> None:
-        """Release kept pages, `most` bytes of them; then what remains is compacted."""
+    def _release_kept(self, most: int | None = None) -> bool:
+        """Release kept pages, about `most` bytes of them. Returns whether none are left."""
         self._expect(())
         self._free_lingering()
         self.cache.wait()  # otherwise the background thread could still back the next slot
-        if self.cache.reclaim(most) and most is not None:
-            return
-        if self.names is not None:
-            self.names.compact()
-        self._trimmed = True
+        return self.cache.reclaim(most) == 0 or most is None

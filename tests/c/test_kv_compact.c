@@ -119,6 +119,15 @@ int main(int argc, char **argv)
     OK(vmem_kv_free(kv, slot));
     verify(kept, n);
 
+    // Where the context's budget leaves little beside what there is, they move in small portions.
+    OK(vmem_kv_block_drop(kv, kept, n));
+    n = busy_time(kept);
+    OK(vmem_set_budget(ctx, device_bytes() - own + 4 * MIB));
+    OK(vmem_kv_block_compact(kv, &freed));
+    CHECK(device_bytes() <= own + n * 3 * VMEM_PAGE_64K + 16 * MIB);
+    OK(vmem_set_budget(ctx, 0));
+    verify(kept, n);
+
     // Without memory to move them they stay.
     OK(vmem_kv_block_drop(kv, kept, n));
     n = busy_time(kept);

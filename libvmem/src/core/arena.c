@@ -280,19 +280,13 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
     vmem__unlock(ctx);
 }
 
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
+// A new arena of `size` bytes, or of less, down to `least`, where there is no memory for it.
+static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole)
 {
     struct vmem__backend *b = &ctx->b;
     const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
-    const uint64_t least = whole ? granules * GRANULE : round_up(align * GRANULE, BLOCK);
     int rc;
 
-    // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
-    uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
-    size = size < eighth ? eighth : size;
-    size = size < b->arena_min ? b->arena_min : size;
-    size = size > b->arena_max ? b->arena_max : size;
-    size = whole ? least : size;
     for (;;) {
         if (!lazy && ctx->budget) {
             uint64_t cap = round_up(ctx->budget < MAX_RESERVE ? ctx->budget : MAX_RESERVE, BLOCK);
@@ -301,8 +295,8 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
             if (size < least)
                 return vmem__error(-ENOMEM,
                                    "the budget of %" PRIu64 " bytes is all allocated, and its free parts (%" PRIu64
-                                   " bytes) are too short for pages of %" PRIu64 " bytes",
-                                   ctx->budget, ctx->arena_free, align * GRANULE);
+                                   " bytes) are too short for %" PRIu64 " bytes",
+                                   ctx->budget, ctx->arena_free, least);
         }
         struct vmem__arena_rec *a = calloc(1, sizeof *a + size / GRANULE * sizeof a->pages[0]);
         if (!a)
@@ -336,6 +330,26 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
             return rc;
         size = round_up(size / 2, BLOCK);
     }
+}
+
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
+{
+    const struct vmem__backend *b = &ctx->b;
+    if (whole)
+        return grow(ctx, granules * GRANULE, granules * GRANULE, true);
+
+    // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
+    uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
+    size = size < eighth ? eighth : size;
+    size = size < b->arena_min ? b->arena_min : size;
+    size = size > b->arena_max ? b->arena_max : size;
+    return grow(ctx, size, round_up(align * GRANULE, BLOCK), false);
+}
+
+int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
+{
+    const uint64_t size = round_up(granules * GRANULE, BLOCK);
+    return grow(ctx, size, size, false);
 }
 
 // Whether an arena that has just become empty should go back to the system.

@@ -255,6 +255,8 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
 bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
 // A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`.
 int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole);
+// A new arena of exactly so many granules in whole blocks. It is ctx->arenas while the caller holds the lock.
+int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of
 // memory remain. Returns how many bytes.
 uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);
@@ -308,6 +310,16 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
 {
     return vmem__create_stretches(ctx, page_size, &(struct vmem__stretch){.n = n, .near = near}, n, flags, out);
 }
+// Turns a piece into pages of so many granules, and writes their handles.
+void vmem__make_pages(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
+                      vmem_page *out);
+// move.c: for moving what pages contain. Creates n pages in an arena of their own, which is no larger than they are.
+int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page *out);
+// Copies pages to others of the same size, without mapping them. All are the caller's. -EOPNOTSUPP where the backend
+// cannot: no error text is set then.
+int vmem__copy_pages(vmem_context *ctx, const vmem_page *from, const vmem_page *to, size_t n, uint64_t page_size);
+// How many granules of the page's arena are in use; UINT32_MAX if less than a block of it is not.
+uint32_t vmem__arena_used(vmem_context *ctx, vmem_page page);
 // The frame in a handle that is known to be valid.
 static inline uint64_t vmem__handle_frame(const vmem_context *ctx, vmem_page page)
 {

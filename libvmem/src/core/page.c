@@ -22,9 +22,8 @@ int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
                        sizes);
 }
 
-// Turns a piece into pages, and writes their handles.
-static void pages_make(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
-                       vmem_page *out)
+void vmem__make_pages(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
+                      vmem_page *out)
 {
     struct vmem__arena_rec *a = piece->arena;
     for (uint32_t u = piece->first; u < piece->first + piece->granules; u += granules) {
@@ -235,7 +234,7 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
         }
         for (uint32_t u = 0; (part->flags & VMEM_CREATE_ZERO) && ready && u < p->granules; u++)
             ready = !p->arena->pages[p->first + u].dirty;
-        pages_make(ctx, p, part->granules, part->flags, out);
+        vmem__make_pages(ctx, p, part->granules, part->flags, out);
         out += p->granules >> __builtin_ctz(part->granules);
         part->near = out[-1];
         left -= p->granules;

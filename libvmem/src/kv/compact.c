@@ -2,20 +2,26 @@
 // system.
 //
 // The library takes device memory in arenas, and an arena returns to the system as a whole. After a busy time, a few
-// named pages are spread over many arenas. Compaction copies them to new pages in an arena of their own. While it
-// creates the new pages, placeholders fill the free space of the old arenas.
+// named pages are spread over many arenas. Compaction moves them to arenas that they fill. It moves a portion at a time,
+// those in the emptiest arenas first, so that little memory is needed beside what there is, and calls that arrive go
+// first.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
+#include <time.h>
 
+#include "core/core.h"
 #include "kv/kv.h"
 
-#define CHUNK 32 // pages copied at once
+#define CHUNK 32                      // pages copied at once where the backend has to map them
+#define PORTION (UINT64_C(256) << 20) // bytes that are moved at once
 
-struct move {
-    vmem_page *name; // the table entry that contains the handle
-    vmem_page from, to;
-    uint32_t row; // number of pages in the row that begins here; 0 if the row began earlier
+// A row of pages that exactly one name holds, and nothing else.
+struct row {
+    vmem_page *name; // the table's entry of the first page
+    uint32_t stride; // entries from one page to the next
+    uint32_t n;      // pages
+    uint32_t used;   // of its arena
 };
 
 static int device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
@@ -27,55 +33,47 @@ static int device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
     return rc;
 }
 
-// Finds the rows of pages that exactly one name holds and nothing else.
-static int find(vmem_kv *kv, struct move **moves, uint64_t *n)
+static int by_use(const void *a, const void *b)
+{
+    const uint32_t x = ((const struct row *)a)->used, y = ((const struct row *)b)->used;
+    return x < y ? -1 : x > y;
+}
+
+// Lists rows that can be moved, of the emptiest arenas first. Those in full arenas stay, so that none moves twice.
+static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
 {
     uint64_t most = kv->refs.only;
     *n = 0;
-    *moves = calloc(most ? most : 1, sizeof(**moves));
-    if (!*moves)
+    *rows = calloc(most ? most : 1, sizeof(**rows));
+    if (!*rows)
         return vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
-    for (uint32_t id = 0; id < kv->n_blocks; id++) {
+    for (uint32_t id = 0; id < kv->n_blocks && *n < most; id++) {
         vmem_page *row = kv->named + (uint64_t)id * kv->block_pages;
         for (uint32_t i = 0; i < kv->n_groups && row[0]; i++) {
             const struct kv_group *g = &kv->groups[i];
-            uint32_t each = kv_block_pages(kv, g);
+            const uint32_t each = kv_block_pages(kv, g);
             for (uint32_t k = 0; k < each; k++) {
                 const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, row[k]);
-                for (uint32_t t = 0; t < g->n && !ref->slots && ref->prefixes == 1; t++)
-                    (*moves)[(*n)++] =
-                        (struct move){.name = &row[t * each + k], .from = row[t * each + k], .row = t ? 0 : g->n};
+                const uint32_t used = ref->slots || ref->prefixes != 1 ? UINT32_MAX : vmem__arena_used(kv->ctx, row[k]);
+                if (used != UINT32_MAX)
+                    (*rows)[(*n)++] = (struct row){.name = &row[k], .stride = each, .n = g->n, .used = used};
             }
             row += g->n * each;
         }
     }
+    qsort(*rows, *n, sizeof(**rows), by_use);
     return 0;
 }
 
-// Fills the free space of the existing arenas, with at most `most` pages.
-static uint64_t fill(vmem_kv *kv, vmem_page *pages, uint64_t most, uint64_t all)
-{
-    for (uint64_t n = 0; n < most; n++) {
-        uint64_t now, overhead;
-        if (vMemCreate(kv->ctx, kv->page_size, 1, 0, &pages[n]))
-            return n;
-        if (device_bytes(kv, &now, &overhead) || now > all) {
-            vMemRelease(kv->ctx, pages[n]);
-            return n;
-        }
-    }
-    return most;
-}
-
-static int copy_chunk(vmem_kv *kv, uint64_t scratch, const struct move *m, uint64_t n)
+static int map_and_copy(vmem_kv *kv, uint64_t scratch, const vmem_page *from, const vmem_page *to, uint64_t n)
 {
     struct vmem_map_op maps[2 * CHUNK];
     struct vmem_copy_op copies[CHUNK];
     for (uint64_t i = 0; i < n; i++) {
-        uint64_t from = scratch + i * kv->page_size, to = from + CHUNK * kv->page_size;
-        maps[2 * i] = (struct vmem_map_op){.addr = from, .page = m[i].from};
-        maps[2 * i + 1] = (struct vmem_map_op){.addr = to, .page = m[i].to};
-        copies[i] = (struct vmem_copy_op){.dst = to, .src = from, .length = kv->page_size};
+        uint64_t at = scratch + i * kv->page_size, into = at + CHUNK * kv->page_size;
+        maps[2 * i] = (struct vmem_map_op){.addr = at, .page = from[i]};
+        maps[2 * i + 1] = (struct vmem_map_op){.addr = into, .page = to[i]};
+        copies[i] = (struct vmem_copy_op){.dst = into, .src = at, .length = kv->page_size};
     }
     int rc = vMemMapBatch(kv->ctx, maps, 2 * n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
     if (!rc)
@@ -84,90 +82,110 @@ static int copy_chunk(vmem_kv *kv, uint64_t scratch, const struct move *m, uint6
     return rc;
 }
 
-static int copy(vmem_kv *kv, const struct move *moves, uint64_t n)
+static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
 {
     struct vmem_info info = {.size = sizeof info};
     uint64_t scratch;
-    int rc = vmem_context_info(kv->ctx, &info);
+    int rc = vmem__copy_pages(kv->ctx, from, to, n, kv->page_size);
+    if (rc != -EOPNOTSUPP)
+        return rc;
+    rc = vmem_context_info(kv->ctx, &info);
     if (!rc)
         rc = vMemReserve(kv->ctx, 2 * CHUNK * kv->page_size, info.caps & VMEM_CAP_BACKDROP ? VMEM_RESERVE_BACKDROP : 0,
                          &scratch);
     if (rc)
         return rc;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
-        rc = copy_chunk(kv, scratch, &moves[i], KV_MIN(n - i, CHUNK));
+        rc = map_and_copy(kv, scratch, from + i, to + i, KV_MIN(n - i, CHUNK));
     vmem_unreserve(kv->ctx, scratch); // cannot fail here
     return rc;
 }
 
 // Makes the names hold the new pages. Needs no memory, because the table of references keeps its size.
-static void commit(vmem_kv *kv, struct move *moves, uint64_t n)
+static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_page *to)
 {
     for (uint64_t i = 0; i < n; i++) {
-        if (moves[i].row) {
-            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, moves[i].from), 0, -1);
-            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, moves[i].to, moves[i].row), -1, 1);
-        }
-        *moves[i].name = moves[i].to;
-        vMemRelease(kv->ctx, moves[i].from);
+        vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, *rows[i].name), 0, -1);
+        vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, *to, rows[i].n), -1, 1);
+        for (uint32_t t = 0; t < rows[i].n; t++)
+            rows[i].name[(uint64_t)t * rows[i].stride] = *to++;
     }
 }
 
-// Compacts once. *gained is the number of bytes of device memory that went back to the system.
-static int pass(vmem_kv *kv, uint64_t *gained)
+// Moves as many of the rows as fit into a portion; *moved is how many pages. Halves the portion where there is too
+// little memory for it.
+static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved)
 {
-    uint64_t all, overhead, after, n = 0, n_fill = 0;
-    struct move *moves = NULL;
-    vmem_page *made = NULL, *filled = NULL;
-    *gained = 0;
+    uint64_t most = KV_MAX(PORTION >> kv->page_shift, 1), used = 0;
+    const uint64_t room = kv->budget_pages > kv->held ? kv->budget_pages - kv->held : 0;
+    vmem_page *from = malloc(2 * most * sizeof(*from)), *to = from + most;
+    int rc = from ? -ENOMEM : vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
+    *moved = 0;
+    most = KV_MIN(most, room);
+    for (; from && rc == -ENOMEM && most; most /= 2) {
+        uint64_t pages = 0;
+        for (used = 0; used < n && pages + rows[used].n <= most; used++)
+            for (uint32_t t = 0; t < rows[used].n; t++)
+                from[pages++] = rows[used].name[(uint64_t)t * rows[used].stride];
+        if (!pages)
+            break;
+        rc = vmem__create_apart(kv->ctx, kv->page_size, pages, to);
+        if (rc)
+            continue;
+        rc = copy(kv, from, to, pages);
+        if (!rc)
+            commit(kv, rows, used, to);
+        vmem__kv_release(kv, rc ? to : from, pages);
+        *moved = rc ? 0 : pages;
+        break;
+    }
+    free(from);
+    return rc;
+}
+
+// Compacts a portion. *moved is how many pages.
+static int pass(vmem_kv *kv, uint64_t *moved)
+{
+    uint64_t all, overhead, n;
+    struct row *rows = NULL;
+    *moved = 0;
     vmem__kv_give_ahead(kv, 0);
     int rc = device_bytes(kv, &all, &overhead);
-    // Compact only if it pays: fewer bytes move than return to the system, and there is room to move them.
-    if (rc || overhead <= kv->held * kv->page_size / 32 || kv->held + kv->refs.only > kv->budget_pages)
+    // Compact only if it pays.
+    if (rc || overhead <= kv->held * kv->page_size / 32)
         return rc;
-    rc = find(kv, &moves, &n);
-    uint64_t most = overhead >> kv->page_shift;
-    made = malloc((n ? n : 1) * sizeof(*made));
-    filled = malloc((most ? most : 1) * sizeof(*filled));
-    if (!rc && (!made || !filled))
-        rc = vmem__error(-ENOMEM, "no memory to move %llu pages", (unsigned long long)n);
-    bool created = false;
-    if (!rc && n) {
-        n_fill = fill(kv, filled, most, all);
-        rc = vMemCreate(kv->ctx, kv->page_size, n, 0, made);
-        created = !rc;
-        vmem__kv_release(kv, filled, n_fill);
-    }
-    for (uint64_t i = 0; created && i < n; i++)
-        moves[i].to = made[i];
+    rc = find(kv, &rows, &n);
     if (!rc && n)
-        rc = copy(kv, moves, n);
-    if (created && rc)
-        vmem__kv_release(kv, made, n);
-    else if (created)
-        commit(kv, moves, n);
-    vmem__kv_give_ahead(kv, 0);
-    if (!device_bytes(kv, &after, &overhead) && after < all)
-        *gained = all - after;
-    free(moves);
-    free(made);
-    free(filled);
+        rc = move(kv, rows, n, moved);
+    free(rows);
+    if (*moved)
+        vmem__kv_give_ahead(kv, 0);
     return rc;
 }
 
 int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed)
 {
-    uint64_t gained = 0, sum = 0;
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    vmem__kv_worker_hold(kv);
-    do { // repeat: while many arenas exist, the new arena is larger than its pages need
-        rc = pass(kv, &gained);
-        sum += gained;
-    } while (!rc && gained);
-    vmem__kv_worker_release(kv);
+    uint64_t before = 0, after, overhead, moved = 0, calls = 0;
+    int rc;
     if (freed)
-        *freed = sum;
-    return vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
+        *freed = 0;
+    do {           // this ends, because pages move into full arenas, and stay there
+        if (calls) // a mutex does not give way by itself
+            nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+        rc = vmem__kv_enter(kv);
+        if (rc)
+            return rc;
+        if (!calls)
+            rc = device_bytes(kv, &before, &overhead);
+        else if (kv->calls != calls) // somebody needs the cache
+            return vmem__kv_leave(kv, 0);
+        vmem__kv_worker_hold(kv);
+        rc = rc ? rc : pass(kv, &moved);
+        vmem__kv_worker_release(kv);
+        if (!device_bytes(kv, &after, &overhead) && freed && after < before)
+            *freed = before - after;
+        calls = kv->calls + 1;
+        rc = vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
+    } while (!rc && moved);
+    return rc;
 }

@@ -40,7 +40,7 @@ struct stock_reservation {
 
 struct stock_arena {
     uint32_t memory;                // RM handle
-    struct stock_reservation alias; // a second mapping of the whole arena, for zeroing
+    struct stock_reservation alias; // a second mapping of the whole arena, for zeroing and moving
 };
 
 int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation);
