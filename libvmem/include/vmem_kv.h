@@ -209,8 +209,9 @@ struct vmem_kv_request {
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
 // its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
 // allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
-// lacks: -ENOMEM, with *missing pages (NULL is allowed), or -ENOSPC for a slot. Changes nothing. Requests
-// that are VMEM_KV_ENDING count as running. The step may find that they have ended.
+// lacks: -ENOMEM, with *missing pages (NULL is allowed), or -ENOSPC for a slot. Changes nothing, but a
+// member of a pool takes and asks for what all n need. Requests that are VMEM_KV_ENDING count as running. The step may
+// find that they have ended.
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
 // Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
 // vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is
@@ -501,7 +502,9 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
 // no request needs it, otherwise when these requests end.
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
 // Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
-// what is free in the pool, and the other members are asked for the rest.
+// what is free in the pool, and the other members are asked for the rest. The pool's thread takes device memory for it
+// as it comes. vmem_kv_fit does the same for the requests that it is given, as far as the member's maximum allows. Each
+// call replaces the request of the last one, which lapses after 250 ms.
 int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
 
 // The answer to a member's last request, for memory or for a limit.

@@ -1,8 +1,9 @@
 """Two processes on one device, loaded by turns: how fast the memory of the idle one comes to the loaded one.
 
 Each process has a KV cache in one pool and a small request that decodes all the time. By turns one of them gets
-requests of --amount in all, which the other one's kept pages stand in the way of; it steps on while they come. At the
-end one is killed in the middle of that, and the other goes on.
+requests of --amount in all, which the other one's kept pages stand in the way of; it steps on while they come. Then the
+same requests come once more, when the process has that memory free itself: what an exchange adds is the difference. At
+the end one is killed in the middle of an exchange, and the other goes on.
 
 SPDX-License-Identifier: MIT
 """
@@ -17,10 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
+from pyvmem.kv_view import read_view, read_views
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from pyvmem.core import Context
 
 GIB = 1 << 30
+REQUESTS = 20  # at most, that make up the amount
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +52,7 @@ class Process:
     def __init__(self, about: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "pyvmem.bench.share_process", json.dumps(about)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._child.pid
 
     def tell(self, do: str, **what: Any) -> None:
         """Say what to do; the answer is `hear`."""
@@ -85,6 +92,41 @@ class Process:
                 pipe.close()
 
 
+class Watch:
+    """What members of the pool have and need, sampled in a thread from what their caches publish."""
+
+    def __init__(self, *pids: int) -> None:
+        self.rows: dict[int, list[tuple[float, int, int]]] = {pid: [] for pid in pids}  # pid: [(time, has, needs)]
+        self._paths = [view.path for view in read_views() if view.pid in pids]
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._end.wait(0.0002):
+            for path in self._paths:
+                try:
+                    view = read_view(path)
+                except OSError:  # the process has ended
+                    continue
+                if view and view.pool:
+                    self.rows[view.pid].append((time.perf_counter(), view.pool.has, view.pool.needs))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self._thread.join()
+
+    def when(self, pid: int, start: float, change: Callable[[int], bool]) -> list[float]:
+        """When, after `start`, the member's part of the pool changed by a number of bytes that `change` accepts."""
+        rows = self.rows[pid]
+        return [b[0] for a, b in zip(rows, rows[1:], strict=False) if b[0] >= start and change(b[1] - a[1])]
+
+    def asked(self, pid: int, start: float) -> list[float]:
+        """When, after `start`, the member was seen to ask."""
+        return [at for at, _, needs in self.rows[pid] if at >= start and needs]
+
+
 def _longest(samples: list[list[float]], start: float, end: float) -> float:
     """Of steps [(begin, ms)], the longest of those that began in between."""
     return max((ms for begin, ms in samples if start <= begin <= end), default=0.0)
@@ -97,41 +139,78 @@ class _Run:
         self.session, self.context, self.page_size = session, context, page_size
         layers = 32 if amount >= 4 * GIB else 2  # of the shape of Llama-3-8B
         block = 2 * layers * max(page_size, 2 * MIB)  # what a request gets at a time while memory is plentiful
+        blocks = max(amount // block, 1)  # requests fill whole blocks, so that nothing is wasted
+        requests = min(blocks, REQUESTS)
+        amount = blocks // requests * requests * block
         self.about = {
             "backend": context.backend, "device": session.args.device, "page_size": page_size, "amount": amount,
-            "budget": amount + 10 * block, "path": os.path.join(folder, f"{page_size}.pool"), "layers": layers,
+            "requests": requests, "budget": amount + 10 * block, "path": os.path.join(folder, f"{page_size}.pool"),
+            "layers": layers,
         }  # fmt: skip
         self.found: dict[str, list[float]] = {}
 
     def _note(self, metric: str, value: float) -> None:
         self.found.setdefault(metric, []).append(value)
 
-    def _load(self, to: Process, other: Process | None, warm: bool = False) -> None:
-        answer = to.ask("load")
-        start, end = answer["need"], answer["mapped"]
-        if warm:
-            self._note("a step of the loaded one, memory at hand, longest", answer["longest_ms"])
-            self._note("memory at hand to mapped", (end - start) * 1e3)
-        else:
-            self._note("from need to mapped", (end - start) * 1e3)
-            self._note("a step of the loaded one meanwhile, longest", answer["longest_ms"])
-            self._note("steps that found too little meanwhile", answer["short"])
-        if other and not warm:
-            steps = other.ask("steps")["steps"]
-            self._note("a step of the other meanwhile, longest", _longest(steps, start, end))
+    def _note_steps(self, answer: dict[str, Any], what: str) -> None:
+        steps = answer["steps"]
+        ready = [ms for _, ms, ok, _ in steps if ok]
+        self._note(f"{what}: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
+        self._note(f"{what}: a step that backs a request, median", sorted(ready)[len(ready) // 2])
+        self._note(f"{what}: a step, longest", max(ms for _, ms, _, _ in steps))
+
+    def _own(self, process: Process, what: str) -> None:
+        """Load a process that has the budget."""
+        self._note_steps(process.ask("load"), what)
+        process.ask("free")
+
+    def _exchange(self, to: Process, other: Process) -> None:
+        watch = Watch(to.pid, other.pid)
+        try:
+            answer = to.ask("load")
+            time.sleep(0.002)  # the last samples
+        finally:
+            watch.close()
+        start, end, steps = answer["need"], answer["mapped"], answer["steps"]
+        self._note_steps(answer, "exchange")
+        others = [s for s in other.ask("steps")["steps"] if s[0] >= start - 0.2]
+        self._note("exchange: a step of the other, longest", _longest(others, start, end))
+        self._note("a step of the other just before, longest", _longest(others, start - 0.2, start))
+        self._note("steps that found too little meanwhile", sum(not ok for _, _, ok, _ in steps))
+        given = watch.when(other.pid, start, lambda by: by < 0)
+        got = watch.when(to.pid, start, lambda by: by > 0)
+        asked = watch.asked(to.pid, start)
+        allocated = [a for *_, a in steps]
+        last = next((i for i, a in enumerate(allocated) if a == allocated[-1]), 0)
+        times = {
+            "asked": asked[:1], "first byte given": given[:1], "last byte given": given[-1:],
+            "last byte granted": got[-1:], "last byte allocated": [steps[last][0] + steps[last][1] / 1e3],
+        }  # fmt: skip
+        for event, at in times.items():
+            if at:
+                self._note(f"from need to {event}", (min(at[0], end) - start) * 1e3)
+        first = next(begin for begin, _, ok, _ in steps if ok)
+        self._note("from need to the first step that backs a request", (first - start) * 1e3)
+        self._note("time in steps that back a request", sum(ms for _, ms, ok, _ in steps if ok))
         to.ask("free")
+        to.ask("drop")
+        self._own(to, "own free memory")
+
+    def _process(self, name: str) -> Process:
+        return Process(self.about | {"name": name})
 
     def exchanges(self, n: int, kills: int) -> None:
         """All of it."""
-        pair = [Process(self.about | {"name": name}) for name in ("first", "second")]
+        pair = [self._process(name) for name in ("first", "second")]
         try:
             for process in pair:
                 process.hear()
-            self._load(pair[0], None, warm=True)
+            for process in pair:  # the second one's addresses are used for the first time here, too
+                self._own(process, "first use of the addresses")
             for turn in range(n):
-                self._load(pair[(turn + 1) % 2], pair[turn % 2])
+                self._exchange(pair[turn % 2], pair[(turn + 1) % 2])
             for turn in range(kills):
-                dead, alive = pair[(n + turn) % 2], pair[(n + turn + 1) % 2]
+                dead, alive = pair[(n + turn + 1) % 2], pair[(n + turn) % 2]
                 # By turns the one that gives, and the one that gets.
                 if turn % 2 == 0:
                     alive.tell("load", report=self.about["amount"] // 4)
@@ -149,7 +228,7 @@ class _Run:
                     alive.ask("free")
                 alive.ask("verify")
                 dead.close()
-                pair[pair.index(dead)] = again = Process(self.about | {"name": f"again {turn}"})
+                pair[pair.index(dead)] = again = self._process(f"again {turn}")
                 again.hear()
             for process in pair:
                 process.ask("verify")

@@ -17,7 +17,6 @@ import torch
 from pyvmem.kv import KVCache
 from pyvmem.kv_pool import KVPool
 
-REQUESTS = 20  # at most, that make up the amount
 HEADS, DIM = 8, 128
 PAUSE = 0.001  # between the steps of the request that decodes, seconds
 
@@ -29,9 +28,9 @@ class Loop:
         layers = about["layers"]
         self.pool = KVPool(about["budget"], path=about["path"])
         row = 2 * layers * HEADS * DIM * 2
-        block = max(about["page_size"], 1 << 21) * 2 * layers  # a request fills whole blocks: nothing is wasted
-        self.requests = min(max(about["amount"] // block, 1), REQUESTS)
-        self.tokens = about["amount"] // self.requests // block * block // row
+        block = max(about["page_size"], 1 << 21) * 2 * layers
+        self.requests = about["requests"]
+        self.tokens = about["amount"] // self.requests // row
         self.cache = KVCache.for_model(
             layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
             backend=about["backend"], device=about["device"], page_size=about["page_size"], name=about["name"],
@@ -74,19 +73,29 @@ class Loop:
             if not (rows == ((numbers + off) % 251).float()[:, None]).all():
                 raise RuntimeError("rows of the request that decodes are not what was written")
 
+    def allocated(self) -> int:
+        """Bytes of device memory that the cache's context has."""
+        stats = self.cache.context.stats()
+        return stats.created + stats.overhead
+
     def load(self, report: int | None = None) -> dict[str, Any]:
-        """Requests of the whole amount, one after another, stepping on while memory comes."""
-        need, longest, short, took = time.perf_counter(), 0.0, 0, 0.0
+        """Requests of the whole amount, one after another, stepping on while memory comes.
+
+        The answer has every step as (begin, ms, ready, allocated): ready is False where memory was missing, and
+        allocated is the device memory after it.
+        """
+        need, steps = time.perf_counter(), []
         per = self.tokens * 2 * HEADS * DIM * 2 * len(self.cache.keys)
+        self.cache.fit([self.tokens] * self.requests)  # as a scheduler asks; so the pool hears of the whole need
+        fit_ms = (time.perf_counter() - need) * 1e3
         for n in range(self.requests):
             slot = self.cache.alloc_reqid(self.tokens)
             self.lengths[slot] = self.tokens
             while True:
                 answer, took = self.timed()
-                longest = max(longest, took)
+                steps.append((self.steps[-1][0], took, not answer, self.allocated()))
                 if not answer:
                     break
-                short += 1
                 if time.perf_counter() - need > 30:
                     raise RuntimeError(f"memory did not come in 30 s: {self.cache.shortage}, {self.pool.members()}")
                 time.sleep(0.0002)
@@ -95,7 +104,7 @@ class Loop:
             if report is not None and n * per >= report:
                 say(at=n)
                 report = None
-        return {"need": need, "mapped": time.perf_counter(), "longest_ms": longest, "short": short}
+        return {"need": need, "mapped": time.perf_counter(), "fit_ms": fit_ms, "steps": steps}
 
     def free(self) -> None:
         """End the requests; their pages are kept."""
@@ -103,6 +112,10 @@ class Loop:
         for slot in self.loaded:
             self.cache.free_reqid(slot)
         self.loaded.clear()
+
+    def drop(self) -> None:
+        """Give the kept pages back to the device; the budget stays."""
+        self.cache.reclaim()
 
 
 def say(**what: Any) -> None:
@@ -126,6 +139,9 @@ def main() -> None:
             say(**loop.load(**command))
         elif do == "free":
             loop.free()
+            say()
+        elif do == "drop":
+            loop.drop()
             say()
         elif do == "steps":
             say(steps=list(loop.steps))

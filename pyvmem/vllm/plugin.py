@@ -33,3 +33,6 @@ def register() -> None:
         metrics.register()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"pyvmem: {error}")
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        sys.exit(f"pyvmem: VMEM_VLLM=1 failed in vLLM's plugin: {type(error).__name__}: {reason}")

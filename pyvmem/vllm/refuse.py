@@ -42,6 +42,12 @@ def _kv_cache(config: Any) -> Iterator[str]:
         yield "padded KV pages are not supported"
 
 
+def backend(name: str, device: str) -> None:
+    """Raise `Refused` if the backend's memory is not that of vLLM's device."""
+    if name == "host" and device != "cpu":
+        raise Refused("VMEM_BACKEND=host has memory of the CPU only; unset it, or choose uvm, stock or cuda")
+
+
 def _first(reasons: Iterator[str]) -> None:
     for reason in reasons:
         raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")

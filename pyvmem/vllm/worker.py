@@ -14,12 +14,14 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pyvmem import Context
+from pyvmem.errors import InvalidArgument
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm import layout as layouts
@@ -81,6 +83,7 @@ class Engine:
         spare = max(8, most // 4) if chosen.spare_slots is None else chosen.spare_slots
         tokens = self.layout.slot_tokens(vllm_config.model_config.max_model_len + vllm_config.num_speculative_tokens)
         self.context = Context(device=device.index or 0)
+        refuse.backend(self.context.backend, device.type)
         page = self.layout.page_size(self.context.page_sizes)
         shape = (self.layout.tensor_row // spec.dtype.itemsize,)
         specs = [TensorSpec(f"kv{i}", shape, spec.dtype) for i in range(self.layout.tensors)]
@@ -89,8 +92,13 @@ class Engine:
         budget += max(budget // 64, 16 * self.layout.block_bytes)
         # vLLM counts on every block that it has, so almost nothing is kept unused. Pages mapped ahead are reclaimed
         # when needed. A page has only a few tokens, so mapping ahead makes fewer calls for more pages each.
-        self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context, page_size=page,
-                             lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name="vllm")  # fmt: skip
+        try:
+            self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context,
+                                 page_size=page, lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64,
+                                 name="vllm")  # fmt: skip
+        except InvalidArgument as error:
+            raise refuse.Refused(f"VMEM_VLLM=1: {error}: lower --max-num-seqs, --max-model-len or "
+                                 "VMEM_VLLM_SPARE_SLOTS") from error  # fmt: skip
         # Nor may device memory that is made ahead, or kept while requests run, go beyond it.
         self.context.set_budget(budget // page * page + SLACK)
         caching = vllm_config.cache_config.enable_prefix_caching
@@ -101,6 +109,7 @@ class Engine:
                                      self._due.set)  # fmt: skip
         self._memory = Memory(self.context)
         self.states: Any = None  # of vLLM's runner, set when the cache exists
+        self.runner: Callable[[], Any] = lambda: None  # vLLM's, as long as it exists
         self._allowed: int = self.num_blocks
         self._stop = threading.Event()
         self._failure = ""  # of the background thread, the last
@@ -144,6 +153,10 @@ class Engine:
             self.requests.reset()
             self.cache.close()
             self.context.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._stop.is_set()
 
     def allowed_blocks(self) -> int:
         """Blocks that the scheduler may use now, given the limit and the device's other users."""
@@ -208,7 +221,13 @@ def initialize_kv_cache(original: Callable[..., Any], runner: Any, kv_cache_conf
     """Create the `Engine`, and remember the runner whose request tables it follows."""
     refuse.kv_cache(kv_cache_config)
     global _current
+    if _current is not None and not _current.closed:
+        if _current.runner() is not None:
+            raise refuse.Refused("VMEM_VLLM=1: this process has an engine already; shut it down first, or give each "
+                                 "its own process (VLLM_ENABLE_V1_MULTIPROCESSING=1)")  # fmt: skip
+        _current.close()
     _current = Engine(kv_cache_config, runner.vllm_config, runner.device, settings.read())
+    _current.runner = weakref.ref(runner)
     original(runner, kv_cache_config)
     runner.req_states.vmem = runner.block_tables.vmem = _current
     _current.states = runner.req_states

@@ -155,6 +155,139 @@ static void test_what_requests_hold_is_refused(void)
     vmem_kv_pool_destroy(pool);
 }
 
+static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
+{
+    struct vmem_kv_pool_member row = {.size = sizeof row};
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        if (!vmem_kv_pool_get_member(pool, i, &row) && !strcmp(row.name, name))
+            return row;
+    CHECK(!"no such member");
+    return row;
+}
+
+// A scheduler asks for all that wait, and the pool is asked for the whole: not for the first request that does not fit.
+static void test_waiting_requests_are_foreseen(uint32_t flags)
+{
+    vmem_kv_pool *pool = make_pool(600);
+    vmem_context *own = test_context(0);
+    vmem_kv *a = make(ctx, flags, 0), *b = make(own, flags, 0);
+    join(pool, a, 20, 0, "a");
+    join(pool, b, 20, 0, "b");
+    uint32_t s = alloc(a, ROWS), t = alloc(a, ROWS);
+    int32_t lengths[SLOTS] = {0};
+    lengths[s] = lengths[t] = ROWS;
+    OK(vmem_kv_step(a, lengths, SLOTS, NULL)); // 500 pages
+    OK(vmem_kv_free(a, s));
+    OK(vmem_kv_free(a, t));
+    const struct vmem_kv_request waiting[3] = {{.tokens = 300}, {.tokens = ROWS}, {.tokens = 2000}}; // 20 + 250 + 126
+    size_t fit;
+    uint64_t missing;
+    ERR(vmem_kv_fit(b, waiting, 3, &fit, &missing), ENOMEM, "pages are missing");
+    CHECK_EQ(fit, 1);
+    CHECK(missing && missing <= 250);
+    CHECK(shortage().coming_pages >= missing);
+    CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
+    CHECK(stats(b).budget_pages >= 20 + 250 + 126);
+    CHECK(row_of(pool, "a").has >= 20 * test_page && row_of(pool, "a").has <= 210 * test_page);
+    OK(vmem_kv_fit(b, waiting, 3, &fit, NULL));
+    CHECK_EQ(fit, 3);
+    // The pool's thread takes the memory for them before any step does.
+    for (int i = 0; test_stats(own).overhead < (20 + 250 + 126) * test_page; i++) {
+        OK(vmem_kv_fit(b, waiting, 3, &fit, NULL));
+        usleep(100);
+        CHECK(i < 100000);
+    }
+    for (size_t i = 0; i < 3; i++)
+        OK(step(b, alloc(b, waiting[i].tokens), (int32_t)waiting[i].tokens));
+    CHECK(stats(b).held_pages >= 20 + 250 + 126);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_context_destroy(own);
+    vmem_kv_pool_destroy(pool);
+}
+
+// A step asks for what it lacks itself. That does not take back what was asked for all that wait.
+static void test_a_step_leaves_the_larger_question(void)
+{
+    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
+    join(pool, a, 20, 0, "a");
+    join(pool, b, 20, 0, "b");
+    uint32_t s = alloc(a, ROWS), t = alloc(b, 0);
+    OK(step(a, s, ROWS)); // 250 pages, which a request holds
+    OK(vmem_kv_pool_ask(b, 200 * test_page));
+    CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
+    const uint64_t needs = row_of(pool, "b").needs;
+    CHECK(needs >= 150 * test_page);
+    OK(step(b, t, 100)); // 8 pages: there are as many
+    CHECK_EQ(row_of(pool, "b").needs, needs);
+    ERR(step(b, t, 1000), ENOMEM, "pages are missing");
+    CHECK_EQ(row_of(pool, "b").needs, needs);
+    OK(vmem_kv_pool_ask(b, 0)); // a new question replaces the last
+    CHECK_EQ(row_of(pool, "b").needs, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+}
+
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static enum { OPEN, SHUT, HOLDING } at_gate;
+
+// Holds the background thread up in the middle of its next unmap.
+static void hold(enum vmem__kv_point point)
+{
+    pthread_mutex_lock(&gate);
+    if (point == KV_CALL_WAITS)
+        at_gate = OPEN; // for a test that would wait for ever
+    if (point == KV_WORKER_UNLOCKED && at_gate == SHUT)
+        at_gate = HOLDING;
+    pthread_cond_broadcast(&changed);
+    while (point == KV_WORKER_UNLOCKED && at_gate == HOLDING)
+        pthread_cond_wait(&changed, &gate);
+    pthread_mutex_unlock(&gate);
+}
+
+// While a cache gives pages back, its requests still grow into what it has: they neither wait nor reclaim.
+static void test_a_giver_steps_on(void)
+{
+    vmem_kv_pool *pool = make_pool(600);
+    vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
+    join(pool, a, 20, 0, "a");
+    join(pool, b, 20, 0, "b");
+    uint32_t s = alloc(a, ROWS), t = alloc(a, 0);
+    int32_t lengths[SLOTS] = {0};
+    lengths[s] = ROWS;
+    lengths[t] = 32; // 2 pages
+    OK(vmem_kv_step(a, lengths, SLOTS, NULL));
+    OK(vmem_kv_wait(a));
+    OK(vmem_kv_free(a, s));
+    pthread_mutex_lock(&gate);
+    at_gate = SHUT;
+    pthread_mutex_unlock(&gate);
+    vmem__kv_hook = hold;
+    OK(vmem_kv_pool_ask(b, 500 * test_page));
+    pthread_mutex_lock(&gate);
+    while (at_gate != HOLDING)
+        pthread_cond_wait(&changed, &gate);
+    pthread_mutex_unlock(&gate);
+    const struct vmem_kv_stats before = stats(a);
+    OK(step(a, t, 64)); // two pages more
+    CHECK_EQ(stats(a).reclaims, before.reclaims);
+    pthread_mutex_lock(&gate);
+    CHECK_EQ(at_gate, HOLDING); // nothing waited
+    at_gate = OPEN;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&gate);
+    wait_for(b);
+    CHECK(row_of(pool, "a").has >= 20 * test_page);
+    CHECK_EQ(stats(a).needed_pages, 4);
+    vmem__kv_hook = NULL;
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+}
+
 // ---- threads ------------------------------------------------------------------------------------------------------
 
 static _Atomic bool over;
@@ -277,6 +410,10 @@ int main(int argc, char **argv)
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
+    test_waiting_requests_are_foreseen(0);
+    test_waiting_requests_are_foreseen(VMEM_KV_OVERLAP);
+    test_a_step_leaves_the_larger_question();
+    test_a_giver_steps_on();
     test_threads(0);
     test_threads(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     CHECK_EQ(test_stats(ctx).created, 0);

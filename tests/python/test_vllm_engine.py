@@ -88,6 +88,7 @@ def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
     ({}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 must be 0.26.0"),
     ({"VMEM_VLLM_FORCE": "1"}, "pyvmem: VMEM_VLLM=1: vLLM 9.9 lacks a function that vMem replaces"),
     ({"VMEM_VLLM_CACHE_TOKENS": "many"}, "pyvmem: VMEM_VLLM_CACHE_TOKENS=many"),
+    ({"broken": "1"}, "pyvmem: VMEM_VLLM=1 failed in vLLM's plugin: OSError: no library"),
 ])  # fmt: skip
 def test_what_is_asked_for_and_cannot_be_ends_vllm_with_one_line(monkeypatch, environment, text):
     for name, value in {"VMEM_VLLM": "1", **environment}.items():
@@ -95,6 +96,8 @@ def test_what_is_asked_for_and_cannot_be_ends_vllm_with_one_line(monkeypatch, en
     fake = types.ModuleType("vllm")
     fake.__version__ = "9.9"
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    if "broken" in environment:
+        monkeypatch.setattr(patches, "install", lambda *_: (_ for _ in ()).throw(OSError("no\nlibrary")))
     with pytest.raises(SystemExit) as caught:
         plugin.register()
     assert str(caught.value).startswith(text)
@@ -191,6 +194,51 @@ def test_an_engine_may_have_what_the_limit_and_the_device_leave(monkeypatch):
     engine.requests._fences = Gpu()
     engine.close()
     engine.requests.tend()
+
+
+class Runner:
+    """vLLM's runner, as far as `initialize_kv_cache` looks at it."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config, self.device = vllm_config, torch.device("cpu")
+        self.req_states, self.block_tables = types.SimpleNamespace(), types.SimpleNamespace()
+
+
+def test_a_process_has_one_engine_until_its_runner_is_gone(monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    configs = []
+    made = worker.Engine
+    monkeypatch.setattr(worker, "Engine", lambda *given: configs.append(given) or made(*given))
+    engine, _ = start_engine(monkeypatch)
+    engine.requests._fences = Gpu()
+    engine.close()
+    (config, vllm_config, *_), = configs  # fmt: skip
+    monkeypatch.setattr(refuse, "kv_cache", lambda _: None)
+    runner = Runner(vllm_config)
+    worker.initialize_kv_cache(lambda *_: None, runner, config)
+    first = worker.current()
+    first.requests._fences = Gpu()
+    with pytest.raises(refuse.Refused, match="has an engine already; shut it down"):
+        worker.initialize_kv_cache(lambda *_: None, Runner(vllm_config), config)
+    assert worker.current() is first
+    del runner
+    worker.initialize_kv_cache(lambda *_: None, kept := Runner(vllm_config), config)
+    assert first.closed
+    assert worker.current() is kept.req_states.vmem
+    kept.req_states.vmem.requests._fences = Gpu()
+    kept.req_states.vmem.close()
+
+
+def test_settings_beyond_the_addresses_are_refused_in_vllms_words(monkeypatch):
+    with pytest.raises(refuse.Refused, match="65536.*: lower --max-num-seqs, --max-model-len or VMEM_VLLM_SPARE"):
+        start_engine(monkeypatch, VMEM_VLLM_SPARE_SLOTS="1000000")
+
+
+def test_memory_of_the_cpu_is_refused_for_a_gpu():
+    refuse.backend("host", "cpu")
+    refuse.backend("stock", "cuda")
+    with pytest.raises(refuse.Refused, match="VMEM_BACKEND=host"):
+        refuse.backend("host", "cuda")
 
 
 def test_shutting_down_gives_everything_back_in_a_process_that_lives_on(monkeypatch):

@@ -151,18 +151,17 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     // Prefixes are attached before the step. `before` counts the pages in use at that point, and `want` the pages in
     // use after the step.
     uint64_t want = vmem__kv_plan_want(kv, plan), before = want - plan->missing;
-    uint64_t limit = vmem__kv_reach(kv), back = kept_back(kv);
+    uint64_t limit = vmem__kv_reach(kv), back = kept_back(kv), most = 0;
     kv->mark++;
-    for (; *fit < n; ++*fit, back = vmem__kv_watermark(kv)) { // a request runs from here on
-        const struct vmem_kv_request *r = &requests[*fit];
+    // A pool is asked for what all of them need. So those that do not fit are counted, too.
+    size_t i = 0;
+    for (; i < n && i < free_slots; i++, back = vmem__kv_watermark(kv)) { // a request runs from here on
+        const struct vmem_kv_request *r = &requests[i];
         uint32_t prefix_tokens = r->prefix_tokens, blocks = 0;
         uint64_t copied = 0;
-        if (*fit == free_slots)
-            return vmem__kv_short_of_slots(kv);
-        if (r->hashes)
-            rc = vmem__kv_hash_known(kv, r->hashes, r->n_hashes, &blocks);
-        if (rc)
-            return rc;
+        const int failed = r->hashes ? vmem__kv_hash_known(kv, r->hashes, r->n_hashes, &blocks) : 0;
+        if (failed)
+            return rc ? rc : failed;
         if (blocks) {
             const uint64_t taken = vmem__kv_hash_taken(kv, blocks, &copied);
             prefix_tokens = vmem__kv_hash_tokens(kv, blocks);
@@ -171,10 +170,17 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         }
         want += pages_of(kv, r->tokens, prefix_tokens);
         before += prefix_tokens ? pages_of(kv, prefix_tokens, prefix_tokens) : 0;
-        if (KV_MAX(want, before + copied) + back > limit)
-            return vmem__kv_short_beside(kv, KV_MAX(want, before + copied), limit, back, missing);
+        most = KV_MAX(want, before + copied) + back;
+        if (!rc && most > limit)
+            rc = vmem__kv_short_beside(kv, most - back, limit, back, missing);
+        if (rc && !kv->member)
+            return rc;
+        *fit += !rc;
     }
-    return 0;
+    if (!rc && i < n)
+        rc = vmem__kv_short_of_slots(kv);
+    vmem__kv_foresee(kv, most, true);
+    return rc;
 }
 
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)

@@ -14,10 +14,8 @@
 #include "core/core.h"
 #include "kv/pool.h"
 
-#define ASK_NS UINT64_C(250000000)   // a request for budget lapses after this time, unless repeated or waited for
-#define REFUSED_NS UINT64_C(2000000) // after a refusal, the member does not ask the others again for this time
-#define POLL_MS 100                  // longest delay of reading the others' rows without a notice, and of updating ours
-#define BURY_NS UINT64_C(100000000)  // interval between searches for members whose process has ended
+#define POLL_MS 100                 // longest delay of reading the others' rows without a notice, and of updating ours
+#define BURY_NS UINT64_C(100000000) // interval between searches for members whose process has ended
 
 void vmem__kv_pool_wake(const vmem_kv *kv)
 {
@@ -51,13 +49,29 @@ void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why)
 
 // ---- calls, with api and state held ------------------------------------------------------------------------------
 
+// The cache's budget grows by what the pool has granted it. Whoever comes first does this: the pool's thread, or a call
+// that is short.
+static uint64_t accept(struct kv_member *m)
+{
+    const uint64_t pages = kv_floor_pages(m->granted, m->kv);
+    m->kv->budget_pages += pages;
+    m->granted = 0;
+    if (!m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
+        vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+    return pages;
+}
+
 void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
 {
     struct kv_member *m = kv->member;
     vmem_kv_pool *pool = m->pool;
+    kv->giving = false; // a cache that is short itself keeps what it has not given back yet
     pthread_mutex_lock(&pool->lock);
+    const uint64_t granted = accept(m);
+    least = kv_less(least, granted);
+    most = kv_less(most, granted);
     // First take back the budget that the cache was about to give back and still has.
-    const uint64_t had = kv_add(kv->budget_pages << kv->page_shift, m->granted);
+    const uint64_t had = kv->budget_pages << kv->page_shift;
     uint64_t pages = KV_MIN(kv_floor_pages(kv_less(KV_MIN(m->row.has, m->row.max), had), kv), most);
     if (pages < most && (pool->free || pages < least) && !vmem__kv_share_begin(pool, false)) {
         const uint64_t room = KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));
@@ -82,7 +96,9 @@ void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
 
 void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages)
 {
-    if (kv->member && pages && kv->held + pages > kv->budget_pages)
+    if (!kv->member || !pages || kv->held + pages <= kv->budget_pages)
+        return;
+    if (!kv->giving || kv->held - vmem__kv_reclaimable(kv) + pages > kv->budget_pages)
         vmem__kv_claim(kv, kv->held + pages - kv->budget_pages, kv->held + pages + kv->held / 2 - kv->budget_pages);
 }
 
@@ -98,56 +114,6 @@ uint64_t vmem__kv_claimable(const vmem_kv *kv)
     const uint64_t bytes = kv_add(own, KV_MIN(kv_add(m->pool->free, due), room));
     pthread_mutex_unlock(&m->pool->lock);
     return kv_floor_pages(bytes, kv);
-}
-
-uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes)
-{
-    const uint64_t t = kv_now(), room = kv_less(m->row.max, m->row.has);
-    if (bytes > room) {
-        vmem__kv_pool_answer(m, VMEM_KV_REFUSED, VMEM_KV_AT_MAXIMUM);
-        m->row.needs = 0;
-        return 0;
-    }
-    const bool again = m->row.answer == VMEM_KV_REFUSED && m->row.needs && t - m->refused_at < REFUSED_NS;
-    const bool fresh = m->row.needs < bytes || m->row.answer != VMEM_KV_DEFERRED;
-    m->asked_at = t;
-    m->row.needs = bytes;
-    m->changed = true;
-    if (again)
-        return 0;
-    if (fresh)
-        m->row.asked = 0; // the thread assigns the revision
-    vmem__kv_pool_answer(m, VMEM_KV_DEFERRED, 0);
-    kv_ring(m->pool);
-    return bytes;
-}
-
-uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages)
-{
-    struct kv_member *m = kv->member;
-    if (!m)
-        return 0;
-    // Ask for a little more, so that a request that grows page by page does not ask for each page.
-    pthread_mutex_lock(&m->pool->lock);
-    const uint64_t exact = pages << kv->page_shift, room = kv_less(m->row.max, m->row.has);
-    const uint64_t bytes = KV_MAX(exact, KV_MIN(exact + (kv->held / 64 << kv->page_shift), room));
-    const uint64_t coming = vmem__kv_pool_ask(m, bytes);
-    pthread_mutex_unlock(&m->pool->lock);
-    return coming ? pages : 0;
-}
-
-void vmem__kv_unask(vmem_kv *kv)
-{
-    struct kv_member *m = kv->member;
-    if (!m)
-        return;
-    pthread_mutex_lock(&m->pool->lock);
-    if (m->row.needs) {
-        m->row.needs = 0;
-        m->changed = true;
-        vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
-    }
-    pthread_mutex_unlock(&m->pool->lock);
 }
 
 void vmem__kv_claim_plenty(vmem_kv *kv)
@@ -226,29 +192,50 @@ static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
     return KV_MAX(min, fixed + margin);
 }
 
+// The pages that the cache has after what it is giving back has gone.
+static uint64_t pages_after(const vmem_kv *kv) { return kv->giving ? kv->give_to : kv->budget_pages; }
+
+// From now on, the background thread gives back what the cache holds beyond `pages`. The budget falls as the pages go,
+// so that a step that needs pages meanwhile does not wait for all of them.
+static void give_down_to(vmem_kv *kv, uint64_t pages)
+{
+    kv->give_to = pages;
+    kv->giving = kv->held > pages;
+    if (kv->giving)
+        vmem__kv_worker_wake(kv);
+    else
+        kv_shrink_budget(kv, pages);
+}
+
+// The pages that a step may need next: requests grow by a page in each tensor at a time.
+static uint64_t next_pages(const vmem_kv *kv)
+{
+    uint64_t pages = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        pages += kv->slots[s].state == VMEM_KV_ACTIVE ? kv->n_tensors : 0;
+    return pages;
+}
+
 // A cache without a background thread gives pages back here, one portion at a time.
 static void give_portion(vmem_kv *kv)
 {
-    if (kv->held > kv->budget_pages && !kv->has_worker)
-        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), true, NULL);
+    if (kv->held > kv->give_to && !kv->has_worker)
+        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->give_to, kv->portion), true, NULL);
 }
 
 // Continues to shrink a cache that is idle or was asked to give. Returns true if there is more to do at once.
 static bool go_on_giving(struct kv_member *m, uint64_t least)
 {
     vmem_kv *kv = m->kv;
-    if (kv->gave && kv->budget_pages > least) { // idle
-        kv_shrink_budget(kv, least);
-        kv->giving |= kv->held > kv->budget_pages;
-    }
+    if (kv->gave && pages_after(kv) > least) // idle
+        give_down_to(kv, least);
     if (!kv->giving)
         return false;
     give_portion(kv);
     const bool at_work = kv->has_worker && (kv->work_due || kv->working);
-    if (kv->held <= kv->budget_pages) {
-        kv->giving = false;
-    } else if (!at_work && (kv->has_worker || !vmem__kv_spare(kv))) {
-        kv->budget_pages = kv->held; // the remaining pages cannot be given back now
+    kv_shrink_budget(kv, KV_MIN(kv->budget_pages, KV_MAX(kv->give_to, kv->held + next_pages(kv))));
+    if (kv->held <= kv->give_to || (!at_work && (kv->has_worker || !vmem__kv_spare(kv)))) {
+        kv_shrink_budget(kv, KV_MAX(kv->give_to, kv->held)); // if pages are left, they cannot be given back now
         kv->giving = false;
     }
     return kv->giving && !kv->has_worker;
@@ -273,13 +260,9 @@ static void keep_to_max(struct kv_member *m)
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t most = kv_floor_pages(m->row.max, kv);
     pthread_mutex_unlock(&m->pool->lock);
-    if (kv->budget_pages <= most || kv->giving)
-        return;
     const uint64_t least = KV_MAX(most, kv->held - KV_MIN(vmem__kv_spare(kv), kv->held));
-    kv_shrink_budget(kv, KV_MIN(kv->budget_pages, least));
-    kv->giving = kv->held > kv->budget_pages;
-    if (kv->giving)
-        vmem__kv_worker_wake(kv);
+    if (!kv->giving && kv->budget_pages > least)
+        give_down_to(kv, least);
 }
 
 // Updates a member's row: budget that the cache no longer has returns to the pool. Returns true if there is more to do.
@@ -297,7 +280,9 @@ static bool look(struct kv_member *m)
     keep_to_max(m);
     const bool more = go_on_giving(m, least_pages(kv, m));
     const uint64_t gone_to = KV_MAX(kv->budget_pages, kv->held);
-    const bool trim = kv->held << kv->page_shift < m->row.held && gone_to << kv->page_shift < m->row.has;
+    const bool less = m->taken_ahead || kv->held << kv->page_shift < m->row.held;
+    const bool trim = less && gone_to << kv->page_shift < m->row.has;
+    m->taken_ahead &= !trim;
     kv_unlock_cache(kv);
     if (trim) // free the memory before the row offers it to the other members
         vmem__kv_trim(kv);
@@ -312,7 +297,7 @@ static bool look(struct kv_member *m)
     m->row.has = KV_MIN(m->row.has, (KV_MAX(has, gone_to) << kv->page_shift) + m->granted);
     m->row.held = kv->held << kv->page_shift;
     m->row.could_give = kv_less(has, KV_MAX(least - KV_MIN(least, evictable), min)) << kv->page_shift;
-    m->row.giving = kv_less(m->row.has - m->granted, kv->budget_pages << kv->page_shift);
+    m->row.giving = kv_less(m->row.has - m->granted, pages_after(kv) << kv->page_shift);
     // Publish free budget at once. Other changes may be published some milliseconds late.
     m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
     if (memcmp(&before, &m->row, sizeof before) && kv_now() - pool->written_at > POLL_MS * UINT64_C(1000000))
@@ -348,7 +333,7 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     }
     if (!r->needs)
         return;
-    if (!m->waiting && kv_now() - m->asked_at > ASK_NS) {
+    if (!m->waiting && kv_now() - m->asked_at > KV_ASK_NS) {
         r->needs = 0;
         vmem__kv_pool_answer(m, VMEM_KV_UNASKED, 0);
         m->changed = true;
@@ -459,26 +444,21 @@ static bool apply(struct kv_member *m)
         return false;
     kv_lock_cache(kv);
     pthread_mutex_lock(&pool->lock);
-    kv->budget_pages += kv_floor_pages(m->granted, kv);
+    accept(m);
     const uint64_t bytes = m->to_give;
-    m->granted = m->to_give = 0;
-    if (!m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
-        vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+    m->to_give = 0;
     pthread_mutex_unlock(&pool->lock);
     if (bytes) {
         const uint64_t least = least_pages(kv, m), want = kv_ceil_pages(bytes, kv);
-        const uint64_t pages = KV_MIN(want, kv_less(kv->budget_pages, least));
-        kv_shrink_budget(kv, kv->budget_pages - pages);
+        const uint64_t pages = KV_MIN(want, kv_less(pages_after(kv), least));
+        if (pages)
+            give_down_to(kv, pages_after(kv) - pages);
         if (want > pages && m->evict) {
             evict = KV_MIN(want - pages, kv->refs.only);
         } else if (want > pages && vmem__kv_evictable(kv)) { // evict one portion of hashed blocks per round
             vmem__kv_worker_hold(kv);
             vmem__kv_hash_evict(kv, KV_MIN(want - pages, KV_MAX(kv->portion, kv->block)));
             vmem__kv_worker_release(kv);
-        }
-        if (kv->held > kv->budget_pages) {
-            kv->giving = true;
-            vmem__kv_worker_wake(kv);
         }
     }
     kv_unlock_cache(kv);
@@ -498,6 +478,7 @@ static bool round_of(vmem_kv_pool *pool)
             m->busy = true;
             pthread_mutex_unlock(&pool->lock);
             again |= pass ? apply(m) : look(m);
+            again |= pass && vmem__kv_prepare(m);
             pthread_mutex_lock(&pool->lock);
             m->busy = false;
             pthread_cond_broadcast(&pool->news);

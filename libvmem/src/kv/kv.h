@@ -194,8 +194,6 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 // ---- refs.c
 
 struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
-// Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
-void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page);
 static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     return kv->refs.used ? vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
@@ -295,6 +293,9 @@ uint64_t vmem__kv_claimable(const vmem_kv *kv);
 // The budget lacks so many pages: asks the other members. How many of them may still come.
 uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages);
 void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
+// With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
+// take the device memory. part: if the member may not have so many, as many as it may.
+void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
 // For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 void vmem__kv_pool_wake(const vmem_kv *kv);
@@ -344,6 +345,10 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 // Returns device memory that nobody uses or took ahead. With no lock held.
 void vmem__kv_trim(vmem_kv *kv);
+// Pages whose memory the device has given and no page uses. With no lock held.
+uint64_t vmem__kv_spare_memory(vmem_kv *kv);
+// Takes device memory until there are so many. With no lock held.
+int vmem__kv_take_more(vmem_kv *kv, uint64_t pages);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.

@@ -205,6 +205,17 @@ static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
     return KV_MIN(spare, *room) >> kv->page_shift;
 }
 
+uint64_t vmem__kv_spare_memory(vmem_kv *kv)
+{
+    uint64_t room;
+    return spare_pages(kv, &room);
+}
+
+int vmem__kv_take_more(vmem_kv *kv, uint64_t pages)
+{
+    return vmem__prealloc(kv->ctx, (pages << kv->page_shift) + locked_ahead_of_others(kv), false);
+}
+
 uint64_t vmem__kv_device_pages(const vmem_kv *kv)
 {
     uint64_t total, free, room, spare = spare_pages(kv, &room);

@@ -260,7 +260,8 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
         pool->refs++;
         kv->member = m;
         kv->flags |= VMEM_KV_LAZY;
-        kv->portion = UINT64_C(64) * kv->block;
+        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
+        kv->portion = kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
         kv_shrink_budget(kv, kv_floor_pages(m->row.has, kv));
         kv_ring(pool);
     }
@@ -359,14 +360,7 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
     if (!kv->member)
         return vmem__kv_leave(kv, not_a_member());
     const uint64_t want = kv->held - KV_MIN(vmem__kv_spare(kv), kv->held) + kv_ceil_pages(bytes, kv);
-    if (want > kv->budget_pages)
-        vmem__kv_claim(kv, want - kv->budget_pages, want - kv->budget_pages);
-    pthread_mutex_lock(&kv->member->pool->lock);
-    if (want > kv->budget_pages)
-        vmem__kv_pool_ask(kv->member, (want - kv->budget_pages) << kv->page_shift);
-    else
-        vmem__kv_pool_answer(kv->member, VMEM_KV_APPLIED, 0);
-    pthread_mutex_unlock(&kv->member->pool->lock);
+    vmem__kv_foresee(kv, want, false);
     return vmem__kv_leave(kv, 0);
 }
 

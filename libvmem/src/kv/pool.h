@@ -40,6 +40,8 @@ struct kv_pool_table {
     struct kv_pool_row rows[VMEM_KV_POOL_MEMBERS];
 };
 
+#define KV_ASK_NS UINT64_C(250000000) // a question for budget lapses after this time, unless repeated or waited for
+
 struct kv_member {
     struct kv_member *next;
     struct vmem_kv_pool *pool;
@@ -49,11 +51,14 @@ struct kv_member {
     bool leaving;   // it is being destroyed: the thread leaves it alone
     bool changed;   // the row differs from the table's
     struct kv_pool_row row;
-    uint32_t waiting;    // calls that wait for an answer
-    uint64_t asked_at;   // ns
-    uint64_t refused_at; // ns
-    uint64_t granted;    // bytes in row.has that the cache's budget does not have yet
-    uint64_t to_give;    // bytes that the cache is to give back
+    uint32_t waiting;     // calls that wait for an answer
+    uint64_t asked_at;    // ns
+    uint64_t refused_at;  // ns
+    uint64_t foreseen;    // pages that the cache would have with the requests that wait; 0: not known
+    uint64_t foreseen_at; // ns
+    bool taken_ahead;     // the thread took device memory for them
+    uint64_t granted;     // bytes in row.has that the cache's budget does not have yet
+    uint64_t to_give;     // bytes that the cache is to give back
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };
@@ -82,13 +87,15 @@ struct vmem_kv_pool {
 uint64_t vmem__kv_pool_free(const vmem_kv_pool *pool, const struct kv_member *m);
 void vmem__kv_pool_note(vmem_kv_pool *pool); // the same, for those who have no lock
 void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why);
-// Asks the other members; what may still come, in bytes.
-uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes);
 // Whether the member in that place can have this share; a maximum of 0 or too much becomes the pool's budget.
 int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
 // Begins and ends itself. The cache follows when the thread looks at it.
 int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why);
 void *vmem__kv_pool_work(void *pool); // the thread
+// foresee.c: asks the other members. What may still come, in bytes.
+uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes);
+// foresee.c, with no lock held: takes some device memory for requests that wait. True: there is more to take.
+bool vmem__kv_prepare(struct kv_member *m);
 // With api and state held, and not the pool's lock: raises the budget by up to `most` pages of what is free. `least` of
 // them are worth a look into the table, whatever is known of it.
 void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);

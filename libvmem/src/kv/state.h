@@ -230,7 +230,8 @@ struct vmem_kv {
     struct kv_member *member; // of a pool; NULL: of none
     struct kv_member *left;   // the same while the cache is destroyed
     uint64_t portion;         // pages that the worker gives back in one call while others wait for them
-    bool giving;              // the pool lowered the budget; what is beyond it goes
+    bool giving;              // other members wait for what is beyond give_to; the budget falls as it goes
+    uint64_t give_to;         // pages
 };
 
 static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -265,5 +266,6 @@ static inline uint64_t kv_unused(const vmem_kv *kv)
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }
+static inline bool kv_plentiful(const vmem_kv *kv) { return !kv->giving && kv_unused(kv) >= 2 * kv_low(kv); }
 
 #endif

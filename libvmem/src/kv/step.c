@@ -39,7 +39,7 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
-    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && unused > reserve ? unused - reserve : 0;
+    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && !kv->giving && unused > reserve ? unused - reserve : 0;
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 
@@ -144,7 +144,7 @@ static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
 static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengths)
 {
     bool due = false;
-    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_unused(kv) >= 2 * kv_low(kv);
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
     const uint32_t step = (uint32_t)++kv->step;
     set_needs(kv, plan);

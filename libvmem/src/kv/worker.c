@@ -63,8 +63,6 @@ void vmem__kv_worker_wake(vmem_kv *kv)
         pthread_cond_signal(&kv->work);
 }
 
-static bool plentiful(const vmem_kv *kv) { return kv_unused(kv) >= 2 * kv_low(kv); }
-
 static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
 {
     kv->slots[slot].busy = true;
@@ -198,7 +196,7 @@ static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 // Backs the active slot that has the fewest tokens left until a step would have to wait.
 static bool extend_one(vmem_kv *kv)
 {
-    bool plenty = kv->flags & VMEM_KV_GENEROUS && plentiful(kv);
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
@@ -221,13 +219,13 @@ static bool extend_one(vmem_kv *kv)
 
 // Gives back pages that other members of the pool wait for, in portions. A call that needs a slot being unmapped waits
 // for one portion.
-#define GIVE_NS 1500000
+#define GIVE_NS 4000000
 static bool give_one(vmem_kv *kv)
 {
     struct kv_victim v;
     struct timespec start, end;
-    if (kv->held <= kv->budget_pages ||
-        !vmem__kv_victim(kv, KV_MIN(kv->held - kv->budget_pages, kv->portion), true, &v) || kv->slots[v.slot].skip)
+    if (kv->held <= kv->give_to || !vmem__kv_victim(kv, KV_MIN(kv->held - kv->give_to, kv->portion), true, &v) ||
+        kv->slots[v.slot].skip)
         return false;
     clock_gettime(CLOCK_MONOTONIC, &start);
     bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
@@ -307,7 +305,7 @@ static bool clear_one(vmem_kv *kv)
 
 static bool eager_one(vmem_kv *kv)
 {
-    if (!plentiful(kv))
+    if (!kv_plentiful(kv))
         return false;
     struct kv_expected request = {.tokens = kv->eager_tokens};
     uint32_t slot = vmem__kv_expected_slot(kv, &request);

@@ -24,6 +24,7 @@ FAMILIES = ("llama", "qwen3", "mistral", "phi3", "window", "gemma3", "qwen2_moe"
 CASES = {
     "plain": ({}, "mixed"),
     "prefix_caching": (dict(enable_prefix_caching=True), "shared"),
+    "larger_blocks": (dict(block_size=16, enable_prefix_caching=True), "mixed"),  # vMem's fill a page
     "preemption": (dict(enable_prefix_caching=True, num_gpu_blocks_override=130), "crowd"),
     "preemption_without_prefix_cache": (dict(num_gpu_blocks_override=130), "crowd"),
     "chunked_prefill": (dict(max_num_batched_tokens=256, enable_prefix_caching=True), "shared"),

@@ -265,26 +265,31 @@ static void restore(struct vmem__gpu *c, const struct group *g, enum what what)
     }
 }
 
+static bool is_clean(const struct vmem__run *run) { return ((const struct cuda_arena *)run->arena->priv)->clean; }
+
 // Zeroes the arenas that are mapped for the first time since they were created or since cuda_zero() was called on them.
-static int clean(struct vmem__gpu *c, const struct group *g)
+// All are filled before the one wait: a wait takes longer than a fill, above all beside another process.
+static int clean(struct vmem__gpu *c, const struct vmem__run *runs, size_t n)
 {
     int result = CUDA_SUCCESS, sync;
     bool any = false;
 
-    for (size_t i = 0, n; result == CUDA_SUCCESS && i < g->n; i += n) {
-        bool dirty = !((struct cuda_arena *)g->runs[i].arena->priv)->clean;
+    for (size_t i = 0, end; result == CUDA_SUCCESS && i < n; i = end) {
+        const bool dirty = !is_clean(&runs[i]);
 
-        for (n = 1; i + n < g->n && !((struct cuda_arena *)g->runs[i + n].arena->priv)->clean == dirty; n++)
+        for (end = i + 1;
+             end < n && !is_clean(&runs[end]) == dirty && runs[end].addr == runs[end - 1].addr + runs[end - 1].length;
+             end++)
             ;
         if (dirty)
-            result = c->cuda.fn.memset_async(g->runs[i].addr, 0, length_of(&g->runs[i], n), c->cuda.stream);
+            result = c->cuda.fn.memset_async(runs[i].addr, 0, length_of(&runs[i], end - i), c->cuda.stream);
         any |= dirty;
     }
     if (!any)
         return 0;
     sync = c->cuda.fn.stream_sync(c->cuda.stream);
-    for (size_t i = 0; result == CUDA_SUCCESS && sync == CUDA_SUCCESS && i < g->n; i++)
-        ((struct cuda_arena *)g->runs[i].arena->priv)->clean = true;
+    for (size_t i = 0; result == CUDA_SUCCESS && sync == CUDA_SUCCESS && i < n; i++)
+        ((struct cuda_arena *)runs[i].arena->priv)->clean = true;
     return vmem__cuda_error(&c->cuda.fn, result ? result : sync, "zero");
 }
 
@@ -301,8 +306,6 @@ static int map_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
         rc = clear(c, g);
     if (!rc)
         rc = put(c, g, NEW, bad);
-    if (!rc)
-        rc = clean(c, g);
     if (rc)
         restore(c, g, OLD);
     pthread_mutex_unlock(&reservation->lock);
@@ -324,9 +327,11 @@ static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
     return rc;
 }
 
-// Applies `change` to all groups or to none. After a failure, the `before` arenas are mapped again.
+// Applies `change` to all groups or to none, and then `finish` (NULL: nothing) to all runs. After a failure, the `before`
+// arenas are mapped again.
 static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad, enum what before,
-                      int (*change)(struct vmem__gpu *, const struct group *, size_t *bad))
+                      int (*change)(struct vmem__gpu *, const struct group *, size_t *bad),
+                      int (*finish)(struct vmem__gpu *, const struct vmem__run *, size_t n))
 {
     struct vmem__gpu *c = b->priv;
     struct group g;
@@ -344,6 +349,8 @@ static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, siz
             break;
         }
     }
+    if (!rc && finish)
+        rc = finish(c, runs, n);
     for (size_t i = 0; rc && i < done; i += g.n) {
         g = next_group(runs + i, done - i);
         pthread_mutex_lock(&reservation_of(&g)->lock);
@@ -356,12 +363,12 @@ static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, siz
 
 static int cuda_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    return for_groups(b, runs, n, bad, OLD, map_group);
+    return for_groups(b, runs, n, bad, OLD, map_group, clean);
 }
 
 static int cuda_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    return for_groups(b, runs, n, bad, NEW, unmap_group);
+    return for_groups(b, runs, n, bad, NEW, unmap_group, NULL);
 }
 
 // ---- opening ------------------------------------------------------------------------------------------------
