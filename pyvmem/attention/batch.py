@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -93,8 +94,10 @@ class Batch:
         self.device = held[0].device
         self._take(slots, lengths, query_lengths)
         n = len(self.slots)
-        self._buffer = torch.empty(3 * n + 1, dtype=torch.int32, device=self.device)
-        self.slots_t, self.lengths_t, self.cu_seqlens_q = self._buffer.split([n, n, n + 1])
+        self._zeros = np.zeros(n * max(math.prod(x.shape[2:-1]) for x in held), np.int32)
+        sizes = [n, n, n + 1, len(self._zeros)]
+        self._buffer = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
+        self.slots_t, self.lengths_t, self.cu_seqlens_q, self._counts = self._buffer.split(sizes)
         self._upload()
 
     def __len__(self) -> int:
@@ -140,11 +143,21 @@ class Batch:
     def _upload(self) -> None:
         ends = np.zeros(len(self.slots) + 1, np.int32)
         np.cumsum(self.query_lengths, out=ends[1:])
-        packed = torch.from_numpy(np.concatenate((self.slots, self.lengths, ends)))
+        packed = torch.from_numpy(np.concatenate((self.slots, self.lengths, ends, self._zeros)))
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.device.type == "cuda":
             packed = packed.pin_memory()
         self._buffer.copy_(packed, non_blocking=True)
+
+    def zeros(self, count: int) -> torch.Tensor:
+        """int32[count] on the device, which uploads set to 0: counters of a kernel, one for each request and KV head.
+
+        A captured graph finds them there, as it finds the lengths.
+        """
+        if count > len(self._counts):  # K and V given as a pair, with more heads than the cache's
+            return torch.zeros(count, dtype=torch.int32, device=self.device)
+        counts: torch.Tensor = self._counts[:count]
+        return counts
 
     def last_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of the last tokens: slots and rows, int64[n] each on the device."""

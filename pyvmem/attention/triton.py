@@ -20,6 +20,7 @@ from pyvmem.attention.kernel import BF16, FP8, FP16, FP32, Call, Kernel, Shape, 
 
 LOG2E = math.log2(math.e)
 Launch = Callable[[Any], None]  # of a compiled kernel: takes pointers
+_JOINED = 4  # parts, at most, that the last program joins: a second launch takes longer on the host than this loop
 _SEATS = 3  # programs of decode that a multiprocessor runs at once
 
 
@@ -82,6 +83,8 @@ class _Parts:
         size = splits * self._n * shape.query_heads if splits > 1 else 0
         self.partial = torch.empty(size * shape.head_dim, dtype=torch.float32, device=self._device)
         self.lse = torch.empty(size, dtype=torch.float32, device=self._device)
+        # How many parts have ended, for each request and KV head. Every launch leaves zeros.
+        self.ended = batch.zeros(self._n * shape.kv_heads)
         self.launches: dict[
             tuple[int, ...], tuple[Launch, Launch | None]
         ] = {}  # compiled kernels, with the arguments that all layers share
@@ -196,16 +199,18 @@ def _decode_by_lookup(
     constants = {
         "GROUP": shape.group, "GROUP_PAD": max(_power(shape.group), 16), "DIM": dim, "DIM_PAD": pad,
         "BLOCK_N": block, "PAGE": 0 if table is None else k.shape[1], "WINDOW": shape.window > 0,
-        "SOFTCAP": shape.softcap > 0, "SPLIT": parts.splits > 1, "APPEND": call.new is not None,
-        "COMPUTE": _compute(call),
+        "SOFTCAP": shape.softcap > 0, "SPLIT": parts.splits > 1, "JOIN": 1 < parts.splits <= _JOINED,
+        "APPEND": call.new is not None, "COMPUTE": _compute(call),
     }  # fmt: skip
-    shared = parts.partial, parts.lse, batch.slots_t, batch.lengths_t, batch.slots_t if table is None else table
+    shared = (
+        parts.partial, parts.lse, parts.ended, batch.slots_t, batch.lengths_t, batch.slots_t if table is None else table
+    )  # fmt: skip
     grid = n, shape.kv_heads, parts.splits
     compiled = kernels.decode[grid](
         q, k, v, out, k_new, v_new, *shared, *numbers, **constants, num_warps=warps, num_stages=stages
     )
     joined = None
-    if parts.splits > 1:
+    if parts.splits > _JOINED:
         joined = _join(call, out)
     if not _direct():
         return None, None

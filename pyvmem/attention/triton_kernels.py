@@ -1,9 +1,10 @@
 """Attention in Triton: split-KV decode, its second pass, and prefill. Triton compiles the kernels from this file.
 
 Split-KV decode is Flash-Decoding's idea (Dao et al., 2023): parts of one request's rows go to different programs, and
-a second pass joins their results by the logarithms of their sums. Every load is masked, so no row past a length or
-before a window is read. With PAGE, the kernel looks rows up in a block table; benchmarks use this paged variant.
-With APPEND, each request's last row comes from `k_new` and `v_new`, and the kernel stores it in the cache.
+their results are joined by the logarithms of their sums: by the last of these programs, or, if there are many parts, by
+a second pass. Every load is masked, so no row past a length or before a window is read. With PAGE, the kernel looks
+rows up in a block table; benchmarks use this paged variant. With APPEND, each request's last row comes from `k_new` and
+`v_new`, and the kernel stores it in the cache.
 
 SPDX-License-Identifier: MIT
 """
@@ -24,13 +25,13 @@ def _scaled(s, scale_log2, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def decode(
-    q, k, v, out, k_new, v_new, partial, lse, slots, lengths, table,
+    q, k, v, out, k_new, v_new, partial, lse, ended, slots, lengths, table,
     scale_log2, softcap, window, splits, requests,
     q_token, q_head, o_token, o_head, k_new_token, k_new_head, v_new_token, v_new_head,
     k_slot, k_row, k_head, v_slot, v_row, v_head, table_row,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, APPEND: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
+    APPEND: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One request, one KV head with its GROUP of query heads, one part of the rows."""
     request = tl.program_id(0)
@@ -102,7 +103,30 @@ def decode(
         result = acc / tl.where(some, total, 1.0)[:, None]
         tl.store(partial + at[:, None] * DIM + d[None, :], result, mask=ok)
         tl.store(lse + at, tl.where(some, best + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=g_ok)
-    else:
+    last = not SPLIT
+    if JOIN:
+        tl.debug_barrier()  # the stores of every thread come before the count
+        count = ended + request * tl.num_programs(1) + head
+        last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if last:
+            tl.store(count, 0)  # for the next launch
+            best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP_PAD], tl.float32)
+            acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+            for i in range(0, splits):
+                # Not from the L1 cache: a program before on this multiprocessor may have read lines of `lse` too early.
+                at = (i * requests + request).to(tl.int64) * heads + heads_at
+                log = tl.load(lse + at, mask=g_ok, other=float("-inf"), cache_modifier=".cg")
+                some = log > float("-inf")
+                values = tl.load(partial + at[:, None] * DIM + d[None, :], mask=ok & some[:, None], other=0.0,
+                                 cache_modifier=".cg")  # fmt: skip
+                new = tl.maximum(best, log)
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                old, weight = tl.exp2(best - safe), tl.exp2(log - safe)
+                acc = acc * old[:, None] + values * weight[:, None]
+                total = total * old + weight
+                best = new
+    if last:
         result = acc / total[:, None]
         tl.store(out + request.to(tl.int64) * o_token + heads_at[:, None] * o_head + d[None, :],
                  result.to(out.dtype.element_ty), mask=ok)  # fmt: skip
