@@ -46,9 +46,11 @@ def _raw(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt
         if isinstance(prefix, Sequence) and not isinstance(prefix, str | bytes):
             if hashes is None:
                 raise ValueError(f"requests[{i}] has hashes, but the cache has none: create BlockHashes for it first")
+            length = uint(f"requests[{i}].tokens", tokens, 32)
             data, n = hashes._raw(prefix)
+            n -= n > 0 and n * hashes.tokens == length  # the last token remains, as in BlockHashes.alloc
             kept.append(data)
-            raw[i] = (uint(f"requests[{i}].tokens", tokens, 32), 0, int(ffi.cast("uintptr_t", data)), n)
+            raw[i] = (length, 0, int(ffi.cast("uintptr_t", data)), n)
             continue
         if not hasattr(tokens, "__index__") or not hasattr(prefix, "__index__"):
             wanted = "must be a number of tokens, (tokens, prefix_tokens) or (tokens, hashes)"
@@ -72,7 +74,8 @@ class KVAdmission(KVBase):
         ----------
         requests : sequence of int, (int, int) or (int, hashes)
             Tokens of the first step, at least 1; or these, and how many of them a prefix or named blocks provide; or
-            the hashes of the blocks that a request begins with as far as they are known (`kv_hashes.BlockHashes`).
+            the hashes of the blocks that a request begins with as far as they are known (`kv_hashes.BlockHashes`). As
+            in `BlockHashes.alloc`, the last token always remains to be computed.
         """
         if self._events:
             self._poll()

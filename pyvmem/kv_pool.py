@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+from numbers import Real
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from pyvmem._checks import uint
+from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import VmemError, _check, structure
 from pyvmem.kv_view import ANSWERS, PoolMember, pool_member, view_folder
@@ -67,6 +68,8 @@ class KVPool(_Owned):
         if name is not None:
             path = _named(name)
         self.path = None if path is None else os.fspath(path)
+        if self.path is not None and "\0" in os.fsdecode(self.path):
+            raise ValueError(f"path {self.path!r} must not contain a zero")
         raw = ffi.new("struct vmem_kv_pool_config *", {"size": ffi.sizeof("struct vmem_kv_pool_config")})
         raw.budget = 0 if budget is None else uint("budget", budget)
         if budget is not None and not raw.budget:
@@ -130,8 +133,8 @@ class KVPool(_Owned):
 
         Returns "applied", "deferred" (the time is over), "refused" or "unasked".
         """
-        if not 0 <= seconds <= 1e6:
-            raise ValueError(f"seconds must lie between 0 and 1000000, not {seconds!r}")
+        if not isinstance(seconds, Real) or not 0 <= seconds <= 1e6:
+            raise ValueError(f"seconds must be a number between 0 and 1000000, not {shown(seconds)}")
         answer = ffi.new("uint32_t *")
         _check(lib.vmem_kv_pool_wait(cache._use(), round(seconds * 1000), answer))
         return ANSWERS[answer[0]]

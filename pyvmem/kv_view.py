@@ -129,7 +129,7 @@ def pool_member(raw: Any) -> PoolMember:
     """The `PoolMember` in a ``struct vmem_kv_pool_member``, which other processes may have written."""
     numbers = {n: int(getattr(raw, n)) for n in _NUMBERS}
     return PoolMember(
-        ffi.string(raw.name).decode(errors="replace"),
+        _text(raw.name),
         **numbers,
         answer=_of(ANSWERS, raw.answer) or "unasked",
         reason=_of(REASONS, raw.reason),
@@ -194,7 +194,8 @@ def _offset(field: str) -> int:
 
 
 def _text(chars: Any) -> str:
-    return str(ffi.string(chars), "utf-8", "replace")
+    text = str(ffi.string(chars), "utf-8", "replace")
+    return "".join(char if char.isprintable() else "?" for char in text)  # it goes to a terminal
 
 
 def read_view(path: str | os.PathLike[str]) -> View | None:

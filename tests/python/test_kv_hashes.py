@@ -58,6 +58,16 @@ def test_the_last_token_is_left_to_be_computed(cache):
     assert serve(blocks, list(range(64)))[1] == 48
 
 
+def test_admission_counts_the_page_of_the_last_token():
+    with make(pages=6) as cache:  # a block fills a page of each of two tensors
+        blocks = BlockHashes(cache, 32)
+        tokens = list(range(64))
+        serve(blocks, tokens)
+        assert cache.fit([(64, block_hashes(tokens, 32))]) == 1
+        serve(blocks, tokens)  # the pages of one block, and two of its own
+        assert cache.fit([(64, block_hashes(tokens, 32))]) == 0 and cache.missing_pages == 2
+
+
 def test_peeking_changes_nothing(cache):
     blocks = BlockHashes(cache, 32, events=True)
     prompts = [[100 * i + j for j in range(64)] for i in range(2)]

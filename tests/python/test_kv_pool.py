@@ -237,9 +237,12 @@ def test_what_is_no_pool_or_no_member_is_refused(folder):
         for call in (lambda: pool.ask(other, 1), lambda: pool.wait(other, 0), lambda: pool.set_share(other, 0, 0)):
             with pytest.raises(InvalidArgument, match="the cache is in no pool"):
                 call()
-        with pytest.raises(ValueError, match="seconds must lie between"):
+        with pytest.raises(ValueError, match="seconds must be a number between"):
             pool.wait(cache, -1)
-    for wrong in (dict(), dict(budget=0), dict(budget=1 << 47), dict(name="a/b"), dict(name="..")):
+        with pytest.raises(ValueError, match="seconds must be a number between 0 and 1000000, not 'x'"):
+            pool.wait(cache, "x")
+    for wrong in (dict(), dict(budget=0), dict(budget=1 << 47), dict(name="a/b"), dict(name=".."),
+                  dict(budget=1, path=f"{folder}\0x")):  # fmt: skip
         with pytest.raises(ValueError):
             KVPool(**wrong)
     with pytest.raises(TypeError, match="exclude"):

@@ -47,6 +47,12 @@ def test_a_cache_shows_its_statistics_to_others():
     assert kv_view.read_views() == []
 
 
+def test_names_cannot_write_to_the_terminal():
+    with make("chat\n\x1b[2J"):
+        assert kv_view.read_views()[0].name == "chat??[2J"
+        assert "chat??[2J" in run_top("--once")
+
+
 def test_views_are_for_the_user_alone(folder):
     with make():
         (file,) = folder.iterdir()
