@@ -165,6 +165,7 @@ class KVCache(KVAdmission, KVSharing):
         if options.watermark or options.watermark_percent:
             self.set_watermark(options.watermark, percent=options.watermark_percent)
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
+        self._pinned = self.tensors[0].is_cuda
         if options.name is not None:
             path = new_view_path()
             if path:
@@ -463,9 +464,10 @@ class KVCache(KVAdmission, KVSharing):
         for that thread before it exits. If `after` is a step's number, `retire` declares the end. Keep the cache until
         then: garbage collection frees its memory.
         """
-        if self._owner is None:
-            return
-        self._close_after(after)
+        with self._polling:  # another thread may close it, too
+            if self._owner is None:
+                return
+            self._close_after(after)
         if self._stop_copying is not None:
             self._stop_copying.detach()
         self.tensors = []

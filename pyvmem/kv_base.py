@@ -37,7 +37,7 @@ class KVBase(_Owned):
         self.missing_pages = 0
         self._raw_stats: Any = None
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
-        self._polling = threading.Lock()
+        self._polling = threading.RLock()
         self._hashes: BlockHashes | None = None
         self._closing: tuple[int, Any, Any] | None = None  # (step, owner, pointer) of a cache closed after a step
 
@@ -61,7 +61,7 @@ class KVBase(_Owned):
             if step is None or uint("step", step) >= closing[0]:
                 self._end()
             return
-        _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
+        _check(lib.pv_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
 
     def _fence(self, after: Any) -> int:
         return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
@@ -73,9 +73,14 @@ class KVBase(_Owned):
 
     def _poll(self) -> None:
         """Retire the steps whose events have completed. Every call that asks for a slot or for memory does this."""
-        with self._polling:  # the event that is queried and the one that is popped must be the same
-            while self._events and self._events[0][0].query():
-                self.retire(self._events.pop(0)[1])
+        with self._polling:
+            while self._events:
+                first = self._events[0]
+                if not first[0].query():
+                    break
+                self.retire(first[1])
+                if self._events and self._events[0] is first:  # a signal handler may have polled, too
+                    del self._events[0]
 
     def _close_after(self, after: Any) -> None:
         number = 0 if after is None else self._fence(after)

@@ -20,6 +20,7 @@ class KVSharing(KVBase):
     """The prefixes and the swapped requests of a KV cache."""
 
     tensors: list[torch.Tensor]
+    _pinned: bool  # whether CPU memory for swapped rows is pinned
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class KVSharing(KVBase):
 
     def _swap_memory(self, slot: int, size: int, host: torch.Tensor | None) -> torch.Tensor:
         """CPU memory for the slot's rows: the caller's if it can be used."""
-        pinned = self.tensors[0].is_cuda
+        pinned = self._pinned
         if host is None:
             return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         if not isinstance(host, torch.Tensor):
@@ -143,7 +144,7 @@ class KVSharing(KVBase):
         try:
             _check(lib.vmem_kv_swap_out_after(kv, slot, data, size, number))
         except Exception:
-            del self._swapped[slot]
+            self._swapped.pop(slot, None)  # close() in another thread may have taken it
             raise
         self._watch(after, number)
 
@@ -159,7 +160,7 @@ class KVSharing(KVBase):
         rc = lib.pv_kv_swap_in(kv, slot, data, host.numel())
         if rc:
             return self._short(rc)
-        del self._swapped[slot]
+        self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return 0
 
     def check_swap_in(self, slot: SupportsIndex) -> int:

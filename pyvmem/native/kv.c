@@ -121,6 +121,8 @@ int pv_kv_close(vmem_kv *kv, uint64_t step)
     return rc ? rc : quiet;
 }
 
+int pv_kv_retire(vmem_kv *kv, uint64_t step) { return vmem__kv_retire(kv, step); }
+
 // In CUDA's default mode, a query by any thread breaks the capture.
 void pv_beside_captures(void)
 {

@@ -31,6 +31,8 @@ int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot);
 // No call may follow, and no host memory is written any more. 1: the kernels of all steps up to
 // this one have ended; 0: they may be running; or a negative errno.
 int pv_kv_close(vmem_kv *kv, uint64_t step);
+// vmem_kv_retire that leaves destroying a closed cache to its owner.
+int pv_kv_retire(vmem_kv *kv, uint64_t step);
 
 // Lets this thread ask for events while another one captures a CUDA graph.
 void pv_beside_captures(void);

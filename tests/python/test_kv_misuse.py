@@ -198,6 +198,36 @@ def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows():
             cache.free_reqid(7)
 
 
+def test_a_cache_that_is_closed_while_steps_are_retired_ends_once():
+    cache = make()
+
+    class Closes:  # as another thread may at this moment
+        def __index__(self):
+            cache.close()
+            return 0
+
+    with pytest.raises(ValueError, match="the cache is being closed"):
+        cache.retire(Closes())
+    assert cache.closed
+
+
+def test_a_signal_handler_may_call_while_events_are_queried(cache):
+    class Interrupted(Event):
+        calls = 0
+
+        def query(self):
+            self.calls += 1
+            if self.calls == 1:  # as a handler would
+                assert cache.alloc_reqid() >= 0
+            return True
+
+    slot = cache.alloc_reqid()
+    assert cache.step([1 if s == slot else 0 for s in range(4)]) == 0
+    cache.free_reqid(slot, after=Interrupted())
+    assert cache.step([0] * 4) == 0
+    assert not cache._events
+
+
 def test_what_is_no_event_is_named(cache):
     slot = cache.alloc_reqid()
     cache.step([10, 0, 0, 0])

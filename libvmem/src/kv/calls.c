@@ -26,6 +26,12 @@ int vmem__kv_enter_step(vmem_kv *kv)
         return rc;
     pthread_mutex_lock(&kv->api);
     pthread_mutex_lock(&kv->state);
+    rc = vmem__kv_check_usable(kv); // another thread may have closed the cache while this one waited
+    if (rc) {
+        pthread_mutex_unlock(&kv->state);
+        pthread_mutex_unlock(&kv->api);
+        return rc;
+    }
     kv->called = true;
     return 0;
 }

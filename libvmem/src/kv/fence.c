@@ -86,14 +86,8 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
     return vmem__kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
 }
 
-int vmem_kv_retire(vmem_kv *kv, uint64_t step)
+int vmem__kv_retire(vmem_kv *kv, uint64_t step)
 {
-    if (kv && kv->closing) {
-        int rc = vmem__kv_check_fence(kv, step);
-        if (!rc && step >= kv->closes)
-            vmem_kv_destroy(kv);
-        return rc;
-    }
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
@@ -103,6 +97,16 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step)
         rc = vmem__kv_end_requests(kv);
     }
     return vmem__kv_leave(kv, rc);
+}
+
+int vmem_kv_retire(vmem_kv *kv, uint64_t step)
+{
+    if (!kv || !kv->closing)
+        return vmem__kv_retire(kv, step);
+    int rc = vmem__kv_check_fence(kv, step);
+    if (!rc && step >= kv->closes)
+        vmem_kv_destroy(kv);
+    return rc;
 }
 
 int vmem__kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)

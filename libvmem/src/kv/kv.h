@@ -85,6 +85,8 @@ int vmem__kv_end_requests(vmem_kv *kv);
 // Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step
 // have ended.
 int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet);
+// vmem_kv_retire, but a cache that is being closed is refused, not destroyed.
+int vmem__kv_retire(vmem_kv *kv, uint64_t step);
 
 // ---- step.c
 
