@@ -329,19 +329,23 @@ def unlimited(requests, block):
     return hits
 
 
-def replay(trace, batch, tokens, progress=lambda ended: None, **memory):
-    """Run a trace over a KVCache and over the ideal; returns both schedulers, the memory, and seconds of the first."""
+def replay(trace, batch, tokens, progress=lambda ended: None, limit=float("inf"), **memory):
+    """Run a trace over a KVCache and over the ideal; returns both schedulers, the memory, and seconds of the first.
+
+    After `limit` seconds no further request begins: the trace ends there, for both.
+    """
     memory = Memory(batch, int((trace.prompt + trace.output).max()), **memory)
     requests = requests_of(trace, memory.block)
     start = time.perf_counter()
     real = Scheduler(memory, requests, batch, tokens)
     for ended in real.run():
         progress(ended)
+        if time.perf_counter() - start > limit:
+            real.waiting = deque(request for request in real.waiting if request.preempted)
     memory.drain()
     seconds = time.perf_counter() - start
-    ideal = Scheduler(
-        Ideal(memory.pages, memory.page_tokens, memory.block), requests_of(trace, memory.block), batch, tokens
-    )
+    requests = requests_of(trace.head(real.ended), memory.block)
+    ideal = Scheduler(Ideal(memory.pages, memory.page_tokens, memory.block), requests, batch, tokens)
     for _ in ideal.run():
         pass
     return real, ideal, memory, seconds
@@ -373,6 +377,9 @@ def main():
     parser.add_argument(
         "--check-every", type=whole, default=256, help="read all rows of a request every N of its tokens (256)"
     )
+    parser.add_argument(
+        "--seconds", type=whole, default=10**9, metavar="N", help="begin no request after N seconds (no limit)"
+    )
     args = parser.parse_args()
     gpu = args.device != "cpu"
     torch.set_num_threads(1)  # rows are few: more threads wait for one another
@@ -380,12 +387,13 @@ def main():
     trace = trace.head(args.requests or len(trace))
     try:
         real, ideal, memory, seconds = replay(
-            trace, args.batch, args.tokens, reporter(len(trace)), budget=args.budget,
+            trace, args.batch, args.tokens, reporter(len(trace)), args.seconds, budget=args.budget,
             row_bytes=args.row_bytes, block=args.block, check_every=args.check_every, device=args.device,
             event=torch.cuda.Event if gpu else None, backend=None if gpu else "host",
         )  # fmt: skip
     except (MemoryError, ValueError) as error:
         raise SystemExit(f"replay: {error}") from None
+    trace = trace.head(real.ended)
     kv, prompts = memory.kv, int(trace.prompt.sum())
     print(f"{trace.name}: {len(trace)} requests, {prompts} prompt and {int(trace.output.sum())} output tokens")
     print(f"  {kv.page_size >> 10} KiB pages of {memory.page_tokens} tokens, {2 * memory.pages} of them, {kv.context}")

@@ -110,6 +110,16 @@ def test_kernels_that_lag_behind(module, tmp_path, monkeypatch):
     assert last and set(last) == {"event"}
 
 
+def test_a_limit_of_time_shortens_the_trace(module, tmp_path, monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))  # a second for each iteration
+    trace = shared_prompts(tmp_path)
+    real, ideal, memory, _ = module.replay(trace, 8, 512, budget=8 << 20, limit=60, **SETTING)
+    assert 8 < real.ended < len(trace) and real.preemptions > 0
+    agree(real, ideal, memory, real.ended)
+    assert (real.iterations, real.preemptions) == (ideal.iterations, ideal.preemptions)
+
+
 def test_the_ideal_is_a_plain_lru(module, tmp_path):
     """One request at a time, of prompts alone: a list of blocks, the least recently used first, does the same."""
     trace = shared_prompts(tmp_path)
