@@ -292,19 +292,21 @@ class RequestSlots:
         slots: list[int] = []
         index: list[int] = []
         ids: list[int] = []
+        written: list[tuple[Writer, Sequence[int]]] = []
         fresh: set[int] = set()
 
         def settle() -> None:
             self._step()
             if ids:
                 names.bind(*np.array((slots, index, ids), np.uint32))
-                for slot, i in zip(slots, ids):
-                    writer = self._named[i] = self._writers[slot]
-                    writer.wrote += 1
-                    writer.named += 1
+                for writer, new in written:
+                    self._named.update(dict.fromkeys(new, writer))
+                    writer.wrote += len(new)
+                    writer.named += len(new)
             slots.clear()
             index.clear()
             ids.clear()
+            written.clear()
             fresh.clear()
             self.waits.add("bind")
 
@@ -319,8 +321,10 @@ class RequestSlots:
             self._lengths[slot] = (first + n) * self.block_tokens
             slots += [slot] * (n - hits)
             index += range(first + hits, first + n)
-            ids += blocks[hits:]
-            fresh.update(blocks[hits:])
+            new = blocks[hits:]
+            ids += new
+            written.append((self._writers[slot], new))
+            fresh.update(new)
         settle()
 
     def _drop(self, ids: Iterable[int]) -> None:

@@ -93,21 +93,26 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
 
 static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
 {
-    struct kv_grow *l = &kv->grow; // only its page list is used
     int rc = 0;
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_id(kv, ids[i]);
     if (!rc)
-        rc = vmem__kv_room_for(&l->pages, &l->cap_pages, n * kv->block_pages, sizeof(*l->pages));
+        rc = vmem__kv_room_for(&kv->doomed, &kv->cap_doomed, kv->n_doomed + n * kv->block_pages, sizeof(*kv->doomed));
     if (rc)
         return rc;
-    uint64_t unheld = 0;
-    vmem__kv_wait_cut(kv);
+    // Freed slots still map some of the pages. The worker unmaps each slot at once, and then releases the pages. To
+    // release them here would unmap page by page, and the next step would wait for it.
+    bool later = kv->has_worker && (kv->unmapping || vmem__kv_any_stale(kv));
+    if (!later || !kv->unmapping)
+        vmem__kv_wait_cut(kv);
     for (size_t i = 0; i < n; i++)
-        drop(kv, ids[i], l->pages, &unheld);
+        drop(kv, ids[i], kv->doomed, &kv->n_doomed);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         vmem__kv_unmark_shared(kv, s);
-    kv->held -= vmem__kv_release(kv, l->pages, unheld);
+    if (later)
+        vmem__kv_worker_wake(kv);
+    else
+        vmem__kv_release_doomed(kv);
     return 0;
 }
 
@@ -124,6 +129,10 @@ void vmem__kv_blocks_destroy(vmem_kv *kv)
 {
     for (uint32_t i = 0; i < kv->n_blocks && kv->n_named; i++)
         drop_all(kv, &i, 1);
+    vmem__kv_release_doomed(kv); // the worker has ended
+    free(kv->doomed);
+    kv->doomed = NULL;
+    kv->cap_doomed = 0;
     if (kv->named)
         munmap(kv->named, (uint64_t)kv->n_blocks * kv->block_pages * sizeof(*kv->named));
     kv->named = NULL;
@@ -135,8 +144,10 @@ void vmem__kv_blocks_destroy(vmem_kv *kv)
 static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
 {
     int rc = check_id(kv, id);
+    if (!rc && slot < kv->n_slots && kv->cutting)
+        vmem__kv_wait_slot(kv, slot); // the end of the cut restores the span if it failed
     if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_get_beside(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (rc)
         return rc;
     vmem_page *to = pages_of(kv, id);

@@ -73,12 +73,19 @@ const char *vmem__kv_state_name(uint8_t state)
     return names[state];
 }
 
-int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
+int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states)
 {
     if (slot >= kv->n_slots)
         return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
     if (!(states >> kv->slots[slot].state & 1))
         return vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
-    vmem__kv_wait_slot(kv, slot);
     return 0;
+}
+
+int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
+{
+    int rc = vmem__kv_get_beside(kv, slot, states);
+    if (!rc)
+        vmem__kv_wait_slot(kv, slot);
+    return rc;
 }

@@ -50,7 +50,7 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
 
 int vmem__kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->refs.pages, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
+    uint64_t pages = kv->refs.pages + kv->n_doomed, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
     kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // the budget may have grown
     if (kv->held > kv->ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);

@@ -149,6 +149,7 @@ static int pass(vmem_kv *kv, uint64_t *moved)
     uint64_t all, overhead, n;
     struct row *rows = NULL;
     *moved = 0;
+    vmem__kv_release_doomed(kv);
     vmem__kv_give_ahead(kv, 0);
     int rc = device_bytes(kv, &all, &overhead);
     // Compact only if it pays.

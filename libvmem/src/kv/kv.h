@@ -69,6 +69,8 @@ int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHA
 const char *vmem__kv_state_name(uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
+// The same without waiting for the worker's work on the slot.
+int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
 
 // ---- fence.c
 
@@ -140,6 +142,9 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
 int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
+bool vmem__kv_any_stale(const vmem_kv *kv);
+// Releases the doomed pages. The worker is held, or there is none.
+void vmem__kv_release_doomed(vmem_kv *kv);
 
 // ---- reclaim.c
 
@@ -272,8 +277,12 @@ uint64_t vmem__kv_hash_taken(vmem_kv *kv, uint32_t blocks, uint64_t *copied);
 
 // ---- stats.c
 
-#define KV_VIEW_NS 5000000                // how far the published view may be behind
-#define KV_DEVICE_NS 100000000            // and what it says of the device's memory
+#define KV_VIEW_NS 5000000     // how far the published view may be behind
+#define KV_DEVICE_NS 100000000 // and what it says of the device's memory
+// Whether the driver should be asked again for the device's free memory; and what it said. Only callers that hold no
+// lock ask: the driver may take long.
+bool vmem__kv_device_due(const vmem_kv *kv);
+void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages);
 uint64_t vmem__kv_now(void);              // ns, to a few ms
 void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
 void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below

@@ -437,6 +437,20 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].stale = false;
 }
 
+bool vmem__kv_any_stale(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].stale)
+            return true;
+    return false;
+}
+
+void vmem__kv_release_doomed(vmem_kv *kv)
+{
+    kv->held -= vmem__kv_release(kv, kv->doomed, kv->n_doomed);
+    kv->n_doomed = 0;
+}
+
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
 {
     if (!kv->slots[slot].stale)

@@ -51,7 +51,7 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
     uint64_t pages = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         pages += vmem__kv_reclaimable_in(kv, s);
-    return pages + vmem__kv_evictable(kv);
+    return pages + vmem__kv_evictable(kv) + kv->n_doomed;
 }
 
 uint64_t vmem__kv_spare(const vmem_kv *kv)
@@ -137,6 +137,7 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
     struct kv_victim v;
     int rc = 0;
     kv->stats.reclaims += want != 0;
+    vmem__kv_release_doomed(kv);
     while (!rc && start - kv->held < want) {
         uint64_t left = want - (start - kv->held);
         bool some = vmem__kv_victim(kv, left, true, &v);

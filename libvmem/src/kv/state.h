@@ -213,7 +213,10 @@ struct vmem_kv {
     struct vmem_copy_op *swap_ops; // of the portion that is being copied; from the first vmem_kv_swap_out_after on
     struct kv_grow grow, worker_grow;
     struct kv_cut cut, worker_cut;
-    bool cutting;           // the worker is unmapping pages that others may hold or release
+    bool cutting;      // the worker is unmapping pages that others may hold or release,
+    bool unmapping;    // and no reference changes by that
+    vmem_page *doomed; // pages without a name or a slot, which the worker releases
+    uint64_t n_doomed, cap_doomed;
     int32_t *staged;        // vmem_kv_grow: lengths of the step to come
     uint64_t *staged_pages; // pages that each lacked when it was staged
     uint32_t n_staged;

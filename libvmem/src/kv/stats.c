@@ -7,6 +7,17 @@
 #include "core/struct.h"
 #include "kv/kv.h"
 
+bool vmem__kv_device_due(const vmem_kv *kv)
+{
+    return vmem__kv_now() - __atomic_load_n(&kv->device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
+}
+
+void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages)
+{
+    kv->device_limit = kv->held + pages;
+    __atomic_store_n(&kv->device_asked, vmem__kv_now(), __ATOMIC_RELAXED);
+}
+
 void vmem__kv_summarise(vmem_kv *kv)
 {
     struct vmem_kv_stats *st = &kv->stats;
@@ -16,7 +27,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = st->swapped_slots = st->absent_slots = 0;
     st->ending_slots = 0;
-    uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv);
+    uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv) + kv->n_doomed;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
@@ -43,9 +54,8 @@ void vmem__kv_summarise(vmem_kv *kv)
     uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
     if (!kv->member && kv->promise >= kv->budget_pages) {
         kv->device_limit = kv->budget_pages;
-    } else if (!kv->device_asked || vmem__kv_now() - kv->device_asked > KV_DEVICE_NS) {
-        kv->device_limit = kv->held + vmem__kv_device_pages(kv);
-        kv->device_asked = vmem__kv_now();
+    } else if (!kv->device_asked) {
+        vmem__kv_ask_device(kv, vmem__kv_device_pages(kv));
     }
     uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages + vmem__kv_claimable(kv));
     st->free_pages = limit > fixed ? limit - fixed : 0;
@@ -87,13 +97,18 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
     if (vmem__kv_check_usable(kv)) // in a forked child, a thread that is gone may hold a lock
         return kv->closing ? -EINVAL : -EPERM;
+    // The driver is asked without a lock, because it may take long to answer, and a step would wait.
+    const bool due = vmem__kv_device_due(kv);
+    const uint64_t pages = due ? vmem__kv_device_pages(kv) : 0;
     // Unless long_call is set, every holder releases this lock soon.
     while (!kv->long_call) {
         if (pthread_mutex_trylock(&kv->state)) {
             sched_yield();
             continue;
         }
-        if (kv->stale)
+        if (due)
+            vmem__kv_ask_device(kv, pages);
+        if (kv->stale || due)
             vmem__kv_summarise(kv);
         pthread_mutex_unlock(&kv->state);
         break;

@@ -134,17 +134,46 @@ static bool unmap_stale_one(vmem_kv *kv)
         if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
             continue;
         int rc = vmem__kv_stale_begin(kv, &kv->worker_cut, s);
-        kv->cutting = true;
+        kv->cutting = kv->unmapping = true;
         begin(kv, s, 0);
         if (!rc)
             rc = vmem__kv_stale_run(kv, &kv->worker_cut);
         end(kv, s, rc);
-        kv->cutting = false;
+        kv->cutting = kv->unmapping = false;
         if (!rc)
             vmem__kv_stale_end(kv, s);
         return true;
     }
     return false;
+}
+
+// Releases a portion of the doomed pages.
+#define DOOMED_PAGES 256
+static bool release_doomed(vmem_kv *kv)
+{
+    struct kv_cut *c = &kv->worker_cut;
+    const uint64_t n = KV_MIN(kv->n_doomed, DOOMED_PAGES);
+    if (!n)
+        return false;
+    if (vmem__kv_room_for(&c->pages, &c->cap_pages, n, sizeof(*c->pages))) {
+        vmem__kv_release_doomed(kv);
+        return true;
+    }
+    c->before = (struct kv_span){0}; // no span is cut
+    kv->n_doomed -= n;
+    memcpy(c->pages, kv->doomed + kv->n_doomed, n * sizeof(*c->pages));
+    kv->cutting = kv->unmapping = true;
+    kv->pending = n;
+    vmem__kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_WORKER_UNLOCKED);
+    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
+    pthread_mutex_lock(&kv->state);
+    kv->cutting = kv->unmapping = false;
+    kv->pending = 0;
+    kv->held -= freed;
+    return true;
 }
 
 // Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
@@ -200,7 +229,7 @@ static bool extend_one(vmem_kv *kv)
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        if (sl->state != VMEM_KV_ACTIVE || sl->fresh || sl->skip || sl->busy)
+        if (sl->state != VMEM_KV_ACTIVE || sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
             continue;
         uint32_t left = sl->backed > sl->tokens ? sl->backed - sl->tokens : 0;
         if (sl->backed < kv->max_tokens && left < ahead && left < least) {
@@ -351,7 +380,7 @@ static bool give_all(vmem_kv *kv)
     struct kv_victim v;
     kv->working = true;
     while (!kv->stop && !kv->hold && kv->calls == calls) {
-        if (unmap_stale_one(kv))
+        if (unmap_stale_one(kv) || release_doomed(kv))
             continue;
         if (!vmem__kv_victim(kv, kv->held, false, &v) || kv->slots[v.slot].skip)
             break;
@@ -410,6 +439,16 @@ static void wait_for_work(vmem_kv *kv)
         vmem__kv_hook(KV_WORKER_IDLE);
 }
 
+static void ask_device(vmem_kv *kv)
+{
+    if ((!kv->member && kv->promise >= kv->budget_pages) || !vmem__kv_device_due(kv))
+        return;
+    pthread_mutex_unlock(&kv->state);
+    const uint64_t pages = vmem__kv_device_pages(kv);
+    pthread_mutex_lock(&kv->state);
+    vmem__kv_ask_device(kv, pages);
+}
+
 static void *work(void *arg)
 {
     vmem_kv *kv = arg;
@@ -421,9 +460,12 @@ static void *work(void *arg)
         }
         kv->gave = kv->idle_once = false;
         kv->working = true;
+        ask_device(kv);
         vmem__kv_claim_plenty(kv);
-        bool did = evict_some(kv) || extend_one(kv) || release_one(kv) || swap_one(kv) || unmap_stale_one(kv) ||
-                   clear_one(kv) || eager_one(kv);
+        // What the next steps need comes first.
+        bool did = evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) ||
+                   release_one(kv) || swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) ||
+                   clear_one(kv);
         kv->working = false;
         if (!did)
             kv->work_due = false;
