@@ -13,8 +13,10 @@ SPDX-License-Identifier: MIT
 """
 
 import math
+import numbers
 from typing import Any
 
+import numpy as np
 import torch
 
 from pyvmem.attention.batch import Batch, Cache, Ints
@@ -165,6 +167,11 @@ def tile_rows(
     """The `tile_rows` that a `KVCache` needs for this kernel, for decode and for prefill."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} must be one of {', '.join(KERNELS)}")
+    if query_heads < 1 or kv_heads < 1 or query_heads % kv_heads or head_dim < 1:
+        raise ValueError(f"query_heads {query_heads} must be a multiple of kv_heads {kv_heads}, and head_dim {head_dim}"
+                         " at least 1")  # fmt: skip
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.60}")
     index = torch.device(device).index or 0
     where = capability(index if torch.device(device).type == "cuda" and torch.cuda.is_available() else None)
     shapes = (Shape(phase, query_heads, kv_heads, head_dim, dtype, dtype, "cuda", where, window)
@@ -187,18 +194,24 @@ def _batch(cache: Cache, slots: Slots, lengths: Ints | None, query_lengths: Ints
 def _layer(cache: Cache, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(layer, tuple | list) and len(layer) == 2:
         k, v = layer
+        if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+            raise TypeError(f"layer: K and V must be tensors, not {type(k).__name__} and {type(v).__name__}")
     else:
         keys = getattr(cache, "keys", None)
         if keys is None:
-            raise ValueError("layer: this cache has no keys and values by layer: pass K and V as a pair of tensors")
-        if not isinstance(layer, int) or not 0 <= layer < len(keys):
+            raise ValueError(
+                "layer: this cache has no keys and values by layer, or is closed: pass K and V as a pair of tensors"
+            )
+        if not isinstance(layer, int | np.integer) or not 0 <= layer < len(keys):
             raise ValueError(f"layer {layer!r} must lie between 0 and {len(keys) - 1}")
         k, v = keys[layer], cache.values[layer]
-    if k.dim() != 4 or k.shape != v.shape or k.stride(-1) != 1 or v.stride(-1) != 1 or k.dtype != v.dtype:
+    if k.dim() != 4 or k.shape != v.shape or k.stride(-1) != 1 or v.stride(-1) != 1 or not k.shape[2]:
         raise ValueError(
             f"layer: K {tuple(k.shape)} and V {tuple(v.shape)} must both be [slots, max_tokens, kv_heads,"
             " head_dim], with a contiguous last dimension"
         )
+    if k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(f"layer: K is of {k.dtype} on {k.device}, V of {v.dtype} on {v.device}")
     return k, v
 
 
@@ -216,11 +229,12 @@ def _shape(
     if phase not in ("decode", "prefill"):
         raise ValueError(f"phase {phase!r} must be decode or prefill")
     kv_heads = k.shape[2]
-    if query_heads < 1 or query_heads % kv_heads:
-        raise ValueError(f"query_heads {query_heads} must be a multiple of the cache's {kv_heads} KV heads")
-    if not isinstance(window, int) or window < 0:
+    if not isinstance(query_heads, int) or query_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"query_heads {query_heads!r} must be a multiple of the cache's {kv_heads} KV heads")
+    if not isinstance(window, int | np.integer) or window < 0:
         raise ValueError(f"window {window!r} must be a number of tokens, or 0 for none")
-    if not 0 <= softcap < math.inf:
+    window = int(window) if window < k.shape[1] else 0  # a slot's rows all lie in it
+    if not isinstance(softcap, numbers.Real) or not 0 <= softcap < math.inf:
         raise ValueError(f"softcap {softcap!r} must be positive, or 0 for none")
     return Shape(
         phase, query_heads, kv_heads, k.shape[3], q_dtype, k.dtype, k.device.type, capability(k.device.index),
@@ -228,10 +242,20 @@ def _shape(
     )  # fmt: skip
 
 
+def _scale(softmax_scale: float | None, head_dim: int) -> float:
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    if not isinstance(softmax_scale, numbers.Real) or not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale {softmax_scale!r:.60} must be a finite number, or None")
+    return float(softmax_scale)
+
+
 def _check_new(new: NewRows, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> None:
     if not isinstance(new, tuple | list) or len(new) != 2:
         raise TypeError(f"new must be a pair of tensors, K and V of the new tokens, not {new!r:.60}")
     for name, x in zip(("K", "V"), new):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"new: {name} must be a tensor, not {type(x).__name__}")
         want = len(batch), *k.shape[2:]
         if tuple(x.shape) != want or x.stride(-1) != 1 or x.device != k.device or x.dtype not in (k.dtype, q.dtype):
             raise ValueError(
@@ -258,7 +282,7 @@ def _resolve(
     """(kernel, plan, shape) of a call. What does not change from layer to layer is done once per batch."""
     key: tuple[Any, ...] = (phase, kernel, q.shape, q.dtype, q.device, q.stride(-1), k.shape, k.stride(), v.stride(),
                             k.dtype, window, softcap, num_splits, scale)  # fmt: skip
-    if new is not None:
+    if isinstance(new, tuple | list) and all(isinstance(x, torch.Tensor) for x in new):
         key += tuple((x.shape, x.stride(-1), x.dtype, x.device) for x in new)
     found: tuple[Kernel, Any, Shape] | None = batch._plans.get(key)
     if found is not None:
@@ -268,6 +292,8 @@ def _resolve(
             f"q {tuple(q.shape)} must be [{batch.total_queries} tokens, query_heads, {k.shape[3]}],"
             " with a contiguous last dimension"
         )
+    if not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"num_splits {num_splits!r} must be a number of parts, or 0")
     if new is not None:
         _check_new(new, q, k, batch)
     if q.device != k.device:
@@ -299,11 +325,19 @@ def _attend(
     new: NewRows | None = None,
 ) -> torch.Tensor:
     k, v = _layer(cache, layer)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not isinstance(q, torch.Tensor) or not q.dim():
+        raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {' '.join(repr(q).split()):.60}")
+    scale = _scale(softmax_scale, q.shape[-1])
     chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale, new)
     if out is not None:
         want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-        if out.shape != q.shape or out.dtype != want or out.device != q.device or not out.is_contiguous():
+        if (
+            not isinstance(out, torch.Tensor)
+            or out.shape != q.shape
+            or out.dtype != want
+            or out.device != q.device
+            or not out.is_contiguous()
+        ):
             raise ValueError(f"out must be contiguous {tuple(q.shape)} of {want} on {q.device}")
     if new is not None and not chosen.appends:
         rows = batch.last_rows()
@@ -343,7 +377,7 @@ class Again:
         n, heads, _, dim = q.shape
         q3, new = q.select(2, 0), (k_new.select(2, 0), v_new.select(2, 0))
         k, v = _layer(self._cache, self._layer)
-        scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
+        scale = _scale(softmax_scale, dim)
         chosen, plan, shape = _resolve("decode", q3, self._cache, self._layer, k, v, batch, "best", window, softcap, 0,
                                        scale, new)  # fmt: skip
         out = _attend("decode", q3, self._cache, self._layer, batch, "best", scale, window, softcap, 0, None, new)

@@ -30,13 +30,20 @@ class Cache(Protocol):
 def _ints(name: str, values: Ints) -> npt.NDArray[np.int32]:
     """values as an int32 array. Raises TypeError and ValueError."""
     if isinstance(values, torch.Tensor):
-        if values.is_cuda:
+        if values.device.type != "cpu":
             raise TypeError(f"{name} must be on the CPU: its values determine the launches")
-        values = values.numpy()
-    array = np.asarray(values)
+        values = values.tolist()
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of sequences that differ in length
+        array = np.empty((0, 0))
     if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be a sequence of integers, not {values!r:.60}")
-    return array.astype(np.int32)
+        raise TypeError(f"{name} must be a sequence of integers, not {' '.join(repr(values).split()):.60}")
+    narrow: npt.NDArray[np.int32] = array.astype(np.int32)
+    if (narrow != array).any():
+        i = int(np.flatnonzero(narrow != array)[0])
+        raise ValueError(f"{name}[{i}] {array[i]} is larger than a cache can have")
+    return narrow
 
 
 class Batch:
@@ -85,12 +92,16 @@ class Batch:
         max_length: int | None = None,
         check: bool = True,
     ) -> None:
+        held: list[torch.Tensor] | None = getattr(cache, "keys", None) or getattr(cache, "tensors", None)
+        if not held:
+            raise ValueError("cache has no keys and values: it must be a KVCache, or like one, and not closed")
+        if max_length is not None and (not isinstance(max_length, int | np.integer) or max_length < 1):
+            raise ValueError(f"max_length {max_length!r} must be a number of rows, or None")
         self.cache = cache
         self._check = check
         self.fixed = max_length is not None
         self._most = max_length
         self._plans: dict[Any, Any] = {}  # by everything that does not change from layer to layer
-        held: list[torch.Tensor] = cache.keys if hasattr(cache, "keys") else getattr(cache, "tensors")
         self.device = held[0].device
         self._take(slots, lengths, query_lengths)
         n = len(self.slots)

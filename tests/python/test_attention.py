@@ -3,6 +3,8 @@
 SPDX-License-Identifier: MIT
 """
 
+import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,6 +192,15 @@ WRONG = {
     r"no kernel takes this: .*sdpa: softcap 30.0": {"softcap": 30.0},
     r"window -1 must be a number of tokens": {"window": -1},
     r"softcap -1.0 must be positive": {"softcap": -1.0},
+    r"softcap None must be positive": {"softcap": None},
+    r"softmax_scale nan must be a finite number": {"softmax_scale": math.nan},
+    r"num_splits -1 must be a number of parts": {"num_splits": -1},
+    r"slots\[1\] 4294967297 is larger than a cache can have": {"slots": [0, 2**32 + 1]},
+    r"lengths\[0\] 18446744073709551615 is larger": {"lengths": np.array([2**64 - 1, 5], np.uint64)},
+    r"layer: K is of torch.float32 on cpu, V of torch.float64 on cpu": {
+        "layer": (torch.zeros(11, 512, 4, 64), torch.zeros(11, 512, 4, 64, dtype=torch.float64))
+    },
+    r"layer: K \(11, 512, 0, 64\) and V": {"layer": (torch.zeros(11, 512, 0, 64),) * 2},
     r"kernel sdpa does not take dtype bfloat16 over a cache of float32 \(only .*float32": {
         "q": queries(2, 8, 64, torch.bfloat16), "kernel": "sdpa"
     },
@@ -216,6 +227,18 @@ def test_err_types():
     with cache:
         with pytest.raises(TypeError, match="lengths must be a sequence of integers"):
             attention.decode(queries(2, 8, 64), cache, 0, slots[:2], [1.5, 2.0])
+        for name, given in {
+            "slots must be a sequence of integers, not [[1], [2, 3]]": {"slots": [[1], [2, 3]]},
+            "lengths must be a sequence of integers, not [[3], [4]]": {"lengths": torch.tensor([[3], [4]])},
+            "q must be a tensor, [tokens, query_heads, head_dim], not None": {"q": None},
+            "layer: K and V must be tensors, not NoneType and NoneType": {"layer": (None, None)},
+            "new: K must be a tensor, not ndarray": {"new": (np.zeros((2, 4, 64)),) * 2},
+        }.items():
+            call = {"q": queries(2, 8, 64), "layer": 0, "slots": slots[:2], "lengths": LENGTHS[:2], **given}
+            with pytest.raises(TypeError, match=re.escape(name)):
+                attention.decode(call.pop("q"), cache, **call)
+        with pytest.raises(ValueError, match="max_length 1.5 must be a number of rows"):
+            attention.Batch(cache, slots[:2], LENGTHS[:2], max_length=1.5)
         with pytest.raises(ValueError, match="lengths is missing"):
             attention.decode(queries(2, 8, 64), cache, 0, slots[:2])
         with pytest.raises(ValueError, match="query_lengths is missing"):
@@ -228,6 +251,25 @@ def test_err_types():
         other, _ = make()
         with other, pytest.raises(ValueError, match="a Batch of another cache"):
             attention.prefill(queries(5, 8, 64), other, 0, batch)
+
+
+def test_err_a_closed_cache():
+    cache, slots = make()
+    batch = attention.Batch(cache, slots[:2], LENGTHS[:2])
+    cache.close()
+    with pytest.raises(ValueError, match="cache has no keys and values: .* not closed"):
+        attention.Batch(cache, slots[:2], LENGTHS[:2])
+    with pytest.raises(ValueError, match="or is closed"):
+        attention.decode(queries(2, 8, 64), cache, 0, batch)
+
+
+def test_a_window_of_all_rows_is_none():
+    cache, slots = make()
+    with cache:
+        q, options = queries(2, 8, 64), {"slots": slots[:2], "lengths": LENGTHS[:2]}
+        out = attention.decode(q, cache, 0, window=2**40, **options)
+        assert torch.equal(out, attention.decode(q, cache, 0, **options))
+        assert attention.kernels("decode", cache, 8, window=512) == attention.kernels("decode", cache, 8)
 
 
 def test_err_rows_of_a_freed_slot():
@@ -342,6 +384,10 @@ def test_best_decodes_with_triton_but_for_many_long_requests(monkeypatch):
 
 
 def test_tile_rows():
+    with pytest.raises(ValueError, match="query_heads 3 must be a multiple of kv_heads 2"):
+        attention.tile_rows("fa3", 3, 2, 128)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
+        attention.tile_rows("fa3", 4, 2, 128, "bf16")
     assert attention.tile_rows("triton", 32, 8, 128) == attention.tile_rows("fa2", 32, 8, 128) == 1
     assert attention.tile_rows("fa3", 32, 8, 128) == 128
     assert attention.tile_rows("fa3", 32, 8, 128, torch.float8_e4m3fn) == 224
