@@ -92,14 +92,14 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py \
 	        tests/python/test_owned.py tests/python/test_interrupt.py
 
-test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends; JOBS=8 at once
+test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends; JOBS=6 at once
 
-JOBS ?= 8
+JOBS ?= 6
 test-gpu-c: lib # two programs make fewer steps than on the host, where a step takes no system call
-	$(Q)JOBS=$(JOBS) VMEM_TEST_OPERATIONS=$${VMEM_TEST_OPERATIONS:-100} VMEM_TEST_STEPS=$${VMEM_TEST_STEPS:-25000} $(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
+	$(Q)JOBS=$(JOBS) VMEM_TEST_OPERATIONS=$${VMEM_TEST_OPERATIONS:-100} VMEM_TEST_STEPS=$${VMEM_TEST_STEPS:-12000} $(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
 
 test-gpu-python: venv
-	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -n $(JOBS) --dist loadgroup tests/python
+	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/python
 
 test-vllm: venv ## Compare vLLM on vMem with unmodified vLLM, on a GPU (needs vLLM)
 	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py \

@@ -1,6 +1,6 @@
 """Every test that takes `backend` or `context` runs on every backend that works here; the report's header names the
 others with the reason that their own probe gives. VMEM_TEST_BACKENDS (names with commas) limits the run to those
-backends, and they must work then.
+backends, and they must work then. If the host is not among them, only tests run whose ids name a backend.
 
 SPDX-License-Identifier: MIT
 """
@@ -29,6 +29,13 @@ BACKENDS = [name for name, error in PROBED.items() if error is None or name in D
 def pytest_report_header():
     missing = [f"not tested: {name}: {error}" for name, error in PROBED.items() if name not in BACKENDS]
     return [f"backends: {', '.join(BACKENDS)}", *missing]
+
+
+def pytest_collection_modifyitems(config, items):
+    if DEMANDED and "host" not in DEMANDED:
+        others = [item for item in items if not any(name in item.nodeid for name in BACKENDS)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(params=BACKENDS)
