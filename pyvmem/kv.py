@@ -104,6 +104,8 @@ class KVCache(KVAdmission, KVSharing):
         How many pages the last call that returned -1 was short of; `shortage` gives the reason.
     options : KVCacheOptions
         The options given, with the keywords applied.
+    sharing : bool
+        Whether requests may share pages.
 
     Raises
     ------
@@ -149,9 +151,10 @@ class KVCache(KVAdmission, KVSharing):
             sizes = self.context.page_sizes
             asked = options.page_size
             self.page_size = min(sizes) if asked is None else one_of("page_size", asked, sizes)
+            self.sharing = self.context.backend != "cuda" if options.sharing is None else options.sharing
             pool, most = options.pool, uint("budget", budget)
             config, _tensors = _config(
-                self.specs, options._flags(), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
+                self.specs, options._flags(self.sharing), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
                 budget=most if pool is None or most < self.page_size else self.page_size, **options._numbers(),
             )  # fmt: skip
             owner = self._new_owner(self.context._owned())

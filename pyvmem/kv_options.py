@@ -52,10 +52,11 @@ class KVCacheOptions:
         Every operation verifies the bookkeeping. Slow; for tests.
     lazy : bool
         Device memory is allocated when pages are needed, instead of the whole budget at creation.
-    sharing : bool
+    sharing : bool or None
         Requests may share pages, through prefixes and block names. False refuses both. The cuda backend then creates,
         maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. Kernels must not read
-        past whole tiles (`tile_rows`).
+        past whole tiles (`tile_rows`). None: False on the cuda backend, True on the others, where sharing costs
+        nothing; `KVCache.sharing` says which.
     ahead_tokens, ahead_min : int
         Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4). Up to twice
         as many may be backed.
@@ -97,7 +98,7 @@ class KVCacheOptions:
     same_slots: bool = False
     check: bool = False
     lazy: bool = False
-    sharing: bool = True
+    sharing: bool | None = True
     ahead_tokens: int = 0
     ahead_min: int = 0
     eager_tokens: int = 0
@@ -124,12 +125,14 @@ class KVCacheOptions:
         uint("watermark", self.watermark)
         if uint("watermark_percent", self.watermark_percent) > 100:
             raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} must be at most 100")
-        for name in (*_SWITCHES, "sharing"):
+        for name in _SWITCHES:
             flag(name, getattr(self, name))
+        if self.sharing is not None:
+            flag("sharing", self.sharing)
 
-    def _flags(self) -> int:
+    def _flags(self, sharing: bool) -> int:
         """The switches as C flags."""
-        unshared: int = 0 if self.sharing else lib.VMEM_KV_UNSHARED
+        unshared: int = 0 if sharing else lib.VMEM_KV_UNSHARED
         pooled: int = 0 if self.pool is None else lib.VMEM_KV_LAZY
         flags: int = sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
         return flags | unshared | pooled

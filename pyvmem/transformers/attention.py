@@ -23,7 +23,7 @@ from pyvmem import attention
 from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
 from pyvmem.transformers.layers import Handover, VMemLayer
-from pyvmem.transformers.rows import Plan
+from pyvmem.transformers.plan import Plan
 
 NAME = "vmem"
 

@@ -26,7 +26,8 @@ from pyvmem.kv import KVCache
 from pyvmem.transformers.attention import decode_shape
 from pyvmem.transformers.cache import VMemCache
 from pyvmem.transformers.layers import VMemLayer
-from pyvmem.transformers.rows import Plan, Rows, follow
+from pyvmem.transformers.plan import Plan, follow
+from pyvmem.transformers.rows import Rows
 
 _SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "past_key_values", *_SETTINGS}

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from pyvmem.attention import Again
-from pyvmem.transformers.rows import Plan, Rows
+from pyvmem.transformers.plan import Plan
+from pyvmem.transformers.rows import Rows
 
 
 class Handover:

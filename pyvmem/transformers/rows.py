@@ -8,8 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.transformers import spares
 from pyvmem.transformers.cudnn import keep_off
+from pyvmem.transformers.plan import Plan, follow
 
 MIB = 1 << 20
 AHEAD = 8  # tokens behind a prompt that are backed with it
@@ -28,42 +28,6 @@ AHEAD = 8  # tokens behind a prompt that are backed with it
 Int32s = npt.NDArray[np.int32]
 # Of a cache that may serve another `VMemCache` later: what must be the same, and `spares.users` when it was new.
 Kind = tuple[Any, list[int]] | None
-
-
-@dataclass
-class Plan:
-    """One forward pass: the tokens that it adds, and the places of their rows.
-
-    Attributes
-    ----------
-    start, tokens : int
-        The pass adds the columns ``[start, start + tokens)`` of the batch, including padding.
-    lengths : list of int
-        Rows of each sequence after the pass.
-    kept : numpy.ndarray or None
-        Bool ``[batch, tokens]``: the columns that are not padding and get a row. None: all columns.
-    uniform : bool
-        Whether all sequences have equally many rows and their slots are in order.
-    batch : pyvmem.attention.Batch or None
-        The sequences that have queries in the pass.
-    padding : list of (int, numpy.ndarray, numpy.ndarray)
-        Sequences with padding after tokens: the pass's columns that are padding, and the rows before each.
-    targets : (torch.Tensor, torch.Tensor) or None
-        int64: slots and rows that the pass writes.
-    sources : torch.Tensor or None
-        int64: which of the ``batch * tokens`` tokens are written there; None for all.
-    """
-
-    start: int
-    tokens: int
-    lengths: list[int]
-    kept: npt.NDArray[np.bool_] | None = None
-    uniform: bool = True
-    batch: Batch | None = None
-    located: bool = False
-    padding: Sequence[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = ()
-    targets: tuple[torch.Tensor, torch.Tensor] | None = None
-    sources: torch.Tensor | None = None
 
 
 def _finish(kv: KVCache, device: torch.device) -> None:
@@ -92,14 +56,6 @@ def default_budget(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def follow(batch: Batch, slots: list[int], lengths: list[int]) -> None:
-    """Update a decode batch. Most steps add one row to each request, which needs no upload."""
-    if batch.slots.tolist() == slots and (batch.lengths + 1).tolist() == lengths:
-        batch.advance()
-    else:
-        batch.update(slots, lengths)
 
 
 class Rows:
@@ -150,6 +106,7 @@ class Rows:
         self._finalizer: Any = None
         self.cudnn: Any = None  # switches cuDNN's attention on again; False: it was off before
         self._swapped = False
+        self._shares = False  # whether sequences have ever shared rows
         self._batch: Any = None  # the last pass's `Batch`, and the pass for which it is valid
         self._batch_shape: tuple[int, ...] | None = None
 
@@ -197,6 +154,8 @@ class Rows:
         if options.get("context") is None:
             options["device"] = self.device.index or 0
         options.setdefault("tile_rows", self.tile_rows)
+        if not self._shares and not any(self.windows):  # large handles would keep what windows give up
+            options.setdefault("sharing", None)
         key = None if options.get("context") else (specs, slots, self.max_tokens, self.budget, self.device, options)
         spare = spares.take(key) if key else None
         if spare is not None:
@@ -278,6 +237,7 @@ class Rows:
             self.swap_in()
         for name in ("dtype", "device", "tile_rows", "batch"):
             setattr(other, name, getattr(self, name))
+        other._shares = self._shares
         other.slots, other._floor = self.slots[:], self._floor[:]
         other._shapes, other._known = self._shapes[:], self._known[:]
         other._kept = None if self._kept is None else self._kept.copy()
@@ -507,6 +467,7 @@ class Rows:
         if self._swapped:
             self.swap_in()
         if len(sources) > self.kv.slots:
+            self._shares = True
             self._rebuild(len(sources))
         old = self.slots
         lengths = [int(self._lengths[slot]) for slot in old]
@@ -516,6 +477,8 @@ class Rows:
         if moves or len(sources) != self.batch:
             _wait(self.device)
             try:
+                if any(lengths[s] for s, _ in moves) and not self.kv.sharing and "sharing" not in self.options:
+                    self._allow_sharing()
                 self._share(moves, old, lengths, new)
             except BaseException:
                 self.reset()
@@ -525,6 +488,18 @@ class Rows:
         if self._kept is not None:
             self._kept = self._kept[sources]
         self.version += 1
+
+    def _allow_sharing(self) -> None:
+        """Move the rows to pages that sequences can share. Most caches never need it, and map faster without."""
+        self._shares = True
+        try:
+            self._rebuild(self.kv.slots)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                errno.ENOMEM,
+                "no memory to copy the rows to pages that sequences can share: pass sharing=True to VMemCache, which "
+                "needs no copy, or raise budget; the cache is empty now",
+            ) from error
 
     def _keep_slots(self, sources: list[int]) -> list[int]:
         taken: set[int] = set()

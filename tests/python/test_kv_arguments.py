@@ -48,7 +48,9 @@ def test_a_cache_without_sharing_refuses_it(backend):
             cache.save_prefix(slot, 50)
         assert cache.keys[0][slot, :50].eq(3).all()
     with pytest.raises(TypeError, match="sharing must be True or False"):
-        KVCacheOptions(sharing=None)
+        KVCacheOptions(sharing=2)
+    with KVCache.for_model(1, 2, 64, **SMALL, backend=backend, sharing=None, name=None) as cache:
+        assert cache.sharing == (backend != "cuda")
 
 
 def test_every_option_is_documented():
