@@ -126,6 +126,7 @@ class RequestSlots:
         self._wait_seconds = wait_seconds
         self._full_budget = self._budget = cache.stats().budget_pages
         self.limit_pages = self._budget
+        self._short_budget = 0  # steps so far that the budget was too small for
         self._last_step = time.monotonic()
         self._trimmed = True
         self._first = True  # no step since requests last ran
@@ -396,11 +397,12 @@ class RequestSlots:
                     self._fences.wait(self._retiring[0][0])
                 self._reap()
                 continue
-            held = self.cache.stats().held_pages
-            want = held + self.cache.missing_pages
-            if self._budget < min(want, self._full_budget):
+            stats = self.cache.stats()
+            by_budget, self._short_budget = stats.short_budget - self._short_budget, stats.short_budget
+            if by_budget and self._budget < self._full_budget:
                 # The limit is now smaller than what the scheduler has assigned. From the next step on, the scheduler
                 # gives up prefixes and admits less. This step is already scheduled.
+                want = max(stats.held_pages, self._budget) + self.cache.missing_pages
                 self._set_budget(min(want, self._full_budget))
                 continue
             # Another process uses the memory.

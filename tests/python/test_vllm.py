@@ -546,6 +546,29 @@ def test_a_limit_in_the_middle_of_requests_fails_none_of_them():
     assert engine.cache.stats().budget_pages == 24
 
 
+def test_a_prompt_that_was_scheduled_before_a_smaller_limit_is_backed():
+    engine = Engine(caching=False, requests=3)
+    slots = engine.slots
+    slots.begin_step()
+    slots.start(0, [1, 2], 0)
+    slots.back()
+    engine.cache.set_budget(3 * PAGE)  # one page is left
+    assert slots.poll_limit() == 3
+    slots.begin_step()
+    slots.start(1, [3, 4, 5, 6], 0)
+    slots.back()
+    assert engine.cache.stats().needed_pages == 6
+    slots.begin_step()
+    slots.finish(1)
+    slots.back()
+    engine.gpu.wait(engine.gpu.marked)
+    slots.IDLE_SECONDS = -1
+    slots.tend()
+    engine.cache.reclaim()
+    assert slots.poll_limit() == 3
+    assert engine.cache.stats().budget_pages == 3
+
+
 def test_reset_of_the_prefix_cache_frees_its_pages():
     engine = Engine(allowed=lambda: 40)
     engine.run(engine.requests(20, shared=0.3))
