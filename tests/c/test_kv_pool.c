@@ -325,6 +325,9 @@ static void *serve(void *arg)
             lengths[slots[n]] = 1 + (int32_t)(rnd(&s->seed) % ROWS);
             n++;
         }
+        const struct vmem_kv_request waiting[2] = {{.tokens = 1 + (uint32_t)(rnd(&s->seed) % ROWS)}, {.tokens = ROWS}};
+        const int fits = vmem_kv_fit(s->kv, waiting, rnd(&s->seed) % 3, NULL, NULL);
+        CHECK(!fits || fits == -ENOMEM);
         int rc = vmem_kv_step(s->kv, lengths, SLOTS, NULL);
         for (int tries = 0; rc == -ENOMEM && tries < 20; tries++) {
             uint32_t answer;

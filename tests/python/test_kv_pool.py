@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -77,6 +78,8 @@ CHILD = f"""
         elif do == "free":
             free(cache, slots)
             slots = []
+        elif do == "fit":
+            cache.fit([TOKENS] * int(number))
         elif do == "verify":
             assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
         elif do == "fork":
@@ -290,6 +293,98 @@ def test_what_a_killed_process_had_is_free(tmp_path):
             mine += load(cache, 8 - len(mine), pool)
         assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
         assert [m.name for m in pool.members()] == ["kv"]
+
+
+def _has(path):
+    """What the members have, by the number of their join, read at one moment: under the table's lock."""
+    with open(path, "r+b") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
+        data = file.read()
+    row, head = _sizes(data)
+    numbers = [struct.unpack_from("4Q", data, head + i * row) for i in range(32)]
+    return {number: has for number, _, _, has in numbers if number}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_giver_killed_in_the_middle_takes_nothing_along(tmp_path, late):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with Child(tmp_path / "pool", pool_min=2 * MIB) as child, make(pool, pool_min=2 * MIB) as cache:
+        assert child.ask("load 8") == "8"
+        child.ask("free")
+        mine = load(cache, 1, pool) if late else []
+        cache.fit([TOKENS] * (8 - len(mine)))
+        while not member(pool, "child").giving and member(pool, "child").has > 36 * MIB:
+            os.sched_yield()
+        child.kill()
+        while len(mine) < 8:
+            mine += load(cache, 8 - len(mine), pool)
+        assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
+        assert [m.name for m in pool.members()] == ["kv"]
+        assert pool.free + member(pool, "kv").has == 40 * MIB
+
+
+def test_a_getter_killed_in_the_middle_leaves_what_it_had_not_used(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with make(pool, pool_min=2 * MIB) as cache:
+        running = load(cache, 1, pool)
+        free(cache, load(cache, 7, pool))
+        with Child(tmp_path / "pool", pool_min=2 * MIB) as child:
+            child.process.stdin.write("fit 8\nload 8\n")
+            child.process.stdin.flush()
+            while member(pool, "child").has <= 2 * MIB:
+                os.sched_yield()
+            child.kill()
+        while len(running) < 8:
+            running += load(cache, 8 - len(running), pool)
+        assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in running)
+
+
+def test_both_ask_at_once_and_neither_falls_below_its_minimum(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    lowest, most, over = {}, [0], threading.Event()
+
+    def look():
+        while not over.is_set():
+            has = _has(tmp_path / "pool")
+            most[0] = max(most[0], sum(has.values()))
+            for number, bytes in has.items():
+                lowest[number] = min(lowest.get(number, bytes), bytes)
+
+    with Child(tmp_path / "pool", pool_min=6 * MIB) as child, make(pool, pool_min=10 * MIB) as cache:
+        watch = threading.Thread(target=look)
+        watch.start()
+        for _ in range(5):
+            child.process.stdin.write("fit 8\nload 8\n")
+            child.process.stdin.flush()
+            cache.fit([TOKENS] * 8)
+            mine = load(cache, 8, pool)
+            child.process.stdout.readline()
+            theirs = int(child.process.stdout.readline())
+            assert len(mine) >= 2 and theirs >= 1  # what their minimums are for
+            assert len(mine) + theirs <= 10  # what fits
+            assert child.ask("verify") == str(theirs)
+            assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
+            free(cache, mine)
+            child.ask("free")
+        over.set()
+        watch.join()
+    assert most[0] <= 40 * MIB
+    assert sorted(lowest.values())[0] >= 6 * MIB and sorted(lowest.values())[1] >= 10 * MIB
+
+
+def test_a_limit_lowered_in_the_middle_holds(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with Child(tmp_path / "pool", pool_min=2 * MIB) as child, make(pool, pool_min=2 * MIB) as cache:
+        assert child.ask("load 8") == "8"
+        child.ask("free")
+        cache.fit([TOKENS] * 8)
+        pool.set_share(cache, 2 * MIB, 16 * MIB)
+        mine = load(cache, 8, pool)
+        assert 3 <= len(mine) <= 4
+        while member(pool, "kv").has > 16 * MIB:  # what came before the limit goes again
+            os.sched_yield()
+        assert cache.shortage.coming_pages == 0
+        assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
 
 
 def test_a_question_of_a_killed_process_lapses(tmp_path):
