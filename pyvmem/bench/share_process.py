@@ -18,6 +18,7 @@ from pyvmem.kv import KVCache
 from pyvmem.kv_pool import KVPool
 
 HEADS, DIM = 8, 128
+AHEAD = 8  # tokens that the last page has room for: the background thread need not back more at once
 PAUSE = 0.001  # between the steps of the request that decodes, seconds
 
 
@@ -30,7 +31,7 @@ class Loop:
         row = 2 * layers * HEADS * DIM * 2
         block = max(about["page_size"], 1 << 21) * 2 * layers
         self.requests = about["requests"]
-        self.tokens = about["amount"] // self.requests // row
+        self.tokens = about["amount"] // self.requests // row - AHEAD
         self.cache = KVCache.for_model(
             layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
             backend=about["backend"], device=about["device"], page_size=about["page_size"], name=about["name"],

@@ -301,7 +301,9 @@ static inline int vmem__check_room(const vmem_context *ctx, uint64_t page_size, 
 struct vmem__stretch {
     size_t n;
     vmem_page near;
-    bool whole; // an arena for it alone, if there can be one: the pages are mapped and unmapped together
+    bool whole;  // an arena for it alone, if there can be one: the pages are mapped and unmapped together
+    bool blocks; // of whole blocks: a new arena, if there can be one, rather than parts of blocks
+    size_t more; // pages that the next stretches will take from the same new arena
 };
 int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
                            uint32_t flags, vmem_page *out);

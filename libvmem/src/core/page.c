@@ -151,7 +151,8 @@ int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 
 // Takes up to `left` granules for pages of `granules` each: after page `near`, or otherwise from committed memory, or
 // otherwise from uncommitted memory.
-static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vmem_page near, struct vmem__piece *p)
+static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vmem_page near, bool scraps,
+                        struct vmem__piece *p)
 {
     struct vmem__arena_rec *a;
     const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
@@ -159,8 +160,13 @@ static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vme
         return true;
     // Long stretches start at whole blocks, so that 2 MiB page-table entries can map them.
     const bool blocks = left >= BLOCK_GRANULES && granules < BLOCK_GRANULES;
-    return (blocks && vmem__take(ctx, true, left, BLOCK_GRANULES, p)) || vmem__take(ctx, true, left, granules, p) ||
-           (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) || vmem__take(ctx, false, left, granules, p);
+    if (blocks && vmem__take(ctx, true, left, BLOCK_GRANULES, p))
+        return true;
+    // A new arena rather than parts of blocks: to map these takes a call for each, and others for the entries around.
+    if (blocks && !scraps && !ctx->b.ops->populate && ctx->arena_free <= ctx->arena_bytes / 8)
+        return false;
+    return vmem__take(ctx, true, left, granules, p) || (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) ||
+           vmem__take(ctx, false, left, granules, p);
 }
 
 // A new arena. Arenas of other sizes that hold memory taken ahead give way to it, so that the sum stays what was asked for.
@@ -204,6 +210,7 @@ struct part {
     vmem_page near; // continues physically behind this page, which is the last one made then; 0: anywhere
     bool whole;     // an arena of its own
     bool grown;     // new arenas were made for it
+    bool scraps;    // parts of blocks, rather than a new arena
 };
 
 // Creates the part's pages. The caller holds the lock, which this drops for a while.
@@ -219,11 +226,14 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
     while (left && !rc) {
         struct vmem__piece *p = &pieces[n_pieces];
         const bool whole = part->whole; // false once there was none to be had
-        if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, part->near, p)) {
+        if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, part->near, part->scraps, p)) {
             rc = make_arena(ctx, whole ? left : left + part->more, part->granules, whole, &fresh);
             part->grown |= !rc;
             if (rc == -ENOMEM && whole) {
                 part->whole = false;
+                rc = 0;
+            } else if (rc == -ENOMEM && !part->scraps) {
+                part->scraps = true;
                 rc = 0;
             }
             continue;
@@ -293,15 +303,17 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
     ctx->created += n * page_size;
     const size_t most = PART(ctx) >> __builtin_ctzll(page_size);
     size_t since = 0; // pages since the last check for an interrupt
-    size_t done = 0, left = 0;
+    size_t done = 0, left = 0, more = 0;
     while (done < n && !rc) {
         if (!left) {
             part.near = stretches->near;
             part.whole = stretches->whole;
+            part.scraps = !stretches->blocks;
+            more = stretches->more;
             left = stretches++->n;
         }
         part.n = left < most ? left : most;
-        part.more = (left - part.n) * part.granules;
+        part.more = (left - part.n + more) * part.granules;
         rc = create_part(ctx, &part, out + done);
         if (rc)
             break;

@@ -277,6 +277,7 @@ static bool look(struct kv_member *m)
         take_wanted(m, wanted);
         kv_lock_cache(kv);
     }
+    vmem__kv_look_ahead(kv);
     keep_to_max(m);
     const bool more = go_on_giving(m, least_pages(kv, m));
     const uint64_t gone_to = KV_MAX(kv->budget_pages, kv->held);

@@ -9,10 +9,7 @@
 #include "kv/pool.h"
 
 #define REFUSED_NS UINT64_C(2000000) // after a refusal, the member does not ask the others again for this time
-#define PREPARE \
-    (UINT64_C(256) << 20) // bytes of device memory that the pool's thread takes between two looks at the pool
-
-static bool foresees(const struct kv_member *m) { return m->foreseen && kv_now() - m->foreseen_at < KV_ASK_NS; }
+#define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes at a time
 
 uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes)
 {
@@ -25,7 +22,7 @@ uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes)
     const bool again = m->row.answer == VMEM_KV_REFUSED && m->row.needs && t - m->refused_at < REFUSED_NS;
     const bool fresh = m->row.needs < bytes || m->row.answer != VMEM_KV_DEFERRED;
     m->asked_at = t;
-    m->row.needs = foresees(m) ? KV_MAX(bytes, KV_MIN(m->row.needs, room)) : bytes;
+    m->row.needs = m->kv->foreseen ? KV_MAX(bytes, KV_MIN(m->row.needs, room)) : bytes;
     m->changed = true;
     if (again)
         return 0;
@@ -56,7 +53,7 @@ void vmem__kv_unask(vmem_kv *kv)
     if (!m)
         return;
     pthread_mutex_lock(&m->pool->lock);
-    if (m->row.needs && !foresees(m)) {
+    if (m->row.needs && !kv->foreseen) {
         m->row.needs = 0;
         m->changed = true;
         vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
@@ -72,7 +69,7 @@ void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part)
     if (want > kv->budget_pages)
         vmem__kv_claim(kv, want - kv->budget_pages, want - kv->budget_pages);
     pthread_mutex_lock(&m->pool->lock);
-    m->foreseen = 0; // the new question replaces the last one
+    kv->foreseen = 0; // the new question replaces the last one
     if (part)
         want = KV_MIN(want, kv->budget_pages + kv_floor_pages(kv_less(m->row.max, m->row.has), kv));
     if (want > kv->budget_pages) {
@@ -82,23 +79,28 @@ void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part)
         m->row.needs = 0;
         vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
     }
-    m->foreseen = want;
-    m->foreseen_at = kv_now();
+    kv->foreseen = want;
+    kv->foreseen_at = kv_now();
     kv_ring(m->pool);
     pthread_mutex_unlock(&m->pool->lock);
+}
+
+void vmem__kv_look_ahead(vmem_kv *kv)
+{
+    if (!kv->foreseen || (kv_now() - kv->foreseen_at < KV_ASK_NS && kv->held < kv->foreseen + vmem__kv_reclaimable(kv)))
+        return;
+    kv->foreseen = 0;
+    vmem__kv_worker_wake(kv);
 }
 
 bool vmem__kv_prepare(struct kv_member *m)
 {
     vmem_kv *kv = m->kv;
-    pthread_mutex_lock(&m->pool->lock);
-    const uint64_t want = foresees(m) ? m->foreseen : 0;
-    pthread_mutex_unlock(&m->pool->lock);
     // Where pages go together, the memory of each is allocated apart, in the size that a request turns out to need.
-    if (!want || kv->whole)
+    if (kv->whole)
         return false;
     pthread_mutex_lock(&kv->state);
-    const uint64_t all = KV_MIN(want, kv->budget_pages);
+    const uint64_t all = KV_MIN(kv->foreseen, kv->budget_pages);
     uint64_t pages = kv->giving ? 0 : all - KV_MIN(kv->held, all);
     pthread_mutex_unlock(&kv->state);
     const uint64_t there = pages ? vmem__kv_spare_memory(kv) : 0;
@@ -108,8 +110,8 @@ bool vmem__kv_prepare(struct kv_member *m)
     m->taken_ahead = true;
     if (!vmem__kv_take_more(kv, pages))
         return true;
-    pthread_mutex_lock(&m->pool->lock);
-    m->foreseen = 0; // the device has too little: steps take what they need
-    pthread_mutex_unlock(&m->pool->lock);
+    pthread_mutex_lock(&kv->state);
+    kv->foreseen = 0; // the device has too little: steps take what they need
+    pthread_mutex_unlock(&kv->state);
     return false;
 }

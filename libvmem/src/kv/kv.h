@@ -307,6 +307,8 @@ void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
 // With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
 // take the device memory. part: if the member may not have so many, as many as it may.
 void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
+// Forgets that when these requests have what they need, or nobody has asked for them any more for some time.
+void vmem__kv_look_ahead(vmem_kv *kv);
 // For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 void vmem__kv_pool_wake(const vmem_kv *kv);

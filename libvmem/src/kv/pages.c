@@ -123,7 +123,7 @@ static int create(vmem_kv *kv, struct kv_grow *l)
         const struct kv_part *p = &l->parts[i];
         const struct kv_group *g = &kv->groups[p->group];
         struct piece pieces[3];
-        const uint64_t parts = kv->whole ? (p->to - p->from) / kv->whole + 32 : 1;
+        const uint64_t parts = kv->whole ? (p->to - p->from) / kv->whole + 32 : 2;
         int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + parts * g->n + 3, sizeof(*l->stretches));
         if (rc)
             return rc;
@@ -132,7 +132,11 @@ static int create(vmem_kv *kv, struct kv_grow *l)
             const bool whole = pieces[k].coarse && kv->whole;
             for (uint32_t t = 0; t < g->n && whole; t++)
                 n += list_whole(kv, (uint32_t)pages, l->stretches + n);
-            if (!whole && !pieces[k].joins)
+            // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again,
+            // so that 2 MiB entries can map them.
+            for (uint32_t t = 0; t < g->n && pieces[k].coarse && !whole; t++)
+                l->stretches[n++] = (struct vmem__stretch){.n = pages, .blocks = true, .more = pages * (g->n - 1 - t)};
+            if (!pieces[k].coarse && !pieces[k].joins)
                 l->stretches[n++] = (struct vmem__stretch){.n = pages * g->n};
             for (uint32_t t = 0; t < g->n && pieces[k].joins; t++)
                 l->stretches[n++] =

@@ -51,14 +51,12 @@ struct kv_member {
     bool leaving;   // it is being destroyed: the thread leaves it alone
     bool changed;   // the row differs from the table's
     struct kv_pool_row row;
-    uint32_t waiting;     // calls that wait for an answer
-    uint64_t asked_at;    // ns
-    uint64_t refused_at;  // ns
-    uint64_t foreseen;    // pages that the cache would have with the requests that wait; 0: not known
-    uint64_t foreseen_at; // ns
-    bool taken_ahead;     // the thread took device memory for them
-    uint64_t granted;     // bytes in row.has that the cache's budget does not have yet
-    uint64_t to_give;     // bytes that the cache is to give back
+    uint32_t waiting;    // calls that wait for an answer
+    uint64_t asked_at;   // ns
+    uint64_t refused_at; // ns
+    bool taken_ahead;    // the thread took device memory for them
+    uint64_t granted;    // bytes in row.has that the cache's budget does not have yet
+    uint64_t to_give;    // bytes that the cache is to give back
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };

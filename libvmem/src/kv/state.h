@@ -235,6 +235,8 @@ struct vmem_kv {
     uint64_t portion;         // pages that the worker gives back in one call while others wait for them
     bool giving;              // other members wait for what is beyond give_to; the budget falls as it goes
     uint64_t give_to;         // pages
+    uint64_t foreseen;        // of a pool's member: the pages there will be with the requests that wait; 0: not known
+    uint64_t foreseen_at;     // ns
 };
 
 static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -269,6 +271,10 @@ static inline uint64_t kv_unused(const vmem_kv *kv)
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }
-static inline bool kv_plentiful(const vmem_kv *kv) { return !kv->giving && kv_unused(kv) >= 2 * kv_low(kv); }
+// Not while the memory is promised to others, or requests wait for it.
+static inline bool kv_plentiful(const vmem_kv *kv)
+{
+    return !kv->giving && !kv->foreseen && kv_unused(kv) >= 2 * kv_low(kv);
+}
 
 #endif

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "core/core.h"
 #include "kv/kv.h"
 
 void (*vmem__kv_hook)(enum vmem__kv_point point);
@@ -251,18 +252,23 @@ static bool extend_one(vmem_kv *kv)
 #define GIVE_NS 4000000
 static bool give_one(vmem_kv *kv)
 {
+    // A call unmaps a tensor's pages, whatever their number: a smaller portion would take as long, and a slot of which
+    // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
+    const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
     struct kv_victim v;
     struct timespec start, end;
-    if (kv->held <= kv->give_to || !vmem__kv_victim(kv, KV_MIN(kv->held - kv->give_to, kv->portion), true, &v) ||
-        kv->slots[v.slot].skip)
+    if (kv->held <= kv->give_to)
+        return false;
+    const uint64_t want = by_call ? kv->portion : KV_MIN(kv->held - kv->give_to, kv->portion);
+    if (!vmem__kv_victim(kv, want, true, &v) || kv->slots[v.slot].skip)
         return false;
     clock_gettime(CLOCK_MONOTONIC, &start);
     bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
     clock_gettime(CLOCK_MONOTONIC, &end);
     const int64_t ns = (end.tv_sec - start.tv_sec) * INT64_C(1000000000) + end.tv_nsec - start.tv_nsec;
-    if (ns > GIVE_NS)
+    if (ns > GIVE_NS && !by_call)
         kv->portion = KV_MAX(kv->portion / 2, kv->block);
-    else if (ns < GIVE_NS / 3)
+    else if (ns < GIVE_NS / 3 && !by_call)
         kv->portion = KV_MIN(kv->portion * 2, UINT64_C(1) << 20);
     kv->stats.reclaims += did;
     vmem__kv_pool_wake(kv);
