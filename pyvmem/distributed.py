@@ -284,8 +284,7 @@ class TensorParallelKVCache:
     def _done(self, answer: int) -> int:
         """The result of a call that the ranks agreed on."""
         if answer:
-            missing = self.cache.missing_pages
-            raise OutOfMemory(errno.ENOMEM, f"{missing} pages are missing on this rank, within its budget")
+            raise OutOfMemory(errno.ENOMEM, f"on this rank only, although the ranks agreed: {self.cache.shortage}")
         return answer
 
     def room(self, slot: SupportsIndex | None = None) -> int:
@@ -496,7 +495,8 @@ class TensorParallelKVCache:
         """
         self._pledge.clear()
         if self.check_truncate(slot, tokens):
-            raise OutOfMemory(errno.ENOMEM, f"{self.missing_pages} pages are missing on a rank, to copy shared pages")
+            why = f"{self.missing_pages} pages are missing on rank {self.short_rank} to copy shared pages"
+            raise OutOfMemory(errno.ENOMEM, f"{why}; end or swap out a request there, or raise its budget")
 
         if after is not None and self._hashes is not None:
             self._agree_on_sharing(slot, tokens)

@@ -119,8 +119,8 @@ class TensorParallelBlockHashes:
     def _begin(self, slot: SupportsIndex, hashes: list[Hash]) -> int:
         tokens = self._blocks.attach(slot, hashes)
         if tokens != len(hashes) * self.tokens:
-            missing = self.cache.cache.missing_pages
-            raise OutOfMemory(errno.ENOMEM, f"{missing} pages are missing on this rank, within its budget")
+            why = self.cache.shortage
+            raise OutOfMemory(errno.ENOMEM, f"on this rank only, although the ranks agreed: {why}")
         return tokens
 
     def check_attach(self, hashes: Iterable[Hash]) -> int:

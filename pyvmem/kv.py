@@ -270,6 +270,7 @@ class KVCache(KVAdmission, KVSharing):
         chosen = ffi.new("uint32_t *")
         rc = lib.vmem_kv_alloc_with(self._use(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
         if rc == -errno.ENOSPC:
+            self.missing_pages = 0
             return -1
         _check(rc)
         return int(chosen[0])

@@ -16,7 +16,7 @@ from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check, structure
 from pyvmem.kv_types import KVStats, Shortage, TensorSpec
-from pyvmem.kv_view import STATS
+from pyvmem.kv_view import REASONS, STATS
 from pyvmem.owned import _Owned
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class KVBase(_Owned):
         numbers = (
             raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages
         )  # fmt: skip
-        return Shortage(_REASONS[raw.reason], *numbers)
+        return Shortage(_REASONS[raw.reason], *numbers, refusal=REASONS[raw.refusal])
 
     # ---- metrics ---------------------------------------------------------------------------------------------
 

@@ -135,6 +135,15 @@ class GroupInfo:
         return -(-rows * self.row_bytes // self.page_size) * len(self.tensors)
 
 
+# What helps a member of a pool that is refused.
+_POOL_HELPS = {
+    "at maximum": "raise its share's maximum",
+    "at minimum": "use a pool with a larger budget, or lower the minimum of another member",
+    "in use": "end requests of other members",
+    "no memory": "free memory elsewhere",
+}
+
+
 @dataclass(frozen=True)
 class Shortage:
     """Why a call found too little memory, or no slot.
@@ -156,6 +165,12 @@ class Shortage:
         Missing pages that only the watermark requires (`KVCache.fit`).
     coming_pages : int
         Pages that the pool may still provide (`KVPool.wait`).
+    refusal : str or None
+        Of a member of a pool: why the others give no more, as in `PoolMember.reason`.
+
+    Notes
+    -----
+    ``str(shortage)`` is one line that says what is short and what would help.
     """
 
     reason: str | None
@@ -165,6 +180,33 @@ class Shortage:
     ending_pages: int = 0
     watermark_pages: int = 0
     coming_pages: int = 0
+    refusal: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is None:
+            return "nothing is short"
+        if self.reason == "slots":
+            return "all slots are taken: end a request"
+        helps = []
+        if self.coming_pages:
+            helps.append(f"wait for the pool, which may give {self.coming_pages}")
+        if self.ending_pages:
+            helps.append(f"retire the steps of requests that end, which hold {self.ending_pages}")
+        if self.watermark_pages:
+            helps.append(f"lower the watermark, which keeps {self.watermark_pages}")
+        if self.prefix_pages:
+            helps.append(f"drop prefixes, which hold {self.prefix_pages}")
+        if self.requests:
+            helps.append("end or swap out a request")
+        cause, last = {
+            "budget": ("the budget is used up", "raise the budget"),
+            "device": ("the device has less memory than the budget", "free memory elsewhere"),
+            "mappings": ("the process has all its mappings", "raise vm.max_map_count or use larger pages"),
+        }[self.reason]
+        if self.refusal:
+            cause += f", and the pool gives no more ({self.refusal})"
+        helps.append(_POOL_HELPS.get(self.refusal or "", last))
+        return f"{self.missing_pages} pages are missing: {cause}; {', or '.join(helps)}"
 
 
 @dataclass(frozen=True)

@@ -449,6 +449,8 @@ struct vmem_kv_shortage {
     uint64_t ending_pages;    // of requests that end, or are swapped out, when kernels have: retire steps, or make them
     uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)
     uint64_t coming_pages;    // that the pool has been asked for and may still give: vmem_kv_pool_wait
+    uint32_t refusal;         // enum vmem_kv_refusal: why the pool gives no more; 0: it may, or the cache is in none
+    uint32_t pad;             // 0
 };
 // Describes the calling thread's last such call; the reason is 0 if it was short of nothing.
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out);

@@ -409,9 +409,8 @@ class RequestSlots:
             now = time.monotonic()
             deadline = now + self._wait_seconds if deadline is None else deadline
             if now >= deadline:
-                missing = self.cache.missing_pages
-                raise OutOfMemory(errno.ENOMEM, f"no memory for {missing} pages of the KV cache within "
-                                  f"{self._wait_seconds} s (VMEM_VLLM_WAIT)")  # fmt: skip
+                raise OutOfMemory(errno.ENOMEM, f"no memory for a step within {self._wait_seconds} s "
+                                  f"(VMEM_VLLM_WAIT): {self.cache.shortage}")  # fmt: skip
             time.sleep(0.001)
 
     def _set_budget(self, pages: int) -> None:

@@ -265,7 +265,9 @@ def test_a_shortage_says_why(backend):
     with make(backend, pages=20) as cache:
         for _ in range(4):
             slot = cache.alloc_reqid()
-        assert cache.alloc_reqid() == -1 and cache.shortage.reason == "slots"
+        cache.missing_pages = 5
+        assert cache.alloc_reqid() == -1 and cache.shortage.reason == "slots" and cache.missing_pages == 0
+        assert str(cache.shortage) == "all slots are taken: end a request"
         assert cache.step([PAGE_TOKENS] * 4) == 0
         saved = cache.save_prefix(slot, PAGE_TOKENS)
         cache.free_reqid(slot)
@@ -273,9 +275,25 @@ def test_a_shortage_says_why(backend):
         assert cache.step(lengths) == -1
         assert cache.shortage == pyvmem.kv.Shortage("budget", cache.missing_pages, 4, 3)
         assert "drop prefixes" in str(pyvmem.kv.ffi.string(pyvmem.kv.lib.vmem_last_error()))
+        assert str(cache.shortage) == (
+            f"{cache.missing_pages} pages are missing: the budget is used up; drop prefixes, which hold 4, or end or "
+            "swap out a request, or raise the budget"
+        )
         cache.drop_prefix(saved)
+        cache.free_reqid(0, after=cache.last_step)
+        lengths[1], lengths[0] = lengths[0], 0
+        assert cache.step(lengths) == -1 and "retire the steps of requests that end, which hold 4" in str(
+            cache.shortage
+        )
+        cache.retire()
         stats = cache.stats()
-        assert (stats.short_slots, stats.short_budget, stats.short_device) == (1, 1, 0)
+        assert (stats.short_slots, stats.short_budget, stats.short_device) == (1, 2, 0)
+    page = min(pyvmem.default_context(backend).page_sizes)
+    with pyvmem.Context(backend, budget=4 * page) as context, make(backend, 20, context=context, lazy=True) as cache:
+        slot = cache.alloc_reqid()
+        assert cache.check([0] * 4) == 0 and str(cache.shortage) == "nothing is short"
+        assert cache.step([2 * PAGE_TOKENS if s == slot else 0 for s in range(4)]) == -1
+        assert "the device has less memory than the budget; free memory elsewhere" in str(cache.shortage)
 
 
 def test_a_check_beside_steps_takes_no_answer_from_them(backend):

@@ -603,3 +603,47 @@ def test_views_that_are_cut_short_or_spoilt_are_passed_over(folder):
         assert "kv" in names
         run_top("--once")
         run_top("--json")
+
+
+def test_a_shortage_says_why_the_pool_gives_no_more():
+    with KVPool(32 * MIB) as pool, make(pool, budget=8 * MIB) as cache, make(pool, "other", pool_min=28 * MIB) as other:
+        load(cache, 1)
+        assert load(cache, 1, pool) == [] or cache.slot(1).state == "active"
+        assert cache.step([TOKENS] * 1 + [0] * 7) == 0
+        for maximum, refusal, helps in (
+            (4, "at maximum", "raise its share's maximum"),
+            (32, "at minimum", "use a pool with a larger budget, or lower the minimum of another member"),
+        ):
+            pool.set_share(cache, 0, maximum * MIB)
+            assert load(cache, 1, pool) == []
+            slot = cache.alloc_reqid(TOKENS)
+            assert cache.step([TOKENS if s == slot else 0 for s in range(8)]) == -1
+            assert cache.shortage.refusal == refusal and str(cache.shortage).endswith(helps)
+            cache.free_reqid(slot)
+        with pytest.raises(OutOfMemory, match="raise the cache's share of the pool"):
+            cache.save_prefix(0, TOKENS - 1)
+            cache.truncate(0, TOKENS - 1)
+        assert other.stats().held_pages == 0
+
+
+def test_a_closed_cache_holds_no_more_of_the_budget_than_memory():
+    """A view, or kernels in flight, keep memory; the rest, and the minimum, are the others' at once."""
+    with KVPool(32 * MIB) as pool, make(pool) as other:
+        cache = make(pool, pool_min=24 * MIB)
+        view, slots = cache.keys[0], load(cache, 2)
+        cache.free_reqid(slots[0])
+        cache.reclaim()
+        cache.close()
+        assert [(m.has, m.min) for m in pool.members() if m.held or m.has] == [(4 * MIB, 0)]
+        running = load(other, 8, pool)
+        assert len(running) == 7 and view[slots[1], 0, 0, 0] == slots[1] + 1
+        del view
+        assert [m.name for m in pool.members()] == ["kv"] and len(load(other, 1, pool)) == 1
+        free(other, running)
+        other.reclaim()
+        last = make(pool, pool_min=16 * MIB)
+        load(last, 1, pool)
+        last.close(after=last.last_step)
+        assert sorted(m.has for m in pool.members() if m.min == 0)[-1] <= 16 * MIB
+        last.retire()
+        assert len(pool.members()) == 1

@@ -33,7 +33,7 @@ uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes)
     return bytes;
 }
 
-uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages)
+uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages, uint32_t *refusal)
 {
     struct kv_member *m = kv->member;
     if (!m)
@@ -43,6 +43,7 @@ uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages)
     const uint64_t exact = pages << kv->page_shift, room = kv_less(m->row.max, m->row.has);
     const uint64_t bytes = KV_MAX(exact, KV_MIN(exact + (kv->held / 64 << kv->page_shift), room));
     const uint64_t coming = vmem__kv_pool_ask(m, bytes);
+    *refusal = coming ? 0 : m->row.reason;
     pthread_mutex_unlock(&m->pool->lock);
     return coming ? pages : 0;
 }

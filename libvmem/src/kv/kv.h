@@ -302,7 +302,8 @@ void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages);
 // Pages that a claim would find.
 uint64_t vmem__kv_claimable(const vmem_kv *kv);
 // The budget lacks so many pages: asks the other members. How many of them may still come.
-uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages);
+// *refusal: enum vmem_kv_refusal, if none may.
+uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages, uint32_t *refusal);
 void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
 // With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
 // take the device memory. part: if the member may not have so many, as many as it may.

@@ -54,12 +54,13 @@ int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
     const uint64_t most = kv->budget_pages + vmem__kv_claimable(kv);
     uint64_t n = want > most ? want - most : 1;
     note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
-    last.coming_pages = vmem__kv_ask(kv, n);
+    last.coming_pages = vmem__kv_ask(kv, n, &last.refusal);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
-                       "raise the budget",
-                       n, kv->budget_pages, last.prefix_pages);
+                       "raise %s",
+                       n, kv->budget_pages, last.prefix_pages,
+                       kv->member ? "the cache's share of the pool" : "the budget");
 }
 
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)

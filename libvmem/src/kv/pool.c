@@ -282,6 +282,9 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     struct kv_member *m = kv->member;
     kv->member = NULL;
     kv->giving = false;
+    if (m) // what it has not used goes back now
+        kv->budget_pages = KV_MIN(kv->budget_pages, kv->held);
+    const uint64_t held = kv->held << kv->page_shift;
     pthread_mutex_unlock(&kv->state);
     pthread_mutex_unlock(&kv->api);
     if (!m)
@@ -290,7 +293,14 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
-    m->leaving = true; // the cache is being destroyed: its budget becomes free together with its memory
+    // The rest becomes free together with the memory: kernels in flight, or a view of a tensor, may keep it.
+    m->leaving = m->changed = true;
+    m->row.has = KV_MIN(m->row.has, held);
+    m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = 0;
+    if (!vmem__kv_share_begin(pool, true))
+        vmem__kv_share_end(pool, false);
+    vmem__kv_pool_note(pool);
+    kv_ring(pool);
     pthread_mutex_unlock(&pool->lock);
     kv->left = m;
 }
