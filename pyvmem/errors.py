@@ -56,6 +56,7 @@ _NAMES = {
     "VMEM_CREATE_ZERO": "zero=True",
     "VMEM_OPT_UNKNOWN_DRIVER": "unknown_driver=True",
     "VMEM_KV_UNSHARED": "sharing=False",
+    "VMEM_KV_HASH_EVENTS": "events=True",
     "VMEM_KV_SAME_SLOTS": "same_slots=True",
     "opts->": "",
 }

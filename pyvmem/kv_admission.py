@@ -39,6 +39,8 @@ def _raw(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt
             raw = np.zeros(len(sizes), _REQUEST)
             raw["tokens"] = sizes
             return raw, []
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"requests must be a sequence, not {shown(requests)}")
     given = list(requests)
     raw, kept = np.zeros(len(given), _REQUEST), []
     for i, request in enumerate(given):

@@ -37,14 +37,16 @@ class BlockNames:
     def bind(self, slots: npt.ArrayLike, index: npt.ArrayLike, ids: npt.ArrayLike) -> None:
         """Give the name ids[i] to the pages at block index[i] of slots[i]. All or nothing.
 
-        The slot's last step must have asked for these pages. Raises `VmemError` (EEXIST) if a name is taken.
+        The slot's last step must have asked for these pages. Raises `VmemError` (EEXIST) if a name is taken. The
+        exception's `index` is that of the element at fault.
         """
         (of, n), (at, n_index), (names, n_ids) = (
             _numbers(name, values) for name, values in (("slots", slots), ("index", index), ("ids", ids))
         )
         if not n == n_index == n_ids:
             raise ValueError(f"slots, index and ids have {n}, {n_index} and {n_ids} elements")
-        _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, ffi.NULL))
+        bad = ffi.new("size_t *", lib.PV_NO_INDEX)
+        _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, bad), bad)
 
     def attach(self, slot: int, ids: npt.ArrayLike) -> None:
         """Start a newly allocated slot with these blocks; its length becomes ``len(ids) * tokens``. Quiet.
@@ -53,7 +55,8 @@ class BlockNames:
         if a name has no pages.
         """
         names, n = _numbers("ids", ids)
-        _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), names, n, ffi.NULL))
+        bad = ffi.new("size_t *", lib.PV_NO_INDEX)
+        _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), names, n, bad), bad)
 
     def compact(self) -> int:
         """Return unused device memory; returns the number of bytes.

@@ -117,7 +117,8 @@ class KVCacheOptions:
             raise TypeError(f"context must be a Context, not {self.context!r}")
         if not isinstance(self.pool, KVPool | None):
             raise TypeError(f"pool must be a KVPool, not {self.pool!r}")
-        uint("pool_min", self.pool_min)
+        if uint("pool_min", self.pool_min) and self.pool is None:
+            raise ValueError(f"pool_min {self.pool_min} needs a pool")
         if not isinstance(self.name, str | None):
             raise TypeError(f"name must be a string, not {self.name!r}")
         if not isinstance(self.idle_seconds, float | int) or not self.idle_seconds >= 0.001:

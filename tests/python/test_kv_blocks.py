@@ -47,8 +47,9 @@ def test_bind_is_all_or_nothing(cache):
     lengths[slot] = 2 * TOKENS
     cache.step(lengths)
     names.bind([slot], [0], [1])
-    with pytest.raises(VmemError, match="block 1 has pages already"):
+    with pytest.raises(VmemError, match="block 1 has pages already") as raised:
         names.bind([slot, slot], [1, 1], [2, 1])
+    assert raised.value.index == 1
     cache.free_reqid(slot)
     assert cache.stats().prefix_pages == 1  # name 2 was not left behind
     assert cache.stats().held_pages == 1 + cache.stats().kept_pages

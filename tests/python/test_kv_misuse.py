@@ -15,6 +15,7 @@ import pyvmem
 from pyvmem.errors import InvalidArgument, OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
+from pyvmem.kv_hashes import BlockHashes
 from pyvmem.kv_prefix import PrefixCache
 
 MIB = 1 << 20
@@ -45,6 +46,51 @@ def test_what_is_no_number_is_named(cache, wrong):
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"{name} must be an integer"):
             call()
+
+
+def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
+    running, fresh = cache.alloc_reqid(), cache.alloc_reqid()
+    lengths = [0] * 4
+    lengths[running] = 200
+    assert cache.step(lengths) == 0
+    ending = cache.alloc_reqid(slot=3)
+    lengths[3] = 10
+    assert cache.step(lengths) == 0
+    cache.free_reqid(ending, after=cache.last_step)
+    free = next(slot for slot in range(4) if cache.slot(slot).state == "free")
+    hashes, prefix = BlockHashes(cache, 16), cache.save_prefix(running, 64)
+    cases = {
+        "step 5 was not made yet; the last is 2": [
+            lambda: cache.free_reqid(running, after=5), lambda: cache.truncate(running, 5, after=5),
+            lambda: cache.swap_out(running, after=5), lambda: cache.close(after=5), lambda: cache.retire(5),
+        ],
+        f"slot {ending} is being given up": [
+            lambda: cache.free_reqid(ending), lambda: cache.grow(ending, 20), lambda: cache.truncate(ending, 1),
+            lambda: cache.swap_out(ending), lambda: cache.save_prefix(ending, 1), lambda: cache.room(ending),
+            lambda: hashes.add(ending, [b"1"]),
+        ],
+        f"slot {free} is free": [
+            lambda: cache.free_reqid(free), lambda: cache.grow(free, 20), lambda: cache.attach_prefix(prefix, free),
+            lambda: hashes.attach(free, [b"1"]),
+        ],
+        f"slot {running} is not newly allocated": [
+            lambda: cache.attach_prefix(prefix, running), lambda: hashes.attach(running, [b"1"]),
+        ],
+        f"slot {fresh} has 0 tokens": [lambda: hashes.add(fresh, [b"1"])],
+        "no growth is staged": [cache.commit],
+        "created without events=True": [hashes.evicted],
+    }  # fmt: skip
+    before = cache.stats()
+    for text, calls in cases.items():
+        for call in calls:
+            with pytest.raises(InvalidArgument) as raised:
+                call()
+            assert text in str(raised.value) and "\n" not in str(raised.value)
+    assert cache.stats() == before
+    with pytest.raises(TypeError, match="requests must be a sequence, not None"):
+        cache.fit(None)
+    with pytest.raises(ValueError, match="pool_min 5 needs a pool"):
+        make(pool_min=5)
 
 
 def test_numbers_out_of_range_are_named(cache):

@@ -536,6 +536,8 @@ int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, siz
     if (rc)
         return rc;
     rc = got ? vmem__kv_hash_given(kv, hashes, n) : vmem__error(-EINVAL, "got must not be NULL");
+    if (!rc && !(kv->hashes->flags & VMEM_KV_HASH_EVENTS))
+        rc = vmem__error(-EINVAL, "the hashes were created without VMEM_KV_HASH_EVENTS");
     if (rc)
         return vmem__kv_leave(kv, rc);
     struct kv_hashes *h = kv->hashes;

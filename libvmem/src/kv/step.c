@@ -278,6 +278,8 @@ int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
         rc = vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
     else if (tokens > kv->max_tokens)
         rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
+    else if (tokens && kv->slots[slot].state != VMEM_KV_ACTIVE)
+        rc = vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
     if (!rc && tokens)
         rc = vmem__kv_check_length(kv, slot, (int32_t)tokens);
     vmem__kv_plan_reset(&kv->plan);
