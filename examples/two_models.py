@@ -1,7 +1,8 @@
 """Two models over one pool of memory: what one does not need, the other can have.
 
-Both caches are in one Context, whose budget is the pool. Each takes pages as its sequences grow. When one runs out, the
-other gives back what it only keeps for later, and the call is made again.
+The caches of both models are members of a KVPool. The budget of each grows as its sequences do. If the pool has too
+little left, the other member gives back what it only keeps for its next sequences, down to its minimum, and the forward
+pass waits for that. With a name (`KVPool(bytes, name="models")`), the models can be in different processes.
 
     python examples/two_models.py
 
@@ -13,7 +14,7 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pyvmem import Context, OutOfMemory
+from pyvmem import KVPool, OutOfMemory
 from pyvmem.transformers import VMemCache
 
 MIB = 1 << 20
@@ -24,22 +25,13 @@ SIZE = {
 }  # fmt: skip
 
 
-def generate(model, cache, other, batch, tokens, new=8):
-    """Greedy tokens of random prompts; the other cache gives memory up where there is too little."""
+def generate(model, cache, batch, tokens, new=8):
+    """Greedy tokens of random prompts. The cache keeps the rows until its `reset`."""
     ids = torch.randint(2, 256, (batch, tokens), generator=torch.Generator().manual_seed(batch))
     ids = ids.to(model.device)
-    for attempt in (1, 2):
-        cache.reset()
-        try:
-            return model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False
-            )
-        except OutOfMemory as error:
-            if attempt == 2:
-                raise
-            given = other.trim()
-            print(f"  {error}")
-            print(f"  the other cache gives {given / MIB:.2f} MiB back")
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False
+    )
 
 
 def main():
@@ -48,18 +40,26 @@ def main():
     parser.add_argument("--pool", type=int, default=8 * MIB, help="bytes for both (8 MiB)")
     args = parser.parse_args()
     torch.manual_seed(0)
-    llama = LlamaForCausalLM(LlamaConfig(**SIZE)).eval().to(args.device)
-    qwen = Qwen3ForCausalLM(Qwen3Config(**SIZE)).eval().to(args.device)
-    with Context("host" if args.device == "cpu" else None, budget=args.pool) as pool:
-        caches = [VMemCache(m, context=pool, budget=args.pool, name=n) for m, n in ((llama, "llama"), (qwen, "qwen"))]
+    models = {
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZE)).eval().to(args.device),
+        "qwen": Qwen3ForCausalLM(Qwen3Config(**SIZE)).eval().to(args.device),
+    }
+    with KVPool(args.pool) as pool:
+        caches = {name: VMemCache(model, pool=pool, pool_min=MIB, name=name) for name, model in models.items()}
         for batch, tokens in ((2, 600), (1, 100), (4, 400)):
-            for name, model, cache, other in (("llama", llama, *caches), ("qwen", qwen, *caches[::-1])):
+            for name, model in models.items():
                 model.set_attn_implementation("vmem")
-                generate(model, cache, other, batch, tokens)
-                held = [0 if c.stats() is None else c.stats().held_pages * c.stats().page_size / MIB for c in caches]
-                print(f"{name}: {batch} x {tokens} tokens; llama holds {held[0]:.2f} MiB, qwen {held[1]:.2f} MiB")
-                cache.reset()
-        for cache in caches:
+                generate(model, caches[name], batch, tokens)
+                budgets = ", ".join(f"{m.name} has {m.has / MIB:.2f} MiB" for m in pool.members())
+                print(f"{name}: {batch} x {tokens} tokens; {budgets}")
+                caches[name].reset()
+
+        generate(models["llama"], caches["llama"], 4, 400)  # and keeps these sequences
+        try:
+            generate(models["qwen"], caches["qwen"], 4, 400)
+        except OutOfMemory as error:
+            print(f"qwen, while llama needs its memory: {error}")
+        for cache in caches.values():
             cache.close()
 
 

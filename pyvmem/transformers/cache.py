@@ -53,12 +53,13 @@ class VMemCache(Cache):
         ``max_position_embeddings``, at most 131,072.
     budget : int, optional
         The most bytes of pages. By default the free memory of the GPU when the cache is first used, or half of the
-        machine's memory. Pages are allocated when rows need them.
+        machine's memory; in a pool, the pool's budget. Pages are allocated when rows need them.
     slots : int, optional
         Sequences for which addresses are reserved. A larger batch moves the cache to larger tensors.
     options
-        Options of `KVCache`: ``context`` (one for several caches), ``backend``, ``page_size``, ``tile_rows``,
-        ``generous``, ``check``, ``name`` and others.
+        Options of `KVCache`: ``pool`` and ``pool_min`` (a `KVPool`: one budget for several models, which moves to the
+        one that generates), ``context``, ``backend``, ``page_size``, ``tile_rows``, ``generous``, ``check``, ``name``
+        and others. A forward pass in a pool waits up to five seconds for memory that other members give back.
 
     Raises
     ------

@@ -6,9 +6,9 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import errno
-import os
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ import torch
 from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv_pool import KVPool
 from pyvmem.transformers import spares
 from pyvmem.transformers.cudnn import keep_off
+from pyvmem.transformers.memory import default_budget, leave_pool, try_step, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
 
 MIB = 1 << 20
@@ -33,6 +35,7 @@ Kind = tuple[Any, list[int]] | None
 def _finish(kv: KVCache, device: torch.device) -> None:
     """Free a cache's memory once no kernel reads it."""
     _wait(device)
+    leave_pool(kv)
     kv.close()
 
 
@@ -48,14 +51,6 @@ def _drop(kv: KVCache, device: torch.device, kind: Kind) -> None:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def default_budget(device: torch.device) -> int:
-    """The default budget in bytes: the GPU's free memory, or half of the machine's memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class Rows:
@@ -84,6 +79,7 @@ class Rows:
         self.max_tokens = max_tokens
         self.budget = budget
         self.options = options
+        self.pool: KVPool | None = options.get("pool")
         # None until a layer reports its shapes: a KVCache, a torch.device, a torch.dtype.
         self.kv: Any = None
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V of each layer
@@ -142,13 +138,13 @@ class Rows:
             ]
             self._rebuild(self.kv.slots)
 
-    def _create(self, slots: int) -> tuple[KVCache, Kind]:
+    def _create(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
         specs = []
         for i, ((k, v), window) in enumerate(zip(self._shapes, self.windows)):
             # K and V side by side, row by row: half as many tensors, so half as many runs of pages to map.
             parts = {f"kv{i}": (2, *k)} if k == v else {f"k{i}": k, f"v{i}": v}
             specs += [TensorSpec(name, shape, self.dtype, window) for name, shape in parts.items()]
-        options = {"lazy": True, "generous": False, "eager": False, "name": "transformers", **self.options}
+        options = {"lazy": True, "generous": False, "eager": False, "name": "transformers", **self.options, **more}
         if options.get("context") is None and self.device.type == "cpu":
             options["backend"] = "host"
         if options.get("context") is None:
@@ -156,11 +152,13 @@ class Rows:
         options.setdefault("tile_rows", self.tile_rows)
         if not self._shares and not any(self.windows):  # large handles would keep what windows give up
             options.setdefault("sharing", None)
-        key = None if options.get("context") else (specs, slots, self.max_tokens, self.budget, self.device, options)
+        # A pool's memory is for its members that are in use.
+        shared = options.get("context") or self.pool
+        key = None if shared else (specs, slots, self.max_tokens, self.budget, self.device, options)
         spare = spares.take(key) if key else None
         if spare is not None:
             return spare, (key, spares.users(spare))
-        kv = KVCache(specs, slots, self.max_tokens, self.budget or default_budget(self.device), **options)
+        kv = KVCache(specs, slots, self.max_tokens, self._most(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
             kv.close()
@@ -168,6 +166,10 @@ class Rows:
         for slot in range(slots):
             kv.alloc_reqid(slot=slot)
         return kv, (key, spares.users(kv)) if key else None
+
+    def _most(self) -> int:
+        """The budget in bytes; in a pool, the largest one."""
+        return self.budget or (self.pool.budget if self.pool else default_budget(self.device))
 
     @staticmethod
     def _pairs(kv: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -203,14 +205,17 @@ class Rows:
     def _rebuild(self, slots: int) -> None:
         """Move the rows to tensors of other shapes, or with more slots."""
         lengths = self._lengths
-        new = self._copied(slots)
+        least = self.options.get("pool_min", 0)
+        new = self._copied(slots, pool_min=0) if least else self._copied(slots)  # the old tensors have it until the end
         self._end()
+        if self.pool and least:
+            self.pool.set_share(new[0], least, self._most())
         self._take(*new)
         self._lengths[: len(lengths)] = lengths
 
-    def _copied(self, slots: int) -> tuple[KVCache, Kind]:
+    def _copied(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
         """A `KVCache` with the current shapes and copies of the rows, in the same slots."""
-        new, kind = self._create(slots)
+        new, kind = self._create(slots, **more)
         try:
             lengths = np.zeros(slots, np.int32)
             lengths[: len(self._lengths)] = self._lengths
@@ -291,7 +296,7 @@ class Rows:
             self._order_steps()
             # A run of pages is mapped as fast as one page: a prompt takes what the first decode steps need with it.
             ahead = AHEAD if tokens > 1 and not any(self.windows) else 0
-            if not ahead or self._try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
+            if not ahead or try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
                 self._back(self.kv, want)
             self._lengths = want
         if any(self.windows):
@@ -388,12 +393,12 @@ class Rows:
         self._fence = fence
 
     def _back(self, kv: KVCache, lengths: Int32s) -> None:
-        short = self._try_step(kv, lengths)
+        short = try_step(kv, lengths)
         if short:
             spares.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory that torch caches can become pages
-            short = self._try_step(kv, lengths)
+            short = with_pool(kv, partial(try_step, kv, lengths))
         if short:
             live, stats = int((lengths > 0).sum()), kv.stats()
             raise OutOfMemory(
@@ -401,16 +406,8 @@ class Rows:
                 f"{live} sequences of up to {int(lengths.max())} tokens: {short * kv.page_size / MIB:.1f} MiB of pages "
                 f"are missing ({stats.held_pages * kv.page_size / MIB:.1f} MiB held, budget "
                 f"{stats.budget_pages * kv.page_size / MIB:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
-                "raise budget; the cache is unchanged",
+                f"{what_helps(kv)}; the cache is unchanged",
             )
-
-    @staticmethod
-    def _try_step(kv: KVCache, lengths: Int32s) -> int:
-        """0, or the number of missing pages."""
-        try:
-            return kv.missing_pages if kv.step(lengths) else 0
-        except OutOfMemory:
-            return 1
 
     # ---- sequences -------------------------------------------------------------------------------------------
 
@@ -525,11 +522,12 @@ class Rows:
                     self._empty(slot)
                 if not lengths[s]:
                     continue
-                if self.kv.attach_prefix(prefixes[s], slot):
+                if with_pool(self.kv, partial(self.kv.attach_prefix, prefixes[s], slot)):
                     raise OutOfMemory(
                         errno.ENOMEM,
                         f"{self.kv.missing_pages} pages are missing for {len(new)} sequences of up to {max(lengths)} "
-                        "tokens: lower the batch, the beams or max_new_tokens, or raise budget; the cache is empty now",
+                        f"tokens: lower the batch, the beams or max_new_tokens, or {what_helps(self.kv)}; the cache is "
+                        "empty now",
                     )
                 self._lengths[slot] = lengths[s]
         finally:
@@ -559,10 +557,12 @@ class Rows:
         if not self._swapped:
             return
         for slot in np.flatnonzero(self._lengths).tolist():
-            if self.kv.slot(slot).state == "swapped" and self.kv.swap_in(slot):
+            if self.kv.slot(slot).state != "swapped":
+                continue
+            if with_pool(self.kv, partial(self.kv.swap_in, slot)):
                 raise OutOfMemory(
                     errno.ENOMEM,
                     f"{self.kv.missing_pages} pages are missing to move {self.batch} sequences back from CPU memory: "
-                    "free other memory, lower the batch, or raise budget",
+                    f"free other memory, lower the batch, or {what_helps(self.kv)}",
                 )
         self._swapped = False

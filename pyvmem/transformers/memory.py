@@ -1,0 +1,64 @@
+"""The memory of a `VMemCache`: how much it may have, and what it does when that is short.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv import KVCache, Lengths
+
+POOL_SECONDS = 5.0  # that a call waits for the memory of other members of its pool
+
+
+def default_budget(device: torch.device) -> int:
+    """The default budget in bytes: the GPU's free memory, or half of the machine's memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def try_step(kv: KVCache, lengths: Lengths) -> int:
+    """0, or the number of missing pages."""
+    try:
+        return kv.missing_pages if kv.step(lengths) else 0
+    except OutOfMemory:
+        return 1
+
+
+def with_pool(kv: KVCache, attempt: Callable[[], int]) -> int:
+    """What an attempt returns, repeated while other members of the cache's pool give memory back. 0: it had enough."""
+    pool = kv.options.pool
+    short, until = attempt(), time.monotonic() + POOL_SECONDS
+    while short and pool and kv.shortage.coming_pages and (left := until - time.monotonic()) > 0:
+        if pool.wait(kv, left) == "refused":
+            break
+        short = attempt()
+    return short
+
+
+def leave_pool(kv: KVCache) -> None:
+    """Give a member's memory to the others. Views of its rows may keep the cache for longer."""
+    if kv.options.pool:
+        for slot in range(kv.slots):
+            kv.free_reqid(slot)
+        kv.reclaim()
+
+
+def what_helps(kv: KVCache) -> str:
+    """What helps if memory is short, besides a smaller batch."""
+    shortage = kv.shortage
+    if shortage.reason == "device":
+        return "free memory on the device, which has less than the budget"
+    if shortage.reason == "mappings":
+        return "raise vm.max_map_count, or use a larger page_size"
+    if kv.options.pool is None:
+        return "raise budget"
+    return f"use a pool with a larger budget (the pool gives no more: {shortage.refusal or 'others need it'})"

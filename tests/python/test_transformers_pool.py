@@ -1,0 +1,82 @@
+"""Several models' `VMemCache` in one pool: memory goes to the model that generates.
+
+SPDX-License-Identifier: MIT
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from generations import generate, make_cache, reference, single_thread  # noqa: E402, F401
+from tiny_models import prompts, tiny_model  # noqa: E402
+
+import pyvmem  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PAGES = 24  # of the pool; a sequence needs one page in each of two tensors for each `rows`
+
+
+@pytest.fixture
+def page(backend):
+    with pyvmem.Context(backend) as context:
+        return min(context.page_sizes)
+
+
+@pytest.fixture
+def rows(page):
+    return page // (2 * 2 * 16 * 4)
+
+
+def models(device):
+    return [tiny_model(name, device=device, max_position_embeddings=16384) for name in ("llama", "qwen3")]
+
+
+def forward(model, ids, cache):
+    model.set_attn_implementation("vmem")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+
+
+def test_what_one_model_keeps_the_other_can_have(make, device, page, rows):
+    with pyvmem.KVPool(PAGES * page) as pool:
+        both = [(model, make(model, pool=pool, pool_min=2 * page)) for model in models(device)]
+        for _ in range(2):
+            for model, cache in both:
+                forward(model, prompts(2, 4 * rows, device=device), cache)  # 16 pages, and some ahead
+                assert cache.stats().needed_pages >= 16
+                cache.reset()
+                ids = prompts(3, 13, device=device)  # and a batch of another size, in other tensors
+                assert generate(model, ids, cache, "vmem").tolist() == reference(model, ids).tolist()
+                cache.reset()
+                assert sum(member.has for member in pool.members()) <= PAGES * page
+
+
+def test_what_a_model_needs_stays_and_the_other_is_told(make, device, page, rows):
+    with pyvmem.KVPool(PAGES * page) as pool:
+        (llama, kept), (qwen, short) = ((model, make(model, pool=pool)) for model in models(device))
+        ids = prompts(2, 4 * rows, device=device)
+        got = generate(llama, ids, kept, "vmem")
+        with pytest.raises(pyvmem.OutOfMemory, match="lower the batch.*use a pool with a larger budget"):
+            forward(qwen, ids, short)
+        kept.offload()
+        forward(qwen, ids, short)
+        with pytest.raises(pyvmem.OutOfMemory, match="to move 2 sequences back from CPU memory: .*larger budget"):
+            kept.prefetch()
+        short.close()
+        kept.prefetch()
+        again = torch.cat([got, got[:, :1]], 1)
+        assert generate(llama, again, kept, "vmem").tolist() == reference(llama, again).tolist()
+
+
+def test_a_guaranteed_minimum_moves_to_larger_tensors(make, device, page):
+    with pyvmem.KVPool(PAGES * page) as pool:
+        model = models(device)[0]
+        cache = make(model, pool=pool, pool_min=PAGES // 2 * page + page)
+        ids = prompts(2, device=device)
+        forward(model, ids, cache)
+        cache.batch_repeat_interleave(2)  # over what the first tensors have slots for
+        assert [member.min for member in pool.members() if member.min] == [PAGES // 2 * page + page]
+        assert cache.get_seq_length() == ids.shape[1]
+        cache.reset()
+        assert generate(model, ids, cache, "vmem").tolist() == reference(model, ids).tolist()
