@@ -1,7 +1,8 @@
-"""The published state of KV caches: one small file per cache, which ``pyvmem top`` reads.
+"""The published state of KV caches: one link per cache, which ``pyvmem top`` follows.
 
-A file holds a ``struct vmem_kv_view`` (vmem_kv.h), which the cache's native code keeps up to date in place. The folder
-is ``$XDG_RUNTIME_DIR/pyvmem``, or ``pyvmem-UID`` in the folder for temporary files.
+It leads to a ``struct vmem_kv_view`` (vmem_kv.h) in memory of the cache's process, which the cache's native code keeps
+up to date in place. The folder of the links is ``$XDG_RUNTIME_DIR/pyvmem``, or ``pyvmem-UID`` in the folder for
+temporary files.
 
 SPDX-License-Identifier: MIT
 """
@@ -166,9 +167,13 @@ class View:
 
 
 def _read(path: str | os.PathLike[str]) -> Any:
-    """A copy of the structure in a file of this user, or None. A mapping would fault if the file were truncated."""
+    """A copy of the structure in a file of this user, or None.
+
+    The path is a link to the memory of the process that has the cache, which nobody can truncate. Whatever else is
+    there is copied, not mapped: a file that becomes shorter cannot harm a reader.
+    """
     size = ffi.sizeof("struct vmem_kv_view")
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
@@ -255,7 +260,7 @@ def want_budget(view: View, bytes: int) -> None:
     bytes = check_budget(view, bytes)
     if _read(view.path) is None:
         raise ValueError(f"{view.path} must be a view")
-    file = os.open(view.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = os.open(view.path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(file, bytes.to_bytes(8, sys.byteorder), _offset("wanted_budget"))
     finally:

@@ -579,8 +579,9 @@ struct vmem_kv_view {
     struct vmem_kv_pool_member pool; // the member's row; size 0: in no pool
     char pool_path[256];             // where its file is, if it has one; or the end of the path
 };
-// Creates a file at path (mode 0600) that holds a struct vmem_kv_view, and updates it at every step and change without
-// system calls. vmem_kv_destroy removes the file.
+// Makes path a link to memory of this process (mode 0600) that holds a struct vmem_kv_view, and updates it at every step
+// and change without system calls. Other processes open the path and read; nobody can truncate it. vmem_kv_destroy
+// removes the link.
 int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name);
 
 #ifdef __cplusplus

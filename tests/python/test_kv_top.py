@@ -77,7 +77,23 @@ def test_a_file_that_is_no_view_is_passed_over(folder):
     with make():
         (folder / f"{os.getpid()}-junk.kv").write_bytes(b"x" * 10000)
         (folder / f"{os.getpid()}-empty.kv").touch()
+        (file,) = (file for file in folder.iterdir() if file.is_symlink())
+        (folder / f"{os.getpid()}-cut.kv").write_bytes(file.read_bytes()[:500])
+        (folder / f"{os.getpid()}-gone.kv").symlink_to("/proc/1/fd/99999")
         assert len(kv_view.read_views()) == 1
+
+
+def test_nobody_can_cut_a_view_short(folder):
+    """The cache writes to it without a system call, and would die of a file that has become shorter."""
+    with make() as cache:
+        (file,) = folder.iterdir()
+        for size in (0, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.truncate(file, size)
+        slot = cache.alloc_reqid(10)
+        assert cache.step([10 if s == slot else 0 for s in range(4)]) == 0
+        cache.free_reqid(slot)
+        assert kv_view.read_views()[0].stats["allocs"] == 1
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(folder):

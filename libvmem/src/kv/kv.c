@@ -287,8 +287,10 @@ void vmem_kv_destroy(vmem_kv *kv)
         munmap(kv->pages, kv->pages_bytes);
     if (kv->joined)
         munmap(kv->joined, kv->joined_bytes);
-    if (kv->view)
+    if (kv->view) {
         munmap(kv->view, sizeof(*kv->view));
+        close(kv->view_fd);
+    }
     free(kv->view_path);
     free_grow(&kv->grow);
     free_grow(&kv->worker_grow);

@@ -230,6 +230,7 @@ struct vmem_kv {
     _Atomic bool long_call;        // a public call has state and may be calling core; shown is older
     struct vmem_kv_view *view;
     char *view_path;
+    int view_fd;
     struct kv_member *member; // of a pool; NULL: of none
     struct kv_member *left;   // the same while the cache is destroyed
     uint64_t portion;         // pages that the worker gives back in one call while others wait for them

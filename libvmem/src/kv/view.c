@@ -3,9 +3,11 @@
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "kv/kv.h"
@@ -21,21 +23,37 @@ void vmem__kv_publish_stats(vmem_kv *kv)
     __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
 }
 
-static int make_view(const char *path, struct vmem_kv_view **out)
+// Memory that nobody can truncate: the manager writes to it without system calls, and would die of a shorter file.
+static int sealed_memory(size_t size)
 {
-    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    int fd = memfd_create("vmem-view", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
-        return vmem__error(-errno, "path %s: %s", path, strerror(errno));
-    struct vmem_kv_view *v = MAP_FAILED;
-    // Allocate the file's blocks, so that a full file system is an error here and not a signal later.
-    int rc = -posix_fallocate(fd, 0, sizeof(*v));
-    if (!rc) {
-        v = mmap(NULL, sizeof(*v), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        rc = v == MAP_FAILED ? -errno : 0;
+        return -errno;
+    // Allocate it now, so that a lack of memory is an error here and not a signal later.
+    int rc = -posix_fallocate(fd, 0, (off_t)size);
+    if (!rc && (fchmod(fd, 0600) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)))
+        rc = -errno;
+    if (rc)
+        close(fd);
+    return rc ? rc : fd;
+}
+
+// The path becomes a link to the memory, by way of this process's descriptor.
+static int make_view(const char *path, int *fd, struct vmem_kv_view **out)
+{
+    char target[64];
+    *fd = sealed_memory(sizeof(**out));
+    if (*fd < 0)
+        return vmem__error(*fd, "no memory for a view: %s", strerror(-*fd));
+    struct vmem_kv_view *v = mmap(NULL, sizeof(*v), PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    int rc = v == MAP_FAILED ? -errno : 0;
+    snprintf(target, sizeof target, "/proc/%d/fd/%d", (int)getpid(), *fd);
+    if (!rc && symlink(target, path)) {
+        rc = -errno;
+        munmap(v, sizeof(*v));
     }
-    close(fd);
     if (rc) {
-        unlink(path);
+        close(*fd);
         return vmem__error(rc, "path %s: %s", path, strerror(-rc));
     }
     *out = v;
@@ -49,6 +67,7 @@ int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
         return rc;
     struct vmem_info info = {.size = sizeof info};
     struct vmem_kv_view *v = NULL;
+    int fd = -1;
     if (!path || !name)
         rc = vmem__error(-EINVAL, "path and name must not be NULL");
     else if (kv->view)
@@ -56,10 +75,11 @@ int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
     if (!rc)
         rc = vmem_context_info(kv->ctx, &info);
     if (!rc)
-        rc = make_view(path, &v);
+        rc = make_view(path, &fd, &v);
     if (rc)
         return vmem__kv_leave(kv, rc);
     kv->view_path = strdup(path);
+    kv->view_fd = fd;
     v->pid = (uint32_t)kv->pid;
     v->size = sizeof(*v);
     v->device = info.device;
