@@ -94,7 +94,8 @@ class KVAdmission(KVBase):
     def room(self, slot: SupportsIndex | None = None) -> int:
         """Return the most tokens the slot could have in the next step if no other slot grew.
 
-        None: a new request, which must leave the watermark free.
+        0: there is no memory for a step to the length that it has. None: a new request, which must leave the watermark
+        free.
         """
         if self._events:
             self._poll()

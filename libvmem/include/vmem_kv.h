@@ -177,8 +177,8 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
 // swapping in, reclaiming, another budget), and if the cache may have been idle. With SAME_SLOTS, only vmem_kv_check
 // adopts a budget that another process requested, so ranks can rely on each other's answers from one check to the next.
 int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-// Returns the most tokens that the slot could have in the next step if no other slot grew. Slot -1 means a new request,
-// which must leave the watermark free.
+// Returns the most tokens that the slot could have in the next step if no other slot grew, or 0 if there is no memory
+// for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied.
 // If the call fails, rows from `tokens` onward may be lost, but none before; call it again.

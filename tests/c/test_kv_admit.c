@@ -78,6 +78,36 @@ static void test_fit(uint32_t flags)
     vmem_kv_destroy(kv);
 }
 
+// A request that gives up shared rows lacks the rest of its tile, and has no room where there is no memory for that.
+static void test_room_for_a_tile(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_CHECK,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = 64,
+                                       .tile_rows = 64,
+                                       .page_size = test_page,
+                                       .budget = 3 * test_page};
+    uint32_t tokens;
+    uint64_t prefix;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    const uint32_t slot = start(40);
+    OK(vmem_kv_prefix_save(kv, slot, 40, &prefix));
+    OK(vmem_kv_truncate(kv, slot, 20)); // one page is copied, the other is the prefix's alone
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = 20;
+    CHECK_EQ(vmem_kv_check(kv, lengths, SLOTS, NULL), -ENOMEM);
+    OK(vmem_kv_room(kv, (int32_t)slot, &tokens));
+    CHECK_EQ(tokens, 0);
+    OK(vmem_kv_set_budget(kv, 4 * test_page));
+    OK(vmem_kv_room(kv, (int32_t)slot, &tokens));
+    CHECK_EQ(tokens, 64);
+    vmem_kv_destroy(kv);
+}
+
 // A caller from before the shortage had a watermark.
 static void test_older_shortage(void)
 {
@@ -127,6 +157,7 @@ int main(int argc, char **argv)
     test_start(argc, argv);
     ctx = test_context(0);
     test_fit(0);
+    test_room_for_a_tile();
     test_older_shortage();
     test_fit(VMEM_KV_LAZY);
     test_fit(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);

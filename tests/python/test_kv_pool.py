@@ -432,6 +432,15 @@ def test_a_process_that_is_stopped_holds_up_no_step(tmp_path):
             assert pool.wait(cache, 60) != "refused"
 
 
+def test_a_process_that_is_slow_with_the_lock_is_waited_for(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    for call in (pool.members, lambda: make(pool).close(), lambda: KVPool(path=tmp_path / "pool").close()):
+        with open(tmp_path / "pool", "r+b") as file:  # its end drops the lock
+            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
+            threading.Timer(0.2, file.close).start()
+            call()
+
+
 def test_the_file_goes_with_the_last_member(tmp_path):
     path = tmp_path / "pool"
     pool = KVPool(40 * MIB, path=path)

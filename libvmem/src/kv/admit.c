@@ -97,6 +97,9 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
         else
             most = middle - 1;
     }
+    // A request that was truncated may lack pages for the length that it has.
+    if (slot >= 0 && least == kv->slots[slot].tokens && !fits(kv, slot, least, others, limit))
+        least = 0;
     *tokens = least;
     if (held)
         vmem__kv_worker_release(kv);

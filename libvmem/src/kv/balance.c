@@ -155,7 +155,7 @@ int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, 
 int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why)
 {
     vmem_kv_pool *pool = m->pool;
-    int rc = vmem__kv_share_begin(pool, true);
+    int rc = vmem__kv_share_begin_call(pool);
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;

@@ -249,7 +249,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
     vmem__kv_worker_hold(kv);
     pthread_mutex_lock(&pool->lock);
     bool head = false;
-    rc = vmem__kv_share_begin(pool, true);
+    rc = vmem__kv_share_begin_call(pool);
     if (!rc) {
         vmem__kv_share_bury(pool);
         rc = enter_table(pool, m, &head);
@@ -314,9 +314,9 @@ void vmem__kv_pool_left(vmem_kv *kv)
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
+    const bool begun = !vmem__kv_share_begin_call(pool);
     for (at = &pool->members; *at != m; at = &(*at)->next)
         ;
-    const bool begun = !vmem__kv_share_begin(pool, true);
     *at = m->next;
     // Even if the table cannot be locked, other members then find nobody alive in this place.
     vmem__kv_share_give(pool, m->place);
@@ -405,7 +405,7 @@ static int refresh(vmem_kv_pool *pool)
     if (pool->pid != getpid())
         return vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
     pthread_mutex_lock(&pool->lock);
-    int rc = vmem__kv_share_begin(pool, true);
+    int rc = vmem__kv_share_begin_call(pool);
     if (!rc) {
         vmem__kv_share_bury(pool);
         vmem__kv_share_end(pool, false);

@@ -106,6 +106,8 @@ void vmem__kv_share_close(vmem_kv_pool *pool);
 // Locks the file and reads the table. wait: for some ms at most; else not at all. -EAGAIN: another process is at it;
 // -EBADMSG: what is there is no table.
 int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait);
+// The same for calls that may take long: tries for a second, and lets others have the pool's lock meanwhile.
+int vmem__kv_share_begin_call(vmem_kv_pool *pool);
 // Writes the head, if it changed, and members' rows that changed, and unlocks the file.
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head);
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.

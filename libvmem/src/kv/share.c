@@ -22,6 +22,7 @@
 #define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
 #define OPEN_BYTE (1 + VMEM_KV_POOL_MEMBERS)
 #define WAIT_US 50000
+#define CALL_US 1000000
 #define WAIT_STEP_US 100
 
 static int lock_byte(int fd, short type, off_t at, int command, short *found)
@@ -33,10 +34,10 @@ static int lock_byte(int fd, short type, off_t at, int command, short *found)
     return rc == -EACCES ? -EAGAIN : rc;
 }
 
-static int lock_table(int fd, bool wait)
+static int lock_table(int fd, unsigned most_us)
 {
     int rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
-    for (unsigned us = 0; rc == -EAGAIN && wait && us < WAIT_US; us += WAIT_STEP_US) {
+    for (unsigned us = 0; rc == -EAGAIN && us < most_us; us += WAIT_STEP_US) {
         const struct timespec step = {.tv_nsec = WAIT_STEP_US * 1000};
         nanosleep(&step, NULL);
         rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
@@ -75,7 +76,7 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
 
 int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
 {
-    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, wait);
+    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, wait ? WAIT_US : 0);
     if (rc && wait)
         return vmem__error(rc, "path %s: another process holds the pool's lock", pool->path);
     if (rc)
@@ -87,6 +88,19 @@ int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
     for (const struct kv_member *m = pool->members; m; m = m->next)
         pool->table.rows[m->place] = m->row; // our own rows in memory are authoritative
     return 0;
+}
+
+int vmem__kv_share_begin_call(vmem_kv_pool *pool)
+{
+    const struct timespec pause = {.tv_nsec = WAIT_STEP_US * 1000};
+    int rc = vmem__kv_share_begin(pool, true);
+    for (unsigned us = WAIT_US; rc == -EAGAIN && us < CALL_US; us += WAIT_US) {
+        pthread_mutex_unlock(&pool->lock);
+        nanosleep(&pause, NULL);
+        pthread_mutex_lock(&pool->lock);
+        rc = vmem__kv_share_begin(pool, true);
+    }
+    return rc;
 }
 
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
@@ -157,7 +171,7 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
         return vmem__error(-EINVAL, "path %s is no regular file", path);
     if (st.st_uid != geteuid() || st.st_mode & 077)
         return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
-    int rc = lock_table(pool->fd, true);
+    int rc = lock_table(pool->fd, CALL_US);
     if (rc)
         return vmem__error(rc, "path %s: %s", path, rc == -EAGAIN ? "another process holds its lock" : strerror(-rc));
     *again = fstat(pool->fd, &st) || !st.st_nlink;
