@@ -87,6 +87,8 @@ def vmem_attention(
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     handover = getattr(key, "vmem", None)
+    if handover is not None and value is not handover.returned:
+        _same_value(handover, value)
     if handover is not None and attention_mask is None and s_aux is None and position_bias is None and not dropout:
         causal = kwargs.get("is_causal")
         out = _step_again(module, handover, query, key, value, scaling, sliding_window, softcap, causal)
@@ -119,6 +121,16 @@ def vmem_attention(
     if handover.value is not None:
         return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0), None
     return _by_length(layer, plan, query, scaling, window, softcap or 0.0), None
+
+
+def _same_value(handover: Handover, value: torch.Tensor) -> None:
+    """Raises RuntimeError if a model does not attend over what its cache returned."""
+    if handover.returned.shape != value.shape or handover.returned.data_ptr() != value.data_ptr():
+        handover.layer.rows.pending = None
+        raise RuntimeError(
+            f"layer {handover.layer.index} changed the values that the cache returned: use another attention than vmem "
+            "for this model"
+        )
 
 
 # ---- by lengths ---------------------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ class VMemCache(Cache):
         **options: Any,
     ) -> None:
         whole: Any = getattr(config, "config", config)
+        if not isinstance(whole, PreTrainedConfig):
+            raise TypeError(f"config must be a model of transformers or its configuration, not {type(config).__name__}")
         text: PreTrainedConfig = whole.get_text_config(decoder=True)
         types, kwargs = get_layer_types_and_kwargs(text)
         if max_tokens is None:
@@ -138,6 +140,8 @@ class VMemCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"layer {layer_idx}: the cache was created for a model of {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         return keys, values
@@ -153,8 +157,17 @@ class VMemCache(Cache):
 
     def reset(self) -> None:
         """Discard every sequence. The next batch may have another size. Pages are kept for it (`trim` frees them)."""
-        Cache.reset(self)
+        self._forget()
         self.rows.reset()
+
+    def _forget(self) -> None:
+        """Empty the layers. transformers' own keep states for the batch that they had; the next may be another."""
+        Cache.reset(self)
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                recording = layer.record_past
+                LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+                layer.record_past = recording
 
     def crop(self, tokens_to_remove: int) -> None:
         """Discard the last ``-tokens_to_remove`` tokens. A positive number is how many to keep; 0 changes nothing.
@@ -181,6 +194,8 @@ class VMemCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. The repetitions share its pages."""
         self._no_states("batch_repeat_interleave")
+        if not uint("repeats", repeats):
+            raise ValueError("repeats 0 must be at least 1")
         self._select([i for i in range(self.rows.batch) for _ in range(repeats)])
         for layer in self._others():
             layer.batch_repeat_interleave(repeats)
@@ -202,9 +217,11 @@ class VMemCache(Cache):
         if self.kv is None:
             return
         try:
-            self.rows.select(sources, in_order=not self._with_rows()[0].by_length)
+            # With the attention "vmem", too, some layers read their rows as one tensor: latents, sinks, chunks.
+            in_order = any(layer.viewed or not layer.by_length for layer in self._with_rows())
+            self.rows.select(sources, in_order)
         except MemoryError:
-            Cache.reset(self)
+            self._forget()
             raise
 
     # ---- memory ----------------------------------------------------------------------------------------------
@@ -228,7 +245,7 @@ class VMemCache(Cache):
         """Free all memory once no kernel reads it. Garbage collection of the cache does the same."""
         for layer in self._with_rows():
             layer.is_initialized = False
-        Cache.reset(self)
+        self._forget()
         self.rows.close()
 
     def __enter__(self) -> VMemCache:

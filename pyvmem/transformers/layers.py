@@ -23,13 +23,14 @@ class Handover:
     The tensor of keys that `VMemLayer.update` returns carries a `Handover` as its attribute ``vmem``.
     """
 
-    __slots__ = ("layer", "start", "tokens", "value", "plan")
+    __slots__ = ("layer", "start", "tokens", "value", "returned", "plan")
 
     def __init__(self, layer: VMemLayer, start: int, tokens: int, value: torch.Tensor) -> None:
         self.layer = layer
         self.start = start
         self.tokens = tokens
-        self.value: torch.Tensor | None = value
+        self.value: torch.Tensor | None = value  # None: its rows are stored
+        self.returned = value
         self.plan: Plan | None = None
 
     def write(
@@ -68,12 +69,14 @@ class VMemLayer(CacheLayerMixin):
         self.config = config
         self._settings = vars(config)
         self.length = 0  # columns, including padding
+        self.viewed = False  # whether a pass read the rows as one tensor, which needs the slots in order
         self.is_initialized = False
         self.asked: Any = None  # the last shape that the kernels were asked to take,
         self.taken = self.appends = False  # whether they take it, and whether decode stores the rows
         self.again: Again | None = None  # this layer's decode step, for one version of `rows`
         self.again_version = -1
         self._version = -1  # of `rows` when the views were created
+        self._like: tuple[int, ...] = ()  # the KV heads of its rows, and their dimension
 
     @property
     def dtype(self) -> Any:
@@ -100,7 +103,15 @@ class VMemLayer(CacheLayerMixin):
             self.rows.open(self.index, key_states, value_states, tile_rows(key_states, self.config, self.rows.windows))
         else:
             self.rows.open(self.index, key_states, value_states)
+        self._like = key_states.shape[1::2]
         self.is_initialized = True
+
+    def _other_rows(self, key: torch.Tensor) -> NoReturn:
+        heads, dim = self._like
+        raise ValueError(
+            f"layer {self.index} gives keys of {key.dtype}, {key.shape[1]} heads of {key.shape[3]}; the cache has "
+            f"{self.rows.dtype}, {heads} heads of {dim}: create another VMemCache for this model"
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -115,6 +126,8 @@ class VMemLayer(CacheLayerMixin):
         if key_states.requires_grad and torch.is_grad_enabled():
             raise ValueError("VMemCache does not support autograd: call the model under torch.no_grad()")
         start, tokens, rows = self.length, key_states.shape[2], self.rows
+        if key_states.dtype is not rows.dtype or key_states.shape[1::2] != self._like:
+            self._other_rows(key_states)
         # Latents of two widths (MLA) are expanded later, so the attention never sees them.
         if self.by_length and key_states.shape[3] == value_states.shape[3]:
             lost, rows.pending = rows.pending, None
@@ -134,6 +147,7 @@ class VMemLayer(CacheLayerMixin):
         self._k.narrow(2, start, tokens).copy_(key_states)
         self._v.narrow(2, start, tokens).copy_(value_states)
         self.length = start + tokens
+        self.viewed = True
         first = self._first(start)
         return self._k.narrow(2, first, self.length - first), self._v.narrow(2, first, self.length - first)
 
@@ -189,6 +203,7 @@ class VMemLayer(CacheLayerMixin):
         """
         if self._version != self.rows.version:
             self._bind()
+        self.viewed = True
         first = self._first(self.length if start is None else start)
         k, v = (t.narrow(2, first, self.length - first) for t in (self._k, self._v))
         return k, v
@@ -219,6 +234,7 @@ class VMemLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.length = 0
+        self.viewed = False
 
     def offload(self) -> None:
         self.rows.swap_out()

@@ -145,7 +145,7 @@ class Rows:
             parts = {f"kv{i}": (2, *k)} if k == v else {f"k{i}": k, f"v{i}": v}
             specs += [TensorSpec(name, shape, self.dtype, window) for name, shape in parts.items()]
         options = {"lazy": True, "generous": False, "eager": False, "name": "transformers", **self.options, **more}
-        if options.get("context") is None and self.device.type == "cpu":
+        if options.get("context") is None and options.get("backend") is None and self.device.type == "cpu":
             options["backend"] = "host"
         if options.get("context") is None:
             options["device"] = self.device.index or 0

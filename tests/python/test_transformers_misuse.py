@@ -1,0 +1,80 @@
+"""A VMemCache that another model, another batch or another attention than its own uses.
+
+SPDX-License-Identifier: MIT
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from generations import generate, make_cache, reference, single_thread  # noqa: E402, F401
+from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
+
+from pyvmem.transformers import VMemCache  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3"])
+def test_beams_where_our_attention_reads_all_sequences_as_one_tensor(name, make, device):
+    """Soft caps on a CPU, sinks, chunks and latents: sequence i must be in slot i."""
+    model, ids = tiny_model(name, device=device), prompts(2, device=device)
+    got = generate(model, ids, make(model), "vmem", num_beams=3)
+    assert got.tolist() == reference(model, ids, num_beams=3).tolist()
+
+
+@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "qwen3_next"])
+def test_another_batch_after_a_reset_of_linear_attention(name, make, device):
+    model, cache = tiny_model(name, device=device), None
+    cache = make(model)
+    for batch in (3, 2, 4):
+        ids = prompts(batch, device=device)
+        assert generate(model, ids, cache).tolist() == reference(model, ids).tolist()
+        cache.reset()
+
+
+def test_a_model_that_changes_the_values_is_refused(make, device):
+    """DiffLlama attends over each half of the values by itself."""
+    torch.manual_seed(1)
+    config = transformers.DiffLlamaConfig(**_BASE)
+    model, ids = transformers.DiffLlamaForCausalLM(config).to(device).eval(), prompts(device=device)
+    cache = make(model)
+    with pytest.raises(RuntimeError, match="layer 0 changed the values .* use another attention than vmem"):
+        generate(model, ids, cache, "vmem")
+    cache.reset()
+    assert generate(model, ids, cache).tolist() == reference(model, ids).tolist()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "vmem"])
+def test_another_models_rows_are_refused(attention, make, device):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    cache = make(model)
+    generate(model, ids, cache, attention)
+    cache.reset()
+    wide = tiny_model("llama", device=device, head_dim=32)
+    with pytest.raises(ValueError, match="2 heads of 32; the cache has torch.float32, 2 heads of 16: create another"):
+        generate(wide, ids, cache, attention)
+    cache.reset()
+    with pytest.raises(ValueError, match="keys of torch.bfloat16, .* the cache has torch.float32"):
+        generate(tiny_model("llama", device=device, dtype=torch.bfloat16), ids, cache, attention)
+    cache.reset()
+    with pytest.raises(ValueError, match="layer 2: the cache was created for a model of 2 layers"):
+        with torch.no_grad():
+            cache.update(torch.zeros(1, 2, 1, 16, device=device), torch.zeros(1, 2, 1, 16, device=device), 2)
+    cache.reset()
+    assert generate(model, ids, cache, attention).tolist() == reference(model, ids).tolist()
+
+
+def test_arguments_of_other_kinds():
+    for wrong in (None, "llama", {}):
+        with pytest.raises(TypeError, match="config must be a model of transformers or its configuration"):
+            VMemCache(wrong)
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="nope"):
+        generate(model, prompts(), VMemCache(model, backend="nope"))
+    with VMemCache(model, backend="host", name=None) as cache:
+        generate(model, prompts(), cache)
+        with pytest.raises(ValueError, match="repeats 0"):
+            cache.batch_repeat_interleave(0)
+        with pytest.raises(TypeError, match="repeats must be an integer"):
+            cache.batch_repeat_interleave(1.5)
+        assert cache.rows.batch == 3
