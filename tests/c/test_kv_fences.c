@@ -390,7 +390,7 @@ static void do_misuse(uint32_t s)
     }
     if (state != VMEM_KV_ACTIVE) {
         ERR(vmem_kv_step(kv, none, K_SLOTS, NULL), EINVAL, "but the slot is");
-        ERR(vmem_kv_grow(kv, s, 1, NULL), EINVAL, "but the slot is");
+        ERR(vmem_kv_grow(kv, s, 1, NULL), EINVAL, " is ");
         ERR(vmem_kv_truncate(kv, s, 0), EINVAL, " is ");
     }
     ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
