@@ -48,6 +48,18 @@ class SlotsBackend(FlashAttentionBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # how a request's rows are cut into parts depends on the other requests
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == "decoder"
 
