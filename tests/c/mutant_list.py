@@ -186,6 +186,13 @@ MUTANTS = [
          "test_kv_corners"),
         ("a lazy cache takes its neighbour's", "kv/memory.c", "return !some || kv->held + pages <= vmem__kv_limit(kv, pages);",
          "(void)some; return true;", "test_kv_corners"),
+        ("the pool hears of one request at a time", "kv/admit.c", "    vmem__kv_foresee(kv, most, true);\n", "    (void)most;\n",
+         "test_kv_pool"),
+        ("a step takes back the larger question", "kv/foresee.c",
+         "m->kv->foreseen ? KV_MAX(bytes, KV_MIN(m->row.needs, room)) : bytes;", "bytes;", "test_kv_pool"),
+        ("a giver keeps nothing to grow into", "kv/balance.c", "KV_MAX(kv->give_to, kv->held + next_pages(kv))", "kv->give_to",
+         "test_kv_pool"),
+        ("no memory is taken ahead", "kv/foresee.c", "    if (there >= pages)\n", "    if (there || pages)\n", "test_kv_pool"),
         ("an old cut is counted", "kv/pages.c", "    c->before = (struct kv_span){0}; // no span is cut\n", "",
          "test_kv_races"),
     ]

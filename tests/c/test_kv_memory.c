@@ -209,6 +209,33 @@ static void test_no_mappings(void)
     OK(vMemFree(ctx, filler));
 }
 
+// A request gets whole blocks, which 2 MiB entries can map, although there are parts of blocks, too.
+static void test_blocks_are_whole(void)
+{
+    vmem_page stray, page;
+    uint64_t offset;
+    uint32_t slot;
+    if (strcmp(test_backend, "stock") || test_page != VMEM_PAGE_64K)
+        return; // elsewhere memory is taken page by page, or every page is a block
+    vmem_kv *kv = make(VMEM_KV_LAZY, 4, 1000);
+    OK(vmem_trim(ctx, NULL));
+    OK(vMemCreate(ctx, test_page, 1, 0, &stray)); // in the smallest arena, of 8 blocks
+    OK(vmem_kv_alloc(kv, 3072, &slot));
+    OK(step(kv, slot, 3072, NULL)); // 3 blocks in each tensor
+    for (uint32_t t = 0; t < 4; t++) {
+        struct vmem_kv_layout l = {.size = sizeof l};
+        OK(vmem_kv_get_layout(kv, t, &l));
+        for (uint32_t b = 0; b < 3; b++) {
+            struct vmem_page_info info = {.size = sizeof info};
+            OK(vmem_query(ctx, l.addr + slot * l.slot_stride + b * VMEM_PAGE_2M, &page, &offset));
+            OK(vmem_page_query(ctx, page, &info));
+            CHECK_EQ(info.frame % 32, 0);
+        }
+    }
+    OK(vMemRelease(ctx, stray));
+    vmem_kv_destroy(kv);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -218,6 +245,7 @@ int main(int argc, char **argv)
     test_every_cache_keeps_what_it_took_ahead();
     test_a_full_budget_leaves_the_others_theirs();
     test_no_mappings();
+    test_blocks_are_whole();
     vmem_context_destroy(ctx);
     return 0;
 }
