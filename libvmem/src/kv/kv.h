@@ -201,6 +201,8 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 // ---- refs.c
 
 struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
+// Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
+void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page);
 static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     return kv->refs.used ? vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;

@@ -361,9 +361,13 @@ struct sharing {
 static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
+    const vmem_page *pages = kv_table(kv, &kv->groups[group], slot, 0);
+    const uint32_t end = KV_MIN(s->shared_hi, s->hi), ahead = 16;
     struct sharing found = {.end = s->lo};
     uint32_t shared = 0;
-    for (uint32_t p = s->lo; p < KV_MIN(s->shared_hi, s->hi); p++) {
+    for (uint32_t p = s->lo; p < end; p++) {
+        if (end - p > ahead)
+            vmem__kv_ref_expect(&kv->refs, pages[p + ahead]);
         const struct kv_ref *ref = kv_row(kv, slot, group, p);
         if (!ref)
             continue;

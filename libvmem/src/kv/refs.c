@@ -12,6 +12,15 @@ static uint64_t home(const struct kv_refs *r, vmem_page page)
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
+void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page)
+{
+    if (!r->used)
+        return;
+    const struct kv_ref *ref = &r->entries[home(r, page)];
+    __builtin_prefetch(ref);
+    __builtin_prefetch(&ref->mark); // many entries lie across two cache lines
+}
+
 struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page)
 {
     if (!r->used)
