@@ -20,7 +20,7 @@ import collections
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,21 @@ from pyvmem.kv import KVCache
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm.waits import Waits
 
-# (slot, first block, names of the blocks, how many of them exist already, whether the request is new)
-Operation = tuple[int, int, Sequence[int], int, bool]
+# (slot, first block, names of the blocks, how many of them exist already)
+Operation = tuple[int, int, Sequence[int], int]
+
+
+def in_order(ops: list[Operation]) -> Iterator[list[Operation]]:
+    """A step's operations in groups, each of which shares only blocks that exist or that groups before it write.
+
+    vLLM's scheduler lists resumed requests after new ones, although a new one may share what a resumed one writes.
+    """
+    while ops:
+        unwritten = {i for _, _, ids, hits in ops for i in ids[hits:]}
+        waits = [not unwritten.isdisjoint(ids[:hits]) for _, _, ids, hits in ops]
+        ready = [op for op, later in zip(ops, waits) if not later]
+        yield ready or ops
+        ops = [op for op, later in zip(ops, waits) if later] if ready else []
 
 
 class Fences(Protocol):
@@ -210,7 +223,7 @@ class RequestSlots:
             slot = self._alloc(len(ids) * self.block_tokens, hits * self.block_tokens)
             self._slots[index] = slot
             self._writers[slot] = Writer(slot)
-            self._ops.append((slot, 0, ids, hits, True))
+            self._ops.append((slot, 0, ids, hits))
             self.hit_blocks += hits
             self.waits.add("slot")
         self._blocks[index] = len(ids)
@@ -220,7 +233,7 @@ class RequestSlots:
     def extend(self, index: int, ids: Sequence[int]) -> Sequence[int]:
         """Add the request's next blocks. Returns the numbers to add to its table, often none."""
         first = self._blocks[index]
-        self._ops.append((self._slots[index], first, ids, 0, False))
+        self._ops.append((self._slots[index], first, ids, 0))
         self._blocks[index] = n = first + len(ids)
         return self._table(index) if n > self._tabled[index] else ()
 
@@ -235,7 +248,7 @@ class RequestSlots:
             ops, self._ops = self._ops, []
             self._trimmed = False
             if self.names is None:
-                for slot, first, ids, *_ in ops:
+                for slot, first, ids, _ in ops:
                     self._lengths[slot] = (first + len(ids)) * self.block_tokens
                 self._step()
             else:
@@ -283,50 +296,34 @@ class RequestSlots:
         return range(start + first, start + end)
 
     def _back_named(self, ops: list[Operation], names: BlockNames) -> None:
-        # Running requests come first, as in the schedule: a new one may share what they write in this step.
-        ops.sort(key=lambda op: op[4])
         # Reassigned names are dropped before anything is backed, because the scheduler counts on their pages.
-        changed = [i for _, _, ids, hits, _ in ops for i in ids[hits:]]
+        changed = [i for _, _, ids, hits in ops for i in ids[hits:]]
         self._dropped.difference_update(changed)
         self._drop(changed)
         self.waits.add("forget")
-        slots: list[int] = []
-        index: list[int] = []
-        ids: list[int] = []
-        written: list[tuple[Writer, Sequence[int]]] = []
-        fresh: set[int] = set()
-
-        def settle() -> None:
+        for group in in_order(ops):
+            slots: list[int] = []
+            index: list[int] = []
+            ids: list[int] = []
+            for slot, first, blocks, hits in group:
+                if hits:
+                    self.waits.go()
+                    names.attach(slot, blocks[:hits])
+                    self.waits.add("attach")
+                n = len(blocks)
+                self._lengths[slot] = (first + n) * self.block_tokens
+                slots += [slot] * (n - hits)
+                index += range(first + hits, first + n)
+                ids += blocks[hits:]
             self._step()
             if ids:
                 names.bind(*np.array((slots, index, ids), np.uint32))
-                for writer, new in written:
+                for slot, _, blocks, hits in group:
+                    writer, new = self._writers[slot], blocks[hits:]
                     self._named.update(dict.fromkeys(new, writer))
                     writer.wrote += len(new)
                     writer.named += len(new)
-            slots.clear()
-            index.clear()
-            ids.clear()
-            written.clear()
-            fresh.clear()
             self.waits.add("bind")
-
-        for slot, first, blocks, hits, _ in ops:
-            if hits:
-                if not fresh.isdisjoint(blocks[:hits]):
-                    settle()  # it shares what an earlier request writes in this step
-                self.waits.go()
-                names.attach(slot, blocks[:hits])
-                self.waits.add("attach")
-            n = len(blocks)
-            self._lengths[slot] = (first + n) * self.block_tokens
-            slots += [slot] * (n - hits)
-            index += range(first + hits, first + n)
-            new = blocks[hits:]
-            ids += new
-            written.append((self._writers[slot], new))
-            fresh.update(new)
-        settle()
 
     def _drop(self, ids: Iterable[int]) -> None:
         """Drop these blocks' names, where they have pages, and release pages that no slot has mapped."""

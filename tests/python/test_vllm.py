@@ -128,6 +128,20 @@ def test_a_request_may_share_what_another_writes_in_the_same_step():
     assert engine.cache.stats().attached_pages == 4
 
 
+def test_a_request_may_share_what_one_that_is_listed_after_it_writes_in_the_same_step():
+    engine = Engine(requests=3)
+    slots = engine.slots
+    slots.begin_step()
+    slots.start(0, [1, 2, 3, 4], 3 * TOKENS)  # 1 from the request below, and 2 and 3 from the last
+    slots.start(1, [1, 5], 0)
+    slots.start(2, [1, 2, 3], TOKENS)
+    slots.back()
+    assert engine.cache.stats().attached_pages == 4
+    rows = engine.cache.flat(0)[:, 0].view(-1, MOST)
+    rows[slots._slots[2], TOKENS] = 7  # in block 2
+    assert rows[slots._slots[0], TOKENS] == 7
+
+
 def test_pages_in_use_are_the_blocks_that_the_scheduler_knows():
     engine = Engine(requests=4)
     engine.run(engine.requests(25, shared=0.5))
