@@ -72,7 +72,7 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         most = vllm_config.scheduler_config.max_num_seqs
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        # Of each window: layers with and without one may share a group.
+        # By the window of their layers.
         self._works = {w: Work(most, device, w) for w in {window_of(layer.impl) for layer in layers.values()}}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

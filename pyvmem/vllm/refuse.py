@@ -29,8 +29,8 @@ def _config(c: Any) -> Iterator[str]:
 
 def _kv_cache(config: Any) -> Iterator[str]:
     if len(config.kv_cache_groups) != 1:
-        yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (windows of several "
-               "sizes, Mamba, cross attention), which is not supported yet")  # fmt: skip
+        yield (f"the model has {len(config.kv_cache_groups)} groups of KV caches (sliding windows beside full "
+               "attention, Mamba, cross attention), which is not supported yet")  # fmt: skip
         return
     spec = config.kv_cache_groups[0].kv_cache_spec
     if type(spec).__name__ != "FullAttentionSpec":

@@ -205,8 +205,8 @@ def _full(spec: Any) -> Any:
 def get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
     """Make blocks whole pages, if necessary of several of vLLM's. Sliding windows keep passed blocks."""
     specs = original(runner)
-    windows = {s.sliding_window for s in specs.values() if getattr(s, "sliding_window", None)}
-    if len(windows) <= 1 and {type(s).__name__ for s in specs.values()} <= {"FullAttentionSpec", "SlidingWindowSpec"}:
+    # FlashAttention takes the window from its group's spec, so layers of one group must have the same.
+    if len({(type(s).__name__, getattr(s, "sliding_window", None)) for s in specs.values()}) == 1:
         specs = {n: _full(s) if type(s).__name__ == "SlidingWindowSpec" else s for n, s in specs.items()}
     chosen = settings.read()
     rows = {s.page_size_bytes // s.block_size for s in specs.values()}

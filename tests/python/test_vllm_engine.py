@@ -358,7 +358,7 @@ def specs_of(monkeypatch, *windows):
     return list(worker.get_kv_cache_spec(lambda runner: made, None).values())
 
 
-@pytest.mark.parametrize("windows", [(None, None), (128, 128), (None, 128, 128)])
+@pytest.mark.parametrize("windows", [(None, None), (128, 128)])
 def test_layers_with_one_window_keep_their_blocks_and_are_one_group(monkeypatch, windows):
     specs = specs_of(monkeypatch, *windows)
     assert {type(s).__name__ for s in specs} == {"FullAttentionSpec"}
@@ -366,8 +366,9 @@ def test_layers_with_one_window_keep_their_blocks_and_are_one_group(monkeypatch,
     assert {s.page_size_bytes * len(specs) % PAGE for s in specs} == {0}
 
 
-def test_layers_with_several_windows_stay_several_groups(monkeypatch):
-    assert "SlidingWindowSpec" in {type(s).__name__ for s in specs_of(monkeypatch, None, 128, 256)}
+@pytest.mark.parametrize("windows", [(None, 128), (128, 256)])
+def test_layers_with_several_windows_stay_several_groups(monkeypatch, windows):
+    assert "SlidingWindowSpec" in {type(s).__name__ for s in specs_of(monkeypatch, *windows)}
 
 
 def test_the_pool_keeper_holds_back_no_more_than_one_request_needs():

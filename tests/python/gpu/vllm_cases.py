@@ -18,8 +18,7 @@ MANY = dict(max_num_seqs=128, kv_cache_memory_bytes=1 << 30)
 SLOTS = dict(on_vmem=dict(attention_backend="CUSTOM"))
 CACHED = dict(cached=True, uncached=False)
 TWO_GPUS = dict(tensor_parallel_size=2, disable_custom_all_reduce=True, block_size=64)  # whole pages of each GPU
-# gemma3 has layers with and without a window, window only such with one.
-FAMILIES = ("llama", "qwen3", "mistral", "phi3", "window", "gemma3", "qwen2_moe")
+FAMILIES = ("llama", "qwen3", "mistral", "phi3", "window", "qwen2_moe")
 # name: (settings of the engine, what is run with it)
 CASES = {
     "plain": ({}, "mixed"),
@@ -48,11 +47,12 @@ CASES = {
     **{f"{family}_{suffix}": (dict(MANY, shape=family, enable_prefix_caching=cached), "many")
        for family in FAMILIES for suffix, cached in CACHED.items()},
     **{f"slots_{family}_{suffix}": (dict(MANY, **SLOTS, shape=family, enable_prefix_caching=cached), "many")
-       for family in ("llama", "gemma3", "window", "qwen2_moe") for suffix, cached in CACHED.items()},
+       for family in ("llama", "window", "qwen2_moe") for suffix, cached in CACHED.items()},
     **{f"{family}_two_gpus_{suffix}": (dict(MANY, **TWO_GPUS, shape=family, enable_prefix_caching=cached), "many")
-       for family in ("llama", "qwen3", "gemma3") for suffix, cached in CACHED.items()},
+       for family in ("llama", "qwen3", "window") for suffix, cached in CACHED.items()},
     **{f"slots_{family}_two_gpus": (dict(MANY, **TWO_GPUS, **SLOTS, shape=family, enable_prefix_caching=True), "many")
-       for family in ("llama", "gemma3")},
+       for family in ("llama", "window")},
+    "refused_groups": (dict(shape="gemma3"), "mixed"),
     "refused": (dict(shape="mixtral"), "mixed"),  # vLLM's model runner V1 runs it
 }  # fmt: skip
 
