@@ -364,9 +364,12 @@ class VirtualTensor(Uncopyable):
         """Write the backed parts to a file (a path, or a binary file object); returns the bytes of data written.
 
         The file has a line that names the format, a line of JSON, and the parts' bytes in order. The JSON gives the
-        shape, the dtype and ``parts``: the first byte and the length of each. Nothing may commit or decommit meanwhile.
+        shape, the dtype and ``parts``: the first byte and the length of each. Waits for the GPU's kernels. Nothing
+        may commit or decommit meanwhile.
         """
         self._span(None, None)
+        if self.tensor.is_cuda:  # context.read does not wait for torch's kernels
+            torch.cuda.synchronize(self.tensor.device)
         parts = self._range.backed(0, self.nbytes)
         about = {"shape": list(self.tensor.shape), "dtype": str(self.tensor.dtype).split(".")[1], "parts": parts}
         with _open(file, "wb") as out:

@@ -84,6 +84,12 @@ def vmem_attention(
     Returns ``(output, None)``; the output is ``[batch, tokens, query_heads, head_dim]``. key, value: the results of the
     cache's ``update``, or any K and V of a model that runs without a `VMemCache`.
     """
+    if torch.compiler.is_compiling():
+        untraced: tuple[torch.Tensor, None] = _untraced(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap, s_aux, position_bias,
+            **kwargs,
+        )  # fmt: skip
+        return untraced
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     handover = getattr(key, "vmem", None)
@@ -121,6 +127,9 @@ def vmem_attention(
     if handover.value is not None:
         return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0), None
     return _by_length(layer, plan, query, scaling, window, softcap or 0.0), None
+
+
+_untraced = torch.compiler.disable(vmem_attention)  # native code cannot be traced
 
 
 def _same_value(handover: Handover, value: torch.Tensor) -> None:

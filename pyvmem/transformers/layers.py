@@ -121,6 +121,9 @@ class VMemLayer(CacheLayerMixin):
         Returns views of K and V of every column that the pass reads. For the attention ``"vmem"`` it returns the new
         rows unchanged, and that attention stores and reads them.
         """
+        if torch.compiler.is_compiling():
+            untraced: tuple[torch.Tensor, torch.Tensor] = _update_untraced(self, key_states, value_states)
+            return untraced
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad and torch.is_grad_enabled():
@@ -254,6 +257,10 @@ def cropped(length: int, tokens_to_remove: int | torch.Tensor) -> int:
     if tokens_to_remove > 0:
         return min(length, tokens_to_remove)
     return max(0, length + tokens_to_remove)
+
+
+# Under torch.compile: pages are mapped by native code, which cannot be traced.
+_update_untraced = torch.compiler.disable(VMemLayer.update)
 
 
 class VMemSlidingLayer(VMemLayer):

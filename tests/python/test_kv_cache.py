@@ -262,7 +262,7 @@ def test_fences_of_the_future_are_refused(backend):
 
 
 def test_a_shortage_says_why(backend):
-    with make(backend, pages=20) as cache:
+    with make(backend, pages=20, overlap=False, generous=False) as cache:
         for _ in range(4):
             slot = cache.alloc_reqid()
         cache.missing_pages = 5

@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from conftest import python  # noqa: E402
-from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, padding, pages_of_64_kib, reference, single_thread  # noqa: E402, F401
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
@@ -100,7 +100,7 @@ def test_beams(name, attention, side, make, device):
     assert got.tolist() == reference(model, ids, **options).tolist()
 
 
-def test_beams_share_pages(make, device):
+def test_beams_share_pages(make, device, small_pages):
     """Full pages are shared, so that beams of a long prompt need hardly more memory than one sequence."""
     model = tiny_model("llama", device=device, max_position_embeddings=4096)
     ids = prompts(1, 2048 + 100, device=device)
@@ -249,7 +249,7 @@ def test_crop_to_a_length(amount, make, device):
         same_next(model, ours, theirs, "vmem", device)
 
 
-def test_crop_gives_pages_back(make, device):
+def test_crop_gives_pages_back(make, device, small_pages):
     model = tiny_model("llama", device=device, max_position_embeddings=4096)
     cache = make(model)
     run(model, prompts(1, 3000, device=device), cache)
@@ -337,7 +337,7 @@ def test_only_live_rows_have_pages(make, device):
     assert sum(t.numel() for t in cache.kv.tensors) * 4 > 1 << 30
 
 
-def test_sliding_layers_give_rows_up(make, device):
+def test_sliding_layers_give_rows_up(make, device, small_pages):
     model = tiny_model("mistral", device=device, max_position_embeddings=20_000, sliding_window=64)
     cache = make(model)
     for seed in range(8):
@@ -348,7 +348,7 @@ def test_sliding_layers_give_rows_up(make, device):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "vmem"])
-def test_out_of_memory_names_what_to_lower_and_the_cache_goes_on(attention, make, device, backend):
+def test_out_of_memory_names_what_to_lower_and_the_cache_goes_on(attention, make, device, backend, small_pages):
     model = tiny_model("llama", device=device, max_position_embeddings=8192)
     page = min(pyvmem.Context(backend).page_sizes)
     cache = make(model, budget=8 * page)  # for 2 tensors: four pages each
@@ -448,7 +448,7 @@ def test_rows_that_are_held_are_no_other_caches(device, backend):
     other.close()
 
 
-def test_kept_memory_goes_when_memory_is_short_and_never_exceeds_the_limit(device, backend, monkeypatch):
+def test_kept_memory_goes_when_memory_is_short_and_never_exceeds_the_limit(device, backend, monkeypatch, small_pages):
     model, ids = tiny_model("llama", device=device), prompts(device=device)
     run(model, ids, VMemCache(model, backend=backend, name=None))
     gc.collect()

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, padding, pages_of_64_kib, reference, single_thread  # noqa: E402, F401
 from tiny_models import prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
@@ -84,7 +84,7 @@ def test_steps_that_cannot_be_captured_run_as_before(make, device):
     assert got.tolist() == reference(model, ids).tolist()
 
 
-def test_out_of_memory_in_a_captured_step(make, device, backend):
+def test_out_of_memory_in_a_captured_step(make, device, backend, small_pages):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = tiny_model("llama", device=device, dtype=dtype, max_position_embeddings=8192)
     page = min(pyvmem.Context(backend).page_sizes)

@@ -78,3 +78,14 @@ def test_arguments_of_other_kinds():
         with pytest.raises(TypeError, match="repeats must be an integer"):
             cache.batch_repeat_interleave(1.5)
         assert cache.rows.batch == 3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "vmem"])
+def test_a_compiled_model_leaves_native_code_untraced(attention, make, device):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    want = reference(model, ids, new=4).tolist()
+    model.forward = torch.compile(model.forward, backend="eager")
+    try:
+        assert generate(model, ids, make(model), attention, new=4).tolist() == want
+    finally:
+        torch._dynamo.reset()

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from generations import generate, make_cache, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, pages_of_64_kib, reference, single_thread  # noqa: E402, F401
 from tiny_models import prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
@@ -38,7 +38,7 @@ def forward(model, ids, cache):
         model(ids, past_key_values=cache)
 
 
-def test_what_one_model_keeps_the_other_can_have(make, device, page, rows):
+def test_what_one_model_keeps_the_other_can_have(make, device, page, rows, small_pages):
     with pyvmem.KVPool(PAGES * page) as pool:
         both = [(model, make(model, pool=pool, pool_min=2 * page)) for model in models(device)]
         for _ in range(2):
@@ -52,7 +52,7 @@ def test_what_one_model_keeps_the_other_can_have(make, device, page, rows):
                 assert sum(member.has for member in pool.members()) <= PAGES * page
 
 
-def test_what_a_model_needs_stays_and_the_other_is_told(make, device, page, rows):
+def test_what_a_model_needs_stays_and_the_other_is_told(make, device, page, rows, small_pages):
     with pyvmem.KVPool(PAGES * page) as pool:
         (llama, kept), (qwen, short) = ((model, make(model, pool=pool)) for model in models(device))
         ids = prompts(2, 4 * rows, device=device)
