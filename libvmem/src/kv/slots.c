@@ -123,6 +123,16 @@ static bool has_pages(const vmem_kv *kv, uint32_t slot)
     return some;
 }
 
+void vmem__kv_keep_budget(vmem_kv *kv)
+{
+    if (kv->held <= kv->budget_pages || kv->giving)
+        return;
+    vmem__kv_worker_hold(kv);
+    if (kv->held > kv->budget_pages) // the worker may have reclaimed pages meanwhile
+        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
+    vmem__kv_worker_release(kv);
+}
+
 int vmem__kv_free(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
@@ -154,12 +164,8 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     s->skip = false;
     idle->parked = ++kv->clock;
     kv->n_ending -= waits;
-    if (kv->held > kv->budget_pages && !kv->giving) { // the budget shrank while the request ran
-        vmem__kv_worker_hold(kv);
-        if (kv->held > kv->budget_pages) // the worker may have reclaimed pages meanwhile
-            vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
-        vmem__kv_worker_release(kv);
-    }
+    if (!kv->stepping)
+        vmem__kv_keep_budget(kv);
     vmem__kv_worker_wake(kv);
     return 0;
 }

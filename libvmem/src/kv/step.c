@@ -189,12 +189,15 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
     if (missing)
         *missing = 0;
     int rc = vmem__kv_check_lengths(kv, lengths, n);
+    const bool ends = kv->n_ending || zero_ends;
+    kv->stepping = true;
     if (kv->n_ending && !rc)
         rc = end_before(kv, lengths);
     if (!rc && zero_ends) {
         vmem__kv_may_take_long(kv);
         rc = vmem__kv_end_absent(kv, lengths);
     }
+    kv->stepping = false;
     if (!rc)
         rc = vmem__kv_plan(kv, plan, lengths, &waited);
     if (rc || plan->extends || kv->windows)
@@ -210,6 +213,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
     } else {
         commit(kv, plan, lengths);
     }
+    if (ends) // now, since a check counts on the pages that ended requests left for this step
+        vmem__kv_keep_budget(kv);
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
     if (kv->view && __atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) && !(kv->flags & VMEM_KV_SAME_SLOTS))
