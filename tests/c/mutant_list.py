@@ -195,6 +195,26 @@ MUTANTS = [
         ("no memory is taken ahead", "kv/foresee.c", "    if (there >= pages)\n", "    if (there || pages)\n", "test_kv_pool"),
         ("an old cut is counted", "kv/pages.c", "    c->before = (struct kv_span){0}; // no span is cut\n", "",
          "test_kv_races"),
+        # pools, admission, hashes and fences
+        ("a claim goes over the maximum", "kv/balance.c", "KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));",
+         "vmem__kv_pool_free(pool, m);", "test_kv_pool"),
+        ("requests keep nothing from the pool", "kv/balance.c", "return KV_MAX(min, fixed + margin);", "return min + (fixed & 0 & margin);",
+         "test_kv_pool"),
+        ("a grant does not arrive", "kv/balance.c", "    m->kv->budget_pages += pages;\n", "", "test_kv_pool"),
+        ("a question is refused at once", "kv/balance.c", "if (r->looked < m->row.asked || r->giving)", "if (0)",
+         "test_kv_pool"),
+        ("a cache joins twice", "kv/pool.c", "else if (kv->member)", "else if (0)", "test_kv_pool"),
+        ("a member that leaves stays in the table", "kv/share.c", "    empty_row(pool, place);\n    if (pool->fd >= 0)\n        lock_byte",
+         "    if (pool->fd >= 0)\n        lock_byte", "test_kv_pool"),
+        ("a block is found at another place", "kv/hash_attach.c", " || h->blocks[i].index != *blocks", "", "test_kv_hash"),
+        ("admission forgets the watermark", "kv/admit.c", "most = KV_MAX(want, before + copied) + back;",
+         "most = KV_MAX(want, before + copied);", "test_kv_admit"),
+        ("room forgets the tile", "kv/admit.c", "if (slot >= 0 && least == kv->slots[slot].tokens &&", "if (0 &&",
+         "test_kv_admit"),
+        ("a fence may lie ahead", "kv/fence.c", "    if (step > kv->step)\n", "    if (0)\n",
+         "test_kv_swap_after test_kv_fences"),
+        ("a step leaves its growth staged", "kv/step.c", "        if (lengths[s])\n            vmem__kv_unstage", "        if (0)\n            vmem__kv_unstage",
+         "test_kv_grow"),
     ]
 ]
 # fmt: on

@@ -84,6 +84,8 @@ static void test_life(void)
     add(first, 1, 5);
     CHECK_EQ(peek(1), 80);
     CHECK_EQ(peek(2), 0);
+    OK(vmem_kv_hash_peek(kv, hashes_of(1) + 1, 2, &tokens)); // at another place
+    CHECK_EQ(tokens, 0);
     CHECK_EQ(stats().evictable_pages, 0);
     OK(vmem_kv_free(kv, first));
     CHECK_EQ(stats().evictable_pages, 6);

@@ -155,6 +155,27 @@ static void test_what_requests_hold_is_refused(void)
     vmem_kv_pool_destroy(pool);
 }
 
+static void test_shares_hold(void)
+{
+    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
+    const struct vmem_kv_share share = {.size = sizeof share};
+    join(pool, a, 0, 120, "a");
+    join(pool, b, 0, 0, "b");
+    ERR(vmem_kv_pool_join(pool, a, &share), EINVAL, "already");
+    uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
+    ERR(step(a, s, ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
+    CHECK(stats(a).budget_pages <= 120);
+    for (int i = 0; i < 10; i++) { // a minimum is not for others, whether the pool's thread has granted it or not
+        OK(vmem_kv_pool_set_share(a, 0, 120 * test_page));
+        OK(vmem_kv_pool_set_share(a, 100 * test_page, 120 * test_page));
+        ERR(step(b, t, ROWS), ENOMEM, "pages are missing");
+    }
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+}
+
 static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
 {
     struct vmem_kv_pool_member row = {.size = sizeof row};
@@ -415,6 +436,7 @@ int main(int argc, char **argv)
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
+    test_shares_hold();
     test_waiting_requests_are_foreseen(0);
     test_waiting_requests_are_foreseen(VMEM_KV_OVERLAP);
     test_a_step_leaves_the_larger_question();
