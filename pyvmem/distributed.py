@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _LOCAL = frozenset(
     (
         "absent_slots closed context expect flat groups keys last_step layout max_tokens metrics_json "
-        "metrics_prometheus options page_size same_slots set_watermark shortage slot slots specs stats step_maps "
-        "tensors tile_rows tokens values wait"
+        "metrics_prometheus options page_size same_slots set_watermark sharing shortage slot slots specs stats "
+        "step_maps swap_size tensors tile_rows tokens values wait"
     ).split()
 )
 
