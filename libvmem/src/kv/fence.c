@@ -95,6 +95,7 @@ int vmem__kv_retire(vmem_kv *kv, uint64_t step)
     if (!rc) {
         kv->retired = KV_MAX(vmem__kv_ended(kv), step);
         rc = vmem__kv_end_requests(kv);
+        vmem__kv_keep_budget(kv);
     }
     return vmem__kv_leave(kv, rc);
 }
@@ -131,7 +132,10 @@ int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     if (!rc)
         rc = vmem__kv_check_fence(kv, step);
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_free_after(kv, slot, step));
+    rc = rc ? rc : vmem__kv_free_after(kv, slot, step);
+    if (!rc)
+        vmem__kv_keep_budget(kv);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)

@@ -99,7 +99,8 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 
 // vmem_kv_free and vmem_kv_truncate, with the locks held and checked.
 int vmem__kv_free(vmem_kv *kv, uint32_t slot);
-void vmem__kv_keep_budget(vmem_kv *kv); // gives up what a smaller budget left above itself
+// Gives up what a smaller budget left above itself. Callers that end requests call it, a step only after its plan.
+void vmem__kv_keep_budget(vmem_kv *kv);
 int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // vmem_kv_free_after, likewise, for a step that was made.

@@ -164,8 +164,6 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
     s->skip = false;
     idle->parked = ++kv->clock;
     kv->n_ending -= waits;
-    if (!kv->stepping)
-        vmem__kv_keep_budget(kv);
     vmem__kv_worker_wake(kv);
     return 0;
 }
@@ -176,7 +174,10 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot)
     if (rc)
         return rc;
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_free(kv, slot));
+    rc = rc ? rc : vmem__kv_free(kv, slot);
+    if (!rc)
+        vmem__kv_keep_budget(kv);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)

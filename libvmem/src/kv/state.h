@@ -159,7 +159,6 @@ struct vmem_kv {
     uint32_t n_expected;
     uint64_t step, retired; // the last step; the last whose kernels have ended
     uint32_t n_ending;      // slots that are ENDING or SWAPPING
-    bool stepping;          // requests end before a step's plan, which may need their pages
     uint64_t closes;        // vmem_kv_destroy_after: the step
     bool closing;
     struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first

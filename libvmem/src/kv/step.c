@@ -190,14 +190,12 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
         *missing = 0;
     int rc = vmem__kv_check_lengths(kv, lengths, n);
     const bool ends = kv->n_ending || zero_ends;
-    kv->stepping = true;
     if (kv->n_ending && !rc)
         rc = end_before(kv, lengths);
     if (!rc && zero_ends) {
         vmem__kv_may_take_long(kv);
         rc = vmem__kv_end_absent(kv, lengths);
     }
-    kv->stepping = false;
     if (!rc)
         rc = vmem__kv_plan(kv, plan, lengths, &waited);
     if (rc || plan->extends || kv->windows)

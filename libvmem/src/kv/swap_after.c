@@ -81,5 +81,6 @@ int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byte
     kv->n_ending++;
     kv->retired = vmem__kv_ended(kv);
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
+    vmem__kv_keep_budget(kv);
     return vmem__kv_leave(kv, 0);
 }
