@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyvmem._checks import shown
 from pyvmem.attention.batch import Batch, Cache, Ints
 from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
 from pyvmem.attention.table import KERNELS, Choice, choose, demand, stops
@@ -326,7 +327,7 @@ def _attend(
 ) -> torch.Tensor:
     k, v = _layer(cache, layer)
     if not isinstance(q, torch.Tensor) or not q.dim():
-        raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {' '.join(repr(q).split()):.60}")
+        raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {shown(q)}")
     scale = _scale(softmax_scale, q.shape[-1])
     chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale, new)
     if out is not None:

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyvmem._checks import shown
+
 Ints = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
@@ -38,7 +40,7 @@ def _ints(name: str, values: Ints) -> npt.NDArray[np.int32]:
     except ValueError:  # of sequences that differ in length
         array = np.empty((0, 0))
     if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be a sequence of integers, not {' '.join(repr(values).split()):.60}")
+        raise TypeError(f"{name} must be a sequence of integers, not {shown(values)}")
     narrow: npt.NDArray[np.int32] = array.astype(np.int32)
     if (narrow != array).any():
         i = int(np.flatnonzero(narrow != array)[0])
