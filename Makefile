@@ -25,7 +25,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .PHONY: all help lib install venv bench lint format wheel clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
 .PHONY: test-gpu-c test-gpu-python
-.PHONY: test-vllm
+.PHONY: test-vllm test-vllm-alone test-vllm-together
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
 
@@ -76,7 +76,7 @@ mutants-c: ## Seeded faults in libvmem, each of which a C test must notice (4 mi
 fuzz-kv: lib ## The KV cache beside kernels that lag behind by 1 to 3 steps: 100,000 iterations of each (6 minutes)
 	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu fuzz-kv
 
-fuzz-kv-gpu: ## The same on a GPU, with nvcc and two steps in flight (5 minutes)
+fuzz-kv-gpu: ## The same on a GPU, with nvcc and two steps in flight; GPU_BACKEND=stock or cuda (1 to 6 minutes)
 	$(Q)$(MAKE) --no-print-directory -C tests/c fuzz-kv-gpu
 
 test-tsan: ## C tests under the thread sanitizer
@@ -101,10 +101,14 @@ test-gpu-c: lib # two programs make fewer steps than on the host, where a step t
 test-gpu-python: venv
 	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/python
 
-test-vllm: venv ## Compare vLLM on vMem with unmodified vLLM, on a GPU (needs vLLM)
-	$(Q)VMEM_TEST_VLLM=1 $(PY) -m pytest -q tests/python/gpu/test_vllm_answers.py \
-	    tests/python/gpu/test_vllm_scheduler.py tests/python/gpu/test_vllm_serve.py \
-	    tests/python/gpu/test_vllm_load.py
+test-vllm: test-vllm-alone test-vllm-together ## Compare vLLM on vMem with unmodified vLLM, on a GPU (needs vLLM); JOBS=6 pairs of engines at once
+
+VLLM_TESTS = VMEM_TEST_VLLM=1 VMEM_TEST_VLLM_PROCESSES=$(JOBS) $(PY) -m pytest -q --dist loadfile
+test-vllm-alone: venv # the second needs no GPU
+	$(Q)$(VLLM_TESTS) -n 2 $(addprefix tests/python/gpu/test_vllm_,sleep.py scheduler.py)
+
+test-vllm-together: venv
+	$(Q)$(VLLM_TESTS) -n 3 $(addprefix tests/python/gpu/test_vllm_,answers.py serve.py load.py)
 
 bench: venv ## Run every benchmark quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick

@@ -53,9 +53,10 @@ struct vmem_kv_tensor {
 #define VMEM_KV_SAME_SLOTS 0x20u
 #define VMEM_KV_CHECK 0x40u // verify the kernel rule and the bookkeeping at every operation (slow)
 #define VMEM_KV_LAZY 0x80u  // take device memory when pages are needed, not the whole budget at creation
-// Requests share no pages: saving a prefix and naming blocks return -EOPNOTSUPP. A prompt's pages, up to 32 MiB, may
-// then be created, mapped and unmapped together. The cuda backend maps them as fast as a single page. They have no
-// backdrop, so no kernel may read past whole tiles. Other backends always map consecutive pages at once.
+// Requests share no pages: saving a prefix and naming blocks return -EOPNOTSUPP. On a GPU, the tensors then have no
+// backdrop, which makes calls to the driver cheaper: no kernel may read past whole tiles, or from a slot without a
+// request. The cuda backend creates, maps and unmaps a prompt's pages together, up to 32 MiB, as fast as a single page.
+// Other backends always map consecutive pages at once.
 #define VMEM_KV_UNSHARED 0x100u
 // A length of 0 in vmem_kv_step ends the slot's request, as in microsoft/vattention. Without the flag, the request
 // takes no part and keeps its rows.
@@ -143,8 +144,8 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Declares that the kernels of all steps up to this one have ended; the caller saw an event or synchronised. Otherwise
 // the manager assumes it once `steps_in_flight` later steps have been called. -EINVAL: no such step yet.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
-// Not quiet. Frees the slot once the kernels of all steps up to this one have ended. Until then it is VMEM_KV_ENDING:
-// no call may name it, and its pages stay in use.
+// Not quiet. Frees the slot once the kernels of all steps up to this one have ended; at once if no step has accessed it.
+// Until then it is VMEM_KV_ENDING: no call may name it, and the pages that these kernels access stay in use.
 int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
 // Not quiet. vmem_kv_truncate while kernels of steps up to this one may access the rows. Returns -EBUSY and changes
 // nothing if shared pages would have to be replaced before those kernels have ended.
@@ -153,9 +154,10 @@ int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
 // Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
 // that the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: *missing more pages must
 // become free (NULL is allowed); free or swap out a request and try again.
-int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+//
 // With VMEM_KV_ZERO_ENDS, a step first ends every active request of length 0, as vmem_kv_free_after does after the last
 // step in which it took part. They stay ended if the step then finds too little memory. After -EINVAL, none has ended.
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
 // Builds a step request by request. vmem_kv_grow stages `tokens` tokens for the slot (0 removes it from the step). It
 // returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
 // performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
@@ -168,7 +170,11 @@ int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
 // in since. Their requests are waiting, or are over and were never freed. slots receives the first n, and *count the total number.
 int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count);
 
-// Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested.
+// Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested. Requests
+// that are VMEM_KV_ENDING count as running, and so do those that VMEM_KV_ZERO_ENDS would end: if it returns -ENOMEM, the
+// step may still find that they have ended. What others take in between, the step does not get: device memory that the
+// cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), and the free budget of a pool. The same holds
+// for all questions.
 int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
 // Returns 0 if steps up to these lengths will find memory whatever other processes do, otherwise -ENOMEM. Changes
 // nothing. It counts only memory that the cache has allocated from the device, which is none with LAZY or after an idle
@@ -177,10 +183,11 @@ int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mis
 // swapping in, reclaiming, another budget), and if the cache may have been idle. With SAME_SLOTS, only vmem_kv_check
 // adopts a budget that another process requested, so ranks can rely on each other's answers from one check to the next.
 int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-// Returns the most tokens that the slot could have in the next step if no other slot grew, or 0 if there is no memory
+// Returns the most tokens that the slot could have in the next step if it alone took part, or 0 if there is no memory
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied.
+// -ENODATA: a window has given up rows that the next token reads.
 // If the call fails, rows from `tokens` onward may be lost, but none before; call it again.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // Returns what vmem_kv_truncate would return now, and changes nothing.
@@ -302,15 +309,16 @@ struct vmem_kv_hash_config {
 int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config);
 // Adds blocks first, first + 1, ... of the slot, whose rows are written and will not be written again: block i has rows
 // [i * block_tokens, (i + 1) * block_tokens). Known blocks are not added again. *added (NULL is allowed) receives the
-// number of new ones, which is smaller if the cap is reached and all other blocks belong to running requests.
+// number of new ones, which is smaller if the cap is reached and all other blocks belong to running requests. If the call
+// fails, the first blocks may have been added; call it again.
 int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
                      size_t *added);
 // Returns in *tokens how many tokens of a request with these blocks are known, from its first block on. Changes
 // nothing, not even the order of use.
 int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
-// Quiet. Starts a newly allocated slot with the known ones of these blocks. Its length becomes *tokens (NULL is
-// allowed), which is 0 if none is known. The next token must be computed, so leave out a block that ends the prompt.
-// -ENOMEM as in vmem_kv_step: there is no memory for the copied page.
+// Starts a newly allocated slot, which no kernel accesses, with the known ones of these blocks. Its length becomes
+// *tokens (NULL is allowed), which is 0 if none is known. The next token must be computed, so leave out a block that
+// ends the prompt. -ENOMEM as in vmem_kv_step: there is no memory for the copied page.
 int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
                         uint64_t *missing);
 // Returns what vmem_kv_hash_attach would return now, with the same *tokens, if its memory sufficed, and *missing. Changes
@@ -399,9 +407,9 @@ struct vmem_kv_stats {
     uint64_t page_size;
     uint64_t budget_pages;
     uint64_t held_pages;   // exist
-    uint64_t needed_pages; // held for the lengths of active requests (a shared page counts once per slot)
+    uint64_t needed_pages; // held for the lengths of active and ending requests (a shared page counts once per slot)
     uint64_t kept_pages;   // of free slots, for reuse
-    uint64_t ahead_pages;  // of active slots, mapped ahead of need
+    uint64_t ahead_pages;  // of active and ending requests, mapped ahead of need
     uint64_t shared_pages; // mapped or held more than once
     uint64_t prefix_pages; // held by prefixes and by no slot
     uint64_t free_pages;   // what a step could get: the budget less what cannot be taken back
@@ -518,10 +526,11 @@ enum vmem_kv_answer {
 };
 enum vmem_kv_refusal {
     VMEM_KV_NOT_REFUSED,
-    VMEM_KV_AT_MAXIMUM, // the member would exceed its own maximum
-    VMEM_KV_AT_MINIMUM, // the others have only their minimums
-    VMEM_KV_IN_USE,     // requests of the others need the rest
-    VMEM_KV_NO_MEMORY,  // the device has too little memory
+    VMEM_KV_AT_MAXIMUM,   // the member would exceed its own maximum
+    VMEM_KV_AT_MINIMUM,   // the others have only their minimums
+    VMEM_KV_IN_USE,       // requests of the others need the rest
+    VMEM_KV_NO_MEMORY,    // the device has too little memory
+    VMEM_KV_FILE_DAMAGED, // somebody truncated or overwrote the pool's file: budgets no longer move
 };
 // Waits at most `ms` until the member's last request is answered. *answer (NULL is allowed) receives an enum
 // vmem_kv_answer.

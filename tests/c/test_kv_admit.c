@@ -105,6 +105,7 @@ static void test_room_for_a_tile(void)
     OK(vmem_kv_set_budget(kv, 4 * test_page));
     OK(vmem_kv_room(kv, (int32_t)slot, &tokens));
     CHECK_EQ(tokens, 64);
+    ERR(vmem_kv_room(kv, -2, &tokens), EINVAL, "slot -2");
     vmem_kv_destroy(kv);
 }
 

@@ -35,6 +35,13 @@ static uint64_t row(uint32_t tensor, uint32_t slot, uint32_t r)
     return l.addr + slot * l.slot_stride + r * l.row_bytes;
 }
 
+static struct vmem_kv_stats stats(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
 static void step(int32_t a, int32_t b)
 {
     int32_t lengths[SLOTS] = {a, b};
@@ -203,6 +210,68 @@ static void test_truncate_on_a_full_budget(void)
     end();
 }
 
+// The first blocks of a request are also held by hash, and can be evicted once no request has them.
+static void hold_by_hash(uint32_t slot, size_t blocks)
+{
+    const struct vmem_kv_hash_config cfg = {.size = sizeof cfg, .block_tokens = 16};
+    struct vmem_kv_hash hashes[12] = {0};
+    size_t added;
+    for (size_t i = 0; i < blocks; i++)
+        hashes[i].bytes[0] = (uint8_t)(i + 1);
+    OK(vmem_kv_hash_init(kv, &cfg));
+    OK(vmem_kv_hash_add(kv, slot, 0, hashes, blocks, &added));
+    CHECK_EQ(added, blocks);
+}
+
+// A truncation that copies pages of several groups finds memory for all of them or copies none, as the check says: not
+// the first, after which the block that held the old page could be evicted for the second.
+static void test_truncate_copies_all_groups_or_none(void)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 16}};
+    uint64_t missing;
+    make(0, tensors, 2, 20);
+    alloc(0);
+    step(80, 0);
+    hold_by_hash(0, 5);
+    const uint64_t held = stats().held_pages;
+    OK(vmem_kv_set_budget(kv, (held + 1) * test_page));
+    CHECK_EQ(vmem_kv_truncate_check(kv, 0, 40, &missing), -ENOMEM);
+    CHECK_EQ(missing, 1);
+    OK(vmem_kv_grow(kv, 0, 80, NULL));
+    CHECK_EQ(vmem_kv_truncate(kv, 0, 40), -ENOMEM);
+    CHECK_EQ(stats().held_pages, held);
+    OK(vmem_kv_commit(kv, NULL)); // what was staged before still is
+    OK(vmem_kv_set_budget(kv, (held + 2) * test_page));
+    OK(vmem_kv_truncate_check(kv, 0, 40, &missing));
+    OK(vmem_kv_truncate(kv, 0, 40));
+    end();
+}
+
+// While a truncation takes back memory for its copies, the rows that the shorter request reads stay, though the window
+// of the longer one had passed them.
+static void test_truncate_keeps_what_it_goes_back_to(void)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},
+                                             {.row_bytes = test_page / 32, .window = 70}};
+    uint64_t missing;
+    make(VMEM_KV_DEFER, tensors, 2, 40);
+    alloc(0);
+    step(192, 0);
+    put_word(ctx, row(1, 0, 5), 5);
+    put_word(ctx, row(1, 0, 39), 39);
+    hold_by_hash(0, 12);
+    OK(vmem_kv_truncate(kv, 0, 190)); // the window's rows of now begin at 120
+    alloc(1);
+    step(0, 20);
+    OK(vmem_kv_free(kv, 1)); // two kept pages, for the copies
+    OK(vmem_kv_set_budget(kv, stats().held_pages * test_page));
+    OK(vmem_kv_truncate_check(kv, 0, 40, &missing));
+    OK(vmem_kv_truncate(kv, 0, 40));
+    CHECK_EQ(get_word(ctx, row(1, 0, 5)), 5);
+    CHECK_EQ(get_word(ctx, row(1, 0, 39)), 39);
+    end();
+}
+
 // A cache that takes device memory when it needs it leaves its neighbour in the context what that took ahead.
 static void test_a_promise_holds_beside_a_lazy_cache(void)
 {
@@ -231,6 +300,39 @@ static void test_a_promise_holds_beside_a_lazy_cache(void)
     ctx = device;
 }
 
+// A request that ends, or is swapped out, behind a fence keeps what its kernels access. What it has ahead of that can
+// be taken back as before, so that a check in advance was right.
+static void test_what_ends_has_nothing_ahead(bool swap)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const int32_t fits[SLOTS] = {0, 960}, longer[SLOTS] = {0, 1000};
+    const uint64_t block = 2 * MIB / test_page;
+    struct vmem_kv_shortage why = {.size = sizeof why};
+    char rows[10 * 2 * MIB / 32];
+    if (block != 32)
+        return; // the lengths are for pages of 64 KiB
+    make(VMEM_KV_GENEROUS, &tensor, 1, 40);
+    alloc(0);
+    alloc(1);
+    step(10, 0);
+    CHECK_EQ(stats().held_pages, block);
+    OK(vmem_kv_check(kv, fits, SLOTS, NULL));
+    if (swap)
+        OK(vmem_kv_swap_out_after(kv, 0, rows, 10 * tensor.row_bytes, 1));
+    else
+        OK(vmem_kv_free_after(kv, 0, 1));
+    CHECK_EQ(stats().needed_pages, 1);
+    CHECK_EQ(stats().ahead_pages, block - 1);
+    CHECK_EQ(stats().free_pages, 39);
+    OK(vmem_kv_set_budget(kv, 32 * test_page));
+    CHECK_EQ(vmem_kv_check(kv, longer, SLOTS, NULL), -ENOMEM);
+    OK(vmem_kv_last_shortage(&why));
+    CHECK_EQ(why.missing_pages, 1);
+    CHECK_EQ(why.ending_pages, 1);
+    step(0, 960);
+    end();
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -242,7 +344,11 @@ int main(int argc, char **argv)
     test_attach_on_a_full_device();
     test_truncate_on_a_full_device();
     test_truncate_on_a_full_budget();
+    test_truncate_copies_all_groups_or_none();
+    test_truncate_keeps_what_it_goes_back_to();
     test_a_promise_holds_beside_a_lazy_cache();
+    test_what_ends_has_nothing_ahead(false);
+    test_what_ends_has_nothing_ahead(true);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -102,6 +102,18 @@ static int do_drop(void) { return vmem_kv_prefix_drop(kv, prefix); }
 static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91); }
 static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, host_bytes); }
 static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, host_bytes, NULL); }
+static int do_smaller_budget(void)
+{
+    struct vmem_kv_stats before = {.size = sizeof before}, after = before;
+    OK(vmem_kv_get_stats(kv, &before));
+    const int rc = vmem_kv_set_budget(kv, test_page); // takes back all but what requests need
+    OK(vmem_kv_get_stats(kv, &after));
+    CHECK_EQ(after.budget_pages, rc ? before.budget_pages : 1);
+    CHECK(rc || after.held_pages == after.needed_pages);
+    if (!rc)
+        OK(vmem_kv_set_budget(kv, 300 * test_page));
+    return rc;
+}
 static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, NULL); }
 
 static const struct {
@@ -122,6 +134,7 @@ static const struct {
     {"truncate", saved, do_truncate, {91, -1, -1, -1}, 4},
     {"swap_out", running, do_out, {-2, -1, -1, -1}, 2},
     {"swap_in", swapped, do_in, {100, -1, -1, -1}, 3},
+    {"smaller budget", kept, do_smaller_budget, {-1, -1, -1, -1}, 1},
     {"reclaim", kept, do_reclaim, {-1, -1, -1, -1}, 1},
 };
 

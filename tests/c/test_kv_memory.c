@@ -1,6 +1,8 @@
 // The memory behind a budget: devices that have less, several caches of one context, and processes without mappings.
 //
 // SPDX-License-Identifier: MIT
+#include "core/core.h"
+#include "core/error.h"
 #include "harness.h"
 #include "vmem_kv.h"
 
@@ -236,6 +238,57 @@ static void test_blocks_are_whole(void)
     vmem_kv_destroy(kv);
 }
 
+// ---- a device that is almost full --------------------------------------------------------------------------------
+
+static const struct vmem__ops *inner;
+static uint64_t left; // bytes of the device
+
+static int little_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
+    const int rc = inner->memory(b, total, free);
+    *free = left;
+    return rc;
+}
+
+static int little_arena(struct vmem__backend *b, struct vmem__arena *a)
+{
+    if (a->size > left)
+        return vmem__error(-ENOMEM, "no memory for an arena");
+    left -= a->size;
+    return inner->arena_new(b, a);
+}
+
+static void little_arena_free(struct vmem__backend *b, struct vmem__arena *a)
+{
+    left += a->size;
+    inner->arena_free(b, a);
+}
+
+// Of a device's last bytes, a cache counts on those that make a block: an arena has no less.
+static void test_a_device_with_part_of_a_block_left(void)
+{
+    struct vmem__ops ops = *ctx->b.ops;
+    uint32_t slot;
+    uint64_t missing;
+    if (ops.populate || test_page == VMEM_PAGE_2M)
+        return;
+    inner = ctx->b.ops;
+    ops.memory = little_memory;
+    ops.arena_new = little_arena;
+    ops.arena_free = little_arena_free;
+    OK(vmem_trim(ctx, NULL));
+    ctx->b.ops = &ops;
+    left = 3 * MIB;
+    vmem_kv *kv = make(VMEM_KV_LAZY, 1, 1000);
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    CHECK_EQ(step(kv, slot, 33 * 32, &missing), -ENOMEM);
+    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
+    CHECK_EQ(missing, 1);
+    OK(step(kv, slot, 32 * 32, &missing));
+    vmem_kv_destroy(kv);
+    ctx->b.ops = inner;
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -246,6 +299,7 @@ int main(int argc, char **argv)
     test_a_full_budget_leaves_the_others_theirs();
     test_no_mappings();
     test_blocks_are_whole();
+    test_a_device_with_part_of_a_block_left();
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -5,8 +5,9 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
+#include "checked.h"
 #include "harness.h"
-#include "kv/kv.h"
+#include "kv/pool.h"
 
 #define SLOTS 4
 #define ROWS 4000 // of 1/32 page: 125 pages in each of two tensors
@@ -118,12 +119,10 @@ static void test_kept_pages_move(uint32_t flags)
     for (int turn = 0; turn < 6; turn++) {
         vmem_kv *to = turn % 2 ? b : a, *from = turn % 2 ? a : b;
         uint32_t s = alloc(to, ROWS);
-        int tries = 0;
         while (step(to, s, ROWS)) {
             CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_BUDGET);
             CHECK(shortage().coming_pages);
             CHECK_EQ(wait_for(to), VMEM_KV_APPLIED);
-            CHECK(++tries < 10);
         }
         CHECK_EQ(stats(to).needed_pages, 250);
         CHECK(stats(from).budget_pages >= 20 && stats(from).budget_pages <= 50);
@@ -157,22 +156,35 @@ static void test_what_requests_hold_is_refused(void)
 
 static void test_shares_hold(void)
 {
-    vmem_kv_pool *pool = make_pool(300);
-    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
     const struct vmem_kv_share share = {.size = sizeof share};
-    join(pool, a, 0, 120, "a");
-    join(pool, b, 0, 0, "b");
-    ERR(vmem_kv_pool_join(pool, a, &share), EINVAL, "already");
-    uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
-    ERR(step(a, s, ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
-    CHECK(stats(a).budget_pages <= 120);
-    for (int i = 0; i < 10; i++) { // a minimum is not for others, whether the pool's thread has granted it or not
-        OK(vmem_kv_pool_set_share(a, 0, 120 * test_page));
+    for (int i = 0; i < 10; i++) {
+        vmem_kv_pool *pool = make_pool(300);
+        vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
+        join(pool, a, 0, 120, "a");
+        join(pool, b, 0, 0, "b");
+        ERR(vmem_kv_pool_join(pool, a, &share), EINVAL, "already");
+        // A minimum is not for others, whether the pool's thread has granted it or not.
         OK(vmem_kv_pool_set_share(a, 100 * test_page, 120 * test_page));
-        ERR(step(b, t, ROWS), ENOMEM, "pages are missing");
+        ERR(step(b, alloc(b, ROWS), ROWS), ENOMEM, "pages are missing");
+        ERR(step(a, alloc(a, ROWS), ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
+        CHECK(stats(a).budget_pages <= 120);
+        vmem_kv_destroy(a);
+        vmem_kv_destroy(b);
+        vmem_kv_pool_destroy(pool);
     }
+}
+
+// Even where the pool has more, and nobody else wants it.
+static void test_a_maximum_holds(void)
+{
+    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv *a = make(ctx, 0, 0);
+    join(pool, a, 0, 120, "a");
+    const uint32_t slot = alloc(a, ROWS);
+    ERR(step(a, slot, ROWS), ENOMEM, "pages are missing"); // 250 pages
+    CHECK(stats(a).budget_pages <= 120);
+    OK(step(a, slot, 1920)); // 120
     vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -213,10 +225,9 @@ static void test_waiting_requests_are_foreseen(uint32_t flags)
     OK(vmem_kv_fit(b, waiting, 3, &fit, NULL));
     CHECK_EQ(fit, 3);
     // The pool's thread takes the memory for them before any step does.
-    for (int i = 0; test_stats(own).overhead < (20 + 250 + 126) * test_page; i++) {
+    while (test_stats(own).overhead < (20 + 250 + 126) * test_page) {
         OK(vmem_kv_fit(b, waiting, 3, &fit, NULL));
         usleep(100);
-        CHECK(i < 100000);
     }
     for (size_t i = 0; i < 3; i++)
         OK(step(b, alloc(b, waiting[i].tokens), (int32_t)waiting[i].tokens));
@@ -224,6 +235,24 @@ static void test_waiting_requests_are_foreseen(uint32_t flags)
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
     vmem_context_destroy(own);
+    vmem_kv_pool_destroy(pool);
+}
+
+// What another process has just given back counts, whether or not this one has heard of it.
+static void test_fit_knows_what_a_step_would_get(void)
+{
+    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv *a = make(ctx, 0, 0);
+    join(pool, a, 20, 0, "a");
+    const struct vmem_kv_request waiting = {.tokens = ROWS}; // 250 pages
+    size_t fit;
+    pthread_mutex_lock(&pool->lock);
+    pool->free = 0;
+    pthread_mutex_unlock(&pool->lock);
+    OK(vmem_kv_fit(a, &waiting, 1, &fit, NULL));
+    CHECK_EQ(fit, 1);
+    OK(step(a, alloc(a, ROWS), ROWS));
+    vmem_kv_destroy(a);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -249,6 +278,91 @@ static void test_a_step_leaves_the_larger_question(void)
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
+}
+
+// A cache that no longer asks holds nobody up.
+static void test_a_question_lapses(void)
+{
+    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
+    join(pool, a, 20, 0, "a");
+    join(pool, b, 20, 0, "b");
+    OK(step(a, alloc(a, ROWS), ROWS)); // 250 pages, which a request holds
+    OK(vmem_kv_pool_ask(b, 200 * test_page));
+    CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
+    CHECK(row_of(pool, "b").needs);
+    vmem__kv_ask_ns = 0;
+    while (row_of(pool, "b").needs)
+        usleep(100);
+    CHECK_EQ(row_of(pool, "b").answer, VMEM_KV_UNASKED);
+    vmem__kv_ask_ns = UINT64_MAX;
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+}
+
+// The device has no memory for what the background thread would back ahead. The pages that the request already has ahead
+// can still be given.
+static void test_a_giver_that_gets_no_more_pages(void)
+{
+    vmem_context *device = test_context(70 * test_page);
+    vmem_kv_pool *pool = make_pool(1000);
+    vmem_kv *giver = make(device, VMEM_KV_OVERLAP | VMEM_KV_GENEROUS, 0), *other = make(ctx, 0, 0);
+    join(pool, giver, 0, 0, "giver");
+    join(pool, other, 0, 0, "other");
+    OK(vmem_kv_pool_ask(giver, 500 * test_page));
+    CHECK_EQ(wait_for(giver), VMEM_KV_APPLIED);
+    const uint32_t slot = alloc(giver, 0);
+    vmem__kv_ask_ns = 0;
+    while (!stats(giver).worker_errors) { // until the thread knows that nobody foresees growth
+        OK(step(giver, slot, 900));
+        usleep(100);
+    }
+    vmem__kv_ask_ns = UINT64_MAX;
+    OK(vmem_kv_pool_ask(other, 1000 * test_page));
+    CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
+    CHECK_EQ(stats(giver).held_pages, 58);
+    vmem_kv_destroy(giver);
+    vmem_kv_destroy(other);
+    vmem_kv_pool_destroy(pool);
+    vmem_context_destroy(device);
+}
+
+static _Atomic int failures;
+
+static void fail(enum vmem__kv_point point)
+{
+    if (point == KV_WORKER_UNLOCKED && failures > 0 && failures-- > 0)
+        checked_fail(1); // in the background thread
+}
+
+// The system refuses to unmap a free slot's pages for a moment. The others' pages are given, and then these, too.
+static void test_a_giver_that_fails_to_unmap(void)
+{
+    vmem_context *device;
+    OK(checked_context(test_backend, 0, false, &device));
+    vmem_kv_pool *pool = make_pool(600);
+    vmem_kv *a = make(device, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
+    join(pool, a, 0, 0, "a");
+    join(pool, b, 0, 0, "b");
+    const uint32_t s = alloc(a, 0), t = alloc(a, 0);
+    OK(step(a, s, ROWS));
+    OK(step(a, t, 100));
+    OK(vmem_kv_free(a, s)); // its pages go first
+    OK(vmem_kv_free(a, t));
+    OK(vmem_kv_wait(a));
+    failures = 1;
+    vmem__kv_hook = fail;
+    OK(vmem_kv_pool_ask(b, 600 * test_page));
+    CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
+    vmem__kv_hook = NULL;
+    CHECK_EQ(failures, 0);
+    CHECK_EQ(stats(a).worker_errors, 1);
+    CHECK_EQ(stats(a).held_pages, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+    vmem_context_destroy(device);
 }
 
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
@@ -431,16 +545,23 @@ int main(int argc, char **argv)
 {
     test_start(argc, argv);
     ctx = test_context(0);
+    vmem__kv_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
     test_free_budget_is_had_at_once();
     test_kept_pages_move(0);
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
     test_shares_hold();
+    test_a_maximum_holds();
     test_waiting_requests_are_foreseen(0);
     test_waiting_requests_are_foreseen(VMEM_KV_OVERLAP);
+    test_fit_knows_what_a_step_would_get();
     test_a_step_leaves_the_larger_question();
+    test_a_question_lapses();
+    test_a_giver_that_gets_no_more_pages();
+    test_a_giver_that_fails_to_unmap();
     test_a_giver_steps_on();
+    vmem__kv_ask_ns = 250000000; // as outside of tests
     test_threads(0);
     test_threads(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     CHECK_EQ(test_stats(ctx).created, 0);

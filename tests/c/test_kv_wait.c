@@ -1,6 +1,8 @@
 // A step waits for the background thread only where it needs the very pages that are being mapped.
 //
 // SPDX-License-Identifier: MIT
+#include <dirent.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "checked.h"
@@ -43,6 +45,37 @@ static void may_not_wait(enum vmem__kv_point point)
 {
     if (point == KV_CALL_WAITS)
         FAIL("a call that needs nothing of the background thread waits for it");
+}
+
+static atomic_int waiting;
+static void waits(enum vmem__kv_point point)
+{
+    if (point == KV_CALL_WAITS)
+        atomic_store(&waiting, 1);
+}
+
+static int batch_threads(void)
+{
+    int n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks);
+    for (struct dirent *task; (task = readdir(tasks));)
+        n += atoi(task->d_name) > 0 && sched_getscheduler(atoi(task->d_name)) == SCHED_BATCH;
+    closedir(tasks);
+    return n;
+}
+
+// A step that wakes the background thread does not lose its core to it.
+static void the_thread_leaves_the_core_to_a_step(struct vmem_kv_config cfg)
+{
+    const int before = batch_threads();
+    if (sched_getscheduler(0) != SCHED_OTHER)
+        return;
+    cfg.flags = VMEM_KV_OVERLAP;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    CHECK_EQ(batch_threads(), before + 1);
+    CHECK_EQ(sched_getscheduler(0), SCHED_OTHER);
+    vmem_kv_destroy(kv);
 }
 
 // Where the device may have less than the budget, missing pages are counted while the background thread pauses. Growth
@@ -122,6 +155,7 @@ int main(int argc, char **argv)
                                  .max_tokens = 1000,
                                  .page_size = page,
                                  .budget = 60 * page};
+    the_thread_leaves_the_core_to_a_step(cfg);
     growth_waits_for_nothing(cfg);
     names_wait_for_nothing(cfg);
     OK(vmem_kv_create(ctx, &cfg, &kv));
@@ -145,7 +179,12 @@ int main(int argc, char **argv)
     CHECK_EQ(st.held_pages, 2 + 7 + 1);
 
     pthread_t thread;
+    vmem__kv_hook = waits;
     CHECK(!pthread_create(&thread, NULL, step_a, NULL));
+    while (!atomic_load(&waiting)) {
+        sched_yield();
+        CHECK(!atomic_load(&returned));
+    }
     for (int i = 0; i < 50; i++) { // it has every chance to return
         sched_yield();
         nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
@@ -153,6 +192,7 @@ int main(int argc, char **argv)
     }
     checked_resume();
     CHECK(!pthread_join(thread, NULL));
+    vmem__kv_hook = NULL;
     CHECK_EQ(stats().step_waits, 1);
     CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6); // the page came from the background
     CHECK(stats().ahead_mapped_pages >= 1);

@@ -96,6 +96,31 @@ static void shuffled_batch(vmem_context *ctx)
     OK(vMemFree(ctx, addr));
 }
 
+// Two pages that are adjacent in memory and in addresses, the second of them mapped elsewhere too, before or after; or
+// only one of them mapped.
+static void an_alias_in_a_run(vmem_context *ctx)
+{
+    vmem_page page[2];
+    uint64_t addr;
+    OK(vMemReserve(ctx, 4 * test_page, 0, &addr));
+    for (int way = 0; way < 4; way++) {
+        OK(vMemCreate(ctx, test_page, 2, 0, page));
+        if (way == 0)
+            OK(vMemMap(ctx, addr + 3 * test_page, page[1]));
+        if (way != 2)
+            OK(vMemMap(ctx, addr, page[0]));
+        if (way != 3)
+            OK(vMemMap(ctx, addr + test_page, page[1]));
+        if (way == 1)
+            OK(vMemMap(ctx, addr + 3 * test_page, page[1]));
+        OK(vMemReleaseBatch(ctx, page, 2, NULL));
+        for (uint64_t i = 0; i < 4; i++)
+            CHECK_EQ(page_at(ctx, addr + i * test_page), 0);
+        CHECK_EQ(test_stats(ctx).created + test_stats(ctx).mapped, 0);
+    }
+    OK(vMemFree(ctx, addr));
+}
+
 // Pages side by side through several leaves of the shadow, in one batch; and nothing stays marked.
 static void long_run(vmem_context *ctx)
 {
@@ -131,6 +156,7 @@ int main(int argc, char **argv)
     errors(ctx);
     everywhere(ctx);
     shuffled_batch(ctx);
+    an_alias_in_a_run(ctx);
     long_run(ctx);
     vmem_context_destroy(ctx);
     return 0;

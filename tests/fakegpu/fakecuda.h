@@ -265,7 +265,8 @@ CUDA(cuMemsetD8Async, uint64_t addr, unsigned char value, size_t length, void *s
     pthread_mutex_lock(&lock);
     ok = known(addr, length);
     pthread_mutex_unlock(&lock);
-    if (ok)
+    // Zeroes are holes of the memfd, where they can be: most memory is zeroed once and never read.
+    if (ok && (value || (addr | length) % 4096 || madvise((void *)addr, length, MADV_REMOVE)))
         memset((void *)addr, value, length);
     return ok ? 0 : 1;
 }

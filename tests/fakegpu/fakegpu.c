@@ -8,7 +8,7 @@
 // tables, TLBs or kernels.
 //
 // $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the
-// patched one (fakekmod.h).
+// patched one (fakekmod.h). $FAKEGPU_CLEAR: memory is cleared before it is allocated again (fakeclear.h).
 //
 // SPDX-License-Identifier: MIT
 #include "fakegpu.h"
@@ -113,22 +113,29 @@ static bool fails(void)
 
 // ---- device memory ------------------------------------------------------------------------------------------
 
+#include "fakeclear.h"
+
 static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
 {
     struct memory *m = calloc(1, sizeof(*m));
     uint64_t blocks = size / BLOCK, run = 0, at = 0;
 
+    if (!clear_take(size)) {
+        free(m);
+        return NULL;
+    }
     for (; at < BLOCKS && run < blocks; at++)
         run = used[at] ? 0 : run + 1;
     if (run < blocks || size % BLOCK || size == 0) {
+        clear_give(size, false);
         free(m);
         return NULL;
     }
     *m = (struct memory){memories, id ? id : next_id++, (at - run) * BLOCK, size, 1, client};
     memset(used + m->offset / BLOCK, 1, blocks);
     memories = m;
-    // Fresh memory holds what others left there: the first word of each page.
-    for (uint64_t i = 0; i < size; i += PAGE)
+    // Fresh memory holds what others left there: the first word of each page. Memory that was cleared does not.
+    for (uint64_t i = 0; i < size && !getenv("FAKEGPU_CLEAR"); i += PAGE)
         if (pwrite(memfd, "leftover", 8, (off_t)(m->offset + i)) != 8)
             abort();
     return m;
@@ -154,6 +161,7 @@ static void memory_put(struct memory *m)
     *at = m->next;
     memset(used + m->offset / BLOCK, 0, m->size / BLOCK);
     fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)m->offset, (off_t)m->size);
+    clear_give(m->size, true);
     free(m);
 }
 

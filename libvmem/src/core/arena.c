@@ -6,8 +6,6 @@
 // separate lists and never join.
 //
 // SPDX-License-Identifier: MIT
-#include <signal.h>
-
 #include "core/core.h"
 
 // How many extents of one list are examined for a fit before a list of longer ones is tried.
@@ -522,13 +520,9 @@ static void *shrink(void *arg)
 void vmem__shrink_later(vmem_context *ctx)
 {
     pthread_t thread;
-    sigset_t all, old;
     if (ctx->shrinking)
         return; // the running thread sees the new state
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for the program's own threads
-    ctx->shrinking = !pthread_create(&thread, NULL, shrink, ctx);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    ctx->shrinking = !vmem__thread_start(&thread, shrink, ctx);
     if (!ctx->shrinking) {
         vmem__shrink(ctx);
         return;

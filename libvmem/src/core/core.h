@@ -163,6 +163,12 @@ struct vmem__commit {
     bool listed;
 };
 
+// ---- threads (thread.c) -------------------------------------------------------------------------------------
+
+// Starts a thread that gets no signals and, where cores are short, leaves them to the program's own threads. Returns 0
+// or an error number, as pthread_create does.
+int vmem__thread_start(pthread_t *thread, void *(*run)(void *), void *arg);
+
 // ---- contexts -----------------------------------------------------------------------------------------------
 
 struct vmem_context {

@@ -15,7 +15,7 @@ int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
         return rc;
     if (percent > 100)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "percent %u is over 100", percent));
-    kv->watermark_pages = (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
+    kv->watermark_pages = kv_ceil_pages(bytes, kv);
     kv->watermark_percent = percent;
     return vmem__kv_leave(kv, 0);
 }
@@ -36,8 +36,6 @@ static uint64_t kept_back(const vmem_kv *kv)
             return pages;
     return 0;
 }
-
-static uint64_t less(uint64_t pages, uint64_t by) { return pages > by ? pages - by : 0; }
 
 // ---- room -----------------------------------------------------------------------------------------------------
 
@@ -74,6 +72,8 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
         rc = vmem__error(-EINVAL, "tokens must not be NULL");
     else if (slot >= 0)
         rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+    else if (slot != -1)
+        rc = vmem__error(-EINVAL, "slot %d is neither a slot nor -1, a new request", slot);
     if (rc)
         return vmem__kv_leave(kv, rc);
     *tokens = 0;
@@ -82,7 +82,7 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     bool held = vmem__kv_hold_to_count(kv);
     uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_reach(kv);
     if (slot < 0)
-        limit = less(limit, kept_back(kv));
+        limit = kv_less(limit, kept_back(kv));
     for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
         const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
         others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
@@ -201,7 +201,16 @@ int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, s
     vmem__kv_enough();
     if (!rc && n) {
         bool held = vmem__kv_hold_to_count(kv);
+        const uint64_t budget = kv->budget_pages;
         rc = admit(kv, requests, n, &fits, missing);
+        // A pool of several processes may have had more than this one knew. The first count has taken it.
+        if (rc == -ENOMEM && kv->budget_pages > budget) {
+            fits = 0;
+            if (missing)
+                *missing = 0;
+            vmem__kv_enough();
+            rc = admit(kv, requests, n, &fits, missing);
+        }
         if (held)
             vmem__kv_worker_release(kv);
     }
@@ -229,7 +238,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
     bool held = vmem__kv_hold_to_count(kv);
-    info.free_pages = less(vmem__kv_reach(kv), kv->held - kv->pending - vmem__kv_reclaimable(kv));
+    info.free_pages = kv_less(vmem__kv_reach(kv), kv->held - kv->pending - vmem__kv_reclaimable(kv));
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);

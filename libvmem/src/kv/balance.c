@@ -45,35 +45,44 @@ void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why)
     m->changed |= m->row.answer != what || m->row.reason != why;
     m->row.answer = what;
     m->row.reason = why;
+    m->prepares &= what == VMEM_KV_DEFERRED;
 }
 
 // ---- calls, with api and state held ------------------------------------------------------------------------------
 
-// The cache's budget grows by what the pool has granted it. Whoever comes first does this: the pool's thread, or a call
-// that is short.
+// What the budget may have of what the pool has granted.
+static uint64_t acceptable(const struct kv_member *m)
+{
+    return m->prepares ? KV_MIN(m->granted, m->ready) : m->granted;
+}
+
+// The cache's budget grows by that. Whoever comes first does this: the pool's thread, or a call that is short.
 static uint64_t accept(struct kv_member *m)
 {
-    const uint64_t pages = kv_floor_pages(m->granted, m->kv);
+    const uint64_t pages = kv_floor_pages(acceptable(m), m->kv), bytes = pages << m->kv->page_shift;
     m->kv->budget_pages += pages;
-    m->granted = 0;
-    if (!m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
+    m->granted = m->prepares ? m->granted - bytes : 0;
+    m->ready = kv_less(m->ready, bytes);
+    if (!m->granted && !m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
         vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
     return pages;
 }
 
-void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
+bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
 {
     struct kv_member *m = kv->member;
     vmem_kv_pool *pool = m->pool;
+    int rc = 0;
     kv->giving = false; // a cache that is short itself keeps what it has not given back yet
     pthread_mutex_lock(&pool->lock);
     const uint64_t granted = accept(m);
     least = kv_less(least, granted);
     most = kv_less(most, granted);
     // First take back the budget that the cache was about to give back and still has.
-    const uint64_t had = kv->budget_pages << kv->page_shift;
+    const uint64_t had = (kv->budget_pages << kv->page_shift) + m->granted;
     uint64_t pages = KV_MIN(kv_floor_pages(kv_less(KV_MIN(m->row.has, m->row.max), had), kv), most);
-    if (pages < most && (pool->free || pages < least) && !vmem__kv_share_begin(pool, false)) {
+    const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
+    if (worth && !(rc = vmem__kv_share_begin(pool, false))) {
         const uint64_t room = KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));
         const uint64_t more = KV_MIN(kv_floor_pages(room, kv), most - pages);
         if (more) {
@@ -88,10 +97,11 @@ void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
     if (pages && m->row.needs) {
         m->row.needs = kv_less(m->row.needs, pages << kv->page_shift);
         m->changed = true;
-        if (!m->row.needs)
+        if (!m->row.needs && !m->granted)
             vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&pool->lock);
+    return !rc;
 }
 
 void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages)
@@ -111,7 +121,8 @@ uint64_t vmem__kv_claimable(const vmem_kv *kv)
     const uint64_t due = kv_less(m->row.min, m->row.has), room = kv_less(m->row.max, m->row.has);
     const uint64_t own =
         kv_less(KV_MIN(m->row.has, m->row.max), kv_add(kv->budget_pages << kv->page_shift, m->granted));
-    const uint64_t bytes = kv_add(own, KV_MIN(kv_add(m->pool->free, due), room));
+    const uint64_t more = m->prepares ? acceptable(m) : KV_MIN(kv_add(m->pool->free, due), room);
+    const uint64_t bytes = kv_add(own, more);
     pthread_mutex_unlock(&m->pool->lock);
     return kv_floor_pages(bytes, kv);
 }
@@ -173,7 +184,8 @@ int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uin
 
 // ---- the thread --------------------------------------------------------------------------------------------------
 
-static bool has_requests(const vmem_kv *kv)
+// Requests that are swapped out count: they come back.
+static bool has_taken_slots(const vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++)
         if (kv->slots[s].state != VMEM_KV_FREE)
@@ -185,7 +197,7 @@ static bool has_requests(const vmem_kv *kv)
 static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
 {
     const uint64_t spare = vmem__kv_spare(kv), fixed = kv->held - KV_MIN(spare, kv->held);
-    const uint64_t margin = has_requests(kv) ? fixed / 32 : 0;
+    const uint64_t margin = has_taken_slots(kv) ? fixed / 32 : 0;
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t min = kv_ceil_pages(m->row.min, kv);
     pthread_mutex_unlock(&m->pool->lock);
@@ -247,6 +259,8 @@ static void take_wanted(struct kv_member *m, uint64_t bytes)
     uint32_t why = VMEM_KV_NO_MEMORY;
     pthread_mutex_lock(&m->pool->lock);
     int rc = vmem__kv_pool_set_share(m, m->row.min, bytes, &why);
+    if (rc == -EBADMSG)
+        why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
     kv_lock_cache(m->kv);
     vmem__kv_answer_wanted(m->kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
@@ -277,12 +291,14 @@ static bool look(struct kv_member *m)
         take_wanted(m, wanted);
         kv_lock_cache(kv);
     }
-    vmem__kv_look_ahead(kv);
+    vmem__kv_look_ahead(m);
     keep_to_max(m);
     const bool more = go_on_giving(m, least_pages(kv, m));
     const uint64_t gone_to = KV_MAX(kv->budget_pages, kv->held);
     const bool less = m->taken_ahead || kv->held << kv->page_shift < m->row.held;
-    const bool trim = less && gone_to << kv->page_shift < m->row.has;
+    pthread_mutex_lock(&pool->lock);
+    const bool trim = less && (gone_to << kv->page_shift) + m->granted < m->row.has;
+    pthread_mutex_unlock(&pool->lock);
     m->taken_ahead &= !trim;
     kv_unlock_cache(kv);
     if (trim) // free the memory before the row offers it to the other members
@@ -334,7 +350,7 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     }
     if (!r->needs)
         return;
-    if (!m->waiting && kv_now() - m->asked_at > KV_ASK_NS) {
+    if (!m->waiting && kv_now() - m->asked_at > vmem__kv_ask_ns) {
         r->needs = 0;
         vmem__kv_pool_answer(m, VMEM_KV_UNASKED, 0);
         m->changed = true;
@@ -390,6 +406,12 @@ static void give(vmem_kv_pool *pool, struct kv_member *m)
     pool->table.rows[m->place] = *r;
 }
 
+static void refuse(struct kv_member *m, uint32_t why)
+{
+    m->refused_at = kv_now();
+    vmem__kv_pool_answer(m, VMEM_KV_REFUSED, why);
+}
+
 // Refuses a member's request for budget when no other member can still give.
 static void judge(const vmem_kv_pool *pool, struct kv_member *m)
 {
@@ -405,15 +427,18 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
         if (r->why == VMEM_KV_IN_USE || r->needs)
             why = VMEM_KV_IN_USE;
     }
-    m->refused_at = kv_now();
-    vmem__kv_pool_answer(m, VMEM_KV_REFUSED, why);
+    refuse(m, why);
 }
 
 static void decide(vmem_kv_pool *pool)
 {
     bool head = false, some = false;
     const uint64_t t = kv_now();
-    if (vmem__kv_share_begin(pool, true))
+    const int rc = vmem__kv_share_begin(pool, true);
+    for (struct kv_member *m = pool->members; m && rc == -EBADMSG; m = m->next)
+        if (m->row.needs) // no other member will read the question
+            refuse(m, VMEM_KV_FILE_DAMAGED);
+    if (rc)
         return;
     if (t - pool->buried_at > BURY_NS) {
         pool->buried_at = t;
@@ -439,7 +464,7 @@ static bool apply(struct kv_member *m)
     vmem_kv_pool *pool = m->pool;
     uint64_t evict = 0;
     pthread_mutex_lock(&pool->lock);
-    const bool any = m->granted || m->to_give;
+    const bool any = acceptable(m) >> kv->page_shift || m->to_give;
     pthread_mutex_unlock(&pool->lock);
     if (!any)
         return false;

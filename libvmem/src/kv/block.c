@@ -248,11 +248,9 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t n)
 
 static int attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
 {
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    int rc = vmem__kv_get_new(kv, slot);
     if (rc)
         return rc;
-    if (!kv->slots[slot].fresh || kv->slots[slot].tokens)
-        return vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
     if (!n || !ids)
         return vmem__error(-EINVAL, "ids: at least one is needed");
     if (!kv->named || n > kv->max_tokens / kv->block_tokens)

@@ -1,4 +1,4 @@
-// How every public call begins and ends. Only this file takes the locks for calls; kv.h states the lock order.
+// How every public call begins and ends. Only this file takes the locks for calls; state.h states the lock order.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -58,7 +58,7 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
     kv->stale = true;
     kv->calls++;
     // Idle steps defer aggregation to the next query; the published view may lag.
-    if (kv->long_call || (kv->view && vmem__kv_now() - kv->summarised > KV_VIEW_NS))
+    if (kv->long_call || (kv->view && vmem__kv_coarse_now() - kv->summarised > KV_VIEW_NS))
         vmem__kv_summarise(kv);
     kv->long_call = false;
     kv->called = false;
@@ -87,5 +87,13 @@ int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
     int rc = vmem__kv_get_beside(kv, slot, states);
     if (!rc)
         vmem__kv_wait_slot(kv, slot);
+    return rc;
+}
+
+int vmem__kv_get_new(vmem_kv *kv, uint32_t slot)
+{
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
+        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
     return rc;
 }

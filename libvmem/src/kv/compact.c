@@ -117,7 +117,7 @@ static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_p
 static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved)
 {
     uint64_t most = KV_MAX(PORTION >> kv->page_shift, 1), used = 0;
-    const uint64_t room = kv->budget_pages > kv->held ? kv->budget_pages - kv->held : 0;
+    const uint64_t room = kv_unused(kv);
     vmem_page *from = malloc(2 * most * sizeof(*from)), *to = from + most;
     int rc = from ? -ENOMEM : vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
     *moved = 0;

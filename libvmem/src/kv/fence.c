@@ -64,7 +64,7 @@ int vmem__kv_end_requests(vmem_kv *kv)
             vmem__kv_wait_slot(kv, s);
             failed = vmem__kv_free(kv, s);
         } else if (kv_swap_due(kv, s) && kv->has_worker) {
-            kv->slots[s].skip = false;
+            kv->slots[s].skip = kv->slots[s].stuck = false;
             vmem__kv_worker_wake(kv);
         } else if (kv_swap_due(kv, s)) {
             failed = vmem__kv_swap_rest(kv, s);

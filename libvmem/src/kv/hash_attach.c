@@ -136,6 +136,15 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t blocks, uint64_t *missing
     return rc;
 }
 
+// How a call begins that may find memory short.
+static int begin(const vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t *missing)
+{
+    if (missing)
+        *missing = 0;
+    vmem__kv_enough();
+    return vmem__kv_hash_given(kv, hashes, n);
+}
+
 int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
                         uint64_t *missing)
 {
@@ -143,14 +152,9 @@ int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *h
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (missing)
-        *missing = 0;
-    vmem__kv_enough();
-    rc = vmem__kv_hash_given(kv, hashes, n);
+    rc = begin(kv, hashes, n, missing);
     if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
-        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+        rc = vmem__kv_get_new(kv, slot); // before the blocks are found: while it waits, the worker may evict some
     if (!rc)
         rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
     if (!rc && blocks && (rc = attach(kv, slot, blocks, missing)) == -ENOMEM)
@@ -168,10 +172,7 @@ int vmem_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n,
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (missing)
-        *missing = 0;
-    vmem__kv_enough();
-    rc = vmem__kv_hash_given(kv, hashes, n);
+    rc = begin(kv, hashes, n, missing);
     if (!rc)
         rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
     const uint32_t known = vmem__kv_hash_tokens(kv, blocks);

@@ -69,7 +69,9 @@ int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHA
 const char *vmem__kv_state_name(uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
-// The same without waiting for the worker's work on the slot.
+// The same of a newly allocated slot, which can be attached to.
+int vmem__kv_get_new(vmem_kv *kv, uint32_t slot);
+// As vmem__kv_get, without waiting for the worker's work on the slot.
 int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
 
 // ---- fence.c
@@ -154,11 +156,11 @@ void vmem__kv_release_doomed(vmem_kv *kv);
 uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
 uint64_t vmem__kv_reclaimable(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
-// need. want: pages asked for. False: nothing.
+// need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
 struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
-bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v);
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
 // Of these, those of slots that would not be mapped again at once.
 uint64_t vmem__kv_spare(const vmem_kv *kv);
 // Takes back want pages if there are so many; evict: hashed blocks, too.
@@ -287,7 +289,7 @@ uint64_t vmem__kv_hash_taken(vmem_kv *kv, uint32_t blocks, uint64_t *copied);
 // lock ask: the driver may take long.
 bool vmem__kv_device_due(const vmem_kv *kv);
 void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages);
-uint64_t vmem__kv_now(void);              // ns, to a few ms
+uint64_t vmem__kv_coarse_now(void);       // ns, to a few ms
 void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
 void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
 
@@ -312,8 +314,6 @@ void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
 // With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
 // take the device memory. part: if the member may not have so many, as many as it may.
 void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
-// Forgets that when these requests have what they need, or nobody has asked for them any more for some time.
-void vmem__kv_look_ahead(vmem_kv *kv);
 // For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 void vmem__kv_pool_wake(const vmem_kv *kv);
@@ -339,6 +339,12 @@ static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
 {
     return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->retired;
 }
+// Whether the slot keeps what kernels access until they have ended.
+static inline bool kv_waits(const vmem_kv *kv, uint32_t slot)
+{
+    const uint8_t state = kv->slots[slot].state;
+    return state == VMEM_KV_ENDING || (state == VMEM_KV_SWAPPING && !kv_swap_due(kv, slot));
+}
 uint32_t vmem__kv_swap_next(const vmem_kv *kv); // a slot that is due, or UINT32_MAX
 // Copies a portion; needs no lock. Then swap_portion_end with it: the last portion makes the slot VMEM_KV_SWAPPED,
 // whose pages can be taken back.
@@ -363,10 +369,11 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 // Returns device memory that nobody uses or took ahead. With no lock held.
 void vmem__kv_trim(vmem_kv *kv);
-// Pages whose memory the device has given and no page uses. With no lock held.
+// Pages whose memory the device has given and no page uses.
 uint64_t vmem__kv_spare_memory(vmem_kv *kv);
-// Takes device memory until there are so many. With no lock held.
-int vmem__kv_take_more(vmem_kv *kv, uint64_t pages);
+// Bytes of device memory that the context has; and takes more until there are so many, with no lock held.
+uint64_t vmem__kv_memory(vmem_kv *kv);
+int vmem__kv_take_to(vmem_kv *kv, uint64_t bytes);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.

@@ -28,21 +28,18 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 
 void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
-// Whether the slot keeps all its pages until kernels have ended.
-static bool waits(const vmem_kv *kv, uint32_t slot)
-{
-    const uint8_t state = kv->slots[slot].state;
-    return state == VMEM_KV_ENDING || (state == VMEM_KV_SWAPPING && !kv_swap_due(kv, slot));
-}
-
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
     last = (struct vmem_kv_shortage){.reason = reason,
                                      .missing_pages = missing,
                                      .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
-    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++)
-        for (uint32_t i = 0; i < kv->n_groups && waits(kv, s); i++)
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+        if (!kv_waits(kv, s))
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++)
             last.ending_pages += (uint64_t)(kv_span(kv, s, i)->hi - kv_span(kv, s, i)->lo) * kv->groups[i].n;
+        last.ending_pages -= vmem__kv_reclaimable_in(kv, s);
+    }
     for (uint32_t s = 0; s < kv->n_slots; s++)
         last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
     if (out)
@@ -212,9 +209,21 @@ uint64_t vmem__kv_spare_memory(vmem_kv *kv)
     return spare_pages(kv, &room);
 }
 
-int vmem__kv_take_more(vmem_kv *kv, uint64_t pages)
+uint64_t vmem__kv_memory(vmem_kv *kv)
 {
-    return vmem__prealloc(kv->ctx, (pages << kv->page_shift) + locked_ahead_of_others(kv), false);
+    vmem__lock(kv->ctx);
+    const uint64_t bytes = kv->ctx->committed;
+    vmem__unlock(kv->ctx);
+    return bytes;
+}
+
+int vmem__kv_take_to(vmem_kv *kv, uint64_t bytes)
+{
+    vmem__lock(kv->ctx);
+    const uint64_t created = kv->ctx->created;
+    vmem__unlock(kv->ctx);
+    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
+    return bytes > created ? vmem__prealloc(kv->ctx, bytes - created, false) : 0;
 }
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv)
@@ -222,6 +231,8 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv)
     uint64_t total, free, room, spare = spare_pages(kv, &room);
     if (kv->ctx->b.ops->memory(&kv->ctx->b, &total, &free))
         return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
+    if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
+        free -= free % KV_BLOCK;
     return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
 }
 
@@ -272,16 +283,19 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
             kv->budget_pages = pages;
         return rc;
     }
-    kv->budget_pages = pages;
     vmem__kv_worker_hold(kv);
     int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, true, NULL) : 0;
+    if (!rc)
+        kv->budget_pages = pages;
     vmem__kv_worker_release(kv);
+    if (rc)
+        return rc;
     vmem__kv_give_ahead(kv, lazy ? 0 : pages);
     // Keep the pages that the budget still allows taken ahead. If another process took the memory first, create pages
     // when they are needed.
     if (!lazy && vmem__kv_take_ahead(kv, pages))
         promise(kv, 0);
-    return rc;
+    return 0;
 }
 
 void vmem__kv_take_wanted(vmem_kv *kv)
@@ -327,7 +341,7 @@ int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
         return rc;
     uint64_t got = 0;
     vmem__kv_worker_hold(kv);
-    rc = vmem__kv_reclaim(kv, (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0), false, &got);
+    rc = vmem__kv_reclaim(kv, kv_ceil_pages(bytes, kv), false, &got);
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, 0);
     if (freed)

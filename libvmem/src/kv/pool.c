@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -89,14 +88,10 @@ static void drop(vmem_kv_pool *pool)
 
 static int start(vmem_kv_pool *pool)
 {
-    sigset_t all, old;
     pool->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (pool->bell < 0)
         return vmem__error(-errno, "no eventfd: %s", strerror(errno));
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // leave signals to the program's own threads
-    int rc = pthread_create(&pool->thread, NULL, vmem__kv_pool_work, pool);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    int rc = vmem__thread_start(&pool->thread, vmem__kv_pool_work, pool);
     pool->has_thread = !rc;
     return rc ? vmem__error(-rc, "no thread for the pool: %s", strerror(rc)) : 0;
 }

@@ -40,7 +40,9 @@ struct kv_pool_table {
     struct kv_pool_row rows[VMEM_KV_POOL_MEMBERS];
 };
 
-#define KV_ASK_NS UINT64_C(250000000) // a question for budget lapses after this time, unless repeated or waited for
+// A question for budget lapses after this time, unless repeated or waited for: 250 ms. Tests change it, so that they do
+// not depend on the machine's speed.
+extern _Atomic uint64_t vmem__kv_ask_ns;
 
 struct kv_member {
     struct kv_member *next;
@@ -56,6 +58,8 @@ struct kv_member {
     uint64_t refused_at; // ns
     bool taken_ahead;    // the thread took device memory for them
     uint64_t granted;    // bytes in row.has that the cache's budget does not have yet
+    bool prepares;       // the budget gets of them only what is ready, and no call takes free budget of the pool
+    uint64_t ready;      // bytes that the budget can grow by without asking the device for memory
     uint64_t to_give;    // bytes that the cache is to give back
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
@@ -92,11 +96,14 @@ int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uin
 void *vmem__kv_pool_work(void *pool); // the thread
 // foresee.c: asks the other members. What may still come, in bytes.
 uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes);
-// foresee.c, with no lock held: takes some device memory for requests that wait. True: there is more to take.
+// foresee.c, with api and state held: forgets the requests that wait when they have what they need, or nobody has asked
+// for them any more for some time.
+void vmem__kv_look_ahead(struct kv_member *m);
+// foresee.c, with no lock held: takes some device memory for requests that wait. True: another round is due at once.
 bool vmem__kv_prepare(struct kv_member *m);
 // With api and state held, and not the pool's lock: raises the budget by up to `most` pages of what is free. `least` of
-// them are worth a look into the table, whatever is known of it.
-void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
+// them are worth a look into the table, whatever is known of it. False: another process was at the table.
+bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
 
 // ---- share.c. With the pool's lock held, except for open and close.
 
@@ -138,16 +145,7 @@ static inline void kv_ring(const vmem_kv_pool *pool)
     (void)!write(pool->bell, &one, sizeof one); // should it be full, the thread has not looked yet
 }
 
-static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 static inline uint64_t kv_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
-
-static inline uint64_t kv_floor_pages(uint64_t bytes, const vmem_kv *kv) { return bytes >> kv->page_shift; }
-
-static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
-{
-    return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
-}
 
 // Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
 static inline void kv_shrink_budget(vmem_kv *kv, uint64_t pages)

@@ -442,9 +442,7 @@ int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t 
     vmem__kv_enough();
     rc = find_rows(kv, prefix, tokens, &p);
     if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
-        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+        rc = vmem__kv_get_new(kv, slot);
     if (!rc && (rc = vmem__kv_prefix_attach(kv, p, slot, tokens, missing)) == -ENOMEM)
         vmem__kv_count_shortage(kv);
     return vmem__kv_leave(kv, rc);
@@ -469,9 +467,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     const struct kv_group *g = &kv->groups[group];
     struct kv_grow *l = &kv->grow;
-    int rc = vmem__kv_make_room(kv, g->n, NULL);
-    if (!rc)
-        rc = vmem__kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
+    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
     if (!rc)
         rc = vmem__kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
     if (rc)
@@ -519,7 +515,11 @@ uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t token
 int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     vmem__kv_wait_cut(kv);
-    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data.
+    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data. All groups
+    // find room or none, as vmem_kv_truncate_check says.
+    const int room = vmem__kv_make_room(kv, vmem__kv_unshare_pages(kv, slot, tokens), NULL);
+    if (room)
+        return room;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
         int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;

@@ -29,11 +29,10 @@ uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *s = kv_span(kv, slot, i);
         uint64_t n = 0;
-        if (kv->slots[slot].state == VMEM_KV_FREE || kv->slots[slot].state == VMEM_KV_SWAPPED ||
-            kv_swap_due(kv, slot)) {
+        if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot)) {
             // The remaining pages of a swapped slot are about to be unmapped, or their unmap failed.
             n = s->hi - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
-        } else if (kv->slots[slot].state == VMEM_KV_ACTIVE) {
+        } else {
             const uint32_t from = tail(kv, slot, i, 0);
             n = s->hi - from;
             if (from < s->shared_hi) // the request was truncated, and names hold the pages
@@ -68,10 +67,12 @@ uint64_t vmem__kv_spare(const vmem_kv *kv)
     return pages;
 }
 
-static bool front_victim(const vmem_kv *kv, struct kv_victim *v)
+static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
+
+static bool front_victim(const vmem_kv *kv, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
-        if (kv->slots[s].state != VMEM_KV_ACTIVE || kv->slots[s].busy)
+        if (!kv_accessed(kv, s) || passed_over(&kv->slots[s], stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -84,13 +85,12 @@ static bool front_victim(const vmem_kv *kv, struct kv_victim *v)
     return false;
 }
 
-static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
+static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_victim *v)
 {
     uint64_t oldest = UINT64_MAX;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        bool kept = slot->state == VMEM_KV_FREE || slot->state == VMEM_KV_SWAPPED;
-        if (!kept || slot->busy || kv->idle[s].parked >= oldest)
+        if (kv_accessed(kv, s) || passed_over(slot, stuck) || kv->idle[s].parked >= oldest)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -108,15 +108,17 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, struct kv_victim *v)
     return oldest != UINT64_MAX;
 }
 
-static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *v)
+// What kernels do not access can be taken back from a request that ends as from one that goes on.
+static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (slot->state != VMEM_KV_ACTIVE || slot->busy)
+        if (!kv_accessed(kv, s) || passed_over(slot, stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            const uint32_t from = tail(kv, s, i, spare_ahead ? near_end(kv, s, i) : 0);
+            const bool grows = spare_ahead && slot->state == VMEM_KV_ACTIVE;
+            const uint32_t from = tail(kv, s, i, grows ? near_end(kv, s, i) : 0);
             if (from < sp->hi) {
                 *v = (struct kv_victim){s, i, sp->lo, from};
                 return true;
@@ -126,9 +128,9 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, struct kv_victim *
     return false;
 }
 
-bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, struct kv_victim *v)
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v)
 {
-    return front_victim(kv, v) || kept_victim(kv, want, v) || ahead_victim(kv, spare_ahead, v);
+    return front_victim(kv, stuck, v) || kept_victim(kv, want, stuck, v) || ahead_victim(kv, spare_ahead, stuck, v);
 }
 
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
@@ -140,10 +142,10 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
     vmem__kv_release_doomed(kv);
     while (!rc && start - kv->held < want) {
         uint64_t left = want - (start - kv->held);
-        bool some = vmem__kv_victim(kv, left, true, &v);
+        bool some = vmem__kv_victim(kv, left, true, true, &v);
         if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_hash_evict(kv, left))
             continue;
-        if (!some && !vmem__kv_victim(kv, left, false, &v)) {
+        if (!some && !vmem__kv_victim(kv, left, false, true, &v)) {
             const uint32_t slot = vmem__kv_swap_next(kv);
             if (slot == UINT32_MAX)
                 break;

@@ -99,7 +99,7 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
     s->state = VMEM_KV_ACTIVE;
     s->tokens = s->shared_tokens = 0;
     s->fresh = true;
-    s->skip = false;
+    s->skip = s->stuck = false;
     s->took = (uint32_t)kv->step;
     kv->stats.allocs++;
     kv->stats.adopted_slots += s->backed > 0;
@@ -161,7 +161,7 @@ int vmem__kv_free(vmem_kv *kv, uint32_t slot)
                                                    kv->groups[i].row_bytes));
     s->state = VMEM_KV_FREE;
     s->tokens = s->shared_tokens = 0;
-    s->skip = false;
+    s->skip = s->stuck = false;
     idle->parked = ++kv->clock;
     kv->n_ending -= waits;
     vmem__kv_worker_wake(kv);
@@ -191,6 +191,25 @@ int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
+// Between these two calls, nothing reclaims rows that the slot reads when it is truncated to `tokens`, though the window
+// of the longer request has passed them. The plan of the call stores what the spans said.
+static void keep_rows(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        kv->plan.wants[i].keep_lo = sp->keep_lo;
+        sp->keep_lo = KV_MIN(sp->keep_lo, KV_MAX(vmem__kv_need_lo(kv, &kv->groups[i], tokens), sp->lo));
+    }
+}
+
+static void restore_kept(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->keep_lo = KV_MIN(kv->plan.wants[i].keep_lo, sp->need_lo);
+    }
+}
+
 int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
     int rc = vmem__kv_enter(kv);
@@ -198,21 +217,35 @@ int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t
         return rc;
     if (missing)
         *missing = 0;
+    const bool held = vmem__kv_hold_to_count(kv); // from here on, no other thread sees the slot as the truncation would
     rc = vmem__kv_check_truncate(kv, slot, tokens);
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_would_fit(kv, vmem__kv_unshare_pages(kv, slot, tokens), missing));
+    if (!rc) {
+        const bool fresh = kv->slots[slot].fresh;
+        kv->slots[slot].fresh = true;
+        keep_rows(kv, slot, tokens);
+        rc = vmem__kv_would_fit(kv, vmem__kv_unshare_pages(kv, slot, tokens), missing);
+        restore_kept(kv, slot);
+        kv->slots[slot].fresh = fresh;
+    }
+    if (held)
+        vmem__kv_worker_release(kv);
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
-    vmem__kv_forget(kv, slot);
     vmem__kv_enough();
+    keep_rows(kv, slot, tokens);
     int rc = vmem__kv_unshare(kv, slot, tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
-    if (rc)
+    if (rc) {
+        restore_kept(kv, slot);
         return rc;
+    }
+    vmem__kv_forget(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);

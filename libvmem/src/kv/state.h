@@ -55,6 +55,7 @@ struct kv_slot {
     uint8_t state;   // enum vmem_kv_slot_state
     bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it
     bool skip;       // the worker failed here, and does not try again before the next step
+    bool stuck;      // it failed to unmap here, and passes the slot over until it has nothing else to do
     bool busy;       // the worker is changing it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
     bool stale;      // some span has stale mappings
@@ -264,11 +265,23 @@ static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, u
     return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
 }
 
-// Pages that could be added without reclaiming any.
-static inline uint64_t kv_unused(const vmem_kv *kv)
+static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+static inline uint64_t kv_floor_pages(uint64_t bytes, const vmem_kv *kv) { return bytes >> kv->page_shift; }
+
+static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
 {
-    return kv->budget_pages > kv->held ? kv->budget_pages - kv->held : 0;
+    return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
 }
+
+// Whether kernels may access the slot: it is active, ending or being swapped out.
+static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
+{
+    return kv->slots[slot].state != VMEM_KV_FREE && kv->slots[slot].state != VMEM_KV_SWAPPED;
+}
+
+// Pages that could be added without reclaiming any.
+static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->budget_pages, kv->held); }
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }

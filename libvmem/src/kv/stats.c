@@ -9,13 +9,13 @@
 
 bool vmem__kv_device_due(const vmem_kv *kv)
 {
-    return vmem__kv_now() - __atomic_load_n(&kv->device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
+    return vmem__kv_coarse_now() - __atomic_load_n(&kv->device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
 }
 
 void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages)
 {
     kv->device_limit = kv->held + pages;
-    __atomic_store_n(&kv->device_asked, vmem__kv_now(), __ATOMIC_RELAXED);
+    __atomic_store_n(&kv->device_asked, vmem__kv_coarse_now(), __ATOMIC_RELAXED);
 }
 
 void vmem__kv_summarise(vmem_kv *kv)
@@ -41,10 +41,10 @@ void vmem__kv_summarise(vmem_kv *kv)
             if (active) {
                 uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
                 st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
+            }
+            if (active || kv_waits(kv, s)) {
                 st->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
                 st->ahead_pages += (uint64_t)(sp->hi - sp->need_hi) * g->n;
-            } else if (sl->state == VMEM_KV_ENDING || (sl->state == VMEM_KV_SWAPPING && !kv_swap_due(kv, s))) {
-                st->needed_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             } else {
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }
@@ -72,7 +72,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     pthread_mutex_unlock(&kv->stats_lock);
     kv->stale = false;
     if (kv->view) {
-        kv->summarised = vmem__kv_now();
+        kv->summarised = vmem__kv_coarse_now();
         vmem__kv_publish_stats(kv);
     }
 }
@@ -84,7 +84,7 @@ void vmem__kv_may_take_long(vmem_kv *kv)
     kv->long_call = true;
 }
 
-uint64_t vmem__kv_now(void)
+uint64_t vmem__kv_coarse_now(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // needs no system call

@@ -155,7 +155,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
             continue;
         sl->tokens = tokens;
         sl->took = step;
-        sl->fresh = sl->skip = false;
+        sl->fresh = sl->skip = sl->stuck = false;
         due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
         if (kv->windows) {
             pass_windows(kv, s); // if it fails, the next step does it

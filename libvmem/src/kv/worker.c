@@ -2,7 +2,6 @@
 // that windows have passed, keeps some memory unused, clears kept pages, and backs the slot of the next request.
 //
 // SPDX-License-Identifier: MIT
-#include <signal.h>
 #include <string.h>
 #include <time.h>
 
@@ -64,9 +63,9 @@ void vmem__kv_worker_wake(vmem_kv *kv)
         pthread_cond_signal(&kv->work);
 }
 
-static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
+// Between these two the worker has dropped the lock. pages: those of kv->held that it maps, unmaps or releases meanwhile.
+static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
-    kv->slots[slot].busy = true;
     kv->pending = pages;
     vmem__kv_summarise(kv);
     pthread_mutex_unlock(&kv->state);
@@ -74,11 +73,22 @@ static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
         vmem__kv_hook(KV_WORKER_UNLOCKED);
 }
 
-static void end(vmem_kv *kv, uint32_t slot, int rc)
+static void take_lock(vmem_kv *kv)
 {
     pthread_mutex_lock(&kv->state);
-    kv->slots[slot].busy = false;
     kv->pending = 0;
+}
+
+static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
+{
+    kv->slots[slot].busy = true;
+    drop_lock(kv, pages);
+}
+
+static void end(vmem_kv *kv, uint32_t slot, int rc)
+{
+    take_lock(kv);
+    kv->slots[slot].busy = false;
     if (rc) {
         kv->slots[slot].skip = true;
         kv->stats.worker_errors++;
@@ -114,17 +124,29 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     struct kv_cut *c = &kv->worker_cut;
     int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
     if (rc) {
-        kv->slots[v->slot].skip = true;
+        kv->slots[v->slot].stuck = true;
         return false;
     }
     kv->cutting = true;
     begin(kv, v->slot, c->n_pages);
     rc = vmem__kv_cut_run(kv, c);
     end(kv, v->slot, rc);
+    kv->slots[v->slot].stuck |= rc != 0;
     kv->cutting = false;
     vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
     return true;
+}
+
+// Releases the first pages of the list, which no slot has.
+static void release(vmem_kv *kv, const struct kv_cut *c, uint64_t n)
+{
+    kv->cutting = true;
+    drop_lock(kv, n);
+    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
+    take_lock(kv);
+    kv->cutting = false;
+    kv->held -= freed;
 }
 
 // Unmaps pages that freed requests had shared.
@@ -163,17 +185,9 @@ static bool release_doomed(vmem_kv *kv)
     c->before = (struct kv_span){0}; // no span is cut
     kv->n_doomed -= n;
     memcpy(c->pages, kv->doomed + kv->n_doomed, n * sizeof(*c->pages));
-    kv->cutting = kv->unmapping = true;
-    kv->pending = n;
-    vmem__kv_summarise(kv);
-    pthread_mutex_unlock(&kv->state);
-    if (vmem__kv_hook)
-        vmem__kv_hook(KV_WORKER_UNLOCKED);
-    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
-    pthread_mutex_lock(&kv->state);
-    kv->cutting = kv->unmapping = false;
-    kv->pending = 0;
-    kv->held -= freed;
+    kv->unmapping = true;
+    release(kv, c, n);
+    kv->unmapping = false;
     return true;
 }
 
@@ -189,7 +203,7 @@ static bool swap_one(vmem_kv *kv)
         if (!rc)
             vmem__kv_swap_portion_end(kv, s);
         uint64_t gone = 0; // between two groups, another call may take the slot
-        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_SWAPPED && !kv->slots[s].skip; i++) {
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_SWAPPED && !kv->slots[s].stuck; i++) {
             const struct kv_victim v = {.slot = s, .group = i};
             if (kv_span(kv, s, i)->lo < kv_span(kv, s, i)->hi)
                 cut(kv, &v, &gone);
@@ -260,7 +274,7 @@ static bool give_one(vmem_kv *kv)
     if (kv->held <= kv->give_to)
         return false;
     const uint64_t want = by_call ? kv->portion : KV_MIN(kv->held - kv->give_to, kv->portion);
-    if (!vmem__kv_victim(kv, want, true, &v) || kv->slots[v.slot].skip)
+    if (!vmem__kv_victim(kv, want, true, false, &v))
         return false;
     clock_gettime(CLOCK_MONOTONIC, &start);
     bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
@@ -280,7 +294,7 @@ static bool release_one(vmem_kv *kv)
     struct kv_victim v;
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->skip; i++) {
+        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->stuck; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
             if (sp->lo >= sp->keep_lo)
                 continue;
@@ -291,7 +305,7 @@ static bool release_one(vmem_kv *kv)
     if (kv->giving)
         return give_one(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
-    if (unused >= low || !vmem__kv_victim(kv, low - unused, true, &v) || kv->slots[v.slot].skip)
+    if (unused >= low || !vmem__kv_victim(kv, low - unused, true, false, &v))
         return false;
     kv->stats.reclaims++;
     return cut(kv, &v, &kv->stats.reclaimed_pages);
@@ -309,17 +323,7 @@ static bool evict_some(vmem_kv *kv)
     vmem__kv_hash_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
     if (!c->n_pages)
         return false;
-    kv->cutting = true;
-    kv->pending = c->n_pages;
-    vmem__kv_summarise(kv);
-    pthread_mutex_unlock(&kv->state);
-    if (vmem__kv_hook)
-        vmem__kv_hook(KV_WORKER_UNLOCKED);
-    const uint64_t freed = vmem__kv_release(kv, c->pages, c->n_pages);
-    pthread_mutex_lock(&kv->state);
-    kv->cutting = false;
-    kv->pending = 0;
-    kv->held -= freed;
+    release(kv, c, c->n_pages);
     return true;
 }
 
@@ -374,7 +378,7 @@ static bool eager_one(vmem_kv *kv)
 static bool has_requests(const vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv->slots[s].state != VMEM_KV_FREE && kv->slots[s].state != VMEM_KV_SWAPPED)
+        if (kv_accessed(kv, s))
             return true;
     return false;
 }
@@ -388,7 +392,7 @@ static bool give_all(vmem_kv *kv)
     while (!kv->stop && !kv->hold && kv->calls == calls) {
         if (unmap_stale_one(kv) || release_doomed(kv))
             continue;
-        if (!vmem__kv_victim(kv, kv->held, false, &v) || kv->slots[v.slot].skip)
+        if (!vmem__kv_victim(kv, kv->held, false, false, &v))
             break;
         cut(kv, &v, &kv->stats.reclaimed_pages);
     }
@@ -455,6 +459,14 @@ static void ask_device(vmem_kv *kv)
     vmem__kv_ask_device(kv, pages);
 }
 
+// Nothing is left to do. What could not be unmapped is tried again when there is work.
+static void rest(vmem_kv *kv)
+{
+    kv->work_due = false;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        kv->slots[s].stuck = false;
+}
+
 static void *work(void *arg)
 {
     vmem_kv *kv = arg;
@@ -474,7 +486,7 @@ static void *work(void *arg)
                    clear_one(kv);
         kv->working = false;
         if (!did)
-            kv->work_due = false;
+            rest(kv);
         vmem__kv_summarise(kv);
         pthread_cond_broadcast(&kv->done);
     }
@@ -484,14 +496,10 @@ static void *work(void *arg)
 
 int vmem__kv_worker_start(vmem_kv *kv)
 {
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // leave signals to the program's own threads
-    pthread_mutex_lock(&kv->state);           // the thread may look at the cache before this function has returned
-    int rc = pthread_create(&kv->worker, NULL, work, kv);
+    pthread_mutex_lock(&kv->state); // the thread may look at the cache before this function has returned
+    const int rc = vmem__thread_start(&kv->worker, work, kv);
     kv->has_worker = !rc;
     pthread_mutex_unlock(&kv->state);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
     return rc ? vmem__error(-rc, "no background thread: %s", strerror(rc)) : 0;
 }
 
