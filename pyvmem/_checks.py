@@ -68,6 +68,16 @@ def uint32s(name: str, values: Any) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(values, np.uint32)
 
 
+def elements(name: str, values: Any) -> list[Any]:
+    """The elements of a sequence, or of anything that can be iterated over but text and bytes. Raises TypeError."""
+    try:
+        if not isinstance(values, str | bytes):
+            return list(iter(values))
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be a sequence, not {shown(values)}")
+
+
 def flag(name: str, value: Any) -> bool:
     """value as a bool, which it must be. Raises TypeError."""
     if value is True or value is False:

@@ -340,8 +340,12 @@ class TensorParallelKVCache:
         if numbers is not None and self.cache.options.zero_ends:
             self._end_absent(numbers, lengths)
         if numbers is not None and self._pledge.covers(numbers):
-            return self._take("step", numbers, self.cache.step, lengths)
-        return self._ask_and_take("step", numbers, lengths, self.cache.step, lengths)
+            answer = self._take("step", numbers, self.cache.step, lengths)
+        else:
+            answer = self._ask_and_take("step", numbers, lengths, self.cache.step, lengths)
+        if self._staged and numbers is not None and not answer:
+            self._staged = {slot: tokens for slot, tokens in self._staged.items() if not numbers[slot]}
+        return answer
 
     def _numbers(self, lengths: Any) -> npt.NDArray[Any] | None:
         """The lengths as an array; None if they are none, which the call itself reports."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyvmem._checks import one_of, uint, uint32s
+from pyvmem._checks import elements, one_of, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check, structure
@@ -100,6 +100,12 @@ class KVCache(KVAdmission, KVSharing):
     ----------
     tensors : list of torch.Tensor
         One for each spec, ``[slots, max_tokens, *shape]``. ``cache.tensors[i][slot, :length]`` is an ordinary tensor.
+    keys, values : list of torch.Tensor
+        Only of a cache made by `for_model`.
+    slots, max_tokens, page_size : int
+        As given; `page_size` in bytes, also if none was given.
+    context : Context
+        The context that provides the memory.
     missing_pages : int
         How many pages the last call that returned -1 was short of; `shortage` gives the reason.
     options : KVCacheOptions
@@ -192,10 +198,22 @@ class KVCache(KVAdmission, KVSharing):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> Cache:
-        """Make the cache of a model whose layers are alike; `keys` and `values` hold one view per layer.
+        """Make the cache of a model whose layers are alike.
 
-        Shapes as in the paper: `layers`, `kv_heads` and `head_dim` of this worker. `options` and `keywords` are those
-        of `KVCache`.
+        Parameters
+        ----------
+        layers, kv_heads, head_dim : int
+            Of this worker, as in the paper.
+        slots, max_tokens, budget, options, keywords
+            As in `KVCache`.
+        dtype, layout, window
+            As in `model_specs`.
+
+        Returns
+        -------
+        KVCache
+            With `keys` and `values`, lists of one tensor per layer: views of `tensors`, ``[slots, max_tokens, kv_heads,
+            head_dim]`` in every layout.
         """
         specs = model_specs(layers, kv_heads, head_dim, dtype, layout, window)
         cache = cls(specs, slots, max_tokens, budget, options, **keywords)
@@ -354,7 +372,11 @@ class KVCache(KVAdmission, KVSharing):
         return self._short(rc) if rc else 0
 
     def check(self, lengths: Lengths) -> int:
-        """Return what `step` would return now, and change nothing."""
+        """Return what `step` would return now, and change nothing.
+
+        Requests that are ending count as running: after -1, the step may still find that they have ended. After 0, a
+        `lazy` cache or a member of a pool may find that others, such as another process, have taken the memory.
+        """
         if self._events:
             self._poll()
         rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)
@@ -431,7 +453,7 @@ class KVCache(KVAdmission, KVSharing):
         """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
         raw, kv, get = structure("vmem_kv_slot_info"), self._use(), lib.vmem_kv_get_slot
         rows = []
-        for slot in slots:
+        for slot in elements("slots", slots):
             _check(get(kv, uint("slots", slot, 32), raw))
             rows.append(raw.tokens if raw.state == 1 else 0)
         return rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import shown, uint
+from pyvmem._checks import elements, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check, structure
 from pyvmem.kv_base import KVBase
@@ -39,9 +39,7 @@ def _raw(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt
             raw = np.zeros(len(sizes), _REQUEST)
             raw["tokens"] = sizes
             return raw, []
-    if not isinstance(requests, Iterable):
-        raise TypeError(f"requests must be a sequence, not {shown(requests)}")
-    given = list(requests)
+    given = elements("requests", requests)
     raw, kept = np.zeros(len(given), _REQUEST), []
     for i, request in enumerate(given):
         tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
@@ -69,8 +67,9 @@ class KVAdmission(KVBase):
         """Return how many of these new requests, in this order, would find a slot and memory; changes nothing.
 
         The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step
-        together with all growth that is staged. The next request would not fit: `shortage` says why, and
-        `missing_pages` how much it lacks. New requests must leave the watermark free (`set_watermark`).
+        together with all growth that is staged, unless others take the memory before (see `KVCache.check`). The next
+        request would not fit: `shortage` says why, and `missing_pages` how much it lacks. New requests must leave the
+        watermark free (`set_watermark`).
 
         Parameters
         ----------
@@ -92,7 +91,7 @@ class KVAdmission(KVBase):
         return int(fit[0])
 
     def room(self, slot: SupportsIndex | None = None) -> int:
-        """Return the most tokens the slot could have in the next step if no other slot grew.
+        """Return the most tokens the slot could have in the next step if it alone took part.
 
         0: there is no memory for a step to the length that it has. None: a new request, which must leave the watermark
         free.

@@ -115,7 +115,10 @@ class KVBase(_Owned):
 
     @property
     def shortage(self) -> Shortage:
-        """The `Shortage` of this thread's last call that found too little memory or no slot."""
+        """The `Shortage` of this thread's last call that found too little memory or no slot, on whichever cache.
+
+        Read it right after that call: later calls may reset it.
+        """
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))
         numbers = (

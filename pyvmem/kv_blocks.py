@@ -49,10 +49,11 @@ class BlockNames:
         _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, bad), bad)
 
     def attach(self, slot: int, ids: npt.ArrayLike) -> None:
-        """Start a newly allocated slot with these blocks; its length becomes ``len(ids) * tokens``. Quiet.
+        """Start a newly allocated slot, which no kernel accesses, with these blocks.
 
-        One batch maps the pages at the slot, in addition to where they are mapped already. Raises `VmemError` (ENODATA)
-        if a name has no pages.
+        Its length becomes ``len(ids) * tokens``. One batch maps the pages at the slot, in addition to where they are
+        mapped already. Kernels that write their rows may still be in flight, provided that kernels that read the rows
+        in this slot run after them. Raises `VmemError` (ENODATA) if a name has no pages.
         """
         names, n = _numbers("ids", ids)
         bad = ffi.new("size_t *", lib.PV_NO_INDEX)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from pyvmem._checks import flag, integer, shown, uint
+from pyvmem._checks import elements, flag, integer, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check
 
@@ -109,7 +109,7 @@ class BlockHashes:
     # ---- hashes as C has them --------------------------------------------------------------------------------
 
     def _kind(self, hash: Any, i: int) -> int:
-        if isinstance(hash, bytes) and 1 <= len(hash) <= SIZE:
+        if type(hash) is bytes and 1 <= len(hash) <= SIZE:
             return len(hash)
         if isinstance(hash, bytes) or not hasattr(hash, "__index__"):
             raise TypeError(f"hashes[{i}] must be 1 to {SIZE} bytes or an int, not {shown(hash)}")
@@ -117,7 +117,7 @@ class BlockHashes:
 
     def _raw(self, hashes: Iterable[Hash]) -> tuple[Any, int]:
         """(struct vmem_kv_hash[n], n)."""
-        found = list(hashes)
+        found = elements("hashes", hashes)
         if not found:
             return ffi.NULL, 0
         length = self._kind(found[0], 0) if self._length is None else self._length
@@ -125,13 +125,12 @@ class BlockHashes:
             if length:
                 if any(type(hash) is not bytes or len(hash) != length for hash in found):
                     raise TypeError
-                raw = b"".join(hash.ljust(SIZE, b"\0") for hash in found)  # type: ignore[union-attr]
+                raw = b"".join(hash.ljust(SIZE, b"\0") for hash in found)
             else:
                 raw = b"".join(integer("hash", hash).to_bytes(SIZE, "little", signed=True) for hash in found)
         except (OverflowError, TypeError):
             self._complain(found, length)
             raise
-        self._length = length
         return ffi.from_buffer("struct vmem_kv_hash[]", raw), len(found)
 
     def _complain(self, hashes: list[Hash], length: int) -> None:
@@ -156,7 +155,7 @@ class BlockHashes:
         return int(tokens[0])
 
     def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
-        """Quiet. Start a newly allocated slot with the known ones of these blocks.
+        """Start a newly allocated slot, which no kernel accesses, with the known ones of these blocks.
 
         Returns the tokens that the slot then has, 0 if no block is known, or -1, as `KVCache.step` does, if there is no
         memory to copy the last, partial page. The next token must be computed, so leave out the hash of a block that
@@ -191,7 +190,7 @@ class BlockHashes:
         Returns (slot, tokens that it already has). The slot is -1 if all slots are taken or memory is short; `shortage`
         says which. The last token always remains to be computed.
         """
-        hashes, length = list(hashes), uint("tokens", tokens, 32)
+        hashes, length = elements("hashes", hashes), uint("tokens", tokens, 32)
         del hashes[max(length - 1, 0) // self.tokens :]
         slot = self.cache.alloc_reqid(length, prefix_tokens=self.peek(hashes))
         if slot < 0:
@@ -214,10 +213,13 @@ class BlockHashes:
         Returns how many were new. Known blocks are not added again. If `max_tokens` is reached and all other blocks
         belong to running requests, no more are added.
         """
-        raw, n = self._raw(hashes)
+        found = elements("hashes", hashes)
+        raw, n = self._raw(found)
         added = ffi.new("size_t *")
         number, at = uint("slot", slot, 32), uint("first", first, 32)
         _check(lib.vmem_kv_hash_add(self.cache._use(), number, at, raw, n, added))
+        if n and self._length is None:
+            self._length = self._kind(found[0], 0)
         return int(added[0])
 
     # ---- eviction --------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class BlockHashes:
         return int(freed[0])
 
     def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
-        """Set the priority of blocks, 0 to 100 (new blocks: 50), and make them the most recently used ones of it.
+        """Set the priority of blocks, 0 to 100 (new blocks: `PRIORITY`, 50), and make them its most recently used ones.
 
         Blocks of a lower priority are evicted first. With `KEEP`, blocks are not evicted, and their pages do not count
         as free, until they get another priority or are dropped. Unknown blocks are skipped. A request finds a block

@@ -54,9 +54,9 @@ class KVCacheOptions:
         Device memory is allocated when pages are needed, instead of the whole budget at creation.
     sharing : bool or None
         Requests may share pages, through prefixes and block names. False refuses both. The cuda backend then creates,
-        maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. Kernels must not read
-        past whole tiles (`tile_rows`). None: False on the cuda backend, True on the others, where sharing costs
-        nothing; `KVCache.sharing` says which.
+        maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. On a GPU, unbacked rows
+        then have no backdrop: kernels must not read past whole tiles (`tile_rows`), nor free slots. None: False on the
+        cuda backend, True on the others; `KVCache.sharing` says which.
     ahead_tokens, ahead_min : int
         Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4). Up to twice
         as many may be backed.

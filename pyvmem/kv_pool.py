@@ -67,6 +67,8 @@ class KVPool(_Owned):
             raise TypeError("name and path exclude each other")
         if name is not None:
             path = _named(name)
+        if not isinstance(path, str | bytes | os.PathLike | None):
+            raise TypeError(f"path must be a path, not {shown(path)}")
         self.path = None if path is None else os.fspath(path)
         if self.path is not None and "\0" in os.fsdecode(self.path):
             raise ValueError(f"path {self.path!r} must not contain a zero")
@@ -136,7 +138,7 @@ class KVPool(_Owned):
         if not isinstance(seconds, Real) or not 0 <= seconds <= 1e6:
             raise ValueError(f"seconds must be a number between 0 and 1000000, not {shown(seconds)}")
         answer = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_pool_wait(cache._use(), round(seconds * 1000), answer))
+        _check(lib.vmem_kv_pool_wait(cache._use(), round(float(seconds) * 1000), answer))
         return ANSWERS[answer[0]]
 
 

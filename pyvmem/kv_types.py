@@ -49,6 +49,7 @@ class TensorSpec:
             raise TypeError(f"dtype must be a torch.dtype, not {self.dtype!r}")
         if not isinstance(self.shape, tuple | list) or not all(uint("shape", n) for n in self.shape):
             raise ValueError(f"shape {self.shape!r} must be a tuple of numbers of at least 1")
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))  # products of numpy's integers wrap
 
     @property
     def row_bytes(self) -> int:
@@ -135,12 +136,20 @@ class GroupInfo:
         return -(-rows * self.row_bytes // self.page_size) * len(self.tensors)
 
 
+# What is short, and what helps besides ending requests.
+_CAUSES = {
+    "budget": ("the budget is used up", "raise the budget"),
+    "device": ("the device has less memory than the budget", "free memory elsewhere"),
+    "mappings": ("the process has all its mappings", "raise vm.max_map_count or use larger pages"),
+    "slots": ("all slots are taken", "create the cache with more slots"),
+}
 # What helps a member of a pool that is refused.
 _POOL_HELPS = {
     "at maximum": "raise its share's maximum",
     "at minimum": "use a pool with a larger budget, or lower the minimum of another member",
-    "in use": "end requests of other members",
+    "in use": "use a pool with a larger budget, or end requests of other members",
     "no memory": "free memory elsewhere",
+    "file damaged": "restart the pool's processes",
 }
 
 
@@ -182,6 +191,11 @@ class Shortage:
     coming_pages: int = 0
     refusal: str | None = None
 
+    @property
+    def remedy(self) -> str:
+        """What helps besides ending requests and dropping prefixes."""
+        return _POOL_HELPS.get(self.refusal or "") or _CAUSES[self.reason or "budget"][1]
+
     def __str__(self) -> str:
         if self.reason is None:
             return "nothing is short"
@@ -198,14 +212,10 @@ class Shortage:
             helps.append(f"drop prefixes, which hold {self.prefix_pages}")
         if self.requests:
             helps.append("end or swap out a request")
-        cause, last = {
-            "budget": ("the budget is used up", "raise the budget"),
-            "device": ("the device has less memory than the budget", "free memory elsewhere"),
-            "mappings": ("the process has all its mappings", "raise vm.max_map_count or use larger pages"),
-        }[self.reason]
+        helps.append(self.remedy)
+        cause = _CAUSES[self.reason][0]
         if self.refusal:
             cause += f", and the pool gives no more ({self.refusal})"
-        helps.append(_POOL_HELPS.get(self.refusal or "", last))
         return f"{self.missing_pages} pages are missing: {cause}; {', or '.join(helps)}"
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyvmem._checks import uint
+from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
 
 STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields if name not in ("size", "pad"))
@@ -77,7 +77,7 @@ def new_view_path() -> str | None:
 
 
 ANSWERS = ("unasked", "applied", "deferred", "refused")
-REASONS = (None, "at maximum", "at minimum", "in use", "no memory")
+REASONS = (None, "at maximum", "at minimum", "in use", "no memory", "file damaged")
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,8 @@ def budget_answer(view: View, bytes: int, seconds: float) -> str:
         if time.monotonic() >= until:
             if now.wanted == bytes:
                 return "deferred: it is taken over at the next step"
+            if not now.wanted and now.answers == view.answers:
+                return "deferred: it is being taken over"
             return "refused: another budget was asked for meanwhile"
         time.sleep(0.01)
 
@@ -294,6 +296,8 @@ def _in_words(now: View, bytes: int) -> str:
     if now.answer == "refused":
         if now.reason == "at minimum" and now.pool:
             return f"refused: {now.pool.min >> 20} MiB are the minimum of its share of the pool"
+        if now.reason == "file damaged":
+            return "refused: the pool's file is damaged"
         return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
     beyond = now.stats["held_pages"] * page - bytes // page * page
     text = f"applied: {'at most ' if now.pool else ''}{bytes >> 20} MiB"
@@ -304,6 +308,10 @@ def _in_words(now: View, bytes: int) -> str:
 
 def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
     """Statistics (a dict) in Prometheus's text exposition format."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string, not {shown(prefix)}")
+    if not isinstance(labels, Mapping | None):
+        raise TypeError(f"labels must be a dict, not {shown(labels)}")
     text = ",".join(f'{k}="{_escape(v)}"' for k, v in (labels or {}).items())
     text = f"{{{text}}}" if text else ""
     lines = []

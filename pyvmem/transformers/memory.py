@@ -55,10 +55,4 @@ def leave_pool(kv: KVCache) -> None:
 def what_helps(kv: KVCache) -> str:
     """What helps if memory is short, besides a smaller batch."""
     shortage = kv.shortage
-    if shortage.reason == "device":
-        return "free memory on the device, which has less than the budget"
-    if shortage.reason == "mappings":
-        return "raise vm.max_map_count, or use a larger page_size"
-    if kv.options.pool is None:
-        return "raise budget"
-    return f"use a pool with a larger budget (the pool gives no more: {shortage.refusal or 'others need it'})"
+    return "use a pool with a larger budget" if shortage.coming_pages else shortage.remedy

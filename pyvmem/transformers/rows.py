@@ -495,7 +495,7 @@ class Rows:
             raise OutOfMemory(
                 errno.ENOMEM,
                 "no memory to copy the rows to pages that sequences can share: pass sharing=True to VMemCache, which "
-                "needs no copy, or raise budget; the cache is empty now",
+                "needs no copy, or raise the budget; the cache is empty now",
             ) from error
 
     def _keep_slots(self, sources: list[int]) -> list[int]:

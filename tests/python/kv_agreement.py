@@ -29,6 +29,16 @@ from pyvmem.kv_prefix import PrefixCache
 SLOTS, TOKENS = 16, 600
 
 
+def join(backend):
+    """Join the process group, with a GPU for each rank of NCCL. Returns the rank."""
+    dist.init_process_group(backend)
+    rank = dist.get_rank()
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.zeros(1, device="cuda")  # the process's CUDA context, before the cache looks for it
+    return rank
+
+
 def same(device, *values):
     """Fail unless the values are equal on all ranks."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
@@ -199,6 +209,12 @@ def staged(tp, device, starved):
     assert tp.commit() == 0
     same(device, tp.slot(slot).tokens)
     assert tp.slot(slot).tokens == 10
+    # A step makes the growth of its requests void. What a rank refuses afterwards does not bring it back.
+    assert tp.grow(slot, 20) == 0
+    assert tp.step([20 if s == slot else 0 for s in range(SLOTS)]) == 0
+    assert tp.grow(slot, TOKENS) == -1
+    refused(tp.commit, ValueError, "no growth is staged")
+    tp.truncate(slot, 10)
     tp.set_budget(before)
     assert tp.grow(slot, TOKENS) == 0
     if starved:
@@ -247,15 +263,10 @@ def share(tp, device, rng, lengths, prefixes):
 
 
 def main(backend, steps=10_000, seed=1):
+    rank = join(backend)
     if backend == "nccl":
-        dist.init_process_group("nccl")
-        rank = dist.get_rank()
-        torch.cuda.set_device(rank)
-        torch.zeros(1, device="cuda")  # the process's CUDA context, before the cache looks for it
         context, device = pyvmem.default_context("gpu", rank), torch.device("cuda", rank)
     else:
-        dist.init_process_group(backend)
-        rank = dist.get_rank()
         context, device = pyvmem.Context("host"), torch.device("cpu")
     world = dist.get_world_size()
     page = min(context.page_sizes)

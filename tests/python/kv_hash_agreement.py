@@ -3,7 +3,9 @@
 The last rank has less memory, and evicts what the others keep. Every row is verified, and after every call the ranks
 compare what they decided.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/python/kv_hash_agreement.py [STEPS [SEED]]
+    python -m torch.distributed.run --nproc-per-node 2 tests/python/kv_hash_agreement.py BACKEND [STEPS [SEED]]
+
+BACKEND is gloo, on the host, or nccl, on the GPUs.
 
 SPDX-License-Identifier: MIT
 """
@@ -13,7 +15,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from kv_agreement import refused, same
+from kv_agreement import join, refused, same
 
 import pyvmem
 from pyvmem.distributed import TensorParallelKVCache
@@ -23,7 +25,6 @@ from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
 from kv_hash_caches import ALIKE, MIXED, PAGE
 
 SLOTS, TOKENS, BLOCK = 6, 400, 16
-CPU = torch.device("cpu")
 
 
 class Engine:
@@ -32,20 +33,24 @@ class Engine:
     def __init__(self, context, specs, pages, rng, **options):
         cache = KVCache(specs, SLOTS, TOKENS, pages * PAGE, context=context, same_slots=True, check=True, name=None,
                         page_size=PAGE, **options)  # fmt: skip
-        self.tp, self.rng = TensorParallelKVCache(cache), rng
+        self.tp, self.rng, self.device = TensorParallelKVCache(cache), rng, cache.tensors[0].device
         self.rows: dict[int, list[int]] = {}
         self.refused = self.hits = self.steps = 0
 
     def hash(self, **options):
         self.blocks = TensorParallelBlockHashes(self.tp, BLOCK, events=True, **options)
 
+    def same(self, *values):
+        same(self.device, *values)
+
     def write(self, slot, start, tokens):
+        says = torch.tensor(tokens, device=self.device).half()
         for spec, tensor in zip(self.tp.specs, self.tp.tensors):
             end = min(len(tokens), tensor.shape[1])
             if start < end:
-                tensor[slot, start:end] = torch.tensor(tokens[start:end]).half().view(-1, 1, 1)
+                tensor[slot, start:end] = says[start:end].view(-1, 1, 1)
             first = max(len(tokens) - spec.window, 0) if spec.window else 0
-            assert torch.equal(tensor[slot, first:end, 0, 0], torch.tensor(tokens[first:end]).half()), (slot, start)
+            assert torch.equal(tensor[slot, first:end, 0, 0], says[first:end]), (slot, start)
 
     def start(self):
         tokens = [self.rng.randrange(3)] * self.rng.randrange(300) + [5 + self.rng.randrange(3)] * 30
@@ -62,13 +67,13 @@ class Engine:
                 if cached < 0:
                     self.tp.free_reqid(slot)
                     slot, cached = -1, 0
-        same(CPU, fits, peeked, would, slot, cached, self.tp.missing_pages)
+        self.same(fits, peeked, would, slot, cached, self.tp.missing_pages)
         if slot < 0:
             self.refused += 1
             return
         assert cached == peeked == would
         rc = self.tp.step([len(tokens) if s == slot else 0 for s in range(SLOTS)])
-        same(CPU, rc)
+        self.same(rc)
         assert rc == 0 or not fits
         if rc:
             self.tp.free_reqid(slot)
@@ -85,7 +90,7 @@ class Engine:
             grown[slot] = (tokens + [self.rng.randrange(4)])[:TOKENS]
             lengths[slot] = len(grown[slot])
         rc = self.tp.step(lengths)
-        same(CPU, rc, self.tp.missing_pages)
+        self.same(rc, self.tp.missing_pages)
         if rc:
             self.end()
             return
@@ -112,12 +117,12 @@ class Engine:
         try:
             self.tp.truncate(slot, tokens, after)
         except pyvmem.VmemError as error:
-            same(CPU, error.errno, self.tp.slot(slot).tokens)
+            self.same(error.errno, self.tp.slot(slot).tokens)
             if after is None:
                 del self.rows[slot]
                 self.tp.free_reqid(slot)
         else:
-            same(CPU, 0, self.tp.slot(slot).tokens)
+            self.same(0, self.tp.slot(slot).tokens)
             self.rows[slot] = self.rows[slot][:tokens]
 
     def evict(self):
@@ -125,14 +130,14 @@ class Engine:
         if self.rows:
             some = block_hashes(self.rng.choice(sorted(self.rows.values())), BLOCK)
         if choice == 0:
-            same(CPU, self.blocks.evict(self.rng.randrange(20)), self.blocks.evict(2, some))
+            self.same(self.blocks.evict(self.rng.randrange(20)), self.blocks.evict(2, some))
         elif choice == 1:
             self.blocks.drop(some)
         elif choice == 2:
             self.blocks.prioritize(some, self.rng.choice([0, 50, KEEP]))
         elif choice == 3:
             gone = self.blocks.evicted()
-            same(CPU, len(gone), sum(int.from_bytes(h[:4], "little") for h in gone))
+            self.same(len(gone), sum(int.from_bytes(h[:4], "little") for h in gone))
         elif self.rng.random() < 0.1:
             self.blocks.clear()
 
@@ -151,7 +156,7 @@ class Engine:
                 self.evict()
             else:
                 self.grow()
-        same(CPU, self.tp.agreements, *sorted(self.rows))
+        self.same(self.tp.agreements, *sorted(self.rows))
         assert self.tp.stats().worker_errors == 0
 
 
@@ -164,7 +169,7 @@ def misuse(engine, first):
     refused(lambda: blocks.alloc(100, ["x" if first else b"x" * 16]), (RuntimeError, TypeError), "")
     refused(lambda: blocks.evict(1 if first else 2), RuntimeError, "a different call")
     refused(lambda: blocks.attach(SLOTS, [b"\0" * 16]), ValueError, f"slot {SLOTS}: there are {SLOTS}")
-    same(CPU, tp.stats().active_slots)
+    engine.same(tp.stats().active_slots)
 
 
 def one_evicts(context, starved):
@@ -174,7 +179,7 @@ def one_evicts(context, starved):
     tp, blocks, tokens = engine.tp, engine.blocks, list(range(72))
     hashes = block_hashes(tokens, BLOCK)
     slot, cached = blocks.alloc(72, hashes)
-    same(CPU, slot, cached)
+    engine.same(slot, cached)
     assert cached == 0 and tp.step([72 if s == slot else 0 for s in range(SLOTS)]) == 0
     engine.write(slot, 0, tokens)
     assert blocks.add(slot, hashes) == 4
@@ -193,18 +198,17 @@ def one_evicts(context, starved):
     assert blocks.attach(slot, hashes) == -1 and tp.slot(slot).tokens == 0
     assert tp.agreements == agreements + 6
     tp.set_budget(before * PAGE)
-    same(CPU, blocks.peek(hashes))
+    engine.same(blocks.peek(hashes))
     known = blocks.attach(slot, hashes)
-    same(CPU, known, tp.slot(slot).tokens)
+    engine.same(known, tp.slot(slot).tokens)
     engine.write(slot, known, tokens[:known])
     misuse(engine, dist.get_rank() == 0)
     tp.close()
 
 
-def main(steps=400, seed=1):
-    dist.init_process_group("gloo")
-    starved = dist.get_rank() == dist.get_world_size() - 1
-    with pyvmem.Context("host") as context:
+def main(backend, steps=400, seed=1):
+    starved = join(backend) == dist.get_world_size() - 1
+    with pyvmem.Context("host") if backend == "gloo" else pyvmem.Context("stock", dist.get_rank()) as context:
         one_evicts(context, starved)
         hits = refusals = 0
         for number, (specs, options, hashes) in enumerate((
@@ -226,4 +230,4 @@ def main(steps=400, seed=1):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -116,6 +116,8 @@ def test_wrong_arguments_are_named(backend):
         model_specs(1, 0, 1, torch.float16)
     with pytest.raises(TypeError, match="dtype"):
         model_specs(1, 1, 1, "half")
+    # Numpy's small integers would wrap.
+    assert model_specs(1, np.uint8(4), np.uint8(65), torch.float16)[0].row_bytes == 520
 
 
 @pytest.mark.parametrize(
@@ -149,4 +151,12 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
                         call(value)
                 with pytest.raises(TypeError, match=name):
                     call(1.5)
+        for call, name in ((cache.tokens, "slots"), (cache.fit, "requests")):
+            for wrong in (5, None, np.array(5)):
+                with pytest.raises(TypeError, match=f"{name} must be a sequence, not"):
+                    call(wrong)
+        with pytest.raises(TypeError, match="prefix must be a string, not 5"):
+            cache.metrics_prometheus(5)
+        with pytest.raises(TypeError, match="labels must be a dict, not"):
+            cache.metrics_prometheus(labels=[("model", "a")])
         assert cache.stats().active_slots == 1

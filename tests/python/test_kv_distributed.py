@@ -24,13 +24,18 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])}
 
 
-def torchrun(backend, ranks):
-    steps = os.environ.get("VMEM_TEST_STEPS", "1000")
-    return subprocess.run(
+STEPS = int(os.environ.get("VMEM_TEST_STEPS", "1000"))
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA devices")
+
+
+def ranks_agree(backend, ranks, program="kv_agreement.py", steps=STEPS):
+    done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(HERE / "kv_agreement.py"), backend, steps],
+         str(HERE / program), backend, str(steps)],
         capture_output=True, text=True, timeout=900, env=environment(),
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{ranks} ranks agreed" in done.stdout
 
 
 def test_every_call_of_a_cache_is_there():
@@ -54,9 +59,7 @@ def test_a_call_takes_what_that_of_a_cache_takes(name):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_over_gloo_agree_with_one_starved(ranks):
-    done = torchrun("gloo", ranks)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{ranks} ranks agreed" in done.stdout
+    ranks_agree("gloo", ranks)
 
 
 @pytest.mark.parametrize(("how", "asks"), [("dies", "steps"), ("sleeps", "steps"), ("dies", "hashes")])
@@ -78,9 +81,6 @@ def test_a_lost_rank_is_reported_by_the_others(how, asks, tmp_path):
     assert "lost" in said[0] and "lost" in said[1]
 
 
+@needs_two_gpus
 def test_two_ranks_over_nccl_agree_with_one_starved():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"torch sees {torch.cuda.device_count()} CUDA devices, two are needed")
-    done = torchrun("nccl", 2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks agreed" in done.stdout
+    ranks_agree("nccl", 2)

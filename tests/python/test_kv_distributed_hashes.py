@@ -1,20 +1,19 @@
-"""Prefixes by hash over tensor-parallel ranks: processes under torchrun, over gloo on the host backend.
+"""Prefixes by hash over tensor-parallel ranks: processes under torchrun, over gloo on the host backend, and over NCCL
+where GPUs are.
 
 VMEM_TEST_STEPS sets how many steps (default 1000), for all kinds of caches together.
 
 SPDX-License-Identifier: MIT
 """
 
-import os
-import subprocess
-import sys
 from inspect import signature
 
 import pytest
 
+import pyvmem
 from pyvmem.distributed_hashes import TensorParallelBlockHashes
 from pyvmem.kv_hashes import BlockHashes
-from test_kv_distributed import HERE, environment
+from test_kv_distributed import STEPS, needs_two_gpus, ranks_agree
 
 CALLS = sorted(name for name in vars(BlockHashes) if callable(getattr(BlockHashes, name)) and name[:1] != "_")
 
@@ -30,11 +29,11 @@ def test_a_call_takes_what_that_of_one_cache_takes(name):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_agree_while_one_evicts_more(ranks):
-    steps = str(int(os.environ.get("VMEM_TEST_STEPS", "1000")) // 4)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(HERE / "kv_hash_agreement.py"), steps],
-        capture_output=True, text=True, timeout=900, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{ranks} ranks agreed" in done.stdout
+    ranks_agree("gloo", ranks, "kv_hash_agreement.py", STEPS // 4)
+
+
+@needs_two_gpus
+def test_two_ranks_over_nccl_agree_while_one_evicts_more():
+    if pyvmem.probe("stock"):
+        pytest.skip(f"its rows are for pages of 64 KiB: {pyvmem.probe('stock')}")
+    ranks_agree("nccl", 2, "kv_hash_agreement.py", STEPS // 20)  # an agreement waits for the GPU, for some ms

@@ -6,11 +6,12 @@ SPDX-License-Identifier: MIT
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pyvmem import VmemError
 from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
 
+from kv_draws import NUMBERS, pick, when
 from kv_hash_caches import ALIKE, MIXED, PAGE, make
 
 
@@ -35,6 +36,11 @@ class Engine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "cache"):
             self.cache.close()
+
+    def some(self, data, most):
+        """Up to so many of the known hashes."""
+        known = sorted(self.known)
+        return [pick(data, known) for _ in range(data.next() % (most + 1))]
 
     def hashes(self, tokens):
         return block_hashes(tokens, self.blocks.tokens)
@@ -68,11 +74,11 @@ class Engine(RuleBasedStateMachine):
         self.write(slot, cached, tokens)
         self.rows[slot] = tokens
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), n=st.integers(1, 40))
+    @rule(data=NUMBERS, n=st.integers(1, 40))
+    @when(lambda self: self.rows)
     def grow(self, data, n):
-        slot = data.draw(st.sampled_from(sorted(self.rows)))
-        tokens = (self.rows[slot] + [data.draw(st.integers(0, 3))] * n)[:300]
+        slot = pick(data, sorted(self.rows))
+        tokens = (self.rows[slot] + [data.next() % 4] * n)[:300]
         lengths = [len(tokens) if s == slot else 0 for s in range(4)]
         expected, ending = self.cache.check(lengths), self.cache.stats().ending_slots
         answer = self.cache.step(lengths)
@@ -81,51 +87,54 @@ class Engine(RuleBasedStateMachine):
             self.write(slot, len(self.rows[slot]), tokens)
             self.rows[slot] = tokens
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
+    @rule(data=NUMBERS)
+    @when(lambda self: self.rows)
     def add(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        slot = pick(data, sorted(self.rows))
         hashes = self.hashes(self.rows[slot])
-        first = data.draw(st.integers(0, len(hashes)))
-        last = data.draw(st.integers(first, len(hashes)))
+        first, last = sorted(pick(data, range(len(hashes) + 1)) for _ in range(2))
         self.blocks.add(slot, hashes[first:last], first)
         self.known.update(hashes[first:last])
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
+    @rule(data=NUMBERS)
+    @when(lambda self: self.rows)
     def free(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        slot = pick(data, sorted(self.rows))
         del self.rows[slot]
-        self.cache.free_reqid(slot, data.draw(st.sampled_from([None, self.cache.last_step])))
-        if data.draw(st.booleans()):
+        self.cache.free_reqid(slot, pick(data, [None, self.cache.last_step]))
+        if pick(data, [False, True]):
             self.cache.retire()
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
+    @rule(data=NUMBERS)
+    @when(lambda self: self.rows)
     def truncate(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.rows)))
-        tokens = data.draw(st.integers(1, len(self.rows[slot])))
+        slot = pick(data, sorted(self.rows))
+        tokens = pick(data, range(1, len(self.rows[slot]) + 1))
+        would = None
         try:
+            would = self.cache.check_truncate(slot, tokens)
             self.cache.truncate(slot, tokens)
+            assert self.overlap or would == 0
         except (VmemError, MemoryError) as error:
             assert error.errno in (61, 12)
+            assert self.overlap or would == (-1 if error.errno == 12 else None)
             if error.errno == 12:
                 self.cache.free_reqid(slot)
                 del self.rows[slot]
         else:
             self.rows[slot] = self.rows[slot][:tokens]
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data())
+    @rule(data=NUMBERS)
+    @when(lambda self: self.known)
     def drop(self, data):
-        dropped = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=4))
+        dropped = self.some(data, 4)
         self.blocks.drop(dropped)
         self.kept.difference_update(dropped)
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), priority=st.sampled_from([0, 49, 50, 100, KEEP]))
+    @rule(data=NUMBERS, priority=st.sampled_from([0, 49, 50, 100, KEEP]))
+    @when(lambda self: self.known)
     def prioritize(self, data, priority):
-        hashes = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=6))
+        hashes = self.some(data, 6)
         before = {hash for hash in self.kept if hash not in hashes}
         self.blocks.prioritize(hashes, priority)
         found: set[bytes] = set()  # of those that are known now: others may be added later, and are new then
@@ -133,10 +142,10 @@ class Engine(RuleBasedStateMachine):
             found.update(chain[: self.blocks.peek(chain) // self.blocks.tokens])
         self.kept = before | (found.intersection(hashes) if priority == KEEP else set())
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), pages=st.integers(0, 20))
+    @rule(data=NUMBERS, pages=st.integers(0, 20))
+    @when(lambda self: self.known)
     def evict_these(self, data, pages):
-        hashes = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=6))
+        hashes = self.some(data, 6)
         self.evict(pages, hashes)
 
     @rule(pages=st.integers(0, 20))
@@ -154,10 +163,10 @@ class Engine(RuleBasedStateMachine):
     def wait(self):
         self.cache.wait()
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
+    @rule(data=NUMBERS)
+    @when(lambda self: self.rows)
     def swap(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        slot = pick(data, sorted(self.rows))
         try:
             self.cache.swap_out(slot)
         except VmemError as error:

@@ -142,6 +142,14 @@ def test_a_budget_below_what_requests_hold_says_so(capsys):
     assert kv_view.budget_answer(view, MIB, 0).startswith("gone")
 
 
+def test_a_budget_that_takes_long_to_adopt_is_deferred():
+    """The cache has read the request, and is still taking the memory."""
+    with make():
+        view = kv_view.read_views()[0]
+        assert not view.wanted  # it was read; the answer is still to come
+        assert kv_view.budget_answer(view, MIB, 0).startswith("deferred: it is being taken over")
+
+
 def test_limits_that_no_cache_can_have_are_refused():
     with make("kv") as cache:
         for size in ("1", "900T"):

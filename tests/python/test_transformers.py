@@ -357,7 +357,7 @@ def test_out_of_memory_names_what_to_lower_and_the_cache_goes_on(attention, make
     cache.reset()
     rows = page // (2 * 16 * 4)
     long = prompts(1, 2 * rows + 100, device=device)
-    with pytest.raises(pyvmem.OutOfMemory, match="lower the batch.*raise budget"):
+    with pytest.raises(pyvmem.OutOfMemory, match="lower the batch.*raise the budget"):
         run(model, long, cache)
     cache.reset()
     assert generate(model, ids, cache, attention).tolist() == want.tolist()
