@@ -1,7 +1,10 @@
-"""Attention by slots, vLLM's attention backend CUSTOM (``--attention-backend CUSTOM``).
+"""Attention by slots, vLLM's attention backend CUSTOM.
 
 Decode steps of many requests run `pyvmem.vllm.slots`, which reads from a request's first row to its last without a
 block table. Prompts and mixed steps use FlashAttention over the constant table, as with vLLM's own backend.
+
+`pyvmem.vllm.worker.attention_backend` chooses it where vLLM would choose FlashAttention 3 by itself, and
+``--attention-backend CUSTOM`` everywhere that it works.
 
 SPDX-License-Identifier: MIT
 """
@@ -9,9 +12,11 @@ SPDX-License-Identifier: MIT
 from typing import Any
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -44,6 +49,10 @@ class SlotsBackend(FlashAttentionBackend):
         return kv_cache_dtype in (None, "auto", "float16", "bfloat16")
 
     @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size <= 256 and super().supports_head_size(head_size)  # tiles of more need too much shared memory
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return False
 
@@ -64,20 +73,40 @@ class SlotsBackend(FlashAttentionBackend):
         return attn_type == "decoder"
 
 
+def unsupported(asked: Any) -> list[str]:
+    """Why a layer for which vLLM chose FlashAttention keeps it. asked: vLLM's `AttentionSelectorConfig` of the layer.
+
+    Slots replace FlashAttention 3 alone, vLLM's choice on Hopper: on other GPUs the kernel was not measured.
+    """
+    config = get_current_vllm_config()
+    capability = current_platform.get_device_capability()
+    reasons: list[str] = SlotsBackend.validate_configuration(device_capability=capability, **asked._asdict())
+    version = get_flash_attn_version(head_size=asked.head_size)
+    if version != 3:
+        reasons.append(f"FlashAttention {version}")
+    if config.attention_config.flash_attn_version is not None:
+        reasons.append("a chosen version of FlashAttention")
+    mode = config.compilation_config.cudagraph_mode
+    if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
+        reasons.append("full CUDA graphs of mixed steps")
+    return reasons
+
+
 class SlotsBuilder(FlashAttentionMetadataBuilder):
     # The number of new tokens per request selects the kernel, so a graph serves only steps with the captured number.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        most = vllm_config.scheduler_config.max_num_seqs
+        self._most = most = vllm_config.scheduler_config.max_num_seqs
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        impls = [] if self.rswa_window else [layer.impl for layer in layers.values() if layer.impl.by_slots]
         # By the window of their layers.
-        self._works = {w: Work(most, device, w) for w in {window_of(layer.impl) for layer in layers.values()}}
+        self._works = {w: Work(most, device, w) for w in {window_of(impl) for impl in impls}}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        most = min(work.most for work in self._works.values())
-        decodes = common_attn_metadata.max_query_len == 1 and LEAST <= common_attn_metadata.num_reqs <= most
+        decodes = bool(self._works) and common_attn_metadata.max_query_len == 1
+        decodes = decodes and LEAST <= common_attn_metadata.num_reqs <= self._most
         metadata = super().build(0, common_attn_metadata, fast_build or decodes)
         metadata.works = self._works if decodes else None
         if decodes:
@@ -92,9 +121,8 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
 class SlotsImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.alibi_slopes is not None or self.sinks is not None:
-            raise ValueError("attention by slots (CUSTOM) supports neither ALiBi nor sinks: use --attention-backend "
-                             "FLASH_ATTN")  # fmt: skip
+        # vLLM does not tell `SlotsBackend` about ALiBi. Such layers use FlashAttention in every step.
+        self.by_slots = self.alibi_slopes is None and self.sinks is None
 
     def forward(
         self,
@@ -108,7 +136,7 @@ class SlotsImpl(FlashAttentionImpl):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        works = attn_metadata and attn_metadata.works
+        works = self.by_slots and attn_metadata and attn_metadata.works
         if not works or output_scale is not None or output_block_scale is not None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                                    output_block_scale)  # fmt: skip

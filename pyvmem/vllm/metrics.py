@@ -5,6 +5,7 @@ Workers publish their statistics in files (`pyvmem.kv_view`), which the API serv
 SPDX-License-Identifier: MIT
 """
 
+import multiprocessing
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,12 @@ def _parent(pid: int) -> int:
             return int(file.read().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _server() -> int:
+    """The process that the user started: this one, or the one that started it as one of several API servers."""
+    parent = multiprocessing.parent_process()
+    return os.getpid() if parent is None or parent.pid is None else parent.pid
 
 
 def own_views(pid: int | None = None) -> list[View]:
@@ -42,7 +49,7 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {}
-        for view in own_views():
+        for view in own_views(_server()):
             labels = (str(view.pid), f"{view.backend}:{view.device}")
             for name, value in view.stats.items():
                 if name not in families:
@@ -53,17 +60,11 @@ class Collector:
         return families.values()
 
 
-_registered = False
+def register(registry: Any = None) -> None:
+    """Add the collector to a registry of prometheus_client's (default: its own, which vLLM serves), once."""
+    from prometheus_client import REGISTRY
 
-
-def register() -> None:
-    """Add the collector to prometheus_client's own registry, once.
-
-    vLLM serves that registry, except with several API servers, which have a registry of their own.
-    """
-    global _registered
-    if not _registered:
-        from prometheus_client import REGISTRY
-
-        REGISTRY.register(Collector())
-        _registered = True
+    registry = REGISTRY if registry is None else registry
+    if not getattr(registry, "vmem", False):
+        registry.register(Collector())
+        registry.vmem = True

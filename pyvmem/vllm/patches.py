@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,12 @@ class Patch:
 
 
 PATCHES = (
-    # Before the model is loaded.
+    # Before other processes start; before the model is loaded, and once for each of its layers.
+    Patch("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "create_engine_config",
+          ("self", "usage_context", "headless")),
     Patch("vllm.v1.worker.gpu_worker", "Worker.init_device", "init_device", ("self",)),
+    Patch("vllm.v1.attention.selector", "_cached_get_attn_backend", "attention_backend",
+          ("backend", "attn_selector_config", "num_heads")),
     # The KV tensors, and the size of a block.
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.get_kv_cache_spec", "get_kv_cache_spec", ("self",)),
     Patch(f"{_RUNNER}.model_runner", "GPUModelRunner.initialize_kv_cache", "initialize_kv_cache",
@@ -54,6 +59,8 @@ PATCHES = (
           ("self", "scheduler_output", "model_runner_output")),
     Patch("vllm.v1.core.block_pool", "BlockPool.free_blocks", "free_blocks", ("self", "ordered_blocks")),
     Patch("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", "reset_prefix_cache", ("self",)),
+    # Several API servers have a registry of metrics of their own.
+    Patch("vllm.v1.metrics.prometheus", "get_prometheus_registry", "get_prometheus_registry", ()),
 )  # fmt: skip
 
 
@@ -67,7 +74,7 @@ def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
     for part in path:
         owner = getattr(owner, part)
     found = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
-    code = found.__wrapped__.__code__ if hasattr(found, "__wrapped__") else found.__code__
+    code = inspect.unwrap(found).__code__  # vLLM decorates some, and an earlier `install` replaced all
     parameters = code.co_varnames[: code.co_argcount]
     if parameters != patch.parameters:
         raise UnknownVersion(f"{patch.module}.{patch.name} takes {parameters}, not {patch.parameters}")
@@ -90,7 +97,7 @@ def install(version: str, force: bool = False) -> None:
 
     Raises `UnknownVersion`, and changes nothing, if vLLM does not match the list.
     """
-    if version not in CHECKED and not force:
+    if version.partition("+")[0] not in CHECKED and not force:  # +cu129 names a build of the same source
         raise UnknownVersion(
             f"VMEM_VLLM=1: vLLM {version} must be {' or '.join(CHECKED)}; VMEM_VLLM_FORCE=1 tries it anyway"
         )

@@ -3,7 +3,9 @@
 SPDX-License-Identifier: MIT
 """
 
+import os
 import sys
+from collections.abc import MutableMapping
 
 from pyvmem.vllm import settings
 
@@ -12,6 +14,14 @@ def _register_attention() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "pyvmem.vllm.attention.SlotsBackend")
+
+
+def _copy_to_ray(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have vLLM copy the settings to its workers under Ray, as it does with its own."""
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    prefixes = [p.strip() for p in environ.get(name, "").split(",") if p.strip()]
+    if "VMEM_" not in prefixes:
+        environ[name] = ",".join([*prefixes, "VMEM_"])
 
 
 def register() -> None:
@@ -30,6 +40,7 @@ def register() -> None:
 
         patches.install(vllm.__version__, chosen.force)
         _register_attention()
+        _copy_to_ray()
         metrics.register()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"pyvmem: {error}")

@@ -135,6 +135,8 @@ class RequestSlots:
         self._named: dict[int, Writer] = {}  # blocks whose names have pages
         self._dropped: set[int] = set()  # blocks that the scheduler has forgotten and that may have pages still
         self._now = 0
+        self._in_step = False  # between begin_step and back
+        self._last_ended = (-1, -1)  # (index, slot)
         self._waiting: Sequence[tuple[int, int]] = ()
         self._wait_seconds = wait_seconds
         self._full_budget = self._budget = cache.stats().budget_pages
@@ -168,6 +170,7 @@ class RequestSlots:
             self._now = self._fences.mark()
             self._fences.wait(self._now - 1)
             self.waits.add("fence")
+            self._in_step = True
             self._dropped.update(dropped)
         self._expect(waiting)
         self.waits.add("thread")
@@ -194,6 +197,7 @@ class RequestSlots:
             self._slots[index] = -1
             self._ops = [op for op in self._ops if op[0] != slot]
             self._retiring.append((self._now, slot))
+            self._last_ended = index, slot
 
     def settle(self, indices: Iterable[int], dropped: Sequence[int] = ()) -> None:
         """The requests at these indices have ended, outside a step. Kernels of the last step may still run."""
@@ -213,14 +217,15 @@ class RequestSlots:
         constant too, so most steps write no table.
         """
         hits = min(-(-computed // self.block_tokens), len(ids))
-        if hits and self.names is None:
-            raise RuntimeError(f"a request starts with {computed} computed tokens, but there is no prefix cache")
         self.waits.go()
         with self.lock:
             self.waits.add("lock")
             if self._slots[index] >= 0:
                 self.finish(index)
-            slot = self._alloc(len(ids) * self.block_tokens, hits * self.block_tokens)
+            if hits and self.names is None:
+                slot, hits = self._take_back(index, computed), 0
+            else:
+                slot = self._alloc(len(ids) * self.block_tokens, hits * self.block_tokens)
             self._slots[index] = slot
             self._writers[slot] = Writer(slot)
             self._ops.append((slot, 0, ids, hits))
@@ -240,6 +245,7 @@ class RequestSlots:
     def back(self) -> None:
         """Back everything that the step's kernels access."""
         self._last_step = time.monotonic()
+        self._in_step = False
         if not (self._ops or self._retiring or self._dropped) and self._now % 64:
             return
         self.waits.go()
@@ -279,7 +285,7 @@ class RequestSlots:
             with self.lock:
                 self._drop_forgotten(self.PORTION)
                 if not self._dropped:  # or a slot would be freed while its blocks still have names
-                    self._reap()
+                    self._reap(self._now if self._in_step else None)  # a step may take back what ended in it
                     return
             time.sleep(1e-4)  # a step that waits for the lock comes first
 
@@ -359,9 +365,19 @@ class RequestSlots:
             raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
         return slot
 
-    def _reap(self) -> None:
-        """Free the slots whose kernels have ended, or let them linger."""
+    def _take_back(self, index: int, computed: int) -> int:
+        """The slot of a session that goes on with more input: vLLM has just removed the request, and adds it again."""
+        last, slot = self._last_ended
+        if last != index or (self._now, slot) not in self._retiring:
+            raise RuntimeError(f"a request starts with {computed} computed tokens, but there is no prefix cache")
+        self._retiring.remove((self._now, slot))
+        return slot
+
+    def _reap(self, before: int | None = None) -> None:
+        """Free the slots whose kernels have ended, or let them linger. before: only those of earlier fences."""
         while self._retiring and self._fences.done(self._retiring[0][0]):
+            if self._retiring[0][0] == before:
+                break
             _, slot = self._retiring.popleft()
             self._lengths[slot] = 0
             writer = self._writers[slot]
@@ -395,6 +411,7 @@ class RequestSlots:
                 self._reap()
                 continue
             stats = self.cache.stats()
+            self._see_limit(stats.budget_pages)  # the user may have set it since the last look
             by_budget, self._short_budget = stats.short_budget - self._short_budget, stats.short_budget
             if by_budget and self._budget < self._full_budget:
                 # The limit is now smaller than what the scheduler has assigned. From the next step on, the scheduler
@@ -414,14 +431,17 @@ class RequestSlots:
         self.cache.set_budget(pages * self.cache.page_size)
         self._budget = pages
 
+    def _see_limit(self, budget: int) -> None:
+        if budget != self._budget:
+            self.limit_pages = self._budget = budget
+            self._full_budget = max(self._full_budget, budget)
+
     def poll_limit(self) -> int:
         """Pages that the KV cache may have: the budget that the user set last."""
         with self.lock:
             stats = self.cache.stats()
-            if stats.budget_pages != self._budget:
-                self.limit_pages = self._budget = stats.budget_pages
-                self._full_budget = max(self._full_budget, self._budget)
-            elif self._budget > self.limit_pages >= stats.held_pages:
+            self._see_limit(stats.budget_pages)
+            if self._budget > self.limit_pages >= stats.held_pages:
                 self._set_budget(self.limit_pages)
             return self.limit_pages
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Compiled once for all numbers of requests: CUDA graphs are captured for many.
+@triton.jit(do_not_specialize=["requests"])
 def plan(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where each request's tiles end in the sequence, for one head. REQUESTS: a power of 2, at least `requests`."""
     r = tl.arange(0, REQUESTS)
@@ -22,7 +23,7 @@ def plan(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.co
     tl.store(ends + r, tl.cumsum(tl.cdiv(rows, BLOCK_N), 0), mask=r < requests)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def decode(
     q, kv, out, partial, lse, table, lengths, ends,
     scale_log2, softcap, window, requests,

@@ -21,17 +21,20 @@ from typing import Any
 import torch
 
 from pyvmem import Context
-from pyvmem.errors import InvalidArgument
+from pyvmem.errors import InvalidArgument, OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.vllm import layout as layouts
-from pyvmem.vllm import refuse, settings
+from pyvmem.vllm import metrics, refuse, settings
 from pyvmem.vllm.memory import Memory
-from pyvmem.vllm.metrics import own_views
 from pyvmem.vllm.requests import RequestSlots
 from pyvmem.vllm.scheduler import PoolKeeper
 
 logger = logging.getLogger("vllm.vmem")
+
+LOOK_SECONDS = 0.05  # between looks at the driver
+ANNOUNCED = 32  # waiting requests, at most
+SLACK = 64 << 20  # bytes of device memory beyond the KV cache's budget, so that every page of it can be made
 
 _current: Engine | None = None  # vLLM has one worker per process
 
@@ -96,7 +99,7 @@ class Engine:
             self.cache = KVCache(specs, most + spare, tokens, budget // page * page, context=self.context,
                                  page_size=page, lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64,
                                  name="vllm")  # fmt: skip
-        except InvalidArgument as error:
+        except (InvalidArgument, OutOfMemory) as error:  # no pages yet, so this is about addresses
             raise refuse.Refused(f"VMEM_VLLM=1: {error}: lower --max-num-seqs, --max-model-len or "
                                  "VMEM_VLLM_SPARE_SLOTS") from error  # fmt: skip
         # Nor may device memory that is made ahead, or kept while requests run, go beyond it.
@@ -169,14 +172,15 @@ class Engine:
         self._allowed = min(min(limit, reachable) // self.layout.block_bytes, self.num_blocks)
 
 
-LOOK_SECONDS = 0.05
-ANNOUNCED = 32  # waiting requests, at most
-SLACK = 64 << 20  # bytes of device memory beyond the KV cache's budget, so that every page of it can be made
-
-
 def current() -> Engine | None:
     """The `Engine` of this process, or None."""
     return _current
+
+
+def attention_names(engine: Engine) -> list[str]:
+    """The names of the attention backends that the engine's layers have."""
+    runner = engine.runner()
+    return sorted({group.backend.get_name() for groups in runner.attn_groups for group in groups}) if runner else []
 
 
 # ---- in the place of vLLM's functions ---------------------------------------------------------------------------
@@ -188,10 +192,47 @@ def _engine() -> Engine:
     return _current
 
 
+def create_engine_config(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
+    """Refuse what cannot work in the process that the user started: the refusal is the last line that it prints."""
+    config = original(args, *more, **named)
+    refuse.settings(config)
+    return config
+
+
 def init_device(original: Callable[..., Any], worker: Any) -> Any:
-    """Refuse what cannot work before the model is loaded. The model runner is chosen here: V1 calls no other patch."""
+    """Refuse the same where a configuration was made in another way. Model runner V1 calls no later patch."""
     refuse.settings(worker.vllm_config)
     return original(worker)
+
+
+@functools.cache
+def _say(text: str, *values: Any) -> None:
+    """Log a line once per process."""
+    logger.info(text, *values)
+
+
+def attention_backend(
+    original: Callable[..., Any], backend: Any, attn_selector_config: Any, num_heads: Any = None
+) -> Any:
+    """Attention by slots for a layer, where the user named no backend and vLLM chooses FlashAttention.
+
+    What slots do not support keeps vLLM's choice.
+    """
+    chosen = original(backend, attn_selector_config, num_heads)
+    if backend is not None or settings.read().attention != "slots":
+        return chosen
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    if chosen is not FlashAttentionBackend:
+        return chosen
+    from pyvmem.vllm import attention
+
+    reasons = attention.unsupported(attn_selector_config)
+    if reasons:
+        _say("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
+        return chosen
+    _say("Attention by slots on vMem in place of FLASH_ATTN; VMEM_VLLM_ATTENTION=table keeps FLASH_ATTN")
+    return attention.SlotsBackend
 
 
 def _full(spec: Any) -> Any:
@@ -340,7 +381,7 @@ def allowed_blocks(config: Any) -> int | None:
     if _current is not None:
         return _current.allowed_blocks()
     block = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes * len(config.kv_cache_tensors)
-    limits = [view.stats["budget_pages"] * view.stats["page_size"] // block for view in own_views()]
+    limits = [view.stats["budget_pages"] * view.stats["page_size"] // block for view in metrics.own_views()]
     return min(*limits, config.num_blocks) if limits else None
 
 
@@ -429,3 +470,13 @@ def reset_prefix_cache(original: Callable[..., Any], pool: Any) -> Any:
         if _current is not None:  # there may be no next step for long
             _current.settle((), pool.vmem.take_forgotten())
     return done
+
+
+# ---- in the API servers' processes ------------------------------------------------------------------------------
+
+
+def get_prometheus_registry(original: Callable[..., Any]) -> Any:
+    """The registry that is served has vMem's metrics as well."""
+    registry = original()
+    metrics.register(registry)
+    return registry

@@ -497,14 +497,16 @@ def test_a_limit_in_the_middle_of_requests_fails_none_of_them():
     assert engine.cache.stats().budget_pages == 24
 
 
-def test_a_prompt_that_was_scheduled_before_a_smaller_limit_is_backed():
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_prompt_that_was_scheduled_before_a_smaller_limit_is_backed(seen):
     engine = Engine(caching=False, requests=3)
     slots = engine.slots
     slots.begin_step()
     slots.start(0, [1, 2], 0)
     slots.back()
     engine.cache.set_budget(3 * PAGE)  # one page is left
-    assert slots.poll_limit() == 3
+    if seen:  # the background thread looks only from time to time
+        assert slots.poll_limit() == 3
     slots.begin_step()
     slots.start(1, [3, 4, 5, 6], 0)
     slots.back()
@@ -550,6 +552,34 @@ def test_memory_that_another_process_has_is_waited_for_then_an_error():
     engine.slots.start(0, [1, 2, 3], 0)
     with pytest.raises(OutOfMemory, match="within 0 s"):
         engine.slots.back()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_session_that_gets_more_input_keeps_its_rows(caching):
+    engine = Engine(caching=caching, requests=2)
+    slots = engine.slots
+    rows = engine.cache.flat(0)[:, 0].view(-1, MOST)
+    slots.begin_step()
+    slots.start(0, [1, 2], 0)
+    slots.back()
+    rows[slots._slots[0], TOKENS + 2] = 7
+    for blocks in ([1, 2, 3], [1, 2, 3, 4, 5]):
+        engine.gpu.wait(engine.gpu.marked)
+        slots.begin_step()
+        slots.finish(0)  # vLLM removes the request and adds it again
+        engine.gpu.wait(engine.gpu.marked)
+        slots.clear_up()  # as another thread may
+        first = slots.start(0, blocks, TOKENS + 3)[0]
+        slots.back()
+        assert first == slots._slots[0] * slots.blocks_per_slot
+        assert rows[slots._slots[0], TOKENS + 2] == 7
+        rows[slots._slots[0], (len(blocks) - 1) * TOKENS] = 8  # backed
+    engine.gpu.wait(engine.gpu.marked)
+    slots.settle([0, 1])
+    slots.IDLE_SECONDS = -1
+    engine.gpu.wait(engine.gpu.marked)
+    slots.tend()
+    assert engine.cache.stats().active_slots == 0
 
 
 def test_a_request_with_computed_tokens_needs_a_prefix_cache():

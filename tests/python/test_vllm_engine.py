@@ -1,12 +1,16 @@
 """pyvmem.vllm without vLLM: layouts, settings, patches, what is refused, the worker's engine, and metrics."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
+import re
+import resource
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,10 +64,24 @@ def test_blocks_grow_to_whole_pages(layers, row, base, tokens):
 
 
 @pytest.mark.parametrize("name, text", [("VMEM_VLLM", "yes"), ("VMEM_VLLM_CACHE_TOKENS", "-1"),
-                                        ("VMEM_VLLM_CACHE_TOKENS", "16k"), ("VMEM_VLLM_LAYOUT", "rows")])  # fmt: skip
+                                        ("VMEM_VLLM_CACHE_TOKENS", "16k"), ("VMEM_VLLM_LAYOUT", "rows"),
+                                        ("VMEM_VLLM_ATTENTION", "1")])  # fmt: skip
 def test_a_wrong_setting_is_named(name, text):
     with pytest.raises(ValueError, match=f"{name}={text}"):
         settings.read({"VMEM_VLLM": "1", name: text})
+
+
+@pytest.mark.parametrize("name", ["", "_FORCE", "_CACHE_TOKENS", "_SPARE_SLOTS", "_WAIT", "_LAYOUT", "_ATTENTION"])
+@pytest.mark.parametrize("text", ["1\n2", "9" * 5000])
+def test_a_wrong_setting_is_named_in_one_short_line(name, text):
+    with pytest.raises(ValueError, match=f"^VMEM_VLLM{name}=(1 2|9+[.]{{3}}) must be ") as caught:
+        settings.read({"VMEM_VLLM": "1", f"VMEM_VLLM{name}": text})
+    assert len(str(caught.value)) < 150
+
+
+def test_spaces_around_a_setting_do_not_count():
+    spaced = dict(VMEM_VLLM=" 1", VMEM_VLLM_WAIT=" 5 ", VMEM_VLLM_LAYOUT="layer\n", VMEM_VLLM_CACHE_TOKENS=" ")
+    assert settings.read(spaced) == settings.Settings(on=True, wait_seconds=5, layout="layer")
 
 
 def test_unset_means_off():
@@ -77,11 +95,46 @@ def test_an_unknown_version_is_refused_with_a_way_to_insist():
         patches.install("9.9")
 
 
+def test_builds_of_a_checked_version_for_other_cudas_are_that_version(monkeypatch):
+    monkeypatch.setattr(patches, "PATCHES", ())
+    patches.install(patches.CHECKED[0] + "+cu129")
+    with pytest.raises(patches.UnknownVersion, match="vLLM 9.9[+]cu129 must be"):
+        patches.install("9.9+cu129")
+
+
+def test_the_extra_installs_a_checked_version():
+    project = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    assert re.findall(r"vllm==([\w.*]+)", project) == [*patches.CHECKED]
+
+
+def test_replacing_again_changes_nothing(monkeypatch):
+    def decorated(function):
+        return functools.wraps(function)(lambda *args: function(*args))
+
+    module = types.ModuleType("decorated")
+    module.shutdown = decorated(lambda self: None)
+    monkeypatch.setitem(sys.modules, "decorated", module)
+    monkeypatch.setattr(patches, "PATCHES", (patches.Patch("decorated", "shutdown", "shutdown", ("self",)),))
+    patches.install(patches.CHECKED[0])
+    replaced = module.shutdown
+    patches.install(patches.CHECKED[0])
+    assert module.shutdown is replaced
+    assert replaced.vmem
+
+
 def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
     monkeypatch.delenv("VMEM_VLLM", raising=False)
     monkeypatch.setenv("VMEM_VLLM_LAYOUT", "wrong")  # of no interest then
     monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
     plugin.register()
+
+
+@pytest.mark.parametrize("before, after", [(None, "VMEM_"), ("MY_, OUR_", "MY_,OUR_,VMEM_"), ("VMEM_", "VMEM_")])
+def test_vllm_copies_the_settings_to_its_workers_under_ray(before, after):
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    environ = {} if before is None else {name: before}
+    plugin._copy_to_ray(environ)
+    assert environ == {name: after}
 
 
 @pytest.mark.parametrize("environment, text", [
@@ -112,11 +165,11 @@ def test_a_replacement_takes_what_vllm_gives_it_by_position_or_by_name(patch, mo
     takes.bind("original", *given.values())
     of = [given.pop("self")] if "self" in given else []
     takes.bind("original", *of, **given)  # by vLLM's names
-    lines = [f"def original({', '.join(patch.parameters)}):", f"    return ({', '.join(patch.parameters)},)"]
+    lines = [f"def original({', '.join(patch.parameters)}):", f"    return [{', '.join(patch.parameters)}]"]
     scope = {}
     exec("\n".join(lines), scope)
     replaced = patches._replacement(scope["original"], lambda original, *args, **named: original(*args, **named))
-    assert replaced(*of, **given) == replaced(*of, *given.values()) == (*of, *given.values())
+    assert replaced(*of, **given) == replaced(*of, *given.values()) == [*of, *given.values()]
 
 
 class Backend:
@@ -234,6 +287,18 @@ def test_settings_beyond_the_addresses_are_refused_in_vllms_words(monkeypatch):
         start_engine(monkeypatch, VMEM_VLLM_SPARE_SLOTS="1000000")
 
 
+def test_addresses_that_the_process_may_not_have_are_refused_in_vllms_words(monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 30), limits[1]))
+    try:  # a slot of 4 MiB
+        with pytest.raises(refuse.Refused, match="addresses.*: lower --max-num-seqs, --max-model-len or VMEM_VLLM_SP"):
+            start_engine(monkeypatch, VMEM_VLLM_SPARE_SLOTS="4000")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def test_memory_of_the_cpu_is_refused_for_a_gpu():
     refuse.backend("host", "cpu")
     refuse.backend("stock", "cuda")
@@ -272,7 +337,9 @@ def configuration(**changes):
                                      prefill_context_parallel_size=1)  # fmt: skip
     made = types.SimpleNamespace(
         parallel_config=parallel, cache_config=types.SimpleNamespace(cache_dtype="auto"), kv_transfer_config=None,
-        use_v2_model_runner=True, model_config=types.SimpleNamespace(enable_return_routed_experts=False),
+        use_v2_model_runner=True, scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=types.SimpleNamespace(enable_return_routed_experts=False, use_mla=False, is_hybrid=False,
+                                           hf_text_config=types.SimpleNamespace(layer_types=["full_attention"] * 2)),
     )  # fmt: skip
     for path, value in changes.items():
         *owner, name = path.split("__")
@@ -288,6 +355,9 @@ class MambaSpec:
     pass
 
 
+MIXED = types.SimpleNamespace(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+
+
 def kv_config(groups=1, spec=FullAttentionSpec, shared=1):
     return types.SimpleNamespace(
         kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec()) for _ in range(groups)],
@@ -298,12 +368,16 @@ def kv_config(groups=1, spec=FullAttentionSpec, shared=1):
 @pytest.mark.parametrize(
     "changes, config, text",
     [
-        ({"kv_transfer_config": object()}, {}, "KV connectors"),
+        ({"kv_transfer_config": object()}, {}, "KV connectors.*--kv-transfer-config and --kv-offloading-size"),
         ({"parallel_config__pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, {}, "context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, {}, "context parallelism"),
         ({"use_v2_model_runner": False}, {}, "model runner V2"),
+        ({"speculative_config": types.SimpleNamespace(method="ngram"), "use_v2_model_runner": False}, {}, "n-grams"),
         ({"model_config__enable_return_routed_experts": True}, {}, "routed experts"),
+        ({"model_config__use_mla": True}, {}, "MLA"),
+        ({"model_config__is_hybrid": True}, {}, "Mamba"),
+        ({"model_config__hf_text_config": MIXED}, {}, r"several kinds \(full_attention, sliding_attention\)"),
         ({"cache_config__cache_dtype": "int4_per_token_head"}, {}, "int4_per_token_head"),
         ({}, {"groups": 2}, "2 groups"),
         ({}, {"spec": MambaSpec}, "MambaSpec"),
@@ -317,9 +391,24 @@ def test_what_cannot_work_is_refused_with_one_line(changes, config, text):
     assert "\n" not in str(caught.value)
 
 
-def test_what_can_work_is_not_refused():
-    refuse.settings(configuration())
+@pytest.mark.parametrize("changes", [
+    {},
+    {"model_config__hf_text_config": MIXED, "model_config__disable_sliding_window": True},
+    {"model_config__hf_text_config": MIXED, "scheduler_config__disable_hybrid_kv_cache_manager": True},
+    {"model_config__hf_text_config": object()},
+    {"speculative_config": types.SimpleNamespace(method="eagle")},
+])  # fmt: skip
+def test_what_can_work_is_not_refused(changes):
+    refuse.settings(configuration(**changes))
     refuse.kv_cache(kv_config())
+
+
+def test_settings_are_refused_by_the_process_that_the_user_started():
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    good, bad = configuration(), configuration(use_v2_model_runner=False)
+    assert worker.create_engine_config(lambda args, usage, headless: good, "args", "usage", headless=False) is good
+    with pytest.raises(refuse.Refused, match="model runner V2"):
+        worker.create_engine_config(lambda args: bad, "args")
 
 
 def test_settings_are_refused_before_a_runner_is_made():
@@ -425,6 +514,33 @@ def test_workers_limits_reach_a_scheduler_in_another_process(runtime):
         assert worker.allowed_blocks(config) == 3
         config.num_blocks = 2
         assert worker.allowed_blocks(config) == 2
+
+
+def test_metrics_of_one_of_several_api_servers_are_those_of_the_server(runtime, monkeypatch):
+    found = []
+    monkeypatch.setattr(metrics, "own_views", lambda pid: found.append(pid) or [])
+    core = types.ModuleType("prometheus_client.core")
+    core.CounterMetricFamily = core.GaugeMetricFamily = None
+    monkeypatch.setitem(sys.modules, "prometheus_client", types.ModuleType("prometheus_client"))
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", core)
+    metrics.Collector().collect()
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: types.SimpleNamespace(pid=7))
+    metrics.Collector().collect()
+    assert found == [os.getpid(), 7]
+
+
+def test_every_registry_that_vllm_serves_has_the_collector_once(runtime, monkeypatch):
+    worker = importlib.import_module("pyvmem.vllm.worker")
+    client = types.ModuleType("prometheus_client")
+    client.REGISTRY = types.SimpleNamespace(collectors=[])
+    another = types.SimpleNamespace(collectors=[])
+    for registry in (client.REGISTRY, another):
+        registry.register = registry.collectors.append
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    metrics.register()
+    for registry in (client.REGISTRY, another, another):
+        assert worker.get_prometheus_registry(lambda: registry) is registry
+        assert [type(c) for c in registry.collectors] == [metrics.Collector]
 
 
 def test_metrics_come_with_vllms_own(runtime):

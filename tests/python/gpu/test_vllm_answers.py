@@ -1,8 +1,8 @@
 """vLLM on vMem answers as vLLM does, feature by feature (`make test-vllm`: a GPU, and vLLM installed).
 
 Pairs of processes run the same engines one after the other (vllm_cases.py), one of each pair with VMEM_VLLM=1. All
-run at once. VMEM_TEST_VLLM_CASES names some of the cases, VMEM_TEST_VLLM_PROCESSES says how many pairs,
-VMEM_TEST_VLLM_LOGS where answers and logs go.
+run at once, but those of test_vllm_sleep.py. VMEM_TEST_VLLM_CASES names some of the cases, VMEM_TEST_VLLM_PROCESSES
+says how many pairs, VMEM_TEST_VLLM_LOGS where answers and logs go.
 
 SPDX-License-Identifier: MIT
 """
@@ -25,8 +25,14 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("VMEM_TEST_VLLM") or importlib.util.find_spec("vllm") is None,
     reason="make test-vllm: needs a GPU and vLLM",
 )
-DIFFER = {"refused": "model runner V2", "refused_groups": "2 groups of KV caches"}  # vLLM alone runs them
+# vLLM alone runs them
+DIFFER = {
+    "refused": "model runner V2",
+    "refused_groups": "layers of several kinds",
+    "refused_ngram": "n-grams",
+}
 PROCESSES = 4  # pairs
+ATTENTION = {"fp8_kv": "FLASH_ATTN", "triton_attention": "TRITON_ATTN", "chosen_by_name": "FLASH_ATTN"}
 ALONE = ("sleep",)  # vLLM requires that no other process takes device memory meanwhile
 
 
@@ -51,37 +57,53 @@ def asked():
     return os.environ.get("VMEM_TEST_VLLM_CASES", "").split()
 
 
-@pytest.fixture(scope="session")
-def answers(tmp_path_factory):
-    """{case: (vLLM's answer, its answer on vMem)}"""
-    folder = Path(os.environ.get("VMEM_TEST_VLLM_LOGS") or tmp_path_factory.mktemp("vllm"))
-    names = asked() or list(vllm_cases.CASES)
-    together = [name for name in names if name not in ALONE]
-    n = int(os.environ.get("VMEM_TEST_VLLM_PROCESSES", PROCESSES))
-    parts = [together[i::n] for i in range(min(n, len(together)))]
+def ask(names, folder, processes=1):
+    """{case: (vLLM's answer, its answer on vMem)}, by so many pairs of processes."""
+    parts = [names[i::processes] for i in range(min(processes, len(names)))]
     children = [[Child(vmem, i, part, folder) for i, part in enumerate(parts)] for vmem in (0, 1)]
     found = [{k: v for child in side for k, v in child.read().items()} for side in children]
-    for name in set(names).intersection(ALONE):
-        for vmem in (0, 1):
-            found[vmem].update(Child(vmem, name, [name], folder).read())
     return {name: tuple(f.get(name, dict(error="the process ended")) for f in found) for name in names}
+
+
+def logs(tmp_path_factory):
+    return Path(os.environ.get("VMEM_TEST_VLLM_LOGS") or tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory):
+    names = [name for name in asked() or vllm_cases.CASES if name not in ALONE]
+    return ask(names, logs(tmp_path_factory), int(os.environ.get("VMEM_TEST_VLLM_PROCESSES") or PROCESSES))
+
+
+def check_attention(case, on_vmem):
+    """The case ran with the attention backend that it should have: by slots, CUSTOM, is a default on Hopper alone."""
+    import torch
+
+    slots = "VMEM_VLLM_ATTENTION" not in vllm_cases.CASES[case][0] and torch.cuda.get_device_capability()[0] == 9
+    wanted = ATTENTION.get(case, "CUSTOM" if slots or case == "slots_chosen_by_name" else "FLASH_ATTN")
+    if "attention" in on_vmem:  # workers in processes of their own do not say it
+        assert on_vmem["attention"] == [wanted]
 
 
 def cases(wanted):
     return [
         c
         for c in vllm_cases.CASES
-        if c not in DIFFER and c.startswith("slots") == wanted and (not asked() or c in asked())
+        if c not in DIFFER and c not in ALONE and c.startswith("slots") == wanted and (not asked() or c in asked())
     ]
 
 
 @pytest.mark.parametrize("case", cases(wanted=False))
 def test_the_tokens_are_vllms(answers, case):
-    own, on_vmem = answers[case]
+    compare(case, *answers[case])
+
+
+def compare(case, own, on_vmem):
     if "error" in own:
         pytest.skip(f"vLLM alone does not run this here: {own['error']}")
     assert "error" not in on_vmem, on_vmem["error"]
     assert on_vmem["steps"], "the KV cache was not vMem's"
+    check_attention(case, on_vmem)
     assert on_vmem["tokens"] == own["tokens"]
     assert on_vmem["preemptions"] == own["preemptions"]
     if case.startswith("preemption"):
@@ -100,6 +122,7 @@ def test_attention_by_slots_chooses_vllms_tokens_but_for_roundings(answers, case
     if "error" in own:
         pytest.skip(f"vLLM alone does not run this here: {own['error']}")
     assert "error" not in on_vmem, on_vmem["error"]
+    check_attention(case, on_vmem)
     pairs = list(zip(flat(own["tokens"]), flat(on_vmem["tokens"])))
     # A prompt's first token does not come from this kernel; the next does, and later ones follow from it.
     assert all(a[0] == b[0] for a, b in pairs)

@@ -73,7 +73,7 @@ class Load:
             if not too_long:
                 self.errors.append(f"request {i} was refused")
         except Exception as error:
-            self.errors.append(f"request {i}: {type(error).__name__}: {error}")
+            self.errors.append(f"request {i}: {type(error).__name__}: {error} ({error.__cause__!r})")
         else:
             self.found["aborted" if aborted else "served"] += 1
             self.found["tokens"] += len(got or ())

@@ -65,9 +65,11 @@ class Server:
     def __init__(self, folder, settings=tuple(SETTINGS), cache_tokens=2048, name="serve.log"):
         vllm_cases.write_model(folder)
         self.port = free_port()
+        # By default, server and client both close a connection that was idle for 5 s: the server may do so just when
+        # the client sends the next request.
         self.environment = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_CACHE_TOKENS=str(cache_tokens),
                                 XDG_RUNTIME_DIR=str(folder), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-                                VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
+                                VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_HTTP_TIMEOUT_KEEP_ALIVE="600")  # fmt: skip
         command = os.environ.get(
             "VMEM_TEST_VLLM_SERVER", f"{sys.executable} -m vllm.entrypoints.cli.main serve"
         ).split()
@@ -151,6 +153,17 @@ async def many(server, n, **options):
         return await asyncio.gather(*jobs)
     finally:
         await client.close()
+
+
+def test_a_refusal_is_the_last_line_that_the_server_prints(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    server = Server(tmp_path, name="refused.log")
+    try:
+        assert wait_for(lambda: not server.alive(), 120)
+    finally:
+        server.stop()
+    assert server.process.returncode
+    assert "VMEM_VLLM=1: vLLM's model runner V2 is needed" in server.log.read_text().splitlines()[-1]
 
 
 def test_streams_and_aborts_of_every_tenth_request(server):

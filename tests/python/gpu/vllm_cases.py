@@ -15,7 +15,7 @@ import time
 import traceback
 
 MANY = dict(max_num_seqs=128, kv_cache_memory_bytes=1 << 30)
-SLOTS = dict(on_vmem=dict(attention_backend="CUSTOM"))
+TABLE = dict(VMEM_VLLM_ATTENTION="table")
 CACHED = dict(cached=True, uncached=False)
 TWO_GPUS = dict(tensor_parallel_size=2, disable_custom_all_reduce=True, block_size=64)  # whole pages of each GPU
 FAMILIES = ("llama", "qwen3", "mistral", "phi3", "window", "qwen2_moe")
@@ -39,20 +39,29 @@ CASES = {
     "layer_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="layer"), "shared"),
     "token_layout": (dict(enable_prefix_caching=True, VMEM_VLLM_LAYOUT="token"), "shared"),
     "triton_attention": (dict(attention_backend="TRITON_ATTN"), "mixed"),
-    # Another kernel than vLLM's, so other roundings: the tokens need not all be equal (test_vllm_answers.py).
-    "slots": (dict(enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48,
-                   **SLOTS), "shared"),
-    "slots_window": (dict(SLOTS, shape="window", max_num_seqs=48), "mixed"),
+    "table": (dict(TABLE, enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48), "shared"),
+    "chosen_by_name": (dict(attention_backend="FLASH_ATTN", max_num_seqs=48), "mixed"),
+    # Steps of 32 requests and more. Another kernel than vLLM's, so other roundings: the tokens need not all be equal
+    # (test_vllm_answers.py).
+    "slots": (dict(enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48), "shared"),
+    "slots_window": (dict(shape="window", max_num_seqs=48), "mixed"),
+    "slots_chosen_by_name": (dict(on_vmem=dict(attention_backend="CUSTOM"), max_num_seqs=48), "mixed"),
+    # A draft of made-up weights is almost always wrong: rows that were written for rejected tokens are written again.
+    "speculative": (dict(draft="draft", enable_prefix_caching=True), "shared"),
+    "slots_speculative": (dict(draft="draft", enforce_eager=False, max_num_seqs=48), "mixed"),
     "structured_output": (dict(skip_tokenizer_init=False, enable_prefix_caching=True), "structured"),
-    **{f"{family}_{suffix}": (dict(MANY, shape=family, enable_prefix_caching=cached), "many")
+    **{f"{family}_{suffix}": (dict(MANY, **TABLE, shape=family, enable_prefix_caching=cached), "many")
        for family in FAMILIES for suffix, cached in CACHED.items()},
-    **{f"slots_{family}_{suffix}": (dict(MANY, **SLOTS, shape=family, enable_prefix_caching=cached), "many")
-       for family in ("llama", "window", "qwen2_moe") for suffix, cached in CACHED.items()},
-    **{f"{family}_two_gpus_{suffix}": (dict(MANY, **TWO_GPUS, shape=family, enable_prefix_caching=cached), "many")
-       for family in ("llama", "qwen3", "window") for suffix, cached in CACHED.items()},
-    **{f"slots_{family}_two_gpus": (dict(MANY, **TWO_GPUS, **SLOTS, shape=family, enable_prefix_caching=True), "many")
-       for family in ("llama", "window")},
+    **{f"slots_{family}_{suffix}": (dict(MANY, shape=family, enable_prefix_caching=cached), "many")
+       for family in FAMILIES for suffix, cached in CACHED.items()},
+    **{f"{family}_two_gpus_{suffix}": (dict(MANY, **TWO_GPUS, **TABLE, shape=family, enable_prefix_caching=cached),
+                                       "many")
+       for family in ("llama", "qwen3", "mistral", "window") for suffix, cached in CACHED.items()},
+    **{f"slots_{family}_two_gpus_{suffix}": (dict(MANY, **TWO_GPUS, shape=family, enable_prefix_caching=cached), "many")
+       for family in ("llama", "qwen3", "mistral", "window") for suffix, cached in CACHED.items()},
     "refused_groups": (dict(shape="gemma3"), "mixed"),
+    "refused_ngram": (dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)),
+                      "mixed"),
     "refused": (dict(shape="mixtral"), "mixed"),  # vLLM's model runner V1 runs it
 }  # fmt: skip
 
@@ -65,6 +74,7 @@ LLAMA = dict(
 )  # fmt: skip
 SHAPES = {
     "llama": LLAMA,
+    "draft": {**LLAMA, "num_hidden_layers": 1},
     "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 4},
     "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
     "phi3": {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_hidden_layers": 4,
@@ -274,7 +284,8 @@ def run(name):
 
     changes, what = CASES[name]
     changes = dict(changes)
-    os.environ["VMEM_VLLM_LAYOUT"] = changes.pop("VMEM_VLLM_LAYOUT", "block")
+    for setting in ("VMEM_VLLM_LAYOUT", "VMEM_VLLM_ATTENTION"):
+        os.environ[setting] = changes.pop(setting, "")
     import torch
 
     if changes.get("tensor_parallel_size", 1) > torch.cuda.device_count():
@@ -283,6 +294,11 @@ def run(name):
         routing_without_the_extension()
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, changes.pop("shape", "llama"))
+        if "draft" in changes:
+            draft = os.path.join(folder, "draft")
+            os.mkdir(draft)
+            write_model(draft, changes.pop("draft"))
+            changes["speculative_config"] = dict(method="eagle", model=draft, num_speculative_tokens=3)
         if os.environ.get("VMEM_VLLM") == "1":
             changes.update(changes.get("on_vmem", {}))
         changes.pop("on_vmem", None)
@@ -298,8 +314,9 @@ def run(name):
 
         engine = worker.current()
         if engine is not None:
-            answer.update(backend=engine.context.backend, hits=engine.requests.hit_blocks,
-                          steps=engine.cache.stats().steps, waits=engine.requests.fence_waits)  # fmt: skip
+            answer.update(backend=engine.context.backend, attention=worker.attention_names(engine),
+                          hits=engine.requests.hit_blocks, steps=engine.cache.stats().steps,
+                          waits=engine.requests.fence_waits)  # fmt: skip
             engine.close()
         if changes.get("tensor_parallel_size", 1) > 1:
             llm.llm_engine.engine_core.shutdown()  # ends the workers
