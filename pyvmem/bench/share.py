@@ -5,6 +5,9 @@ requests of --amount in all, which the other one's kept pages stand in the way o
 same requests come once more, when the process has that memory free itself: what an exchange adds is the difference. At
 the end one is killed in the middle of an exchange, and the other goes on.
 
+How many driver calls a request takes depends on the layout. On a GPU, all of it is measured for two: one tensor for
+all layers, which pyvmem.vllm has by default, and K and V of each layer apart.
+
 SPDX-License-Identifier: MIT
 """
 
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 REQUESTS = 20  # at most, that make up the amount
+LAYOUTS = ("block", "separate")
+BLOCK_TOKENS = 16  # of vLLM
+LAYER_ROW = 2 * 8 * 128 * 2  # bytes of a token's K and V in a layer
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +48,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--amount", type=argtypes.size, metavar="SIZE", help="what changes sides (10G on a GPU, else 256M)"
     )
+    group.add_argument(
+        "--layout", action="append", choices=LAYOUTS,
+        help="block: one tensor for all layers; separate: K and V of each layer apart (both; on the host, separate)",
+    )  # fmt: skip
     group.add_argument("--exchanges", type=argtypes.whole(1), metavar="N", help="how often it does (6)")
     group.add_argument("--kills", type=argtypes.whole(0), metavar="N", help="processes killed in the middle (2)")
 
@@ -132,20 +142,39 @@ def _longest(samples: list[list[float]], start: float, end: float) -> float:
     return max((ms for begin, ms in samples if start <= begin <= end), default=0.0)
 
 
-class _Run:
-    """The exchanges at one page size."""
+def _layers(amount: int) -> int:
+    return 32 if amount >= 4 * GIB else 2  # of the shape of Llama-3-8B
 
-    def __init__(self, session: Session, context: Context, page_size: int, amount: int, folder: str) -> None:
+
+def _page_sizes(session: Session, context: Context, layout: str, layers: int) -> list[int]:
+    """The page sizes asked for; without, the one that the layout has by default."""
+    asked = session.page_sizes(context)
+    if session.args.page_size:
+        return asked
+    if layout == "separate":
+        return asked[:1]
+    block = BLOCK_TOKENS * layers * LAYER_ROW  # as pyvmem.vllm.layout.Layout.page_size
+    return [max(size for size in context.page_sizes if block % size == 0)]
+
+
+class _Run:
+    """The exchanges in one layout at one page size."""
+
+    def __init__(
+        self, session: Session, context: Context, layout: str, page_size: int, amount: int, folder: str
+    ) -> None:
         self.session, self.context, self.page_size = session, context, page_size
-        layers = 32 if amount >= 4 * GIB else 2  # of the shape of Llama-3-8B
-        block = 2 * layers * max(page_size, 2 * MIB)  # what a request gets at a time while memory is plentiful
+        layers = _layers(amount)
+        self.name = "1 tensor" if layout == "block" else f"{2 * layers} tensors"
+        # What a request gets at a time while memory is plentiful, in separate tensors; the same bytes in one.
+        block = 2 * layers * max(page_size, 2 * MIB)
         blocks = max(amount // block, 1)  # requests fill whole blocks, so that nothing is wasted
         requests = min(blocks, REQUESTS)
         amount = blocks // requests * requests * block
         self.about = {
             "backend": context.backend, "device": session.args.device, "page_size": page_size, "amount": amount,
-            "requests": requests, "budget": amount + 10 * block, "path": os.path.join(folder, f"{page_size}.pool"),
-            "layers": layers,
+            "requests": requests, "budget": amount + 10 * block, "min": 4 * block, "layers": layers, "layout": layout,
+            "path": os.path.join(folder, f"{layout}-{page_size}.pool"),
         }  # fmt: skip
         self.found: dict[str, list[float]] = {}
 
@@ -158,6 +187,7 @@ class _Run:
         self._note(f"{what}: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
         self._note(f"{what}: a step that backs a request, median", sorted(ready)[len(ready) // 2])
         self._note(f"{what}: a step, longest", max(ms for _, ms, _, _ in steps))
+        self._note(f"{what}: driver calls", answer["calls"])
 
     def _own(self, process: Process, what: str) -> None:
         """Load a process that has the budget."""
@@ -165,6 +195,7 @@ class _Run:
         process.ask("free")
 
     def _exchange(self, to: Process, other: Process) -> None:
+        calls = other.ask("steps")["calls"]
         watch = Watch(to.pid, other.pid)
         try:
             answer = to.ask("load")
@@ -173,7 +204,9 @@ class _Run:
             watch.close()
         start, end, steps = answer["need"], answer["mapped"], answer["steps"]
         self._note_steps(answer, "exchange")
-        others = [s for s in other.ask("steps")["steps"] if s[0] >= start - 0.2]
+        report = other.ask("steps")
+        others = [s for s in report["steps"] if s[0] >= start - 0.2]
+        self._note("exchange: driver calls of the other", report["calls"] - calls)
         self._note("exchange: a step of the other, longest", _longest(others, start, end))
         self._note("a step of the other just before, longest", _longest(others, start - 0.2, start))
         self._note("steps that found too little meanwhile", sum(not ok for _, _, ok, _ in steps))
@@ -192,6 +225,8 @@ class _Run:
         first = next(begin for begin, _, ok, _ in steps if ok)
         self._note("from need to the first step that backs a request", (first - start) * 1e3)
         self._note("time in steps that back a request", sum(ms for _, ms, ok, _ in steps if ok))
+        longest = max(steps, key=lambda step: step[1])
+        self._note("from need to the longest step", (longest[0] - start) * 1e3)
         to.ask("free")
         to.ask("drop")
         self._own(to, "own free memory")
@@ -239,7 +274,8 @@ class _Run:
     def records(self) -> list[Record]:
         """What was found."""
         return [
-            self.session.record(values, self.context, metric, "" if metric.startswith("steps") else "ms",
+            self.session.record(values, self.context, f"{self.name}, {metric}",
+                                "" if metric.startswith("steps") or "driver calls" in metric else "ms",
                                 page_size=self.page_size)
             for metric, values in self.found.items()
         ]  # fmt: skip
@@ -258,11 +294,14 @@ def run(session: Session) -> list[Record]:
         amount = session.args.amount or (10 * GIB if gpu else 64 * MIB if session.quick else 256 * MIB)
         n = session.args.exchanges or (2 if session.quick else 6)
         kills = 2 if session.args.kills is None else session.args.kills
-        asked = session.page_sizes(context)
-        sizes = asked if session.args.page_size else asked[:1]
+        cases = [
+            (layout, size)
+            for layout in dict.fromkeys(session.args.layout or (LAYOUTS if gpu else ("separate",)))
+            for size in _page_sizes(session, context, layout, _layers(amount))
+        ]
         with tempfile.TemporaryDirectory(prefix="pyvmem-share-") as folder:
-            for size in session.track(sizes, "exchanges"):
-                one = _Run(session, context, size, amount, folder)
+            for layout, size in session.track(cases, "exchanges"):
+                one = _Run(session, context, layout, size, amount, folder)
                 one.exchanges(n, kills)
                 records += one.records()
                 session.keep(records)

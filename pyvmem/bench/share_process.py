@@ -29,13 +29,13 @@ class Loop:
         layers = about["layers"]
         self.pool = KVPool(about["budget"], path=about["path"])
         row = 2 * layers * HEADS * DIM * 2
-        block = max(about["page_size"], 1 << 21) * 2 * layers
+        one = about["layout"] == "block"
         self.requests = about["requests"]
         self.tokens = about["amount"] // self.requests // row - AHEAD
         self.cache = KVCache.for_model(
             layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
-            backend=about["backend"], device=about["device"], page_size=about["page_size"], name=about["name"],
-            pool=self.pool, pool_min=4 * block, sharing=False,
+            layout="token-major" if one else "separate", sharing=one, backend=about["backend"], device=about["device"],
+            page_size=about["page_size"], name=about["name"], pool=self.pool, pool_min=about["min"],
         )  # fmt: skip
         self.lengths = [0] * self.cache.slots
         self.small = self.cache.alloc_reqid(1)
@@ -79,12 +79,17 @@ class Loop:
         stats = self.cache.context.stats()
         return stats.created + stats.overhead
 
+    def calls(self) -> int:
+        """Calls that the cache's context has made to the driver."""
+        return self.cache.context.stats().syscalls
+
     def load(self, report: int | None = None) -> dict[str, Any]:
         """Requests of the whole amount, one after another, stepping on while memory comes.
 
         The answer has every step as (begin, ms, ready, allocated): ready is False where memory was missing, and
-        allocated is the device memory after it.
+        allocated is the device memory after it. Its `calls` are those that the context made to the driver.
         """
+        calls = self.calls()
         need, steps = time.perf_counter(), []
         per = self.tokens * 2 * HEADS * DIM * 2 * len(self.cache.keys)
         self.cache.fit([self.tokens] * self.requests)  # as a scheduler asks; so the pool hears of the whole need
@@ -105,11 +110,13 @@ class Loop:
             if report is not None and n * per >= report:
                 say(at=n)
                 report = None
-        return {"need": need, "mapped": time.perf_counter(), "fit_ms": fit_ms, "steps": steps}
+        mapped = time.perf_counter()
+        return {"need": need, "mapped": mapped, "fit_ms": fit_ms, "steps": steps, "calls": self.calls() - calls}
 
     def free(self) -> None:
         """End the requests; their pages are kept."""
-        torch.cuda.synchronize() if self.cache.tensors[0].is_cuda else None
+        if self.cache.tensors[0].is_cuda:
+            torch.cuda.synchronize()
         for slot in self.loaded:
             self.cache.free_reqid(slot)
         self.loaded.clear()
@@ -145,7 +152,7 @@ def main() -> None:
             loop.drop()
             say()
         elif do == "steps":
-            say(steps=list(loop.steps))
+            say(steps=list(loop.steps), calls=loop.calls())
         elif do == "verify":
             loop.verify()
             say()

@@ -104,6 +104,7 @@ def screen(records: Sequence[Record], about: Mapping[str, Any]) -> list[str]:
     lines += [
         "",
         "bare calls: CUDA's or the system's own, in turns; paper: vAttention on an A100",
+        "back: pages are mapped, from memory taken in advance; nothing is copied",
         "waste: of backed memory. The default keeps pages for the next request while",
         "memory is plentiful. Every row: --full, or --json FILE",
     ]

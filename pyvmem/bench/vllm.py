@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pyvmem.bench.session import Session
 
 
-OWN, ON_VMEM, BY_SLOTS = "vLLM", "vLLM on vMem", "vLLM on vMem, attention by slots"
+OWN, ON_VMEM, BY_TABLE = "vLLM", "vLLM on vMem", "vLLM on vMem, attention by table"
+ENGINES = {"slots": (ON_VMEM,), "table": (BY_TABLE,), "both": (ON_VMEM, BY_TABLE)}  # beside OWN, by --attention
 TRACES = {
     "azure": "the Azure conversation trace",
     "code": "the Azure code trace",
@@ -55,8 +56,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
     group.add_argument("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
     group.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
-    group.add_argument("--slots", action="store_true", help="add a third engine: vMem with attention by slots")
-    group.add_argument("--no-table", action="store_true", help="leave out vMem with attention by table")
+    group.add_argument(
+        "--attention",
+        choices=tuple(ENGINES),
+        default="slots",
+        help="attention of vLLM on vMem: by slots, as users get it; by table; or an engine of each (slots)",
+    )
     group.add_argument(
         "--output", type=whole, default=200, metavar="N", help="tokens that each request of a fixed shape gets (200)"
     )
@@ -134,16 +139,17 @@ def loads(args: argparse.Namespace) -> Any:
 class Engine:
     """An engine's process."""
 
-    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any, **more: Any) -> None:
+    def __init__(self, args: argparse.Namespace, attention: str | None, log: Any) -> None:
+        """attention: on vMem, slots or table; None for unmodified vLLM."""
         down, up = os.pipe(), os.pipe()
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=8192, enforce_eager=args.eager, enable_prefix_caching=args.prefix_caching,
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=0.4,
-            tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1], **more,
+            tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
         )  # fmt: skip
-        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-                           VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
+        environment = dict(os.environ, VMEM_VLLM="1" if attention else "0", VMEM_VLLM_ATTENTION=attention or "",
+                           VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         if args.tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         command = [sys.executable, "-m", "pyvmem.bench.vllm_engine", json.dumps(settings)]
@@ -192,12 +198,8 @@ class Engines:
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
-        found = {OWN: Engine(self._args, False, log)}
-        if not self._args.no_table:
-            found[ON_VMEM] = Engine(self._args, True, log)
-        if self._args.slots:
-            found[BY_SLOTS] = Engine(self._args, True, log, attention_backend="CUSTOM")
-        return found
+        on_vmem = {name: "table" if name == BY_TABLE else "slots" for name in ENGINES[self._args.attention]}
+        return {name: Engine(self._args, attention, log) for name, attention in {OWN: None, **on_vmem}.items()}
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):

@@ -1,6 +1,6 @@
 """One vLLM engine of ``pyvmem bench vllm`` in its own process: it reads workloads as JSON lines and writes results.
 
-The parent starts it with ``VMEM_VLLM`` unset or 1, and with the numbers of two pipes.
+The parent starts it with ``VMEM_VLLM`` 0 or 1, and with the numbers of two pipes.
 
 SPDX-License-Identifier: MIT
 """
@@ -150,7 +150,7 @@ def kv_state() -> Any:
         fence_waits=requests.fence_waits, trim_seconds=trims,
         token_bytes=engine.layout.block_bytes // engine.layout.tokens, hit_blocks=requests.hit_blocks,
         created=device.created, overhead=device.overhead, syscalls=device.syscalls, map_ops=device.map_ops,
-        map_runs=device.map_runs,
+        map_runs=device.map_runs, attention=worker.attention_names(engine),
     )  # fmt: skip
 
 

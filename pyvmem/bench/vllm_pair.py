@@ -17,7 +17,8 @@ class Pair(Engines):
     """Both engines, and the records of their runs."""
 
     def start(self, log: Any) -> dict[str, Engine]:
-        return {name: Engine(self._args, True, log) for name in (FIRST, SECOND)}
+        attention = "table" if self._args.attention == "table" else "slots"
+        return {name: Engine(self._args, attention, log) for name in (FIRST, SECOND)}
 
     def measure(self, loads: dict[str, Any], track: Any = iter) -> None:
         """Run each workload with the whole GPU, in static halves, and by turns."""

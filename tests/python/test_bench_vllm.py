@@ -14,7 +14,7 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, raw=None, slots=False, kernels=False, no_table=False, output=200,
+        code=None, offline=None, pair=False, raw=None, attention="slots", kernels=False, output=200,
         warm_up=1, stop_after=None,
     ), **changes})  # fmt: skip
 
@@ -92,8 +92,8 @@ def test_so_many_requests_at_a_time_and_answers_in_order():
 class FakeEngine:
     """Answers as an engine's process does: on vMem, faster with more memory."""
 
-    def __init__(self, args, vmem, log, **more):
-        self.asked = []
+    def __init__(self, args, attention, log):
+        self.attention, self.asked = attention, []
         self.limit = args.kv_memory
 
     def answer(self):
@@ -150,11 +150,13 @@ def test_the_figure_has_a_bar_for_each_engine_and_workload():
 
 def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    engines = vllm.Engines(arguments(slots=True), "gpu", None)
-    engines.engines[vllm.BY_SLOTS].ask(dict(limit=1))  # so that its last token is another
+    engines = vllm.Engines(arguments(attention="both"), "gpu", None)
+    assert [(n, e.attention) for n, e in engines.engines.items()] == [
+        (vllm.OWN, None), (vllm.ON_VMEM, "slots"), (vllm.BY_TABLE, "table")]  # fmt: skip
+    engines.engines[vllm.BY_TABLE].ask(dict(limit=1))  # so that its last token is another
     engines.measure({"equal": dict(kind="ramp", tokens=True)})
     found = {(r.backend, r.metric): r.median for r in engines.records}
-    for engine, same, alike in ((vllm.ON_VMEM, 2, 4), (vllm.BY_SLOTS, 1, 3)):
+    for engine, same, alike in ((vllm.ON_VMEM, 2, 4), (vllm.BY_TABLE, 1, 3)):
         assert found[engine, "equal: requests with vLLM's tokens, of 2"] == same
         assert found[engine, "equal: tokens, of 4"] == alike
 
@@ -163,8 +165,8 @@ def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
     loads = {"decode": dict(kind="fixed", batch=8), "hot": dict(kind="hot", batch=30)}
-    engines = vllm.Engines(arguments(turns=2, warm_up=4, slots=True, no_table=True), "gpu", None)
-    assert list(engines.engines) == [vllm.OWN, vllm.BY_SLOTS]
+    engines = vllm.Engines(arguments(turns=2, warm_up=4, attention="table"), "gpu", None)
+    assert list(engines.engines) == [vllm.OWN, vllm.BY_TABLE]
     engines.measure(loads)
     asked = engines.engines[vllm.OWN].asked
     assert [(load["kind"], load["batch"], load["tokens"]) for load in asked] == [

@@ -33,7 +33,7 @@ def command(*args, check=True, **env):
         capture_output=True,
         text=True,
         env={**os.environ, **env},
-        timeout=300,
+        timeout=1800,
     )
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
