@@ -82,7 +82,7 @@ bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
     const uint64_t had = (kv->budget_pages << kv->page_shift) + m->granted;
     uint64_t pages = KV_MIN(kv_floor_pages(kv_less(KV_MIN(m->row.has, m->row.max), had), kv), most);
     const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
-    if (worth && !(rc = vmem__kv_share_begin(pool, false))) {
+    if (worth && !(rc = vmem__kv_share_begin(pool))) {
         const uint64_t room = KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));
         const uint64_t more = KV_MIN(kv_floor_pages(room, kv), most - pages);
         if (more) {
@@ -166,7 +166,7 @@ int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, 
 int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why)
 {
     vmem_kv_pool *pool = m->pool;
-    int rc = vmem__kv_share_begin_call(pool);
+    int rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;
@@ -284,6 +284,9 @@ static bool look(struct kv_member *m)
 {
     vmem_kv *kv = m->kv;
     vmem_kv_pool *pool = m->pool;
+    pthread_mutex_lock(&pool->lock);
+    m->saw = pool->table.head.revision;
+    pthread_mutex_unlock(&pool->lock);
     kv_lock_cache(kv);
     const uint64_t wanted = vmem__kv_wanted_budget(kv);
     if (wanted) {
@@ -375,8 +378,9 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     pool->table.rows[m->place] = *r;
 }
 
-// Decides how much a member gives, and records its reply.
-static void give(vmem_kv_pool *pool, struct kv_member *m)
+// Decides how much a member gives, and records its reply. It refuses only questions that are older than the look at its
+// cache, because requests may have begun or ended since. Returns true if a younger one waits for another look.
+static bool give(vmem_kv_pool *pool, struct kv_member *m)
 {
     struct kv_pool_row *r = &m->row;
     const uint64_t wanted = kv_less(unmet(pool), r->needs);
@@ -384,7 +388,9 @@ static void give(vmem_kv_pool *pool, struct kv_member *m)
     const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
     const uint64_t could = waits || m->leaving ? 0 : kv_less(r->could_give, r->giving);
     const uint64_t bytes = KV_MIN(wanted, could);
-    const bool asked = r->looked < pool->table.head.revision;
+    const uint64_t revision = pool->table.head.revision;
+    const uint64_t looked = wanted && !bytes && !m->leaving ? KV_MAX(m->saw, r->looked) : revision;
+    const bool asked = r->looked < looked;
     uint32_t reply = r->reply, why = 0;
     if (bytes) {
         m->to_give += bytes;
@@ -400,10 +406,11 @@ static void give(vmem_kv_pool *pool, struct kv_member *m)
     if (reply == VMEM_KV_REFUSED)
         why = r->has <= r->min ? VMEM_KV_AT_MINIMUM : VMEM_KV_IN_USE;
     m->changed |= asked || reply != r->reply || why != r->why;
-    r->looked = pool->table.head.revision;
+    r->looked = looked;
     r->reply = reply;
     r->why = why;
     pool->table.rows[m->place] = *r;
+    return looked < revision;
 }
 
 static void refuse(struct kv_member *m, uint32_t why)
@@ -430,16 +437,17 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
     refuse(m, why);
 }
 
-static void decide(vmem_kv_pool *pool)
+// Returns true if another round is due at once.
+static bool decide(vmem_kv_pool *pool)
 {
-    bool head = false, some = false;
+    bool head = false, some = false, again = false;
     const uint64_t t = kv_now();
-    const int rc = vmem__kv_share_begin(pool, true);
+    const int rc = vmem__kv_share_wait(pool, KV_POOL_WAIT_US);
     for (struct kv_member *m = pool->members; m && rc == -EBADMSG; m = m->next)
         if (m->row.needs) // no other member will read the question
             refuse(m, VMEM_KV_FILE_DAMAGED);
     if (rc)
-        return;
+        return false;
     if (t - pool->buried_at > BURY_NS) {
         pool->buried_at = t;
         vmem__kv_share_bury(pool);
@@ -447,7 +455,7 @@ static void decide(vmem_kv_pool *pool)
     for (struct kv_member *m = pool->members; m; m = m->next)
         grant(pool, m, &head);
     for (struct kv_member *m = pool->members; m; m = m->next)
-        give(pool, m);
+        again |= give(pool, m);
     for (struct kv_member *m = pool->members; m; m = m->next)
         judge(pool, m);
     for (struct kv_member *m = pool->members; m; m = m->next)
@@ -455,6 +463,7 @@ static void decide(vmem_kv_pool *pool)
     pool->written_at = some ? t : pool->written_at;
     vmem__kv_share_end(pool, head);
     vmem__kv_pool_note(pool);
+    return again;
 }
 
 // Applies the decisions to the cache. Returns true if there is more to do at once.
@@ -510,7 +519,7 @@ static bool round_of(vmem_kv_pool *pool)
             pthread_cond_broadcast(&pool->news);
         }
         if (!pass)
-            decide(pool);
+            again |= decide(pool);
     }
     return again;
 }

@@ -64,10 +64,12 @@ static void end_pool(vmem_kv_pool *pool)
     }
     list_pool(pool, false);
     if (pool->fd >= 0 && pool->has_thread && ours) { // creation has succeeded
-        if (!vmem__kv_share_begin(pool, true)) {
+        pthread_mutex_lock(&pool->lock);
+        if (!vmem__kv_share_wait(pool, KV_POOL_WAIT_US)) {
             vmem__kv_share_remove(pool);
             vmem__kv_share_end(pool, false);
         }
+        pthread_mutex_unlock(&pool->lock);
     }
     vmem__kv_share_close(pool);
     if (pool->bell >= 0)
@@ -244,7 +246,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
     vmem__kv_worker_hold(kv);
     pthread_mutex_lock(&pool->lock);
     bool head = false;
-    rc = vmem__kv_share_begin_call(pool);
+    rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
     if (!rc) {
         vmem__kv_share_bury(pool);
         rc = enter_table(pool, m, &head);
@@ -292,7 +294,7 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     m->leaving = m->changed = true;
     m->row.has = KV_MIN(m->row.has, held);
     m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = 0;
-    if (!vmem__kv_share_begin(pool, true))
+    if (!vmem__kv_share_wait(pool, KV_POOL_WAIT_US))
         vmem__kv_share_end(pool, false);
     vmem__kv_pool_note(pool);
     kv_ring(pool);
@@ -309,7 +311,7 @@ void vmem__kv_pool_left(vmem_kv *kv)
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
-    const bool begun = !vmem__kv_share_begin_call(pool);
+    const bool begun = !vmem__kv_share_wait(pool, KV_POOL_CALL_US);
     for (at = &pool->members; *at != m; at = &(*at)->next)
         ;
     *at = m->next;
@@ -400,7 +402,7 @@ static int refresh(vmem_kv_pool *pool)
     if (pool->pid != getpid())
         return vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
     pthread_mutex_lock(&pool->lock);
-    int rc = vmem__kv_share_begin_call(pool);
+    int rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
     if (!rc) {
         vmem__kv_share_bury(pool);
         vmem__kv_share_end(pool, false);

@@ -44,6 +44,9 @@ struct kv_pool_table {
 // not depend on the machine's speed.
 extern _Atomic uint64_t vmem__kv_ask_ns;
 
+#define KV_POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool,
+#define KV_POOL_CALL_US 1000000 // and of other calls
+
 struct kv_member {
     struct kv_member *next;
     struct vmem_kv_pool *pool;
@@ -61,6 +64,7 @@ struct kv_member {
     bool prepares;       // the budget gets of them only what is ready, and no call takes free budget of the pool
     uint64_t ready;      // bytes that the budget can grow by without asking the device for memory
     uint64_t to_give;    // bytes that the cache is to give back
+    uint64_t saw;        // the last question before the thread looked at the cache
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };
@@ -110,11 +114,11 @@ bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
 // Opens the file or makes it. cfg_budget as in struct vmem_kv_pool_config.
 int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget);
 void vmem__kv_share_close(vmem_kv_pool *pool);
-// Locks the file and reads the table. wait: for some ms at most; else not at all. -EAGAIN: another process is at it;
-// -EBADMSG: what is there is no table.
-int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait);
-// The same for calls that may take long: tries for a second, and lets others have the pool's lock meanwhile.
-int vmem__kv_share_begin_call(vmem_kv_pool *pool);
+// Locks the file and reads the table. Does not wait: -EAGAIN says that another process is at it, and -EBADMSG that what
+// is there is no table.
+int vmem__kv_share_begin(vmem_kv_pool *pool);
+// The same, but tries for so long. Meanwhile, others have the pool's lock.
+int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us);
 // Writes the head, if it changed, and members' rows that changed, and unlocks the file.
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head);
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.

@@ -21,8 +21,6 @@
 
 #define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
 #define OPEN_BYTE (1 + VMEM_KV_POOL_MEMBERS)
-#define WAIT_US 50000
-#define CALL_US 1000000
 #define WAIT_STEP_US 100
 
 static int lock_byte(int fd, short type, off_t at, int command, short *found)
@@ -74,11 +72,9 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
     return pwrite(fd, data, size, at) == (ssize_t)size;
 }
 
-int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
+int vmem__kv_share_begin(vmem_kv_pool *pool)
 {
-    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, wait ? WAIT_US : 0);
-    if (rc && wait)
-        return vmem__error(rc, "path %s: another process holds the pool's lock", pool->path);
+    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, 0);
     if (rc)
         return rc;
     if (pool->fd >= 0 && !read_table(pool)) {
@@ -90,17 +86,20 @@ int vmem__kv_share_begin(vmem_kv_pool *pool, bool wait)
     return 0;
 }
 
-int vmem__kv_share_begin_call(vmem_kv_pool *pool)
+int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us)
 {
     const struct timespec pause = {.tv_nsec = WAIT_STEP_US * 1000};
-    int rc = vmem__kv_share_begin(pool, true);
-    for (unsigned us = WAIT_US; rc == -EAGAIN && us < CALL_US; us += WAIT_US) {
+    int rc = vmem__kv_share_begin(pool);
+    for (unsigned us = 0; rc == -EAGAIN && us < most_us; us += WAIT_STEP_US) {
         pthread_mutex_unlock(&pool->lock);
         nanosleep(&pause, NULL);
         pthread_mutex_lock(&pool->lock);
-        rc = vmem__kv_share_begin(pool, true);
+        rc = vmem__kv_share_begin(pool);
     }
-    return rc;
+    if (!rc || rc == -EBADMSG)
+        return rc;
+    const char *why = rc == -EAGAIN ? "another process holds the pool's lock" : strerror(-rc);
+    return vmem__error(rc, "path %s: %s", pool->path, why);
 }
 
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
@@ -171,7 +170,7 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
         return vmem__error(-EINVAL, "path %s is no regular file", path);
     if (st.st_uid != geteuid() || st.st_mode & 077)
         return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
-    int rc = lock_table(pool->fd, CALL_US);
+    int rc = lock_table(pool->fd, KV_POOL_CALL_US);
     if (rc)
         return vmem__error(rc, "path %s: %s", path, rc == -EAGAIN ? "another process holds its lock" : strerror(-rc));
     *again = fstat(pool->fd, &st) || !st.st_nlink;

@@ -1,0 +1,137 @@
+// A pool's file: the test plays the other process, which holds the file's lock and writes its own row.
+//
+// SPDX-License-Identifier: MIT
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "checked.h"
+#include "harness.h"
+#include "kv/pool.h"
+
+#define PAGES 250 // of a request: 125 in each of two tensors
+#define ROWS (125 * 32)
+#define OTHER 1 // its place
+
+static vmem_context *ctx;
+static char path[] = "/tmp/vmem-test-XXXXXX";
+static int file;
+
+static vmem_kv_pool *join(vmem_kv **kv)
+{
+    const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY,
+                                       .tensors = tensors,
+                                       .n_tensors = 2,
+                                       .slots = 2,
+                                       .max_tokens = ROWS,
+                                       .page_size = test_page,
+                                       .budget = test_page};
+    const struct vmem_kv_pool_config pool_cfg = {.size = sizeof pool_cfg, .budget = PAGES * test_page, .path = path};
+    const struct vmem_kv_share share = {.size = sizeof share, .name = "a"};
+    vmem_kv_pool *pool;
+    OK(vmem_kv_pool_create(&pool_cfg, &pool));
+    OK(vmem_kv_create(ctx, &cfg, kv));
+    OK(vmem_kv_pool_join(pool, *kv, &share));
+    return pool;
+}
+
+static void lock(short type, off_t at)
+{
+    struct flock l = {.l_type = type, .l_whence = SEEK_SET, .l_start = at, .l_len = 1};
+    CHECK(!fcntl(file, F_OFD_SETLKW, &l));
+}
+
+static struct kv_pool_table table(void)
+{
+    struct kv_pool_table t;
+    CHECK(pread(file, &t, sizeof t, 0) == sizeof t);
+    return t;
+}
+
+// The other process begins to need that many pages. With the file's lock held.
+static uint64_t ask(uint64_t pages)
+{
+    struct kv_pool_table t = table();
+    t.head.revision++;
+    t.rows[OTHER] = (struct kv_pool_row){.number = 99,
+                                         .max = t.head.budget,
+                                         .needs = pages * test_page,
+                                         .asked = t.head.revision,
+                                         .looked = t.head.revision,
+                                         .answer = VMEM_KV_DEFERRED,
+                                         .name = "b"};
+    CHECK(pwrite(file, &t.head, sizeof t.head, 0) == sizeof t.head);
+    CHECK(pwrite(file, &t.rows[OTHER], sizeof t.rows[OTHER],
+                 (off_t)(offsetof(struct kv_pool_table, rows) + sizeof(t.rows[OTHER]))) == sizeof t.rows[OTHER]);
+    return t.head.revision;
+}
+
+static uint64_t could_give(vmem_kv *kv)
+{
+    struct vmem_kv_pool *pool = kv->member->pool;
+    pthread_mutex_lock(&pool->lock);
+    const uint64_t bytes = kv->member->row.could_give;
+    pthread_mutex_unlock(&pool->lock);
+    return bytes;
+}
+
+// The pool's thread looks at a cache whose request needs everything, and then waits for the file. Meanwhile the request
+// ends, and a question comes. What the thread saw is no reason to refuse it.
+static void test_an_old_look_refuses_no_question(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = join(&kv);
+    lock(F_WRLCK, 1 + OTHER); // it lives
+    for (int i = 0; i < 100; i++) {
+        uint32_t slot;
+        int32_t lengths[2] = {0};
+        OK(vmem_kv_alloc(kv, 0, &slot));
+        lengths[slot] = ROWS;
+        while (vmem_kv_step(kv, lengths, 2, NULL)) // the thread may be at the file
+            usleep(100);
+        while (could_give(kv)) {
+            kv_ring(pool);
+            usleep(100);
+        }
+        lock(F_WRLCK, 0);
+        kv_ring(pool);
+        usleep(1000); // enough on most machines for the thread to be at the file's lock; too little hides a fault
+        OK(vmem_kv_free(kv, slot));
+        const uint64_t question = ask(PAGES);
+        struct kv_pool_row row;
+        do { // the lock is had between two rounds of the thread, so that hardly any reply is missed
+            lock(F_UNLCK, 0);
+            usleep(50);
+            lock(F_WRLCK, 0);
+            row = table().rows[0];
+        } while (row.looked < question);
+        lock(F_UNLCK, 0);
+        CHECK(row.reply != VMEM_KV_REFUSED);
+        kv_ring(pool);
+        while (table().rows[0].has)
+            usleep(100);
+        lock(F_WRLCK, 0);
+        ask(0);
+        lock(F_UNLCK, 0);
+    }
+    lock(F_UNLCK, 1 + OTHER);
+    vmem_kv_destroy(kv);
+    vmem_kv_pool_destroy(pool);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    file = mkstemp(path);
+    CHECK(file >= 0);
+    test_an_old_look_refuses_no_question();
+    close(file);
+    unlink(path);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}
