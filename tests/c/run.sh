@@ -1,11 +1,12 @@
 #!/bin/sh
 # run.sh "BACKEND ..." PROGRAM ...: runs every program on every backend, $JOBS at once (1), and sums up. Beside each
-# program stay its output and its result: PROGRAM.BACKEND.log, and .rc with the exit status and the seconds.
+# program stay its output and its result: PROGRAM.BACKEND.log, and .rc with the exit status and the seconds. A program
+# that runs for $LIMIT seconds (1200) hangs. The slowest takes half a minute, and a busy machine ten times as long.
 # SPDX-License-Identifier: MIT
 if [ "$1" = --one ]; then
     out=$3.$2
     start=$(date +%s)
-    timeout -k 5 "${LIMIT:-240}" "$3" "$2" >"$out.log" 2>&1
+    timeout -k 5 "${LIMIT:-1200}" "$3" "$2" >"$out.log" 2>&1
     rc=$?
     echo "$rc $(($(date +%s) - start))" >"$out.rc"
     name="$(basename "$3") $2"
