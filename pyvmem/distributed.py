@@ -11,7 +11,7 @@ SPDX-License-Identifier: MIT
 
 import errno
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pyvmem._checks import uint
-from pyvmem._ffi import lib
+from pyvmem._checks import elements, uint
+from pyvmem.distributed_pledge import Pledge
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv_admission import Request
 from pyvmem.kv import KVCache, Lengths, Prefix
@@ -39,8 +39,6 @@ _LOCAL = frozenset(
         "step_maps swap_size tensors tile_rows tokens values wait"
     ).split()
 )
-
-AHEAD = 32  # tokens past a step's lengths that the ranks agree on with it; and the most steps between two agreements
 
 _RANKS = 1 << 12  # at most; the agreement packs a rank beside the pages that it lacks
 _OTHER = 1 << 20  # reported by a rank whose call raised an exception without an errno
@@ -62,59 +60,6 @@ def _sum_of(lengths: Any) -> int:
         return zlib.crc32(np.asarray(lengths, np.int64).tobytes())
     except (OverflowError, TypeError, ValueError):
         return 0  # the call itself reports what is wrong with them
-
-
-class _Pledge:
-    """How far requests can grow without asking the other ranks: from `least` to `most` tokens."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.rows = {(spec.row_bytes, spec.max_tokens or cache.max_tokens) for spec in cache.specs}
-        self.least, self.most = np.zeros((2, cache.slots), np.int64)
-        self.ahead = self.most.copy()  # what the next agreement is about
-        self.steps = 0  # since the last agreement
-
-    def covers(self, lengths: npt.NDArray[Any] | None) -> bool:
-        """Whether a step to these lengths finds its memory on every rank."""
-        if lengths is None or self.steps == AHEAD:
-            return False
-        grown = lengths > 0
-        return bool(grown.any() and (~grown | (lengths >= self.least) & (lengths <= self.most)).all())
-
-    def took(self, lengths: npt.NDArray[Any]) -> None:
-        """Record a step that `covers` allowed."""
-        self.least = np.where(lengths > 0, lengths, self.least)
-        self.steps += 1
-
-    def assured(self, lengths: npt.NDArray[Any]) -> bool:
-        """Whether this rank has the memory for all requests to grow by `AHEAD` tokens."""
-        further = np.minimum(lengths + AHEAD, self.cache.max_tokens)
-        self.ahead = np.where(lengths > 0, further, self.most)
-        return not lib.vmem_kv_assured(self.cache._use(), self.cache._raw(self.ahead), self.cache.slots)
-
-    def agree(self, lengths: npt.NDArray[Any], ahead: bool) -> None:
-        """Record a step. ahead: every rank has the memory for the next ones."""
-        self.least = np.where(lengths > 0, lengths, self.least)
-        self.most = self.ahead if ahead else np.where(self.most > 0, self.within_pages(self.least), 0)
-        if not ahead:
-            self.most = np.where(lengths > 0, self.within_pages(lengths), self.most)
-        self.steps = 0
-
-    def within_pages(self, lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Lengths up to which requests need no further pages: these are backed and stay backed."""
-        page, tile, most = self.cache.page_size, self.cache.tile_rows, self.cache.max_tokens
-        within: npt.NDArray[Any] = np.full_like(lengths, most)
-        for row, rows in self.rows:
-            pages = -(-np.minimum(-(-lengths // tile) * tile, rows) * row // page)
-            within = np.minimum(within, np.where(lengths >= rows, most, pages * page // row // tile * tile))
-        within = np.minimum(np.maximum(within, lengths), most)
-        return np.asarray(within)
-
-    def end(self, slot: int) -> None:
-        self.most[slot] = 0
-
-    def clear(self) -> None:
-        self.most[:] = 0
 
 
 class TensorParallelKVCache:
@@ -160,8 +105,10 @@ class TensorParallelKVCache:
         self.agreements = 0
         self._staged: dict[int, int] = {}  # as the ranks agreed on
         self._active: set[int] = set()  # slots of requests that are not swapped out
-        self._pledge = _Pledge(cache)
+        self._pledge = Pledge(cache)
         self._past = 0  # a checksum of what was called without a question since the last agreement
+        self._prefixes: dict[int, int] = {}  # the ranks' number of each prefix, by this rank's
+        self._saved = 0  # prefixes that the ranks have saved
         self._broken: str | None = None
         self._hashes: TensorParallelBlockHashes | None = None
         self._rank = dist.get_rank(group)
@@ -195,6 +142,24 @@ class TensorParallelKVCache:
         """
         if self._broken:
             raise RuntimeError(self._broken)
+        try:
+            return self._agree(what, call, args, number, undo)
+        except Exception:
+            raise
+        except (
+            BaseException
+        ):  # such as Ctrl-C: the others may have made the call, and learn of it by the next agreement
+            self._past = _OTHER
+            raise
+
+    def _agree(
+        self,
+        what: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        number: Callable[[Any], int] | None,
+        undo: Callable[[Any], Any] | None,
+    ) -> tuple[Any, int]:
         error: Exception | None = None
         result = None
         self.cache.missing_pages = 0
@@ -203,28 +168,45 @@ class TensorParallelKVCache:
         except Exception as raised:  # any exception: the other ranks wait for this one's answer
             error = raised
         code = zlib.crc32(what.encode())
-        failed = 0 if error is None else getattr(error, "errno", None) or _OTHER
+        number_of_error = 0 if error is None else getattr(error, "errno", None) or _OTHER
+        # With the lowest rank of those that lack most, or whose error has the largest number.
+        failed, short = (n * _RANKS + _RANKS - 1 - self._rank for n in (number_of_error, self.cache.missing_pages))
         value = number(result) if number and error is None else -(2**62)
-        short = self.cache.missing_pages * _RANKS + _RANKS - 1 - self._rank  # the lowest rank of those that lack most
         words = code, -code, self._past, -self._past, failed, short, value
         most, least, past, least_past, failed, short, value = self._most(what, words)
+        calls = self._gathered(what, (what, self._past)) if most != -least or past != -least_past else []
         self._past = 0
         self.missing_pages = short // _RANKS
         self.short_rank = _RANKS - 1 - short % _RANKS if self.missing_pages else None
-        if error is None and (failed or most != -least or past != -least_past) and undo:
+        number_of_error, by = failed // _RANKS, _RANKS - 1 - failed % _RANKS
+        if error is None and (number_of_error or calls) and undo:
             self._undo(undo, result)
         if past != -least_past:
-            self._broken = f"{what}: the ranks made different calls before, and cannot agree any more"
+            others = ", ".join(str(rank) for rank, (_, before) in enumerate(calls) if before != calls[0][1])
+            self._broken = f"{what}: rank {others} made other calls before than rank 0; they cannot agree any more"
             raise RuntimeError(self._broken) from error
         if error is not None:
             raise error
-        if most != -least:
-            raise RuntimeError(f"this rank called {what}, and another rank made a different call")
-        if failed == _OTHER:
-            raise RuntimeError(f"{what} failed on another rank")
-        if failed:
-            raise _error(failed, f"{what} failed on another rank")
+        if calls:
+            made = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in enumerate(calls))
+            raise RuntimeError(f"the ranks made different calls: {made}")
+        if number_of_error == _OTHER:
+            raise RuntimeError(f"{what} failed on rank {by}")
+        if number_of_error:
+            raise _error(number_of_error, f"{what} failed on rank {by}")
         return result, value
+
+    def _argument(self, what: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes of an argument. If it raises on this rank, the call raises on every rank."""
+        try:
+            return make()
+        except Exception as raised:
+            error = raised
+
+        def fail() -> None:
+            raise error
+
+        return self._vote(what, fail)
 
     def _most(self, what: str, words: Sequence[int]) -> list[int]:
         """The largest of each of these numbers on the ranks, by one all-reduce."""
@@ -251,12 +233,16 @@ class TensorParallelKVCache:
     def _gather(self, what: str, call: Callable[[], Any]) -> list[Any]:
         """What a call returns on each rank."""
         result, _ = self._vote(what, call)
-        results: list[Any] = [None] * dist.get_world_size(self.group)
+        return self._gathered(what, result)
+
+    def _gathered(self, what: str, mine: Any) -> list[Any]:
+        """An object of each rank."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
         try:
-            dist.all_gather_object(results, result, group=self.group)
+            dist.all_gather_object(found, mine, group=self.group)
         except Exception as lost:
             raise self._lost(what) from lost
-        return results
+        return found
 
     def _undo(self, undo: Callable[[Any], Any], result: Any) -> None:
         try:
@@ -291,12 +277,13 @@ class TensorParallelKVCache:
         """How many tokens the slot (None: a new request) could have on the rank with the least free memory."""
         return -self._vote(f"room({slot})", self.cache.room, slot, number=lambda room: -room)[1]
 
-    def fit(self, requests: Sequence[Request]) -> int:
+    def fit(self, requests: Iterable[Request]) -> int:
         """As `KVCache.fit`, on the rank that can take fewest. Hashes count as far as every rank knows them."""
+        found: list[Request] = self._argument("fit", lambda: elements("requests", requests))
         if self._hashes is not None:
-            requests = self._hashes.requests(requests)
-        what = f"fit({len(requests)} requests)"
-        return -self._vote(what, self.cache.fit, requests, number=lambda fit: -fit)[1]
+            found = self._hashes.requests(found)
+        what = f"fit({len(found)} requests)"
+        return -self._vote(what, self.cache.fit, found, number=lambda fit: -fit)[1]
 
     def admit(self, tokens: int) -> int:
         """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""
@@ -326,9 +313,9 @@ class TensorParallelKVCache:
     def step(self, lengths: Lengths) -> int:
         """As `KVCache.step`: 0 on every rank, or -1 on every rank, in which case nothing changed on any.
 
-        A step asks the other ranks unless all of them know from an earlier one that it fits: they agree on `AHEAD`
+        A step asks the other ranks unless all of them know from an earlier one that it fits: they agree on 32
         further tokens for each request where every rank has the memory for these in its hands, and else on what the
-        pages of the requests hold. They ask at least every `AHEAD` steps. Only then a rank takes over a budget that
+        pages of the requests hold. They ask at least every 32 steps. Only then a rank takes over a budget that
         ``pyvmem top --limit`` requests.
 
         Raises
@@ -360,7 +347,9 @@ class TensorParallelKVCache:
         absent = [slot for slot in self._active if not numbers[slot]]
         if absent:
             self._pledge.clear()
-            self.cache.check(lengths)  # lengths that a step refuses end nothing
+            self._vote(
+                f"step({_sum_of(lengths)})", self.cache.check, lengths
+            )  # lengths that a rank refuses end nothing
             for slot in sorted(absent):
                 self.free_reqid(slot, self.cache.last_step)
 
@@ -397,23 +386,25 @@ class TensorParallelKVCache:
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """As `KVCache.grow`, on every rank or on none. Asks the other ranks as `step` does."""
+        what = f"grow({slot}, {tokens})"
+        at, length = self._argument(what, lambda: (uint("slot", slot, 32), uint("tokens", tokens, 32)))
         lengths = self._staged_lengths()
-        if isinstance(slot, int) and isinstance(tokens, int) and 0 <= slot < self.slots:
-            lengths[slot] = tokens
-            if tokens > 0 and self._pledge.covers(lengths):
-                self._done(self._note(f"grow({slot}, {tokens})", self.cache.grow, slot, tokens))
-                self._staged[slot] = tokens
+        if at < self.slots:
+            lengths[at] = length
+            if length and self._pledge.covers(lengths):
+                self._done(self._note(what, self.cache.grow, at, length))
+                self._staged[at] = length
                 return 0
 
         def undo(answer: int) -> None:
             if not answer:
-                self.cache.grow(slot, self._staged.get(int(slot), 0))
+                self.cache.grow(at, self._staged.get(at, 0))
 
-        answer, _ = self._vote(f"grow({slot}, {tokens})", self.cache.grow, slot, tokens, undo=undo)
+        answer, _ = self._vote(what, self.cache.grow, at, length, undo=undo)
         if self.missing_pages:
             undo(answer)
             return -1
-        self._staged[int(slot)] = int(tokens)
+        self._staged[at] = length
         return 0
 
     def _staged_lengths(self) -> npt.NDArray[Any]:
@@ -435,12 +426,17 @@ class TensorParallelKVCache:
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.check_attach`, for all ranks."""
-        return 0 if self._fits(f"check_attach(..., {tokens})", self.cache.check_attach, prefix, tokens) else -1
+        what = f"check_attach({self._name(prefix)}, {tokens})"
+        return 0 if self._fits(what, self.cache.check_attach, prefix, tokens) else -1
+
+    def _name(self, prefix: Prefix) -> str:
+        """A prefix by the number that it has on every rank."""
+        return f"prefix {self._prefixes.get(prefix.id)}" if isinstance(prefix, Prefix) else "no prefix"
 
     def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
         """As `KVCache.attach_prefix`, on every rank or on none."""
         self._pledge.clear()
-        what = f"attach_prefix(..., {slot}, {tokens})"
+        what = f"attach_prefix({self._name(prefix)}, {slot}, {tokens})"
         if not self._fits(what, self.cache.check_attach, prefix, tokens):
             return -1
         return self._done(self.cache.attach_prefix(prefix, slot, tokens))
@@ -452,12 +448,14 @@ class TensorParallelKVCache:
             f"save_prefix({slot}, {tokens})", self.cache.save_prefix, slot, tokens,
             number=lambda prefix: prefix.min_tokens, undo=self.cache.drop_prefix,
         )  # fmt: skip
+        self._saved += 1
+        self._prefixes[prefix.id] = self._saved
         return Prefix(prefix.id, prefix.tokens, min_tokens)
 
     def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
         """As `KVCache.prefix_pages`, of the rank that has the fewest."""
-        call = self.cache.prefix_pages
-        fewest = self._vote("prefix_pages", call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
+        what, call = f"prefix_pages({self._name(prefix)})", self.cache.prefix_pages
+        fewest = self._vote(what, call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
         return -fewest >> 31, -fewest & (1 << 31) - 1
 
     def check_swap_in(self, slot: SupportsIndex) -> int:
@@ -485,7 +483,12 @@ class TensorParallelKVCache:
         def call() -> None:
             self.cache.swap_out(slot, None if after is None else uint("after", after), host)
 
-        self._vote(f"swap_out({slot}, {after})", call, undo=lambda _: self.cache.swap_in(slot))
+        def undo(_: None) -> None:
+            self._done(self.cache.swap_in(slot))
+            staged = self._staged.get(int(slot), 0)  # which a slot that is swapped out loses
+            self._done(self.cache.grow(slot, staged))
+
+        self._vote(f"swap_out({slot}, {after})", call, undo=undo)
         self._ends(slot)
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
@@ -498,7 +501,8 @@ class TensorParallelKVCache:
         `after` must be a step's number, because events complete at different times on each rank.
         """
         self._pledge.clear()
-        if self.check_truncate(slot, tokens):
+        what = f"truncate({slot}, {tokens}, {after})"
+        if not self._fits(what, self.cache.check_truncate, slot, tokens):
             why = f"{self.missing_pages} pages are missing on rank {self.short_rank} to copy shared pages"
             raise OutOfMemory(errno.ENOMEM, f"{why}; end or swap out a request there, or raise its budget")
 
@@ -508,7 +512,7 @@ class TensorParallelKVCache:
         def call() -> None:
             self.cache.truncate(slot, tokens, None if after is None else uint("after", after))
 
-        self._vote(f"truncate({slot}, {tokens}, {after})", call)
+        self._vote(what, call)
         self._staged.pop(int(slot), None)
 
     def _agree_on_sharing(self, slot: SupportsIndex, tokens: SupportsIndex) -> None:
@@ -537,7 +541,8 @@ class TensorParallelKVCache:
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """As `KVCache.drop_prefix`."""
-        self._note("drop_prefix", self.cache.drop_prefix, prefix)
+        self._note(f"drop_prefix({self._name(prefix)})", self.cache.drop_prefix, prefix)
+        self._prefixes.pop(prefix.id, None)
 
     def retire(self, step: SupportsIndex | None = None) -> None:
         """As `KVCache.retire`: on every rank the kernels must have ended."""

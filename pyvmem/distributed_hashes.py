@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
-from pyvmem._checks import uint
+from pyvmem._checks import elements, uint
 from pyvmem.distributed import TensorParallelKVCache
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv_admission import Request
@@ -88,7 +88,7 @@ class TensorParallelBlockHashes:
             if known == asked or not self._asks_again:
                 return known
 
-    def requests(self, requests: Iterable[Request]) -> list[Request]:
+    def requests(self, requests: Sequence[Request]) -> list[Request]:
         """The requests of `KVCache.fit`, with the hashes that every rank knows."""
         found = list(requests)
         at = [i for i, r in enumerate(found) if isinstance(r, tuple) and len(r) == 2 and isinstance(r[1], list | tuple)]
@@ -101,7 +101,11 @@ class TensorParallelBlockHashes:
 
     def peek(self, hashes: Iterable[Hash]) -> int:
         """As `BlockHashes.peek`: the tokens that every rank knows."""
-        return self._known("peek", [list(hashes)])[0] * self.tokens
+        return self._known("peek", [self._elements("peek", hashes)])[0] * self.tokens
+
+    def _elements(self, what: str, hashes: Iterable[Hash]) -> list[Hash]:
+        found: list[Hash] = self.cache._argument(what, lambda: elements("hashes", hashes))
+        return found
 
     def _agree(self, what: str, hashes: list[Hash]) -> list[Hash] | None:
         """The blocks with which every rank can begin a request; None: memory is too short on one."""
@@ -125,18 +129,21 @@ class TensorParallelBlockHashes:
 
     def check_attach(self, hashes: Iterable[Hash]) -> int:
         """As `BlockHashes.check_attach`, for all ranks."""
-        agreed = self._agree("check_attach", list(hashes))
+        agreed = self._agree("check_attach", self._elements("check_attach", hashes))
         return -1 if agreed is None else len(agreed) * self.tokens
 
     def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
         """As `BlockHashes.attach`, on every rank or on none."""
         self.cache._pledge.clear()
-        agreed = self._agree(f"attach({slot})", list(hashes))
+        agreed = self._agree(f"attach({slot})", self._elements("attach", hashes))
         return -1 if agreed is None else self._begin(slot, agreed)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
         """As `BlockHashes.alloc`: the same slot and the same blocks on every rank."""
-        hashes, length = list(hashes), uint("tokens", tokens, 32)
+        hashes, length = (
+            self._elements("alloc", hashes),
+            self.cache._argument("alloc", lambda: uint("tokens", tokens, 32)),
+        )
         del hashes[max(length - 1, 0) // self.tokens :]
         self.cache._pledge.clear()
         agreed = self._agree(f"alloc({length})", hashes)
@@ -166,7 +173,7 @@ class TensorParallelBlockHashes:
 
     def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
         """As `BlockHashes.evict`. Returns the pages freed on the rank where they are fewest."""
-        given = None if hashes is None else list(hashes)
+        given = None if hashes is None else self._elements("evict", hashes)
         what = f"evict({pages}, {_sum_of(given)})"
         least = self.cache._vote(what, self._blocks.evict, pages, given, number=lambda freed: -freed)[1]
         return -least

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import pyvmem
 from pyvmem import kv_view
-from pyvmem.distributed import AHEAD, TensorParallelKVCache, init_cache
+from pyvmem.distributed import TensorParallelKVCache, init_cache
+from pyvmem.distributed_pledge import AHEAD
 from pyvmem.kv import KVCache
 from pyvmem.kv_blocks import BlockNames
 from pyvmem.kv_hashes import BlockHashes
@@ -79,7 +80,7 @@ def refused(call, error, text):
 def part_ways(tp, device, rank):
     """What one rank does wrong, or cannot, is refused on all of them, and then they agree as before."""
     first = rank == 0
-    refused(lambda: tp.room() if first else tp.check([0] * SLOTS), RuntimeError, "another rank made a different call")
+    refused(lambda: tp.room() if first else tp.check([0] * SLOTS), RuntimeError, "different calls")
     refused(lambda: tp.step([0] * SLOTS if first else [0] * (SLOTS - 1)), (RuntimeError, ValueError), "")
     refused(lambda: tp.step([0] * SLOTS if first else ["x"] * SLOTS), (RuntimeError, TypeError), "")
     refused(lambda: tp.swap_out(3 if first else None), (RuntimeError, TypeError, pyvmem.VmemError), "")
@@ -90,6 +91,24 @@ def part_ways(tp, device, rank):
     refused(lambda: tp.free_reqid(slot, after=torch.cuda.Event), TypeError, "after must be an integer")
     assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
     same(device, tp.stats().active_slots, tp.slot(slot).tokens)
+    # A refusal names the rank, and what the others did meanwhile is undone: growth that was staged is staged again.
+    assert tp.grow(slot, 20) == 0
+    text = "" if first else "failed on rank 0"
+    refused(lambda: tp.swap_out(slot, None, torch.empty(0) if first else None), ValueError, text)
+    refused(lambda: tp.truncate(slot, 5, tp.last_step if first else None), RuntimeError, "rank 0: truncate")
+    refused(lambda: tp.truncate(slot, 5, tp.last_step + first), (RuntimeError, ValueError), "")
+    assert tp.slot(slot).tokens == 10
+    refused(lambda: tp.fit(None if first else [1]), (RuntimeError, TypeError), "")
+    assert tp.commit() == 0 and tp.slot(slot).tokens == 20
+    prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
+    other = tp.alloc_reqid(10)
+    refused(lambda: tp.attach_prefix(prefixes[first], other), RuntimeError, "rank 0: attach_prefix")
+    refused(lambda: tp.check_attach(prefixes[first]), RuntimeError, "rank 0: check_attach")
+    refused(lambda: tp.prefix_pages(prefixes[first]), RuntimeError, "rank 0: prefix_pages")
+    assert tp.attach_prefix(prefixes[0], other) == 0
+    for prefix in prefixes:
+        tp.drop_prefix(prefix)
+    tp.free_reqid(other)
     tp.free_reqid(slot)
 
 
@@ -166,6 +185,9 @@ def zero_ends(context, device, world):
         assert tp.step(lengths) == 0
         lengths[a], lengths[b] = 0, 200
         refused(lambda: tp.step([*lengths[:2], TOKENS + 1, 0]), ValueError, "max_tokens")
+        # What only one rank refuses ends nothing on the others either, which do not wait for it.
+        wrong = TOKENS + 1 if dist.get_rank() == 0 else 0
+        refused(lambda: tp.step([*lengths[:2], wrong, 0]), (ValueError, RuntimeError), "")
         assert tp.slot(a).state == "active"
         tp.retire()
         assert tp.step(lengths) == tp.step(lengths) == 0
@@ -191,11 +213,36 @@ def parts(tp, rank):
     tp.close()
 
 
+def interrupted(tp, rank):
+    """A rank left a call in the middle, as by Ctrl-C: the next question says so on every rank."""
+
+    def leave(*_):
+        raise KeyboardInterrupt
+
+    room = tp.cache.room
+    if rank == 0:
+        tp.cache.room = leave
+        refused(tp.room, KeyboardInterrupt, "")
+        tp.cache.room = room
+    refused(tp.room, RuntimeError, "made other calls before than rank 0")
+    tp.close()
+
+
+def dropped(tp, rank):
+    """Ranks that drop different prefixes part."""
+    slot = tp.alloc_reqid(10)
+    assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
+    prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
+    tp.drop_prefix(prefixes[rank == 0])
+    refused(tp.room, RuntimeError, "cannot agree any more")
+    tp.close()
+
+
 def differ(context, rank):
     """Caches that would not choose alike are no tensor-parallel cache."""
     options = {"context": context, "dtype": torch.float16, "name": None, "lazy": True, "same_slots": True}
     with KVCache.for_model(1, 1, 256, 2, 100, 1 << 24, steps_in_flight=1 + (rank == 0), **options) as cache:
-        refused(lambda: TensorParallelKVCache(cache), RuntimeError, "another rank made a different call")
+        refused(lambda: TensorParallelKVCache(cache), RuntimeError, "different calls")
 
 
 def staged(tp, device, starved):
@@ -284,7 +331,8 @@ def main(backend, steps=10_000, seed=1):
     assert failed, "the starved rank never held the others back"
     zero_ends(context, device, world)
     differ(context, rank)
-    parts(init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, lazy=True, **options), rank)
+    for way in (parts, interrupted, dropped):
+        way(init_cache(1, 2 * world, 256, SLOTS, TOKENS, plenty, lazy=True, **options), rank)
     if rank == 0:
         print(f"{world} ranks agreed over {steps} steps, of which {failed} found no memory")
     dist.destroy_process_group()

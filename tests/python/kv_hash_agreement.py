@@ -165,9 +165,12 @@ def misuse(engine, first):
     tp, blocks = engine.tp, engine.blocks
     refused(lambda: BlockHashes(tp, 16), TypeError, "pyvmem.distributed_hashes")
     refused(lambda: TensorParallelBlockHashes(tp, 16), ValueError, "hashes already, of 16 tokens each")
-    refused(lambda: blocks.peek([(b"1" if first else b"2") * 16]), RuntimeError, "a different call")
+    refused(lambda: blocks.peek([(b"1" if first else b"2") * 16]), RuntimeError, "different calls")
     refused(lambda: blocks.alloc(100, ["x" if first else b"x" * 16]), (RuntimeError, TypeError), "")
-    refused(lambda: blocks.evict(1 if first else 2), RuntimeError, "a different call")
+    refused(lambda: blocks.alloc(100 if first else -1, []), (RuntimeError, ValueError), "")
+    for call in (blocks.peek, blocks.check_attach, lambda h: blocks.alloc(100, h), lambda h: blocks.evict(1, h)):
+        refused(lambda call=call: call(7 if first else []), (RuntimeError, TypeError), "")
+    refused(lambda: blocks.evict(1 if first else 2), RuntimeError, "different calls")
     refused(lambda: blocks.attach(SLOTS, [b"\0" * 16]), ValueError, f"slot {SLOTS}: there are {SLOTS}")
     engine.same(tp.stats().active_slots)
 

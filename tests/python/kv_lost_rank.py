@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pyvmem.distributed import AHEAD, init_cache
+from pyvmem.distributed import init_cache
 from pyvmem.distributed_hashes import TensorParallelBlockHashes
+from pyvmem.distributed_pledge import AHEAD
 
 
 def main(rank, world, folder, how, asks):
