@@ -15,9 +15,11 @@ import pytest
 
 import pyvmem
 
-hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=40)
-hypothesis.settings.register_profile("brief", derandomize=True, deadline=None, max_examples=8)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
+# A test takes the time that the machine takes.
+UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default", derandomize=True, max_examples=40, **UNTIMED)
+hypothesis.settings.register_profile("brief", derandomize=True, max_examples=8, **UNTIMED)
+hypothesis.settings.register_profile("long", max_examples=1000, **UNTIMED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 DEMANDED = [name for name in os.environ.get("VMEM_TEST_BACKENDS", "").split(",") if name]
@@ -65,8 +67,8 @@ def page_size(request, context):
     return {"smallest": min, "largest": max}[request.param](context.page_sizes)
 
 
-def python(code, *args, check=True, env=None, timeout=120):
-    """Run code in a fresh interpreter; returns the finished process."""
+def python(code, *args, check=True, env=None, timeout=900):
+    """Run code in a fresh interpreter; returns the finished process. The time ends only a program that hangs."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *args],
         capture_output=True,

@@ -20,11 +20,11 @@ from pyvmem.distributed_pledge import AHEAD
 
 
 def main(rank, world, folder, how, asks):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=3 if how == "sleeps" else 60),
-    )  # fmt: skip
-    tp = init_cache(1, world, 64, 4, 1000, 1 << 24, backend="host", dtype=torch.float16, name=None)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    # Ranks that start one after another meet in the first group. The second begins when all are there.
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10 if how == "sleeps" else 600))
+    options = {"backend": "host", "dtype": torch.float16, "name": None, "group": group}
+    tp = init_cache(1, world, 64, 4, 1000, 1 << 24, **options)
     blocks, hashes = TensorParallelBlockHashes(tp, 4), [b"1", b"2"]
     slot = tp.alloc_reqid(10)
     assert tp.step([10 if s == slot else 0 for s in range(4)]) == 0
@@ -46,6 +46,7 @@ def main(rank, world, folder, how, asks):
         assert error.__cause__ is not None
     else:
         raise AssertionError("nobody missed the rank")
+    tp.cache.wait()
     before = tp.cache.stats()
     calls = (
         tp.room, lambda: tp.step([0] * 4), lambda: tp.free_reqid(slot), lambda: blocks.peek(hashes), blocks.evicted,

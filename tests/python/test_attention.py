@@ -408,7 +408,7 @@ def test_the_cache_knows_the_rows_of_its_slots():
 
 def bench(*args, check=True):
     done = subprocess.run([sys.executable, "-m", "pyvmem", "bench", "attention", "--quick", "--backend", "host", *args],
-                          capture_output=True, text=True, timeout=200)  # fmt: skip
+                          capture_output=True, text=True, timeout=900)  # fmt: skip
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -585,7 +585,7 @@ main()
 
     done = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent)], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     if done.stdout.startswith("interpreter: "):

@@ -36,7 +36,7 @@ def need(*commands):
 
 
 def run(*command, **env):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env}, cwd=TOP)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **env}, cwd=TOP)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

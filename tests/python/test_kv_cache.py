@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import errno
 import json
+import math
 import os
 import threading
 
@@ -538,7 +539,7 @@ def test_expected_requests_find_their_pages():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
     with KVCache(specs, 8, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
-                 generous=False, check=True) as cache:  # fmt: skip
+                 generous=False, check=True, idle_seconds=math.inf) as cache:  # fmt: skip
         sizes = [100, 33, 500]
         cache.expect(sizes)
         cache.wait()
@@ -554,7 +555,7 @@ def test_expected_requests_are_backed_behind_their_prefix():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
     with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
-                 generous=False, check=True) as cache:  # fmt: skip
+                 generous=False, check=True, idle_seconds=math.inf) as cache:  # fmt: skip
         names = BlockNames(cache, 16, 16)
         first = cache.alloc_reqid(64)
         assert cache.step([64 if s == first else 0 for s in range(6)]) == 0
@@ -578,7 +579,7 @@ def test_expected_requests_take_nothing_that_is_scarce():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
     with KVCache(specs, 8, 512, 40 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
-                 reclaim_percent=10, ahead_tokens=1, ahead_min=1) as cache:  # fmt: skip
+                 reclaim_percent=10, ahead_tokens=1, ahead_min=1, idle_seconds=math.inf) as cache:  # fmt: skip
         cache.expect([300] * 8)
         cache.wait()
         assert 0 < cache.stats().held_pages <= 40 - 4

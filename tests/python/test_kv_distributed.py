@@ -73,7 +73,7 @@ def test_a_lost_rank_is_reported_by_the_others(how, asks, tmp_path):
         for rank in range(3)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=900)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

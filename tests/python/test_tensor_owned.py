@@ -186,15 +186,15 @@ def test_fork_beside_a_commit_of_another_thread():
         def hold():
             with v._lock, pyvmem.core._defaults_lock:
                 held.set()
-                assert done.wait(60)
+                assert done.wait(900)
 
         thread = threading.Thread(target=hold)
         thread.start()
-        assert held.wait(60)
+        assert held.wait(900)
         child = os.fork()
         if child == 0:
             import signal
-            signal.alarm(20)
+            signal.alarm(600)
             status = 1
             try:
                 with default_context("host").reserve(1 << 21) as range_:
@@ -263,7 +263,7 @@ def test_a_child_cannot_write_into_what_came_after():
         ask, told = os.pipe()
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            signal.alarm(600)
             status = 1
             try:
                 os.read(ask, 1)

@@ -12,9 +12,15 @@ from generations import generate, make_cache, pages_of_64_kib, reference, single
 from tiny_models import prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
+from pyvmem.transformers import memory  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PAGES = 24  # of the pool; a sequence needs one page in each of two tensors for each `rows`
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(memory, "POOL_SECONDS", 600)  # on a slow machine, the other member takes its time
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+import math
 import random
 import threading
 import types
@@ -29,7 +30,7 @@ class Engine:
         specs = [TensorSpec(f"kv{i}", (ROW // 8,), torch.int64) for i in range(tensors)]
         self.cache = KVCache(specs, requests + spare, MOST, (blocks + slack) * tensors * PAGE, backend="host",
                              page_size=PAGE, check=check, lazy=True, ahead_tokens=TOKENS, eager=False,
-                             generous=False, name=None)  # fmt: skip
+                             generous=False, idle_seconds=math.inf, name=None)  # fmt: skip
         self.gpu = Gpu()
         names = BlockNames(self.cache, blocks, TOKENS) if caching else None
         self.slots = RequestSlots(self.cache, TOKENS, requests, self.gpu, names, wait_seconds=0,
@@ -285,6 +286,7 @@ def test_prompts_that_arrive_at_an_idle_engine_are_backed_before_the_first_step(
 def test_what_was_backed_for_prompts_that_never_came_goes_back():
     engine = Engine(requests=4, slack=20)
     slots = engine.slots
+    slots.IDLE_SECONDS = math.inf
     slots.announce(((50, 0), (20, 0)))
     engine.cache.wait()
     assert engine.cache.stats().held_pages
