@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 OWN, ON_VMEM, BY_TABLE = "vLLM", "vLLM on vMem", "vLLM on vMem, attention by table"
-ENGINES = {"slots": (ON_VMEM,), "table": (BY_TABLE,), "both": (ON_VMEM, BY_TABLE)}  # beside OWN, by --attention
+FUSED = "vLLM on vMem, attention fused"
+ATTENTION = {ON_VMEM: "slots", BY_TABLE: "table", FUSED: "fused"}  # VMEM_VLLM_ATTENTION of each engine
+# Beside OWN, by --attention.
+ENGINES = {"slots": (ON_VMEM,), "table": (BY_TABLE,), "fused": (FUSED,), "both": (ON_VMEM, BY_TABLE)}
 TRACES = {
     "azure": "the Azure conversation trace",
     "code": "the Azure code trace",
@@ -60,7 +63,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--attention",
         choices=tuple(ENGINES),
         default="slots",
-        help="attention of vLLM on vMem: by slots, as users get it; by table; or an engine of each (slots)",
+        help="attention of vLLM on vMem: by slots, as users get it; by table; fused; or an engine by slots and one by "
+        "table (slots)",
     )
     group.add_argument(
         "--output", type=whole, default=200, metavar="N", help="tokens that each request of a fixed shape gets (200)"
@@ -198,8 +202,7 @@ class Engines:
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
-        on_vmem = {name: "table" if name == BY_TABLE else "slots" for name in ENGINES[self._args.attention]}
-        return {name: Engine(self._args, attention, log) for name, attention in {OWN: None, **on_vmem}.items()}
+        return {name: Engine(self._args, ATTENTION.get(name), log) for name in (OWN, *ENGINES[self._args.attention])}
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):

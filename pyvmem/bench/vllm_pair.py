@@ -17,7 +17,7 @@ class Pair(Engines):
     """Both engines, and the records of their runs."""
 
     def start(self, log: Any) -> dict[str, Engine]:
-        attention = "table" if self._args.attention == "table" else "slots"
+        attention = "slots" if self._args.attention == "both" else self._args.attention
         return {name: Engine(self._args, attention, log) for name in (FIRST, SECOND)}
 
     def measure(self, loads: dict[str, Any], track: Any = iter) -> None:

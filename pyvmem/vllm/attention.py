@@ -3,6 +3,9 @@
 Decode steps of many requests run `pyvmem.vllm.slots`, which reads from a request's first row to its last without a
 block table. Prompts and mixed steps use FlashAttention over the constant table, as with vLLM's own backend.
 
+With ``VMEM_VLLM_ATTENTION=fused``, these decode steps launch one kernel a layer: it also stores the new rows, for which
+vLLM has a kernel of its own, and joins the parts of its result.
+
 `pyvmem.vllm.worker.attention_backend` chooses it where vLLM would choose FlashAttention 3 by itself, and
 ``--attention-backend CUSTOM`` everywhere that it works.
 
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
@@ -23,6 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from pyvmem.vllm import settings
 from pyvmem.vllm.slots import LEAST, Work, decode
 
 
@@ -102,7 +107,7 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         impls = [] if self.rswa_window else [layer.impl for layer in layers.values() if layer.impl.by_slots]
         # By the window of their layers.
-        self._works = {w: Work(most, device, w) for w in {window_of(impl) for impl in impls}}
+        self._works = {w: Work(most, device, impls[0].num_kv_heads, w) for w in {window_of(impl) for impl in impls}}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         decodes = bool(self._works) and common_attn_metadata.max_query_len == 1
@@ -123,6 +128,22 @@ class SlotsImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         # vLLM does not tell `SlotsBackend` about ALiBi. Such layers use FlashAttention in every step.
         self.by_slots = self.alibi_slopes is None and self.sinks is None
+        self.fused = settings.read().attention == "fused"
+
+    def _stores(self, attn_metadata: Any) -> bool:
+        """Whether the attention kernel stores the step's new rows. A layer that shares another's rows stores none."""
+        return bool(
+            self.fused
+            and self.by_slots
+            and self.kv_sharing_target_layer_name is None
+            and attn_metadata
+            and attn_metadata.works
+        )
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        # `forward` sees the same context: vLLM runs both in the same step, or captures both in the same graph.
+        if not (self.fused and self._stores(get_attention_context(layer.layer_name)[0])):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -137,10 +158,14 @@ class SlotsImpl(FlashAttentionImpl):
         output_block_scale: Any = None,
     ) -> Any:
         works = self.by_slots and attn_metadata and attn_metadata.works
+        stores = self._stores(attn_metadata)
         if not works or output_scale is not None or output_block_scale is not None:
+            if stores:
+                super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                                    output_block_scale)  # fmt: skip
         n = attn_metadata.num_actual_tokens
+        new = (key[:n], value[:n], attn_metadata.slot_mapping) if stores else None
         decode(query[:n], kv_cache, output[:n], attn_metadata.block_table, attn_metadata.seq_lens,
-               works[window_of(self)], self.scale, self.logits_soft_cap)  # fmt: skip
+               works[window_of(self)], self.scale, self.logits_soft_cap, new, self.fused)  # fmt: skip
         return output

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAYOUTS = ("block", "token", "layer")
-ATTENTIONS = ("slots", "table")
+ATTENTIONS = ("slots", "fused", "table")
 MOST = 10**15 - 1
 
 

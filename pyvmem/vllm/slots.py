@@ -28,6 +28,7 @@ class Work:
     requests : int
         The most requests in a step.
     device : torch.device
+    kv_heads : int
     window : int
         Tokens that a query sees, including itself; 0 for all.
 
@@ -35,12 +36,15 @@ class Work:
     ----------
     ends : torch.Tensor
         int32[most]: where each request's tiles end. Its address is constant, so that CUDA graphs can read it.
+    ended : torch.Tensor
+        int32[most * kv_heads]: how many parts of a request's head have ended. All 0 between kernels.
     """
 
-    def __init__(self, requests: int, device: torch.device, window: int = 0) -> None:
+    def __init__(self, requests: int, device: torch.device, kv_heads: int, window: int = 0) -> None:
         self.most = max(_power(requests), 2)
         self.window = window
         self.ends = torch.zeros(self.most, dtype=torch.int32, device=device)
+        self.ended = torch.zeros(self.most * kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, lengths: torch.Tensor) -> None:
         """Plan a step. lengths: int32[requests], 0 for an unused entry."""
@@ -65,6 +69,8 @@ def decode(
     work: Work,
     scale: float,
     softcap: float = 0.0,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    fused: bool = False,
 ) -> None:
     """Attention of one new token of each request.
 
@@ -78,18 +84,29 @@ def decode(
         int32[requests, ...]. Only the first column is read: the request's first block. The others follow it.
     lengths : torch.Tensor
         int32[requests]: rows, including the new token's. `work` must be planned for them.
+    new : tuple of three tensors, optional
+        The new tokens' K and V, ``[requests, KV heads, dim]``, and their places, int64[requests]: the block's number
+        times its tokens, plus the row in the block, as in vLLM's slot mapping. The kernel stores the rows there, except
+        where the place is negative. Without `new`, the rows are in the cache already.
+    fused : bool
+        One kernel does everything. Otherwise a second one joins what several programs have of one request and head.
     """
     requests, heads, dim = query.shape
     kv_heads, tokens = kv_cache.shape[1:3]
     group = heads // kv_heads
     programs, partial, lse = _parts(query.device, group, dim)
     common = dict(HEADS=kv_heads, GROUP=group, GROUP_PAD=max(_power(group), 16), DIM=dim, DIM_PAD=max(_power(dim), 16))
+    k, v, places = new or (query, query, lengths)  # without new rows, nothing is read there
     kernels.decode[(programs,)](
-        query, kv_cache, out, partial, lse, table, lengths, work.ends,
+        query, kv_cache, out, k, v, places, partial, lse, work.ended, table, lengths, work.ends,
         scale if softcap else scale * LOG2E, softcap, work.window, requests,
-        query.stride(0), query.stride(1), table.stride(0), kv_cache.stride(0), kv_cache.stride(2), kv_cache.stride(1),
-        dim, out.stride(0), out.stride(1),
+        query.stride(0), query.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
+        kv_cache.stride(0), kv_cache.stride(2), kv_cache.stride(1), dim, out.stride(0), out.stride(1),
         **common, TOKENS=tokens, BLOCK_N=BLOCK_N, WINDOW=work.window > 0, SOFTCAP=softcap > 0, REQUESTS=work.most,
+        APPEND=new is not None, JOIN=fused,
         num_warps=4, num_stages=3 if dim <= 128 else 2,
     )  # fmt: skip
-    kernels.join[(requests, kv_heads)](out, partial, lse, work.ends, programs, out.stride(0), out.stride(1), **common)
+    if not fused:
+        kernels.join[(requests, kv_heads)](
+            out, partial, lse, work.ends, programs, out.stride(0), out.stride(1), **common
+        )

@@ -219,7 +219,7 @@ def attention_backend(
     What slots do not support keeps vLLM's choice.
     """
     chosen = original(backend, attn_selector_config, num_heads)
-    if backend is not None or settings.read().attention != "slots":
+    if backend is not None or settings.read().attention == "table":
         return chosen
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 

@@ -26,6 +26,21 @@ def cache(lengths, kv_heads, dim, device, dtype):
     return kv, table.to(device)
 
 
+def new_rows(kv, table, lengths):
+    """The last row of each request, taken out of the cache, and where it belongs."""
+    places = table[:, 0].long() * TOKENS + torch.tensor(lengths, device=table.device) - 1
+    places[torch.tensor(lengths) == 0] = -1
+    rows = kv.view(-1, *kv.shape[2:])
+    k, v = rows[places].chunk(2, -1)  # of an unused entry: the cache's last row, which is not stored
+    rows[places[places >= 0]] = float("nan")
+    return k.clone(), v.clone(), places
+
+
+def store(kv, k, v, places):
+    used = places >= 0
+    kv.view(-1, *kv.shape[2:])[places[used]] = torch.cat((k, v), -1)[used]
+
+
 def reference(q, kv, first, length, window, softcap):
     rows = kv.view(-1, *kv.shape[2:])[first * TOKENS : first * TOKENS + length][-window:].double()
     dim, group = q.shape[1], q.shape[0] // kv.shape[2]
@@ -41,21 +56,27 @@ def main(device, dtype, most):
     cases = [*itertools.product(LENGTHS, [(8, 2, 64)], [(0, 0.0)]), (LENGTHS[0], (2, 2, 80), (0, 0.0)),
              (LENGTHS[0], (8, 2, 64), (70, 0.0)), (LENGTHS[3], (8, 2, 64), (0, 5.0)),
              ((100,), (4, 1, 64), (0, 0.0)), ((130, 3), (4, 1, 64), (0, 0.0))]  # fmt: skip
-    for lengths, (heads, kv_heads, dim), (window, softcap) in cases:
+    ways = itertools.product((False, True), (False, True), cases)
+    for append, fused, (lengths, (heads, kv_heads, dim), (window, softcap)) in ways:
         kv, table = cache(lengths, kv_heads, dim, device, dtype)
         q = torch.randn(len(lengths), heads, dim, device=device).to(dtype)
         out = torch.zeros_like(q)
-        work = Work(len(lengths), torch.device(device), window)
+        work = Work(len(lengths), torch.device(device), kv_heads, window)
         lengths_t = torch.tensor(lengths, dtype=torch.int32, device=device)
         work.plan(lengths_t)
         for place in slots._parts(lengths_t.device, heads // kv_heads, dim)[1:]:
             place.fill_(float("nan"))  # nothing may be read there that this call has not written
-        decode(q, kv.transpose(1, 2), out, table, lengths_t, work, dim**-0.5, softcap)
+        given, before = new_rows(kv, table, lengths) if append else None, kv.clone()
+        decode(q, kv.transpose(1, 2), out, table, lengths_t, work, dim**-0.5, softcap, given, fused)
+        assert not work.ended.any()
+        if append:
+            store(before, *given)
+        assert torch.equal(kv.nan_to_num(), before.nan_to_num()), (lengths, append, fused)
         for i, length in enumerate(lengths):
             if length:
                 expected = reference(q[i], kv, int(table[i, 0]), length, window, softcap)
                 wrong = (out[i] - expected).abs().max().item()
-                assert wrong < most, (lengths, i, heads, dim, window, softcap, wrong)
+                assert wrong < most, (lengths, i, heads, dim, window, softcap, append, fused, wrong)
     print("right")
 
 

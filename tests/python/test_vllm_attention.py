@@ -22,6 +22,7 @@ Asked = collections.namedtuple("Asked", DEFAULTS, defaults=DEFAULTS.values())
 FEATURES = dict(has_sink="supports_sink", use_mm_prefix="supports_mm_prefix", use_non_causal="supports_non_causal",
                 use_batch_invariant="supports_batch_invariance")  # fmt: skip
 VALUES = ("head_size", "kv_cache_dtype", "attn_type")
+PLACES = torch.tensor([3])
 GraphMode = enum.Enum("GraphMode", "NONE PIECEWISE FULL")
 
 
@@ -40,12 +41,17 @@ class FlashAttentionBackend:
 
 
 class FlashAttentionImpl:
-    def __init__(self, alibi_slopes=None, sinks=None, window=-1):
+    def __init__(self, alibi_slopes=None, sinks=None, window=-1, kv_sharing_target_layer_name=None):
         self.alibi_slopes, self.sinks, self.sliding_window = alibi_slopes, sinks, (window, 0)
-        self.scale, self.logits_soft_cap = 1.0, 0.0
+        self.scale, self.logits_soft_cap, self.num_kv_heads = 1.0, 0.0, 2
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.stored = []
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales):
         return "FlashAttention"
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        self.stored.append(slot_mapping)
 
 
 class FlashAttentionMetadataBuilder:
@@ -53,11 +59,12 @@ class FlashAttentionMetadataBuilder:
         self.rswa_window = getattr(vllm_config, "rswa_window", None)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build):
-        return types.SimpleNamespace(seq_lens=torch.zeros(1), fast=fast_build, num_actual_tokens=1, block_table=None)
+        return types.SimpleNamespace(seq_lens=torch.zeros(1), fast=fast_build, num_actual_tokens=1, block_table=None,
+                                     slot_mapping=PLACES)  # fmt: skip
 
 
 class Work:
-    def __init__(self, most, device, window):
+    def __init__(self, most, device, kv_heads, window):
         self.window = window
 
     def plan(self, lengths):
@@ -81,6 +88,7 @@ def vllm(monkeypatch):
         "vllm.config": dict(CUDAGraphMode=GraphMode, get_current_vllm_config=lambda: state.config,
                             get_layers_from_vllm_config=lambda *_: state.layers),
         "vllm.model_executor.layers.attention": dict(Attention=object),
+        "vllm.model_executor.layers.attention.attention": dict(get_attention_context=lambda name: (name,)),
         "vllm.platforms": dict(current_platform=types.SimpleNamespace(get_device_capability=lambda: (9, 0))),
         "vllm.v1.attention.backend": dict(AttentionCGSupport=types.SimpleNamespace(UNIFORM_BATCH=2)),
         "vllm.v1.attention.backends.fa_utils": dict(get_flash_attn_version=lambda head_size: state.version),
@@ -182,3 +190,47 @@ def test_each_layer_of_a_group_has_its_own_kernel(vllm):
         forward(impl, metadata)
         assert vllm.ran.pop()[5].window == ran
     assert forward(alibi, metadata) == "FlashAttention"
+
+
+def step(impl, metadata, *scales):
+    """What vLLM does in a step for a layer: its context, here the layer's name, is the metadata."""
+    rows = torch.zeros(1, 2)
+    layer = types.SimpleNamespace(layer_name=metadata)
+    impl.do_kv_cache_update(layer, rows, rows, None, PLACES)
+    return impl.forward(layer, rows, rows, rows, None, metadata, rows, *scales)
+
+
+def test_fused_attention_stores_the_new_rows_in_steps_by_slots_alone(vllm, monkeypatch):
+    monkeypatch.setenv("VMEM_VLLM_ATTENTION", "fused")
+    assert chosen() == "SlotsBackend"
+    impl = vllm.module.SlotsImpl()
+    step(impl, built(vllm, impl))
+    assert impl.stored == []
+    (key, value, places), fused = vllm.ran.pop()[8:]
+    assert key.shape == value.shape == (1, 2) and places is PLACES and fused
+    for metadata in (built(vllm, impl, requests=31), None):  # as in vLLM, and a step without attention
+        assert step(impl, metadata) == "FlashAttention"
+    assert len(impl.stored) == 2
+    step(impl, built(vllm, impl), torch.ones(1))  # the kernel cannot quantize its result
+    assert len(impl.stored) == 3 and vllm.ran == []
+
+
+@pytest.mark.parametrize("given", [dict(alibi_slopes=[1.0]), dict(sinks=[1.0])])
+def test_layers_that_are_not_by_slots_store_their_rows(vllm, monkeypatch, given):
+    monkeypatch.setenv("VMEM_VLLM_ATTENTION", "fused")
+    plain, other = vllm.module.SlotsImpl(), vllm.module.SlotsImpl(**given)
+    assert step(other, built(vllm, plain, other)) == "FlashAttention"
+    assert len(other.stored) == 1
+
+
+def test_a_layer_that_shares_anothers_rows_stores_none(vllm, monkeypatch):
+    monkeypatch.setenv("VMEM_VLLM_ATTENTION", "fused")
+    impl = vllm.module.SlotsImpl(kv_sharing_target_layer_name="0")
+    forward(impl, built(vllm, impl))  # vLLM does not call for an update
+    assert vllm.ran.pop()[8:] == (None, True)
+
+
+def test_without_fused_attention_vllm_stores_the_rows(vllm):
+    impl = vllm.module.SlotsImpl()
+    step(impl, built(vllm, impl))
+    assert len(impl.stored) == 1 and vllm.ran.pop()[8:] == (None, False)

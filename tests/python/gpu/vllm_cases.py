@@ -16,6 +16,7 @@ import traceback
 
 MANY = dict(max_num_seqs=128, kv_cache_memory_bytes=1 << 30)
 TABLE = dict(VMEM_VLLM_ATTENTION="table")
+FUSED = dict(VMEM_VLLM_ATTENTION="fused")
 CACHED = dict(cached=True, uncached=False)
 TWO_GPUS = dict(tensor_parallel_size=2, disable_custom_all_reduce=True, block_size=64)  # whole pages of each GPU
 FAMILIES = ("llama", "qwen3", "mistral", "phi3", "window", "qwen2_moe")
@@ -45,6 +46,10 @@ CASES = {
     # (test_vllm_answers.py).
     "slots": (dict(enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48), "shared"),
     "slots_window": (dict(shape="window", max_num_seqs=48), "mixed"),
+    "slots_fused": (dict(FUSED, enforce_eager=False, enable_prefix_caching=True, max_num_seqs=48), "shared"),
+    "slots_fused_window": (dict(FUSED, shape="window", max_num_seqs=48), "mixed"),
+    "slots_fused_speculative": (dict(FUSED, draft="draft", enforce_eager=False, max_num_seqs=48), "mixed"),
+    "slots_fused_llama_cached": (dict(MANY, **FUSED, shape="llama", enable_prefix_caching=True), "many"),
     "slots_chosen_by_name": (dict(on_vmem=dict(attention_backend="CUSTOM"), max_num_seqs=48), "mixed"),
     # A draft of made-up weights is almost always wrong: rows that were written for rejected tokens are written again.
     "speculative": (dict(draft="draft", enable_prefix_caching=True), "shared"),
