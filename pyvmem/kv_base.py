@@ -140,7 +140,7 @@ class KVBase(_Owned):
         """Return the current `KVStats`."""
         raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
-        return KVStats(*(int(getattr(raw, name)) for name in STATS))
+        return KVStats(**{name: int(getattr(raw, name)) for name in STATS})
 
     def metrics_json(self) -> str:
         """Return the statistics as a JSON object."""

@@ -5,14 +5,12 @@ SPDX-License-Identifier: MIT
 
 import errno
 import math
-from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from pyvmem._checks import one_of, uint
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv_view import STATS
 
 LAYOUTS = ("separate", "fused", "token-major")
 
@@ -58,19 +56,109 @@ class TensorSpec:
 
 
 _MOST_LAYERS = 32768  # two tensors each
-if TYPE_CHECKING:
 
-    @dataclass(frozen=True)
-    class KVStats:
-        def __getattr__(self, name: str) -> int: ...
 
-else:
-    KVStats = make_dataclass(
-        "KVStats",
-        [(name, int) for name in STATS],
-        frozen=True,
-        namespace={"__doc__": "The state and counters of a cache, in pages, bytes and counts: struct vmem_kv_stats."},
-    )
+@dataclass(frozen=True)
+class KVStats:
+    """The state of a cache and what it has counted since its creation: struct vmem_kv_stats.
+
+    Pages of all tensors together. A shared page counts once, except in `needed_pages`.
+
+    Attributes
+    ----------
+    page_size : int
+        Bytes.
+    budget_pages, held_pages : int
+        The most pages that may exist, and those that do.
+    needed_pages : int
+        Held for the lengths of active and ending requests. A shared page counts once per slot.
+    kept_pages : int
+        Of free slots, for reuse.
+    ahead_pages : int
+        Of active and ending requests, mapped ahead of need.
+    shared_pages : int
+        Mapped or held more than once.
+    prefix_pages : int
+        Held by prefixes and by no slot.
+    free_pages : int
+        What a step could get: the budget less what cannot be taken back.
+    live_bytes : int
+        Of the rows that active requests have.
+    active_slots, swapped_slots, slots, prefixes : int
+        Slots with a request, swapped out or being so, and all; prefixes that are saved.
+    ending_slots : int
+        Freed after a step whose kernels may be in flight.
+    steps, step_failures : int
+    step_mapped_pages, step_maps, step_waits : int
+        Pages that steps had to map themselves; the steps that did; and those that waited for the background thread.
+    ahead_mapped_pages, ahead_jobs, eager_pages : int
+        Pages that the background thread mapped, the times that it extended a slot, and the pages for the next request.
+    allocs, adopted_slots, adopted_pages : int
+        Requests; those that began with pages of an earlier one; and pages that their first step found in place.
+    reclaims, reclaimed_pages, window_pages : int
+        How often kept pages were given up, how many, and those that sliding windows gave up.
+    zeroed_bytes : int
+        Of kept pages, before reuse.
+    attached_pages, copied_pages : int
+        By prefixes; copied for them and by truncations.
+    swap_out_bytes, swap_in_bytes : int
+    worker_errors : int
+        Operations of the background thread that failed. A step does them again.
+    short_budget, short_device, short_mappings, short_slots : int
+        Calls that failed, by what was short; see `Shortage`.
+    watermark_pages, hashed_blocks, evictable_pages : int
+        The watermark; blocks known by hash; and pages that only these hold, which count as free. Present values.
+    hit_tokens, evicted_blocks : int
+        Tokens that requests began with because their blocks were known by hash, and blocks evicted.
+    absent_slots : int
+        Active, and without part in the last step. The present value.
+    """
+
+    page_size: int
+    budget_pages: int
+    held_pages: int
+    needed_pages: int
+    kept_pages: int
+    ahead_pages: int
+    shared_pages: int
+    prefix_pages: int
+    free_pages: int
+    live_bytes: int
+    active_slots: int
+    swapped_slots: int
+    slots: int
+    prefixes: int
+    ending_slots: int
+    steps: int
+    step_failures: int
+    step_mapped_pages: int
+    step_maps: int
+    step_waits: int
+    ahead_mapped_pages: int
+    ahead_jobs: int
+    eager_pages: int
+    allocs: int
+    adopted_slots: int
+    adopted_pages: int
+    reclaims: int
+    reclaimed_pages: int
+    window_pages: int
+    zeroed_bytes: int
+    attached_pages: int
+    copied_pages: int
+    swap_out_bytes: int
+    swap_in_bytes: int
+    worker_errors: int
+    short_budget: int
+    short_device: int
+    short_mappings: int
+    short_slots: int
+    watermark_pages: int
+    hashed_blocks: int
+    evictable_pages: int
+    hit_tokens: int
+    evicted_blocks: int
+    absent_slots: int
 
 
 @dataclass(frozen=True)
