@@ -73,14 +73,14 @@ def test_layers_may_differ(backend, device):
 
 def test_a_step_that_fails_says_what_is_missing_and_changes_nothing(backend):
     with make(backend, pages=20) as cache:
-        page_tokens = PAGE_TOKENS
         slot, values = start(cache, 1)
+        cache.wait()
         before = cache.slot(slot)
-        values[slot] = 10 * page_tokens
+        values[slot] = 10 * PAGE_TOKENS
         assert cache.step(values) == -1
         assert cache.missing_pages == 4 * 10 - 20
         assert cache.slot(slot) == before
-        values[slot] = 5 * page_tokens
+        values[slot] = 5 * PAGE_TOKENS
         assert cache.check(values) == 0 and cache.step(values) == 0
         other = cache.alloc_reqid()
         values[other] = 1
@@ -381,6 +381,7 @@ def test_a_prefix_is_shared_and_never_written(backend, device):
         if device != "cpu":
             torch.cuda.synchronize()
         prefix = cache.save_prefix(slot, tokens)
+        cache.wait()
         held = cache.stats().held_pages
         other = cache.alloc_reqid()
         assert cache.attach_prefix(prefix, other) == 0

@@ -80,6 +80,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
         "no growth is staged": [cache.commit],
         "created without events=True": [hashes.evicted],
     }  # fmt: skip
+    cache.wait()
     before = cache.stats()
     for text, calls in cases.items():
         for call in calls:

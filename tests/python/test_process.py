@@ -182,7 +182,8 @@ def test_descriptors_and_mappings_go_back(backend):
     descriptors, maps = len(os.listdir("/proc/self/fd")), count_lines("/proc/self/maps")
     for _ in range(5):
         cycle()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # A context of another test may go late: its last thread gives memory back.
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     # The allocators of Python and C may map more; a context that leaked anything would show five times.
     assert count_lines("/proc/self/maps") < maps + 5
 
