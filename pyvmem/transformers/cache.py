@@ -118,6 +118,8 @@ class VMemCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
             index += kind in ours
         self.config = text
+        # Chunked attention reads all rows as one tensor as soon as a sequence exceeds a chunk, but not before.
+        self._in_order = bool(getattr(text, "attention_chunk_size", None))
         super().__init__(layers=layers)
 
     @property
@@ -218,7 +220,7 @@ class VMemCache(Cache):
             return
         try:
             # With the attention "vmem", too, some layers read their rows as one tensor: latents, sinks, chunks.
-            in_order = any(layer.viewed or not layer.by_length for layer in self._with_rows())
+            in_order = self._in_order or any(layer.viewed or not layer.by_length for layer in self._with_rows())
             self.rows.select(sources, in_order)
         except MemoryError:
             self._forget()

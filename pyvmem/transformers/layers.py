@@ -193,8 +193,8 @@ class VMemLayer(CacheLayerMixin):
         rows = self.rows
         if rows.slots != list(range(rows.batch)) or rows.ragged:
             raise ValueError(
-                "the sequences of this cache have different lengths, which only the attention vmem can read: "
-                "reset() the cache before another attention uses it"
+                "the sequences of this cache have different lengths, or are not in the order of their slots, which "
+                "only the attention vmem can read: reset() the cache before another attention uses it"
             )
         self._k, self._v = (self.slot(which)[: rows.batch].transpose(1, 2) for which in (0, 1))
         self._version = rows.version

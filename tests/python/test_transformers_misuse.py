@@ -22,6 +22,15 @@ def test_beams_where_our_attention_reads_all_sequences_as_one_tensor(name, make,
     assert got.tolist() == reference(model, ids, num_beams=3).tolist()
 
 
+def test_beams_of_prompts_shorter_than_a_chunk(make, device):
+    """Their first passes are read by length; the pass in which they exceed the chunk is not."""
+    model = tiny_model("llama4", device=device)
+    for seed in range(4):
+        ids = prompts(3, 2, seed, device=device)
+        got = generate(model, ids, make(model), "vmem", num_beams=4)
+        assert got.tolist() == reference(model, ids, num_beams=4).tolist()
+
+
 @pytest.mark.parametrize("name", ["jamba", "falcon_h1", "qwen3_next"])
 def test_another_batch_after_a_reset_of_linear_attention(name, make, device):
     model, cache = tiny_model(name, device=device), None
