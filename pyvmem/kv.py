@@ -142,7 +142,7 @@ class KVCache(KVAdmission, KVSharing):
     ) -> None:
         super().__init__()
         self.options = options = options_of(options, keywords)
-        self.specs = list(specs)
+        self.specs = elements("specs", specs)
         for spec in self.specs:
             if not isinstance(spec, TensorSpec):
                 raise TypeError(f"specs must be a list of TensorSpec, not of {spec!r}")

@@ -125,6 +125,8 @@ def test_what_is_no_prefix_or_specification_is_named(cache):
     for call in (cache.check_attach, cache.drop_prefix, cache.prefix_pages, lambda p: cache.attach_prefix(p, 0)):
         with pytest.raises(TypeError, match="prefix must be a Prefix, not 7"):
             call(7)
+    with pytest.raises(TypeError, match="specs must be a sequence, not None"):
+        KVCache(None, 1, 10, MIB, backend="host", name=None)
     with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):
         KVCache([7], 1, 10, MIB, backend="host", name=None)
     for wrong in (None, 5, "abc", [[1, 2]], [1.5]):
