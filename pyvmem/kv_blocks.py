@@ -38,7 +38,9 @@ class BlockNames:
         """Give the name ids[i] to the pages at block index[i] of slots[i]. All or nothing.
 
         The slot's last step must have asked for these pages. Raises `VmemError` (EEXIST) if a name is taken. The
-        exception's `index` is that of the element at fault.
+        exception's `index` is that of the element at fault. The rows need not be written yet. Until another slot
+        attaches them, the slot's request may also write them again, after a step back or a truncation: drop the name if
+        that happens.
         """
         (of, n), (at, n_index), (names, n_ids) = (
             _numbers(name, values) for name, values in (("slots", slots), ("index", index), ("ids", ids))

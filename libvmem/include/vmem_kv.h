@@ -356,7 +356,8 @@ int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, siz
 int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens);
 // Names the pages at block index[i] of slots[i], rows from index[i] * block_tokens onward, as ids[i]. The slot's last
 // step must have covered them. All or nothing; if bad is not NULL, *bad receives the index of the element at fault.
-// -EEXIST: the name is taken.
+// -EEXIST: the name is taken. The rows need not be written yet. Until another slot attaches them, the slot's request may
+// also write them again, after a step back or a truncation: drop the name if that happens.
 int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
                        size_t *bad);
 // Starts a newly allocated slot, which no kernel accesses, with the named pages in this order. They are mapped there a
