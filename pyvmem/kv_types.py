@@ -238,6 +238,7 @@ _POOL_HELPS = {
     "in use": "use a pool with a larger budget, or end requests of other members",
     "no memory": "free memory elsewhere",
     "file damaged": "restart the pool's processes",
+    "no answer": "continue or end the process that does not answer",
 }
 
 

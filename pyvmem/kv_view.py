@@ -77,7 +77,7 @@ def new_view_path() -> str | None:
 
 
 ANSWERS = ("unasked", "applied", "deferred", "refused")
-REASONS = (None, "at maximum", "at minimum", "in use", "no memory", "file damaged")
+REASONS = (None, "at maximum", "at minimum", "in use", "no memory", "file damaged", "no answer")
 
 
 @dataclass(frozen=True)

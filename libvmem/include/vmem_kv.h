@@ -532,6 +532,7 @@ enum vmem_kv_refusal {
     VMEM_KV_IN_USE,       // requests of the others need the rest
     VMEM_KV_NO_MEMORY,    // the device has too little memory
     VMEM_KV_FILE_DAMAGED, // somebody truncated or overwrote the pool's file: budgets no longer move
+    VMEM_KV_NO_ANSWER,    // another process has not answered for two seconds: it is stopped, or hangs
 };
 // Waits at most `ms` until the member's last request is answered. *answer (NULL is allowed) receives an enum
 // vmem_kv_answer.

@@ -205,7 +205,7 @@ MUTANTS = [
         ("requests keep nothing from the pool", "kv/balance.c", "return KV_MAX(min, fixed + margin);", "return min + (fixed & 0 & margin);",
          "test_kv_pool"),
         ("a grant does not arrive", "kv/balance.c", "    m->kv->budget_pages += pages;\n", "", "test_kv_pool"),
-        ("a question is refused at once", "kv/balance.c", "if (r->looked < m->row.asked || r->giving)", "if (0)",
+        ("a question is refused at once", "kv/balance.c", "if (owes && !silent(pool, i))", "if (0)",
          "test_kv_pool"),
         ("an old look refuses a question", "kv/balance.c", "wanted && !bytes && !m->leaving ? KV_MAX(m->saw, r->looked) : revision;",
          "revision;", "test_kv_share"),

@@ -16,6 +16,7 @@
 
 #define POLL_MS 100                 // longest delay of reading the others' rows without a notice, and of updating ours
 #define BURY_NS UINT64_C(100000000) // interval between searches for members whose process has ended
+#define SILENT_NS UINT64_C(2000000000) // a member that answers nothing for so long is not waited for
 
 void vmem__kv_pool_wake(const vmem_kv *kv)
 {
@@ -262,6 +263,10 @@ static void take_wanted(struct kv_member *m, uint64_t bytes)
     if (rc == -EBADMSG)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
+    if (rc == -EAGAIN) { // another process holds the lock: try again, with this limit or a newer one
+        vmem__kv_keep_wanted(m->kv, bytes);
+        return;
+    }
     kv_lock_cache(m->kv);
     vmem__kv_answer_wanted(m->kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
     kv_unlock_cache(m->kv);
@@ -327,13 +332,30 @@ static bool look(struct kv_member *m)
     return more;
 }
 
+// Notes which members owe the others something and do nothing about it: their row does not change.
+static void listen(vmem_kv_pool *pool, uint64_t t)
+{
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct kv_pool_row *r = &pool->table.rows[i];
+        struct kv_pool_seen *seen = &pool->seen[i];
+        const bool owes = r->giving || r->looked < pool->table.head.revision;
+        if (owes && !kv_own(pool, i) && !memcmp(r, &seen->row, sizeof(*r)))
+            continue;
+        seen->row = *r;
+        seen->at = t;
+    }
+}
+
+// A process may be stopped, or wait in its driver for ever. Nobody else must wait for it.
+static bool silent(const vmem_kv_pool *pool, uint32_t place) { return kv_now() - pool->seen[place].at > SILENT_NS; }
+
 // The needs that neither free budget nor budget being given back covers.
 static uint64_t unmet(const vmem_kv_pool *pool)
 {
     uint64_t needs = 0, coming = vmem__kv_pool_free(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const struct kv_pool_row *r = &pool->table.rows[i];
-        if (!r->number)
+        if (!r->number || silent(pool, i))
             continue;
         needs = kv_add(needs, r->needs);
         coming = kv_add(coming, r->giving);
@@ -429,9 +451,12 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
         const struct kv_pool_row *r = &pool->table.rows[i];
         if (!r->number || i == m->place)
             continue;
-        if (r->looked < m->row.asked || r->giving)
+        const bool owes = r->looked < m->row.asked || r->giving;
+        if (owes && !silent(pool, i))
             return;
-        if (r->why == VMEM_KV_IN_USE || r->needs)
+        if (owes)
+            why = VMEM_KV_NO_ANSWER;
+        else if (why == VMEM_KV_AT_MINIMUM && (r->why == VMEM_KV_IN_USE || r->needs))
             why = VMEM_KV_IN_USE;
     }
     refuse(m, why);
@@ -441,17 +466,20 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
 static bool decide(vmem_kv_pool *pool)
 {
     bool head = false, some = false, again = false;
-    const uint64_t t = kv_now();
     const int rc = vmem__kv_share_wait(pool, KV_POOL_WAIT_US);
-    for (struct kv_member *m = pool->members; m && rc == -EBADMSG; m = m->next)
+    const uint64_t t = kv_now();
+    pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
+    const bool locked = t - pool->locked_at > SILENT_NS;
+    for (struct kv_member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
         if (m->row.needs) // no other member will read the question
-            refuse(m, VMEM_KV_FILE_DAMAGED);
+            refuse(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
     if (rc)
         return false;
     if (t - pool->buried_at > BURY_NS) {
         pool->buried_at = t;
         vmem__kv_share_bury(pool);
     }
+    listen(pool, t);
     for (struct kv_member *m = pool->members; m; m = m->next)
         grant(pool, m, &head);
     for (struct kv_member *m = pool->members; m; m = m->next)

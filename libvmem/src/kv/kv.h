@@ -299,6 +299,7 @@ void vmem__kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
 void vmem__kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, once; 0: none.
 uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
+void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes); // unless there is a newer one
 void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason);
 
 // ---- pool.c. With api and state held; without effect on a cache of no pool.

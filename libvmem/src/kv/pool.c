@@ -63,7 +63,7 @@ static void end_pool(vmem_kv_pool *pool)
         pthread_join(pool->thread, NULL);
     }
     list_pool(pool, false);
-    if (pool->fd >= 0 && pool->has_thread && ours) { // creation has succeeded
+    if (pool->budget && ours) {
         pthread_mutex_lock(&pool->lock);
         if (!vmem__kv_share_wait(pool, KV_POOL_WAIT_US)) {
             vmem__kv_share_remove(pool);
@@ -197,6 +197,8 @@ static int enter_table(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     if (rc)
         return rc;
     m->row.number = ++pool->table.head.joins;
+    if (!m->row.number) // somebody overwrote the head
+        m->row.number = ++pool->table.head.joins;
     m->row.pid = (uint32_t)kv->pid;
     // Grant as much of the minimum as is free. The rest of the minimum is due later.
     uint64_t has = KV_MAX(KV_MIN(m->row.min, vmem__kv_pool_free(pool, NULL)), held);
@@ -311,13 +313,13 @@ void vmem__kv_pool_left(vmem_kv *kv)
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
-    const bool begun = !vmem__kv_share_wait(pool, KV_POOL_CALL_US);
+    const int rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
     for (at = &pool->members; *at != m; at = &(*at)->next)
         ;
     *at = m->next;
     // Even if the table cannot be locked, other members then find nobody alive in this place.
-    vmem__kv_share_give(pool, m->place);
-    if (begun)
+    vmem__kv_share_give(pool, m->place, rc == -EBADMSG);
+    if (!rc)
         vmem__kv_share_end(pool, false);
     vmem__kv_pool_note(pool);
     pthread_cond_broadcast(&pool->news);

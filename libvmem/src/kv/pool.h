@@ -51,20 +51,20 @@ struct kv_member {
     struct kv_member *next;
     struct vmem_kv_pool *pool;
     vmem_kv *kv;
-    uint32_t place; // in the table
-    bool busy;      // the pool's thread is at it, without the pool's lock
-    bool leaving;   // it is being destroyed: the thread leaves it alone
-    bool changed;   // the row differs from the table's
-    struct kv_pool_row row;
-    uint32_t waiting;    // calls that wait for an answer
-    uint64_t asked_at;   // ns
-    uint64_t refused_at; // ns
-    bool taken_ahead;    // the thread took device memory for them
-    uint64_t granted;    // bytes in row.has that the cache's budget does not have yet
-    bool prepares;       // the budget gets of them only what is ready, and no call takes free budget of the pool
-    uint64_t ready;      // bytes that the budget can grow by without asking the device for memory
-    uint64_t to_give;    // bytes that the cache is to give back
-    uint64_t saw;        // the last question before the thread looked at the cache
+    uint32_t place;                  // in the table
+    bool busy;                       // the pool's thread is at it, without the pool's lock
+    bool leaving;                    // it is being destroyed: the thread leaves it alone
+    bool changed;                    // the row differs from the table's
+    struct kv_pool_row row, written; // as it is, and as it was last put into the table
+    uint32_t waiting;                // calls that wait for an answer
+    uint64_t asked_at;               // ns
+    uint64_t refused_at;             // ns
+    bool taken_ahead;                // the thread took device memory for them
+    uint64_t granted;                // bytes in row.has that the cache's budget does not have yet
+    bool prepares;    // the budget gets of them only what is ready, and no call takes free budget of the pool
+    uint64_t ready;   // bytes that the budget can grow by without asking the device for memory
+    uint64_t to_give; // bytes that the cache is to give back
+    uint64_t saw;     // the last question before the thread looked at the cache
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };
@@ -79,12 +79,19 @@ struct vmem_kv_pool {
     pid_t pid;
     struct kv_member *members; // of this process
     struct kv_pool_table table;
+    // The rows as they were when a member last did what the others expect of it, and when that was (ns).
+    struct kv_pool_seen {
+        struct kv_pool_row row;
+        uint64_t at;
+    } seen[VMEM_KV_POOL_MEMBERS];
     _Atomic uint64_t free; // bytes, as the table was last seen
+    uint64_t budget;       // that the file began with; 0: no file is open
     char *path;            // NULL: in this process only
     int fd;                // of the file, whose locks say who lives
     int bell, watch;       // eventfd that wakes the thread; inotify's descriptor, -1: none
     uint64_t buried_at;    // ns, when the table was last cleared of dead members
     uint64_t written_at;   // ns
+    uint64_t locked_at;    // ns, when the thread last found the file not locked by another process
 };
 
 // ---- balance.c. With the pool's lock held; those that name a place or change shares also between begin and end.
@@ -123,7 +130,7 @@ int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us);
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head);
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
 int vmem__kv_share_take(vmem_kv_pool *pool, uint32_t place);
-void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place);
+void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place, bool damaged);
 void vmem__kv_share_bury(vmem_kv_pool *pool);
 // Removes the file if nobody is in it.
 void vmem__kv_share_remove(vmem_kv_pool *pool);

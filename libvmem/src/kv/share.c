@@ -21,7 +21,6 @@
 
 #define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
 #define OPEN_BYTE (1 + VMEM_KV_POOL_MEMBERS)
-#define WAIT_STEP_US 100
 
 static int lock_byte(int fd, short type, off_t at, int command, short *found)
 {
@@ -32,12 +31,19 @@ static int lock_byte(int fd, short type, off_t at, int command, short *found)
     return rc == -EACCES ? -EAGAIN : rc;
 }
 
-static int lock_table(int fd, unsigned most_us)
+// Tries for this time, by the clock: a pause may last much longer than it should. Between the tries, others can have
+// the mutex (NULL: there is none).
+static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
+    const struct timespec pause = {.tv_nsec = 100000};
+    const uint64_t until = kv_now() + most_us * UINT64_C(1000);
     int rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
-    for (unsigned us = 0; rc == -EAGAIN && us < most_us; us += WAIT_STEP_US) {
-        const struct timespec step = {.tv_nsec = WAIT_STEP_US * 1000};
-        nanosleep(&step, NULL);
+    while (rc == -EAGAIN && kv_now() < until) {
+        if (mutex)
+            pthread_mutex_unlock(mutex);
+        nanosleep(&pause, NULL);
+        if (mutex)
+            pthread_mutex_lock(mutex);
         rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
     }
     return rc;
@@ -58,7 +64,7 @@ static bool read_table(vmem_kv_pool *pool)
 {
     struct kv_pool_table t;
     if (pread(pool->fd, &t, sizeof t, 0) != (ssize_t)sizeof t || t.head.magic != MAGIC || t.head.size != sizeof t ||
-        t.head.rows != VMEM_KV_POOL_MEMBERS || !t.head.budget)
+        t.head.rows != VMEM_KV_POOL_MEMBERS || !t.head.budget || (pool->budget && t.head.budget != pool->budget))
         return false;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
         t.rows[i].name[sizeof(t.rows[i].name) - 1] = '\0';
@@ -72,30 +78,34 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
     return pwrite(fd, data, size, at) == (ssize_t)size;
 }
 
-int vmem__kv_share_begin(vmem_kv_pool *pool)
+static bool write_row(const vmem_kv_pool *pool, uint32_t place)
 {
-    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, 0);
+    const struct kv_pool_row *row = &pool->table.rows[place];
+    return write_at(pool->fd, row, sizeof(*row), (off_t)(offsetof(struct kv_pool_table, rows) + place * sizeof(*row)));
+}
+
+static int begin(vmem_kv_pool *pool, unsigned most_us)
+{
+    int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, most_us, &pool->lock);
     if (rc)
         return rc;
     if (pool->fd >= 0 && !read_table(pool)) {
         unlock_table(pool->fd);
         return vmem__error(-EBADMSG, "path %s: the file is no table of a pool (any more)", pool->path);
     }
-    for (const struct kv_member *m = pool->members; m; m = m->next)
-        pool->table.rows[m->place] = m->row; // our own rows in memory are authoritative
+    for (struct kv_member *m = pool->members; m; m = m->next) {
+        struct kv_pool_row *row = &pool->table.rows[m->place];
+        m->changed |= memcmp(row, &m->written, sizeof(*row)) != 0; // somebody else wrote there
+        *row = m->row;                                             // our own rows in memory are authoritative
+    }
     return 0;
 }
 
+int vmem__kv_share_begin(vmem_kv_pool *pool) { return begin(pool, 0); }
+
 int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us)
 {
-    const struct timespec pause = {.tv_nsec = WAIT_STEP_US * 1000};
-    int rc = vmem__kv_share_begin(pool);
-    for (unsigned us = 0; rc == -EAGAIN && us < most_us; us += WAIT_STEP_US) {
-        pthread_mutex_unlock(&pool->lock);
-        nanosleep(&pause, NULL);
-        pthread_mutex_lock(&pool->lock);
-        rc = vmem__kv_share_begin(pool);
-    }
+    int rc = begin(pool, most_us);
     if (!rc || rc == -EBADMSG)
         return rc;
     const char *why = rc == -EAGAIN ? "another process holds the pool's lock" : strerror(-rc);
@@ -109,9 +119,10 @@ void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct kv_member *m = pool->members; m; m = m->next) {
         pool->table.rows[m->place] = m->row;
-        if (m->changed && pool->fd >= 0)
-            m->changed = !write_at(pool->fd, &m->row, sizeof(m->row),
-                                   (off_t)(offsetof(struct kv_pool_table, rows) + m->place * sizeof(m->row)));
+        if (m->changed && (pool->fd < 0 || write_row(pool, m->place))) {
+            m->written = m->row;
+            m->changed = false;
+        }
     }
     if (pool->fd >= 0)
         unlock_table(pool->fd);
@@ -126,13 +137,13 @@ static void empty_row(vmem_kv_pool *pool, uint32_t place)
 {
     pool->table.rows[place] = (struct kv_pool_row){0};
     if (pool->fd >= 0)
-        (void)!write_at(pool->fd, &pool->table.rows[place], sizeof(struct kv_pool_row),
-                        (off_t)(offsetof(struct kv_pool_table, rows) + place * sizeof(struct kv_pool_row)));
+        (void)!write_row(pool, place);
 }
 
-void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place)
+void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
 {
-    empty_row(pool, place);
+    if (!damaged) // what is no table, such as an empty file, stays as it is
+        empty_row(pool, place);
     if (pool->fd >= 0)
         lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
 }
@@ -170,7 +181,7 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
         return vmem__error(-EINVAL, "path %s is no regular file", path);
     if (st.st_uid != geteuid() || st.st_mode & 077)
         return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
-    int rc = lock_table(pool->fd, KV_POOL_CALL_US);
+    int rc = lock_table(pool->fd, KV_POOL_CALL_US, NULL);
     if (rc)
         return vmem__error(rc, "path %s: %s", path, rc == -EAGAIN ? "another process holds its lock" : strerror(-rc));
     *again = fstat(pool->fd, &st) || !st.st_nlink;
@@ -225,6 +236,7 @@ int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     if (rc || again)
         return rc ? rc : vmem__error(-EBUSY, "path %s: the file comes and goes", path);
     rc = begin_table(pool, path, budget);
+    pool->budget = rc ? 0 : pool->table.head.budget;
     if (!rc)
         rc = lock_byte(pool->fd, F_RDLCK, OPEN_BYTE, F_OFD_SETLK, NULL);
     unlock_table(pool->fd);

@@ -105,6 +105,12 @@ uint64_t vmem__kv_wanted_budget(vmem_kv *kv)
     return __atomic_exchange_n(&kv->view->wanted_budget, 0, __ATOMIC_ACQ_REL);
 }
 
+void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes)
+{
+    uint64_t none = 0;
+    __atomic_compare_exchange_n(&kv->view->wanted_budget, &none, bytes, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+}
+
 void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason)
 {
     struct vmem_kv_view *v = kv->view;

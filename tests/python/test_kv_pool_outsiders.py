@@ -1,0 +1,189 @@
+"""What others do to a pool: processes that stop, hold its file's lock, or write to its file.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+import fcntl
+import os
+import signal
+import struct
+
+import pytest
+from kv_pools import MIB, TOKENS, Child, free, load, make, member
+
+from conftest import python
+from pyvmem import KVPool, VmemError
+
+BUDGET, REVISION, JOINS, HEAD = 16, 24, 32, 72  # offsets in the file
+
+
+def lock(file, kind):
+    fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, 0, 0, 1, 0))
+
+
+def verify(cache, slots):
+    assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
+
+
+def serve(cache, pool, requests):
+    """The engine's loop of docs/kv-cache.md; returns the slots that it could begin, and why there are no more."""
+    slots = []
+    while len(slots) < requests:
+        slot = cache.alloc_reqid(TOKENS)
+        lengths = [TOKENS if s == slot else 0 for s in range(cache.slots)]
+        while (short := cache.step(lengths)) and cache.shortage.coming_pages and pool.wait(cache, 0.1) != "refused":
+            pass
+        if short:
+            cache.free_reqid(slot)
+            return slots, member_reason(pool)
+        cache.keys[0][slot, :TOKENS] = slot + 1
+        slots.append(slot)
+    return slots, None
+
+
+def shortage(cache):
+    """What a step is told while the refusal stands; its slot stays."""
+    slot = cache.alloc_reqid(TOKENS)
+    while not cache.shortage.refusal:
+        assert cache.step([TOKENS if s == slot else 0 for s in range(cache.slots)]) == -1
+    return cache.shortage
+
+
+def member_reason(pool):
+    try:
+        return member(pool, "kv").reason
+    except VmemError as error:
+        return error.errno
+
+
+def test_a_process_that_is_stopped_is_not_waited_for_without_end(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with Child(tmp_path / "pool") as child, make(pool) as cache:
+        child.ask("load 8")
+        child.ask("free")
+        child.process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            slots, reason = serve(cache, pool, 8)
+            assert len(slots) < 8 and reason == "no answer"
+            free(cache, slots)
+        slots = serve(cache, pool, 8)[0]
+        assert str(shortage(cache)).endswith("continue or end the process that does not answer")
+        child.process.send_signal(signal.SIGCONT)
+        free(cache, [s for s in range(8) if cache.slot(s).state == "active"])
+        slots = []
+        while len(slots) < 8:
+            slots += load(cache, 8 - len(slots), pool)
+        verify(cache, slots)
+
+
+def test_a_lock_that_stays_is_not_waited_for_without_end(tmp_path):
+    pool = KVPool(40 * MIB, path=tmp_path / "pool")
+    with make(pool) as cache, open(tmp_path / "pool", "r+b") as file:
+        lock(file, fcntl.F_WRLCK)
+        assert serve(cache, pool, 1) == ([], errno.EAGAIN)
+        assert shortage(cache).refusal == "no answer"
+        with pytest.raises(VmemError, match="another process holds its lock"):
+            KVPool(path=tmp_path / "pool")
+        lock(file, fcntl.F_UNLCK)
+        slots = []
+        while len(slots) < 7:
+            slots += load(cache, 7 - len(slots), pool)
+
+
+def test_a_budget_that_somebody_else_wrote_is_not_believed(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(8 * MIB, path=path)
+    with make(pool) as cache, make(pool, "other") as other, open(path, "r+b", 0) as file:
+        before = os.pread(file.fileno(), 8, BUDGET)
+        assert int.from_bytes(before, "little") == 8 * MIB
+        mine = load(cache, 1)
+        for budget in (80 * MIB, 4 * MIB, 1 << 63):
+            os.pwrite(file.fileno(), budget.to_bytes(8, "little"), BUDGET)
+            slots, reason = serve(cache, pool, 4)
+            assert reason == errno.EBADMSG
+            theirs, reason = serve(other, pool, 4)
+            assert reason == errno.EBADMSG
+            assert cache.stats().budget_pages + other.stats().budget_pages <= 8 * 16
+            free(cache, slots)
+            free(other, theirs)
+        os.pwrite(file.fileno(), before, BUDGET)
+        assert pool.budget == 8 * MIB
+        verify(cache, mine)
+
+
+def test_a_count_at_its_end_makes_nobody_invisible(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with make(pool) as cache, open(path, "r+b", 0) as file:
+        os.pwrite(file.fileno(), b"\xff" * 16, REVISION)  # of questions, and of joins
+        with make(pool, "late") as late:
+            slots = load(late, 6)
+            assert member(pool, "late").has >= 24 * MIB
+            mine = serve(cache, pool, 8)[0]
+            assert len(mine) <= 4
+            verify(late, slots)
+
+
+def test_a_row_that_somebody_overwrote_is_written_again(tmp_path):
+    path = tmp_path / "pool"
+    with Child(path, budget=40 * MIB) as child:
+        assert child.ask("load 8") == "8"
+        pool = KVPool(path=path)
+        for wrong in (b"\0", b"\xff", b"\x7f"):
+            with open(path, "r+b", 0) as file:
+                os.pwrite(file.fileno(), wrong * ((path.stat().st_size - HEAD) // 32), HEAD)
+            while [(m.name, m.max) for m in pool.members() if m.held >= 32 * MIB] != [("child", 40 * MIB)]:
+                os.sched_yield()
+        with make(pool) as cache:
+            assert len(serve(cache, pool, 8)[0]) <= 2
+        assert child.ask("verify") == "8"
+
+
+def test_a_file_that_was_emptied_can_be_used_again_when_all_have_left(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with make(pool) as cache, make(pool, "other"):
+        mine = load(cache, 2, pool)
+        os.truncate(path, 0)
+        with pytest.raises(VmemError, match="no table of a pool"):
+            pool.members()
+        verify(cache, mine)
+    pool.close()
+    with KVPool(20 * MIB, path=path) as again, make(again) as cache:
+        assert len(load(cache, 4, again)) == 4
+
+
+def test_members_keep_a_pool_whose_file_was_replaced(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with Child(path) as child, make(pool) as cache:
+        assert child.ask("load 8") == "8"
+        child.ask("free")
+        (tmp_path / "new").touch(0o600)
+        os.replace(tmp_path / "new", path)
+        slots = load(cache, 8, pool)
+        assert len(slots) == 8
+        with KVPool(20 * MIB, path=path) as other:
+            assert other.members() == [] and len(pool.members()) == 2
+        verify(cache, slots)
+
+
+def test_a_pool_that_cannot_begin_leaves_no_file(tmp_path):
+    code = f"""
+        import os, resource
+        from pyvmem import KVPool, VmemError
+        free = os.open("/", os.O_RDONLY)
+        os.close(free)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        for more in (0, 1):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, most))
+            try:
+                KVPool(1 << 20, path={str(tmp_path / "pool")!r})
+            except VmemError as error:
+                print(error.errno)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        print(os.listdir({str(tmp_path)!r}))
+        KVPool(1 << 20, path={str(tmp_path / "pool")!r}).close()
+    """
+    assert python(code).stdout.split() == [str(errno.EMFILE)] * 2 + ["[]"]
