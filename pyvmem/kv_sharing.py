@@ -107,7 +107,7 @@ class KVSharing(KVBase):
         elif pinned and not host.is_pinned():
             wrong = "is not pinned (torch.empty(..., pin_memory=True))"
         begin = 0 if wrong else host.data_ptr()
-        for other, taken in () if wrong else self._swapped.items():
+        for other, taken in () if wrong else self._swapped.copy().items():  # other threads swap, too
             if begin < taken.data_ptr() + taken.nbytes and taken.data_ptr() < begin + size:
                 wrong = f"overlaps the memory of slot {other}, which is swapped out"
         if wrong:

@@ -130,6 +130,29 @@ def test_memory_that_a_swap_cannot_use_changes_nothing(context):
         assert cache.swap_in(slot) == 0 and not cache._swapped
 
 
+def test_another_thread_swaps_in_while_memory_is_compared(context):
+    with make(context) as cache:
+        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
+        assert cache.step([30, 30]) == 0
+        cache.swap_out(other)
+        memory = cache._swapped[other]
+
+        class Watched:
+            """The memory of `other`, which is swapped in as soon as somebody looks where it is."""
+
+            nbytes = memory.nbytes
+
+            def data_ptr(self):
+                if cache._swapped.get(other) is self:
+                    cache._swapped[other] = memory
+                    assert cache.swap_in(other) == 0
+                return memory.data_ptr()
+
+        cache._swapped[other] = Watched()
+        cache.swap_out(slot, host=torch.empty(cache.swap_size(slot), dtype=torch.uint8))
+        assert list(cache._swapped) == [slot] and cache.slot(other).state == "active"
+
+
 def test_a_fence_of_the_future_changes_nothing(context):
     with make(context) as cache:
         slot = cache.alloc_reqid()
