@@ -209,6 +209,8 @@ MUTANTS = [
          "test_kv_pool"),
         ("an old look refuses a question", "kv/balance.c", "wanted && !bytes && !m->leaving ? KV_MAX(m->saw, r->looked) : revision;",
          "revision;", "test_kv_share"),
+        ("a late change is forgotten", "kv/balance.c", "memcmp(&m->written, &m->row, sizeof m->row)",
+         "memcmp(&before, &m->row, sizeof before)", "test_kv_share"),
         ("a cache joins twice", "kv/pool.c", "else if (kv->member)", "else if (0)", "test_kv_pool"),
         ("a member that leaves stays in the table", "kv/share.c", "    empty_row(pool, place);\n    if (pool->fd >= 0)\n        lock_byte",
          "    if (pool->fd >= 0)\n        lock_byte", "test_kv_pool"),

@@ -323,9 +323,9 @@ static bool look(struct kv_member *m)
     m->row.held = kv->held << kv->page_shift;
     m->row.could_give = kv_less(has, KV_MAX(least - KV_MIN(least, evictable), min)) << kv->page_shift;
     m->row.giving = kv_less(m->row.has - m->granted, pages_after(kv) << kv->page_shift);
-    // Publish free budget at once. Other changes may be published some milliseconds late.
+    // Publish free budget at once. Other changes may be published some milliseconds late, but are not forgotten.
     m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
-    if (memcmp(&before, &m->row, sizeof before) && kv_now() - pool->written_at > POLL_MS * UINT64_C(1000000))
+    if (memcmp(&m->written, &m->row, sizeof m->row) && kv_now() - m->written_at > POLL_MS * UINT64_C(1000000))
         m->changed = true;
     pthread_mutex_unlock(&pool->lock);
     kv_unlock_cache(kv);
@@ -465,7 +465,7 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
 // Returns true if another round is due at once.
 static bool decide(vmem_kv_pool *pool)
 {
-    bool head = false, some = false, again = false;
+    bool head = false, again = false;
     const int rc = vmem__kv_share_wait(pool, KV_POOL_WAIT_US);
     const uint64_t t = kv_now();
     pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
@@ -486,9 +486,6 @@ static bool decide(vmem_kv_pool *pool)
         again |= give(pool, m);
     for (struct kv_member *m = pool->members; m; m = m->next)
         judge(pool, m);
-    for (struct kv_member *m = pool->members; m; m = m->next)
-        some |= m->changed;
-    pool->written_at = some ? t : pool->written_at;
     vmem__kv_share_end(pool, head);
     vmem__kv_pool_note(pool);
     return again;

@@ -54,8 +54,9 @@ struct kv_member {
     uint32_t place;                  // in the table
     bool busy;                       // the pool's thread is at it, without the pool's lock
     bool leaving;                    // it is being destroyed: the thread leaves it alone
-    bool changed;                    // the row differs from the table's
+    bool changed;                    // the row is to be written
     struct kv_pool_row row, written; // as it is, and as it was last put into the table
+    uint64_t written_at;             // ns
     uint32_t waiting;                // calls that wait for an answer
     uint64_t asked_at;               // ns
     uint64_t refused_at;             // ns
@@ -90,7 +91,6 @@ struct vmem_kv_pool {
     int fd;                // of the file, whose locks say who lives
     int bell, watch;       // eventfd that wakes the thread; inotify's descriptor, -1: none
     uint64_t buried_at;    // ns, when the table was last cleared of dead members
-    uint64_t written_at;   // ns
     uint64_t locked_at;    // ns, when the thread last found the file not locked by another process
 };
 

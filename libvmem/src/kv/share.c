@@ -121,6 +121,7 @@ void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
         pool->table.rows[m->place] = m->row;
         if (m->changed && (pool->fd < 0 || write_row(pool, m->place))) {
             m->written = m->row;
+            m->written_at = kv_now();
             m->changed = false;
         }
     }
