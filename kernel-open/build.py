@@ -123,6 +123,9 @@ def main():
         print(f"nvidia-uvm.ko {release} ({args.type}) for {kernel}, source {src}", file=sys.stderr)
         print(build(src, release, kernel, args))
         return 0
+    except source.Unavailable as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 77  # as a test that cannot run here
     except (InsertError, source.SourceError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

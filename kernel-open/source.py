@@ -20,6 +20,10 @@ class SourceError(Exception):
     """No source or no headers; the text says what was looked for and what to install or set."""
 
 
+class Unavailable(SourceError):
+    """The system has none, and none can be fetched: a test that needs it is skipped."""
+
+
 def order(text):
     """Sort key of a release such as "550.163.01"."""
     return tuple(int(part) for part in re.findall(r"\d+", text))
@@ -104,6 +108,7 @@ def _apt(folder, *args, tool="apt-get", **kwargs):
         "Dir::State::lists": folder / "lists",
         "Dir::Cache": folder / "cache",
         "APT::Sandbox::User": "root",
+        "Acquire::Retries": "3",
     }
     flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     return subprocess.run([tool, "-q", *flags, *args], check=True, text=True, **kwargs)
@@ -111,7 +116,7 @@ def _apt(folder, *args, tool="apt-get", **kwargs):
 
 def _fetch_debian(want, cache):
     if not shutil.which("apt-get"):
-        raise SourceError(
+        raise Unavailable(
             f"no driver source{f' of release {want}' if want else ''} under /usr/src/nvidia-*, and this is no Debian: "
             "set NVIDIA_SRC to NVIDIA's open-gpu-kernel-modules tree of the driver release that is installed"
         )
@@ -127,7 +132,7 @@ def _fetch_debian(want, cache):
     # The archive's own mirror, not its security or updates sections.
     uris = [words[2] for words in mirrors if len(words) == 3 and words[0] in _SUITES and words[1] == "main"]
     if not uris:
-        raise SourceError("apt knows no Debian mirror: set NVIDIA_SRC")
+        raise Unavailable("apt knows no Debian mirror: set NVIDIA_SRC")
     own = next(words[0] for words in mirrors if words[0] in _SUITES)
     signed = f"[signed-by={_KEYRING}] " if os.path.exists(_KEYRING) else ""
     lines = [f"deb {signed}{uris[0]} {suite} contrib\n" for suite in _SUITES]
@@ -142,7 +147,7 @@ def _fetch_debian(want, cache):
         if not want:
             offers = [offer for offer in offers if offer[1] == own] or offers
         if not offers:
-            raise SourceError(
+            raise Unavailable(
                 f"Debian's {_PACKAGE} has no release {want}: set NVIDIA_SRC to that release's tree, or NVIDIA_RELEASE "
                 "to build for another"
             )
@@ -152,7 +157,7 @@ def _fetch_debian(want, cache):
             _apt(apt, "download", f"{_PACKAGE}={version}", cwd=apt, stdout=subprocess.DEVNULL)
             _unpack(next(apt.glob(f"{_PACKAGE}_{version}_*.deb")), tree)
     except subprocess.CalledProcessError as e:
-        raise SourceError(f"fetching {_PACKAGE} failed: {' '.join(map(str, e.cmd[:1] + e.cmd[-2:]))} "
+        raise Unavailable(f"fetching {_PACKAGE} failed: {' '.join(map(str, e.cmd[:1] + e.cmd[-2:]))} "
                           f"exited {e.returncode}") from None  # fmt: skip
     return _tree(tree)
 
@@ -196,11 +201,10 @@ def kernel(want=None, root="/", install=True):
         raise SourceError(f"no headers of the running kernel: install linux-headers-{running}{have}")
     if not found and install and os.geteuid() == 0 and shutil.which("apt-get"):
         arch = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True)
-        subprocess.run(["apt-get", "-q", "update"], check=True, stdout=subprocess.DEVNULL)
-        subprocess.run(
-            ["apt-get", "-qy", "install", "--no-install-recommends", f"linux-headers-{arch.stdout.strip()}"], check=True
-        )
+        # Where that fails, the system has its own words for it, and the headers are looked for all the same.
+        subprocess.run(["apt-get", "-q", "update"], stdout=subprocess.DEVNULL)
+        subprocess.run(["apt-get", "-qy", "install", "--no-install-recommends", f"linux-headers-{arch.stdout.strip()}"])
         found = headers()
     if not found:
-        raise SourceError("KERNEL=newest: no kernel headers under /lib/modules: install linux-headers-amd64")
+        raise Unavailable("KERNEL=newest: no kernel headers under /lib/modules: install linux-headers-amd64")
     return found[-1]

@@ -17,7 +17,11 @@ CACHE = Path(os.environ.get("VMEM_VM_CACHE") or TOP / "build" / "vm").resolve()
 
 
 class Missing(Exception):
-    """Something of the system's is absent; the text says what to install."""
+    """The guest cannot be made; the text says why."""
+
+
+class Unavailable(Missing):
+    """Something of the system's is absent and cannot be fetched: tests are skipped. The text says what to install."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ def say(text):
 def need(*pairs):
     """Install what is missing as root, else name it in one line. Each pair is "command-or-file=package"."""
     if subprocess.run([TOP / ".ci" / "need", *pairs]).returncode:
-        raise Missing("the system lacks packages that the guest needs, named above")
+        raise Unavailable("the system lacks packages that the guest needs, named above")
 
 
 def digest(*parts):
@@ -68,6 +72,8 @@ def apt_download(package, into):
         f"Dir::Cache={state / 'cache'}",
         "-o",
         "APT::Sandbox::User=root",
+        "-o",
+        "Acquire::Retries=3",
     ]
     for attempt in (0, 1):
         if attempt or not any((state / "lists").glob("*Packages*")):
@@ -75,7 +81,7 @@ def apt_download(package, into):
         download = ["apt-get", *options, "download", package]
         if not subprocess.run(download, cwd=into, stdout=subprocess.DEVNULL).returncode:
             return next(into.glob(f"{package}_*.deb"))
-    raise Missing(f"apt-get could not download {package}")
+    raise Unavailable(f"apt-get could not download {package}")
 
 
 def _order(text):
@@ -93,7 +99,7 @@ def debian():
     if not installed_headers():
         need("/no-kernel-headers=linux-headers-cloud-amd64")
     if not installed_headers():
-        raise Missing("no kernel headers: install linux-headers-cloud-amd64")
+        raise Unavailable("no kernel headers: install linux-headers-cloud-amd64")
     release = installed_headers()[0]
     image = Path("/boot") / f"vmlinuz-{release}"
     if not os.access(image, os.R_OK):

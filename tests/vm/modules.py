@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-from kernel import CACHE, HERE, TOP, Missing, digest, say
+from kernel import CACHE, HERE, TOP, Missing, Unavailable, digest, say
 
 sys.path.insert(0, str(TOP / "kernel-open"))
 import source as nvidia_source  # noqa: E402
@@ -23,6 +23,8 @@ def driver_source(release, source=None):
     """NVIDIA's tree of that release, and the release in full. `source`: the tree, or a checkout that holds it."""
     try:
         return nvidia_source.nvidia(source or os.environ.get("NVIDIA_SRC"), release, TOP / "build" / "nvidia")
+    except nvidia_source.Unavailable as e:
+        raise Unavailable(str(e)) from None
     except nvidia_source.SourceError as e:
         raise Missing(str(e).replace(f"NVIDIA_SRC={source}", f"--source {source}")) from None
 

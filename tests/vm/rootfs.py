@@ -14,7 +14,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-from kernel import CACHE, HERE, Missing, digest, need, say
+from kernel import CACHE, HERE, Missing, Unavailable, digest, need, say
 
 # Distributions the Python image carries, with all they require.
 PACKAGES = ("numpy", "cffi", "pytest", "hypothesis", "rich")
@@ -26,7 +26,7 @@ def busybox():
         need("busybox=busybox-static")
         found = shutil.which("busybox")
     if subprocess.run(["ldd", found], capture_output=True, text=True).stdout.count("=>"):
-        raise Missing("busybox is linked dynamically: install busybox-static")
+        raise Unavailable("busybox is linked dynamically: install busybox-static")
     return Path(found)
 
 

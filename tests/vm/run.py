@@ -23,7 +23,7 @@ import modules
 import plan
 import rootfs
 from guest import Guest, command_line, job_script
-from kernel import CACHE, HERE, TOP, Missing, digest, need, say
+from kernel import CACHE, HERE, TOP, Missing, Unavailable, digest, need, say
 
 TESTS = HERE / "tests"
 DRIVER = TOP / "libvmem" / "src" / "driver"
@@ -257,7 +257,7 @@ def main():
     parser.add_argument("--accel", choices=("tcg", "kvm"), default=os.environ.get("VM_ACCEL", "tcg"))
     parser.add_argument("--cpus", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="guests that run side by side, each a part of the tier")
-    parser.add_argument("--boot-timeout", type=int, default=300)
+    parser.add_argument("--boot-timeout", type=int, default=900)
     parser.add_argument("--verbose", action="store_true", help="name the skipped cases")
     args = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a guest ends with this, too
@@ -277,7 +277,7 @@ def main():
         return python_tier.main(args, boot, gather)
     except Missing as e:
         say(f"error: {e}")
-        return 1
+        return 77 if isinstance(e, Unavailable) else 1
 
 
 if __name__ == "__main__":
