@@ -146,10 +146,8 @@ class TensorParallelKVCache:
             return self._agree(what, call, args, number, undo)
         except Exception:
             raise
-        except (
-            BaseException
-        ):  # such as Ctrl-C: the others may have made the call, and learn of it by the next agreement
-            self._past = _OTHER
+        except BaseException:  # such as Ctrl-C
+            self._past = _OTHER  # the others may have made the call, and learn of it by the next agreement
             raise
 
     def _agree(
@@ -347,9 +345,8 @@ class TensorParallelKVCache:
         absent = [slot for slot in self._active if not numbers[slot]]
         if absent:
             self._pledge.clear()
-            self._vote(
-                f"step({_sum_of(lengths)})", self.cache.check, lengths
-            )  # lengths that a rank refuses end nothing
+            # Lengths that a rank refuses end nothing.
+            self._vote(f"step({_sum_of(lengths)})", self.cache.check, lengths)
             for slot in sorted(absent):
                 self.free_reqid(slot, self.cache.last_step)
 
