@@ -284,7 +284,8 @@ def budget_answer(view: View, bytes: int, seconds: float) -> str:
             return _in_words(now, bytes)
         if time.monotonic() >= until:
             if now.wanted == bytes:
-                return "deferred: it is taken over at the next step"
+                when = "its process has not answered yet" if now.pool else "it is taken over at the next step"
+                return f"deferred: {when}"
             if not now.wanted and now.answers == view.answers:
                 return "deferred: it is being taken over"
             return "refused: another budget was asked for meanwhile"
@@ -299,6 +300,8 @@ def _in_words(now: View, bytes: int) -> str:
         if now.reason == "file damaged":
             return "refused: the pool's file is damaged"
         return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
+    if now.pool and now.pool.max < bytes:
+        return f"applied: at most {now.pool.max >> 20} MiB, the pool's budget"
     beyond = now.stats["held_pages"] * page - bytes // page * page
     text = f"applied: {'at most ' if now.pool else ''}{bytes >> 20} MiB"
     if beyond <= 0:

@@ -10,12 +10,19 @@ import signal
 import struct
 
 import pytest
+from kv_caches import run_top
 from kv_pools import MIB, TOKENS, Child, free, load, make, member
 
 from conftest import python
 from pyvmem import KVPool, VmemError
 
 BUDGET, REVISION, JOINS, HEAD = 16, 24, 32, 72  # offsets in the file
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
 
 
 def lock(file, kind):
@@ -183,7 +190,35 @@ def test_a_pool_that_cannot_begin_leaves_no_file(tmp_path):
             except VmemError as error:
                 print(error.errno)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        print(os.listdir({str(tmp_path)!r}))
+        print([name for name in os.listdir({str(tmp_path)!r}) if name != "run"])
         KVPool(1 << 20, path={str(tmp_path / "pool")!r}).close()
     """
     assert python(code).stdout.split() == [str(errno.EMFILE)] * 2 + ["[]"]
+
+
+# ---- limits from pyvmem top -----------------------------------------------------------------------------------------
+
+
+def test_a_limit_over_the_pools_budget_says_what_applies(capsys):
+    pool = KVPool(40 * MIB)
+    with make(pool):
+        run_top("--limit", "kv=4000M", "--wait", "60")
+        assert "kv: applied: at most 40 MiB, the pool's budget\n" in capsys.readouterr().err
+        assert member(pool, "kv").max == 40 * MIB
+
+
+def test_a_limit_that_nobody_can_answer_now_is_deferred(tmp_path, capsys):
+    """The process is stopped, or waits for the file's lock; the last limit holds once it can go on."""
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with Child(path) as child, open(path, "r+b") as file:
+        child.process.send_signal(signal.SIGSTOP)
+        run_top("--limit", "child=10M", "--wait", "0")
+        assert "child: deferred: its process has not answered yet\n" in capsys.readouterr().err
+        lock(file, fcntl.F_WRLCK)
+        child.process.send_signal(signal.SIGCONT)
+        run_top("--limit", "child=12M", "--wait", "2.5")
+        assert "child: deferred: " in capsys.readouterr().err
+        lock(file, fcntl.F_UNLCK)
+        while member(pool, "child").max != 12 * MIB:
+            os.sched_yield()

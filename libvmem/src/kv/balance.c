@@ -268,6 +268,7 @@ static void take_wanted(struct kv_member *m, uint64_t bytes)
         return;
     }
     kv_lock_cache(m->kv);
+    vmem__kv_summarise(m->kv); // whoever reads the answer finds the new maximum
     vmem__kv_answer_wanted(m->kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
     kv_unlock_cache(m->kv);
 }
