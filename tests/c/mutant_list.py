@@ -207,6 +207,8 @@ MUTANTS = [
         ("a grant does not arrive", "kv/balance.c", "    m->kv->budget_pages += pages;\n", "", "test_kv_pool"),
         ("a question is refused at once", "kv/balance.c", "if (owes && !silent(pool, i))", "if (0)",
          "test_kv_pool"),
+        ("what others wait for is budget to spare", "kv/balance.c", "KV_MAX(spare, kv_less(least, pages))", "most - pages",
+         "test_kv_share"),
         ("an old look refuses a question", "kv/balance.c", "wanted && !bytes && !m->leaving ? KV_MAX(m->saw, r->looked) : revision;",
          "revision;", "test_kv_share"),
         ("a late change is forgotten", "kv/balance.c", "memcmp(&m->written, &m->row, sizeof m->row)",

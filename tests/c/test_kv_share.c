@@ -147,6 +147,36 @@ static void test_changes_are_published(void)
     close(file);
 }
 
+// What the other process waits for is not budget to spare: a step takes of it only what it needs itself.
+static void test_budget_to_spare_is_what_nobody_waits_for(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = join(&kv);
+    uint32_t slot;
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    for (int others = 1; others >= 0; others--) {
+        uint64_t spare = 0;
+        lock(F_WRLCK, 1 + OTHER); // it lives
+        lock(F_WRLCK, 0);
+        ask(others ? PAGES : 0);
+        lock(F_UNLCK, 0);
+        for (int rows = others ? 32 : 33 * 32; rows <= (others ? 32 * 32 : 48 * 32); rows += 32) {
+            int32_t lengths[2] = {0};
+            lengths[slot] = rows;
+            while (vmem_kv_step(kv, lengths, 2, NULL)) // the thread may be at the file
+                usleep(100);
+            struct vmem_kv_stats stats = {.size = sizeof stats};
+            OK(vmem_kv_get_stats(kv, &stats));
+            spare = KV_MAX(spare, stats.budget_pages - stats.held_pages);
+        }
+        CHECK(others ? spare <= 2 : spare > 10); // what the cache asks for is a little more than it needs
+        lock(F_UNLCK, 1 + OTHER);
+    }
+    vmem_kv_destroy(kv);
+    vmem_kv_pool_destroy(pool);
+    close(file);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -156,6 +186,7 @@ int main(int argc, char **argv)
     close(file);
     test_an_old_look_refuses_no_question();
     test_changes_are_published();
+    test_budget_to_spare_is_what_nobody_waits_for();
     unlink(path);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);

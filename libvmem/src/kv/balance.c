@@ -85,7 +85,9 @@ bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
     const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
     if (worth && !(rc = vmem__kv_share_begin(pool))) {
         const uint64_t room = KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));
-        const uint64_t more = KV_MIN(kv_floor_pages(room, kv), most - pages);
+        // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
+        const uint64_t spare = KV_MIN(kv_floor_pages(kv_less(room, kv_needs_of_others(pool, m)), kv), most - pages);
+        const uint64_t more = KV_MIN(kv_floor_pages(room, kv), KV_MAX(spare, kv_less(least, pages)));
         if (more) {
             pages += more;
             m->row.has += more << kv->page_shift;

@@ -158,6 +158,18 @@ static inline void kv_ring(const vmem_kv_pool *pool)
 
 static inline uint64_t kv_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 
+// What other members wait for, in bytes. Call it between begin and end.
+static inline uint64_t kv_needs_of_others(const vmem_kv_pool *pool, const struct kv_member *m)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct kv_pool_row *r = &pool->table.rows[i];
+        if (r->number && i != m->place && r->answer == VMEM_KV_DEFERRED)
+            bytes = kv_add(bytes, r->needs);
+    }
+    return bytes;
+}
+
 // Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
 static inline void kv_shrink_budget(vmem_kv *kv, uint64_t pages)
 {

@@ -55,7 +55,7 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
 
 uint64_t vmem__kv_spare(const vmem_kv *kv)
 {
-    uint64_t pages = vmem__kv_reclaimable(kv) - vmem__kv_evictable(kv);
+    uint64_t pages = kv->pending + vmem__kv_reclaimable(kv) - vmem__kv_evictable(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         if (kv->slots[s].state != VMEM_KV_ACTIVE)
             continue;
