@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "checked.h"
@@ -177,6 +178,27 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
     close(file);
 }
 
+// A thread that a forked child has not held the pool's lock.
+static void test_a_forked_child_ends_its_pool(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = join(&kv);
+    int status;
+    pthread_mutex_lock(&pool->lock);
+    const pid_t child = fork();
+    if (!child) {
+        alarm(120);
+        vmem_kv_destroy(kv);
+        vmem_kv_pool_destroy(pool);
+        _exit(0);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK_EQ(status, 0);
+    vmem_kv_destroy(kv);
+    vmem_kv_pool_destroy(pool);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -187,6 +209,7 @@ int main(int argc, char **argv)
     test_an_old_look_refuses_no_question();
     test_changes_are_published();
     test_budget_to_spare_is_what_nobody_waits_for();
+    test_a_forked_child_ends_its_pool();
     unlink(path);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);

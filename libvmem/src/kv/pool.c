@@ -14,8 +14,8 @@
 
 // ---- pools -------------------------------------------------------------------------------------------------------
 
-// All pools of the process. A forked child closes their files, so that it does not hold the locks that mark
-// members as alive.
+// All pools of the process. A forked child closes their files, so that it does not hold the locks that mark members as
+// alive. At the fork, threads that the child has not may have held a pool's lock, or waited for news.
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static vmem_kv_pool *pools;
@@ -30,6 +30,8 @@ static void in_child(void)
         if (p->fd >= 0)
             close(p->fd);
         p->fd = -1;
+        pthread_mutex_init(&p->lock, NULL);
+        pthread_cond_init(&p->news, NULL);
     }
     pthread_mutex_unlock(&list_lock);
 }
