@@ -313,7 +313,7 @@ int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config);
 // fails, the first blocks may have been added; call it again.
 int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
                      size_t *added);
-// Returns in *tokens how many tokens of a request with these blocks are known. Changes nothing, not the order of use.
+// Returns in *tokens how many tokens of a request with these blocks are known from its start. Does not count as a use.
 int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
 // Starts a newly allocated slot, which no kernel accesses, with the known ones of these blocks. Its length becomes
 // *tokens (NULL is allowed), which is 0 if none is known. The next token must be computed, so leave out a block that
