@@ -535,9 +535,9 @@ static void test_threads(uint32_t flags)
         pthread_join(threads[i], NULL);
     over = true;
     pthread_join(threads[2], NULL);
-    vmem__kv_hook = NULL;
     for (int i = 0; i < 2; i++)
         vmem_kv_destroy(servers[i].kv);
+    vmem__kv_hook = NULL;
     CHECK_EQ(info(pool).free, info(pool).budget);
     vmem_kv_pool_destroy(pool);
 }
