@@ -129,20 +129,13 @@ class SlotsImpl(FlashAttentionImpl):
         # vLLM does not tell `SlotsBackend` about ALiBi. Such layers use FlashAttention in every step.
         self.by_slots = self.alibi_slopes is None and self.sinks is None
         self.fused = settings.read().attention == "fused"
-
-    def _stores(self, attn_metadata: Any) -> bool:
-        """Whether the attention kernel stores the step's new rows. A layer that shares another's rows stores none."""
-        return bool(
-            self.fused
-            and self.by_slots
-            and self.kv_sharing_target_layer_name is None
-            and attn_metadata
-            and attn_metadata.works
-        )
+        # Then the attention kernel stores a decode step's new rows. A layer that shares another's rows stores none.
+        self.stores = self.fused and self.by_slots and self.kv_sharing_target_layer_name is None
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # `forward` sees the same context: vLLM runs both in the same step, or captures both in the same graph.
-        if not (self.fused and self._stores(get_attention_context(layer.layer_name)[0])):
+        metadata = get_attention_context(layer.layer_name)[0] if self.stores else None
+        if not (metadata and metadata.works):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -158,14 +151,13 @@ class SlotsImpl(FlashAttentionImpl):
         output_block_scale: Any = None,
     ) -> Any:
         works = self.by_slots and attn_metadata and attn_metadata.works
-        stores = self._stores(attn_metadata)
         if not works or output_scale is not None or output_block_scale is not None:
-            if stores:
+            if works and self.stores:
                 super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                                    output_block_scale)  # fmt: skip
         n = attn_metadata.num_actual_tokens
-        new = (key[:n], value[:n], attn_metadata.slot_mapping) if stores else None
+        new = (key[:n], value[:n], attn_metadata.slot_mapping) if self.stores else None
         decode(query[:n], kv_cache, output[:n], attn_metadata.block_table, attn_metadata.seq_lens,
                works[window_of(self)], self.scale, self.logits_soft_cap, new, self.fused)  # fmt: skip
         return output

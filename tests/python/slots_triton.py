@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 import itertools
 
 import torch
+import triton.runtime.interpreter as interpreter
 from attention_triton import fault
 
 from pyvmem.vllm import slots
@@ -51,6 +52,20 @@ def reference(q, kv, first, length, window, softcap):
     return torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
 
+def out_of_order():
+    """Runs the programs of each of the interpreter's launches in another order, as a GPU may."""
+    builder = interpreter.interpreter_builder
+    start, order = builder.set_grid_dim, []
+
+    def launch(*grid):
+        order[:] = torch.randperm(grid[0]).tolist()
+        start(*grid)
+
+    go = builder.set_grid_idx
+    builder.set_grid_dim = launch
+    builder.set_grid_idx = lambda x, y, z: go(order[x], y, z)
+
+
 def main(device, dtype, most):
     torch.manual_seed(0)
     cases = [*itertools.product(LENGTHS, [(8, 2, 64)], [(0, 0.0)]), (LENGTHS[0], (2, 2, 80), (0, 0.0)),
@@ -87,4 +102,5 @@ if __name__ == "__main__":
     elif torch.cuda.is_available():
         main("cuda", torch.bfloat16, 0.02)
     else:
+        out_of_order()
         main("cpu", torch.float32, 1e-5)
