@@ -97,7 +97,7 @@ def installed_headers():
 def debian():
     """The kernel of the newest installed headers, its image fetched from Debian where the system has none."""
     if not installed_headers():
-        need("/no-kernel-headers=linux-headers-cloud-amd64")
+        need("/lib/modules/*/build/Makefile=linux-headers-cloud-amd64")
     if not installed_headers():
         raise Unavailable("no kernel headers: install linux-headers-cloud-amd64")
     release = installed_headers()[0]
