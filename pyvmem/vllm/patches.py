@@ -68,7 +68,7 @@ class UnknownVersion(RuntimeError):
     """The patches do not support this version of vLLM."""
 
 
-def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
+def _find(version: str, patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
     owner = importlib.import_module(patch.module)
     *path, name = patch.name.split(".")
     for part in path:
@@ -77,7 +77,9 @@ def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
     code = inspect.unwrap(found).__code__  # vLLM decorates some, and an earlier `install` replaced all
     parameters = code.co_varnames[: code.co_argcount]
     if parameters != patch.parameters:
-        raise UnknownVersion(f"{patch.module}.{patch.name} takes {parameters}, not {patch.parameters}")
+        raise UnknownVersion(
+            f"VMEM_VLLM=1: vLLM {version}'s {patch.module}.{patch.name} takes {parameters}, not {patch.parameters}"
+        )
     return owner, name, found
 
 
@@ -104,7 +106,7 @@ def install(version: str, force: bool = False) -> None:
     from pyvmem.vllm import worker
 
     try:
-        found = [_find(p) for p in PATCHES]
+        found = [_find(version, p) for p in PATCHES]
     except (ImportError, AttributeError, KeyError) as error:
         raise UnknownVersion(f"VMEM_VLLM=1: vLLM {version} lacks a function that vMem replaces: {error}") from error
     for patch, (owner, name, original) in zip(PATCHES, found):

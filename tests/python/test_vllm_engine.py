@@ -122,6 +122,19 @@ def test_replacing_again_changes_nothing(monkeypatch):
     assert replaced.vmem
 
 
+def test_a_function_with_other_parameters_is_refused_before_any_is_replaced(monkeypatch):
+    module = types.ModuleType("changed")
+    module.shutdown, module.sleep = shutdown, sleep = lambda self: None, lambda self, level, tags: None
+    monkeypatch.setitem(sys.modules, "changed", module)
+    list_ = (("shutdown", ("self",)), ("sleep", ("self", "level")))
+    monkeypatch.setattr(patches, "PATCHES", [patches.Patch("changed", name, name, takes) for name, takes in list_])
+    with pytest.raises(
+        patches.UnknownVersion, match=r"vLLM 9.9's changed.sleep takes \('self', 'level', 'tags'\), not"
+    ):
+        patches.install("9.9", force=True)
+    assert module.shutdown is shutdown and module.sleep is sleep
+
+
 def test_the_plugin_does_nothing_unless_it_is_switched_on(monkeypatch):
     monkeypatch.delenv("VMEM_VLLM", raising=False)
     monkeypatch.setenv("VMEM_VLLM_LAYOUT", "wrong")  # of no interest then

@@ -1,7 +1,8 @@
 """vLLM's own scheduler over pyvmem.vllm, without a GPU: what the worker does with its outputs, row by row.
 
 The scheduler, its block pool and its outputs are vLLM's; the tables and the "GPU" are those of vllm_standins, and every
-step reads every row of every request back. Part of `make test-vllm`: vLLM must be installed.
+step reads every row of every request back. Part of `make test-vllm`: vLLM must be installed. VMEM_VLLM_FORCE=1 tries a
+release that is not in pyvmem/vllm/patches.py.
 
 SPDX-License-Identifier: MIT
 """
@@ -92,12 +93,12 @@ class Engine:
     def __init__(self, folder, blocks, monkeypatch, cap=None):
         import vllm
 
-        from pyvmem.vllm import patches, worker
+        from pyvmem.vllm import patches, settings, worker
 
         monkeypatch.setenv("VMEM_VLLM", "1")  # or no other setting counts
         if cap is not None:
             monkeypatch.setenv("VMEM_VLLM_CACHE_TOKENS", str(cap))
-        patches.install(vllm.__version__)
+        patches.install(vllm.__version__, settings.read().force)
         self.worker = worker
         self.scheduler = own_scheduler(folder, blocks)
         self.cache = KVCache([TensorSpec("kv", (ROW // 8,), torch.int64)], REQUESTS + 4, MOST, (blocks + 8) * PAGE,
