@@ -189,7 +189,7 @@ def native_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -
         again = (lengths - steps).astype(np.int32)
         taken = np.zeros(steps, np.uint64)
         raw = ffi.from_buffer("int32_t[]", again)
-        _check(lib.pv_bench_kv_steps(cache._use(), raw, cache.slots, steps, 0, ffi.from_buffer("uint64_t[]", taken)))
+        _check(lib.pv_bench_kv_steps(cache._use(), raw, cache.slots, steps, ffi.from_buffer("uint64_t[]", taken)))
         samples += (taken[1:] / 1e3).tolist()
     return np.array(samples)
 

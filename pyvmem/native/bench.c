@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "driver/libcuda.h"
-#include "native.h"
+#include "native_kv.h"
 
 static uint64_t now(void)
 {
@@ -197,5 +197,16 @@ int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_
     if (base != MAP_FAILED)
         munmap(base, length);
     close(fd);
+    return rc;
+}
+
+int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t *samples)
+{
+    int rc = 0;
+    for (uint64_t i = 0; i < n && !rc; i++) {
+        for (uint32_t s = 0; s < slots; s++)
+            lengths[s] += lengths[s] > 0;
+        rc = TIME(samples[i], vmem_kv_step(kv, lengths, slots, NULL));
+    }
     return rc;
 }
