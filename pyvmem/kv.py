@@ -279,14 +279,12 @@ class KVCache(KVAdmission, KVSharing):
         VmemError
             EBUSY: the requested slot is taken.
         """
-        if self._events:
-            self._poll()
         options = {"size": _ALLOC_BYTES, "tokens": uint("tokens", tokens, 32)}
         options["prefix_tokens"] = uint("prefix_tokens", prefix_tokens, 32)
         if slot is not None:
             options["flags"], options["slot"] = lib.VMEM_KV_ALLOC_SLOT, uint("slot", slot, 32)
         chosen = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_alloc_with(self._use(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
+        rc = lib.vmem_kv_alloc_with(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
         if rc == -errno.ENOSPC:
             self.missing_pages = 0
             return -1
@@ -345,10 +343,7 @@ class KVCache(KVAdmission, KVSharing):
             0, or -1 if memory is short. Nothing has changed then, and the step can succeed only once `missing_pages`
             more pages are free: free or swap out a request.
         """
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_step(self._thing, self._raw(lengths), self.slots)  # _raw checks for a closed cache
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_step(self._ready(), self._raw(lengths), self.slots))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
@@ -356,20 +351,14 @@ class KVCache(KVAdmission, KVSharing):
         Returns 0 if there is memory for a step with all staged growth. Otherwise returns -1 and does not stage this
         growth.
         """
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_grow(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_grow(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
 
     def commit(self) -> int:
         """Perform a `step` with the growth that `grow` staged; other slots take no part.
 
         Raises ValueError if no growth is staged.
         """
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_commit(self._use())
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_commit(self._ready()))
 
     def check(self, lengths: Lengths) -> int:
         """Return what `step` would return now, and change nothing.
@@ -377,14 +366,9 @@ class KVCache(KVAdmission, KVSharing):
         Requests that are ending count as running: after -1, the step may still find that they have ended. After 0, a
         `lazy` cache or a member of a pool may find that others, such as another process, have taken the memory.
         """
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_check(self._use(), self._raw(lengths), self.slots)
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_check(self._ready(), self._raw(lengths), self.slots))
 
     def _raw(self, lengths: Lengths) -> Any:
-        if self._owner is None:
-            raise ValueError("the KV cache is closed")
         if type(lengths) is list:
             if len(lengths) != self.slots:
                 raise ValueError(f"lengths has {len(lengths)} elements, not {self.slots}")
@@ -392,9 +376,7 @@ class KVCache(KVAdmission, KVSharing):
                 return ffi.from_buffer("int32_t[]", array.array("i", lengths))
             except (OverflowError, TypeError) as error:
                 raise _not_lengths(lengths) from error
-        if type(lengths) is torch.Tensor:
-            lengths = lengths.numpy()
-        elif not isinstance(lengths, np.ndarray):
+        if not isinstance(lengths, np.ndarray):
             lengths = lengths.numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
         if lengths.shape != (self.slots,):
             raise ValueError(f"lengths has shape {lengths.shape}, not ({self.slots},)")
@@ -413,7 +395,7 @@ class KVCache(KVAdmission, KVSharing):
         Quiet, unless `after` is given, as in `free_reqid`: kernels up to that point may still touch the rows. Raises
         `VmemError` (EBUSY), and changes nothing, if shared rows would have to be copied before those kernels end.
         """
-        kv, slot, tokens = self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32)
+        kv, slot, tokens = self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)
         if after is None:
             _check(lib.vmem_kv_truncate(kv, slot, tokens))
         else:
@@ -423,8 +405,7 @@ class KVCache(KVAdmission, KVSharing):
 
     def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """Return 0 if `truncate` would succeed, or -1 if there is no memory to copy a shared page."""
-        rc = lib.pv_kv_truncate_check(self._use(), uint("slot", slot, 32), uint("tokens", tokens, 32))
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_truncate_check(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
 
     def wait(self) -> None:
         """Wait until the background thread has nothing left to do."""
@@ -465,7 +446,7 @@ class KVCache(KVAdmission, KVSharing):
 
         Raises `OutOfMemory` if the device has less memory than that.
         """
-        _check(lib.vmem_kv_set_budget(self._use(), uint("bytes", bytes)))
+        _check(lib.vmem_kv_set_budget(self._ready(), uint("bytes", bytes)))
 
     def reclaim(self, bytes: SupportsIndex | None = None) -> int:
         """Release kept pages and return unused device memory; returns the bytes of pages released.
@@ -473,7 +454,7 @@ class KVCache(KVAdmission, KVSharing):
         Releases at least `bytes` if that much is kept; by default, releases all kept pages.
         """
         freed = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_reclaim(self._use(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
+        _check(lib.vmem_kv_reclaim(self._ready(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
         return int(freed[0])
 
     # ---- the end ---------------------------------------------------------------------------------------------

@@ -78,16 +78,14 @@ class KVAdmission(KVBase):
             the hashes of the blocks that a request begins with as far as they are known (`kv_hashes.BlockHashes`). As
             in `BlockHashes.alloc`, the last token always remains to be computed.
         """
-        if self._events:
-            self._poll()
         raw, _kept = _raw(requests, self._hashes)
         fit = ffi.new("size_t *")
         data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
-        rc = lib.pv_kv_fit(self._use(), data if len(raw) else ffi.NULL, len(raw), fit)
+        rc = lib.pv_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit)
         if rc == -errno.ENOSPC:
             self.missing_pages = 0
-        elif rc:
-            self._short(rc)
+        else:
+            self._answer(rc)
         return int(fit[0])
 
     def room(self, slot: SupportsIndex | None = None) -> int:
@@ -96,10 +94,8 @@ class KVAdmission(KVBase):
         0: there is no memory for a step to the length that it has. None: a new request, which must leave the watermark
         free.
         """
-        if self._events:
-            self._poll()
         tokens = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_room(self._use(), -1 if slot is None else uint("slot", slot, 31), tokens))
+        _check(lib.vmem_kv_room(self._ready(), -1 if slot is None else uint("slot", slot, 31), tokens))
         return int(tokens[0])
 
     def set_watermark(self, bytes: SupportsIndex = 0, *, percent: SupportsIndex = 0) -> None:

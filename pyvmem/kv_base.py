@@ -71,8 +71,14 @@ class KVBase(_Owned):
         if callable(getattr(after, "query", None)):
             self._events.append((after, number))
 
+    def _ready(self) -> Any:
+        """As `_use`, for a call that takes or returns a slot or memory: completed events may have made some free."""
+        if self._events:
+            self._poll()
+        return self._use()
+
     def _poll(self) -> None:
-        """Retire the steps whose events have completed. Every call that asks for a slot or for memory does this."""
+        """Retire the steps whose events have completed."""
         with self._polling:
             while self._events:
                 first = self._events[0]
@@ -107,7 +113,10 @@ class KVBase(_Owned):
 
     # ---- when memory is short --------------------------------------------------------------------------------
 
-    def _short(self, answer: int) -> int:
+    def _answer(self, answer: int) -> int:
+        """Return what a call that may lack memory returns: 0, or -1 if `answer` is a number of missing pages."""
+        if not answer:
+            return 0
         if answer < 0:
             _check(answer)
         self.missing_pages = answer

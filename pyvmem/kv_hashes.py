@@ -161,13 +161,10 @@ class BlockHashes:
         memory to copy the last, partial page. The next token must be computed, so leave out the hash of a block that
         ends the prompt.
         """
-        cache = self.cache
-        if cache._events:
-            cache._poll()
         raw, n = self._raw(hashes)
         tokens = ffi.new("uint32_t *")
-        rc = lib.pv_kv_hash_attach(cache._use(), uint("slot", slot, 32), raw, n, tokens)
-        return cache._short(rc) if rc else int(tokens[0])
+        rc = lib.pv_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, tokens)
+        return self.cache._answer(rc) or int(tokens[0])
 
     def check_attach(self, hashes: Iterable[Hash]) -> int:
         """Return what `attach` would return now for a slot that need not be allocated yet. Changes nothing."""
@@ -176,13 +173,10 @@ class BlockHashes:
 
     def _look(self, hashes: Iterable[Hash]) -> tuple[int, bool]:
         """How many tokens are known, and whether memory is too short to begin with them."""
-        cache = self.cache
-        if cache._events:
-            cache._poll()
         raw, n = self._raw(hashes)
         tokens = ffi.new("uint32_t *")
-        rc = lib.pv_kv_hash_check(cache._use(), raw, n, tokens)
-        return int(tokens[0]), bool(rc and cache._short(rc))
+        short = self.cache._answer(lib.pv_kv_hash_check(self.cache._ready(), raw, n, tokens)) < 0
+        return int(tokens[0]), short
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
         """Allocate a slot for a prompt of `tokens` tokens, and start it with the known ones of its blocks.

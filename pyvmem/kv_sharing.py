@@ -65,18 +65,12 @@ class KVSharing(KVBase):
         the rows that the next token reads.
         """
         id, tokens = self._of_prefix(prefix, tokens)
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_attach(self._use(), id, uint("slot", slot, 32), tokens)
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_attach(self._ready(), id, uint("slot", slot, 32), tokens))
 
     def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
         """Return 0 if `attach_prefix` would find memory, or -1 as `step` does."""
         id, tokens = self._of_prefix(prefix, tokens)
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_attach_check(self._use(), id, tokens)
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_attach_check(self._ready(), id, tokens))
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """Drop a prefix. Pages without another holder are released."""
@@ -150,22 +144,16 @@ class KVSharing(KVBase):
 
     def swap_in(self, slot: SupportsIndex) -> int:
         """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""
-        kv, slot = self._use(), uint("slot", slot, 32)
+        kv, slot = self._ready(), uint("slot", slot, 32)
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
-        if self._events:
-            self._poll()
         data = ffi.cast("void *", host.data_ptr())
-        rc = lib.pv_kv_swap_in(kv, slot, data, host.numel())
-        if rc:
-            return self._short(rc)
+        if self._answer(lib.pv_kv_swap_in(kv, slot, data, host.numel())):
+            return -1
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return 0
 
     def check_swap_in(self, slot: SupportsIndex) -> int:
         """Return 0 if `swap_in` would find memory, or -1 as `step` does."""
-        if self._events:
-            self._poll()
-        rc = lib.pv_kv_swap_check(self._use(), uint("slot", slot, 32))
-        return self._short(rc) if rc else 0
+        return self._answer(lib.pv_kv_swap_check(self._ready(), uint("slot", slot, 32)))

@@ -201,6 +201,31 @@ def close_threads():
     return [thread for thread in threading.enumerate() if thread.name == "pyvmem close"]
 
 
+@pytest.mark.parametrize("call", ["reclaim", "check_truncate", "truncate", "set_budget"])
+def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
+    """No step, nor another call that would look at the event, comes between."""
+    with KVCache([TensorSpec("k", (ROWS // 2,), torch.float32)], 2, 100, 10 * 65536, context=context, name=None,
+                 check=True, overlap=False, generous=False, eager=False) as cache:  # fmt: skip
+        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
+        assert cache.step([5, 1]) == 0
+        cache.save_prefix(slot, 5)
+        assert cache.step([5, 14]) == 0  # no page is left for a copy of the shared ones
+        assert cache.check_truncate(slot, 1) == -1
+        event = Event()
+        cache.free_reqid(other, after=event)
+        event.come = True
+        if call == "reclaim":
+            assert cache.reclaim() == 7 * 65536
+        elif call == "set_budget":
+            cache.set_budget(3 * 65536)
+            assert cache.stats().held_pages == 3
+        elif call == "truncate":
+            cache.truncate(slot, 1)
+            assert cache.slot(slot).tokens == 1
+        else:
+            assert cache.check_truncate(slot, 1) == 0
+
+
 def test_a_cache_closes_after_an_event(context):
     cache, event = make(context), Event()
     assert cache.step([0, 0]) == 0
