@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pyvmem._checks import uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check
+from pyvmem.owned import no_index
 
 if TYPE_CHECKING:
     from pyvmem.kv import KVCache
@@ -47,7 +48,7 @@ class BlockNames:
         )
         if not n == n_index == n_ids:
             raise ValueError(f"slots, index and ids have {n}, {n_index} and {n_ids} elements")
-        bad = ffi.new("size_t *", lib.PV_NO_INDEX)
+        bad = no_index()
         _check(lib.vmem_kv_block_bind(self._cache._use(), of, at, names, n, bad), bad)
 
     def attach(self, slot: int, ids: npt.ArrayLike) -> None:
@@ -58,7 +59,7 @@ class BlockNames:
         in this slot run after them. Raises `VmemError` (ENODATA) if a name has no pages.
         """
         names, n = _numbers("ids", ids)
-        bad = ffi.new("size_t *", lib.PV_NO_INDEX)
+        bad = no_index()
         _check(lib.vmem_kv_block_attach(self._cache._use(), uint("slot", slot, 32), names, n, bad), bad)
 
     def compact(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from pyvmem._checks import elements, flag, integer, shown, uint
 from pyvmem._ffi import ffi, lib
@@ -28,6 +29,17 @@ PRIORITY = lib.VMEM_KV_HASH_PRIORITY  # of a new block
 KEEP = lib.VMEM_KV_HASH_KEEP  # the priority of a block that is not evicted
 
 
+def token_array(tokens: Any) -> npt.NDArray[np.int64]:
+    """A token sequence (a list, or an integer array or CPU tensor) as int64[n]. Raises TypeError for anything else."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # of sequences that differ in length
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"tokens must be a sequence of integers, not {shown(tokens)}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
 def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
     """Hashes (16 bytes each) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n].
 
@@ -39,10 +51,7 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
         raise InvalidArgument(errno.EINVAL, "block_tokens 0 must be at least 1")
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, not {shown(salt)}")
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"tokens must be a sequence of integers, not an array of shape {array.shape} and {array.dtype}")
-    array = np.ascontiguousarray(array, dtype=np.int64)
+    array = token_array(tokens)
     hashes, before = [], hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
     for end in range(size, len(array) + 1, size):
         before = hashlib.blake2b(before + array[end - size : end].tobytes(), digest_size=16).digest()

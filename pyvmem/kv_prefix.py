@@ -8,17 +8,14 @@ SPDX-License-Identifier: MIT
 """
 
 import errno
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pyvmem._checks import uint
 from pyvmem.errors import VmemError
+from pyvmem.kv_hashes import block_hashes, token_array
 
 if TYPE_CHECKING:
     from pyvmem.kv import KVCache, Lengths, Prefix
@@ -65,29 +62,16 @@ class PrefixCache:
     def __bool__(self) -> bool:
         return True  # an empty cache is still a cache
 
-    @staticmethod
-    def _tokens(tokens: Any) -> npt.NDArray[np.int64]:
-        array = np.asarray(tokens)
-        if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"tokens must be a sequence of integers, not of shape {array.shape} and {array.dtype}")
-        return np.ascontiguousarray(array, dtype=np.int64)
-
     def keys(self, tokens: Any) -> list[bytes]:
         """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n]."""
-        tokens = self._tokens(tokens)
-        keys, key = [], b""
-        for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
-            block = tokens[end - self.block_tokens : end].tobytes()
-            key = hashlib.blake2b(key + block, digest_size=16).digest()
-            keys.append(key)
-        return keys
+        return block_hashes(tokens, self.block_tokens)
 
     def match(self, tokens: Sequence[int]) -> "tuple[Prefix | None, int]":
         """Return the longest known prefix of the sequence: (prefix, tokens of it that can be attached), or (None, 0).
 
         It never covers the whole sequence: the last token must always be computed.
         """
-        keys = self.keys(self._tokens(tokens)[:-1])
+        keys = self.keys(token_array(tokens)[:-1])
         for count in range(len(keys), 0, -1):
             for id in reversed(self._blocks.get(keys[count - 1], ())):
                 prefix = self._entries[id].prefix
@@ -106,7 +90,7 @@ class PrefixCache:
             cached: how many of the prompt's tokens the slot already has. The slot is -1 if all slots are taken, or if
             there is no memory to copy a partial page.
         """
-        length = self._tokens(tokens).size
+        length = token_array(tokens).size
         prefix, cached = self.match(tokens)
         slot = self.cache.alloc_reqid(length, prefix_tokens=cached)
         if slot < 0 or prefix is None:
