@@ -65,25 +65,25 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     bench = commands.add_parser("bench", help="run benchmarks")
     names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
-    everything = names.add_parser("all", parents=[common], help="run every benchmark, and print one screen of results")
+    everything = names.add_parser("all", parents=[common], help="run all of these but vllm, and print one screen of results")
     everything.add_argument("--full", action="store_true", help="also print every row of every benchmark")
     for b in benchmarks:
         own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)
         if b.arguments:
             b.arguments(own)
-            # "all" takes the same arguments, so that for instance a trace can be named there.
-            b.arguments(cast(argparse.ArgumentParser, _Once(everything)))
+            if not b.alone:  # "all" takes the same arguments, so that for instance a trace can be named there
+                b.arguments(cast(argparse.ArgumentParser, _Once(everything)))
     return parser
 
 
 class _Once:
     """Adds only arguments that the parser does not have yet: benchmarks may share the name of one."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
+    def __init__(self, parser: argparse._ActionsContainer) -> None:
         self._parser = parser
 
     def add_argument_group(self, *args: Any, **options: Any) -> Any:
-        return self
+        return _Once(self._parser.add_argument_group(*args, **options))
 
     def add_argument(self, *names: Any, **options: Any) -> None:
         if not any(name in self._parser._option_string_actions for name in names):
@@ -95,7 +95,7 @@ def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     from pyvmem.bench import session as view
     from pyvmem.bench import summary
 
-    chosen = [b for b in benchmarks if args.bench in ("all", b.name)]
+    chosen = [b for b in benchmarks if args.bench == b.name or args.bench == "all" and not b.alone]
     if args.plot:
         _check_plot(args.plot)
     about = summary.about()

@@ -40,6 +40,8 @@ class Benchmark:
         ``plot(records, figure)`` draws into a matplotlib figure. By default it draws medians by page size.
     order : int
         The position in ``bench all``.
+    alone : bool
+        Not part of ``bench all``.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Benchmark:
     arguments: Callable[[argparse.ArgumentParser], None] | None = None
     plot: Callable[[list[Record], Figure], None] | None = None
     order: int = 100
+    alone: bool = False
 
 
 def benchmark(
@@ -57,18 +60,19 @@ def benchmark(
     arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     plot: Callable[[list[Record], Figure], None] | None = None,
     order: int = 100,
+    alone: bool = False,
 ) -> Callable[[Run], Run]:
     """Register the decorated ``run(session)`` as ``pyvmem bench NAME``."""
 
     def register(run: Run) -> Run:
-        _registered[name] = Benchmark(name, help, run, arguments, plot, order)
+        _registered[name] = Benchmark(name, help, run, arguments, plot, order, alone)
         return run
 
     return register
 
 
 def all_benchmarks() -> list[Benchmark]:
-    """Every benchmark of this folder, in the order of ``bench all``."""
+    """Every benchmark of this folder, in the order of ``bench all``, also those that are not part of it."""
     for module in pkgutil.iter_modules(__path__):
         try:
             importlib.import_module(f"{__name__}.{module.name}")

@@ -216,7 +216,9 @@ def run(session: Session) -> list[Record]:
     try:
         import transformers
     except ImportError:
-        raise ModuleNotFoundError("generate needs transformers: pip install pyvmem[transformers]") from None
+        raise ModuleNotFoundError(
+            "generate needs transformers: pip install pyvmem[transformers]", name="transformers"
+        ) from None
     import torch
 
     transformers.logging.set_verbosity_error()

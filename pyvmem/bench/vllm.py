@@ -318,15 +318,13 @@ class Engines:
             engine.close()
 
 
-@benchmark("vllm", "unmodified vLLM and vLLM on vMem, in turns", arguments=arguments, plot=draw, order=900)
+# Alone, because it takes minutes and a whole GPU.
+@benchmark("vllm", "unmodified vLLM and vLLM on vMem, in turns", arguments=arguments, plot=draw, order=900, alone=True)
 def run(session: Session) -> list[Record]:
-    """Records of both engines. Not part of "all", because it takes minutes and a whole GPU. Empty without vLLM."""
+    """Records of both engines."""
     args = session.args
-    if getattr(args, "bench", "vllm") == "all":
-        return []
     if importlib.util.find_spec("vllm") is None:
-        print("vllm: vLLM is not installed (pip install pyvmem[vllm])", file=sys.stderr)
-        return []
+        raise ModuleNotFoundError("vllm needs vLLM: pip install pyvmem[vllm]", name="vllm")
     chosen = loads(args)
     if args.pair:
         from pyvmem.bench.vllm_pair import Pair

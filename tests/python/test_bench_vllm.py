@@ -6,7 +6,8 @@ import types
 
 import pytest
 
-from pyvmem.bench import vllm, vllm_engine, vllm_pair, vllm_plots
+from pyvmem import cli
+from pyvmem.bench import Benchmark, vllm, vllm_engine, vllm_pair, vllm_plots
 from pyvmem.bench.records import Record
 
 
@@ -190,8 +191,26 @@ def test_an_unknown_workload_is_named():
         vllm.loads(arguments(load=["azure"]))
 
 
-def test_bench_all_leaves_vllm_out():
-    assert vllm.run(types.SimpleNamespace(args=arguments(bench="all"))) == []
+def test_bench_all_leaves_vllm_and_its_arguments_out(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cli, "_bench", lambda args, benchmarks: asked.append(args) or 0)
+    assert cli.main(["bench", "vllm", "--model", "tiny"]) == 0
+    assert cli.main(["bench", "all", "--model", "Yi-6B"]) == 0  # the shape of the KV cache's benchmarks
+    assert [args.model for args in asked] == ["tiny", "Yi-6B"]
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "all", "--max-num-seqs", "8"])
+    monkeypatch.undo()
+    ran = []
+    benches = [Benchmark(name, "", lambda s: ran.append(s.name) or [], alone=name == "b") for name in "ab"]
+    args = types.SimpleNamespace(bench="all", full=False, plot=None, json=None, quick=True)
+    assert cli._bench(args, benches) == 0 and ran == ["a"]
+    capsys.readouterr()
+
+
+def test_without_vllm_its_benchmark_fails(monkeypatch, capsys):
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "vllm"]) == 1
+    assert capsys.readouterr().err == "pyvmem: vllm needs vLLM: pip install pyvmem[vllm]\n"
 
 
 @pytest.mark.parametrize("shape", vllm_engine.SHAPES)

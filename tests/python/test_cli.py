@@ -167,7 +167,7 @@ def test_the_others_run_beside_a_benchmark_that_cannot(tmp_path, capsys):
         return measure
 
     here = form.Record.of(1, **{**SOME, "backend": "host"})
-    benches = [SimpleNamespace(name=name, help="", run=run) for name, run in (
+    benches = [SimpleNamespace(name=name, help="", run=run, alone=False) for name, run in (
         ("extra", fails(ModuleNotFoundError("No module named 'torch'", name="torch"))),
         ("here", lambda session: [here]),
         ("short", fails(pyvmem.OutOfMemory(12, "no memory"))),
