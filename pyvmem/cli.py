@@ -65,7 +65,7 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     bench = commands.add_parser("bench", help="run benchmarks")
     names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
-    everything = names.add_parser("all", parents=[common], help="run all of these but vllm, and print one screen of results")
+    everything = names.add_parser("all", parents=[common], help="run all but vllm, and print one screen of results")
     everything.add_argument("--full", action="store_true", help="also print every row of every benchmark")
     for b in benchmarks:
         own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)

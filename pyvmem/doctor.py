@@ -100,6 +100,15 @@ def _memory(bytes: int) -> str:
     return f"{bytes / (1 << 30):.1f} GiB"
 
 
+def _stops(found: dict[str, Any]) -> str:
+    """Why contexts that name no backend fail, to follow VMEM_BACKEND's value; empty if they do not."""
+    chosen = found["machine"]["vmem_backend"]
+    works = {b["name"]: b["works"] for b in found["backends"]}
+    if not chosen or works.get(chosen):
+        return ""
+    return ", which does not work here" if chosen in works else f", which must be one of {', '.join(works)}"
+
+
 def _print(found: dict[str, Any], out: TextIO) -> None:
     machine, driver = found["machine"], found["driver"]
     print(f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch'] or 'not installed'}", file=out)
@@ -115,24 +124,26 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
         f" address space {'unlimited' if limit is None else size_text(limit)}",
         file=out,
     )
-    for name in ("vmem_backend", "cuda_visible_devices"):
-        if machine[name] is not None:
-            print(f"{name.upper()}={machine[name]}", file=out)
+    chosen = machine["vmem_backend"]
+    if chosen is not None:
+        print(f"VMEM_BACKEND={chosen}{_stops(found)}", file=out)
+    if machine["cuda_visible_devices"] is not None:
+        print(f"CUDA_VISIBLE_DEVICES={machine['cuda_visible_devices']}", file=out)
     print(file=out)
-    best = next((b["name"] for b in found["backends"] if b["works"]), None)
+    first = chosen or next((b["name"] for b in found["backends"] if b["works"]), None)
     for b in found["backends"]:
         if not b["works"]:
             print(f"{b['name']:6} no     {b['reason']}", file=out)
             continue
         pages = ", ".join(size_text(size) for size in b["page_sizes"])
         memory = f"{_memory(b['memory_free'])} free of {_memory(b['memory_total'])}"
-        mark = "best" if b["name"] == best else "works"
+        mark = "works" if b["name"] != first else "chosen" if chosen else "best"
         print(f"{b['name']:6} {mark:6} {b['device']}: pages of {pages}; {memory}", file=out)
         print(f"{'':13} {', '.join(b['capabilities'])}", file=out)
 
 
 def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None) -> int:
-    """Print what `examine` finds; returns the command's exit status: 1 if no backend works."""
+    """Print what `examine` finds. Returns the exit status: 1 if no backend works, or VMEM_BACKEND's does not."""
     out = out or sys.stdout
     found = examine(device)
     if as_json:
@@ -140,4 +151,4 @@ def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None) ->
         print(file=out)
     else:
         _print(found, out)
-    return 0 if any(b["works"] for b in found["backends"]) else 1
+    return 0 if any(b["works"] for b in found["backends"]) and not _stops(found) else 1

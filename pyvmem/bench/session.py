@@ -170,7 +170,7 @@ def number_text(value: float | None) -> str:
 
 
 COLUMNS = ("median", "p10", "p90", "p99", "n", "paper")
-_LABEL, _NUMBER = 31, 8  # widths of the table's columns: 79 in all
+_LABEL, _WIDTHS = 23, (10, 10, 10, 10, 8, 8)  # of the table's columns: 79 in all; numbers have up to nine characters
 
 
 def by_metric(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
@@ -186,9 +186,13 @@ def table(records: Sequence[Record]) -> list[str]:
 
     A single sample has no spread to show.
     """
-    lines = [" " * _LABEL + "".join(name.rjust(_NUMBER) for name in COLUMNS)]
+
+    def line(label: str, cells: Sequence[str]) -> str:
+        return (label.ljust(_LABEL) + "".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS))).rstrip()
+
+    lines = [line("", COLUMNS)]
     for (metric, unit), rows in by_metric(records).items():
-        lines += textwrap.wrap(f"{metric}, {unit}", 79, subsequent_indent="  ")
+        lines += textwrap.wrap(f"{metric}, {unit}" if unit else metric, 79, subsequent_indent="  ")
         for r in rows:
             spread = (r.p10, r.p90, r.p99) if r.n > 1 else (None,) * 3
             cells = [*map(number_text, (r.median, *spread)), str(r.n), number_text(r.paper)]
@@ -196,7 +200,7 @@ def table(records: Sequence[Record]) -> list[str]:
             if len(label) >= _LABEL:  # gets its own line
                 lines.append(label)
                 label = ""
-            lines.append((label.ljust(_LABEL) + "".join(cell.rjust(_NUMBER) for cell in cells)).rstrip())
+            lines.append(line(label, cells))
     return lines
 
 

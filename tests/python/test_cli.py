@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pyvmem
-from pyvmem import cli
+from pyvmem import cli, doctor
 from pyvmem.bench import all_benchmarks, session, summary
 from pyvmem.bench import records as form
 from pyvmem.bench.replay import Cache, replay
@@ -51,9 +51,24 @@ def test_doctor_says_what_works_and_what_stops_the_rest():
         error = pyvmem.probe(name)
         line = next(line for line in said.splitlines() if line.startswith(name))
         if error is None:
-            assert "works" in line or "best" in line
+            assert line.split()[1] in ("works", "best", "chosen")
         else:
             assert str(error) in line
+
+
+@pytest.mark.parametrize("chosen, status, said", [
+    ("host", 0, "VMEM_BACKEND=host\n"),
+    ("uvm", 1, "VMEM_BACKEND=uvm, which does not work here\n"),
+    ("nonsense", 1, "VMEM_BACKEND=nonsense, which must be one of uvm, stock, cuda, host\n"),
+    ("", 0, "VMEM_BACKEND=\n"),
+])  # fmt: skip
+def test_doctor_says_whether_the_chosen_backend_works(chosen, status, said, monkeypatch):
+    monkeypatch.setenv("VMEM_BACKEND", chosen)
+    monkeypatch.setattr(doctor, "probe", lambda name, device: None if name == "host" else pyvmem.VmemError(19, "no"))
+    out = io.StringIO()
+    assert doctor.doctor(out=out) == status
+    assert said in out.getvalue()
+    assert f"\nhost   {'chosen' if chosen == 'host' else 'works' if chosen else 'best'} " in out.getvalue()
 
 
 def test_doctor_as_json():
@@ -355,6 +370,16 @@ def test_tables_fit_80_columns():
     lines = session.table(found)
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line.startswith("m, us")] and lines[0].split() == list(session.COLUMNS)
+
+
+def test_small_numbers_of_a_table_stand_apart():
+    small = form.Record.of([0.0001234, 0.0002345, 0.00001111], **{**SOME, "unit": "", "page_size": 64 << 10})
+    title, row = session.table([small])[1:]
+    assert title == small.metric  # without a unit
+    assert [float(cell) for cell in row.split()[2:6]] == pytest.approx(
+        [small.median, small.p10, small.p90, small.p99], rel=1e-3
+    )
+    assert row.split()[6] == "3"
 
 
 @pytest.mark.parametrize("seconds, lines", [(0, 5), (3600, 1)])
