@@ -38,7 +38,6 @@ def _scaled(s, scale_log2, softcap, SOFTCAP: tl.constexpr):
 def _joined(partial, lse, first, final, start, tiles, programs, g, d,
             GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # fmt: skip
     """What the programs from `first` to `final` have computed of the head whose tiles begin with `start`."""
-    ok = (g < GROUP)[:, None] & (d < DIM)[None, :]
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -47,13 +46,12 @@ def _joined(partial, lse, first, final, start, tiles, programs, g, d,
         part = tl.where(program * tiles // programs < start, 1, 0)
         slot = (program * 2 + part) * GROUP
         # With fewer tiles than programs some have none, and what stands in their place is another step's.
-        has = (program + 1) * tiles // programs > program * tiles // programs
+        has = g < tl.where((program + 1) * tiles // programs > program * tiles // programs, GROUP, 0)
         # Not from the L1 cache: a program before on this multiprocessor may have read these lines too early.
-        logs = tl.load(lse + slot + g, mask=(g < GROUP) & has, other=float("-inf"), cache_modifier=".cg")
+        logs = tl.load(lse + slot + g, mask=has, other=float("-inf"), cache_modifier=".cg")
         logs = tl.where(g < GROUP, logs, 0.0)
-        values = tl.load(
-            partial + (slot + g)[:, None] * DIM + d[None, :], mask=ok & has, other=0.0, cache_modifier=".cg"
-        )
+        ok = has[:, None] & (d < DIM)[None, :]
+        values = tl.load(partial + (slot + g)[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
         new = tl.maximum(best, logs)
         old = tl.exp2(best - new)
         weight = tl.exp2(logs - new)
@@ -133,8 +131,9 @@ def decode(
                 k1 = k1.to(kv.dtype.element_ty)
                 v1 = v1.to(kv.dtype.element_ty)
                 to = at_head + (place // TOKENS) * kv_block + (place % TOKENS) * kv_row
-                tl.store(to + d, k1, mask=d_ok & (place >= 0))
-                tl.store(to + v_offset + d, v1, mask=d_ok & (place >= 0))
+                stored_dims = d < tl.where(place >= 0, DIM, 0)
+                tl.store(to + d, k1, mask=stored_dims)
+                tl.store(to + v_offset + d, v1, mask=stored_dims)
                 s1 = _scaled(tl.sum(qs.to(tl.float32) * k1.to(tl.float32)[None, :], 1), scale_log2, softcap, SOFTCAP)
                 new = tl.maximum(best, s1)
                 p1 = tl.exp2(s1 - new)
