@@ -129,7 +129,7 @@ def _check_plot(path: str) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ValueError("--plot needs matplotlib (pip install matplotlib)") from None
+        raise ValueError("--plot needs matplotlib: pip install pyvmem[bench]") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if os.path.splitext(path)[1][1:].lower() not in known:
         raise ValueError(f"--plot {path}: the extension must be one of {', '.join(sorted(known))}")

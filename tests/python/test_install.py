@@ -73,6 +73,7 @@ def test_pkg_config(kind, tmp_path):
     env = {"PKG_CONFIG_PATH": str(tmp_path / "lib/pkgconfig")}
     assert run("pkg-config", "--modversion", "vmem", **env).strip() == pyvmem.__version__
     run("make", "-C", "examples", f"BUILD={tmp_path}", kind, **env)
+    assert "dropped" not in run("sh", "-c", f"make -n -C examples {kind} 2>&1", **env)  # in the folder itself
     check_engine(tmp_path / kind, **({} if kind == "engine-static" else {"LD_LIBRARY_PATH": str(tmp_path / "lib")}))
 
 
