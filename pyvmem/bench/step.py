@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -49,23 +51,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Load:
+    """A decode batch of `slots` requests, whose lengths are drawn from ranges of tokens: least, most + 1.
+
+    options: of the cache. iterations: at most; None for no limit.
+    """
+
+    name: str
+    slots: int
+    prompts: tuple[int, int]
+    output: tuple[int, int]
+    options: dict[str, Any] = field(default_factory=dict)
+    iterations: int | None = None
+
+
 class Decode:
     """A full batch in decode. Requests that reach their length are replaced outside the measured steps."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        attention: Any,
-        lengths: tuple[int, int],
-        output: tuple[int, int],
-        pause_us: float,
-        seed: int = 1,
-    ) -> None:
+    def __init__(self, cache: KVCache, attention: Any, load: Load, pause_us: float, seed: int = 1) -> None:
         self.cache = cache
         self.attention = attention
         self.pause = pause_us / 1e6
         self.rng = np.random.default_rng(seed)
-        self.prompts, self.output = lengths, output
+        self.prompts, self.output = load.prompts, load.output
         self.lengths = np.zeros(cache.slots, np.int32)
         self.goal = np.zeros(cache.slots, np.int64)
         self.prefill_pages = 0  # pages mapped by steps that are not measured
@@ -134,27 +143,26 @@ def decode(
     model: Model,
     layers: int,
     page_size: int,
-    slots: int,
-    prompts: tuple[int, int],
-    output: tuple[int, int],
+    load: Load,
     iterations: int,
     name: str,
-    **options: Any,
+    *,
+    overlap: bool,
 ) -> list[Record]:
     """Records of one decode run."""
     from pyvmem.kv import KVCache
 
     gpu = "gpu" in context.info().capabilities
-    longest = -(-(prompts[1] + output[1]) // 1024) * 1024
-    need = slots * (longest * model.row_bytes() + 4 * MIB) * 2 * layers
+    longest = -(-(load.prompts[1] + load.output[1]) // 1024) * 1024
+    need = load.slots * (longest * model.row_bytes() + 4 * MIB) * 2 * layers
     budget = min(memory_for(context, 0.85), need)
     records = []
     with KVCache.for_model(
-        layers, model.kv_heads, model.head_dim, slots, longest, budget, context=context, page_size=page_size,
-        lazy=not gpu, name=None, **options,
+        layers, model.kv_heads, model.head_dim, load.slots, longest, budget, context=context, page_size=page_size,
+        lazy=not gpu, name=None, overlap=overlap, **load.options,
     ) as cache:  # fmt: skip
         attention = Attention(cache, model) if gpu else None
-        run = Decode(cache, attention, prompts, output, session.args.pause_us)
+        run = Decode(cache, attention, load, session.args.pause_us)
         before, prefill_before = cache.stats(), run.prefill_pages
         with session.progress(name, iterations) as advance:
             steps, whole = run.run(iterations, advance)
@@ -274,43 +282,20 @@ def run(session: Session) -> list[Record]:
             try:
                 records += prefill(session, context, model, layers, page_size, 16384, 5 if session.quick else 20)
             except VmemError as error:
-                print(f"step: no prefill of 16384 tokens with pages of {page_size} bytes: {error}")
+                print(f"step: no prefill of 16384 tokens with pages of {page_size} bytes: {error}", file=sys.stderr)
+        # Lengths of a conversation.
+        loads = [Load(f"B={args.kv_slots}, {layers} layers", args.kv_slots, (64, 1500), (256, 1024))]
+        if not session.quick:
+            # Maps ahead only what the next iteration needs, as in the paper.
+            name = f"B=32, 4K-8K, {layers} layers, one page at a time"
+            loads.append(Load(name, 32, (4096, 8192), (2500, 2501), {"generous": False}, iterations=2500))
         sizes = session.page_sizes(context)
         for page_size in sizes if args.page_size else sorted({sizes[0], sizes[-1]}):
             for overlap in (True, False):
                 how = "overlap" if overlap else "no overlap"
-                # B requests of a conversation's length; without overlap, a fifth of the iterations is enough.
-                n = iterations if overlap else max(iterations // 5, 100)
-                name = f"B={args.kv_slots}, {layers} layers, {how}"
-                records += decode(
-                    session,
-                    context,
-                    model,
-                    layers,
-                    page_size,
-                    args.kv_slots,
-                    (64, 1500),
-                    (256, 1024),
-                    n,
-                    name,
-                    overlap=overlap,
-                )
-                if session.quick:
-                    continue
-                # Maps ahead only what the next iteration needs, as in the paper.
-                name = f"B=32, 4K-8K, {layers} layers, one page at a time, {how}"
-                records += decode(
-                    session,
-                    context,
-                    model,
-                    layers,
-                    page_size,
-                    32,
-                    (4096, 8192),
-                    (2500, 2501),
-                    min(n, 2500),
-                    name,
-                    overlap=overlap,
-                    generous=False,
-                )
+                n = iterations if overlap else max(iterations // 5, 100)  # every iteration maps pages, so fewer do
+                for load in loads:
+                    name = f"{load.name}, {how}"
+                    most = min(n, load.iterations or n)
+                    records += decode(session, context, model, layers, page_size, load, most, name, overlap=overlap)
     return records
