@@ -112,14 +112,13 @@ def vmem_attention(
         return _dense(module, query, key, value, mask, dropout, scaling, causal, *extras), None
     layer = handover.layer
     window = layer.window or sliding_window or 0
-    if not _by_kernel(layer, query, key, attention_mask, dropout, window, *extras, causal):
-        handover.write(key, uniform=True)
-        keys, values = layer.view(handover.start)
-        first = layer.length - keys.shape[2]
-        mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
-        return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
-    plan = handover.write(key, attention_mask, by_kernel=layer.appends)
-    if attention_mask is not None and not layer.rows.ragged:  # earlier passes stored the padding as well
+    by_kernel = _by_kernel(layer, query, key, attention_mask, dropout, window, *extras, causal)
+    if by_kernel:
+        plan = handover.write(key, attention_mask, by_kernel=layer.appends)
+        by_kernel = attention_mask is None or layer.rows.ragged  # otherwise earlier passes stored the padding as well
+    else:
+        plan = handover.write(key, uniform=True)
+    if not by_kernel:
         keys, values = layer.view(handover.start)
         first = layer.length - keys.shape[2]
         mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
@@ -152,10 +151,14 @@ def _shape(phase: str, query_heads: int, key: torch.Tensor, window: int, softcap
     return Shape(phase, query_heads, heads, dim, key.dtype, key.dtype, device.type, where, window, softcap, tile_rows)
 
 
-def decode_shape(layer: VMemLayer, query_heads: int, softcap: float = 0.0) -> Shape:
+def _softcap(config: PreTrainedConfig) -> float:
+    return float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+
+
+def decode_shape(layer: VMemLayer) -> Shape:
     """The `Shape` of a decode step of a `VMemLayer`."""
-    key = layer.slot(0)[:, :1].transpose(1, 2)
-    return _shape("decode", query_heads, key, layer.window, softcap, layer.rows.kv.tile_rows)
+    key, heads = layer.slot(0)[:, :1].transpose(1, 2), layer.config.num_attention_heads
+    return _shape("decode", heads, key, layer.window, _softcap(layer.config), layer.rows.kv.tile_rows)
 
 
 def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -> int:
@@ -165,7 +168,7 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
     """
     if key.device.type != "cuda":
         return 1
-    softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+    softcap = _softcap(config)
     rows = [1]
     for phase in ("decode", "prefill"):
         for window in set(windows):

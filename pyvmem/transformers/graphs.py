@@ -130,8 +130,8 @@ class DecodeGraphs:
     Notes
     -----
     All other calls go to the model as before: prompts, other caches, models with linear-attention layers, steps whose
-    tokens are padding, and calls that ask for hidden states. So do models whose step cannot be captured because it
-    waits for the GPU (some mixtures of experts).
+    tokens are padding, and calls that ask for hidden states. So do models whose step cannot be captured: it waits for
+    the GPU (some mixtures of experts), or no kernel of `pyvmem.attention` takes it (sinks, latents, chunks).
 
     Examples
     --------
@@ -150,7 +150,7 @@ class DecodeGraphs:
         self._kv: weakref.ref[KVCache] | None = None  # weak: graphs belong to one KVCache
         self._steps: dict[Any, _Step] = {}
         self._seen: set[Any] = set()
-        self._failed = False
+        self._failed: str | None = None  # why a capture failed: no other is tried
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -209,8 +209,8 @@ class DecodeGraphs:
     def _stops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call cannot be a captured step; None if it can."""
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-        if self._failed:
-            return "the model's step could not be captured"
+        if self._failed is not None:
+            return self._failed
         if args or not isinstance(cache, VMemCache) or ids is None:
             return "not called by name with input_ids and a VMemCache"
         extra = [name for name, value in kwargs.items() if value is not None and name not in _TAKEN]
@@ -245,11 +245,10 @@ class DecodeGraphs:
                 self._seen.add(kind)
                 self.refused = "the first step of its kind"
                 return None
-            heads = cache.config.num_attention_heads
             layers: list[Any] = cache.layers
             for layer in layers:
                 try:
-                    name = choose(decode_shape(layer, heads)).kernel
+                    name = choose(decode_shape(layer)).kernel
                 except ValueError as error:
                     self.refused = str(error)
                     return None
@@ -261,6 +260,7 @@ class DecodeGraphs:
 
     def _capture(self, step: _Step, cache: VMemCache, start: int, kwargs: dict[str, Any]) -> bool:
         given = {name: kwargs[name] for name in _SETTINGS if name in kwargs}
+        cache.rows.capturing = True
         try:
             step.output = step.recorder.capture(
                 lambda: self._forward(
@@ -270,8 +270,10 @@ class DecodeGraphs:
         except RuntimeError as error:  # CUDA refuses an operation during capture
             if self._recorder is CudaGraph and "captur" not in str(error):
                 raise
-            self._failed, self.refused = True, str(error).splitlines()[0]
+            self._failed = self.refused = f"the model's step could not be captured: {str(error).splitlines()[0]}"
             self._drop()
+        finally:
+            cache.rows.capturing = False
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.length = start

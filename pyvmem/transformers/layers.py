@@ -150,9 +150,7 @@ class VMemLayer(CacheLayerMixin):
         self._k.narrow(2, start, tokens).copy_(key_states)
         self._v.narrow(2, start, tokens).copy_(value_states)
         self.length = start + tokens
-        self.viewed = True
-        first = self._first(start)
-        return self._k.narrow(2, first, self.length - first), self._v.narrow(2, first, self.length - first)
+        return self.view(start)
 
     def store(self, plan: Plan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the rows of a pass to the places in its plan."""
@@ -204,6 +202,10 @@ class VMemLayer(CacheLayerMixin):
 
         By default the columns that the next pass reads.
         """
+        if self.rows.capturing:
+            raise RuntimeError(
+                f"layer {self.index} reads rows as one tensor: its length would be fixed in a captured step"
+            )
         if self._version != self.rows.version:
             self._bind()
         self.viewed = True

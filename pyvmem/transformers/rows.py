@@ -90,6 +90,7 @@ class Rows:
         self.batch = self.version = 0
         self.slots: list[int] = []
         self.tile_rows = 1
+        self.capturing = False  # whether a CUDA graph of the pass is being captured
         self._least_slots = slots
         self._shapes: list[Any] = [None] * len(self.windows)  # ((heads, head_dim) of K, of V)
         self._known = [False] * len(self.windows)

@@ -84,6 +84,31 @@ def test_steps_that_cannot_be_captured_run_as_before(make, device):
     assert got.tolist() == reference(model, ids).tolist()
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "deepseek_v3"])
+def test_a_step_that_reads_rows_as_one_tensor_is_not_captured(name, make, device):
+    """A graph would read as many rows in all later steps: sinks, chunks and latents, which no kernel takes."""
+    model, ids = tiny_model(name, device=device), prompts(device=device)
+    with graphs(model, device) as captured:
+        got = generate(model, ids, make(model, max_tokens=200), "vmem")
+        assert (captured.captured, captured.replayed) == (0, 0)
+        assert captured.refused.startswith("the model's step could not be captured: ")
+    assert got.tolist() == reference(model, ids).tolist()
+
+
+def test_the_kernel_of_a_captured_step_is_chosen_with_the_soft_cap(make, device, monkeypatch):
+    from pyvmem.transformers import graphs as module
+
+    asked = []
+    monkeypatch.setattr(module, "choose", lambda shape: asked.append(shape.softcap) or choose(shape))
+    choose = pyvmem.attention.table.choose
+    model, ids = tiny_model("gemma2", device=device), prompts(device=device)
+    with graphs(model, device) as captured:
+        got = generate(model, ids, make(model, max_tokens=200), "vmem")
+        assert asked[0] == model.config.attn_logit_softcapping > 0
+        assert captured.captured == (device == "cuda"), captured.refused  # on a CPU, no kernel takes it
+    assert got.tolist() == reference(model, ids).tolist()
+
+
 def test_out_of_memory_in_a_captured_step(make, device, backend, small_pages):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = tiny_model("llama", device=device, dtype=dtype, max_position_embeddings=8192)
