@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from pyvmem.bench.records import Record
 
 
+HEADS = ("32", "8")  # of the points that are drawn; others belong to tables
 METRIC = re.compile(r"(decode|prefill) B=(\d+) L=(\d+) heads (\d+)/(\d+), (.+)")
 
 
 class Timed:
     """The medians of one run's records: ``at(phase, batch, tokens)`` is {series: microseconds}."""
 
-    def __init__(self, records: Sequence[Record], heads: Any = (32, 8)) -> None:
+    def __init__(self, records: Sequence[Record]) -> None:
         self._at: dict[tuple[str, int, int], dict[str, float]] = {}
         for r in records:
             found = METRIC.fullmatch(r.metric)
-            if not found or r.unit != "us" or (int(found[4]), int(found[5])) != heads:
+            if not found or r.unit != "us" or (found[4], found[5]) != HEADS:
                 continue
             phase, batch, tokens, name = found[1], int(found[2]), int(found[3]), found[6]
             memory = size_text(r.page_size) or r.backend
@@ -62,7 +63,7 @@ class Timed:
         return {series: values for series, values in lines.items() if 2 * len(values) >= len(points)}
 
 
-def _lines(axes: Axes, lines: Any, x: Any, value: Any, xlabel: str, ylabel: str, log: bool = True) -> None:
+def _lines(axes: Axes, lines: Any, x: Any, value: Any, xlabel: str, ylabel: str) -> None:
     for i, (series, values) in enumerate(sorted(lines.items())):
         look: dict[str, Any] = {
             "color": COLOURS[i % len(COLOURS)],
@@ -70,9 +71,8 @@ def _lines(axes: Axes, lines: Any, x: Any, value: Any, xlabel: str, ylabel: str,
             "markersize": 3,
         }
         axes.plot([x(p) for p in values], [value(p, v) for p, v in values.items()], label=series, linewidth=1, **look)
-    if log:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     legend(axes)

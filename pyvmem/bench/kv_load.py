@@ -63,16 +63,15 @@ class Server:
     tokens are computed again.
     """
 
-    def __init__(self, cache: KVCache, trace: Trace, reserve: int = 1) -> None:
+    def __init__(self, cache: KVCache, trace: Trace) -> None:
         self.cache = cache
         self.trace = trace
-        self.reserve = reserve  # tokens beyond its prompt that an admitted request must have room for
         self.lengths = np.zeros(cache.slots, np.int32)
         self.goal = np.zeros(cache.slots, np.int64)
         self.request = np.full(cache.slots, -1)
         self.admitted = np.zeros(cache.slots, np.int64)
         self.queue = list(range(len(trace) - 1, -1, -1))  # the next request is the last
-        self.finished = self.preempted = self._clock = 0
+        self.preempted = self._clock = 0
 
     @property
     def active(self) -> Any:
@@ -89,16 +88,15 @@ class Server:
         done = np.flatnonzero((self.goal > 0) & (self.lengths >= self.goal))
         for slot in done:
             self._end(int(slot))
-        self.finished += len(done)
         return len(done)
 
-    def admit(self, limit: int | None = None) -> list[int]:
-        """Give slots to waiting requests while their prompts fit. Returns the slots."""
+    def admit(self) -> list[int]:
+        """Give slots to waiting requests while their prompts and the first new tokens fit. Returns the slots."""
         new: list[int] = []
-        while self.queue and (limit is None or len(new) < limit):
+        while self.queue:
             request = self.queue[-1]
             prompt = int(self.trace.prompt[request])
-            if self.active == self.cache.slots or self.cache.room() < prompt + self.reserve:
+            if self.active == self.cache.slots or self.cache.room() < prompt + 1:
                 break
             slot = self.cache.alloc_reqid(prompt)
             if slot < 0:
@@ -134,15 +132,13 @@ class Attention:
     Reads K and V in their slots: ``cum_seq_k[b] = slot * rows``, lengths in ``seqused_k``.
     """
 
-    def __init__(self, cache: KVCache, model: Model, layers: int | None = None) -> None:
+    def __init__(self, cache: KVCache, model: Model) -> None:
         import torch
 
         self.torch = torch
         self.cache = cache
         self.rows = cache.layout(0)[3]
-        count = layers or len(cache.tensors) // 2
-        self.keys = [cache.flat(2 * i) for i in range(count)]
-        self.values = [cache.flat(2 * i + 1) for i in range(count)]
+        self.keys, self.values = ([cache.flat(i) for i in range(first, len(cache.tensors), 2)] for first in (0, 1))
         device = cache.tensors[0].device
         heads = cache.tensors[0].shape[-2]
         self.query = torch.randn(
@@ -186,6 +182,6 @@ class Attention:
             event.synchronize()
 
 
-def memory_for(context: Context, fraction: float = 0.5) -> int:
+def memory_for(context: Context, fraction: float) -> int:
     """A budget in bytes: a fraction of the device's free memory."""
     return int(context.info().memory_free * fraction) // (2 * MIB) * 2 * MIB

@@ -106,11 +106,9 @@ class Session:
             paper=paper,
         )
 
-    def track(self, items: Collection[T], text: str, total: int | None = None) -> Iterator[T]:
+    def track(self, items: Collection[T], text: str) -> Iterator[T]:
         """Iterate over items, showing progress."""
-        if total is None:
-            total = len(items)
-        with self.progress(text, total) as advance:
+        with self.progress(text, len(items)) as advance:
             for item in items:
                 yield item
                 advance(1)
@@ -204,9 +202,9 @@ def table(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def show(title: str, records: Sequence[Record], out: TextIO | None = None) -> None:
+def show(title: str, records: Sequence[Record]) -> None:
     """Print records as a table."""
-    print("\n".join([title, *table(records), ""]), file=out or sys.stdout)
+    print("\n".join([title, *table(records), ""]))
 
 
 def plot(records: Sequence[Record], figure: Figure) -> None:

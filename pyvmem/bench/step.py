@@ -69,11 +69,11 @@ class Load:
 class Decode:
     """A full batch in decode. Requests that reach their length are replaced outside the measured steps."""
 
-    def __init__(self, cache: KVCache, attention: Any, load: Load, pause_us: float, seed: int = 1) -> None:
+    def __init__(self, cache: KVCache, attention: Any, load: Load, pause_us: float) -> None:
         self.cache = cache
         self.attention = attention
         self.pause = pause_us / 1e6
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(1)
         self.prompts, self.output = load.prompts, load.output
         self.lengths = np.zeros(cache.slots, np.int32)
         self.goal = np.zeros(cache.slots, np.int64)
