@@ -1,12 +1,12 @@
-"""Two processes on one device, loaded by turns: how fast the memory of the idle one comes to the loaded one.
+"""Two processes on one device, loaded in turns: how fast the memory of the idle one reaches the loaded one.
 
-Each process has a KV cache in one pool and a small request that decodes all the time. By turns one of them gets
-requests of --amount in all, which the other one's kept pages stand in the way of; it steps on while they come. Then the
-same requests come once more, when the process has that memory free itself: what an exchange adds is the difference. At
-the end one is killed in the middle of an exchange, and the other goes on.
+Each process has a KV cache in one pool and a small request that decodes all the time. In turns, each gets requests of
+--amount in all while pages that the other keeps hold the memory, and goes on stepping while the memory arrives. The
+same requests then come once more, when the process itself has that memory free: the difference is what an exchange
+adds. At the end, one process is killed during an exchange, and the other goes on.
 
-How many driver calls a request takes depends on the layout. On a GPU, all of it is measured for two: one tensor for
-all layers, which pyvmem.vllm has by default, and K and V of each layer apart.
+The number of driver calls for a request depends on the layout. On a GPU, two layouts are measured: one tensor for all
+layers, which is pyvmem.vllm's default, and separate tensors for K and V of each layer.
 
 SPDX-License-Identifier: MIT
 """
@@ -43,21 +43,26 @@ LAYER_ROW = 2 * 8 * 128 * 2  # bytes of a token's K and V in a layer
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this benchmark alone."""
+    """Add this benchmark's own arguments."""
     group = parser.add_argument_group("share")
     group.add_argument(
-        "--amount", type=argtypes.size, metavar="SIZE", help="what changes sides (10G on a GPU, else 256M)"
+        "--amount", type=argtypes.size, metavar="SIZE", help="memory that changes sides (10G on a GPU, otherwise 256M)"
     )
     group.add_argument(
         "--layout", action="append", choices=LAYOUTS,
-        help="block: one tensor for all layers; separate: K and V of each layer apart (both; on the host, separate)",
+        help="block: one tensor for all layers; separate: one for K and one for V of each layer (both; on the host, "
+        "separate)",
     )  # fmt: skip
-    group.add_argument("--exchanges", type=argtypes.whole(1), metavar="N", help="how often it does (6)")
-    group.add_argument("--kills", type=argtypes.whole(0), metavar="N", help="processes killed in the middle (2)")
+    group.add_argument(
+        "--exchanges", type=argtypes.whole(1), metavar="N", help="how often the memory changes sides (6)"
+    )
+    group.add_argument(
+        "--kills", type=argtypes.whole(0), metavar="N", help="how often a process is killed during an exchange (2)"
+    )
 
 
 class Process:
-    """One of the two, run by `pyvmem.bench.share_process`."""
+    """One of the two processes, which runs `pyvmem.bench.share_process`."""
 
     def __init__(self, about: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "pyvmem.bench.share_process", json.dumps(about)]
@@ -65,13 +70,13 @@ class Process:
         self.pid = self._child.pid
 
     def tell(self, do: str, **what: Any) -> None:
-        """Say what to do; the answer is `hear`."""
+        """Send a command. `hear` returns the answer."""
         assert self._child.stdin
         self._child.stdin.write(json.dumps({"do": do, **what}) + "\n")
         self._child.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """The next answer. Raises RuntimeError where the process has ended or failed."""
+        """The next answer. Raises RuntimeError if the process has ended or failed."""
         assert self._child.stdout
         line = self._child.stdout.readline()
         answer = json.loads(line) if line else {"error": f"it ended with {self._child.wait()}"}
@@ -80,17 +85,17 @@ class Process:
         return dict(answer)
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Tell and hear."""
+        """Send a command and return the answer."""
         self.tell(do, **what)
         return self.hear()
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """Kill the process with SIGKILL."""
         self._child.send_signal(signal.SIGKILL)
         self._child.wait()
 
     def close(self) -> None:
-        """Let it end, or end it."""
+        """Ask the process to end, and kill it if it does not."""
         if self._child.poll() is None:
             try:
                 self.tell("end")
@@ -103,7 +108,7 @@ class Process:
 
 
 class Watch:
-    """What members of the pool have and need, sampled in a thread from what their caches publish."""
+    """What members of the pool have and need: samples that a thread takes of what their caches publish."""
 
     def __init__(self, *pids: int) -> None:
         self.rows: dict[int, list[tuple[float, int, int]]] = {pid: [] for pid in pids}  # pid: [(time, has, needs)]
@@ -128,17 +133,17 @@ class Watch:
         self._thread.join()
 
     def when(self, pid: int, start: float, change: Callable[[int], bool]) -> list[float]:
-        """When, after `start`, the member's part of the pool changed by a number of bytes that `change` accepts."""
+        """The times after `start` at which the member's budget changed by a number of bytes that `change` accepts."""
         rows = self.rows[pid]
         return [b[0] for a, b in zip(rows, rows[1:], strict=False) if b[0] >= start and change(b[1] - a[1])]
 
     def asked(self, pid: int, start: float) -> list[float]:
-        """When, after `start`, the member was seen to ask."""
+        """The times after `start` at which the member was seen to ask for memory."""
         return [at for at, _, needs in self.rows[pid] if at >= start and needs]
 
 
 def _longest(samples: list[list[float]], start: float, end: float) -> float:
-    """Of steps [(begin, ms)], the longest of those that began in between."""
+    """The longest of the steps, [(begin, ms)], that began between `start` and `end`."""
     return max((ms for begin, ms in samples if start <= begin <= end), default=0.0)
 
 
@@ -147,7 +152,7 @@ def _layers(amount: int) -> int:
 
 
 def _page_sizes(session: Session, context: Context, layout: str, layers: int) -> list[int]:
-    """The page sizes asked for; without, the one that the layout has by default."""
+    """The page sizes asked for, or the default size of the layout."""
     asked = session.page_sizes(context)
     if session.args.page_size:
         return asked
@@ -190,7 +195,7 @@ class _Run:
         self._note(f"{what}: driver calls", answer["calls"])
 
     def _own(self, process: Process, what: str) -> None:
-        """Load a process that has the budget."""
+        """Load a process that already has the budget."""
         self._note_steps(process.ask("load"), what)
         process.ask("free")
 
@@ -235,7 +240,7 @@ class _Run:
         return Process(self.about | {"name": name})
 
     def exchanges(self, n: int, kills: int) -> None:
-        """All of it."""
+        """Measure `n` exchanges, then `kills` exchanges in which a process is killed."""
         pair = [self._process(name) for name in ("first", "second")]
         try:
             for process in pair:
@@ -272,7 +277,7 @@ class _Run:
                 process.close()
 
     def records(self) -> list[Record]:
-        """What was found."""
+        """The records of what was measured."""
         return [
             self.session.record(values, self.context, f"{self.name}, {metric}",
                                 "" if metric.startswith("steps") or "driver calls" in metric else "ms",
@@ -282,10 +287,10 @@ class _Run:
 
 
 @benchmark(
-    "share", "two processes on one device: from need to mapped, and kill -9 of either", arguments=arguments, order=45
+    "share", "time for memory to move between two processes, also if one is killed", arguments=arguments, order=45
 )
 def run(session: Session) -> list[Record]:
-    """The benchmark."""
+    """Exchange memory between two processes, in each layout and page size."""
     if importlib.util.find_spec("torch") is None:  # its processes need it
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     records: list[Record] = []

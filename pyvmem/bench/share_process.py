@@ -1,4 +1,4 @@
-"""One of the two processes of ``pyvmem bench share``: a cache in the pool, a request that decodes, and what it is told.
+"""One of the two processes of ``pyvmem bench share``: it decodes a request in a cache of the pool, and takes commands.
 
 SPDX-License-Identifier: MIT
 """
@@ -23,7 +23,7 @@ PAUSE = 0.001  # between the steps of the request that decodes, seconds
 
 
 class Loop:
-    """The engine's loop."""
+    """The cache, its decoding request, and the requests that load it."""
 
     def __init__(self, about: dict[str, Any]) -> None:
         layers = about["layers"]
@@ -46,7 +46,7 @@ class Loop:
         self.decode(pause=False)
 
     def timed(self) -> tuple[int, float]:
-        """A step: its answer, and how long it took, ms."""
+        """Make a step. Returns its answer, and the milliseconds that it took."""
         begin = time.perf_counter()
         answer = self.cache.step(self.lengths)
         took = (time.perf_counter() - begin) * 1e3
@@ -54,7 +54,7 @@ class Loop:
         return answer, took
 
     def decode(self, pause: bool = True) -> None:
-        """One step of the small request, whose rows get numbers."""
+        """Make a step of the small request, and write numbers to its new row."""
         length = self.lengths[self.small]
         if self.timed()[0]:
             return  # the memory is on its way
@@ -84,10 +84,10 @@ class Loop:
         return self.cache.context.stats().syscalls
 
     def load(self, report: int | None = None) -> dict[str, Any]:
-        """Requests of the whole amount, one after another, stepping on while memory comes.
+        """Back requests of the whole amount, one after another, and go on stepping while memory arrives.
 
-        The answer has every step as (begin, ms, ready, allocated): ready is False where memory was missing, and
-        allocated is the device memory after it. Its `calls` are those that the context made to the driver.
+        Returns the answer to the command. It lists every step as (begin, ms, ready, allocated): `ready` is False if
+        memory was missing, and `allocated` is the device memory after the step. `calls` counts calls to the driver.
         """
         calls = self.calls()
         need, steps = time.perf_counter(), []
@@ -122,17 +122,17 @@ class Loop:
         self.loaded.clear()
 
     def drop(self) -> None:
-        """Give the kept pages back to the device; the budget stays."""
+        """Return the kept pages to the device, but keep the budget."""
         self.cache.reclaim()
 
 
 def say(**what: Any) -> None:
-    """One answer."""
+    """Send an answer."""
     print(json.dumps(what), flush=True)
 
 
 def main() -> None:
-    """Run until told to end."""
+    """Decode, and execute commands until one says "end"."""
     loop = Loop(json.loads(sys.argv[1]))
     say(ready=True)
     while True:
@@ -161,6 +161,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Exception as error:  # whatever it is, the parent is to hear of it
+    except Exception as error:  # of any kind: the parent reports it
         say(error=f"{type(error).__name__}: {error}")
         raise
