@@ -90,9 +90,9 @@ struct vmem_kv_config {
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out);
 // Quiet, for all slots. Frees everything that the manager holds. NULL is allowed.
 void vmem_kv_destroy(vmem_kv *kv);
-// Not quiet. Destroys the manager once the kernels of all steps up to this one have ended: now, if they are known to
-// have, else in the vmem_kv_retire that says so. Until then only that call may follow, or vmem_kv_destroy when all is
-// quiet. Rows that were to be swapped out are not: no host memory is written after this returns.
+// Not quiet. Frees what the manager holds once the kernels of all steps up to this one have ended: now, if they are known
+// to have, else in the vmem_kv_retire that says so. No other call may follow. In either case, that vmem_kv_retire, or
+// vmem_kv_destroy when all is quiet, frees the handle. Once this has returned, no row is swapped out any more.
 int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step);
 
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows *

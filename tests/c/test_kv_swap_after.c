@@ -254,6 +254,9 @@ static void test_destroy_after(void)
     OK(vmem_kv_retire(kv, 1));
     OK(vmem_kv_destroy_after(kv, 1)); // nobody is running: now
     CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(test_stats(ctx).reserved, 0);
+    ERR(step(0, 2, NULL), EINVAL, "is being closed"); // the handle is there until vmem_kv_retire
+    OK(vmem_kv_retire(kv, 1));
     free(host);
 
     begin(VMEM_KV_DEFAULT, 200, 256);

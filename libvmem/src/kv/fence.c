@@ -197,6 +197,6 @@ int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step)
     bool quiet = false;
     int rc = vmem__kv_close(kv, step, &quiet);
     if (quiet && !rc)
-        vmem_kv_destroy(kv);
+        vmem__kv_give_up(kv); // not the handle: callers need not know which steps are known to have ended
     return rc;
 }

@@ -275,17 +275,23 @@ static void free_cut(struct kv_cut *c)
     free(c->pages);
 }
 
+void vmem__kv_give_up(vmem_kv *kv)
+{
+    if (kv->given_up || kv->pid != getpid()) // a forked child has neither the worker nor the pages
+        return;
+    vmem__kv_pool_leave(kv);
+    vmem__kv_worker_stop(kv);
+    release(kv);
+    vmem__kv_pool_left(kv);
+    vmem__kv_unpublish(kv);
+    kv->given_up = true;
+}
+
 void vmem_kv_destroy(vmem_kv *kv)
 {
     if (!kv)
         return;
-    if (kv->pid == getpid()) { // a forked child has neither the worker nor the pages
-        vmem__kv_pool_leave(kv);
-        vmem__kv_worker_stop(kv);
-        release(kv);
-        vmem__kv_pool_left(kv);
-        vmem__kv_unpublish(kv);
-    }
+    vmem__kv_give_up(kv);
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
     if (kv->joined)

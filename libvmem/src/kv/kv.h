@@ -18,6 +18,8 @@ uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t 
 uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
+// Frees all memory of a cache that no call uses any more, but for the handle itself.
+void vmem__kv_give_up(vmem_kv *kv);
 // Grows an array so that it has room for n elements of `size` bytes.
 int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 

@@ -162,6 +162,7 @@ struct vmem_kv {
     uint32_t n_ending;      // slots that are ENDING or SWAPPING
     uint64_t closes;        // vmem_kv_destroy_after: the step
     bool closing;
+    bool given_up;         // its memory is free, and only the handle is left
     struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
