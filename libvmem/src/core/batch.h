@@ -44,8 +44,8 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                             struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
                             uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
 {
-    struct vmem__run *r = &b->runs[b->n - 1];
-    if (b->n && r->addr + r->length == addr && r->reservation == &s->b && r->arena == &a->b &&
+    struct vmem__run *r = b->n ? &b->runs[b->n - 1] : NULL;
+    if (r && r->addr + r->length == addr && r->reservation == &s->b && r->arena == &a->b &&
         r->offset + r->length == offset &&
         (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset : !r->old_arena)) {
         if (r->page_size == page_size || mixed) {
