@@ -29,58 +29,58 @@ int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_
 
 static int64_t answer(int rc, uint64_t missing) { return rc == -ENOMEM && missing ? (int64_t)missing : rc; }
 
-// The answer of vmem_kv_<name>, whose last argument receives the pages that are missing.
-#define ANSWER(name, ...)                                 \
-    ({                                                    \
-        uint64_t missing_ = 0;                            \
-        int rc_ = vmem_kv_##name(__VA_ARGS__, &missing_); \
-        answer(rc_, missing_);                            \
+// The answer of a call whose last argument receives the pages that are missing.
+#define ANSWER(call, ...)                       \
+    ({                                          \
+        uint64_t missing_ = 0;                  \
+        int rc_ = call(__VA_ARGS__, &missing_); \
+        answer(rc_, missing_);                  \
     })
 
-int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n) { return ANSWER(step, kv, lengths, n); }
+int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n) { return ANSWER(vmem_kv_step, kv, lengths, n); }
 
-int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n) { return ANSWER(check, kv, lengths, n); }
+int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n) { return ANSWER(vmem_kv_check, kv, lengths, n); }
 
-int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens) { return ANSWER(grow, kv, slot, tokens); }
+int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens) { return ANSWER(vmem_kv_grow, kv, slot, tokens); }
 
-int64_t pv_kv_commit(vmem_kv *kv) { return ANSWER(commit, kv); }
+int64_t pv_kv_commit(vmem_kv *kv) { return ANSWER(vmem_kv_commit, kv); }
 
 int64_t pv_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
-    return ANSWER(fit, kv, requests, n, fit);
+    return ANSWER(vmem_kv_fit, kv, requests, n, fit);
 }
 
 int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens)
 {
-    return ANSWER(prefix_attach, kv, prefix, slot, tokens);
+    return ANSWER(vmem_kv_prefix_attach, kv, prefix, slot, tokens);
 }
 
 int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens)
 {
-    return ANSWER(prefix_check, kv, prefix, tokens);
+    return ANSWER(vmem_kv_prefix_check, kv, prefix, tokens);
 }
 
 int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
 {
-    return ANSWER(hash_attach, kv, slot, hashes, n, tokens);
+    return ANSWER(vmem_kv_hash_attach, kv, slot, hashes, n, tokens);
 }
 
 int64_t pv_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
 {
-    return ANSWER(hash_check, kv, hashes, n, tokens);
+    return ANSWER(vmem_kv_hash_check, kv, hashes, n, tokens);
 }
 
 int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    return ANSWER(truncate_check, kv, slot, tokens);
+    return ANSWER(vmem_kv_truncate_check, kv, slot, tokens);
 }
 
 int64_t pv_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
 {
-    return ANSWER(swap_in, kv, slot, host, bytes);
+    return ANSWER(vmem_kv_swap_in, kv, slot, host, bytes);
 }
 
-int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot) { return ANSWER(swap_check, kv, slot); }
+int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot) { return ANSWER(vmem_kv_swap_check, kv, slot); }
 
 int pv_kv_close(vmem_kv *kv, uint64_t step)
 {
