@@ -93,7 +93,8 @@ void kernels_start(const struct kernel_tensor *t, uint32_t n)
 {
     memcpy(tensors, t, n * sizeof *t);
     n_tensors = n;
-    waited = launched = ended = released = 0;
+    launched = ended = released = 0;
+    waited = 0;
     stopping = faulty = false;
     if (pthread_create(&thread, NULL, work, NULL))
         abort();
