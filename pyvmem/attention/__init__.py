@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyvmem._checks import shown
+from pyvmem._checks import integer, shown
 from pyvmem.attention.batch import Batch, Cache, Ints
 from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
 from pyvmem.attention.table import KERNELS, Choice, choose, demand, stops
@@ -163,19 +163,22 @@ def tile_rows(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     window: int = 0,
-    device: str | torch.device = "cuda",
 ) -> int:
-    """The `tile_rows` that a `KVCache` needs for this kernel, for decode and for prefill."""
+    """The `tile_rows` that a `KVCache` needs for this kernel, for decode and for prefill.
+
+    dtype: of the cache. window: in tokens, as in `decode`. Raises ValueError and TypeError, which name the argument.
+    """
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} must be one of {', '.join(KERNELS)}")
+    query_heads, kv_heads = integer("query_heads", query_heads), integer("kv_heads", kv_heads)
+    head_dim = integer("head_dim", head_dim)
     if query_heads < 1 or kv_heads < 1 or query_heads % kv_heads or head_dim < 1:
         raise ValueError(f"query_heads {query_heads} must be a multiple of kv_heads {kv_heads}, and head_dim {head_dim}"
                          " at least 1")  # fmt: skip
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.60}")
-    index = torch.device(device).index or 0
-    where = capability(index if torch.device(device).type == "cuda" and torch.cuda.is_available() else None)
-    shapes = (Shape(phase, query_heads, kv_heads, head_dim, dtype, dtype, "cuda", where, window)
+    # No kernel's tiles depend on the GPU.
+    shapes = (Shape(phase, query_heads, kv_heads, head_dim, dtype, dtype, "cuda", capability(None), window)
               for phase in ("decode", "prefill"))  # fmt: skip
     return math.lcm(*(KERNELS[kernel].tile_rows(shape) for shape in shapes))
 
@@ -230,7 +233,7 @@ def _shape(
     if phase not in ("decode", "prefill"):
         raise ValueError(f"phase {phase!r} must be decode or prefill")
     kv_heads = k.shape[2]
-    if not isinstance(query_heads, int) or query_heads < 1 or query_heads % kv_heads:
+    if not isinstance(query_heads, int | np.integer) or query_heads < 1 or query_heads % kv_heads:
         raise ValueError(f"query_heads {query_heads!r} must be a multiple of the cache's {kv_heads} KV heads")
     if not isinstance(window, int | np.integer) or window < 0:
         raise ValueError(f"window {window!r} must be a number of tokens, or 0 for none")

@@ -388,6 +388,9 @@ def test_tile_rows():
         attention.tile_rows("fa3", 3, 2, 128)
     with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
         attention.tile_rows("fa3", 4, 2, 128, "bf16")
+    with pytest.raises(TypeError, match="query_heads must be an integer, not 32.0"):
+        attention.tile_rows("fa3", 32.0, 8, 128)
+    assert attention.tile_rows("fa3", np.int64(32), np.int64(8), 128) == 128
     assert attention.tile_rows("triton", 32, 8, 128) == attention.tile_rows("fa2", 32, 8, 128) == 1
     assert attention.tile_rows("fa3", 32, 8, 128) == 128
     assert attention.tile_rows("fa3", 32, 8, 128, torch.float8_e4m3fn) == 224
