@@ -156,7 +156,7 @@ class TensorParallelBlockHashes:
         """As `BlockHashes.add`. Returns how many blocks were new on this rank."""
         if self._adds_need:
             self.cache._pledge.clear()
-        hashes, added = list(hashes), [0]
+        hashes, added = elements("hashes", hashes), [0]
 
         def call() -> None:
             added[0] = self._blocks.add(slot, hashes, first)
@@ -168,7 +168,7 @@ class TensorParallelBlockHashes:
 
     def drop(self, hashes: Iterable[Hash]) -> None:
         """As `BlockHashes.drop`."""
-        hashes = list(hashes)
+        hashes = elements("hashes", hashes)
         self.cache._note(f"drop({_sum_of(hashes)})", self._blocks.drop, hashes)
 
     def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
@@ -180,7 +180,7 @@ class TensorParallelBlockHashes:
 
     def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
         """As `BlockHashes.prioritize`."""
-        hashes = list(hashes)
+        hashes = elements("hashes", hashes)
         if priority == KEEP:  # pages that could be evicted no longer can
             self.cache._pledge.clear()
         self.cache._note(f"prioritize({_sum_of(hashes)}, {priority})", self._blocks.prioritize, hashes, priority)

@@ -59,6 +59,8 @@ _NAMES = {
     "VMEM_KV_HASH_EVENTS": "events=True",
     "VMEM_KV_SAME_SLOTS": "same_slots=True",
     "opts->": "",
+    "block_tokens": "tokens",
+    "n_blocks": "blocks",
 }
 
 

@@ -159,6 +159,8 @@ class KVCache(KVAdmission, KVSharing):
             self.page_size = min(sizes) if asked is None else one_of("page_size", asked, sizes)
             self.sharing = self.context.backend != "cuda" if options.sharing is None else options.sharing
             pool, most = options.pool, uint("budget", budget)
+            if options.pool_min > most:
+                raise InvalidArgument(errno.EINVAL, f"pool_min {options.pool_min} is over budget, {most}")
             config, _tensors = _config(
                 self.specs, options._flags(self.sharing), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
                 budget=most if pool is None or most < self.page_size else self.page_size, **options._numbers(),
@@ -393,7 +395,8 @@ class KVCache(KVAdmission, KVSharing):
         """Discard rows from `tokens` onward (rejected speculation).
 
         Quiet, unless `after` is given, as in `free_reqid`: kernels up to that point may still touch the rows. Raises
-        `VmemError` (EBUSY), and changes nothing, if shared rows would have to be copied before those kernels end.
+        `OutOfMemory` if there is no memory to copy a shared page (`check_truncate`), and `VmemError` (EBUSY) if shared
+        rows would have to be copied before those kernels end. In both cases, nothing changes.
         """
         kv, slot, tokens = self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)
         if after is None:

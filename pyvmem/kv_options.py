@@ -26,9 +26,9 @@ class KVCacheOptions:
         The context that provides the memory. By default, the cache creates its own on `backend` and `device`. Backed
         rows are guaranteed to have finite values only if nothing else creates pages in the context.
     backend : str, optional
-        "uvm", "stock", "cuda" or "host"; by default, the best that works.
+        "uvm", "stock", "cuda" or "host"; by default, the context's, or the best that works.
     device : int
-        CUDA device ordinal.
+        CUDA device ordinal. Ignored if a context is given.
     page_size : int, optional
         Bytes; by default, the smallest that the backend supports.
     tile_rows : int
@@ -63,7 +63,7 @@ class KVCacheOptions:
     eager_tokens : int
         Tokens for which the next slot is backed (0: 512).
     reclaim_percent : int
-        Memory counts as scarce when less than this percentage of the budget is free (0: 10 %).
+        Memory counts as scarce when less than this percentage of the budget is free, at most 50 (0: 10 %).
     zero_ends : bool
         A length of 0 in `KVCache.step` ends the request, as in microsoft/vattention. By default, such a request takes
         no part in the iteration and keeps its rows.
@@ -115,6 +115,8 @@ class KVCacheOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.context, Context | None):
             raise TypeError(f"context must be a Context, not {self.context!r}")
+        if self.context is not None and self.backend not in (None, self.context.backend):
+            raise ValueError(f"backend {self.backend!r} is not the context's, {self.context.backend!r}: leave it out")
         if not isinstance(self.pool, KVPool | None):
             raise TypeError(f"pool must be a KVPool, not {self.pool!r}")
         if uint("pool_min", self.pool_min) and self.pool is None:
@@ -123,6 +125,9 @@ class KVCacheOptions:
             raise TypeError(f"name must be a string, not {self.name!r}")
         if not isinstance(self.idle_seconds, float | int) or not self.idle_seconds >= 0.001:
             raise ValueError(f"idle_seconds must be a number of seconds, at least 0.001, not {self.idle_seconds!r}")
+        for name in ("tile_rows", "steps_in_flight"):  # in C, 0 is the default
+            if not uint(name, getattr(self, name), 32):
+                raise InvalidArgument(errno.EINVAL, f"{name} 0 must be at least 1")
         uint("watermark", self.watermark)
         if uint("watermark_percent", self.watermark_percent) > 100:
             raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} must be at most 100")

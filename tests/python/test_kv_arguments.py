@@ -11,8 +11,11 @@ import pytest
 import torch
 from kv_caches import make, start
 
+import pyvmem
 from pyvmem import KVCacheOptions, VmemError
 from pyvmem.kv import KVCache, model_specs
+from pyvmem.kv_blocks import BlockNames
+from pyvmem.kv_hashes import BlockHashes
 
 SMALL = {"slots": 4, "max_tokens": 100, "budget": 64 << 20}
 
@@ -37,6 +40,37 @@ def test_wrong_options_are_named(backend):
     ):
         with pytest.raises(TypeError, match=name):
             KVCache.for_model(1, 2, 64, **SMALL, **wrong)
+
+
+@pytest.mark.parametrize("option, value, said", [
+    ("tile_rows", 0, "tile_rows 0 must be at least 1"),  # a multiple of every kernel's tile
+    ("steps_in_flight", 0, "steps_in_flight 0 must be at least 1"),
+    ("steps_in_flight", 17, "steps_in_flight 17 is over 16"),
+    ("reclaim_percent", 51, "reclaim_percent 51 is over 50"),
+    ("watermark_percent", 101, "watermark_percent 101 must be at most 100"),
+    ("pool_min", 65 << 20, f"pool_min {65 << 20} is over budget, {64 << 20}"),
+])  # fmt: skip
+def test_options_outside_their_limits_are_named(option, value, said):
+    with pyvmem.KVPool(128 << 20) as pool, pytest.raises(pyvmem.InvalidArgument, match=said):
+        KVCache.for_model(1, 2, 64, **SMALL, backend="host", **({"pool": pool} if option == "pool_min" else {}),
+                          **{option: value})  # fmt: skip
+
+
+def test_a_backend_that_is_not_the_contexts_is_refused():
+    with pyvmem.Context("host") as context:
+        with pytest.raises(ValueError, match="backend 'cuda' is not the context's, 'host'"):
+            KVCache.for_model(1, 2, 64, **SMALL, context=context, backend="cuda")
+        KVCache.for_model(1, 2, 64, **SMALL, context=context, backend="host", name=None).close()
+
+
+def test_numbers_of_blocks_are_named_as_in_python():
+    with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
+        with pytest.raises(pyvmem.InvalidArgument, match="^tokens 101 is not between 1 and max_tokens, 100"):
+            BlockHashes(cache, 101)
+        with pytest.raises(pyvmem.InvalidArgument, match="^tokens 7: rows of 256 bytes"):
+            BlockNames(cache, 10, 7)
+        with pytest.raises(pyvmem.InvalidArgument, match="^blocks 0 is not between 1 and"):
+            BlockNames(cache, 0, 100)
 
 
 def test_a_cache_without_sharing_refuses_it(backend):
