@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 
 from pyvmem._checks import uint
 from pyvmem.kv import KVCache, KVStats
+from pyvmem.kv_options import options_of
 from pyvmem.transformers.layers import (
     VMemHybridLayer,
     VMemHybridSlidingLayer,
@@ -100,6 +101,8 @@ class VMemCache(Cache):
         for name, value in (("max_tokens", max_tokens), ("slots", slots), ("budget", 1 if budget is None else budget)):
             if not uint(name, value):
                 raise ValueError(f"{name} 0 must be at least 1")
+        # Now: the first forward pass, which creates the KVCache, would be late for the error.
+        options_of(options.get("options"), {name: value for name, value in options.items() if name != "options"})
         ours = [kind for kind in types if kind in _FULL or kind in _SLIDING]
         if not ours:
             raise ValueError(f"the model has no layers with keys and values ({', '.join(sorted(set(types)))})")

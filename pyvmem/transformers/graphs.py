@@ -140,6 +140,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: PreTrainedModel, recorder: Callable[[torch.device], Recorder] = CudaGraph) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a model of transformers, not {type(model).__name__}")
         if "forward" in vars(model):
             raise ValueError("model: its forward is already replaced")
         self.model: PreTrainedModel | None = model

@@ -11,7 +11,8 @@ transformers = pytest.importorskip("transformers")
 from generations import generate, make_cache, reference, single_thread  # noqa: E402, F401
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
-from pyvmem.transformers import VMemCache  # noqa: E402
+from pyvmem import KVCacheOptions  # noqa: E402
+from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3"])
@@ -98,3 +99,16 @@ def test_a_compiled_model_leaves_native_code_untraced(attention, make, device):
         assert generate(model, ids, make(model), attention, new=4).tolist() == want
     finally:
         torch._dynamo.reset()
+
+
+def test_what_a_cache_or_graphs_cannot_be_made_with_is_named_at_once():
+    model = tiny_model("llama")
+    with pytest.raises(TypeError, match="bakend is no option of a KVCache"):
+        VMemCache(model, bakend="host")
+    with pytest.raises(TypeError, match="overlap must be True or False"):
+        VMemCache(model, overlap=1)
+    with pytest.raises(TypeError, match="options must be KVCacheOptions"):
+        VMemCache(model, options={"overlap": False})
+    VMemCache(model, options=KVCacheOptions(overlap=False)).close()
+    with pytest.raises(TypeError, match="model must be a model of transformers, not LlamaConfig"):
+        DecodeGraphs(model.config)
