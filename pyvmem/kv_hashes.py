@@ -176,7 +176,7 @@ class BlockHashes:
         return self.cache._answer(rc) or int(tokens[0])
 
     def check_attach(self, hashes: Iterable[Hash]) -> int:
-        """Return what `attach` would return now for a slot that need not be allocated yet. Changes nothing."""
+        """Return what `attach` would return now: tokens, or -1. The slot need not be allocated yet. Changes nothing."""
         tokens, short = self._look(hashes)
         return -1 if short else tokens
 

@@ -68,23 +68,21 @@ def requests_of(load: Any) -> Any:
                 tokens(rng.integers(low, high + 1))  # fmt: skip
             made.append((prompt, int(rng.integers(load["output"][0], load["output"][1] + 1))))
         return made
-    from pyvmem.traces import read_trace
+    from pyvmem.traces import HASHED_TOKENS, read_trace
 
-    trace = read_trace(load["path"])
+    trace = read_trace(load["path"]).head(load["batch"])
     most = load.get("most_output", 1000)
-    if kind == "mooncake":  # equal hash ids are equal blocks of 512 tokens
-        with open(load["path"], encoding="utf-8") as file:
-            rows = [json.loads(line) for _, line in zip(range(load["batch"]), file)]
-        made = []
-        for row in rows:
-            prompt = [t for h in row["hash_ids"]
-                      for t in np.random.default_rng(h).integers(10, vocabulary, 512).tolist()]  # fmt: skip
-            prompt = prompt[: max(1, min(row["input_length"], longest - most))]
-            made.append((prompt, max(1, min(row["output_length"], most))))
-        return made
-    n = min(load["batch"], len(trace))
-    return [(tokens(max(1, min(p, longest - most))), int(max(1, min(o, most))))
-            for p, o in zip(trace.prompt[:n], trace.output[:n])]  # fmt: skip
+    prompts, outputs = (np.clip(n, 1, m).tolist() for n, m in ((trace.prompt, longest - most), (trace.output, most)))
+    if kind == "trace":
+        return [(tokens(prompt), output) for prompt, output in zip(prompts, outputs)]
+    if trace.hash_ids is None:
+        raise ValueError(f"{trace.name} has no hash_ids in each request, as Mooncake's trace has")
+
+    def block(name: int) -> Any:  # equal hash ids are equal blocks
+        return np.random.default_rng(name).integers(10, vocabulary, HASHED_TOKENS).tolist()
+
+    hashed = [[token for name in names for token in block(name)] for names in trace.hash_ids]
+    return [(tokens_of[:prompt], output) for tokens_of, prompt, output in zip(hashed, prompts, outputs)]
 
 
 class Sampler:

@@ -45,6 +45,13 @@ def test_mooncakes_hash_ids_are_the_prompts_blocks(tmp_path):
     assert (len(first), five, len(second), seven) == (1100, 5, 900, 7)
     assert first[:900] == second
     assert first[512:1024] != first[:512]
+    path.write_text(json.dumps(rows[0]) + "\n\n" + json.dumps({**rows[1], "hash_ids": None}))
+    with pytest.raises(ValueError, match="hash_ids"):
+        vllm_engine.requests_of(load)
+    del rows[1]["hash_ids"]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="trace.jsonl has no hash_ids in each request"):
+        vllm_engine.requests_of(load)
 
 
 def test_kvcacheds_workload_has_its_parameters():
