@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pyvmem.attention import Batch
-from pyvmem.errors import OutOfMemory, VmemError
+from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.kv_pool import KVPool
 from pyvmem.transformers import spares
@@ -542,16 +542,9 @@ class Rows:
         if self.kv is None or self._swapped:
             return
         _wait(self.device)
-        done = []
-        try:
-            for slot in np.flatnonzero(self._lengths).tolist():
-                self.kv.swap_out(slot)
-                done.append(slot)
-        except VmemError:
-            for slot in done:
-                self.kv.swap_in(slot)
-            raise
-        self._swapped = True
+        self._swapped = True  # before the first: if CPU memory runs out, `swap_in` moves back those that were moved
+        for slot in np.flatnonzero(self._lengths).tolist():
+            self.kv.swap_out(slot)
 
     def swap_in(self) -> None:
         """Move the rows back from CPU memory."""

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from generations import generate, make_cache, reference, single_thread  # noqa: E402, F401
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
-from pyvmem import KVCacheOptions  # noqa: E402
+from pyvmem import KVCache, KVCacheOptions  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 
 
@@ -112,3 +112,29 @@ def test_what_a_cache_or_graphs_cannot_be_made_with_is_named_at_once():
     VMemCache(model, options=KVCacheOptions(overlap=False)).close()
     with pytest.raises(TypeError, match="model must be a model of transformers, not LlamaConfig"):
         DecodeGraphs(model.config)
+
+
+def test_an_offload_without_cpu_memory_leaves_the_cache_usable(make, device, monkeypatch):
+    """Some of the sequences were moved by then."""
+    model, ids = tiny_model("llama", device=device), prompts(3, device=device)
+    cache, other = make(model), make(model)
+    allocate, calls = KVCache._swap_memory, []
+
+    def allocate_once(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("no pinned memory")
+        return allocate(self, *args)
+
+    with torch.no_grad():
+        for each in (cache, other):
+            model(ids, past_key_values=each)
+        monkeypatch.setattr(KVCache, "_swap_memory", allocate_once)
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            cache.offload()
+        assert [cache.kv.slot(slot).state for slot in range(3)] == ["swapped", "active", "active"]
+        again = model(ids[:, :1], past_key_values=cache).logits
+        assert torch.equal(again, model(ids[:, :1], past_key_values=other).logits)
+        cache.offload()
+        cache.prefetch()
+        assert [cache.kv.slot(slot).state for slot in range(3)] == ["active"] * 3
