@@ -227,6 +227,10 @@ class KVCache(KVAdmission, KVSharing):
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
 
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<pyvmem.KVCache {self.slots} slots of {self.max_tokens} tokens on {self.context.backend}{state}>"
+
     def layout(self, tensor: SupportsIndex) -> tuple[int, int, int, int]:
         """Return (address, bytes, slot stride in bytes, rows per slot) of tensor number `tensor`.
 

@@ -87,6 +87,12 @@ def test_a_cache_without_sharing_refuses_it(backend):
         assert cache.sharing == (backend != "cuda")
 
 
+def test_a_cache_says_what_it_is():
+    with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
+        assert repr(cache) == "<pyvmem.KVCache 4 slots of 100 tokens on host>"
+    assert repr(cache) == "<pyvmem.KVCache 4 slots of 100 tokens on host, closed>"
+
+
 def test_every_option_is_documented():
     text = inspect.getdoc(KVCacheOptions)
     for field in dataclasses.fields(KVCacheOptions):
