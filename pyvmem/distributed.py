@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pyvmem._checks import elements, uint
+from pyvmem._checks import elements, shown, uint
 from pyvmem.distributed_pledge import Pledge
 from pyvmem.errors import OutOfMemory, _error
-from pyvmem.kv_admission import Request
 from pyvmem.kv import KVCache, Lengths, Prefix
+from pyvmem.kv_admission import Request
 
 if TYPE_CHECKING:
     from pyvmem.distributed_hashes import TensorParallelBlockHashes
@@ -88,14 +88,16 @@ class TensorParallelKVCache:
 
     Raises
     ------
-    ValueError
-        The cache was created without ``same_slots``.
+    ValueError, TypeError
+        The cache was created without ``same_slots``, or is none.
     RuntimeError
         The ranks' caches differ, or the ranks make different calls. Or a rank has ended or does not answer: then every
         further call but `close` raises the same.
     """
 
     def __init__(self, cache: KVCache, group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
         if not cache.same_slots:
             raise ValueError("cache must be created with same_slots=True: otherwise the ranks choose different slots")
         self.cache = cache

@@ -200,3 +200,14 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
         with pytest.raises(TypeError, match="labels must be a dict, not"):
             cache.metrics_prometheus(labels=[("model", "a")])
         assert cache.stats().active_slots == 1
+
+
+def test_a_cache_for_ranks_that_is_none_is_named():
+    """Before any rank is asked: there is no process group here."""
+    from pyvmem import TensorParallelKVCache
+
+    with pytest.raises(TypeError, match="cache must be a KVCache, not 5"):
+        TensorParallelKVCache(5)
+    with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
+        with pytest.raises(ValueError, match="same_slots=True"):
+            TensorParallelKVCache(cache)
