@@ -372,8 +372,8 @@ class Again:
 
     def __call__(self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, batch: Batch,
                  softmax_scale: float | None, window: int, softcap: float) -> torch.Tensor:  # fmt: skip
-        like = (batch, q.shape, q.stride(), q.dtype, k_new.shape, k_new.stride(), k_new.dtype, v_new.stride(),
-                softmax_scale, window, softcap)  # fmt: skip
+        like = (batch, q.shape, q.stride(), q.dtype, k_new.shape, k_new.stride(), k_new.dtype, v_new.shape,
+                v_new.stride(), v_new.dtype, softmax_scale, window, softcap)  # fmt: skip
         if self._launch is not None and like == self._like:
             out = torch.empty(self._shape, dtype=q.dtype, device=self._device)
             if self._launch(q.data_ptr(), out.data_ptr(), k_new.data_ptr(), v_new.data_ptr()):

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
 from tiny_models import prompts, tiny_model  # noqa: E402
 
-from pyvmem.attention import Batch, table  # noqa: E402
+from pyvmem.attention import Again, Batch, decode, table  # noqa: E402
 from pyvmem.attention.sdpa import SDPA  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -95,6 +95,32 @@ def test_a_cache_that_is_cropped_and_used_again(make, kernel):
     assert batch.lengths.tolist() == batch.lengths_t.tolist() == [24] * 3
     cache.reset()
     assert generate(model, prompts()[:2], cache, "vmem").tolist() == first[:2].tolist()
+
+
+@pytest.mark.parametrize("other", ["dtype", "shape"])
+def test_other_values_than_the_first_calls_are_seen(make, kernel, other):
+    """K alone is like the first call's: a launch by addresses would read V as something else."""
+    model = tiny_model("llama")
+    cache = make(model, max_tokens=64)
+    generate(model, prompts(), cache, "vmem")
+    batch = Batch(cache.kv, [0, 2], [18, 7], check=False)
+    k, v = layer = cache.layers[0].kv()
+    q = torch.randn(2, k.shape[2], 1, k.shape[3])
+    rows = torch.randn(2, *k.shape[2:])[:, :, None]
+    again, most = Again(cache.kv, layer), k.shape[2]
+    again(q, rows, rows, batch, None, 0, 0.0)
+    again(q, rows, rows, batch, None, 0, 0.0)
+    assert kernel.repeated > 0
+    before = kernel.repeated
+    if other == "dtype":
+        with pytest.raises(ValueError, match="new: V .* of torch.float64"):
+            again(q, rows, rows.double(), batch, None, 0, 0.0)
+    else:
+        with pytest.raises(ValueError, match="new: V "):
+            again(q, rows, rows[:, : most - 1], batch, None, 0, 0.0)
+    assert kernel.repeated == before
+    out = again(q, rows, rows, batch, None, 0, 0.0)
+    assert torch.equal(out[:, 0], decode(q[:, :, 0], cache.kv, layer, batch))
 
 
 def test_a_batch_advances_to_its_limit(make):
