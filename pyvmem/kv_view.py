@@ -7,6 +7,7 @@ temporary files.
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -61,10 +62,11 @@ def _dead(path: Path) -> bool:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the views of processes that have ended."""
+    """Remove the views of processes that have ended. In a folder that is read-only now, they stay."""
     for path in folder.glob("*.kv"):
         if _dead(path):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def new_view_path() -> str | None:

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import json
 import math
 import os
@@ -71,6 +72,19 @@ def test_a_dead_process_leaves_no_view(folder):
     assert len(list(folder.iterdir())) == 1
     assert kv_view.read_views() == []
     assert list(folder.iterdir()) == []
+
+
+def test_a_dead_view_that_cannot_be_removed_harms_nobody(monkeypatch, folder):
+    """As in a folder that has become read-only."""
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    folder.mkdir(mode=0o700)
+    (folder / f"{10**30}-1-0.kv").symlink_to("/proc/1/fd/99999")
+    monkeypatch.setattr(type(folder), "unlink", refuse)
+    with make("alive"):
+        assert [v.name for v in kv_view.read_views()] == ["alive"]
 
 
 def test_a_file_that_is_no_view_is_passed_over(folder):
