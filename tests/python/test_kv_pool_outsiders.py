@@ -3,9 +3,11 @@
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import errno
 import fcntl
 import os
+import resource
 import signal
 import struct
 
@@ -117,6 +119,53 @@ def test_a_budget_that_somebody_else_wrote_is_not_believed(tmp_path):
         os.pwrite(file.fileno(), before, BUDGET)
         assert pool.budget == 8 * MIB
         verify(cache, mine)
+
+
+def test_a_member_that_cannot_write_takes_no_budget(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with Child(path) as child, make(pool) as cache:
+        assert child.ask("load 2") == "2"
+        resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        theirs = int(child.ask("load 6"))
+        mine = load(cache, 10, pool)
+        assert 2 <= theirs and (theirs + len(mine)) * 4 * MIB <= 40 * MIB
+        assert child.ask("verify") == str(theirs)
+        verify(cache, mine)
+        free(cache, mine)
+        resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert int(child.ask(f"load {8 - theirs}")) == 8
+
+
+@contextlib.contextmanager
+def no_writes():
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(VmemError, match="the table cannot be written"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_a_row_that_cannot_be_written_is_an_error_that_changes_nothing(tmp_path, monkeypatch):
+    pool, join = KVPool(40 * MIB, path=tmp_path / "pool"), KVPool._join
+
+    def fails_to_join(*args):
+        with no_writes():
+            join(*args)
+        raise InterruptedError
+
+    with make(pool) as cache:
+        monkeypatch.setattr(KVPool, "_join", fails_to_join)
+        with pytest.raises(InterruptedError):
+            make(pool, "late", pool_min=4 * MIB)
+        monkeypatch.undo()
+        with no_writes():
+            pool.set_share(cache, 4 * MIB, 8 * MIB)
+        with make(pool, "late", pool_min=4 * MIB):
+            assert sorted(m.name for m in pool.members()) == ["kv", "late"]
+            assert (member(pool, "kv").min, member(pool, "kv").max) == (0, 40 * MIB)
 
 
 def test_a_count_at_its_end_makes_nobody_invisible(tmp_path):

@@ -88,12 +88,11 @@ bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
         // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
         const uint64_t spare = KV_MIN(kv_floor_pages(kv_less(room, kv_needs_of_others(pool, m)), kv), most - pages);
         const uint64_t more = KV_MIN(kv_floor_pages(room, kv), KV_MAX(spare, kv_less(least, pages)));
-        if (more) {
-            pages += more;
-            m->row.has += more << kv->page_shift;
-            m->changed = true;
-        }
+        const uint64_t before = m->row.has;
+        m->row.has += more << kv->page_shift;
+        m->changed |= more != 0;
         vmem__kv_share_end(pool, false);
+        pages += kv_floor_pages(kv_less(m->row.has, before), kv);
         vmem__kv_pool_note(pool);
     }
     kv->budget_pages += pages;
@@ -173,6 +172,7 @@ int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uin
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;
+    const uint64_t min_before = m->row.min, max_before = m->row.max;
     rc = vmem__kv_pool_check(pool, m->place, min, &max);
     if (!rc) {
         m->row.min = min;
@@ -180,6 +180,11 @@ int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uin
         m->changed = true;
     }
     vmem__kv_share_end(pool, false);
+    if (!rc && m->changed) {
+        m->row.min = min_before;
+        m->row.max = max_before;
+        rc = vmem__kv_share_unwritten(pool);
+    }
     vmem__kv_pool_note(pool);
     kv_ring(pool);
     return rc;
@@ -490,6 +495,9 @@ static bool decide(vmem_kv_pool *pool)
     for (struct kv_member *m = pool->members; m; m = m->next)
         judge(pool, m);
     vmem__kv_share_end(pool, head);
+    for (struct kv_member *m = pool->members; m; m = m->next)
+        if (m->changed && m->row.needs) // no other member can read the question
+            refuse(m, VMEM_KV_FILE_DAMAGED);
     vmem__kv_pool_note(pool);
     return again;
 }

@@ -255,6 +255,11 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
         vmem__kv_share_bury(pool);
         rc = enter_table(pool, m, &head);
         vmem__kv_share_end(pool, head && !rc);
+        if (!rc && m->changed) {
+            pool->members = m->next;
+            vmem__kv_share_give(pool, m->place, true);
+            rc = vmem__kv_share_unwritten(pool);
+        }
         vmem__kv_pool_note(pool);
     }
     if (!rc) {

@@ -126,8 +126,10 @@ void vmem__kv_share_close(vmem_kv_pool *pool);
 int vmem__kv_share_begin(vmem_kv_pool *pool);
 // The same, but tries for so long. Meanwhile, others have the pool's lock.
 int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us);
-// Writes the head, if it changed, and members' rows that changed, and unlocks the file.
+// Writes the head, if it changed, and members' rows that changed, and unlocks the file. A member whose row could not be
+// written stays `changed`, and has no more budget than the last row that was.
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head);
+int vmem__kv_share_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
 int vmem__kv_share_take(vmem_kv_pool *pool, uint32_t place);
 void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place, bool damaged);

@@ -112,21 +112,40 @@ int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us)
     return vmem__error(rc, "path %s: %s", pool->path, why);
 }
 
+// Others may take the budget of a row that they cannot read, so the member gives up what it took since the last one.
+static void take_back(struct kv_member *m)
+{
+    const uint64_t more = kv_less(m->row.has, m->written.has), granted = KV_MIN(more, m->granted);
+    m->row.has -= more;
+    m->granted -= granted;
+    m->row.needs = kv_add(m->row.needs, granted);
+}
+
 void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
 {
-    // A write may fail because the file system is full or the file is gone. The others then see the previous table.
+    // A write may fail, as where the file system is full. The others then see the previous table.
     if (head && pool->fd >= 0)
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct kv_member *m = pool->members; m; m = m->next) {
         pool->table.rows[m->place] = m->row;
-        if (m->changed && (pool->fd < 0 || write_row(pool, m->place))) {
-            m->written = m->row;
-            m->written_at = kv_now();
-            m->changed = false;
+        if (!m->changed)
+            continue;
+        if (pool->fd >= 0 && !write_row(pool, m->place)) {
+            take_back(m);
+            pool->table.rows[m->place] = m->row;
+            continue;
         }
+        m->written = m->row;
+        m->written_at = kv_now();
+        m->changed = false;
     }
     if (pool->fd >= 0)
         unlock_table(pool->fd);
+}
+
+int vmem__kv_share_unwritten(const vmem_kv_pool *pool)
+{
+    return vmem__error(-EBADMSG, "path %s: the table cannot be written", pool->path);
 }
 
 int vmem__kv_share_take(vmem_kv_pool *pool, uint32_t place)
