@@ -107,16 +107,11 @@ class KVPool(_Owned):
         return int(self._info().free)
 
     def members(self) -> list[PoolMember]:
-        """Every `PoolMember`, of all processes."""
-        found = []
-        for place in range(lib.VMEM_KV_POOL_MEMBERS):
-            raw = structure("vmem_kv_pool_member")
-            rc = lib.vmem_kv_pool_get_member(self._use(), place, raw)
-            if rc == -errno.ENOENT:
-                continue
-            _check(rc)
-            found.append(pool_member(raw))
-        return found
+        """Every `PoolMember`, of all processes, as they are at one moment."""
+        raw = [structure("vmem_kv_pool_member") for _ in range(lib.VMEM_KV_POOL_MEMBERS)]
+        found = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_pool_get_members(self._use(), ffi.new("struct vmem_kv_pool_member *[]", raw), found))
+        return [pool_member(member) for member in raw[: found[0]]]
 
     def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
         """Change a member's minimum and maximum, in bytes.

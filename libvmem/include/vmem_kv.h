@@ -564,6 +564,9 @@ struct vmem_kv_pool_info {
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
 // Describes the member in that place, which is below VMEM_KV_POOL_MEMBERS. -ENOENT: there is none.
 int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_pool_member *out);
+// Describes all members, as they are at one moment. out: VMEM_KV_POOL_MEMBERS pointers to structures, of which the first
+// *found are filled.
+int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found);
 
 // ---- what other processes see -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import os
 import signal
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,6 +27,21 @@ def folder(tmp_path, monkeypatch):
 
 
 # ---- one process --------------------------------------------------------------------------------------------------
+
+
+def test_the_members_are_described_as_of_one_moment():
+    pool = KVPool(40 * MIB)
+    with make(pool, "a") as a, make(pool, "b") as b, ThreadPoolExecutor() as threads:
+
+        def exchange():
+            for _ in range(100):
+                for cache in (a, b):
+                    free(cache, load(cache, 8, pool))
+
+        work = threads.submit(exchange)
+        while not work.done():
+            assert sum(m.has for m in pool.members()) <= 40 * MIB
+        work.result()
 
 
 @pytest.mark.parametrize("overlap", [True, False])

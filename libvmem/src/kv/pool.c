@@ -495,3 +495,25 @@ int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_p
     show(&r, &m);
     return vmem__struct_give(out, &m, sizeof m, "out");
 }
+
+int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)
+{
+    struct kv_pool_row rows[VMEM_KV_POOL_MEMBERS];
+    struct vmem_kv_pool_member m;
+    if (!out || !found)
+        return vmem__error(-EINVAL, "out and found must not be NULL");
+    int rc = refresh(pool);
+    if (rc)
+        return rc;
+    memcpy(rows, pool->table.rows, sizeof rows);
+    pthread_mutex_unlock(&pool->lock);
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && !rc; i++) {
+        if (!rows[i].number)
+            continue;
+        show(&rows[i], &m);
+        rc = vmem__struct_give(out[n++], &m, sizeof m, "out");
+    }
+    *found = rc ? 0 : n;
+    return rc;
+}
