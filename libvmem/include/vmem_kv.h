@@ -530,11 +530,10 @@ enum vmem_kv_refusal {
     VMEM_KV_AT_MINIMUM,   // the others have only their minimums
     VMEM_KV_IN_USE,       // requests of the others need the rest
     VMEM_KV_NO_MEMORY,    // the device has too little memory
-    VMEM_KV_FILE_DAMAGED, // somebody truncated or overwrote the pool's file: budgets no longer move
+    VMEM_KV_FILE_DAMAGED, // the pool's file was truncated or overwritten, or cannot be written
     VMEM_KV_NO_ANSWER,    // another process has not answered for two seconds: it is stopped, or hangs
 };
-// Waits at most `ms` until the member's last request is answered. *answer (NULL is allowed) receives an enum
-// vmem_kv_answer.
+// Waits at most `ms` until the member's last request is answered. *answer, or NULL: an enum vmem_kv_answer.
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *answer);
 
 struct vmem_kv_pool_member {
@@ -564,8 +563,7 @@ struct vmem_kv_pool_info {
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
 // Describes the member in that place, which is below VMEM_KV_POOL_MEMBERS. -ENOENT: there is none.
 int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_pool_member *out);
-// Describes all members, as they are at one moment. out: VMEM_KV_POOL_MEMBERS pointers to structures, of which the first
-// *found are filled.
+// Describes all members at one moment. out: VMEM_KV_POOL_MEMBERS structures, of which the first *found are filled.
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found);
 
 // ---- what other processes see -------------------------------------------------------------------------------
@@ -581,8 +579,7 @@ struct vmem_kv_view {
     int32_t device;
     uint32_t reserved;
     // Written by other processes: bytes; 0: none. The next check adopts it, or (not with SAME_SLOTS) the cache does
-    // after the next step. A pool's member and an idle cache adopt it without a call. For a pool's member it is the
-    // maximum.
+    // after the next step. An idle cache, and a pool's member as its maximum, adopt it without a call.
     uint64_t wanted_budget;
     uint64_t memory_total; // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
@@ -593,8 +590,7 @@ struct vmem_kv_view {
     char pool_path[256];             // where its file is, if it has one; or the end of the path
 };
 // Makes path a link to memory of this process (mode 0600) that holds a struct vmem_kv_view, and updates it at every step
-// and change without system calls. Other processes open the path and read; nobody can truncate it. vmem_kv_destroy
-// removes the link.
+// and change without system calls. Others open the path and read. vmem_kv_destroy removes the link.
 int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name);
 
 #ifdef __cplusplus
