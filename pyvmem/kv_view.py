@@ -168,14 +168,15 @@ class View:
     pool_path: str = ""
 
 
-def _read(path: str | os.PathLike[str]) -> Any:
-    """A copy of the structure in a file of this user, or None.
+def _read(path: str | os.PathLike[str], wanted_budget: int | None = None) -> Any:
+    """A copy of the structure in a file of this user, or None. If it is there, a `wanted_budget` is written to it.
 
     The path is a link to the memory of the process that has the cache, which nobody can truncate. Whatever else is
     there is copied, not mapped: a file that becomes shorter cannot harm a reader.
     """
     size = ffi.sizeof("struct vmem_kv_view")
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.O_RDONLY if wanted_budget is None else os.O_RDWR
+    file = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
@@ -191,6 +192,8 @@ def _read(path: str | os.PathLike[str]) -> Any:
             again = os.pread(file, 8, _offset("sequence"))
             if view.sequence % 2 == 0 and int.from_bytes(again, sys.byteorder) == view.sequence:
                 break
+        if wanted_budget is not None:  # to the file that was read: the path may lead to another one by now
+            os.pwrite(file, wanted_budget.to_bytes(8, sys.byteorder), _offset("wanted_budget"))
         return view
     finally:
         os.close(file)
@@ -259,14 +262,8 @@ def want_budget(view: View, bytes: int) -> None:
 
     A member of a pool adopts it as its maximum, without a step. Raises ValueError as `check_budget`.
     """
-    bytes = check_budget(view, bytes)
-    if _read(view.path) is None:
+    if _read(view.path, check_budget(view, bytes)) is None:
         raise ValueError(f"{view.path} must be a view")
-    file = os.open(view.path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.pwrite(file, bytes.to_bytes(8, sys.byteorder), _offset("wanted_budget"))
-    finally:
-        os.close(file)
 
 
 def budget_answer(view: View, bytes: int, seconds: float) -> str:

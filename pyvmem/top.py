@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -131,7 +132,8 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     """Run the command; returns the exit status."""
     wanted = [limit for text in args.limit for limit in _limit(text)]  # all are looked at before one is asked
     for view, size in wanted:
-        want_budget(view, size)
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
+            want_budget(view, size)
     for view, size in wanted:
         print(f"{view.pid} {view.name}: {budget_answer(view, size, args.wait)}", file=sys.stderr)
     if args.json:

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -154,6 +155,41 @@ def test_a_budget_below_what_requests_hold_says_so(capsys):
         answer = kv_view.budget_answer(view, MIB, 60)
         assert answer == f"applied: 1 MiB; requests hold {held - 1} MiB more until they end"
     assert kv_view.budget_answer(view, MIB, 0).startswith("gone")
+
+
+def test_a_cache_that_is_closed_meanwhile_is_gone(monkeypatch, capsys):
+    """Between the look at all the limits and the first request."""
+    with make("alive", idle_seconds=0.01), contextlib.ExitStack() as stack:
+        closed = stack.enter_context(make("closed"))
+
+        def want(view, size):
+            closed.close()
+            kv_view.want_budget(view, size)
+
+        monkeypatch.setattr("pyvmem.top.want_budget", want)
+        run_top("--limit", "closed=16M", "--limit", "alive=16M", "--wait", "60")
+        said = capsys.readouterr().err
+        assert "closed: gone: " in said and "alive: applied: 16 MiB" in said
+
+
+def test_a_request_reaches_no_other_file(monkeypatch, tmp_path):
+    """A cache that is closed gives its descriptor's number back, and the process may open a file of its own with it."""
+    other = tmp_path / "other"
+    other.write_bytes(bytes(100000))
+    with make():
+        (view,) = kv_view.read_views()
+        opened = os.open
+
+        def open_and_replace(path, *how):
+            file = opened(path, *how)
+            view.path.unlink(missing_ok=True)
+            view.path.symlink_to(other)
+            return file
+
+        monkeypatch.setattr(os, "open", open_and_replace)
+        kv_view.want_budget(view, 16 * MIB)
+        assert other.read_bytes() == bytes(100000)
+        assert kv_view.read_views() == []
 
 
 def test_a_budget_that_takes_long_to_adopt_is_deferred():
