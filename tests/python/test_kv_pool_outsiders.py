@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import struct
+import threading
 
 import pytest
 from kv_caches import run_top
@@ -243,6 +244,28 @@ def test_a_pool_that_cannot_begin_leaves_no_file(tmp_path):
         KVPool(1 << 20, path={str(tmp_path / "pool")!r}).close()
     """
     assert python(code).stdout.split() == [str(errno.EMFILE)] * 2 + ["[]"]
+
+
+def test_a_child_forked_while_a_pool_is_closed_does_not_keep_it(tmp_path):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    children = []
+    with open(path, "r+b") as file:
+        lock(file, fcntl.F_WRLCK)  # the pool waits for it before it closes the file
+        closing = threading.Thread(target=pool.close)
+        closing.start()
+        while closing.is_alive():
+            children.append(os.fork())
+            if not children[-1]:
+                signal.pause()
+        closing.join()
+        lock(file, fcntl.F_UNLCK)
+    try:
+        KVPool(20 * MIB, path=path).close()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 # ---- limits from pyvmem top -----------------------------------------------------------------------------------------

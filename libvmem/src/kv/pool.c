@@ -38,6 +38,7 @@ static void in_child(void)
 
 static void handle_forks(void) { pthread_atfork(before_fork, after_fork, in_child); }
 
+// A pool that leaves the list closes its file: in between, a child would keep it.
 static void list_pool(vmem_kv_pool *pool, bool listed)
 {
     pthread_once(&once, handle_forks);
@@ -51,6 +52,8 @@ static void list_pool(vmem_kv_pool *pool, bool listed)
             *at = pool->next;
             break;
         }
+    if (!listed)
+        vmem__kv_share_close(pool);
     pthread_mutex_unlock(&list_lock);
 }
 
@@ -64,7 +67,6 @@ static void end_pool(vmem_kv_pool *pool)
         kv_ring(pool);
         pthread_join(pool->thread, NULL);
     }
-    list_pool(pool, false);
     if (pool->budget && ours) {
         pthread_mutex_lock(&pool->lock);
         if (!vmem__kv_share_wait(pool, KV_POOL_WAIT_US)) {
@@ -73,7 +75,7 @@ static void end_pool(vmem_kv_pool *pool)
         }
         pthread_mutex_unlock(&pool->lock);
     }
-    vmem__kv_share_close(pool);
+    list_pool(pool, false);
     if (pool->bell >= 0)
         close(pool->bell);
     pthread_mutex_destroy(&pool->lock);
