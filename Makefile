@@ -24,7 +24,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .DEFAULT_GOAL := all
 .PHONY: all help lib install venv bench lint format wheel clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
-.PHONY: test-gpu-c test-gpu-python
+.PHONY: test-gpu-c test-gpu-python test-transformers-releases
 .PHONY: test-vllm test-vllm-alone test-vllm-together
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
@@ -85,6 +85,14 @@ test-tsan: ## C tests under the thread sanitizer
 test-python: lib venv ## Python tests, on every backend that works on this machine
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
 	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
+
+TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0
+test-transformers-releases: venv ## The cache of generate() with every supported release of transformers (12 minutes)
+	$(Q)for release in $(TRANSFORMERS_RELEASES); do \
+	    folder=build/transformers/$$release; echo "transformers $$release"; \
+	    [ -d $$folder ] || $(PY) -m pip install -q --no-deps --target $$folder transformers==$$release || exit 1; \
+	    VMEM_TRANSFORMERS_FORCE=1 PYTHONPATH=$$folder $(PY) -m pytest -q -n 2 tests/python/test_transformers*.py || exit 1; \
+	done
 
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
 	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu ../../build/fakegpu/libcuda.so.1

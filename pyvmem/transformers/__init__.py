@@ -8,18 +8,27 @@ SPDX-License-Identifier: MIT
 
 import os as _os
 
+# The layers follow transformers' own closely, and those change within a major version, for example in 5.19 and 5.23.
+_FIRST, _LAST = "5.17", "5.23"
+
 try:
     import transformers as _transformers
 except ImportError as error:
-    raise ImportError("pyvmem.transformers needs transformers 5.17 (pip install 'pyvmem[transformers]')") from error
-
-# The layers follow transformers' own closely, and those change within a major version, for example in 5.23.
-_TRIED = "5.17"
-if not f"{_transformers.__version__}.".startswith(f"{_TRIED}.") and not _os.environ.get("VMEM_TRANSFORMERS_FORCE"):
     raise ImportError(
-        f"pyvmem.transformers is tested with transformers {_TRIED}, not {_transformers.__version__}: "
-        f"pip install 'transformers=={_TRIED}.*', or set VMEM_TRANSFORMERS_FORCE=1 to try it anyway"
-    )
+        f"pyvmem.transformers needs transformers {_FIRST} to {_LAST} (pip install 'pyvmem[transformers]')"
+    ) from error
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")[:2]]
+
+
+if not _release(_FIRST) <= _release(_transformers.__version__) <= _release(_LAST):
+    if not _os.environ.get("VMEM_TRANSFORMERS_FORCE"):
+        raise ImportError(
+            f"pyvmem.transformers is tested with transformers {_FIRST} to {_LAST}, not {_transformers.__version__}: "
+            f"pip install 'transformers=={_LAST}.*', or set VMEM_TRANSFORMERS_FORCE=1 to try it anyway"
+        )
 
 from pyvmem.transformers.attention import register  # noqa: E402
 from pyvmem.transformers.cache import VMemCache  # noqa: E402

@@ -95,7 +95,9 @@ class VMemCache(Cache):
         if not isinstance(whole, PreTrainedConfig):
             raise TypeError(f"config must be a model of transformers or its configuration, not {type(config).__name__}")
         text: PreTrainedConfig = whole.get_text_config(decoder=True)
-        types, kwargs = get_layer_types_and_kwargs(text)
+        types, settings = get_layer_types_and_kwargs(text)
+        # One dictionary for all layers until transformers 5.18, then one for each.
+        each: list[dict[str, Any]] = settings if isinstance(settings, list) else [settings] * len(types)
         if max_tokens is None:
             max_tokens = min(getattr(text, "max_position_embeddings", None) or _LONGEST, _LONGEST)
         for name, value in (("max_tokens", max_tokens), ("slots", slots), ("budget", 1 if budget is None else budget)):
@@ -106,13 +108,14 @@ class VMemCache(Cache):
         ours = [kind for kind in types if kind in _FULL or kind in _SLIDING]
         if not ours:
             raise ValueError(f"the model has no layers with keys and values ({', '.join(sorted(set(types)))})")
-        window = int(kwargs.get("sliding_window") or 0)
-        states = {"number_of_states": kwargs["number_of_states"]} if "number_of_states" in kwargs else {}
-        self.rows = Rows([window if kind in _SLIDING else 0 for kind in ours], max_tokens, slots, budget, options)
+        windows = [int(kwargs.get("sliding_window") or 0) for kwargs in each]
+        with_rows = [0 if kind in _FULL else window for kind, window in zip(types, windows) if kind in ours]
+        self.rows = Rows(with_rows, max_tokens, slots, budget, options)
         layers: list[Any] = []
         index = 0
-        for kind in types:
-            extra = states if kind.startswith("hybrid") else {}
+        for kind, window, kwargs in zip(types, windows, each):
+            hybrid = kind.startswith("hybrid") and "number_of_states" in kwargs
+            extra = {"number_of_states": kwargs["number_of_states"]} if hybrid else {}
             if kind in _FULL:
                 layers.append(_FULL[kind](self.rows, index, text, **extra))
             elif kind in _SLIDING:
