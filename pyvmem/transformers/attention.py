@@ -54,6 +54,8 @@ def vmem_mask(
     None if the pattern is causal (with or without a window) and nothing is padded; the 2D padding mask if something is;
     for any other pattern, a 4D mask as sdpa takes it.
     """
+    if _beside_the_window(config, local_size):
+        allow_is_causal_skip = False
     if not allow_is_causal_skip or getattr(config, "attention_chunk_size", None):
         dense: torch.Tensor | None = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -63,6 +65,12 @@ def vmem_mask(
     if attention_mask is None or attention_mask.all():
         return None
     return attention_mask
+
+
+def _beside_the_window(config: PreTrainedConfig | None, local_size: int | None) -> bool:
+    """Whether a model's mask has all rows although its cache has only windows: Moshi's prompts see all of theirs."""
+    windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None)
+    return bool(windows) and local_size is None
 
 
 def vmem_attention(
@@ -92,6 +100,7 @@ def vmem_attention(
         return untraced
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
+    s_aux = kwargs.get("sinks") if s_aux is None else s_aux  # Inkling 2: one for each query
     handover = getattr(key, "vmem", None)
     if handover is not None and value is not handover.returned:
         _same_value(handover, value)
@@ -366,7 +375,8 @@ def _dense(
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
-        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
+        sinks = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks  # of a head, or of each of its queries
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], 3)
     weights = scores.float().softmax(-1).to(query.dtype)[..., : key.shape[2]]
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous()

@@ -13,6 +13,7 @@ from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheOptions  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
+from pyvmem.transformers.attention import vmem_attention  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3"])
@@ -138,3 +139,14 @@ def test_an_offload_without_cpu_memory_leaves_the_cache_usable(make, device, mon
         cache.offload()
         cache.prefetch()
         assert [cache.kv.slot(slot).state for slot in range(3)] == ["active"] * 3
+
+
+def test_sinks_of_each_query():
+    """As Inkling 2 of transformers 5.23 has them: ``[batch, heads, tokens, 1]``."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 5, 16) for _ in range(3))
+    sinks = torch.randn(2, 4, 5, 1)
+    out, _ = vmem_attention(torch.nn.Module(), q, k, v, None, scaling=0.25, sinks=sinks)
+    scores = (q @ k.transpose(2, 3) * 0.25).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    expected = torch.cat([scores, sinks], 3).softmax(3)[..., :-1] @ v
+    torch.testing.assert_close(out, expected.transpose(1, 2))

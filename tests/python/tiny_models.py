@@ -58,6 +58,7 @@ MODELS = {
     "falcon_h1": ("FalconH1", _MAMBA),  # both in one layer
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "phi": ("Phi", {}),
+    "moshi": ("Moshi", {"sliding_window": 8, "ffn_dim": 96}),  # windows in the cache, none in a prompt's mask
 }  # fmt: skip
 
 
