@@ -278,7 +278,7 @@ def budget_answer(view: View, bytes: int, seconds: float) -> str:
         except OSError:
             now = None
         if now is None:
-            return "gone: the process has ended"
+            return "gone: the cache was closed, or its process has ended"
         if now.answers != view.answers and now.answered == bytes:
             return _in_words(now, bytes)
         if time.monotonic() >= until:
