@@ -189,6 +189,11 @@ class VMemLayer(CacheLayerMixin):
     def _bind(self) -> None:
         """The views of the batch, ``[batch, heads, max_tokens, head_dim]``."""
         rows = self.rows
+        if rows.ragged and self.by_length:
+            raise ValueError(
+                f"layer {self.index} reads its rows as one tensor, as with attention sinks, but a layer before it has "
+                "left the padding out: use another attention than vmem for padded batches of this model"
+            )
         if rows.slots != list(range(rows.batch)) or rows.ragged:
             raise ValueError(
                 "the sequences of this cache have different lengths, or are not in the order of their slots, which "

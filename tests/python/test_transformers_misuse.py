@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from generations import generate, make_cache, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheOptions  # noqa: E402
@@ -150,3 +150,14 @@ def test_sinks_of_each_query():
     scores = (q @ k.transpose(2, 3) * 0.25).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     expected = torch.cat([scores, sinks], 3).softmax(3)[..., :-1] @ v
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_sinks_in_some_layers_only(make, device):
+    """As in MiMo-V2-Flash. The first layer runs by lengths, the second one needs the padding's rows."""
+    model, ids = tiny_model("gpt_oss", device=device), prompts(device=device)
+    model.model.layers[0].self_attn.sinks = None
+    got = generate(model, ids, make(model), "vmem")
+    theirs = generate(model, ids, transformers.DynamicCache(config=model.config), "vmem")
+    assert got.tolist() == theirs.tolist()
+    with pytest.raises(ValueError, match="layer 1 reads its rows as one tensor.*use another attention"):
+        generate(model, ids, make(model), "vmem", attention_mask=padding("left").to(device))
