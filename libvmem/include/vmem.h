@@ -37,8 +37,9 @@ extern "C" {
 #define VMEM_VERSION (VMEM_VERSION_MAJOR << 16 | VMEM_VERSION_MINOR << 8 | VMEM_VERSION_PATCH)
 
 // The VMEM_VERSION of the loaded library, which may differ from the header that the program was compiled with. Compare
-// it before using what a later version added. A major version may remove calls, a minor version adds some, and a patch
-// changes nothing in this header.
+// it before using what a later version added. A patch changes nothing in this header, and a minor version adds calls. What
+// may remove or change calls is a minor version before 1.0, and a major version from then on: the shared library's name
+// (libvmem.so.0.2) and the CMake package tell such versions apart.
 uint32_t vmem_version(void);
 
 // Page sizes. A backend supports some of them: struct vmem_info.page_sizes.
@@ -56,6 +57,9 @@ typedef struct vmem_context vmem_context;
 
 // Try a driver release that the stock backend's ABI table does not know.
 #define VMEM_OPT_UNKNOWN_DRIVER 0x1u
+// vmem_probe() only: also require what the choice by default requires. For "uvm", this is a self-test that has passed
+// here (pyvmem doctor --selftest).
+#define VMEM_OPT_BY_DEFAULT 0x2u
 
 struct vmem_options {
     uint32_t size;       // sizeof(struct vmem_options)
@@ -75,8 +79,9 @@ void vmem_context_destroy(vmem_context *ctx);
 // Makes long calls interruptible. vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after about every
 // 32 MiB of work, in the calling thread and with no lock held. If it returns a value other than 0, the call undoes its
 // work and returns -EINTR. The memory may return to the system a little later; until then it counts as overhead. The
-// function may call libvmem, but must not destroy the context. NULL removes it. Calls that give something back are
-// never interrupted.
+// function may call libvmem, but must not destroy the context. NULL removes it. When vmem_set_interrupt returns, no
+// other thread is inside the old function, unless an interrupt function of the context makes the call. Calls that give
+// something back are never interrupted.
 int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg);
 
 // Checks whether a context of this backend can be created: returns 0, or the error that prevents it, with the reason in
@@ -130,8 +135,8 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes);
 // Allocates device memory for at least `bytes` of pages in advance and keeps it, so that creating pages needs no driver
 // call. The memory counts as overhead until pages use it. 0 gives all unused memory back, as vmem_trim does.
 int vmem_prealloc(vmem_context *ctx, uint64_t bytes);
-// Returns unused device memory, including preallocated memory, to the system. If freed is not NULL, *freed receives the
-// bytes returned.
+// Returns unused device memory, including preallocated memory, to the system, and tries again to release what vmem_drop
+// or vmem_unreserve could not. If freed is not NULL, *freed receives the bytes returned.
 int vmem_trim(vmem_context *ctx, uint64_t *freed);
 
 // ---- address space ----------------------------------------------------------------------------------------
@@ -157,7 +162,7 @@ int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 // ---- physical pages ---------------------------------------------------------------------------------------
 
 // Zero-fills pages whose memory this context used before. (Memory fresh from the system is always zero.)
-#define VMEM_CREATE_ZERO 0x1u
+#define VMEM_CREATE_ZERO 0x1u // differs from every VMEM_MAP_* that vmem_commit takes too
 
 // Creates n pages of one size, physically consecutive where possible; all or none.
 int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages);
@@ -215,11 +220,13 @@ struct vmem_range {
 };
 
 // Backs every unbacked part of the ranges with new pages of one size, consecutive where possible. Backed parts stay as
-// they are. Each range is a multiple of page_size and lies in one reservation; ranges do not overlap. All or nothing.
-// Returns -EBUSY if another call is committing there, or if pages there are about to be released (vmem_drop). If bytes
-// is not NULL, *bytes receives the bytes newly backed. The pages belong to the addresses: a page is released when it is
-// no longer mapped anywhere, because it was unmapped or replaced or its reservation was freed.
-int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
+// they are. Each range is a multiple of page_size and lies in one reservation; unbacked parts of two ranges do not
+// overlap. All or nothing. The ranges belong to the call until it returns: another call that changes a part of them
+// returns -EBUSY, and so does this one if another call works there, or if pages there are about to be released
+// (vmem_drop). -EEXIST: a page there is smaller than page_size. flags: VMEM_CREATE_ZERO and VMEM_MAP_FINE, for the new
+// pages. If bytes is not NULL, *bytes receives the bytes newly backed. The pages belong to the addresses: a page is
+// released when it is no longer mapped anywhere, because it was unmapped or replaced or its reservation was freed.
+int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
                 uint64_t *bytes);
 // Releases every page mapped in the ranges, even if it is also mapped elsewhere. A range must not cut a page; unbacked
 // parts are skipped. If bytes is not NULL, *bytes receives the bytes of the ranges that were backed.

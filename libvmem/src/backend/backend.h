@@ -63,6 +63,8 @@ struct vmem__ops {
 
     // A cheap test whether open() can succeed. On failure, the vmem__error() text is the one fact that prevents it.
     int (*probe)(const struct vmem_options *opts);
+    // Optional (NULL: yes). Whether a context that names no backend may use this one; else the text says why not.
+    int (*by_default)(const struct vmem_options *opts);
     int (*open)(struct vmem__backend *b, const struct vmem_options *opts);
     // Everything is already freed, unless the process forked. Then this must free nothing that the parent still uses.
     void (*close)(struct vmem__backend *b, bool forked);
@@ -95,6 +97,13 @@ struct vmem__ops {
 
     int (*copy)(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
     int (*fill)(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
+
+    // Optional, together (NULL: work has ended when the call that gave it to the device returns). record() makes *event,
+    // unless there is one that has passed, and lets it pass when all work given to the CUDA stream before has ended.
+    // passed() returns 1 if it has, 0 if not, or an error.
+    int (*record)(struct vmem__backend *b, void *stream, void **event);
+    int (*passed)(struct vmem__backend *b, void *event);
+    void (*event_free)(struct vmem__backend *b, void *event);
 };
 
 // Best first; NULL at the end.

@@ -92,3 +92,43 @@ int vmem__gpu_move(struct vmem__backend *b, const struct vmem__run *from, const 
     free(ops);
     return rc;
 }
+
+int vmem__gpu_record(struct vmem__backend *b, void *stream, void **event)
+{
+    struct vmem__gpu *gpu = b->priv;
+    const struct vmem__libcuda *fn = &gpu->cuda.fn;
+    int result = CUDA_SUCCESS, rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    if (!*event)
+        result = fn->event_create(event, CU_EVENT_DISABLE_TIMING);
+    rc = result ? vmem__cuda_error(fn, result, "cuEventCreate")
+                : vmem__cuda_error(fn, fn->event_record(*event, stream), "cuEventRecord");
+    vmem__cuda_leave(&gpu->cuda);
+    return rc;
+}
+
+int vmem__gpu_passed(struct vmem__backend *b, void *event)
+{
+    struct vmem__gpu *gpu = b->priv;
+    int result, rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    result = gpu->cuda.fn.event_query(event);
+    vmem__cuda_leave(&gpu->cuda);
+    if (result == CUDA_ERROR_NOT_READY)
+        return 0;
+    return result ? vmem__cuda_error(&gpu->cuda.fn, result, "cuEventQuery") : 1;
+}
+
+void vmem__gpu_event_free(struct vmem__backend *b, void *event)
+{
+    struct vmem__gpu *gpu = b->priv;
+
+    if (vmem__cuda_enter(&gpu->cuda))
+        return;
+    gpu->cuda.fn.event_destroy(event);
+    vmem__cuda_leave(&gpu->cuda);
+}

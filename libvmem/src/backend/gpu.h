@@ -20,6 +20,9 @@ int vmem__gpu_copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size
 int vmem__gpu_fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
 void vmem__gpu_unreserve(struct vmem__backend *b, struct vmem__reservation *r);
 int vmem__gpu_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
+int vmem__gpu_record(struct vmem__backend *b, void *stream, void **event);
+int vmem__gpu_passed(struct vmem__backend *b, void *event);
+void vmem__gpu_event_free(struct vmem__backend *b, void *event);
 // Implements reserve(). Activates the segments of the first `ahead` bytes.
 int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint64_t ahead);
 // Implements zero(). alias_of returns an address at which the run's memory is mapped.

@@ -1,4 +1,4 @@
-// Shared by mapping, unmapping and release (map.c, unmap.c).
+// Shared by mapping, unmapping, release and commit (map.c, unmap.c, commit.c).
 //
 // Each of these calls first checks all elements, marks what they touch and collects the runs. Then it calls the
 // backend. Finally it writes the result into the shadow and the pages' lists, or removes the marks.
@@ -17,6 +17,7 @@ struct batch {
     uint32_t flags;
     struct vmem__run *runs;
     size_t n, cap;
+    size_t closed; // runs that no piece extends any more
     struct vmem__run few[BATCH_FEW];
     // Memory of pages that the batch has ended, with consecutive pages as one piece. The list runs through the pieces'
     // first granules (`next`, `granules`), so it takes no memory, and ending pages cannot fail.
@@ -35,6 +36,9 @@ int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const s
                     size_t *op);
 // Frees what batch_end_page() collected. Drops the lock for a while, so no part of the batch may be unfinished.
 void vmem__batch_give(struct batch *b);
+// map.c. Records that the backend has mapped a run, and removes its marks. A page may be in several runs; its first
+// granule is in the first of them.
+void vmem__commit_run(vmem_context *ctx, const struct vmem__run *run);
 // Ends a batch of n elements that failed at element i.
 int vmem__batch_fail(int rc, const char *what, size_t n, size_t i, size_t *bad);
 
@@ -44,7 +48,7 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                             struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
                             uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
 {
-    struct vmem__run *r = b->n ? &b->runs[b->n - 1] : NULL;
+    struct vmem__run *r = b->n > b->closed ? &b->runs[b->n - 1] : NULL;
     if (r && r->addr + r->length == addr && r->reservation == &s->b && r->arena == &a->b &&
         r->offset + r->length == offset &&
         (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset : !r->old_arena)) {
@@ -66,6 +70,14 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                                    .flags = b->flags,
                                    .op = op,
                                });
+}
+
+// Marks empty entries, where the batch is going to map.
+static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *entry, uint32_t granules)
+{
+    leaf->used += granules;
+    for (uint32_t u = 0; u < granules; u++)
+        entry[u] = ENTRY_PENDING | ENTRY_COMING | b->opid;
 }
 
 // Where the leaf of addr ends, but at most `end`.

@@ -1,172 +1,366 @@
-// Committing creates pages that belong to the addresses that they back. A commit first checks that so many pages may
-// exist. Then it finds holes in the shadow, a part at a time, and fills them with the public calls. These check again:
-// if another call came first, they fail, and the commit undoes everything. Until then, another commit must not treat
-// the filled addresses as backed.
+// Committing: pages that belong to the addresses that they back.
+//
+// A commit is a batch. It first marks every part of its ranges: the holes as addresses where a call maps, and the pages
+// between them as pages that a call works on. Then it creates pages for the holes, maps them and records the result. The
+// marks stay until the end, so that no other call changes a part of the ranges meanwhile, and nothing is lost if it
+// fails.
 //
 // SPDX-License-Identifier: MIT
-#include "core/core.h"
+#include "core/batch.h"
 
-#define PART 4096 // pages per part
 // Entries examined before the lock is dropped for other calls.
 #define LOOK 65536
+// Bytes that the backend maps before a check for an interrupt.
+#define MAP_PORTION (8 * VMEM__PORTION)
 
-// A vector that grows.
-struct pages {
-    vmem_page *items;
-    size_t n, room;
-};
-
-// The next place to examine.
-struct place {
+// Marked addresses of one range: all of them holes, or all of them backed.
+struct stretch {
+    struct vmem__reservation_rec *s;
+    uint64_t addr, length;
     size_t range;
-    uint64_t done; // bytes of the range before this place
+    bool hole;
 };
 
-static int make_room(struct pages *pages, size_t n)
+struct commit {
+    struct batch b;
+    const struct vmem_range *ranges;
+    size_t n;
+    size_t held; // ranges whose reservations cannot be freed
+    size_t at;   // the range at fault; n: none of them
+    uint64_t page_size;
+    struct stretch *stretches, few[16];
+    size_t n_stretches, room;
+    size_t looks;
+    vmem_page *pages, few_pages[16]; // for the holes, in order
+    size_t holes, created;           // pages: needed; created
+};
+
+// Gives other calls the lock now and then.
+static void looked(struct commit *c, size_t entries)
 {
-    if (pages->n + n > pages->room) {
-        const size_t room = 2 * pages->room > pages->n + n ? 2 * pages->room : pages->n + n;
-        vmem_page *items = realloc(pages->items, room * sizeof(*items));
-        if (!items)
-            return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", room);
-        pages->items = items;
-        pages->room = room;
+    c->looks += entries;
+    if (c->looks >= LOOK) {
+        c->looks = 0;
+        vmem__unlock(c->b.ctx);
+        vmem__lock(c->b.ctx);
+    }
+}
+
+// ---- checks -------------------------------------------------------------------------------------------------
+
+// Checks the ranges and keeps their reservations. *bytes: at most this much is missing.
+static int hold(struct commit *c, uint64_t *bytes)
+{
+    *bytes = 0;
+    for (; c->held < c->n; c->held++) {
+        const struct vmem_range *range = &c->ranges[c->held];
+        c->at = c->held;
+        int rc = vmem__check_range(c->b.ctx, range, c->page_size);
+        if (rc)
+            return rc;
+        vmem__reservation_find(c->b.ctx, range->addr)->inflight++;
+        *bytes += range->length < UINT64_MAX - *bytes ? range->length : UINT64_MAX - *bytes;
     }
     return 0;
 }
 
-int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule)
+// -ENOMEM if the holes exceed what may exist. Looks before anything is built: marks take memory, too.
+static int check_holes(struct commit *c)
 {
-    struct vmem__reservation_rec *s;
-    int rc = vmem__reservation_of(ctx, range->addr, range->length, &s);
-    if (!rc && (range->addr % granule || range->length % granule))
-        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %" PRIu64,
-                         range->addr, range->length, granule);
-    return rc;
-}
-
-static void enlist(vmem_context *ctx, struct vmem__commit *self)
-{
-    if (self->listed)
-        return;
-    self->listed = true;
-    self->next = ctx->commits;
-    ctx->commits = self;
-}
-
-static void delist(vmem_context *ctx, const struct vmem__commit *self)
-{
-    struct vmem__commit **link = &ctx->commits;
-    while (self->listed && *link != self)
-        link = &(*link)->next;
-    if (self->listed)
-        *link = self->next;
-}
-
-// Whether another, unfinished commit may have filled the address and may still undo that.
-static bool may_go(const vmem_context *ctx, const struct vmem__commit *self, uint64_t addr)
-{
-    for (const struct vmem__commit *c = ctx->commits; VMEM__UNLIKELY(c); c = c->next) {
-        for (size_t i = 0; c != self && i < c->n; i++) {
-            if (addr - c->ranges[i].addr < c->ranges[i].length)
-                return true;
-        }
-    }
-    return false;
-}
-
-// Finds up to `most` unbacked places from *at on. If ops is NULL, they are only counted. Also returns after LOOK
-// entries, with *at after the last one. The caller holds the lock.
-static int find_holes(vmem_context *ctx, const struct vmem__commit *self, uint64_t page_size, struct place *at,
-                      size_t most, size_t *found, struct vmem_map_op *ops)
-{
-    const size_t n = self->n;
-    size_t looks = 0;
-    for (; at->range < n; *at = (struct place){.range = at->range + 1}) {
-        const struct vmem_range *range = &self->ranges[at->range];
-        int rc = vmem__check_range(ctx, range, page_size);
-        if (rc)
-            return n > 1 ? vmem__error(rc, "ranges[%zu]: %s", at->range, vmem_last_error()) : rc;
+    vmem_context *ctx = c->b.ctx;
+    uint64_t holes = 0;
+    for (c->at = 0; c->at < c->n; c->at++) {
+        const struct vmem_range *range = &c->ranges[c->at];
         const struct vmem__reservation_rec *s = vmem__reservation_find(ctx, range->addr);
         const uint64_t end = range->addr + range->length;
-        for (uint64_t addr = range->addr + at->done; addr < end; addr += page_size, at->done += page_size) {
-            if (*found >= most || looks++ == LOOK)
-                return 0;
+        for (uint64_t addr = range->addr, next; addr < end; addr = next) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
-            uint64_t frame = leaf ? vmem__entry_frame(*vmem__entry_in(s, leaf, addr)) : 0;
-            if (!frame) {
-                if (ops)
-                    ops[*found].addr = addr;
-                ++*found;
-                continue;
-            }
-            const struct vmem__page *p = vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1);
-            if (p->doomed || may_go(ctx, self, addr))
-                return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call commits or releases there", addr);
-            if (p->granules * GRANULE < page_size)
-                return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64,
-                                   addr, page_size);
+            next = leaf ? addr + c->page_size : leaf_end(s, addr, end);
+            if (!leaf || !*vmem__entry_in(s, leaf, addr)) // where another call maps, mark() finds it
+                holes += (next - addr) / c->page_size;
+            int rc = holes ? vmem__check_room(ctx, c->page_size, holes) : 0;
+            if (rc)
+                return rc;
+            looked(c, 1);
         }
     }
     return 0;
 }
 
-// Counts the pages that the call needs. -ENOMEM as soon as they exceed what may exist.
-static int count_holes(vmem_context *ctx, const struct vmem__commit *self, uint64_t page_size, size_t *found)
+// ---- marks --------------------------------------------------------------------------------------------------
+
+// Marks the page that is mapped at an address, of whose entries one at least is not empty.
+static int mark_backed(struct commit *c, const uint64_t *entry, uint64_t addr)
 {
-    struct place at = {0};
+    const uint32_t granules = (uint32_t)(c->page_size >> GRANULE_SHIFT);
+    uint32_t u = 0;
+    while (!entry[u])
+        u++;
+    const uint64_t at = addr + u * GRANULE;
+    if (entry[u] & ENTRY_COMING)
+        return (uint32_t)entry[u] == c->b.opid
+                   ? vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in an earlier range, too", at)
+                   : vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call commits or maps there", at);
+    struct vmem__arena_rec *a;
+    struct vmem__page *p = entry_page(c->b.ctx, &entry[u], &a);
+    if (p->doomed || (p->opid && p->opid != c->b.opid))
+        return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call commits or releases there", at);
+    if (u || p->granules < granules)
+        return vmem__error(-EEXIST, "addr 0x%" PRIx64 " is backed by pages smaller than page_size %" PRIu64, at,
+                           c->page_size);
+    p->opid = c->b.opid;
+    return 0;
+}
+
+// Room for another stretch, before something is marked that needs it.
+static int make_room(struct commit *c)
+{
+    if (c->n_stretches < c->room)
+        return 0;
+    const size_t room = 8 * c->room;
+    const bool few = c->stretches == c->few;
+    struct stretch *grown = realloc(few ? NULL : c->stretches, room * sizeof *grown);
+    if (!grown)
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu stretches", room);
+    if (few)
+        memcpy(grown, c->few, sizeof c->few);
+    c->stretches = grown;
+    c->room = room;
+    return 0;
+}
+
+// Marks the places of `range` from addr to the end of their leaf. *addr: the first place that is left.
+static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, uint64_t *addr, uint64_t end)
+{
+    const uint32_t granules = (uint32_t)(c->page_size >> GRANULE_SHIFT);
+    struct vmem__leaf *leaf = vmem__leaf_get(s, *addr);
+    struct stretch *last = NULL;
     int rc = 0;
-    for (*found = 0; !rc && at.range < self->n;) {
-        rc = find_holes(ctx, self, page_size, &at, SIZE_MAX, found, NULL);
-        if (!rc && *found)
-            rc = vmem__check_room(ctx, page_size, *found);
-        if (at.range < self->n) { // give other calls the lock
-            vmem__unlock(ctx);
-            vmem__lock(ctx);
+    end = leaf_end(s, *addr, end);
+    if (!leaf && !(leaf = vmem__leaf_new(c->b.ctx, s, *addr)))
+        return vmem__error(-ENOMEM, "no memory for bookkeeping");
+    const uint64_t first = *addr;
+    for (uint64_t *entry = vmem__entry_in(s, leaf, first); *addr < end; *addr += c->page_size, entry += granules) {
+        uint64_t any = 0;
+        for (uint32_t u = 0; u < granules; u++)
+            any |= entry[u];
+        if (!last || last->hole == (any != 0)) {
+            rc = make_room(c);
+            last = &c->stretches[c->n_stretches];
+        }
+        if (!rc && any)
+            rc = mark_backed(c, entry, *addr);
+        if (VMEM__UNLIKELY(rc)) {
+            vmem__leaf_put(c->b.ctx, s, leaf, first, 0); // the leaf may be new and empty
+            return rc;
+        }
+        if (!any) {
+            mark_empty(&c->b, leaf, entry, granules);
+            c->holes++;
+        }
+        if (last == &c->stretches[c->n_stretches]) {
+            *last = (struct stretch){.s = s, .addr = *addr, .range = c->at, .hole = !any};
+            c->n_stretches++;
+        }
+        last->length += c->page_size;
+    }
+    return 0;
+}
+
+static int mark(struct commit *c)
+{
+    for (c->at = 0; c->at < c->n; c->at++) {
+        const struct vmem_range *range = &c->ranges[c->at];
+        struct vmem__reservation_rec *s = vmem__reservation_find(c->b.ctx, range->addr);
+        for (uint64_t addr = range->addr, end = addr + range->length; addr < end;) {
+            int rc = mark_leaf(c, s, &addr, end);
+            if (rc)
+                return rc;
+            looked(c, LEAF_ENTRIES);
         }
     }
+    return 0;
+}
+
+// Removes the marks. Holes that were filled have none any more: with `filled`, none of them has.
+static void unmark(struct commit *c, bool filled)
+{
+    vmem_context *ctx = c->b.ctx;
+    const uint32_t granules = (uint32_t)(c->page_size >> GRANULE_SHIFT);
+    for (size_t i = 0; i < c->n_stretches; i++) {
+        const struct stretch *t = &c->stretches[i];
+        for (uint64_t addr = t->addr; !(t->hole && filled) && addr < t->addr + t->length; addr += c->page_size) {
+            struct vmem__leaf *leaf = vmem__leaf_get(t->s, addr);
+            uint64_t *entry = vmem__entry_in(t->s, leaf, addr);
+            struct vmem__arena_rec *a;
+            if (!t->hole) {
+                entry_page(ctx, entry, &a)->opid = 0;
+            } else if (*entry & ENTRY_COMING) {
+                memset(entry, 0, granules * sizeof *entry);
+                vmem__leaf_put(ctx, t->s, leaf, addr, granules);
+            }
+        }
+    }
+    for (size_t i = 0; i < c->held; i++)
+        vmem__reservation_find(ctx, c->ranges[i].addr)->inflight--;
+}
+
+// ---- pages --------------------------------------------------------------------------------------------------
+
+// Creates the pages. The caller holds the lock, which this drops.
+static int create(struct commit *c, uint32_t flags)
+{
+    vmem_context *ctx = c->b.ctx;
+    vmem__unlock(ctx);
+    int rc = 0;
+    if (c->holes > sizeof c->few_pages / sizeof c->few_pages[0]) {
+        c->pages = malloc(c->holes * sizeof *c->pages);
+        if (!c->pages)
+            rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", c->holes);
+    }
+    if (!rc)
+        rc = vmem__create_near(ctx, c->page_size, c->holes, 0, flags | VMEM__CREATE_BOUND, c->pages);
+    vmem__lock(ctx);
+    c->created = rc ? 0 : c->holes;
     return rc;
 }
 
-// Fills up to `most` of the next holes. *filled is their number.
-static int fill(vmem_context *ctx, struct vmem__commit *self, uint64_t page_size, uint32_t create_flags,
-                struct place *at, struct vmem_map_op *ops, size_t most, struct pages *pages, size_t *filled)
+// Adds the pages after p that continue its run, at most n: created behind it in the same arena, as most are.
+static inline size_t continue_build(struct commit *c, const vmem_page *pages, size_t n, const struct vmem__arena_rec *a,
+                                    struct vmem__page *p)
 {
-    *filled = 0;
-    vmem__lock(ctx);
-    int rc = find_holes(ctx, self, page_size, at, most, filled, ops);
-    if (!rc && *filled && at->range < self->n)
-        enlist(ctx, self);
-    vmem__unlock(ctx);
-    if (!rc && *filled)
-        rc = make_room(pages, *filled);
-    if (rc || !*filled)
-        return rc;
-    vmem_page *part = pages->items + pages->n;
-    const uint32_t flags = create_flags | VMEM__CREATE_BOUND;
-    rc = vmem__create_near(ctx, page_size, *filled, pages->n ? part[-1] : 0, flags, part);
-    if (rc)
-        return rc;
-    pages->n += *filled;
-    for (size_t i = 0; i < *filled; i++)
-        ops[i].page = part[i];
-    return vMemMapBatch(ctx, ops, *filled, 0, NULL);
+    const struct vmem__page *const arena_end = a->pages + a->granules;
+    const uint32_t granules = p->granules;
+    uint64_t frame = vmem__page_frame(a, p);
+    size_t i = 0;
+    for (; i < n; i++) {
+        frame += granules;
+        p += granules;
+        if (p == arena_end || p->state != GRANULE_PAGE || p->opid || pages[i] != vmem__handle(c->b.ctx, p, frame))
+            break;
+        p->opid = c->b.opid;
+    }
+    c->b.runs[c->b.n - 1].length += i * c->page_size;
+    return i;
 }
 
-static void undo(vmem_context *ctx, const struct pages *pages, int rc)
+// Builds the runs that map the pages at the holes. No run is longer than a portion of mapping, or in two of them.
+static int build(struct commit *c)
 {
-    vmem__lock(ctx);
-    ctx->undoing += rc == -EINTR;
+    uint64_t portion = 0;
+    size_t next = 0;
+    for (size_t i = 0; i < c->n_stretches; i++) {
+        const struct stretch *t = &c->stretches[i];
+        for (uint64_t done = 0, added; t->hole && done < t->length; done += added) {
+            struct vmem__arena_rec *a;
+            struct vmem__page *p = vmem__page_get(c->b.ctx, c->pages[next++], &a);
+            c->at = t->range;
+            if (!p || p->opid) // nobody has the handle, but somebody may have guessed it
+                return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call released the page made for it",
+                                   t->addr + done);
+            if (portion == MAP_PORTION) {
+                c->b.closed = c->b.n;
+                portion = 0;
+            }
+            int rc = batch_add(&c->b, t->s, t->addr + done, c->page_size, a, (uint64_t)(p - a->pages) * GRANULE, NULL,
+                               0, c->page_size, false, t->range);
+            if (rc)
+                return rc;
+            p->opid = c->b.opid;
+            const uint64_t left = t->length - done, fits = MAP_PORTION - portion;
+            const size_t n = (left < fits ? left : fits) / c->page_size - 1,
+                         more = continue_build(c, c->pages + next, n, a, p);
+            next += more;
+            added = (more + 1) * c->page_size;
+            portion += added;
+            looked(c, more + 1);
+        }
+    }
+    return 0;
+}
+
+// Maps the runs, a portion at a time. *mapped: how many of them the backend has mapped. The caller holds the lock, which
+// this drops.
+static int map(struct commit *c, size_t *mapped)
+{
+    vmem_context *ctx = c->b.ctx;
+    const struct vmem__run *runs = c->b.runs;
+    size_t bad = 0;
+    int rc = ctx->accesses ? vmem__check_accesses(ctx, runs, c->b.n, &bad) : 0;
     vmem__unlock(ctx);
-    vmem_drop(ctx, pages->items, pages->n);
+    while (!rc && *mapped < c->b.n) {
+        size_t n = 0;
+        if (*mapped)
+            rc = vmem__interrupted(&ctx->b);
+        for (uint64_t bytes = 0; *mapped + n < c->b.n && bytes < MAP_PORTION; n++)
+            bytes += runs[*mapped + n].length;
+        if (!rc && (rc = ctx->b.ops->map(&ctx->b, runs + *mapped, n, &bad)))
+            bad += *mapped;
+        *mapped += rc ? 0 : n;
+    }
     vmem__lock(ctx);
+    c->at = rc && rc != -EINTR ? runs[bad < c->b.n ? bad : 0].op : c->n;
+    return rc;
+}
+
+// ---- ends ---------------------------------------------------------------------------------------------------
+
+// Records a run that the backend could not unmap. Its pages go as soon as something else has been unmapped.
+static void leave(struct commit *c, const struct vmem__run *run)
+{
+    vmem_context *ctx = c->b.ctx;
+    struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> GRANULE_SHIFT];
+    vmem__commit_run(ctx, run);
+    for (uint64_t done = 0; done < run->length; done += p->granules * GRANULE, p += p->granules) {
+        p->doomed = 1;
+        ctx->n_doomed++;
+    }
+    ctx->stuck = true;
+}
+
+// Unmaps what was mapped and ends the pages. The caller holds the lock, which this drops.
+static void undo(struct commit *c, size_t mapped, int rc)
+{
+    vmem_context *ctx = c->b.ctx;
+    const struct vmem__run *runs = c->b.runs;
+    struct vmem__arena_rec *a;
+    size_t bad;
+    char text[VMEM__TEXT];
+    vmem__keep_error(text);
+    vmem__unlock(ctx);
+    const bool all = !mapped || !ctx->b.ops->unmap(&ctx->b, runs, mapped, &bad);
+    vmem__lock(ctx);
+    for (size_t i = 0; i < mapped && !all; i++) {
+        vmem__unlock(ctx);
+        const bool gone = !ctx->b.ops->unmap(&ctx->b, &runs[i], 1, &bad);
+        vmem__lock(ctx);
+        if (!gone)
+            leave(c, &runs[i]);
+    }
+    unmark(c, false);
+    for (size_t i = 0; i < c->created; i++) {
+        struct vmem__page *p = vmem__page_get(ctx, c->pages[i], &a);
+        if (p && !p->mappings && (!p->opid || p->opid == c->b.opid))
+            batch_end_page(&c->b, a, p);
+    }
+    ctx->undoing += rc == -EINTR;
+    vmem__batch_give(&c->b);
     ctx->undoing -= rc == -EINTR;
     if (rc == -EINTR)
         vmem__shrink_later(ctx);
-    vmem__unlock(ctx);
+    vmem__error(0, "%s", text);
 }
 
-int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t create_flags,
+static void finish(struct commit *c)
+{
+    for (size_t r = 0; r < c->b.n; r++)
+        vmem__commit_run(c->b.ctx, &c->b.runs[r]);
+    c->b.ctx->map_ops += c->holes;
+    c->b.ctx->map_runs += c->b.n;
+    unmark(c, true);
+}
+
+int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
                 uint64_t *bytes)
 {
     int rc = vmem__enter(ctx);
@@ -177,40 +371,44 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
         return rc;
     if (n && !ranges)
         return vmem__error(-EINVAL, "ranges is NULL");
-    if (create_flags & ~VMEM_CREATE_ZERO)
-        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO is known", create_flags);
+    if (flags & ~(VMEM_CREATE_ZERO | VMEM_MAP_FINE))
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO and VMEM_MAP_FINE are known", flags);
 
-    struct vmem_map_op few[16], *ops = few;
-    size_t most = sizeof(few) / sizeof(few[0]);
-    struct pages pages = {0};
-    struct place at = {0};
-    size_t holes, filled, since = 0;
-    struct vmem__commit self = {.ranges = ranges, .n = n};
-    vmem__begin(ctx);
-    rc = count_holes(ctx, &self, page_size, &holes);
-    vmem__unlock(ctx);
-    if (!rc && holes > most) {
-        most = PART;
-        ops = malloc(most * sizeof(*ops));
-        rc = ops ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", holes);
+    struct commit c;
+    uint64_t most;
+    size_t mapped = 0;
+    c.ranges = ranges;
+    c.n = n;
+    c.page_size = page_size;
+    c.stretches = c.few;
+    c.room = sizeof c.few / sizeof c.few[0];
+    c.pages = c.few_pages;
+    c.n_stretches = c.held = c.looks = c.holes = c.created = 0;
+    vmem__batch_begin(&c.b, ctx, flags & VMEM_MAP_FINE);
+    rc = hold(&c, &most);
+    if (!rc && (most > MAX_RESERVE || ctx->created + most > ctx->limit))
+        rc = check_holes(&c);
+    if (!rc)
+        rc = mark(&c);
+    if (!rc && c.holes) {
+        rc = create(&c, flags & VMEM_CREATE_ZERO);
+        if (!rc)
+            rc = build(&c);
+        if (!rc)
+            rc = map(&c, &mapped);
     }
-    while (!rc && holes && at.range < n) {
-        rc = fill(ctx, &self, page_size, create_flags, &at, ops, most, &pages, &filled);
-        since += filled * page_size;
-        if (!rc && since >= VMEM__PORTION && at.range < n) {
-            rc = vmem__interrupted(&ctx->b);
-            since = 0;
-        }
-    }
-    if (rc && pages.n)
-        undo(ctx, &pages, rc);
-    vmem__lock(ctx);
-    delist(ctx, &self);
-    vmem__end(ctx);
+    if (rc)
+        undo(&c, mapped, rc);
+    else
+        finish(&c);
+    vmem__batch_end(&c.b);
+    if (rc && c.at < n)
+        vmem__batch_fail(rc, "ranges", n, c.at, NULL);
     if (!rc && bytes)
-        *bytes = pages.n * page_size;
-    if (ops != few)
-        free(ops);
-    free(pages.items);
+        *bytes = c.holes * page_size;
+    if (c.stretches != c.few)
+        free(c.stretches);
+    if (c.pages != c.few_pages)
+        free(c.pages);
     return rc;
 }

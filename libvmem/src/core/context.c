@@ -1,4 +1,4 @@
-// Contexts: choice of a backend, the check at the entry of every call, information, statistics.
+// Contexts: choice of a backend, life, information, statistics.
 //
 // SPDX-License-Identifier: MIT
 #include <stdio.h>
@@ -10,7 +10,7 @@
 
 // ---- options ------------------------------------------------------------------------------------------------
 
-static int check_options(const struct vmem_options *in, struct vmem_options *out)
+static int check_options(const struct vmem_options *in, struct vmem_options *out, uint32_t flags)
 {
     *out = (struct vmem_options){.size = sizeof *out};
     if (!in)
@@ -18,8 +18,9 @@ static int check_options(const struct vmem_options *in, struct vmem_options *out
     int rc = vmem__struct_take(out, sizeof *out, offsetof(struct vmem_options, budget), in, "opts");
     if (rc)
         return rc;
-    if (out->flags & ~VMEM_OPT_UNKNOWN_DRIVER)
-        return vmem__error(-EINVAL, "opts->flags 0x%x: only VMEM_OPT_UNKNOWN_DRIVER is known", out->flags);
+    if (out->flags & ~flags)
+        return vmem__error(-EINVAL, "opts->flags 0x%x: only VMEM_OPT_UNKNOWN_DRIVER%s known here", out->flags,
+                           flags & VMEM_OPT_BY_DEFAULT ? " and VMEM_OPT_BY_DEFAULT are" : " is");
     if (out->reserved)
         return vmem__error(-EINVAL, "opts->reserved is %u, must be 0", out->reserved);
     if (out->device < 0)
@@ -41,16 +42,24 @@ static int find_backend(const char *name, const char *whence, const struct vmem_
     return vmem__error(-EINVAL, "%s \"%.32s\" is none of %s", whence, name, names);
 }
 
+// Whether a context that names no backend may use this one, which works.
+static int may_be_chosen(const struct vmem__ops *ops, const struct vmem_options *o)
+{
+    return ops->by_default ? ops->by_default(o) : 0;
+}
+
 int vmem_probe(const struct vmem_options *opts)
 {
     struct vmem_options o;
     const struct vmem__ops *ops;
-    int rc = check_options(opts, &o);
+    int rc = check_options(opts, &o, VMEM_OPT_UNKNOWN_DRIVER | VMEM_OPT_BY_DEFAULT);
     if (!rc && !o.backend)
         rc = vmem__error(-EINVAL, "opts->backend is NULL, must name a backend");
     if (!rc)
         rc = find_backend(o.backend, "opts->backend", &ops);
-    return rc ? rc : ops->probe(&o);
+    if (!rc)
+        rc = ops->probe(&o);
+    return rc || !(o.flags & VMEM_OPT_BY_DEFAULT) ? rc : may_be_chosen(ops, &o);
 }
 
 // A different number for every context of the process (splitmix64 is a bijection), with a bit that no frame has.
@@ -83,6 +92,7 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
         ctx->b.ops = ops;
         snprintf(ctx->b.info.backend, sizeof ctx->b.info.backend, "%s", ops->name);
         ctx->salt = new_salt();
+        ctx->sweep = vmem__sweep;
         pthread_mutex_init(&ctx->lock, NULL);
         pthread_cond_init(&ctx->idle, NULL);
         rc = ops->open(&ctx->b, opts);
@@ -101,7 +111,7 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
 int vmem_context_create(const struct vmem_options *opts, vmem_context **out)
 {
     struct vmem_options o;
-    int rc = check_options(opts, &o);
+    int rc = check_options(opts, &o, VMEM_OPT_UNKNOWN_DRIVER);
     if (rc)
         return rc;
     if (!out)
@@ -117,6 +127,8 @@ int vmem_context_create(const struct vmem_options *opts, vmem_context **out)
     rc = -ENODEV;
     for (const struct vmem__ops *const *b = vmem__backends; *b; b++) {
         rc = (*b)->probe(&o);
+        if (!rc)
+            rc = may_be_chosen(*b, &o);
         if (!rc)
             rc = vmem__context_create_ops(*b, &o, out);
         if (!rc)
@@ -155,34 +167,6 @@ void vmem_context_destroy(vmem_context *ctx)
     }
     free(ctx);
     vmem__error(0, "%s", text);
-}
-
-int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg)
-{
-    int rc = vmem__enter(ctx);
-    if (rc)
-        return rc;
-    vmem__begin(ctx);
-    ctx->interrupted = interrupted;
-    ctx->interrupt_arg = arg;
-    vmem__end(ctx);
-    return 0;
-}
-
-int vmem__interrupted(struct vmem__backend *b)
-{
-    vmem_context *ctx = (vmem_context *)((char *)b - offsetof(vmem_context, b));
-    vmem__lock(ctx);
-    int (*interrupted)(void *) = ctx->interrupted;
-    void *arg = ctx->interrupt_arg;
-    vmem__unlock(ctx);
-    return interrupted && interrupted(arg) ? vmem__error(-EINTR, "interrupted") : 0;
-}
-
-int vmem__refuse(const vmem_context *ctx)
-{
-    return ctx ? vmem__error(-EPERM, "the context belongs to the process that forked this one")
-               : vmem__error(-EINVAL, "ctx is NULL");
 }
 
 // ---- information --------------------------------------------------------------------------------------------

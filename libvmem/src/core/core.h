@@ -1,4 +1,4 @@
-// Declarations shared by the files of libvmem's core.
+// Declarations shared by the files of libvmem's core. What the floors above may use of it is in core/memory.h.
 //
 // Locking. One mutex, ctx->lock, guards every field in this file except where noted. It is never held across a backend
 // call. A call that needs the backend proceeds as follows: lock, validate, mark what it touches, unlock, call the
@@ -25,6 +25,7 @@
 #include <string.h>
 
 #include "backend/backend.h"
+#include "core/memory.h"
 
 #define VMEM__LIKELY(x) __builtin_expect(!!(x), 1)
 #define VMEM__UNLIKELY(x) __builtin_expect(!!(x), 0)
@@ -152,23 +153,6 @@ struct vmem__access {
     bool fill; // without a source
 };
 
-// ---- committing (commit.c) ----------------------------------------------------------------------------------
-
-// A vmem_commit, on its caller's stack. After its first part of several it is in ctx->commits, because the part is
-// undone if a later one fails.
-struct vmem__commit {
-    struct vmem__commit *next;
-    const struct vmem_range *ranges;
-    size_t n;
-    bool listed;
-};
-
-// ---- threads (thread.c) -------------------------------------------------------------------------------------
-
-// Starts a thread that gets no signals and, where cores are short, leaves them to the program's own threads. Returns 0
-// or an error number, as pthread_create does.
-int vmem__thread_start(pthread_t *thread, void *(*run)(void *), void *arg);
-
 // ---- contexts -----------------------------------------------------------------------------------------------
 
 struct vmem_context {
@@ -176,18 +160,20 @@ struct vmem_context {
     struct vmem__backend b;     // not guarded
     uint64_t salt;              // of page handles; constant
     pthread_mutex_t lock;
-    uint64_t calls; // in flight
-    bool closing;   // vmem_context_destroy waits for idle: calls has become 0
-    pthread_cond_t idle;
+    uint64_t calls;      // in flight
+    bool closing;        // vmem_context_destroy waits for idle: calls has become 0
+    pthread_cond_t idle; // calls or interrupting has become 0
     int (*interrupted)(void *arg);
     void *interrupt_arg;
+    uint64_t interrupting; // threads inside it
     struct vmem__access *accesses;
-    struct vmem__commit *commits;
     uint64_t n_doomed; // pages and reservations
     bool sweeping;     // a call is freeing these
-    uint64_t undoing;  // interrupted calls that keep what they free, for vmem__shrink_later
-    bool shrinking;    // its thread runs
-    bool stuck;        // kernel or driver resources were exhausted, and nothing was unmapped since
+    void (*sweep)(
+        vmem_context *ctx); // vmem__sweep, which every call may need at its end, but no file below drop.c knows
+    uint64_t undoing;       // interrupted calls that keep what they free, for vmem__shrink_later
+    bool shrinking;         // its thread runs
+    bool stuck;             // kernel or driver resources were exhausted, and nothing was unmapped since
 
     struct vmem__reservation_rec **reservations; // by address
     size_t n_reservations, cap_reservations;
@@ -206,11 +192,19 @@ struct vmem_context {
     uint64_t budget, limit; // most bytes of pages: 0 without a budget; the budget, or otherwise the device's memory
     uint64_t keep;          // bytes of device memory that release keeps: vmem_prealloc
     struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
-    uint64_t arena_bytes, arena_free; // bytes of arenas; of free extents in them
-    uint64_t committed;               // bytes of device memory in arenas
+    struct vmem__device_free {
+        uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)
+    } device_free;                     // likewise
+    uint64_t arena_bytes, arena_free;  // bytes of arenas; of free extents in them
+    uint64_t committed;                // bytes of device memory in arenas
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 
+// drop.c. Frees what is doomed and on which no call works now.
+void vmem__sweep(vmem_context *ctx);
+
+// call.c
+//
 // Refuses a call at its entry if the process may not use the context.
 int vmem__refuse(const vmem_context *ctx) __attribute__((cold));
 static inline int vmem__enter(const vmem_context *ctx)
@@ -225,13 +219,12 @@ static inline void vmem__begin(vmem_context *ctx)
     vmem__lock(ctx);
     ctx->calls++;
 }
-void vmem__sweep(vmem_context *ctx);
 static inline void vmem__end(vmem_context *ctx)
 {
     if (VMEM__UNLIKELY(ctx->n_doomed && !ctx->sweeping && !ctx->stuck))
-        vmem__sweep(ctx);
+        ctx->sweep(ctx);
     if (VMEM__UNLIKELY(--ctx->calls == 0 && ctx->closing))
-        pthread_cond_signal(&ctx->idle);
+        pthread_cond_broadcast(&ctx->idle);
     vmem__unlock(ctx);
 }
 // An operation id for a call, with which it marks what it touches.
@@ -282,13 +275,6 @@ static inline int vmem__check_page_size(const vmem_context *ctx, uint64_t page_s
         return 0;
     return vmem__bad_page_size(ctx, page_size);
 }
-// vmem_prealloc; whole: in arenas that are mapped whole, as far as it goes.
-int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
-// From now on, arenas that hold device memory have so many bytes at most, so that parts of it can go back.
-void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
-// vmem_trim, keeping `ahead` bytes besides the pages that exist.
-int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
-#define VMEM__CREATE_BOUND 0x80000000u // among the flags of creation: the pages are bound to their addresses
 // Sets the budget; 0: none.
 static inline void vmem__limit(vmem_context *ctx, uint64_t budget)
 {
@@ -302,32 +288,9 @@ static inline int vmem__check_room(const vmem_context *ctx, uint64_t page_size, 
 {
     return VMEM__LIKELY(ctx->created + n * page_size <= ctx->limit) ? 0 : vmem__no_room(ctx, page_size, n);
 }
-// vMemCreate of n pages in stretches. Each continues physically after its page `near` if that memory is free (0:
-// anywhere).
-struct vmem__stretch {
-    size_t n;
-    vmem_page near;
-    bool whole;  // an arena for it alone, if there can be one: the pages are mapped and unmapped together
-    bool blocks; // of whole blocks: a new arena, if there can be one, rather than parts of blocks
-    size_t more; // pages that the next stretches will take from the same new arena
-};
-int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
-                           uint32_t flags, vmem_page *out);
-static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page near, uint32_t flags,
-                                    vmem_page *out)
-{
-    return vmem__create_stretches(ctx, page_size, &(struct vmem__stretch){.n = n, .near = near}, n, flags, out);
-}
 // Turns a piece into pages of so many granules, and writes their handles.
 void vmem__make_pages(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
                       vmem_page *out);
-// move.c: for moving what pages contain. Creates n pages in an arena of their own, which is no larger than they are.
-int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page *out);
-// Copies pages to others of the same size, without mapping them. All are the caller's. -EOPNOTSUPP where the backend
-// cannot: no error text is set then.
-int vmem__copy_pages(vmem_context *ctx, const vmem_page *from, const vmem_page *to, size_t n, uint64_t page_size);
-// How many granules of the page's arena are in use; UINT32_MAX if less than a block of it is not.
-uint32_t vmem__arena_used(vmem_context *ctx, vmem_page page);
 // The frame in a handle that is known to be valid.
 static inline uint64_t vmem__handle_frame(const vmem_context *ctx, vmem_page page)
 {
@@ -369,9 +332,6 @@ static inline uint64_t vmem__page_frame(const struct vmem__arena_rec *a, const s
     return a->base + (uint64_t)(p - a->pages);
 }
 
-// commit.c. -EINVAL unless the range is inside one reservation and consists of whole granules. With the lock held.
-int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule);
-
 // data.c. -EBUSY, with *bad, if a copy or a fill in flight accesses the addresses of a run. With the lock held.
 int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, size_t n, size_t *bad);
 
@@ -383,6 +343,8 @@ struct vmem__reservation_rec *vmem__reservation_find(vmem_context *ctx, uint64_t
 size_t vmem__reservation_after(const vmem_context *ctx, uint64_t addr);
 // -EINVAL, naming [addr, addr + length), unless it is inside one reservation, which is *out then.
 int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__reservation_rec **out);
+// -EINVAL unless the range is inside one reservation, and its address and length are multiples of `granule`.
+int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule);
 // -EINVAL unless a reservation, which is then *out, starts at addr and was not given up.
 int vmem__reservation_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out);
 // Removes a reservation on which no call works from the table. The caller then frees it without the lock.

@@ -67,13 +67,6 @@ static int add_replacing(struct batch *b, struct vmem__reservation_rec *s, uint6
     return rc;
 }
 
-static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *entry, uint32_t granules)
-{
-    leaf->used += granules;
-    for (uint32_t u = 0; u < granules; u++)
-        entry[u] = ENTRY_PENDING | ENTRY_COMING | b->opid;
-}
-
 // Marks the elements after ops[0] that continue its run: same leaf, adjacent pages of the same size, nothing mapped
 // yet. They need no look-up, which is most of an element's cost. Returns their number.
 static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_t n, struct vmem__reservation_rec *s,
@@ -192,8 +185,7 @@ static void end_old(struct batch *b, const struct vmem__run *run)
     }
 }
 
-// Records the result of a run. A page may be in several runs; its first granule is in the first of them.
-static void commit_map(vmem_context *ctx, const struct vmem__run *run)
+void vmem__commit_run(vmem_context *ctx, const struct vmem__run *run)
 {
     struct vmem__reservation_rec *s = (struct vmem__reservation_rec *)run->reservation;
     struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
@@ -263,7 +255,7 @@ int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uin
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->map, &at);
     for (size_t r = 0; r < b.n; r++)
-        rc ? undo_map(ctx, &b.runs[r]) : commit_map(ctx, &b.runs[r]);
+        rc ? undo_map(ctx, &b.runs[r]) : vmem__commit_run(ctx, &b.runs[r]);
     for (size_t r = 0; r < b.n && !rc && (flags & VMEM_MAP_REPLACE); r++) {
         if (b.runs[r].old_arena)
             end_old(&b, &b.runs[r]);

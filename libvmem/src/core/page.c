@@ -448,6 +448,11 @@ int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed)
         return rc;
     vmem__begin(ctx);
     uint64_t before = ctx->committed;
+    if (ctx->stuck) { // try again what could not be given up
+        ctx->stuck = false;
+        vmem__end(ctx);
+        vmem__begin(ctx);
+    }
     ctx->keep = ahead ? ctx->created + ahead : 0;
     vmem__shrink(ctx);
     if (freed)

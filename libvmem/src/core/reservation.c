@@ -43,6 +43,16 @@ int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, stru
     return 0;
 }
 
+int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule)
+{
+    struct vmem__reservation_rec *s;
+    int rc = vmem__reservation_of(ctx, range->addr, range->length, &s);
+    if (!rc && (range->addr % granule || range->length % granule))
+        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %" PRIu64,
+                         range->addr, range->length, granule);
+    return rc;
+}
+
 static inline struct vmem__leaf **leaf_place(struct vmem__reservation_rec *s, uint64_t addr)
 {
     return &s->leaves[(addr - s->b.addr) >> (GRANULE_SHIFT + LEAF_SHIFT)];

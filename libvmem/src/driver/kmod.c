@@ -7,13 +7,13 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include "../../uvm_ext/uvm_vmem_status.h"
 #include "core/error.h"
 #include "driver/libcuda.h"
 #include "driver/rm.h"
+#include "driver/uvm.h"
 #include "vmem.h"
 
 #define MAX_DESCRIPTORS 64
@@ -23,7 +23,7 @@ static int call(struct vmem__kmod *k, unsigned long request, void *params, const
 {
     if (k->syscalls)
         atomic_fetch_add_explicit(k->syscalls, 1, memory_order_relaxed);
-    if (ioctl(k->fd, request, params))
+    if (vmem__uvm_ioctl(k->fd, request, params))
         return vmem__error(-errno, "%s: ioctl on /dev/nvidia-uvm: %s", what, strerror(errno));
     return 0;
 }
@@ -36,7 +36,7 @@ int vmem__kmod_probe(void)
     if (fd < 0)
         return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
     // The patched module also answers on a descriptor that is not an address space yet.
-    if (ioctl(fd, UVM_VMEM_QUERY, &query))
+    if (vmem__uvm_ioctl(fd, UVM_VMEM_QUERY, &query))
         rc = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
                              : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     close(fd);
@@ -53,7 +53,7 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
 
     memcpy(query.gpu_uuid, k->uuid, sizeof(query.gpu_uuid));
     memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
-    if (ioctl(fd, UVM_VMEM_QUERY, &query))
+    if (vmem__uvm_ioctl(fd, UVM_VMEM_QUERY, &query))
         return errno == EINVAL ? -EOPNOTSUPP : -ENODEV;
     if (query.rmStatus == NV_ERR_ILLEGAL_ACTION)
         return -ENODEV;
@@ -63,7 +63,7 @@ static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
         return vmem__rm_error(query.rmStatus, "query");
     // A program can have several address spaces. Unmapping an address without a page of vMem's changes nothing, but it
     // fails in every address space in which CUDA has no range there.
-    if (ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == NV_ERR_INVALID_ADDRESS)
+    if (vmem__uvm_ioctl(fd, UVM_VMEM_UNMAP, &batch) || batch.rmStatus == NV_ERR_INVALID_ADDRESS)
         return -EFAULT;
     if (batch.rmStatus)
         return vmem__rm_error(batch.rmStatus, "look for CUDA's addresses");

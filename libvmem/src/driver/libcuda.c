@@ -85,6 +85,22 @@ int vmem__cuda_probe(int ordinal)
     return find_device(&fn, ordinal, &device);
 }
 
+int vmem__cuda_capability(int ordinal, int *capability)
+{
+    struct vmem__libcuda fn;
+    int device, major, minor, rc = find_device(&fn, ordinal, &device);
+
+    if (!rc)
+        rc = vmem__cuda_error(&fn, fn.device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+                              "cuDeviceGetAttribute");
+    if (!rc)
+        rc = vmem__cuda_error(&fn, fn.device_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
+                              "cuDeviceGetAttribute");
+    if (!rc)
+        *capability = 10 * major + minor;
+    return rc;
+}
+
 int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info)
 {
     uint64_t free;

@@ -20,12 +20,16 @@
 #define CUDA_ERROR_NO_DEVICE 100
 #define CUDA_ERROR_INVALID_DEVICE 101
 #define CUDA_ERROR_INVALID_CONTEXT 201
+#define CUDA_ERROR_NOT_READY 600
 #define CUDA_ERROR_ILLEGAL_ADDRESS 700
 #define CUDA_ERROR_CONTEXT_IS_DESTROYED 709
 #define CUDA_ERROR_NOT_PERMITTED 800
 #define CUDA_ERROR_NOT_SUPPORTED 801
 
 #define CU_STREAM_NON_BLOCKING 1u
+#define CU_EVENT_DISABLE_TIMING 2u
+#define CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR 75
+#define CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR 76
 #define CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED 102
 
 // CUmemLocation and CUmemAllocationProp: pinned memory of one device.
@@ -75,7 +79,11 @@ struct vmem__cu_access {
     X(memset_async, "cuMemsetD8Async", (uint64_t addr, unsigned char value, size_t length, void *stream))            \
     X(stream_create, "cuStreamCreate", (void **stream, unsigned flags))                                              \
     X(stream_destroy, "cuStreamDestroy_v2", (void *stream))                                                          \
-    X(stream_sync, "cuStreamSynchronize", (void *stream))
+    X(stream_sync, "cuStreamSynchronize", (void *stream))                                                            \
+    X(event_create, "cuEventCreate", (void **event, unsigned flags))                                                 \
+    X(event_record, "cuEventRecord", (void *event, void *stream))                                                    \
+    X(event_query, "cuEventQuery", (void *event))                                                                    \
+    X(event_destroy, "cuEventDestroy_v2", (void *event))
 
 struct vmem__libcuda {
 #define VMEM__LIBCUDA_FIELD(field, name, parameters) int(*field) parameters;
@@ -96,6 +104,8 @@ struct vmem__cuda {
 int vmem__libcuda_load(struct vmem__libcuda *fn);
 // Whether vmem__cuda_open() of this ordinal would find its device; creates no context.
 int vmem__cuda_probe(int ordinal);
+// Its compute capability, ten times the major number and the minor one; creates no context.
+int vmem__cuda_capability(int ordinal, int *capability);
 // Retains the primary context and fills info's device, device_name, device_uuid and memory_total.
 int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info);
 // forked: the process is a child in which CUDA cannot be called.

@@ -3,8 +3,23 @@
 
 #include <errno.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <time.h>
 
 #include "core/error.h"
+
+#define SUSPENDED_NS 1000000 // between two attempts
+
+int vmem__uvm_ioctl(int fd, unsigned long request, void *params)
+{
+    const struct timespec pause = {.tv_nsec = SUSPENDED_NS};
+    int rc;
+
+    // A pause that a signal ends is short; the next attempt is early, which does no harm.
+    while ((rc = ioctl(fd, request, params)) && errno == EAGAIN)
+        nanosleep(&pause, NULL);
+    return rc;
+}
 
 int vmem__uvm_map_external(const struct vmem__uvm_space *space, struct vmem__rm *rm, uint64_t addr, uint64_t length,
                            uint32_t memory, uint64_t offset)
@@ -18,7 +33,7 @@ int vmem__uvm_map_external(const struct vmem__uvm_space *space, struct vmem__rm 
     memcpy(params.attributes[0].uuid, space->uuid, sizeof(space->uuid));
     *tail =
         (struct uvm_map_tail){.attributes_count = 1, .rm_control_fd = rm->fd, .client = rm->client, .memory = memory};
-    if (ioctl(space->fd, UVM_MAP_EXTERNAL_ALLOCATION, &params))
+    if (vmem__uvm_ioctl(space->fd, UVM_MAP_EXTERNAL_ALLOCATION, &params))
         return vmem__error(-errno, "map: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     return vmem__rm_error(tail->status, "map");
 }
@@ -28,7 +43,7 @@ static int take_away(const struct vmem__uvm_space *space, unsigned long call, ui
     struct uvm_unmap params = {.base = addr, .length = length};
 
     memcpy(params.uuid, space->uuid, sizeof(space->uuid));
-    if (ioctl(space->fd, call, &params))
+    if (vmem__uvm_ioctl(space->fd, call, &params))
         return vmem__error(-errno, "unmap: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     return vmem__rm_error(params.status, "unmap");
 }

@@ -6,6 +6,10 @@
 
 #include "driver/rm.h"
 
+// ioctl() on /dev/nvidia-uvm. While the driver is suspended, UVM refuses every call with EAGAIN before it does anything;
+// this repeats the call until the driver has resumed. It cannot be interrupted: what is to be undone must be possible.
+int vmem__uvm_ioctl(int fd, unsigned long request, void *params);
+
 struct vmem__uvm_space {
     int fd; // a duplicate of the descriptor that CUDA opened
     uint8_t uuid[16];

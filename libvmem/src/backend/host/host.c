@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,7 @@
 #include <sys/resource.h>
 #include <sys/sysinfo.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "backend/backend.h"
@@ -36,6 +38,11 @@
 // be unmapped. One step briefly takes at most three mappings: the two halves of a split one, and the new one. At the
 // limit, the last two spare mappings cannot be recovered, so there are more than three.
 #define BALLAST_PAGES 64
+#define GRANULE VMEM_PAGE_64K
+// Memory is allocated in steps of this many bytes, each without signals, after a signal has interrupted a longer one.
+#define QUIET_STEP (UINT64_C(1) << 20)
+// How long an answer about the available memory holds.
+#define CREDIT_MS 1000
 // One 64th of the memory is left to the process itself, but no more than this.
 #define STAYS_MOST (UINT64_C(256) << 20)
 
@@ -55,7 +62,8 @@ struct host {
     bool light;                  // the ballast is incomplete
     struct lost *_Atomic lost;   // changed only with `lock` held for writing
     bool cgroup;                 // a control group allows less than the machine has
-    _Atomic int64_t unasked;     // bytes that may be populated before the control group is asked again
+    _Atomic int64_t unasked;     // bytes that may be populated before the system is asked again
+    _Atomic uint64_t asked_ms;   // when it was asked last, and how much these are
     _Atomic uint64_t populating; // bytes being populated without a check of the available memory
     pthread_mutex_t asking;      // held from the check of the available memory until the pages are populated
 };
@@ -321,17 +329,28 @@ static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
     h->arenas -= a->size;
 }
 
+static uint64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+}
+
+// After check_memory(), a quarter of the memory that was left may be populated within a second before the next check.
+static bool credited(struct host *h, uint64_t length)
+{
+    return now_ms() - h->asked_ms < CREDIT_MS && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
+}
+
 // Returns whether memory is plentiful, so that check_memory() is not needed. The check exists because the kernel would
 // kill a process rather than refuse promised memory, but it is slow compared with populating a page. sysinfo() is
-// quick, but it omits reclaimable page cache and ignores control groups. A quarter of the memory that a control group
-// leaves may be populated before the group is asked again.
+// quick, but it omits reclaimable page cache and ignores control groups.
 static bool plenty(struct host *h, uint64_t length)
 {
     struct sysinfo si;
-    bool is = sysinfo(&si) || (uint64_t)si.freeram * si.mem_unit >= length + (UINT64_C(256) << 20);
-    if (h->cgroup)
-        is = is && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
-    return is;
+    if (!h->cgroup && (sysinfo(&si) || (uint64_t)si.freeram * si.mem_unit >= length + (UINT64_C(256) << 20)))
+        return true;
+    return credited(h, length);
 }
 
 // The caller holds h->asking until the memory is populated. Otherwise, two threads could both count on the same memory.
@@ -345,6 +364,7 @@ static int check_memory(struct host *h, uint64_t length)
     const uint64_t own = m.total / 64 < STAYS_MOST ? m.total / 64 : STAYS_MOST;
     const uint64_t stays = own + h->populating, left = m.available > stays ? m.available - stays : 0;
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
+    h->asked_ms = now_ms();
     if (left < length)
         return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: %s has %" PRIu64 " bytes left", length,
                            m.cgroup ? "the process's control group" : "the machine", left);
@@ -354,16 +374,34 @@ static int check_memory(struct host *h, uint64_t length)
 static int allocate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
 {
     struct host *h = b->priv;
-    for (;;) {
+    uint64_t step = length;
+    int rc = 0;
+    for (uint64_t done = 0; !rc && done < length;) {
+        const uint64_t n = length - done < step ? length - done : step;
+        const bool quietly = step < length; // it was interrupted
+        sigset_t all, old;
+        if (quietly) {
+            sigfillset(&all);
+            pthread_sigmask(SIG_SETMASK, &all, &old);
+        }
         b->syscalls++;
-        if (!fallocate(h->file.fd, 0, (off_t)file_offset(a, offset), (off_t)length))
-            return 0;
-        if (errno != EINTR)
-            break;
+        rc = fallocate(h->file.fd, 0, (off_t)file_offset(a, offset + done), (off_t)n) ? -errno : 0;
+        if (quietly)
+            pthread_sigmask(SIG_SETMASK, &old, NULL);
+        done += rc ? 0 : n;
+        if (rc != -EINTR)
+            continue;
+        // Linux until early 2024 gives up all that it has allocated when any signal arrives. A periodic timer would make this
+        // call repeat itself for ever.
+        rc = step > GRANULE ? 0 : vmem__interrupted(b);
+        step = step > QUIET_STEP ? QUIET_STEP : step / 2 / GRANULE * GRANULE;
+        step = step < GRANULE ? GRANULE : step;
     }
-    int rc = errno == ENOSPC ? -ENOMEM : -errno;
+    if (!rc)
+        return 0;
+    rc = rc == -ENOSPC ? -ENOMEM : rc;
     discard(b, a, offset, length);
-    return vmem__error(rc, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(-rc));
+    return rc == -EINTR ? rc : vmem__error(rc, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(-rc));
 }
 
 static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
@@ -378,7 +416,7 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
     if (unasked)
         return rc;
     pthread_mutex_lock(&h->asking);
-    rc = check_memory(h, length);
+    rc = credited(h, length) ? 0 : check_memory(h, length); // another thread may have asked meanwhile
     if (!rc)
         rc = allocate(b, a, offset, length);
     pthread_mutex_unlock(&h->asking);

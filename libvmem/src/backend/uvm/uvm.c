@@ -4,6 +4,7 @@
 
 #include "backend/uvm/uvm.h"
 #include "driver/abi.h"
+#include "driver/stamp.h"
 
 // Creating an arena takes one call whatever its size. Smaller arenas would need that call often.
 #define ARENA_MIN (UINT64_C(32) << 20)
@@ -15,6 +16,8 @@ static int probe(const struct vmem_options *opts)
 
     return rc ? rc : vmem__cuda_probe(opts->device);
 }
+
+static int by_default(const struct vmem_options *opts) { return vmem__stamp_find("uvm", opts->device); }
 
 // The right UVM descriptor is the one in which CUDA's mappings appear. A reserved probe range identifies it.
 static int open_kmod(struct uvm *u, const uint8_t uuid[16])
@@ -94,9 +97,13 @@ static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
 const struct vmem__ops vmem__uvm_ops = {
     .name = "uvm",
     .probe = probe,
+    .by_default = by_default,
     .open = open_all,
     .close = close_all,
     .memory = vmem__gpu_memory,
+    .record = vmem__gpu_record,
+    .passed = vmem__gpu_passed,
+    .event_free = vmem__gpu_event_free,
     .reserve = reserve,
     .unreserve = vmem__gpu_unreserve,
     .backdrop = vmem__gpu_backdrop,

@@ -1,0 +1,60 @@
+// What belongs to every call: the refusal at its entry, and the interrupt function.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+
+int vmem__refuse(const vmem_context *ctx)
+{
+    return ctx ? vmem__error(-EPERM, "the context belongs to the process that forked this one")
+               : vmem__error(-EINVAL, "ctx is NULL");
+}
+
+// The interrupt functions that this thread is inside.
+struct inside {
+    const vmem_context *ctx;
+    const struct inside *outer;
+};
+static _Thread_local const struct inside *inside;
+
+static bool is_inside(const vmem_context *ctx)
+{
+    const struct inside *i = inside;
+    while (i && i->ctx != ctx)
+        i = i->outer;
+    return i;
+}
+
+int vmem_set_interrupt(vmem_context *ctx, int (*interrupted)(void *arg), void *arg)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    vmem__begin(ctx);
+    ctx->interrupted = interrupted;
+    ctx->interrupt_arg = arg;
+    while (ctx->interrupting && !is_inside(ctx))
+        pthread_cond_wait(&ctx->idle, &ctx->lock);
+    vmem__end(ctx);
+    return 0;
+}
+
+int vmem__interrupted(struct vmem__backend *b)
+{
+    vmem_context *ctx = (vmem_context *)((char *)b - offsetof(vmem_context, b));
+    vmem__lock(ctx);
+    int (*interrupted)(void *) = ctx->interrupted;
+    void *arg = ctx->interrupt_arg;
+    ctx->interrupting += interrupted != NULL;
+    vmem__unlock(ctx);
+    if (!interrupted)
+        return 0;
+    const struct inside here = {ctx, inside};
+    inside = &here;
+    const int stop = interrupted(arg);
+    inside = here.outer;
+    vmem__lock(ctx);
+    if (--ctx->interrupting == 0)
+        pthread_cond_broadcast(&ctx->idle);
+    vmem__unlock(ctx);
+    return stop ? vmem__error(-EINTR, "interrupted") : 0;
+}
