@@ -1,0 +1,489 @@
+// The public calls of vmem_blocks.
+//
+// SPDX-License-Identifier: MIT
+#include "blocks/blocks.h"
+
+#include "core/struct.h"
+
+// ---- creation ---------------------------------------------------------------------------------------------------
+
+// The last byte of a range's blocks; UINT64_MAX if that is no address.
+static uint64_t last_byte(const struct vmem_block_range *r, uint32_t blocks)
+{
+    uint64_t layers, ids, end;
+    if (__builtin_mul_overflow(r->layer_stride, r->layers - 1, &layers) ||
+        __builtin_mul_overflow(r->block_stride, blocks - 1, &ids) || __builtin_add_overflow(r->addr, layers, &end) ||
+        __builtin_add_overflow(end, ids, &end) || __builtin_add_overflow(end, r->bytes - 1, &end))
+        return UINT64_MAX;
+    return end;
+}
+
+static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, const struct vmem_block_range *r)
+{
+    if (!r->bytes || !r->layers || r->reserved)
+        return vmem__error(-EINVAL, "bytes %" PRIu64 " and layers %u must not be 0, and reserved must", r->bytes,
+                           r->layers);
+    const uint64_t last = last_byte(r, cfg->blocks), first = r->addr / cfg->page_size * cfg->page_size;
+    if (last == UINT64_MAX)
+        return vmem__error(-EINVAL, "its last block ends behind the last address");
+    struct vmem__reservation_rec *s;
+    vmem__begin(ctx);
+    const int rc =
+        vmem__reservation_of(ctx, first, last / cfg->page_size * cfg->page_size + cfg->page_size - first, &s);
+    vmem__end(ctx);
+    return rc;
+}
+
+static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
+{
+    if (cfg->flags & ~VMEM_BLOCKS_ZERO)
+        return vmem__error(-EINVAL, "cfg->flags 0x%x: only VMEM_BLOCKS_ZERO is known", cfg->flags);
+    if (!cfg->ranges || !cfg->n_ranges)
+        return vmem__error(-EINVAL, "cfg->ranges: there must be one or more");
+    if (!cfg->blocks || cfg->blocks & CALL_HOLDS)
+        return vmem__error(-EINVAL, "cfg->blocks is %u: must be 1 to 2^31 - 1", cfg->blocks);
+    int rc = vmem__check_page_size(ctx, cfg->page_size);
+    for (uint32_t i = 0; i < cfg->n_ranges && !rc; i++) {
+        rc = check_range(ctx, cfg, &cfg->ranges[i]);
+        if (rc)
+            vmem__error(rc, "cfg->ranges[%u]: %s", i, vmem_last_error());
+    }
+    return rc;
+}
+
+static int by_first(const void *a, const void *b)
+{
+    const struct span *x = a, *y = b;
+    return x->first < y->first ? -1 : x->first > y->first;
+}
+
+// Which pages there are, each once, and where the ranges' pages are among them.
+static void lay_out(vmem_blocks *b, const struct vmem_blocks_config *cfg)
+{
+    for (uint32_t i = 0; i < cfg->n_ranges; i++) {
+        const uint64_t first = cfg->ranges[i].addr >> b->page_shift;
+        b->ranges[i].at = cfg->ranges[i];
+        b->spans[i] = (struct span){first, (last_byte(&cfg->ranges[i], cfg->blocks) >> b->page_shift) - first + 1, 0};
+    }
+    qsort(b->spans, cfg->n_ranges, sizeof(b->spans[0]), by_first);
+    for (uint32_t i = 0; i < cfg->n_ranges; i++) {
+        struct span *last = b->n_spans ? &b->spans[b->n_spans - 1] : NULL, next = b->spans[i];
+        if (last && next.first <= last->first + last->pages) {
+            const uint64_t end = next.first + next.pages, old = last->first + last->pages;
+            last->pages += end > old ? end - old : 0;
+        } else {
+            b->spans[b->n_spans++] = next;
+        }
+    }
+    for (uint32_t i = 0; i < b->n_spans; i++) {
+        b->spans[i].index = b->n_pages;
+        b->n_pages += b->spans[i].pages;
+    }
+    for (uint32_t i = 0; i < cfg->n_ranges; i++) {
+        const uint64_t first = cfg->ranges[i].addr >> b->page_shift;
+        uint32_t k = b->n_spans - 1;
+        while (b->spans[k].first > first)
+            k--;
+        b->ranges[i].shift = b->spans[k].index - b->spans[k].first;
+    }
+}
+
+static void free_all(vmem_blocks *b)
+{
+    for (struct call *c; (c = b->orders);) {
+        b->orders = c->next;
+        free(c);
+    }
+    for (struct call *c; (c = b->unbacks);) {
+        b->unbacks = c->next;
+        free(c);
+    }
+    for (struct work *w; (w = b->stuck);) {
+        b->stuck = w->next;
+        free(w);
+    }
+    while (b->fences || b->spare) {
+        struct fence **at = b->fences ? &b->fences : &b->spare, *f = *at;
+        *at = f->next;
+        if (f->event)
+            b->ctx->b.ops->event_free(&b->ctx->b, f->event);
+        free(f);
+    }
+    pthread_cond_destroy(&b->work);
+    pthread_cond_destroy(&b->change);
+    pthread_mutex_destroy(&b->lock);
+    free(b->ranges);
+    free(b->spans);
+    free(b->blocks);
+    free(b->pages);
+    free(b);
+}
+
+int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *config, vmem_blocks **out)
+{
+    struct vmem_blocks_config cfg;
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (!config || !out)
+        return vmem__error(-EINVAL, "cfg and out must not be NULL");
+    rc = vmem__struct_take(&cfg, sizeof cfg, offsetof(struct vmem_blocks_config, board), config, "cfg");
+    if (!rc)
+        rc = check_config(ctx, &cfg);
+    if (rc)
+        return rc;
+    vmem_blocks *b = calloc(1, sizeof(*b));
+    if (!b)
+        return vmem__error(-ENOMEM, "no memory for %u blocks", cfg.blocks);
+    b->ctx = ctx;
+    b->owned = ctx->owned;
+    b->page_size = cfg.page_size;
+    b->page_shift = (uint32_t)__builtin_ctzll(cfg.page_size);
+    b->create_flags = VMEM__CREATE_BOUND | (cfg.flags & VMEM_BLOCKS_ZERO ? VMEM_CREATE_ZERO : 0);
+    b->n_blocks = cfg.blocks;
+    b->n_ranges = cfg.n_ranges;
+    b->budget = cfg.budget ? cfg.budget >> b->page_shift : UINT64_MAX;
+    b->board = cfg.board;
+    b->orders_end = &b->orders;
+    b->fences_end = &b->fences;
+    pthread_condattr_t steady;
+    pthread_condattr_init(&steady);
+    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
+    pthread_mutex_init(&b->lock, NULL);
+    pthread_cond_init(&b->work, &steady);
+    pthread_cond_init(&b->change, NULL);
+    pthread_condattr_destroy(&steady);
+    b->ranges = calloc(cfg.n_ranges, sizeof(b->ranges[0]));
+    b->spans = calloc(cfg.n_ranges, sizeof(b->spans[0]));
+    b->blocks = calloc(cfg.blocks, sizeof(b->blocks[0]));
+    if (b->ranges && b->spans) {
+        lay_out(b, &cfg);
+        b->pages = calloc(b->n_pages, sizeof(b->pages[0]));
+    }
+    if (!b->blocks || !b->pages)
+        rc = vmem__error(-ENOMEM, "no memory for the bookkeeping of %u blocks and %" PRIu64 " pages", cfg.blocks,
+                         b->n_pages);
+    if (!rc) {
+        rc = vmem__thread_start(&b->thread, vmem__blocks_work, b);
+        rc = rc ? vmem__error(-rc, "no thread for the blocks: %s", strerror(rc)) : 0;
+    }
+    if (rc) {
+        free_all(b);
+        return rc;
+    }
+    // Blocks are given up in no order of their addresses, and device memory goes back an arena at a time.
+    vmem__limit_arenas(ctx, BLOCK);
+    vmem__blocks_show(b);
+    *out = b;
+    return 0;
+}
+
+void vmem_blocks_destroy(vmem_blocks *b)
+{
+    if (!b || !*b->owned)
+        return;
+    char text[VMEM__TEXT];
+    vmem__keep_error(text);
+    pthread_mutex_lock(&b->lock);
+    while (b->calls)
+        pthread_cond_wait(&b->change, &b->lock);
+    b->stop = true;
+    pthread_cond_signal(&b->work);
+    pthread_mutex_unlock(&b->lock);
+    pthread_join(b->thread, NULL);
+    vmem__blocks_clear(b);
+    b->held = b->stats.backed = b->stats.leaving = 0;
+    vmem__blocks_show(b);
+    free_all(b);
+    vmem__error(0, "%s", text);
+}
+
+// ---- calls ------------------------------------------------------------------------------------------------------
+
+static int enter(vmem_blocks *b)
+{
+    if (!b)
+        return vmem__error(-EINVAL, "blocks is NULL");
+    if (!*b->owned)
+        return vmem__error(-EPERM, "the blocks belong to the process that forked this one");
+    pthread_mutex_lock(&b->lock);
+    b->calls++;
+    return 0;
+}
+
+static int leave(vmem_blocks *b, int rc)
+{
+    if (!--b->calls)
+        pthread_cond_broadcast(&b->change);
+    pthread_mutex_unlock(&b->lock);
+    return rc;
+}
+
+static int check_ids(const vmem_blocks *b, const uint32_t *ids, uint32_t n)
+{
+    if (n && !ids)
+        return vmem__error(-EINVAL, "ids is NULL");
+    for (uint32_t i = 0; i < n; i++)
+        if (ids[i] >= b->n_blocks)
+            return vmem__error(-EINVAL, "ids[%u]: block %u is out of range: there are %u blocks", i, ids[i],
+                               b->n_blocks);
+    return 0;
+}
+
+// A call that names these blocks.
+static int call_new(const vmem_blocks *b, const uint32_t *ids, uint32_t n, struct call **out)
+{
+    int rc = check_ids(b, ids, n);
+    if (rc)
+        return rc;
+    struct call *c = malloc(sizeof(*c) + n * sizeof(ids[0]));
+    if (!c)
+        return vmem__error(-ENOMEM, "no memory for a call that names %u blocks", n);
+    *c = (struct call){.n = n};
+    if (n)
+        memcpy(c->ids, ids, n * sizeof(ids[0]));
+    vmem__blocks_sort(c);
+    *out = c;
+    return 0;
+}
+
+// Numbers a call that backs blocks. Returns how many of them are not backed.
+static uint32_t begin(vmem_blocks *b, struct call *c)
+{
+    uint32_t missing = 0;
+    c->number = ++b->number;
+    for (uint32_t i = 0; i < c->n; i++) {
+        struct block *block = &b->blocks[c->ids[i]];
+        missing += block->state != BLOCK_IN;
+        if (!block->leave)
+            continue;
+        block->holds++;
+        c->ids[i] |= CALL_HOLDS;
+    }
+    return missing;
+}
+
+// Begins a call with a list of blocks.
+static int enter_with(vmem_blocks *b, const uint32_t *ids, uint32_t n, struct call **c)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    pthread_mutex_unlock(&b->lock); // `calls` keeps the object
+    rc = call_new(b, ids, n, c);
+    pthread_mutex_lock(&b->lock);
+    return rc ? leave(b, rc) : 0;
+}
+
+int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t flags, uint32_t *fresh)
+{
+    struct call *c;
+    if (flags & ~VMEM_BLOCKS_OVER)
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_BLOCKS_OVER is known", flags);
+    int rc = enter_with(b, ids, n, &c);
+    if (rc)
+        return rc;
+    c->flags = flags;
+    const uint32_t missing = begin(b, c);
+    if (missing)
+        rc = vmem__blocks_back(b, c);
+    vmem__blocks_end(b, c, rc);
+    if (!rc && fresh)
+        *fresh = missing;
+    vmem__blocks_show(b);
+    return leave(b, rc);
+}
+
+int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t *seq)
+{
+    struct call *c;
+    if (!seq)
+        return vmem__error(-EINVAL, "seq is NULL");
+    int rc = enter_with(b, ids, n, &c);
+    if (rc)
+        return rc;
+    *seq = c->seq = ++b->seq;
+    begin(b, c);
+    *b->orders_end = c;
+    b->orders_end = &c->next;
+    pthread_cond_signal(&b->work);
+    return leave(b, 0);
+}
+
+static int not_made(const vmem_blocks *b, uint64_t fence)
+{
+    return vmem__error(-EINVAL, "fence %" PRIu64 " was not made yet; the last is %" PRIu64, fence, b->fence);
+}
+
+int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t fence)
+{
+    struct call *c;
+    int rc = enter_with(b, ids, n, &c);
+    if (rc)
+        return rc;
+    if (fence > b->fence) {
+        free(c);
+        return leave(b, not_made(b, fence));
+    }
+    n = 0;
+    c->fence = fence;
+    c->number = ++b->number;
+    for (uint32_t i = 0; i < c->n; i++) {
+        struct block *block = &b->blocks[c->ids[i]];
+        block->cut = c->number;
+        block->holds = 0;
+        // The later fence counts. A call that waits, and is cut now, may not have cancelled the other one.
+        if (block->state == BLOCK_OUT || (block->leave && !block->due && fence <= block->fence))
+            continue;
+        b->stats.leaving += !block->leave;
+        block->leave = c->number;
+        block->fence = fence;
+        block->due = false;
+        c->ids[n++] = c->ids[i];
+    }
+    c->n = n;
+    if (n)
+        vmem__blocks_wait_fence(b, c);
+    else
+        free(c);
+    vmem__blocks_show(b);
+    return leave(b, 0);
+}
+
+// ---- fences -----------------------------------------------------------------------------------------------------
+
+// A fence that passes at once, by hand, or with the event.
+enum kind { AT_ONCE, BY_HAND, BY_EVENT };
+static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fence)
+{
+    if (!fence)
+        return leave(b, vmem__error(-EINVAL, "fence is NULL"));
+    struct fence *f = b->spare;
+    int rc = 0;
+    if (f)
+        b->spare = f->next;
+    pthread_mutex_unlock(&b->lock);
+    if (!f && !(f = calloc(1, sizeof(*f))))
+        rc = vmem__error(-ENOMEM, "no memory for a fence");
+    if (!rc && kind == BY_EVENT)
+        rc = b->ctx->b.ops->record(&b->ctx->b, stream, &f->event);
+    pthread_mutex_lock(&b->lock);
+    if (rc && f) {
+        f->next = b->spare;
+        b->spare = f;
+    }
+    if (rc)
+        return leave(b, rc);
+    f->by_hand = kind == BY_HAND;
+    f->passed = kind == AT_ONCE;
+    f->next = NULL;
+    *fence = f->number = ++b->fence;
+    *b->fences_end = f;
+    b->fences_end = &f->next;
+    vmem__blocks_advance(b);
+    return leave(b, 0);
+}
+
+int vmem_blocks_record(vmem_blocks *b, void *stream, uint64_t *fence)
+{
+    int rc = enter(b);
+    return rc ? rc : make_fence(b, b->ctx->b.ops->record ? BY_EVENT : AT_ONCE, stream, fence);
+}
+
+int vmem_blocks_fence(vmem_blocks *b, uint64_t *fence)
+{
+    int rc = enter(b);
+    return rc ? rc : make_fence(b, BY_HAND, NULL, fence);
+}
+
+int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    if (!fence || fence > b->fence)
+        return leave(b, not_made(b, fence));
+    for (struct fence *f = b->fences; f && f->number <= fence; f = f->next)
+        f->passed |= f->by_hand;
+    vmem__blocks_advance(b);
+    return leave(b, 0);
+}
+
+// ---- answers ----------------------------------------------------------------------------------------------------
+
+int vmem_blocks_done(vmem_blocks *b, uint64_t *seq)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    if (seq)
+        *seq = b->done;
+    return leave(b, seq ? 0 : vmem__error(-EINVAL, "seq is NULL"));
+}
+
+int vmem_blocks_answer(vmem_blocks *b, uint64_t seq)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    if (!seq || seq > b->seq || seq + VMEM_BLOCKS_ANSWERS <= b->done)
+        rc = vmem__error(-EINVAL, "seq %" PRIu64 ": the orders made are 1 to %" PRIu64 ", and %u answers are kept", seq,
+                         b->seq, VMEM_BLOCKS_ANSWERS);
+    else if (seq > b->done)
+        rc = vmem__error(-EAGAIN, "order %" PRIu64 " was not answered yet", seq);
+    else if (b->answers[seq % VMEM_BLOCKS_ANSWERS])
+        rc = vmem__error(b->answers[seq % VMEM_BLOCKS_ANSWERS], "order %" PRIu64 " was refused: %s", seq,
+                         strerror(-b->answers[seq % VMEM_BLOCKS_ANSWERS]));
+    return leave(b, rc);
+}
+
+int vmem_blocks_flush(vmem_blocks *b)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    const uint64_t seq = b->seq;
+    while (b->done < seq)
+        pthread_cond_wait(&b->change, &b->lock);
+    vmem__blocks_ask(b);
+    while (b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed))
+        pthread_cond_wait(&b->change, &b->lock);
+    return leave(b, 0);
+}
+
+int vmem_blocks_query(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint8_t *states)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    rc = n && !states ? vmem__error(-EINVAL, "states is NULL") : check_ids(b, ids, n);
+    for (uint32_t i = 0; i < n && !rc; i++)
+        states[i] = b->blocks[ids[i]].state != BLOCK_IN ? 0 : b->blocks[ids[i]].leave ? 2 : 1;
+    return leave(b, rc);
+}
+
+int vmem_blocks_set_budget(vmem_blocks *b, uint64_t bytes)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    b->budget = bytes ? bytes >> b->page_shift : UINT64_MAX;
+    vmem__blocks_show(b);
+    return leave(b, 0);
+}
+
+int vmem_blocks_get_stats(vmem_blocks *b, struct vmem_blocks_stats *out)
+{
+    int rc = enter(b);
+    if (rc)
+        return rc;
+    struct vmem_blocks_stats s = b->stats;
+    s.page_size = b->page_size;
+    s.budget = b->budget == UINT64_MAX ? 0 : b->budget << b->page_shift;
+    s.held = b->held << b->page_shift;
+    s.most_held <<= b->page_shift;
+    s.blocks = b->n_blocks;
+    s.orders = b->seq;
+    s.waiting = b->seq - b->done;
+    return leave(b, out ? vmem__struct_give(out, &s, sizeof s, "out") : vmem__error(-EINVAL, "out is NULL"));
+}

@@ -1,0 +1,134 @@
+// The state of a vmem_blocks.
+//
+// One lock guards everything here. It is never held across a call of the core or of a driver, and for no more than
+// BLOCKS_LOOK pages at a time: a call on the engine's path waits for microseconds.
+//
+// Every page of the blocks has a word: a count of the blocks that need it, and two marks. PAGE_BUSY: some call maps or
+// unmaps it, without the lock. PAGE_MAPPED: it is mapped. Who counts a page that is neither busy nor mapped maps it. Who
+// takes the last count of a mapped page that is not busy unmaps it. Who needs a busy page waits for `change` and looks
+// again; nobody who waits keeps a page busy, so all waiting ends.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_BLOCKS_STATE_H
+#define VMEM_BLOCKS_STATE_H
+
+#include "core/core.h"
+#include "vmem_blocks.h"
+
+#define PAGE_BUSY 0x80000000u
+#define PAGE_MAPPED 0x40000000u
+#define PAGE_COUNT 0x3fffffffu
+#define BLOCKS_LOOK 4096 // pages looked at before the lock is dropped for other calls
+#define BLOCKS_PART 4096 // pages mapped or unmapped by one call of the core
+
+_Static_assert(sizeof(((struct vmem_blocks_board *)0)->answers) == VMEM_BLOCKS_ANSWERS * sizeof(uint64_t), "board");
+
+enum block_state {
+    BLOCK_OUT,    // counts no page
+    BLOCK_COMING, // some call is backing it
+    BLOCK_IN,     // all its pages are mapped
+};
+// The numbers are of calls, which are counted from 1.
+struct block {
+    uint64_t cut;   // the last unback that named it: it takes effect after calls with smaller numbers
+    uint64_t leave; // the unback that waits to take it, after `fence`; 0: none
+    uint64_t fence;
+    uint32_t holds; // calls after that unback that name it and have not ended
+    bool due;       // the fence of the unback has passed: the last of these calls sees to it
+    uint8_t state;
+};
+
+struct range {
+    struct vmem_block_range at;
+    uint64_t shift; // page number + shift is the index in vmem_blocks.pages
+};
+// Consecutive pages of blocks.
+struct span {
+    uint64_t first, pages; // page numbers: addresses / page_size
+    uint64_t index;        // of the first, in vmem_blocks.pages
+};
+
+// A call that names blocks, as long as it waits.
+#define CALL_HOLDS 0x80000000u // among the ids: the call holds the block, which was to leave
+struct call {
+    struct call *next;
+    uint64_t number;
+    uint64_t seq;   // of an order
+    uint64_t fence; // of an unback
+    uint32_t flags, n;
+    uint32_t ids[];
+};
+
+struct fence {
+    struct fence *next;
+    uint64_t number;
+    void *event; // of the backend; NULL: none
+    bool by_hand, passed;
+};
+
+// Indices of pages that a call maps or unmaps, and what it needs for that.
+struct work {
+    uint64_t *pages;
+    uint64_t n, room;
+    struct work *next; // of pages that could not be unmapped
+};
+
+struct vmem_blocks {
+    vmem_context *ctx;
+    const unsigned char *owned;
+    uint64_t page_size;
+    uint32_t create_flags, page_shift, n_blocks, n_ranges, n_spans;
+    struct range *ranges;
+    struct span *spans; // by address
+    uint64_t n_pages;
+    struct vmem_blocks_board *board;
+
+    pthread_mutex_t lock;
+    pthread_cond_t work;   // for the thread
+    pthread_cond_t change; // a page is no longer busy, a block no longer coming, a call has ended
+    pthread_t thread;
+    bool stop;
+    uint32_t calls; // in progress
+    struct block *blocks;
+    uint32_t *pages;
+    uint64_t budget; // in pages; UINT64_MAX: none
+    uint64_t held;   // pages that are mapped or busy
+    uint64_t number, seq, done;
+    struct call *orders, **orders_end;
+    struct call *unbacks; // by fence
+    uint32_t unbacking;   // calls that take blocks whose fence has passed
+    bool asking;          // a call asks the driver whether events have passed
+    struct fence *fences, **fences_end, *spare;
+    uint64_t fence, passed; // the last made; the last that passed
+    struct work *stuck;
+    int answers[VMEM_BLOCKS_ANSWERS]; // of order s at [s % VMEM_BLOCKS_ANSWERS]
+    struct vmem_blocks_stats stats;   // counts
+};
+
+// pages.c. With the lock held, which they drop for a while.
+//
+// Backs the call's blocks, or none of them. ids are sorted and single.
+int vmem__blocks_back(vmem_blocks *b, struct call *c);
+// Takes the blocks of the first unback whose fence has passed. False if there is none, or no memory for the work.
+bool vmem__blocks_take(vmem_blocks *b);
+// Tries once more to unmap the pages that could not be unmapped.
+void vmem__blocks_retry(vmem_blocks *b);
+// Unmaps everything.
+void vmem__blocks_clear(vmem_blocks *b);
+
+// queue.c. With the lock held.
+//
+// Puts an unback among those that wait.
+void vmem__blocks_wait_fence(vmem_blocks *b, struct call *c);
+// Ends a call that backs blocks. If it failed, blocks that were to leave when it came do so. Frees the call.
+void vmem__blocks_end(vmem_blocks *b, struct call *c, int rc);
+// Lets the first fences pass that have.
+void vmem__blocks_advance(vmem_blocks *b);
+// Asks the driver whether fences have passed that unbacks wait for.
+void vmem__blocks_ask(vmem_blocks *b);
+// Sorts the ids, and leaves one of each.
+void vmem__blocks_sort(struct call *c);
+void vmem__blocks_show(vmem_blocks *b);
+void *vmem__blocks_work(void *blocks);
+
+#endif

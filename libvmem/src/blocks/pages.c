@@ -1,0 +1,422 @@
+// Backing and unbacking: which pages a call needs, and the calls of the core that map and unmap them.
+//
+// SPDX-License-Identifier: MIT
+#include "blocks/blocks.h"
+
+// ---- which pages ------------------------------------------------------------------------------------------------
+
+// The pages of a call's blocks, range by range and layer by layer, so that those of consecutive blocks follow each other.
+struct walk {
+    const struct call *c;
+    uint32_t range, layer, id;
+    uint64_t page, end; // indices in vmem_blocks.pages: the rest of the block's part
+    uint32_t looks;
+};
+
+static bool next_part(const vmem_blocks *b, struct walk *w)
+{
+    if (w->id == w->c->n) {
+        w->id = 0;
+        w->layer++;
+    }
+    if (w->range < b->n_ranges && w->layer == b->ranges[w->range].at.layers) {
+        w->layer = 0;
+        w->range++;
+    }
+    if (w->range == b->n_ranges || !w->c->n)
+        return false;
+    const struct range *r = &b->ranges[w->range];
+    const uint64_t block = w->c->ids[w->id++] & ~CALL_HOLDS;
+    const uint64_t addr = r->at.addr + w->layer * r->at.layer_stride + block * r->at.block_stride;
+    w->page = (addr >> b->page_shift) + r->shift;
+    w->end = ((addr + r->at.bytes - 1) >> b->page_shift) + r->shift + 1;
+    return true;
+}
+
+// The next page's word; NULL after the last. Drops the lock for a moment every BLOCKS_LOOK pages.
+static uint32_t *next_page(vmem_blocks *b, struct walk *w)
+{
+    if (w->page == w->end && !next_part(b, w))
+        return NULL;
+    if (++w->looks == BLOCKS_LOOK) {
+        w->looks = 0;
+        pthread_mutex_unlock(&b->lock);
+        pthread_mutex_lock(&b->lock);
+    }
+    return &b->pages[w->page++];
+}
+
+// Room for every page of n blocks. Called without the lock.
+static int work_new(const vmem_blocks *b, uint64_t n, struct work **out)
+{
+    uint64_t room = 0;
+    for (uint32_t i = 0; i < b->n_ranges && room < b->n_pages; i++) {
+        const struct vmem_block_range *r = &b->ranges[i].at;
+        const uint64_t parts = n * r->layers, most = (r->bytes >> b->page_shift) + 2;
+        room = parts > b->n_pages || most > b->n_pages ? b->n_pages : room + parts * most;
+    }
+    room = room < b->n_pages ? room : b->n_pages;
+    struct work *w = malloc(sizeof(*w) + room * sizeof(w->pages[0]));
+    if (!w)
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " pages", room);
+    *w = (struct work){.pages = (uint64_t *)(w + 1)};
+    *out = w;
+    return 0;
+}
+
+static void work_add(const vmem_blocks *b, struct work *w, uint32_t *page)
+{
+    *page |= PAGE_BUSY;
+    w->pages[w->n++] = (uint64_t)(page - b->pages);
+}
+
+static int by_index(const void *a, const void *b)
+{
+    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+static void sort(struct work *w)
+{
+    for (uint64_t i = 1; i < w->n; i++)
+        if (w->pages[i] < w->pages[i - 1]) {
+            qsort(w->pages, w->n, sizeof(w->pages[0]), by_index);
+            return;
+        }
+}
+
+static uint64_t addr_of(const vmem_blocks *b, uint64_t page)
+{
+    uint32_t lo = 0, hi = b->n_spans;
+    while (hi - lo > 1) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        *(b->spans[mid].index <= page ? &lo : &hi) = mid;
+    }
+    return (b->spans[lo].first + page - b->spans[lo].index) << b->page_shift;
+}
+
+// ---- mapping and unmapping, without the lock --------------------------------------------------------------------
+
+// *done: how many of the pages are unmapped, from the first on.
+static int unmap(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *done)
+{
+    struct vmem_unmap_op ops[256];
+    uint64_t i = 0;
+    int rc = 0;
+    while (i < n && !rc) {
+        uint32_t n_ops = 0;
+        *done = i;
+        for (; i < n; i++) {
+            const uint64_t addr = addr_of(b, pages[i]);
+            if (n_ops && ops[n_ops - 1].addr + ops[n_ops - 1].length == addr && pages[i] == pages[i - 1] + 1)
+                ops[n_ops - 1].length += b->page_size;
+            else if (n_ops == sizeof(ops) / sizeof(ops[0]))
+                break;
+            else
+                ops[n_ops++] = (struct vmem_unmap_op){addr, b->page_size};
+        }
+        rc = vMemUnmapBatch(b->ctx, ops, n_ops, NULL);
+    }
+    *done = rc ? *done : n;
+    return rc;
+}
+
+// Creates pages for all places, then maps them. The pages are bound: they are released when they are unmapped.
+static int map(vmem_blocks *b, const uint64_t *pages, uint64_t n)
+{
+    const uint64_t most = n < BLOCKS_PART ? n : BLOCKS_PART;
+    vmem_page *handles = malloc(n * sizeof(*handles));
+    struct vmem_map_op *ops = malloc(most * sizeof(*ops));
+    int rc = handles && ops ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " pages", n);
+    if (!rc)
+        rc = vmem__create_near(b->ctx, b->page_size, n, 0, b->create_flags, handles);
+    const bool created = !rc;
+    for (uint64_t at = 0, part; !rc && at < n; at += part) {
+        part = n - at < most ? n - at : most;
+        for (uint64_t i = 0; i < part; i++)
+            ops[i] = (struct vmem_map_op){addr_of(b, pages[at + i]), handles[at + i]};
+        rc = vMemMapBatch(b->ctx, ops, part, VMEM_MAP_FINE, NULL);
+    }
+    if (rc && created) {
+        char why[VMEM__TEXT];
+        vmem__keep_error(why);
+        vmem_drop(b->ctx, handles, n);
+        vmem__error(rc, "%s", why);
+    }
+    free(handles);
+    free(ops);
+    return rc;
+}
+
+// ---- with the lock ----------------------------------------------------------------------------------------------
+
+// Ends the work of pages that were busy.
+static void settle(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool mapped)
+{
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t *page = &b->pages[pages[i]];
+        *page = (*page & PAGE_COUNT) | (mapped ? PAGE_MAPPED : 0);
+        if (i % BLOCKS_LOOK == BLOCKS_LOOK - 1) {
+            pthread_mutex_unlock(&b->lock);
+            pthread_mutex_lock(&b->lock);
+        }
+    }
+    b->held -= mapped ? 0 : n;
+    pthread_cond_broadcast(&b->change);
+}
+
+// Unmaps busy pages. Pages that cannot be unmapped now wait in b->stuck, with the work, which is freed otherwise.
+static void unmap_work(vmem_blocks *b, struct work *w)
+{
+    uint64_t kept = 0;
+    for (uint64_t at = 0, part, done; at < w->n; at += part) {
+        part = w->n - at < BLOCKS_PART ? w->n - at : BLOCKS_PART;
+        pthread_mutex_unlock(&b->lock);
+        if (!at)
+            sort(w);
+        const int rc = unmap(b, w->pages + at, part, &done);
+        pthread_mutex_lock(&b->lock);
+        settle(b, w->pages + at, done, false);
+        settle(b, w->pages + at + done, part - done, true);
+        b->stats.unmapped_pages += done;
+        b->stats.failed_unmaps += rc != 0;
+        memmove(w->pages + kept, w->pages + at + done, (part - done) * sizeof(w->pages[0]));
+        kept += part - done;
+    }
+    w->n = kept;
+    w->next = b->stuck;
+    if (kept)
+        b->stuck = w;
+    else
+        free(w);
+}
+
+static bool unused(uint32_t page) { return page == PAGE_MAPPED; } // no count, and not busy
+
+// Takes the counts of a call's blocks, and unmaps what nobody needs any more. Frees the work.
+static void uncount(vmem_blocks *b, const struct call *c, struct work *work)
+{
+    struct walk w = {.c = c};
+    work->n = 0;
+    for (uint32_t *page; (page = next_page(b, &w));) {
+        --*page;
+        if (unused(*page))
+            work_add(b, work, page);
+    }
+    unmap_work(b, work);
+}
+
+void vmem__blocks_retry(vmem_blocks *b)
+{
+    struct work *w = b->stuck, *next;
+    for (b->stuck = NULL; w; w = next) {
+        uint64_t n = 0;
+        next = w->next;
+        for (uint64_t i = 0; i < w->n; i++)
+            if (unused(b->pages[w->pages[i]])) {
+                b->pages[w->pages[i]] |= PAGE_BUSY;
+                w->pages[n++] = w->pages[i];
+            }
+        w->n = n;
+        unmap_work(b, w);
+    }
+}
+
+// Maps the busy pages of a work.
+static int map_work(vmem_blocks *b, const struct call *c, struct work *w)
+{
+    if (!w->n)
+        return 0;
+    b->held += w->n;
+    int rc = 0;
+    if (b->held > b->budget && !(c->flags & VMEM_BLOCKS_OVER))
+        rc = vmem__error(-ENOMEM, "%" PRIu64 " pages more exceed the budget of %" PRIu64 ": %" PRIu64 " are held", w->n,
+                         b->budget, b->held - w->n);
+    if (!rc) {
+        pthread_mutex_unlock(&b->lock);
+        sort(w);
+        rc = map(b, w->pages, w->n);
+        pthread_mutex_lock(&b->lock);
+    }
+    settle(b, w->pages, w->n, !rc);
+    if (!rc) {
+        *(c->seq ? &b->stats.ordered_pages : &b->stats.direct_pages) += w->n;
+        b->stats.most_held = b->held > b->stats.most_held ? b->held : b->stats.most_held;
+    }
+    w->n = 0;
+    return rc;
+}
+
+// Maps every page of the call's blocks, which are counted already, that is not mapped. Pages that other calls work on
+// when it finds them may be mapped or unmapped afterwards, so it looks until it finds none. It waits for such a call
+// only while it keeps no page busy itself.
+static int map_rest(vmem_blocks *b, const struct call *c, struct work *work)
+{
+    for (;;) {
+        struct walk w = {.c = c};
+        uint32_t *page;
+        while ((page = next_page(b, &w))) {
+            while (*page & PAGE_BUSY && !work->n)
+                pthread_cond_wait(&b->change, &b->lock);
+            if (*page & PAGE_BUSY)
+                break;
+            if (!(*page & PAGE_MAPPED))
+                work_add(b, work, page);
+        }
+        if (!work->n)
+            return 0;
+        const int rc = map_work(b, c, work);
+        if (rc)
+            return rc;
+    }
+}
+
+static bool wanted(const vmem_blocks *b, const struct call *c, uint32_t id)
+{
+    return b->blocks[id].state == BLOCK_OUT && b->blocks[id].cut < c->number;
+}
+
+static bool any_coming(const vmem_blocks *b, const struct call *c)
+{
+    for (uint32_t i = 0; i < c->n; i++)
+        if (b->blocks[c->ids[i] & ~CALL_HOLDS].state == BLOCK_COMING)
+            return true;
+    return false;
+}
+
+static void wait_for_others(vmem_blocks *b, const struct call *c)
+{
+    while (any_coming(b, c))
+        pthread_cond_wait(&b->change, &b->lock);
+}
+
+// One attempt. todo: room for the blocks that are not backed.
+static int attempt(vmem_blocks *b, const struct call *c, struct call *todo, struct work **work)
+{
+    wait_for_others(b, c);
+    todo->n = 0;
+    todo->seq = c->seq;
+    todo->flags = c->flags;
+    for (uint32_t i = 0; i < c->n; i++) {
+        const uint32_t id = c->ids[i] & ~CALL_HOLDS;
+        if (wanted(b, c, id)) {
+            b->blocks[id].state = BLOCK_COMING;
+            todo->ids[todo->n++] = id;
+        }
+    }
+    if (!todo->n)
+        return 0;
+    bool others = false;
+    struct walk w = {.c = todo};
+    for (uint32_t *page; (page = next_page(b, &w));) {
+        ++*page;
+        if (*page & PAGE_BUSY)
+            others = true; // or it was this call
+        else if (!(*page & PAGE_MAPPED))
+            work_add(b, *work, page);
+    }
+    int rc = map_work(b, todo, *work);
+    if (!rc && others)
+        rc = map_rest(b, todo, *work);
+    for (uint32_t i = 0; i < todo->n; i++) {
+        struct block *block = &b->blocks[todo->ids[i]];
+        block->state = rc ? BLOCK_OUT : BLOCK_IN;
+        b->stats.backed += !rc;
+        b->stats.leaving -= rc && block->leave;
+        block->leave = rc ? 0 : block->leave;
+        block->due &= !rc;
+    }
+    b->stats.direct_calls += !c->seq && !rc;
+    pthread_cond_broadcast(&b->change);
+    if (rc) {
+        uncount(b, todo, *work);
+        *work = NULL;
+    }
+    return rc;
+}
+
+int vmem__blocks_back(vmem_blocks *b, struct call *c)
+{
+    struct call *todo = NULL;
+    int rc;
+    for (;;) {
+        struct work *work = NULL;
+        pthread_mutex_unlock(&b->lock);
+        if (!todo && !(todo = malloc(sizeof(*todo) + c->n * sizeof(todo->ids[0]))))
+            rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %u blocks", c->n);
+        else
+            rc = work_new(b, c->n, &work);
+        pthread_mutex_lock(&b->lock);
+        if (!rc)
+            rc = attempt(b, c, todo, &work);
+        free(work);
+        if (rc != -ENOMEM)
+            break;
+        // What is given up now may be enough.
+        if (b->unbacking)
+            while (b->unbacking)
+                pthread_cond_wait(&b->change, &b->lock);
+        else if (!vmem__blocks_take(b))
+            break;
+    }
+    free(todo);
+    return rc;
+}
+
+bool vmem__blocks_take(vmem_blocks *b)
+{
+    struct call *c = b->unbacks;
+    struct work *work;
+    if (!c || c->fence > b->passed)
+        return false;
+    b->unbacks = c->next;
+    b->unbacking++;
+    pthread_mutex_unlock(&b->lock);
+    int rc = work_new(b, c->n, &work);
+    pthread_mutex_lock(&b->lock);
+    if (rc) {
+        vmem__blocks_wait_fence(b, c);
+    } else {
+        uint32_t n = 0;
+        wait_for_others(b, c);
+        for (uint32_t i = 0; i < c->n; i++) {
+            struct block *block = &b->blocks[c->ids[i]];
+            if (block->leave != c->number)
+                continue;
+            if (block->holds) {
+                block->due = true;
+                continue;
+            }
+            block->state = BLOCK_OUT;
+            block->leave = 0;
+            c->ids[n++] = c->ids[i];
+        }
+        c->n = n;
+        b->stats.backed -= n;
+        b->stats.leaving -= n;
+        uncount(b, c, work);
+        free(c);
+    }
+    b->unbacking--;
+    pthread_cond_broadcast(&b->change);
+    return !rc;
+}
+
+void vmem__blocks_clear(vmem_blocks *b)
+{
+    struct vmem_unmap_op op = {0};
+    for (uint64_t i = 0; i < b->n_pages; i++) {
+        if (!(b->pages[i] & PAGE_MAPPED))
+            continue;
+        const uint64_t addr = addr_of(b, i);
+        if (op.length && op.addr + op.length == addr && op.length < BLOCKS_PART * b->page_size) {
+            op.length += b->page_size;
+            continue;
+        }
+        if (op.length)
+            vMemUnmap(b->ctx, op.addr, op.length);
+        op = (struct vmem_unmap_op){addr, b->page_size};
+    }
+    if (op.length)
+        vMemUnmap(b->ctx, op.addr, op.length);
+}

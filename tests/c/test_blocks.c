@@ -1,0 +1,619 @@
+// vmem_blocks: which pages are backed after each call, in which order orders are answered, and what waits for fences.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+#include <sched.h>
+#include <sys/wait.h>
+
+#define FAKEGPU_USER
+#include "../fakegpu/fakegpu.h"
+#include "harness.h"
+#include "vmem_blocks.h"
+
+static vmem_context *ctx;
+static uint64_t base, P;
+static struct vmem_blocks_board board;
+
+#define RESERVED (1 * GIB)
+
+static vmem_blocks *make(const struct vmem_block_range *ranges, uint32_t n, uint32_t blocks, uint64_t budget)
+{
+    struct vmem_blocks_config cfg = {.size = sizeof cfg,
+                                     .ranges = ranges,
+                                     .n_ranges = n,
+                                     .blocks = blocks,
+                                     .page_size = P,
+                                     .budget = budget,
+                                     .board = &board};
+    vmem_blocks *b;
+    memset(&board, 0, sizeof board);
+    OK(vmem_blocks_create(ctx, &cfg, &b));
+    return b;
+}
+
+// Two layers of blocks of a page each.
+static vmem_blocks *simple(uint32_t blocks, uint64_t budget)
+{
+    return make(&(struct vmem_block_range){base, blocks * P, P, P, 2, 0}, 1, blocks, budget);
+}
+
+// With 2 MiB, a page is a call and memory is scarce: fewer blocks then.
+static bool test_small_pages(void) { return P < VMEM_PAGE_2M; }
+
+static struct vmem_blocks_stats stats(vmem_blocks *b)
+{
+    struct vmem_blocks_stats s = {.size = sizeof s};
+    OK(vmem_blocks_get_stats(b, &s));
+    return s;
+}
+static uint64_t mapped(void) { return test_stats(ctx).mapped / P; }
+static bool is_backed(vmem_blocks *b, uint32_t id)
+{
+    uint8_t backed;
+    OK(vmem_blocks_query(b, &id, 1, &backed));
+    return backed != 0;
+}
+static uint64_t order(vmem_blocks *b, const uint32_t *ids, uint32_t n)
+{
+    uint64_t seq;
+    OK(vmem_blocks_order(b, ids, n, &seq));
+    return seq;
+}
+static int answer(vmem_blocks *b, uint64_t seq)
+{
+    int rc;
+    while ((rc = vmem_blocks_answer(b, seq)) == -EAGAIN)
+        sched_yield();
+    return rc;
+}
+#define IDS(...) ((const uint32_t[]){__VA_ARGS__})
+#define BACK(b, flags, ...) vmem_blocks_back(b, IDS(__VA_ARGS__), COUNT(IDS(__VA_ARGS__)), flags, NULL)
+#define UNBACK(b, fence, ...) vmem_blocks_unback(b, IDS(__VA_ARGS__), COUNT(IDS(__VA_ARGS__)), fence)
+
+static void errors(void)
+{
+    const struct vmem_block_range good = {base, 0, P, P, 1, 0};
+    struct vmem_blocks_config cfg = {.size = sizeof cfg, .ranges = &good, .n_ranges = 1, .blocks = 4, .page_size = P};
+    vmem_blocks *b;
+    uint64_t fence;
+    ERR(vmem_blocks_create(NULL, &cfg, &b), EINVAL, "ctx is NULL");
+    ERR(vmem_blocks_create(ctx, NULL, &b), EINVAL, "cfg and out");
+    ERR(vmem_blocks_create(ctx, &cfg, NULL), EINVAL, "cfg and out");
+#define BAD(field, value, text)                             \
+    do {                                                    \
+        struct vmem_blocks_config c = cfg;                  \
+        c.field = value;                                    \
+        ERR(vmem_blocks_create(ctx, &c, &b), EINVAL, text); \
+    } while (0)
+    BAD(size, 8, "cfg->size");
+    BAD(flags, 2, "cfg->flags 0x2");
+    BAD(ranges, NULL, "cfg->ranges");
+    BAD(n_ranges, 0, "cfg->ranges");
+    BAD(blocks, 0, "cfg->blocks is 0");
+    BAD(blocks, 1u << 31, "cfg->blocks is 2147483648");
+    BAD(page_size, 12345, "page_size 12345");
+    BAD(blocks, (uint32_t)(RESERVED / P + 1), "cfg->ranges[0]");
+#define BAD_RANGE(text, ...)                                         \
+    do {                                                             \
+        const struct vmem_block_range two[] = {good, {__VA_ARGS__}}; \
+        struct vmem_blocks_config c = cfg;                           \
+        c.ranges = two;                                              \
+        c.n_ranges = 2;                                              \
+        ERR(vmem_blocks_create(ctx, &c, &b), EINVAL, text);          \
+    } while (0)
+    BAD_RANGE("cfg->ranges[1]: bytes 0", base, 0, P, 0, 1, 0);
+    BAD_RANGE("layers 0", base, 0, P, P, 0, 0);
+    BAD_RANGE("reserved", base, 0, P, P, 1, 7);
+    BAD_RANGE("cfg->ranges[1]", base - 1, 0, P, P, 1, 0);
+    BAD_RANGE("last address", base, UINT64_MAX / 2, P, P, 4, 0);
+    BAD_RANGE("last address", base, 0, UINT64_MAX / 2, P, 1, 0);
+    BAD_RANGE("last address", UINT64_MAX - P, 0, P, P, 1, 0);
+    BAD_RANGE("cfg->ranges[1]", base + RESERVED - 4 * P, 0, P, P + 1, 1, 0);
+
+    b = simple(4, 0);
+    ERR(vmem_blocks_back(NULL, NULL, 0, 0, NULL), EINVAL, "blocks is NULL");
+    ERR(vmem_blocks_back(b, NULL, 1, 0, NULL), EINVAL, "ids is NULL");
+    ERR(BACK(b, 0, 1, 4), EINVAL, "ids[1]: block 4 is out of range: there are 4 blocks");
+    ERR(BACK(b, 0x80, 1), EINVAL, "flags 0x80");
+    ERR(UNBACK(b, 0, 9), EINVAL, "block 9");
+    ERR(UNBACK(b, 1, 1), EINVAL, "fence 1 was not made yet");
+    ERR(vmem_blocks_pass(b, 0), EINVAL, "fence 0");
+    ERR(vmem_blocks_pass(b, 1), EINVAL, "fence 1");
+    ERR(vmem_blocks_fence(b, NULL), EINVAL, "fence is NULL");
+    ERR(vmem_blocks_record(b, NULL, NULL), EINVAL, "fence is NULL");
+    ERR(vmem_blocks_done(b, NULL), EINVAL, "seq is NULL");
+    ERR(vmem_blocks_answer(b, 0), EINVAL, "seq 0");
+    ERR(vmem_blocks_answer(b, 1), EINVAL, "seq 1");
+    ERR(vmem_blocks_query(b, IDS(4), 1, (uint8_t[1]){0}), EINVAL, "block 4");
+    ERR(vmem_blocks_query(b, IDS(1), 1, NULL), EINVAL, "states is NULL");
+    ERR(vmem_blocks_order(b, NULL, 0, NULL), EINVAL, "seq is NULL");
+    ERR(vmem_blocks_order(b, IDS(4), 1, &fence), EINVAL, "block 4");
+    ERR(vmem_blocks_get_stats(b, NULL), EINVAL, "out is NULL");
+    OK(vmem_blocks_back(b, NULL, 0, 0, NULL));
+    OK(vmem_blocks_unback(b, NULL, 0, 0));
+    OK(vmem_blocks_fence(b, &fence));
+    CHECK_EQ(fence, 1);
+    CHECK_EQ(mapped(), 0);
+    vmem_blocks_destroy(b);
+    vmem_blocks_destroy(NULL);
+}
+
+// Calls without ASYNC, and counted pages.
+static void direct(void)
+{
+    vmem_blocks *b = simple(8, 0);
+    uint32_t fresh;
+    OK(vmem_blocks_back(b, IDS(5, 1, 1, 5), 4, 0, &fresh));
+    CHECK_EQ(fresh, 2);
+    CHECK_EQ(mapped(), 4);
+    for (uint32_t id = 0; id < 8; id++) {
+        CHECK_EQ(is_backed(b, id), id == 1 || id == 5);
+        for (uint32_t l = 0; l < 2; l++)
+            CHECK_EQ(page_at(ctx, base + (l * 8 + id) * P) != 0, id == 1 || id == 5);
+    }
+    const uint64_t calls = test_stats(ctx).syscalls;
+    OK(BACK(b, 0, 1, 5));
+    CHECK_EQ(test_stats(ctx).syscalls, calls);
+    CHECK_EQ(stats(b).direct_calls, 1);
+    CHECK_EQ(stats(b).direct_pages, 4);
+    OK(UNBACK(b, 0, 1, 2));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 2);
+    CHECK(!is_backed(b, 1));
+    CHECK_EQ(stats(b).held, 2 * P);
+    CHECK_EQ(stats(b).most_held, 4 * P);
+    CHECK_EQ(board.held, 2 * P);
+    CHECK_EQ(board.backed, 1);
+    CHECK_EQ(stats(b).unmapped_pages, 2);
+    vmem_blocks_destroy(b);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(board.held, 0);
+}
+
+// Blocks of 1.5 pages in one range and of a quarter of a page in another, which begins in the middle of a page.
+static void shared(void)
+{
+    const struct vmem_block_range ranges[] = {{base, 0, P + P / 2, P + P / 2, 1, 0},
+                                              {base + 9 * P + P / 2, 4 * P, P / 4, P / 4, 2, 0}};
+    vmem_blocks *b = make(ranges, 2, 6, 0);
+    OK(BACK(b, 0, 0)); // pages 0, 1; 9; 13
+    CHECK_EQ(mapped(), 4);
+    OK(BACK(b, 0, 1)); // pages 1, 2; 9; 13
+    CHECK_EQ(mapped(), 5);
+    OK(BACK(b, 0, 2)); // pages 3, 4; 10; 14
+    CHECK_EQ(mapped(), 9);
+    put_word(ctx, base + P + P / 2, 77); // block 1's
+    put_word(ctx, base + 9 * P + P / 2 + P / 4, 78);
+    OK(UNBACK(b, 0, 0));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 8);
+    CHECK(!page_at(ctx, base) && page_at(ctx, base + P) && page_at(ctx, base + 9 * P));
+    CHECK_EQ(get_word(ctx, base + P + P / 2), 77);
+    CHECK_EQ(get_word(ctx, base + 9 * P + P / 2 + P / 4), 78);
+    OK(UNBACK(b, 0, 1, 2));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 0);
+    vmem_blocks_destroy(b);
+}
+
+// A range between the layers of another one, and one that begins where it ends.
+static void nested(void)
+{
+    const struct vmem_block_range ranges[] = {{base, 16 * P, P, P, 2, 0},
+                                              {base + 8 * P, 0, P, P, 1, 0},
+                                              {base + 20 * P, 0, 2 * P, P, 1, 0}};
+    vmem_blocks *b = make(ranges, 3, 4, 0);
+    OK(BACK(b, 0, 1, 3));
+    for (uint32_t p = 0; p < 28; p++)
+        CHECK_EQ(page_at(ctx, base + p * P) != 0,
+                 p == 1 || p == 3 || p == 17 || p == 19 || p == 9 || p == 11 || p == 22 || p == 26);
+    vmem_blocks_destroy(b);
+    CHECK_EQ(mapped(), 0);
+}
+
+// Orders are answered in order; one that finds no memory is refused as a whole.
+static void orders(void)
+{
+    vmem_blocks *b = simple(64, 6 * P);
+    const uint64_t first = order(b, IDS(0, 1), 2), second = order(b, IDS(2, 3), 2), third = order(b, IDS(3), 1);
+    uint64_t done;
+    CHECK_EQ(first, 1);
+    CHECK_EQ(third, 3);
+    ERR(answer(b, second), ENOMEM, "order 2 was refused");
+    OK(vmem_blocks_done(b, &done));
+    CHECK(done >= 2);
+    OK(answer(b, third));
+    OK(answer(b, first));
+    CHECK_EQ(mapped(), 6);
+    CHECK(is_backed(b, 3) && !is_backed(b, 2));
+    CHECK_EQ(stats(b).refused, 1);
+    CHECK_EQ(stats(b).orders, 3);
+    CHECK_EQ(stats(b).waiting, 0);
+    CHECK_EQ(stats(b).ordered_pages, 6);
+    CHECK_EQ(board.done, 3);
+    CHECK_EQ(board.refused, 1);
+    CHECK_EQ(board.answers[1], 2);
+    CHECK_EQ(board.answers[2], 5);
+    CHECK_EQ(board.answers[3], 6);
+    ERR(BACK(b, 0, 2), ENOMEM, "2 pages more exceed the budget of 6: 6 are held");
+    OK(BACK(b, VMEM_BLOCKS_OVER, 2));
+    CHECK_EQ(mapped(), 8);
+    OK(vmem_blocks_set_budget(b, 4 * P)); // less than there is: only further backing fails
+    CHECK_EQ(mapped(), 8);
+    OK(BACK(b, 0, 0, 1, 2, 3));
+    ERR(BACK(b, 0, 4), ENOMEM, "budget of 4");
+    OK(UNBACK(b, 0, 0, 1, 2));
+    OK(BACK(b, 0, 4)); // takes first what is given up
+    CHECK_EQ(stats(b).budget, 4 * P);
+    OK(vmem_blocks_set_budget(b, 0));
+    OK(vmem_blocks_flush(b));
+    // The answers to old orders are forgotten.
+    for (int i = 0; i < VMEM_BLOCKS_ANSWERS + 8; i++)
+        order(b, IDS(5), 1);
+    OK(vmem_blocks_flush(b));
+    ERR(vmem_blocks_answer(b, 8), EINVAL, "seq 8");
+    OK(vmem_blocks_answer(b, 3 + VMEM_BLOCKS_ANSWERS));
+    vmem_blocks_destroy(b);
+}
+
+static void fences(void)
+{
+    vmem_blocks *b = simple(8, 0);
+    uint64_t one, two, three;
+    OK(BACK(b, 0, 0, 1, 2, 3));
+    OK(vmem_blocks_fence(b, &one));
+    OK(vmem_blocks_fence(b, &two));
+    OK(UNBACK(b, two, 2));
+    OK(UNBACK(b, one, 1));
+    OK(UNBACK(b, 0, 0));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 6);
+    CHECK_EQ(stats(b).backed, 3);
+    CHECK_EQ(stats(b).leaving, 2);
+    uint8_t states[4];
+    OK(vmem_blocks_query(b, IDS(0, 1, 2, 3), 4, states));
+    CHECK(states[0] == 0 && states[1] == 2 && states[2] == 2 && states[3] == 1);
+    OK(vmem_blocks_record(b, NULL, &three)); // behind those: it passes after them
+    OK(UNBACK(b, three, 3));
+    OK(vmem_blocks_pass(b, one));
+    OK(vmem_blocks_flush(b));
+    CHECK(!is_backed(b, 1) && is_backed(b, 2) && is_backed(b, 3));
+    OK(BACK(b, 0, 2)); // stays
+    CHECK_EQ(stats(b).cancelled, 1);
+    CHECK_EQ(stats(b).leaving, 1);
+    OK(vmem_blocks_pass(b, two));
+    OK(vmem_blocks_flush(b));
+    CHECK(is_backed(b, 2));
+    while (is_backed(b, 3)) // a device may need a moment for its event
+        OK(vmem_blocks_flush(b));
+    OK(UNBACK(b, three, 2)); // a fence that has passed
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 0);
+    // The later of two fences counts.
+    OK(BACK(b, 0, 4));
+    OK(vmem_blocks_fence(b, &one));
+    OK(vmem_blocks_fence(b, &two));
+    OK(UNBACK(b, one, 4));
+    OK(UNBACK(b, two, 4));
+    OK(UNBACK(b, 0, 4));
+    OK(vmem_blocks_pass(b, one));
+    OK(vmem_blocks_flush(b));
+    CHECK(is_backed(b, 4));
+    OK(vmem_blocks_pass(b, two));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 0);
+    // An event alone.
+    OK(BACK(b, 0, 7));
+    OK(vmem_blocks_record(b, NULL, &three));
+    OK(UNBACK(b, three, 7));
+    while (is_backed(b, 7))
+        sched_yield();
+    vmem_blocks_destroy(b);
+}
+
+// A refused order leaves everything as it was, what it cancelled too.
+static void refused_cancels(void)
+{
+    vmem_blocks *b = simple(8, 4 * P);
+    uint64_t fence;
+    for (int async = 0; async < 2; async++) {
+        OK(BACK(b, 0, 0, 1));
+        OK(vmem_blocks_fence(b, &fence));
+        OK(UNBACK(b, fence, 0, 1));
+        if (async)
+            ERR(answer(b, order(b, IDS(1, 2), 2)), ENOMEM, "refused");
+        else
+            ERR(BACK(b, 0, 1, 2), ENOMEM, "budget");
+        CHECK_EQ(stats(b).leaving, 2);
+        CHECK_EQ(stats(b).cancelled, 0);
+        OK(vmem_blocks_pass(b, fence));
+        OK(vmem_blocks_flush(b));
+        CHECK_EQ(mapped(), 0);
+    }
+    vmem_blocks_destroy(b);
+}
+
+// Calls that name a block take effect in their order, although the thread is behind them.
+static void in_order(void)
+{
+    enum { MOST = 512 };
+    const uint32_t n = test_small_pages() ? MOST : 64;
+    vmem_blocks *b = simple(n, 0);
+    uint32_t many[MOST];
+    for (uint32_t i = 0; i < n; i++)
+        many[i] = i;
+    for (int round = 0; round < 20; round++) {
+        order(b, many + 8, n - 8);
+        order(b, IDS(1, 2, 3), 3);
+        OK(UNBACK(b, 0, 2, 3, 4));
+        const uint64_t last = order(b, IDS(3), 1);
+        OK(BACK(b, 0, 4));
+        OK(answer(b, last));
+        OK(vmem_blocks_flush(b));
+        CHECK(is_backed(b, 1) && !is_backed(b, 2) && is_backed(b, 3) && is_backed(b, 4));
+        OK(vmem_blocks_unback(b, many, n, 0));
+        if (round % 2)
+            OK(vmem_blocks_flush(b));
+    }
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 0);
+    vmem_blocks_destroy(b);
+}
+
+static void zeroed(void)
+{
+    const struct vmem_block_range range = {base, 0, P, P, 1, 0};
+    struct vmem_blocks_config cfg = {.size = sizeof cfg, .flags = VMEM_BLOCKS_ZERO, .ranges = &range, .n_ranges = 1};
+    vmem_blocks *b;
+    cfg.blocks = 16;
+    cfg.page_size = P;
+    OK(vmem_prealloc(ctx, MIB)); // so that memory is used again
+    OK(vmem_blocks_create(ctx, &cfg, &b));
+    for (int i = 0; i < 3; i++) {
+        OK(BACK(b, 0, 3, 4));
+        CHECK(all_words(ctx, base + 3 * P, 2 * P, 0));
+        OK(vmem_fill(ctx, base + 3 * P, 0xff, 2 * P));
+        OK(UNBACK(b, 0, 3, 4));
+        OK(vmem_blocks_flush(b));
+    }
+    vmem_blocks_destroy(b);
+    OK(vmem_trim(ctx, NULL));
+}
+
+// More than the internal limits: pages of one call, pages looked at under one lock.
+static void large(void)
+{
+    uint64_t addr;
+    const uint32_t n = test_small_pages() ? 20000 : 64, layers = 3;
+    const uint64_t bytes = P / 2;
+    uint32_t *ids = malloc(n * sizeof(*ids));
+    OK(vMemReserve(ctx, GIB * 2, 0, &addr));
+    const struct vmem_block_range range = {addr, n * bytes, bytes, bytes, layers, 0};
+    vmem_blocks *b = make(&range, 1, n, 0);
+    for (uint32_t i = 0; i < n; i++)
+        ids[i] = n - 1 - i;
+    const struct vmem_stats before = test_stats(ctx);
+    OK(answer(b, order(b, ids, n)));
+    CHECK_EQ(mapped(), n * layers / 2);
+    if (test_small_pages())
+        CHECK(test_stats(ctx).map_runs - before.map_runs <= n * layers / 2 / 16);
+    uint32_t half = 0;
+    for (uint32_t i = 0; i < n; i += 2) // one of the two blocks of every page
+        ids[half++] = i;
+    OK(vmem_blocks_unback(b, ids, half, 0));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), n * layers / 2);
+    for (uint32_t i = 0; i < half; i++)
+        ids[i]++;
+    OK(vmem_blocks_unback(b, ids, half, 0));
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 0);
+    vmem_blocks_destroy(b);
+    OK(vMemFree(ctx, addr));
+    free(ids);
+}
+
+// An event that has not passed keeps its blocks, and calls do not wait for it.
+static void events(void)
+{
+    uint64_t fence;
+    const long before = fakegpu_events();
+    vmem_blocks *b = simple(8, 0);
+    fakegpu_hold_events(1);
+    for (uint32_t id = 0; id < 4; id++) {
+        OK(BACK(b, 0, id));
+        OK(vmem_blocks_record(b, NULL, &fence));
+        OK(UNBACK(b, fence, id));
+    }
+    OK(BACK(b, 0, 1)); // kept
+    OK(vmem_blocks_flush(b));
+    CHECK_EQ(mapped(), 8);
+    CHECK_EQ(stats(b).leaving, 3);
+    fakegpu_hold_events(0);
+    while (mapped() > 2)
+        sched_yield();
+    CHECK(is_backed(b, 1));
+    OK(vmem_blocks_record(b, NULL, &fence));
+    CHECK_EQ(fakegpu_events(), before + 4); // they are used again
+    fakegpu_fail(1);
+    ERR(vmem_blocks_record(b, NULL, &fence), ENOMEM, "cuEventRecord");
+    OK(vmem_blocks_record(b, NULL, &fence));
+    vmem_blocks_destroy(b);
+    CHECK_EQ(fakegpu_events(), before);
+}
+
+// Blocks that stay alone keep no more device memory than their own, once nothing has been asked for a while.
+static void memory_returns(void)
+{
+    enum { BLOCKS = 96 };
+    const uint64_t bytes = VMEM_PAGE_2M;
+    const struct vmem_block_range range = {base, 0, bytes, bytes, 1, 0};
+    vmem_blocks *b = make(&range, 1, BLOCKS, 0);
+    uint32_t ids[BLOCKS], n = 0;
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        ids[i] = i;
+    OK(answer(b, order(b, ids, BLOCKS)));
+    const uint64_t before = test_stats(ctx).overhead;
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        if (i % 8)
+            ids[n++] = i;
+    OK(vmem_blocks_unback(b, ids, n, 0));
+    OK(vmem_blocks_flush(b));
+    while (test_stats(ctx).overhead > before)
+        sched_yield();
+    CHECK_EQ(test_stats(ctx).created, BLOCKS / 8 * bytes);
+    vmem_blocks_destroy(b);
+}
+
+// Every call of the driver fails once: an order is carried out or refused as a whole, and what could not be unmapped is
+// unmapped later.
+static void driver_fails(void)
+{
+    const struct vmem_block_range ranges[] = {{base, 0, P + P / 2, P + P / 2, 1, 0},
+                                              {base + 96 * P, 0, P / 4, P / 4, 1, 0}};
+    for (long n = 1, reached = true; reached; n++) {
+        vmem_blocks *b = make(ranges, 2, 32, 0);
+        OK(BACK(b, 0, 0, 7));
+        fakegpu_fail(n);
+        const long calls = fakegpu_calls();
+        const int rc = answer(b, order(b, IDS(1, 2, 3, 8, 20), 5));
+        CHECK(!rc || rc == -ENOMEM);
+        for (uint32_t i = 0; i < 5; i++)
+            CHECK_EQ(is_backed(b, IDS(1, 2, 3, 8, 20)[i]), !rc);
+        CHECK(is_backed(b, 0) && is_backed(b, 7));
+        OK(UNBACK(b, 0, 0, 2, 8));
+        OK(vmem_blocks_flush(b));
+        reached = fakegpu_calls() - calls >= n;
+        fakegpu_fail(0);
+        // 1 and 2 (of block 1), 4 and 5 (3), 10 and 11 (7), 30 and 31 (20), and of the other range 96, 97 and 101.
+        while (mapped() != (rc ? 3 : 11))
+            sched_yield();
+        OK(vmem_blocks_flush(b));
+        CHECK_EQ(stats(b).held, mapped() * P);
+        OK(BACK(b, 0, 0, 1, 2, 3));
+        vmem_blocks_destroy(b);
+        CHECK_EQ(test_stats(ctx).created, 0);
+    }
+}
+
+// Threads with blocks of their own, which share every page with those of the others.
+enum { THREADS = 4, EACH = 8, ROUNDS = 150 };
+static void *use(void *arg)
+{
+    vmem_blocks *b = ((void **)arg)[0];
+    const uint32_t first = (uint32_t)(uintptr_t)((void **)arg)[1];
+    uint64_t state = first, fence;
+    uint32_t ids[EACH];
+    bool in[EACH] = {0};
+    for (uint32_t i = 0; i < EACH; i++)
+        ids[i] = first + THREADS * i;
+    for (int round = 0; round < ROUNDS; round++) {
+        const uint32_t i = (uint32_t)(rnd(&state) % EACH), n = 1 + (uint32_t)(rnd(&state) % (EACH - i));
+        if (rnd(&state) % 2)
+            OK(vmem_blocks_back(b, ids + i, n, 0, NULL));
+        else
+            OK(answer(b, order(b, ids + i, n)));
+        for (uint32_t k = i; k < i + n; k++)
+            if (!in[k]) {
+                put_word(ctx, base + ids[k] * (P / 2), ids[k] + 1);
+                in[k] = true;
+            }
+        for (uint32_t k = 0; k < EACH; k++)
+            if (in[k])
+                CHECK_EQ(get_word(ctx, base + ids[k] * (P / 2)), ids[k] + 1);
+        const uint32_t gone = (uint32_t)(rnd(&state) % EACH);
+        OK(vmem_blocks_record(b, NULL, &fence));
+        OK(vmem_blocks_unback(b, ids + gone, 1, fence));
+        in[gone] = false;
+    }
+    OK(vmem_blocks_unback(b, ids, EACH, 0));
+    return NULL;
+}
+static void threads(void)
+{
+    const struct vmem_block_range range = {base, 0, P / 2, P / 2, 1, 0};
+    vmem_blocks *b = make(&range, 1, THREADS * EACH, 0);
+    pthread_t thread[THREADS];
+    void *args[THREADS][2];
+    for (uintptr_t t = 0; t < THREADS; t++) {
+        args[t][0] = b;
+        args[t][1] = (void *)t;
+        CHECK_EQ(pthread_create(&thread[t], NULL, use, args[t]), 0);
+    }
+    for (uint32_t t = 0; t < THREADS; t++)
+        pthread_join(thread[t], NULL);
+    while (mapped()) // on a device, until its events have passed
+        OK(vmem_blocks_flush(b));
+    CHECK_EQ(stats(b).backed, 0);
+    CHECK_EQ(stats(b).leaving, 0);
+    CHECK_EQ(stats(b).held, 0);
+    vmem_blocks_destroy(b);
+}
+
+// Objects end while orders and unbacks wait.
+static void ends_in_use(void)
+{
+    uint64_t fence;
+    for (uint32_t i = 0; i < 20; i++) {
+        vmem_blocks *b = simple(32, 0);
+        OK(BACK(b, 0, 1, 2));
+        OK(vmem_blocks_fence(b, &fence));
+        OK(UNBACK(b, fence, 1));
+        for (uint32_t id = 3; id < 3 + i; id++)
+            order(b, &id, 1);
+        OK(UNBACK(b, 0, 2, 5, 7));
+        vmem_blocks_destroy(b);
+        CHECK_EQ(test_stats(ctx).created, 0);
+    }
+}
+
+static void forked(void)
+{
+    vmem_blocks *b = simple(8, 0);
+    OK(BACK(b, 0, 1));
+    const pid_t pid = fork();
+    if (!pid) {
+        uint64_t n;
+        ERR(BACK(b, 0, 2), EPERM, "forked");
+        ERR(UNBACK(b, 0, 1), EPERM, "forked");
+        ERR(vmem_blocks_done(b, &n), EPERM, "forked");
+        vmem_blocks_destroy(b);
+        _exit(0);
+    }
+    int status;
+    CHECK_EQ(waitpid(pid, &status, 0), pid);
+    CHECK_EQ(status, 0);
+    CHECK(is_backed(b, 1) && page_at(ctx, base + P));
+    OK(BACK(b, 0, 2));
+    vmem_blocks_destroy(b);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    P = test_page;
+    OK(vMemReserve(ctx, RESERVED, 0, &base));
+    errors();
+    direct();
+    shared();
+    nested();
+    orders();
+    fences();
+    refused_cancels();
+    in_order();
+    zeroed();
+    large();
+    threads();
+    ends_in_use();
+    if (fakegpu_fail) {
+        events();
+        memory_returns();
+        driver_fails();
+    }
+    if (test_cpu())
+        forked();
+    CHECK_EQ(test_stats(ctx).mapped, 0);
+    vmem_context_destroy(ctx);
+    return 0;
+}
