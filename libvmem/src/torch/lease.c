@@ -1,0 +1,679 @@
+// Leases: segments for PyTorch, out of a pool of KV caches.
+//
+// A lease is a KV cache whose slots are pieces of address space and whose tokens are pages. A segment is a run of
+// consecutive slots, which are consecutive in addresses, too. A slot whose pages are there is a request of the cache:
+// the pool therefore takes none of them. To park a segment is to end its requests; its addresses stay, as nobody else
+// asks this cache for slots. Only the functions under "the cache" below call it.
+//
+// SPDX-License-Identifier: MIT
+#include <errno.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/error.h"
+#include "core/struct.h"
+#include "torch/device.h"
+#include "torch/pairs.h"
+#include "vmem_torch.h"
+
+#define SLOT_BYTES (UINT64_C(32) << 20) // the least that a slot spans. Most segments are of 2 or 20 MiB
+#define MOST_SLOTS 2048                 // that the lease's pages may fill; there are four times as many, and
+#define EXTRA_SLOTS 1024                // these, so that there is a run of slots for a large segment, too
+#define WAIT_MS 1000
+#define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
+
+// After a step that was short of memory.
+enum next { GIVE_UP, ASK_AGAIN, WAIT };
+
+enum state {
+    NO_SEGMENT,
+    COMING,  // its pages are being asked for
+    LIVE,    // PyTorch has it, and its pages are there
+    PARKED,  // PyTorch has it. Slots that are active anyway have pages that could not be given back
+    FREEING, // a thread waits for kernels before it gives the pages back
+    ENDED,   // PyTorch has freed it, but its pages could not be given back: `sweep` tries again
+};
+
+struct slot {
+    uint8_t state;   // enum state, of the segment that begins here
+    bool taken;      // part of a segment
+    bool active;     // a request of the cache
+    uint32_t length; // slots of the segment that begins here
+    uint64_t bytes;  // of the segment that begins here
+};
+
+struct lease {
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    _Atomic pid_t pid; // of the process that opened it; 0: the place is free
+    bool closing;
+    bool moving;    // a thread parks or unparks
+    uint32_t users; // calls that use the lease without the lock
+    vmem_context *ctx;
+    vmem_kv *kv;
+    bool gpu;
+    int device;
+    uint32_t wait_ms;
+    uint64_t base, most, page_size, slot_bytes;
+    uint32_t slot_pages, n_slots, n_ended;
+    struct slot *slots;
+    int32_t *lengths; // of a step; all 0 in between
+    struct vmem_torch_stats stats;
+    struct vmem_kv_shortage shortage;
+    void (*ended)(void *arg);
+    void *arg;
+};
+
+static struct lease leases[VMEM_TORCH_PLACES] = {
+    [0 ... VMEM_TORCH_PLACES - 1] = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER}};
+static pthread_mutex_t places = PTHREAD_MUTEX_INITIALIZER; // taken before a lease's lock
+
+static uint64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+}
+
+// ---- the cache: every call of vmem_kv.h, with the lease's lock held but where it says otherwise ------------------------
+
+static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint32_t flags)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = l->page_size};
+    const struct vmem_kv_config cfg = {
+        .size = sizeof cfg,
+        .flags = VMEM_KV_LAZY | VMEM_KV_UNSHARED | (flags & VMEM_TORCH_CHECK ? VMEM_KV_CHECK : 0),
+        .tensors = &tensor,
+        .n_tensors = 1,
+        .slots = l->n_slots,
+        .max_tokens = l->slot_pages,
+        .page_size = l->page_size,
+        .budget = l->page_size,
+    };
+    const struct vmem_kv_share share = {.size = sizeof share, .max = l->most, .name = name};
+    struct vmem_kv_layout layout = {.size = sizeof layout};
+    int rc = vmem_kv_create(l->ctx, &cfg, &l->kv);
+    if (rc)
+        return rc;
+    rc = vmem_kv_get_layout(l->kv, 0, &layout);
+    if (!rc && layout.slot_stride != l->slot_bytes)
+        rc = vmem__error(-EOPNOTSUPP, "a slot spans %" PRIu64 " bytes instead of %" PRIu64, layout.slot_stride,
+                         l->slot_bytes);
+    rc = rc ? rc : vmem_kv_pool_join(pool, l->kv, &share);
+    l->base = layout.addr;
+    if (rc) {
+        char text[VMEM__TEXT];
+        vmem__keep_error(text);
+        vmem_kv_destroy(l->kv);
+        vmem__error(0, "%s", text);
+    }
+    return rc;
+}
+
+// The slot becomes a request without pages. Nothing is asked for before back().
+static int cache_begin(struct lease *l, uint32_t slot)
+{
+    const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot};
+    uint32_t got;
+    int rc = l->slots[slot].active ? 0 : vmem_kv_alloc_with(l->kv, &o, &got);
+    l->slots[slot].active |= !rc;
+    return rc;
+}
+
+static int cache_end(struct lease *l, uint32_t slot)
+{
+    int rc = l->slots[slot].active ? vmem_kv_free(l->kv, slot) : 0;
+    l->slots[slot].active &= rc != 0;
+    return rc;
+}
+
+// Backs all requests in l->lengths, or none. -ENOMEM: *next says whether waiting for the pool may help.
+static int cache_step(struct lease *l, enum next *next)
+{
+    uint64_t missing = 0;
+    int rc = vmem_kv_step(l->kv, l->lengths, l->n_slots, &missing);
+    *next = GIVE_UP;
+    if (rc != -ENOMEM)
+        return rc;
+    l->shortage = (struct vmem_kv_shortage){.size = sizeof l->shortage};
+    vmem_kv_last_shortage(&l->shortage);
+    l->stats.short_bytes = missing * l->page_size;
+    if (l->shortage.coming_pages)
+        *next = WAIT;
+    else if (l->shortage.refusal == VMEM_KV_IN_USE || l->shortage.refusal == VMEM_KV_AT_MINIMUM)
+        *next = ASK_AGAIN;
+    return rc;
+}
+
+// Without the lock: until the pool takes the question that it has just refused once more.
+static void cache_pause(struct lease *l)
+{
+    l->users++;
+    pthread_mutex_unlock(&l->lock);
+    nanosleep(&(struct timespec){.tv_nsec = ASK_AGAIN_NS}, NULL);
+    pthread_mutex_lock(&l->lock);
+    l->users--;
+}
+
+// Waits for the pool, without the lock. False: no member will give what is missing.
+static bool cache_wait(struct lease *l, uint32_t ms)
+{
+    uint32_t answer = VMEM_KV_UNASKED;
+    l->stats.waits++;
+    l->users++;
+    pthread_mutex_unlock(&l->lock);
+    const int rc = vmem_kv_pool_wait(l->kv, ms, &answer);
+    pthread_mutex_lock(&l->lock);
+    l->users--;
+    return !rc && answer != VMEM_KV_REFUSED && !l->closing;
+}
+
+static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, NULL); }
+
+static uint64_t cache_held(struct lease *l)
+{
+    struct vmem_kv_stats stats = {.size = sizeof stats};
+    return vmem_kv_get_stats(l->kv, &stats) ? 0 : stats.held_pages * l->page_size;
+}
+
+// ---- segments, with the lock held --------------------------------------------------------------------------------------
+
+static uint64_t address(const struct lease *l, uint32_t slot) { return l->base + slot * l->slot_bytes; }
+
+// The segment that begins at the address and that PyTorch has; NULL: there is none.
+static struct slot *segment_at(const struct lease *l, uint64_t addr)
+{
+    const uint64_t slot = addr < l->base ? UINT64_MAX : (addr - l->base) / l->slot_bytes;
+    if (slot >= l->n_slots || address(l, (uint32_t)slot) != addr)
+        return NULL;
+    struct slot *s = &l->slots[slot];
+    return s->state == LIVE || s->state == PARKED ? s : NULL;
+}
+
+static bool fits(const struct lease *l, uint32_t first, uint32_t length)
+{
+    for (uint32_t i = 0; i < length; i++)
+        if (l->slots[first + i].taken)
+            return false;
+    return true;
+}
+
+// Segments of one slot come from the end and larger ones from the start, so that the small ones leave long runs.
+static int find_run(const struct lease *l, uint32_t length, uint32_t *first)
+{
+    for (uint32_t i = 0; length <= l->n_slots && i <= l->n_slots - length; i++) {
+        *first = length == 1 ? l->n_slots - 1 - i : i;
+        if (fits(l, *first, length))
+            return 0;
+    }
+    return vmem__error(-ENOMEM,
+                       "the lease has no addresses for a segment of %" PRIu64 " MiB: it has segments of %" PRIu64,
+                       length * l->slot_bytes >> 20, l->stats.bytes >> 20);
+}
+
+static void take(struct lease *l, uint32_t first, uint32_t length, uint64_t bytes)
+{
+    for (uint32_t i = 0; i < length; i++)
+        l->slots[first + i].taken = true;
+    l->slots[first].state = COMING;
+    l->slots[first].length = length;
+    l->slots[first].bytes = bytes;
+    l->stats.segments++;
+    l->stats.bytes += bytes;
+}
+
+static uint32_t pages_in(const struct lease *l, const struct slot *s, uint32_t i)
+{
+    const uint64_t left = (s->bytes - i * l->slot_bytes + l->page_size - 1) / l->page_size;
+    return left < l->slot_pages ? (uint32_t)left : l->slot_pages;
+}
+
+static int begin_all(struct lease *l, struct slot *s)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < s->length && !rc; i++)
+        rc = cache_begin(l, (uint32_t)(s - l->slots) + i);
+    return rc;
+}
+
+static int end_all(struct lease *l, struct slot *s)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < s->length; i++) {
+        const int failed = cache_end(l, (uint32_t)(s - l->slots) + i);
+        rc = rc ? rc : failed;
+    }
+    return rc;
+}
+
+// Gives the segment's pages and addresses back. If that fails, the segment is ENDED.
+static void drop(struct lease *l, struct slot *s)
+{
+    const bool counted = s->state == ENDED;
+    if (end_all(l, s)) {
+        l->n_ended += !counted;
+        s->state = ENDED;
+        return;
+    }
+    l->n_ended -= counted;
+    l->stats.segments--;
+    l->stats.bytes -= s->bytes;
+    for (uint32_t i = 0; i < s->length; i++)
+        s[i].taken = false;
+    *s = (struct slot){0};
+}
+
+// The kernels that use segments which PyTorch freed may run: while a graph is captured, nobody can tell.
+static int wait_for_kernels(const struct lease *l) { return l->gpu ? vmem__torch_wait_for_kernels(l->device) : 0; }
+
+// Tries again to give back what could not be given back before.
+static void sweep(struct lease *l)
+{
+    if (!l->n_ended || wait_for_kernels(l) == -EBUSY)
+        return;
+    for (uint32_t i = 0; i < l->n_slots && l->n_ended; i++)
+        if (l->slots[i].state == ENDED)
+            drop(l, &l->slots[i]);
+}
+
+// Backs this segment, or all parked ones (NULL), or none. Waits at most `ms` for the pool. A refusal is not final: a member
+// gives in portions, and finds more to give when it looks again. It is after three in which nothing more has come.
+static int back(struct lease *l, const struct slot *only, uint32_t ms)
+{
+    const uint64_t until = now_ms() + ms;
+    uint64_t least = UINT64_MAX;
+    for (unsigned vain = 0;;) {
+        for (uint32_t i = 0; i < l->n_slots; i++) {
+            const struct slot *s = &l->slots[i];
+            if (only ? s != only : s->state != PARKED)
+                continue;
+            for (uint32_t k = 0; k < s->length; k++)
+                l->lengths[i + k] = (int32_t)pages_in(l, s, k);
+        }
+        enum next next;
+        const int rc = cache_step(l, &next);
+        memset(l->lengths, 0, l->n_slots * sizeof(*l->lengths));
+        const uint64_t t = now_ms();
+        if (rc != -ENOMEM || next == GIVE_UP || t >= until)
+            return rc;
+        if (next == WAIT && cache_wait(l, (uint32_t)(until - t)))
+            continue;
+        vain = l->stats.short_bytes < least ? 0 : vain + 1;
+        if (vain == 2 || l->closing)
+            return rc;
+        least = l->stats.short_bytes;
+        cache_pause(l);
+    }
+}
+
+// ---- entering and leaving ----------------------------------------------------------------------------------------------
+
+// Locks the lease of this place. Not in a child: the thread that held the lock may not exist there.
+static int enter(uint32_t place, struct lease **out)
+{
+    if (place >= VMEM_TORCH_PLACES)
+        return vmem__error(-EINVAL, "place %u: there are %u", place, VMEM_TORCH_PLACES);
+    struct lease *l = *out = &leases[place];
+    const pid_t pid = l->pid;
+    if (pid && pid != getpid())
+        return vmem__error(-EPERM, "this lease belongs to process %d, which forked", (int)pid);
+    pthread_mutex_lock(&l->lock);
+    if (l->pid)
+        return 0;
+    pthread_mutex_unlock(&l->lock);
+    return vmem__error(-EINVAL, "place %u has no lease", place);
+}
+
+// Unlocks it, and ends it if that was all.
+static void leave(struct lease *l)
+{
+    void (*ended)(void *) = NULL;
+    void *arg = l->arg;
+    if (l->closing && !l->users && !l->stats.segments) {
+        ended = l->ended;
+        vmem_kv_destroy(l->kv);
+        free(l->slots);
+        free(l->lengths);
+        l->slots = NULL;
+        l->lengths = NULL;
+        l->kv = NULL;
+        l->closing = false;
+        l->pid = 0;
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (ended)
+        ended(arg);
+}
+
+static int check_open(const struct lease *l)
+{
+    return l->closing ? vmem__error(-EINVAL, "the lease is closed, but PyTorch still has segments of it") : 0;
+}
+
+// ---- the interface -----------------------------------------------------------------------------------------------------
+
+static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_torch_config *c)
+{
+    struct vmem_info info = {.size = sizeof info};
+    struct vmem_kv_pool_info budget = {.size = sizeof budget};
+    int rc = vmem_context_info(ctx, &info);
+    rc = rc ? rc : vmem_kv_pool_query(pool, &budget);
+    if (rc)
+        return rc;
+    l->ctx = ctx;
+    l->gpu = info.caps & VMEM_CAP_GPU;
+    l->device = info.device;
+    l->wait_ms = c->wait_ms ? c->wait_ms : WAIT_MS;
+    l->page_size = c->page_size ? c->page_size : VMEM_PAGE_2M;
+    l->most = c->most && c->most < budget.budget ? c->most : budget.budget;
+    if (l->page_size & (l->page_size - 1) || !(info.page_sizes & l->page_size))
+        return vmem__error(-EINVAL, "page_size %" PRIu64 ": the backend has no such pages", l->page_size);
+    if (l->most < l->page_size)
+        return vmem__error(-EINVAL, "most %" PRIu64 " is less than a page, %" PRIu64, l->most, l->page_size);
+    for (l->slot_bytes = SLOT_BYTES; l->most / l->slot_bytes > MOST_SLOTS;)
+        l->slot_bytes *= 2;
+    l->slot_pages = (uint32_t)(l->slot_bytes / l->page_size);
+    l->n_slots = (uint32_t)(l->most / l->slot_bytes + 1) * 4 + EXTRA_SLOTS;
+    l->users = l->n_ended = 0;
+    l->moving = l->closing = false;
+    l->stats = (struct vmem_torch_stats){0};
+    l->shortage = (struct vmem_kv_shortage){0};
+    l->ended = c->ended;
+    l->arg = c->arg;
+    l->slots = calloc(l->n_slots, sizeof(*l->slots));
+    l->lengths = calloc(l->n_slots, sizeof(*l->lengths));
+    rc = l->slots && l->lengths ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
+    rc = rc ? rc : cache_new(l, pool, c->name ? c->name : "torch", c->flags);
+    if (rc) {
+        free(l->slots);
+        free(l->lengths);
+        l->slots = NULL;
+        l->lengths = NULL;
+    }
+    return rc;
+}
+
+// Ends leases that could not end when they were closed, as a graph was being captured.
+static void end_closed(void)
+{
+    struct lease *l;
+    for (uint32_t i = 0; i < VMEM_TORCH_PLACES; i++) {
+        if (enter(i, &l))
+            continue;
+        if (l->closing)
+            sweep(l);
+        leave(l);
+    }
+}
+
+int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_torch_config *cfg, uint32_t *place)
+{
+    if (!ctx || !pool || !cfg || !place)
+        return vmem__error(-EINVAL, "ctx, pool, cfg and place must not be NULL");
+    struct vmem_torch_config c;
+    int rc = vmem__struct_take(&c, sizeof c, sizeof c, cfg, "cfg");
+    if (rc)
+        return rc;
+    if (c.flags & ~VMEM_TORCH_CHECK)
+        return vmem__error(-EINVAL, "flags %#x has unknown bits", c.flags);
+    end_closed();
+    rc = vmem__error(-EMFILE, "all %u places have a lease: close one", VMEM_TORCH_PLACES);
+    pthread_mutex_lock(&places);
+    for (uint32_t i = 0; i < VMEM_TORCH_PLACES; i++) {
+        struct lease *l = &leases[i];
+        if (l->pid)
+            continue;
+        pthread_mutex_lock(&l->lock);
+        rc = set_up(l, ctx, pool, &c);
+        if (!rc) {
+            l->pid = getpid();
+            *place = i;
+        }
+        pthread_mutex_unlock(&l->lock);
+        break;
+    }
+    pthread_mutex_unlock(&places);
+    return rc;
+}
+
+int vmem_torch_close(uint32_t place)
+{
+    struct lease *l;
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    sweep(l);
+    rc = check_open(l);
+    l->closing = true;
+    leave(l);
+    return rc;
+}
+
+static int alloc(struct lease *l, uint64_t bytes, struct slot **out)
+{
+    const uint64_t slots = bytes / l->slot_bytes + (bytes % l->slot_bytes != 0);
+    uint32_t first = 0;
+    sweep(l);
+    int rc = check_open(l);
+    rc = rc ? rc : find_run(l, slots < UINT32_MAX ? (uint32_t)slots : UINT32_MAX, &first);
+    if (rc)
+        return rc;
+    take(l, first, (uint32_t)slots, bytes);
+    struct slot *s = *out = &l->slots[first];
+    rc = begin_all(l, s);
+    rc = rc ? rc : back(l, s, l->wait_ms);
+    if (rc) {
+        drop(l, s);
+        return rc;
+    }
+    s->state = LIVE;
+    l->stats.allocs++;
+    return 0;
+}
+
+void *vmem__torch_alloc(uint32_t place, size_t size, int device)
+{
+    struct lease *l;
+    struct slot *s;
+    void *addr = NULL;
+    if (!size || enter(place, &l))
+        return NULL;
+    const int mode = l->gpu ? vmem__torch_beside_captures() : 0;
+    if ((!l->gpu || device == l->device) && !alloc(l, size, &s))
+        addr = (void *)(uintptr_t)address(l, (uint32_t)(s - l->slots));
+    else
+        l->stats.refused++;
+    if (l->gpu)
+        vmem__torch_restore_capture_mode(mode);
+    leave(l);
+    return addr;
+}
+
+void vmem__torch_free(uint32_t place, void *addr)
+{
+    struct lease *l;
+    if (!addr || enter(place, &l))
+        return;
+    struct slot *s = segment_at(l, (uintptr_t)addr);
+    if (!s) {
+        l->stats.strangers++;
+        leave(l);
+        return;
+    }
+    int rc = 0;
+    l->stats.frees++;
+    if (s->state == PARKED) {
+        l->stats.parked_segments--;
+        l->stats.parked_bytes -= s->bytes;
+    } else {
+        s->state = FREEING;
+        l->users++;
+        pthread_mutex_unlock(&l->lock);
+        rc = wait_for_kernels(l);
+        pthread_mutex_lock(&l->lock);
+        l->users--;
+    }
+    if (rc == -EBUSY) {
+        s->state = ENDED;
+        l->n_ended++;
+    } else {
+        drop(l, s);
+    }
+    leave(l);
+}
+
+// Begins a park or an unpark, after that of another thread.
+static int begin_move(struct lease *l)
+{
+    l->users++;
+    while (l->moving)
+        pthread_cond_wait(&l->moved, &l->lock);
+    l->users--;
+    int rc = check_open(l);
+    l->moving = !rc;
+    return rc;
+}
+
+static void end_move(struct lease *l)
+{
+    l->moving = false;
+    pthread_cond_broadcast(&l->moved);
+}
+
+int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *bytes)
+{
+    struct lease *l;
+    uint64_t gone = 0;
+    if (bytes)
+        *bytes = 0;
+    if (n && !idle)
+        return vmem__error(-EINVAL, "idle must not be NULL");
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    rc = begin_move(l);
+    for (size_t i = 0; i < n && !rc; i++)
+        if (!segment_at(l, idle[i])) {
+            rc = vmem__error(-EINVAL, "idle[%zu] %#" PRIx64 ": no segment of the lease begins there", i, idle[i]);
+            end_move(l);
+        }
+    if (rc) {
+        leave(l);
+        return rc;
+    }
+    l->users++;
+    pthread_mutex_unlock(&l->lock);
+    const int busy = wait_for_kernels(l); // before the lock: other threads may free segments meanwhile
+    pthread_mutex_lock(&l->lock);
+    l->users--;
+    for (size_t i = 0; i < n && busy != -EBUSY; i++) {
+        struct slot *s = segment_at(l, idle[i]);
+        if (!s)
+            continue;
+        const bool was_live = s->state == LIVE;
+        const int failed = end_all(l, s);
+        rc = rc ? rc : failed;
+        s->state = PARKED;
+        l->stats.parks += was_live;
+        l->stats.parked_segments += was_live;
+        l->stats.parked_bytes += was_live ? s->bytes : 0;
+        gone += was_live && !failed ? s->bytes : 0;
+    }
+    end_move(l);
+    if (busy == -EBUSY)
+        rc = busy;
+    else
+        sweep(l);
+    leave(l);
+    if (bytes)
+        *bytes = gone;
+    return rc;
+}
+
+static int unpark(struct lease *l, uint32_t wait_ms)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < l->n_slots && !rc; i++)
+        if (l->slots[i].state == PARKED)
+            rc = begin_all(l, &l->slots[i]);
+    rc = rc ? rc : back(l, NULL, wait_ms);
+    for (uint32_t i = 0; i < l->n_slots; i++) {
+        struct slot *s = &l->slots[i];
+        if (s->state != PARKED)
+            continue;
+        if (rc) {
+            end_all(l, s); // what cannot be given back now is given back by the next call
+            continue;
+        }
+        s->state = LIVE;
+        l->stats.unparks++;
+        l->stats.parked_segments--;
+        l->stats.parked_bytes -= s->bytes;
+    }
+    return rc;
+}
+
+int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing)
+{
+    struct lease *l;
+    if (missing)
+        *missing = 0;
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    rc = begin_move(l);
+    if (!rc) {
+        sweep(l);
+        rc = l->stats.parked_segments ? unpark(l, wait_ms) : 0;
+        end_move(l);
+    }
+    if (missing && rc == -ENOMEM)
+        *missing = l->stats.short_bytes;
+    leave(l);
+    return rc;
+}
+
+int vmem_torch_trim(uint32_t place)
+{
+    struct lease *l;
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    sweep(l);
+    rc = cache_trim(l);
+    leave(l);
+    return rc;
+}
+
+int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
+{
+    struct lease *l;
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    struct vmem_torch_stats stats = l->stats;
+    stats.held_bytes = cache_held(l);
+    leave(l);
+    return vmem__struct_give(out, &stats, sizeof stats, "out");
+}
+
+int vmem_torch_last_shortage(uint32_t place, struct vmem_kv_shortage *out)
+{
+    struct lease *l;
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    const struct vmem_kv_shortage shortage = l->shortage;
+    leave(l);
+    return vmem__struct_give(out, &shortage, sizeof shortage, "out");
+}

@@ -1,0 +1,13 @@
+// What the sixteen pairs of functions do.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_TORCH_PAIRS_H
+#define VMEM_TORCH_PAIRS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+void *vmem__torch_alloc(uint32_t place, size_t size, int device);
+void vmem__torch_free(uint32_t place, void *addr);
+
+#endif

@@ -1,0 +1,367 @@
+"""What a lease costs: parking and unparking, new segments, a training step, and the tokens that it spares.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from pyvmem._ffi import ffi, lib
+from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench.session import size_text
+from pyvmem.core import MIB, Context
+from pyvmem.errors import _check, structure
+from pyvmem.owned import _Owned
+
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+    from pyvmem.kv_pool import KVPool
+
+GIB = 1 << 30
+SEGMENT = 64 * MIB  # of what is parked
+NEW = (2 * MIB, 20 * MIB, 256 * MIB)  # sizes of new segments: PyTorch's two, and one of a large tensor
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's own arguments."""
+    group = parser.add_argument_group("lease")
+    group.add_argument("--amount", type=argtypes.size, metavar="SIZE", help="memory to park (4G on a GPU, else 256M)")
+    group.add_argument("--layers", type=argtypes.whole(1), metavar="N", help="of the model that is trained (16: 1B)")
+
+
+class Segments(_Owned):
+    """A lease without PyTorch: its segments are allocated by the functions that PyTorch would call."""
+
+    _what = "lease"
+
+    def __init__(self, pool: KVPool, context: Context, most: int, page_size: int) -> None:
+        raw = structure("vmem_torch_config")
+        raw.most, raw.page_size = most, page_size
+        owner, place = self._new_owner(context._owned()), ffi.new("uint32_t *")
+        _check(lib.pv_own_torch(owner, context._owned(), context._use(), pool._use(), raw, place))
+        self._own(owner)
+        self.place, self.device = int(place[0]), context.device
+        self._alloc = getattr(lib, f"vmem_torch_alloc_{self.place}")
+        self._free = getattr(lib, f"vmem_torch_free_{self.place}")
+
+    def alloc(self, size: int) -> Any:
+        addr = self._alloc(size, self.device, ffi.NULL)
+        if addr == ffi.NULL:
+            raise MemoryError(f"no {size >> 20} MiB in the lease")
+        return addr
+
+    def free(self, addr: Any) -> None:
+        self._free(addr, 0, self.device, ffi.NULL)
+
+    def park(self, addrs: Any) -> None:
+        _check(lib.vmem_torch_park(self.place, addrs, len(addrs), ffi.NULL))
+
+    def unpark(self) -> None:
+        _check(lib.vmem_torch_unpark(self.place, 1000, ffi.NULL))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Milliseconds."""
+    start = perf_counter()
+    call()
+    return (perf_counter() - start) * 1e3
+
+
+def parking(session: Session, context: Context, page_size: int, amount: int, turns: int) -> list[Record]:
+    """Park and unpark segments of `amount` in all, and make new ones, through the functions that PyTorch calls."""
+    from pyvmem.kv_pool import KVPool
+
+    times: dict[str, list[float]] = {"park": [], "unpark": []}
+    new: dict[int, list[float]] = {size: [] for size in NEW if size <= amount}
+    with KVPool(2 * amount) as pool, Segments(pool, context, 2 * amount, page_size) as lease:
+        addrs = [lease.alloc(SEGMENT) for _ in range(amount // SEGMENT)]
+        raw = ffi.new("uint64_t[]", [int(ffi.cast("uintptr_t", a)) for a in addrs])
+        for i in range(turns + 1):
+            park, unpark = timed(lambda: lease.park(raw)), timed(lease.unpark)
+            if i:  # the first turn makes page tables
+                times["park"].append(park)
+                times["unpark"].append(unpark)
+        for size, samples in new.items():
+            for i in range(turns + 1):
+                start = perf_counter()
+                addr = lease.alloc(size)
+                if i:
+                    samples.append((perf_counter() - start) * 1e6)
+                lease.free(addr)
+        for addr in addrs:
+            lease.free(addr)
+    gib = amount / GIB
+    records = [
+        session.record([t / gib for t in samples], context, f"{name} a GiB", "ms", page_size=page_size)
+        for name, samples in times.items()
+    ]
+    both = [a + b for a, b in zip(*times.values())]
+    records.append(session.record(both, context, f"park and unpark {size_text(amount)}", "ms", page_size=page_size))
+    for size, samples in new.items():
+        records.append(session.record(samples, context, f"new segment of {size_text(size)}", "us", page_size=page_size))
+    return records
+
+
+# ---- with PyTorch ----------------------------------------------------------------------------------------------------
+
+
+def model_of(layers: int, width: int = 2048, heads: int = 32, vocabulary: int = 32000) -> Any:
+    """A decoder in the shape of Llama-3.2-1B at 16 layers, with random weights, in bfloat16, on the current GPU."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention, silu
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+            self.qkv = nn.Linear(width, 3 * width, bias=False)
+            self.out = nn.Linear(width, width, bias=False)
+            self.up = nn.Linear(width, 8 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            b, t, _ = x.shape
+            q, k, v = (
+                part.view(b, t, heads, width // heads).transpose(1, 2)
+                for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+            )
+            x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width))
+            up, gate = self.up(self.norms[1](x)).chunk(2, -1)
+            added: torch.Tensor = x + self.down(up * silu(gate))
+            return added
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(vocabulary, width)
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
+            self.norm = nn.RMSNorm(width)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            logits: torch.Tensor = self.norm(x) @ self.embed.weight.T
+            return logits
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Decoder().to(torch.bfloat16)
+
+
+def training_step(model: Any, optimizer: Any, ids: Any) -> Any:
+    """One step on a batch of token numbers, [requests, tokens + 1]; returns the loss, a tensor of the default pool."""
+    from torch.nn.functional import cross_entropy
+
+    logits = model(ids[:, :-1])
+    loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def torch_segments(session: Session, context: Context, turns: int) -> list[Record]:
+    """New segments of PyTorch's own allocator: cudaMalloc, and expandable segments."""
+    import torch
+
+    records = []
+    for name, setting in (("cudaMalloc", "False"), ("expandable segments", "True")):
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{setting}")
+        for size in NEW:
+            samples = []
+            for i in range(turns + 1):
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize()
+                start = perf_counter()
+                x = torch.empty(size, dtype=torch.uint8, device="cuda")
+                if i:
+                    samples.append((perf_counter() - start) * 1e6)
+                del x
+            records.append(session.record(samples, context, f"new segment of {size_text(size)}", "us", backend=name))
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch.cuda.empty_cache()
+    return records
+
+
+def blocks(session: Session, context: Context, page_size: int, amount: int, turns: int) -> list[Record]:
+    """Leaving and entering a block whose segments have `amount` in all, PyTorch's part included."""
+    import torch
+
+    from pyvmem.kv_pool import KVPool
+    from pyvmem.lease import torch_pool
+
+    leave, enter = [], []
+    with KVPool(2 * amount) as pool:
+        lease = torch_pool(pool, fine=page_size < 2 * MIB, context=context)
+        for i in range(turns + 2):
+            enter.append(timed(lease.__enter__))
+            tensors = [torch.empty(SEGMENT, dtype=torch.uint8, device="cuda") for _ in range(amount // SEGMENT)]
+            del tensors
+            torch.cuda.synchronize()
+            leave.append(timed(lambda: lease.__exit__(None, None, None)))
+        lease.close()
+    what = f"block of {size_text(amount)}"
+    return [
+        session.record(leave[2:], context, f"leave a {what}", "ms", page_size=page_size),
+        session.record(enter[2:], context, f"enter a {what}", "ms", page_size=page_size),
+    ]
+
+
+def training(session: Session, context: Context, layers: int, turns: int) -> list[Record]:
+    """A training step within a lease beside a serving cache, and with PyTorch's own allocator, in turns."""
+    import torch
+
+    from pyvmem.kv import KVCache
+    from pyvmem.kv_pool import KVPool
+    from pyvmem.lease import torch_pool
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = model_of(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = torch.randint(0, 32000, (4, 1025), device="cuda")
+    for _ in range(2):
+        training_step(model, optimizer, ids)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    training_step(model, optimizer, ids)
+    torch.cuda.synchronize()
+    needs = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    # Serving holds half of what the pool has, in running requests; it keeps the pages of others, which a step takes.
+    budget = (2 * needs // GIB + 2) * GIB
+    records = []
+    with KVPool(budget) as pool:
+        tokens, slots = 4096, 512
+        cache = KVCache.for_model(16, 8, 64, slots, tokens, budget, pool=pool, context=context, name=None)
+        lease = torch_pool(pool, context=context)
+        row = 16 * 2 * 8 * 64 * 2
+        lengths = [0] * slots
+        held = [cache.alloc_reqid(tokens) for _ in range(min(slots, budget * 9 // 10 // (tokens * row)))]
+        for slot in held:
+            lengths[slot] = tokens
+        served = cache.step(lengths) == 0
+        for slot in held:
+            cache.keys[0][slot, :tokens] = slot % 100
+        running = held[: len(held) // 2]
+        for slot in held[len(running) :]:
+            cache.free_reqid(slot)
+        ours, own, peak = [], [], 0
+        for i in range(turns + 1):
+
+            def inside() -> None:
+                with lease:
+                    training_step(model, optimizer, ids)
+
+            def plain() -> None:
+                training_step(model, optimizer, ids)
+                torch.cuda.synchronize()
+
+            torch.cuda.synchronize()
+            a = timed(inside)
+            peak = max(peak, sum(member.has for member in pool.members()))
+            torch.cuda.synchronize()
+            b = timed(plain)
+            if i:
+                ours.append(a)
+                own.append(b)
+        torch.cuda.empty_cache()
+        kept = [slot for slot in running if bool((cache.keys[0][slot, :tokens] == slot % 100).all())]
+        # What recomputing them would take: prefill of the same model, without gradients.
+        with torch.no_grad():
+            prompt = torch.randint(0, 32000, (1, tokens), device="cuda")
+            model(prompt)
+            torch.cuda.synchronize()
+            start = perf_counter()
+            model(prompt)
+            torch.cuda.synchronize()
+            prefill = perf_counter() - start
+        lease.close()
+        cache.close()
+    if not served:
+        raise MemoryError(f"no {budget >> 30} GiB for the cache and the lease together")
+    record = session.record
+    parameters = sum(p.numel() for p in model.parameters()) / 1e9
+    what = f"training step, {parameters:.1f}B"
+    records += [
+        record(ours, context, what, "ms", page_size=2 * MIB),
+        record(own, context, what, "ms", backend="cudaMalloc"),
+        record(
+            [a / b for a, b in zip(ours, own)], context, f"{what}, of PyTorch's own allocator", "", page_size=2 * MIB
+        ),
+        record(needs / GIB, context, "activations of a step", "GiB", page_size=2 * MIB),
+        record(budget / GIB, context, "budget of cache and lease", "GiB", page_size=2 * MIB),
+        record(peak / GIB, context, "most of it that both had", "GiB", page_size=2 * MIB),
+        record(len(kept) * tokens, context, "tokens that need no recomputation", "tokens", page_size=2 * MIB),
+        record(len(running) * tokens, context, "tokens of running requests", "tokens", page_size=2 * MIB),
+        record(len(kept) * prefill * 1e3, context, "prefill that this saves", "ms", page_size=2 * MIB),
+    ]
+    return records
+
+
+def memory_saver(session: Session, context: Context, amount: int, turns: int) -> list[Record]:
+    """torch_memory_saver's pause and resume of the same amount, where it is installed."""
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        return []
+    import torch
+
+    saver = importlib.import_module("torch_memory_saver").torch_memory_saver
+    saver.hook_mode = "torch"
+    pause, resume = [], []
+    with saver.region():
+        tensors = [torch.empty(SEGMENT, dtype=torch.uint8, device="cuda") for _ in range(amount // SEGMENT)]
+    for i in range(turns + 1):
+        torch.cuda.synchronize()
+        a, b = timed(saver.pause), timed(saver.resume)
+        if i:
+            pause.append(a / (amount / GIB))
+            resume.append(b / (amount / GIB))
+    del tensors
+    name = "torch_memory_saver"
+    return [
+        session.record(pause, context, "park a GiB", "ms", backend=name),
+        session.record(resume, context, "unpark a GiB", "ms", backend=name),
+    ]
+
+
+@benchmark("lease", "PyTorch in a pool's budget: parking, new segments, a training step", arguments=arguments, order=45)
+def run(session: Session) -> list[Record]:
+    """Park and unpark on every backend; on a GPU that PyTorch sees, also train beside a serving cache."""
+    import torch
+
+    args = session.args
+    turns = 5 if session.quick else 20
+    records: list[Record] = []
+    with session.context() as context:
+        gpu = "cuda_pointer" in context.capabilities and torch.cuda.is_available()
+        amount = args.amount or (4 * GIB if gpu else 256 * MIB)
+        amount = min(amount, math.floor(context.info().memory_free / 4)) // SEGMENT * SEGMENT
+        if not amount:
+            raise MemoryError("the device has no 256 MiB free")
+        for page_size in session.track(session.page_sizes(context), "page sizes"):
+            records += parking(session, context, page_size, amount, turns)
+            session.keep(records)
+        if not gpu:
+            return records
+        parts: list[Callable[[], list[Record]]] = [
+            lambda: blocks(session, context, 2 * MIB, amount, turns),
+            lambda: torch_segments(session, context, turns),
+            lambda: training(session, context, args.layers or (4 if session.quick else 16), turns),
+            lambda: memory_saver(session, context, amount, turns),
+        ]
+        for part in session.track(parts, "with PyTorch"):
+            records += part()
+            session.keep(records)
+    return records

@@ -1,0 +1,513 @@
+"""A PyTorch memory pool in the budget of a `KVPool`: activations, or a trainer, beside a KV cache.
+
+PyTorch's caching allocator asks for segments and splits them into blocks. A lease provides the segments. Between two
+``with`` blocks, their pages belong to whoever needs them, and their addresses stay with PyTorch, whose free lists thus
+stay valid. docs/lease.md explains the design.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, Literal, SupportsIndex
+
+import torch
+
+from pyvmem import _ffi
+from pyvmem._checks import flag, one_of, shown, uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.core import Context
+from pyvmem.errors import OutOfMemory, VmemError, _check, structure
+from pyvmem.kv_base import shortage_of
+from pyvmem.kv_pool import KVPool
+from pyvmem.kv_types import Shortage
+from pyvmem.owned import _Owned
+
+__all__ = ["Lease", "LeaseStats", "torch_pool"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class LeaseStats:
+    """The state of a lease and what it has counted since its creation.
+
+    Attributes
+    ----------
+    segments, parked_segments : int
+        That PyTorch has, and those of them that have no pages now.
+    bytes, parked_bytes : int
+        Of all segments, and of the parked ones.
+    held_bytes : int
+        Of pages.
+    allocs, frees : int
+        Segments allocated and freed.
+    refused : int
+        Allocations that found too little memory.
+    waits : int
+        How often a call waited for another member of the pool.
+    parks, unparks : int
+        Segments parked and unparked.
+    strangers : int
+        Addresses that PyTorch freed and that were no segment's.
+    short_bytes : int
+        What the last allocation or entry that found too little memory was short of; 0 if there was none.
+    """
+
+    segments: int
+    parked_segments: int
+    bytes: int
+    parked_bytes: int
+    held_bytes: int
+    allocs: int
+    frees: int
+    refused: int
+    waits: int
+    parks: int
+    unparks: int
+    strangers: int
+    short_bytes: int
+
+
+class Doors:
+    """Every call of PyTorch's that a lease makes, those with private names included.
+
+    ``torch._C._cuda_beginAllocateToPool`` routes the allocations of all threads to a pool;
+    ``torch.cuda.use_mem_pool`` only those of one thread, and backward runs in others.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def check(self) -> None:
+        """Raise what prevents a lease here."""
+        if not torch.cuda.is_available():
+            raise VmemError(errno.ENODEV, "torch sees no CUDA device, and a lease is a torch.cuda.MemPool")
+        if not hasattr(torch.cuda, "MemPool"):
+            raise VmemError(errno.EOPNOTSUPP, f"torch {torch.__version__} has no torch.cuda.MemPool")
+
+    def new_pool(self, place: int) -> Any:
+        """A MemPool over pair number `place` of libvmem's functions."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.MemPool(_allocator(place))
+
+    def snapshot(self, pool: Any) -> list[dict[str, Any]]:
+        """The segments of the pool, with their blocks."""
+        segments: list[dict[str, Any]]
+        try:
+            segments = pool.snapshot(include_traces=False)
+        except TypeError:  # torch before 2.12
+            segments = pool.snapshot()
+        ids = tuple(pool.id)
+        return [s for s in segments if tuple(s.get("segment_pool_id", ids)) == ids and s["device"] == self.device]
+
+    def is_shared(self, pool: Any) -> bool:
+        """Whether somebody beside the lease holds the pool: a captured graph does until it is reset."""
+        return bool(pool.use_count() > 1)
+
+    @property
+    def routes_all_threads(self) -> bool:
+        names = ("_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
+        return all(hasattr(torch._C, name) for name in names)
+
+    def route(self, pool: Any, all_threads: bool) -> Callable[[], None]:
+        """Route allocations to the pool; returns what ends it."""
+        if all_threads:
+            torch._C._cuda_beginAllocateToPool(self.device, pool.id)
+
+            def end() -> None:
+                torch._C._cuda_endAllocateToPool(self.device, pool.id)
+                torch._C._cuda_releasePool(self.device, pool.id)
+
+            return end
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.cuda.use_mem_pool(pool, self.device))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        return stack.close
+
+    def settle(self) -> None:
+        """Let PyTorch look at the events of blocks that were passed to record_stream. It does so when it allocates,
+        but not while allocations are routed.
+        """
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            torch.empty(1, device=torch.device("cuda", self.device))
+
+    def graph(self, graph: Any, pool: Any, options: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.graph(graph, pool=pool.id, **options)
+
+
+# PyTorch calls an allocator as long as it has a segment of it, which may be longer than a lease lives.
+_allocators: dict[int, Any] = {}
+
+
+def _allocator(place: int) -> Any:
+    if place not in _allocators:
+        names = f"vmem_torch_alloc_{place}", f"vmem_torch_free_{place}"
+        _allocators[place] = torch.cuda.memory.CUDAPluggableAllocator(_ffi.__file__, *names)
+    return _allocators[place].allocator()
+
+
+# PyTorch ends the process if a pool ends while allocations are routed to another one. Pools that are dropped then wait.
+_routed = 0
+_late: list[Any] = []
+_routing = threading.RLock()  # garbage collection may drop a lease at any moment, also in these functions
+
+
+def _begin_routing(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    global _routed
+    with _routing:
+        _routed += 1
+        try:
+            return begin()
+        except BaseException:
+            _routed -= 1
+            raise
+
+
+def _end_routing(end: Callable[[], None]) -> None:
+    global _routed
+    with _routing:
+        end()
+        _routed -= 1
+        if not _routed:
+            _late.clear()
+
+
+class _Pools:
+    """The MemPools of a lease: for eager code, and for captured graphs."""
+
+    def __init__(self, doors: Doors, place: int) -> None:
+        self.doors = doors
+        self.place = place
+        self.eager = doors.new_pool(place)
+        self.graphs: Any = None
+
+    def __del__(self) -> None:
+        with _routing:
+            if _routed:
+                _late.extend(self.__dict__.values())
+            self.__dict__.clear()  # in the lock: no routing begins while PyTorch ends the pools
+
+
+class Lease(_Owned):
+    """Memory for PyTorch out of a `KVPool`, lent for the time of a ``with`` block. Made by `torch_pool`.
+
+    Within the block, PyTorch allocates in the lease. When the block is entered, the pages of all its segments are there
+    again; exactly what is missing comes from what the pool's KV caches can spare. When it is left, the pages go back,
+    except those of a segment in which a tensor lives. What was there is lost. Addresses stay.
+
+    Notes
+    -----
+    Leaving the block waits until all kernels of the device have ended. A tensor that was passed to ``record_stream``
+    inside the block is reused only after the block, as in every ``torch.cuda.MemPool``.
+
+    While PyTorch is out of memory in the block, it does not empty its caches. Leave the block and call `reset`.
+    """
+
+    _what = "lease"
+
+    def __init__(
+        self,
+        pool: KVPool,
+        most: int,
+        page_size: int,
+        shrink: bool,
+        graphs: str,
+        threads: str,
+        wait: float,
+        context: Context,
+        name: str,
+        doors: Doors,
+        alloc_wait: float = 1.0,
+    ) -> None:
+        raw = structure("vmem_torch_config")
+        text = ffi.new("char[]", name.encode(errors="replace")[:63])
+        raw.most, raw.page_size, raw.wait_ms, raw.name = most, page_size, round(alloc_wait * 1000), text
+        owner, place = self._new_owner(context._owned()), ffi.new("uint32_t *")
+        _check(lib.pv_own_torch(owner, context._owned(), context._use(), pool._use(), raw, place))
+        self._own(owner)
+        self.pool = pool
+        self.context = context
+        self._place = int(place[0])
+        self._page_size = page_size
+        self._shrink, self._lose_graphs = shrink, graphs == "lost"
+        self._all_threads = threads == "all" and doors.routes_all_threads
+        self._wait_ms = round(wait * 1000)
+        self._doors = doors
+        self._pools: _Pools | None = _Pools(doors, self._place)
+        self._end: Callable[[], None] | None = None  # what ends the routing, within a block
+        self._lock = threading.RLock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "in use" if self._end else "parked"
+        return f"<pyvmem.Lease on {self.context.backend}, {state}>"
+
+    @property
+    def mem_pool(self) -> Any:
+        """The ``torch.cuda.MemPool``. PyTorch may allocate in it only within a ``with`` block of the lease."""
+        return self._open().eager
+
+    def _open(self) -> _Pools:
+        self._owned()
+        assert self._pools is not None
+        return self._pools
+
+    # ---- the block -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Lease:
+        """Take the pages.
+
+        Raises
+        ------
+        OutOfMemory
+            The pool cannot give all of them (`shortage`), and `shrink` is False. No page was taken.
+        RuntimeError
+            The lease is in use already.
+        """
+        with self._lock:
+            pools = self._open()
+            if self._end:
+                raise RuntimeError("the lease is in use: its with blocks do not nest")
+            missing = ffi.new("uint64_t *")
+            rc = lib.vmem_torch_unpark(self._place, self._wait_ms, missing)
+            if rc == -errno.ENOMEM and self._shrink:
+                pools = self._renew()
+            elif rc == -errno.ENOMEM:
+                raise self._out_of_memory(int(missing[0]))
+            else:
+                _check(rc)
+            self._doors.settle()
+            self._route(pools)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            end, self._end = self._end, None
+            if end is None:
+                return
+            _end_routing(end)  # before anything is parked: other threads must not get a parked block
+            if not self.closed:
+                self._doors.settle()
+                self._park()
+
+    def _route(self, pools: _Pools) -> None:
+        self._end = _begin_routing(lambda: self._doors.route(pools.eager, self._all_threads))
+
+    def _park(self) -> None:
+        pools = self._open()
+        idle: list[int] = []
+        for pool in (pools.eager, pools.graphs):
+            if pool is None or (self._doors.is_shared(pool) and not self._lose_graphs):
+                continue
+            # A block that waits for another stream's event is idle, too: libvmem waits for all kernels below.
+            for segment in self._doors.snapshot(pool):
+                if all(block["state"] != "active_allocated" for block in segment["blocks"]):
+                    idle.append(segment["address"])
+        rc = lib.vmem_torch_park(self._place, ffi.new("uint64_t[]", idle), len(idle), ffi.NULL)
+        if rc != -errno.EBUSY:  # another thread captures a graph: the pages stay until the next block is left
+            _check(rc)
+
+    def _out_of_memory(self, missing: int) -> OutOfMemory:
+        shortage = self.shortage
+        why = f"{shortage.reason or 'memory'}{f', {shortage.refusal}' if shortage.refusal else ''}"
+        error = OutOfMemory(
+            errno.ENOMEM,
+            f"the lease lacks {missing / MIB:.1f} MiB of the {self.stats().parked_bytes / MIB:.1f} MiB that it parked "
+            f"({why}): end a request, call reset(), or use shrink=True",
+        )
+        error.shortage = shortage
+        return error
+
+    # ---- graphs ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, **options: Any) -> Iterator[None]:
+        """Capture a CUDA graph whose memory is in the lease: ``with lease.graph(g): ...``, within a block of the lease.
+
+        The graph gets segments of its own, which are not parked while any graph of the lease exists, so that it can be
+        replayed at any time. With ``graphs="lost"``, they are parked: replay only within a block, and only graphs
+        that read nothing there before they have written it.
+
+        Parameters
+        ----------
+        graph : torch.cuda.CUDAGraph
+        options
+            As for ``torch.cuda.graph``, except `pool`.
+        """
+        with self._lock:
+            pools = self._open()
+            end = self._end
+            if end is None:
+                raise RuntimeError("capture within a with block of the lease: its segments may be parked now")
+            if pools.graphs is None:
+                pools.graphs = self._doors.new_pool(self._place)
+            # PyTorch 2.10 and older prefer the pool that was routed first, which would be the eager one.
+            self._end = None
+            _end_routing(end)
+            try:
+                with self._doors.graph(graph, pools.graphs, options):
+                    yield
+            finally:
+                self._route(pools)
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop all segments in which no tensor lives, and begin anew with none.
+
+        PyTorch never gives a pool's segments back by itself, so use it when ``reserved`` is much more than
+        ``allocated``, or between phases whose tensors have other sizes. Segments with a living tensor, and those of
+        captured graphs, go when PyTorch next empties its cache after their end.
+
+        Raises RuntimeError within a block.
+        """
+        with self._lock:
+            self._open()
+            if self._end:
+                raise RuntimeError("reset() must not be called within a with block of the lease")
+            self._renew()
+
+    def _renew(self) -> _Pools:
+        self._pools = None  # before the new ones: PyTorch frees the old segments now
+        self._pools = _Pools(self._doors, self._place)
+        return self._pools
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the segments that PyTorch has."""
+        return self.stats().bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the blocks in use."""
+        pools = self._open()
+        segments = [s for pool in (pools.eager, pools.graphs) if pool is not None for s in self._doors.snapshot(pool)]
+        return sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
+
+    def trim(self) -> None:
+        """Return device memory that the lease does not use to the system, for users outside the `KVPool`."""
+        self._owned()
+        _check(lib.vmem_torch_trim(self._place))
+
+    def stats(self) -> LeaseStats:
+        """Return the current `LeaseStats`."""
+        self._owned()
+        raw = structure("vmem_torch_stats")
+        _check(lib.vmem_torch_get_stats(self._place, raw))
+        return LeaseStats(**{field.name: int(getattr(raw, field.name)) for field in fields(LeaseStats)})
+
+    @property
+    def shortage(self) -> Shortage:
+        """The `Shortage` of the last allocation or entry, in any thread, that found too little memory.
+
+        ``torch.OutOfMemoryError`` does not carry it. Its pages are the lease's: 2 MiB, or with ``fine=True`` the
+        smallest of the backend.
+        """
+        self._owned()
+        raw = structure("vmem_kv_shortage")
+        _check(lib.vmem_torch_last_shortage(self._place, raw))
+        return shortage_of(raw)
+
+    def close(self) -> None:
+        """End the lease. The memory of a segment in which a tensor lives goes when PyTorch frees it.
+
+        Raises RuntimeError within a block.
+        """
+        with self._lock:
+            if self._end:
+                raise RuntimeError("close() must not be called within a with block of the lease")
+            self._pools = None
+            self._drop()
+
+
+def torch_pool(
+    pool: KVPool,
+    most: SupportsIndex | None = None,
+    *,
+    fine: bool = False,
+    shrink: bool = False,
+    graphs: Literal["kept", "lost"] = "kept",
+    threads: Literal["all", "this"] = "all",
+    wait: float = 10.0,
+    context: Context | None = None,
+    device: SupportsIndex = 0,
+    name: str = "torch",
+) -> Lease:
+    """Make a `Lease`: PyTorch allocates in the budget of a pool of KV caches.
+
+    ::
+
+        lease = pyvmem.torch_pool(pool, most=40 << 30)
+        with lease:                                        # pages come: exactly what is missing
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+        # pages go, if no tensor of the lease lives
+
+    Parameters
+    ----------
+    pool : KVPool
+        The lease becomes a member with a minimum of 0.
+    most : int, optional
+        The largest number of bytes of pages; by default the pool's budget.
+    fine : bool
+        Use the smallest pages of the backend instead of 2 MiB. They fit wherever the KV caches left a gap, and
+        scattered ones take much longer to map.
+    shrink : bool
+        If the pool cannot give back all that was parked, drop all segments and begin anew, instead of raising
+        `OutOfMemory`.
+    graphs : {"kept", "lost"}
+        Whether segments of captured graphs keep their pages between blocks. "lost": their contents are undefined after
+        each block.
+    threads : {"all", "this"}
+        Whose allocations go to the lease within a block. "this" runs backward in the thread that calls it. Use it if
+        other threads of the process allocate memory on the device that is to outlive the block.
+    wait : float
+        The most seconds that entering a block waits for what the KV caches give back. An allocation waits 1 s.
+    context : Context, optional
+        By default, that of a KV cache of this process in the pool, or else a new one. Members with one context
+        exchange pages without allocating device memory.
+    device : int
+        CUDA device ordinal, if a new context is created.
+    name : str
+        Of the pool's member.
+
+    Raises
+    ------
+    VmemError
+        EOPNOTSUPP: the context has no GPU; PyTorch has no memory pools for CPU memory. EMFILE: the process has 16
+        leases. ENODEV: PyTorch sees no GPU.
+    InvalidArgument
+        `most` is less than a page.
+    """
+    if not isinstance(pool, KVPool):
+        raise TypeError(f"pool must be a KVPool, not {shown(pool)}")
+    if not isinstance(context, Context | None):
+        raise TypeError(f"context must be a Context, not {shown(context)}")
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {shown(name)}")
+    if not isinstance(wait, Real) or not 0 <= wait <= 1e6:
+        raise ValueError(f"wait must be a number of seconds between 0 and 1000000, not {shown(wait)}")
+    bytes = 0 if most is None else uint("most", most)
+    if most is not None and not bytes:
+        raise ValueError("most 0 must be at least a page")
+    fine, shrink = flag("fine", fine), flag("shrink", shrink)
+    graphs = one_of("graphs", graphs, ("kept", "lost"))
+    threads = one_of("threads", threads, ("all", "this"))
+    own = context or pool._context(uint("device", device, 31)) or Context(device=device)
+    if "gpu" not in own.capabilities:
+        raise VmemError(
+            errno.EOPNOTSUPP,
+            f"the pool's memory is on the {own.backend} backend: PyTorch has memory pools only for CUDA, not for "
+            "CPU tensors",
+        )
+    doors = Doors(own.device)
+    doors.check()
+    page_size = min(own.page_sizes) if fine else 2 * MIB
+    return Lease(pool, bytes, page_size, shrink, graphs, threads, float(wait), own, name, doors)

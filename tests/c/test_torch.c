@@ -1,0 +1,754 @@
+// A lease: segments for PyTorch's allocator, whose pages come and go while their addresses stay.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+
+#include "checked.h"
+#include "harness.h"
+#include "vmem_torch.h"
+#define FAKEGPU_USER
+#include "../fakegpu/fakegpu.h"
+
+typedef void *alloc_function(size_t, int, void *);
+typedef void free_function(void *, size_t, int, void *);
+#define PAIR(n) {vmem_torch_alloc_##n, vmem_torch_free_##n}
+static const struct {
+    alloc_function *alloc;
+    free_function *free;
+} pairs[VMEM_TORCH_PLACES] = {PAIR(0), PAIR(1), PAIR(2),  PAIR(3),  PAIR(4),  PAIR(5),  PAIR(6),  PAIR(7),
+                              PAIR(8), PAIR(9), PAIR(10), PAIR(11), PAIR(12), PAIR(13), PAIR(14), PAIR(15)};
+
+static vmem_context *ctx;
+static vmem_kv_pool *pool;
+static uint32_t place;
+static atomic_int ended;
+
+static void on_end(void *arg) { *(atomic_int *)arg += 1; }
+
+static void *get(size_t bytes) { return pairs[place].alloc(bytes, test_info.device, NULL); }
+static void put(void *addr) { pairs[place].free(addr, 0, test_info.device, NULL); }
+static uint64_t at(const void *addr) { return (uintptr_t)addr; }
+
+static void open_pool(uint64_t pages)
+{
+    struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = pages * test_page};
+    OK(vmem_kv_pool_create(&cfg, &pool));
+}
+
+static void open_lease(uint64_t most, uint32_t wait_ms)
+{
+    struct vmem_torch_config cfg = {.size = sizeof cfg,
+                                    .flags = VMEM_TORCH_CHECK,
+                                    .most = most * test_page,
+                                    .page_size = test_page,
+                                    .wait_ms = wait_ms,
+                                    .ended = on_end,
+                                    .arg = &ended};
+    ended = 0;
+    OK(vmem_torch_open(ctx, pool, &cfg, &place));
+}
+
+static struct vmem_torch_stats stats(void)
+{
+    struct vmem_torch_stats st = {.size = sizeof st};
+    OK(vmem_torch_get_stats(place, &st));
+    return st;
+}
+
+static struct vmem_kv_shortage shortage(void)
+{
+    struct vmem_kv_shortage s = {.size = sizeof s};
+    OK(vmem_torch_last_shortage(place, &s));
+    return s;
+}
+
+static uint32_t members(void)
+{
+    struct vmem_kv_pool_info i = {.size = sizeof i};
+    OK(vmem_kv_pool_query(pool, &i));
+    return i.members;
+}
+
+static int park(void *addr) { return vmem_torch_park(place, &(uint64_t){at(addr)}, 1, NULL); }
+
+// Everything has gone back.
+static void close_all(void)
+{
+    OK(vmem_torch_close(place));
+    CHECK_EQ(ended, 1);
+    CHECK_EQ(members(), 0);
+    vmem_kv_pool_destroy(pool);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(test_stats(ctx).reserved, 0);
+}
+
+// The last word of each page of a segment.
+static void mark(void *addr, uint64_t pages, uint64_t word)
+{
+    for (uint64_t i = 0; i < pages; i++)
+        put_word(ctx, at(addr) + (i + 1) * test_page - 8, word + i);
+}
+static void verify(void *addr, uint64_t pages, uint64_t word)
+{
+    for (uint64_t i = 0; i < pages; i++)
+        CHECK_EQ(get_word(ctx, at(addr) + (i + 1) * test_page - 8), word + i);
+}
+static bool backed(void *addr, uint64_t pages)
+{
+    uint64_t n = 0;
+    for (uint64_t i = 0; i < pages; i++)
+        n += page_at(ctx, at(addr) + i * test_page) != 0;
+    CHECK(!n || n == pages);
+    return n;
+}
+
+// ---- a KV cache beside it ---------------------------------------------------------------------------------------
+
+#define SLOTS 6
+#define ROWS 160 // of half a page
+
+static vmem_kv *kv;
+static uint64_t rows_at, row_bytes, slot_bytes;
+
+static void open_kv(uint64_t min, uint64_t max)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 2};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = ROWS,
+                                       .page_size = test_page,
+                                       .budget = test_page};
+    struct vmem_kv_share share = {.size = sizeof share, .min = min * test_page, .max = max * test_page, .name = "kv"};
+    struct vmem_kv_layout layout = {.size = sizeof layout};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(vmem_kv_pool_join(pool, kv, &share));
+    OK(vmem_kv_get_layout(kv, 0, &layout));
+    rows_at = layout.addr;
+    row_bytes = layout.row_bytes;
+    slot_bytes = layout.slot_stride;
+}
+
+static struct vmem_kv_stats kv_stats(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+static int kv_step(uint32_t slot, int32_t rows)
+{
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = rows;
+    int rc = vmem_kv_step(kv, lengths, SLOTS, NULL);
+    CHECK(!rc || rc == -ENOMEM);
+    return rc;
+}
+
+static uint64_t row(uint32_t slot, int32_t r) { return rows_at + slot * slot_bytes + (uint64_t)r * row_bytes; }
+
+static void write_rows(uint32_t slot, int32_t from, int32_t to, uint64_t word)
+{
+    for (int32_t r = from; r < to; r++)
+        put_word(ctx, row(slot, r), word + (uint64_t)r);
+}
+static void verify_rows(uint32_t slot, int32_t rows, uint64_t word)
+{
+    for (int32_t r = 0; r < rows; r++)
+        CHECK_EQ(get_word(ctx, row(slot, r)), word + (uint64_t)r);
+}
+
+// Waits for what the lease has parked, which it gives when it is asked.
+static uint32_t kv_request(int32_t rows, uint64_t word)
+{
+    uint32_t slot;
+    OK(vmem_kv_alloc(kv, (uint32_t)rows, &slot));
+    while (kv_step(slot, rows)) {
+        struct vmem_kv_shortage s = {.size = sizeof s};
+        OK(vmem_kv_last_shortage(&s));
+        CHECK(s.coming_pages);
+        OK(vmem_kv_pool_wait(kv, 60000, NULL));
+    }
+    write_rows(slot, 0, rows, word);
+    return slot;
+}
+
+// ---- tests ------------------------------------------------------------------------------------------------------
+
+static void test_arguments(void)
+{
+    struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
+    uint32_t other, first[VMEM_TORCH_PLACES];
+    open_pool(100);
+    ERR(vmem_torch_open(NULL, pool, &cfg, &other), EINVAL, "ctx");
+    ERR(vmem_torch_open(ctx, NULL, &cfg, &other), EINVAL, "pool");
+    ERR(vmem_torch_open(ctx, pool, NULL, &other), EINVAL, "cfg");
+    ERR(vmem_torch_open(ctx, pool, &cfg, NULL), EINVAL, "place");
+    cfg.flags = 2;
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "flags 0x2");
+    cfg.flags = 0;
+    cfg.size = 4;
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "cfg->size");
+    cfg.size = sizeof cfg;
+    cfg.page_size = 3 * test_page;
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "page_size");
+    cfg.page_size = 4096;
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "page_size 4096");
+    cfg.page_size = test_page;
+    cfg.most = test_page - 1;
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "most");
+    cfg.most = 0;
+    CHECK_EQ(members(), 0);
+    ERR(vmem_torch_close(VMEM_TORCH_PLACES), EINVAL, "place 16");
+    ERR(vmem_torch_close(3), EINVAL, "no lease");
+    ERR(vmem_torch_park(3, NULL, 0, NULL), EINVAL, "no lease");
+    ERR(vmem_torch_unpark(3, 0, NULL), EINVAL, "no lease");
+    ERR(vmem_torch_trim(3), EINVAL, "no lease");
+    ERR(vmem_torch_get_stats(3, NULL), EINVAL, "out");
+    ERR(vmem_torch_get_stats(3, &(struct vmem_torch_stats){.size = sizeof(struct vmem_torch_stats)}), EINVAL, "lease");
+    ERR(vmem_torch_last_shortage(3, NULL), EINVAL, "out");
+    CHECK(!pairs[3].alloc(MIB, 0, NULL));
+    pairs[3].free(&other, 1, 0, NULL);
+    for (uint32_t i = 0; i < VMEM_TORCH_PLACES; i++)
+        OK(vmem_torch_open(ctx, pool, &cfg, &first[i]));
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EMFILE, "all 16 places");
+    for (uint32_t i = 0; i < VMEM_TORCH_PLACES; i++) {
+        CHECK_EQ(first[i], i);
+        OK(vmem_torch_close(i));
+    }
+    open_lease(50, 1);
+    CHECK_EQ(place, 0);
+    char *a = get(test_page);
+    CHECK(a && !get(0));
+    CHECK(test_cpu() || !pairs[place].alloc(test_page, test_info.device + 1, NULL));
+    ERR(vmem_torch_park(place, NULL, 1, NULL), EINVAL, "idle");
+    ERR(vmem_torch_park(place, (uint64_t[]){at(a), at(a) + 1}, 2, NULL), EINVAL, "idle[1]");
+    ERR(vmem_torch_park(place, (uint64_t[]){at(a), 5}, 2, NULL), EINVAL, "idle[1] 0x5");
+    CHECK_EQ(stats().parked_segments, 0);
+    CHECK(backed(a, 1));
+    put(a + 8);
+    put(&other);
+    put(NULL);
+    CHECK_EQ(stats().strangers, 2);
+    CHECK_EQ(stats().frees, 0);
+    put(a);
+    close_all();
+}
+
+static void test_addresses_stay(void)
+{
+    open_pool(100);
+    open_lease(0, 1);
+    const uint64_t sizes[] = {1, 10, 3};
+    char *a[3];
+    uint64_t all[3], bytes;
+    for (int i = 0; i < 3; i++) {
+        CHECK((a[i] = get(sizes[i] * test_page)));
+        CHECK_EQ(at(a[i]) % (2 * MIB), 0);
+        mark(a[i], sizes[i], 1000 * (uint64_t)i);
+        all[i] = at(a[i]);
+    }
+    CHECK_EQ(stats().segments, 3);
+    CHECK_EQ(stats().held_bytes, 14 * test_page);
+    OK(vmem_torch_park(place, all + 1, 2, &bytes));
+    CHECK_EQ(bytes, 13 * test_page);
+    CHECK(backed(a[0], 1) && !backed(a[1], 10) && !backed(a[2], 3));
+    CHECK_EQ(stats().parked_bytes, 13 * test_page);
+    CHECK_EQ(stats().held_bytes, test_page);
+    OK(vmem_torch_park(place, all + 1, 2, &bytes)); // again: they are parked
+    CHECK_EQ(bytes, 0);
+    CHECK_EQ(stats().parks, 2);
+    char *b = get(10 * test_page); // never at an address that PyTorch has
+    CHECK(b && b != a[1] && b != a[2]);
+    verify(a[0], 1, 0);
+    OK(vmem_torch_unpark(place, 0, NULL));
+    CHECK(backed(a[1], 10) && backed(a[2], 3));
+    CHECK_EQ(stats().parked_segments, 0);
+    CHECK_EQ(stats().held_bytes, 24 * test_page);
+    mark(a[1], 10, 77);
+    verify(a[0], 1, 0);
+    OK(vmem_torch_park(place, all, 2, NULL));
+    put(a[1]); // parked, and freed
+    CHECK_EQ(stats().segments, 3);
+    CHECK_EQ(stats().parked_bytes, test_page);
+    OK(vmem_torch_unpark(place, 0, NULL));
+    CHECK(backed(a[0], 1));
+    ERR(park(a[1]), EINVAL, "no segment");
+    char *odd = get(2 * test_page + 1);
+    CHECK(backed(odd, 3));
+    put(odd);
+    put(a[0]);
+    put(a[2]);
+    put(b);
+    CHECK_EQ(stats().held_bytes, 0);
+    CHECK_EQ(stats().bytes, 0);
+    close_all();
+}
+
+// Segments of more than one slot, until the addresses end: none overlaps another.
+static void test_large_segments(void)
+{
+    open_pool(4000);
+    open_lease(0, 1);
+    const uint64_t slots = 32 * MIB / test_page;
+    char *a = get(slots * test_page), *b = get((slots + 1) * test_page), *c = get(test_page);
+    CHECK(a && b && c);
+    CHECK(at(b) >= at(a) + 32 * MIB || at(b) + 64 * MIB <= at(a));
+    mark(a, slots, 1);
+    mark(b, slots + 1, 5000);
+    mark(c, 1, 9000);
+    verify(a, slots, 1);
+    verify(b, slots + 1, 5000);
+    verify(c, 1, 9000);
+    OK(park(b));
+    CHECK(!backed(b, slots + 1));
+    OK(vmem_torch_unpark(place, 0, NULL));
+    CHECK(backed(b, slots + 1));
+    verify(a, slots, 1);
+    verify(c, 1, 9000);
+    CHECK(!get(UINT64_C(1) << 62));
+    CHECK(!get(SIZE_MAX));
+    CHECK_EQ(stats().refused, 2);
+    put(a);
+    put(c);
+    CHECK((a = get(2 * slots * test_page))); // where the small ones were, or beside
+    put(a);
+    put(b);
+    close_all();
+}
+
+// What the cache keeps goes to the lease, what a request needs does not.
+static void test_kept_pages_come_and_a_request_keeps_its_own(void)
+{
+    open_pool(200);
+    open_kv(0, 0);
+    open_lease(0, 60000);
+    const uint32_t kept = kv_request(ROWS, 1), mine = kv_request(ROWS, 5000); // 80 pages each
+    OK(vmem_kv_free(kv, kept));
+    CHECK_EQ(kv_stats().kept_pages, 80);
+    char *a = get(90 * test_page); // 40 are free: 50 of the kept ones must come
+    CHECK(a);
+    mark(a, 90, 1);
+    CHECK(kv_stats().held_pages <= 110 && kv_stats().held_pages >= 80);
+    verify_rows(mine, ROWS, 5000);
+    const uint64_t waited = stats().waits;
+    CHECK(waited);
+    // 110 of 200 are left. The request needs 80, and keeps 2 for its next steps: refused, without the whole wait.
+    CHECK(!get(29 * test_page));
+    CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_BUDGET);
+    CHECK_EQ(shortage().missing_pages, 1);
+    CHECK_EQ(stats().short_bytes, test_page);
+    CHECK_EQ(stats().refused, 1);
+    verify_rows(mine, ROWS, 5000);
+    verify(a, 90, 1);
+    // Parked pages are the cache's to take, and come back when it has none to spare but keeps some.
+    OK(park(a));
+    const uint32_t next = kv_request(40, 1);      // 20 pages
+    const uint32_t more = kv_request(ROWS, 9000); // 80 more
+    uint64_t missing;
+    ERR(vmem_torch_unpark(place, 60000, &missing), ENOMEM, "missing");
+    CHECK(missing >= 70 * test_page && missing <= 76 * test_page); // the cache keeps some for its next steps
+    CHECK_EQ(stats().parked_segments, 1);
+    CHECK(!backed(a, 90));
+    OK(vmem_kv_free(kv, more));
+    OK(vmem_torch_unpark(place, 60000, &missing));
+    CHECK(backed(a, 90));
+    verify_rows(mine, ROWS, 5000);
+    verify_rows(next, 40, 1);
+    put(a);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
+// A closed lease lives until PyTorch has given all back, and gives nothing more.
+static void test_close_with_segments(void)
+{
+    open_pool(100);
+    open_lease(0, 1);
+    char *a = get(3 * test_page), *b = get(40 * test_page);
+    mark(a, 3, 7);
+    OK(park(b));
+    OK(vmem_torch_close(place));
+    CHECK_EQ(ended, 0);
+    CHECK(!get(test_page));
+    ERR(vmem_torch_unpark(place, 0, NULL), EINVAL, "closed");
+    ERR(park(a), EINVAL, "closed");
+    ERR(vmem_torch_close(place), EINVAL, "closed");
+    verify(a, 3, 7);
+    vmem_kv_pool_destroy(pool); // it stays while it has a member
+    put(b);
+    verify(a, 3, 7);
+    CHECK_EQ(ended, 0);
+    put(a);
+    CHECK_EQ(ended, 1);
+    ERR(vmem_torch_close(place), EINVAL, "no lease");
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(test_stats(ctx).reserved, 0);
+}
+
+static void test_a_child_gets_nothing(void)
+{
+    open_pool(100);
+    open_lease(0, 1);
+    char *a = get(3 * test_page);
+    mark(a, 3, 7);
+    const pid_t child = fork();
+    if (!child) {
+        char *b = get(test_page);
+        put(a);
+        const int rc = vmem_torch_close(place) == -EPERM && vmem_torch_unpark(place, 0, NULL) == -EPERM;
+        _exit(!b && rc ? 0 : 1);
+    }
+    int status;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    verify(a, 3, 7);
+    put(a);
+    close_all();
+}
+
+// Kernels may use what PyTorch frees or the caller parks: it waits for them, and while a graph is captured it cannot.
+static void test_kernels_are_waited_for(void)
+{
+    if (!fakegpu_waits)
+        return;
+    open_pool(100);
+    open_lease(0, 1);
+    char *a = get(3 * test_page), *b = get(2 * test_page);
+    const long before = fakegpu_waits();
+    OK(park(a));
+    CHECK_EQ(fakegpu_waits(), before + 1);
+    put(b);
+    CHECK_EQ(fakegpu_waits(), before + 2);
+    put(a); // parked: nothing is there that a kernel could use
+    CHECK_EQ(fakegpu_waits(), before + 2);
+    a = get(3 * test_page);
+    b = get(2 * test_page);
+    mark(a, 3, 7);
+    mark(b, 2, 7);
+    fakegpu_capture(1);
+    ERR(park(a), EBUSY, "graph");
+    CHECK_EQ(stats().parked_segments, 0);
+    put(b);
+    verify(a, 3, 7);
+    CHECK(backed(b, 2)); // a kernel may still use it
+    char *c = get(test_page);
+    CHECK(c && c != b);
+    fakegpu_capture(0);
+    put(c); // its place comes back with the next call that looks
+    OK(park(a));
+    CHECK(!backed(b, 2));
+    CHECK_EQ(stats().bytes, 3 * test_page);
+    put(a);
+    b = get(2 * test_page);
+    fakegpu_capture(1);
+    put(b);
+    OK(vmem_torch_close(place));
+    CHECK_EQ(ended, 0); // its last segment waits for the capture's end, and nobody calls any more
+    ERR(vmem_torch_close(place), EINVAL, "closed");
+    fakegpu_capture(0);
+    vmem_kv_pool_destroy(pool);
+    open_pool(100);
+    struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
+    uint32_t other;
+    OK(vmem_torch_open(ctx, pool, &cfg, &other));
+    CHECK_EQ(ended, 1);
+    OK(vmem_torch_close(other));
+    vmem_kv_pool_destroy(pool);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+// ---- every fault point --------------------------------------------------------------------------------------------
+
+static char *held[3];
+
+static int do_alloc(void)
+{
+    char *a = get(5 * test_page);
+    if (!a)
+        return -ENOMEM;
+    mark(a, 5, 40);
+    put(a);
+    return 0;
+}
+static int do_large_alloc(void)
+{
+    char *a = get(40 * MIB);
+    if (!a)
+        return -ENOMEM;
+    put(a);
+    return 0;
+}
+static int do_park(void) { return vmem_torch_park(place, (uint64_t[]){at(held[1]), at(held[2])}, 2, NULL); }
+static int do_unpark(void) { return vmem_torch_unpark(place, 0, NULL); }
+static int do_free(void)
+{
+    char *a = get(4 * test_page);
+    checked_fail(0);
+    if (a)
+        put(a);
+    return a ? 0 : -ENOMEM;
+}
+static int do_trim(void) { return vmem_torch_trim(place); }
+static int do_open(void)
+{
+    struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
+    uint32_t other;
+    int rc = vmem_torch_open(ctx, pool, &cfg, &other);
+    if (rc)
+        return rc;
+    checked_fail(0);
+    return vmem_torch_close(other);
+}
+
+static const struct {
+    const char *name;
+    int (*call)(void);
+    bool parked; // at its start
+} calls[] = {{"alloc", do_alloc, 0}, {"a segment of two slots", do_large_alloc, 0},
+             {"park", do_park, 0},   {"unpark", do_unpark, 1},
+             {"free", do_free, 0},   {"trim", do_trim, 0},
+             {"open", do_open, 0}};
+
+// The n-th fault point of the call fails. Nothing else changes, and the call works when it is repeated.
+static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), bool (*failed)(void))
+{
+    open_pool(100 + 80 * MIB / test_page);
+    open_lease(0, 1);
+    for (int k = 0; k < 3; k++) {
+        held[k] = get((size_t)(2 + k) * test_page);
+        mark(held[k], 2 + (uint64_t)k, 100 * (uint64_t)k);
+    }
+    if (calls[i].parked)
+        OK(do_park());
+    fail(n);
+    int rc = calls[i].call();
+    const bool hit = failed();
+    fail(0);
+    if (rc && !hit)
+        FAIL("%s: %s", calls[i].name, vmem_last_error());
+    verify(held[0], 2, 0);
+    const bool moves = calls[i].call == do_park || calls[i].call == do_unpark;
+    if (!moves) {
+        verify(held[1], 3, 100);
+        verify(held[2], 4, 200);
+    } else if (calls[i].call == do_unpark && rc) {
+        CHECK_EQ(stats().parked_segments, 2); // all or nothing
+    }
+    if (rc)
+        OK(calls[i].call());
+    OK(do_park());
+    OK(vmem_torch_unpark(place, 0, NULL));
+    CHECK(backed(held[1], 3) && backed(held[2], 4));
+    CHECK_EQ(stats().held_bytes, 9 * test_page);
+    mark(held[2], 4, 1);
+    verify(held[0], 2, 0);
+    CHECK_EQ(stats().segments, 3);
+    for (int k = 0; k < 3; k++)
+        put(held[k]);
+    close_all();
+    return hit;
+}
+
+static void each_fault(void (*fail)(unsigned long), bool (*failed)(void))
+{
+    for (size_t i = 0; i < COUNT(calls); i++)
+        for (unsigned long n = 1; with_fault(i, n, fail, failed); n++)
+            CHECK(n < 500);
+}
+
+// Closing and freeing with every fault point failing: what could not be given back goes with the lease.
+static void test_the_end_cannot_fail(void)
+{
+    for (unsigned long n = 1; n < 30; n++) {
+        open_pool(100);
+        open_lease(0, 1);
+        char *a = get(5 * test_page), *b = get(3 * test_page);
+        checked_fail(n);
+        put(a);
+        checked_fail(0);
+        verify(b, 0, 0);
+        OK(park(b));
+        put(b);
+        close_all();
+    }
+}
+
+static long fake_before;
+static void fail_driver(unsigned long n)
+{
+    fakegpu_fail((long)n);
+    if (n)
+        fake_before = fakegpu_calls() + (long)n;
+}
+static bool driver_failed(void) { return fakegpu_calls() >= fake_before; }
+
+// ---- from threads -------------------------------------------------------------------------------------------------
+
+#define THREADS 4
+#define MINE 12
+static atomic_bool stop;
+static unsigned operations = 10000;
+
+// Each thread has segments of its own, and knows what is in them.
+static void *lease_thread(void *arg)
+{
+    uint64_t seed = 77 + (uintptr_t)arg;
+    struct {
+        char *addr;
+        uint64_t pages, word;
+        bool live; // not parked by this thread since it was last unparked
+    } s[MINE] = {0};
+    uint64_t done[4] = {0};
+    for (unsigned n = 0; n < operations / THREADS; n++) {
+        const uint64_t k = rnd(&seed) % MINE, what = rnd(&seed) % 8;
+        if (what < 3 && !s[k].addr) {
+            s[k].pages = 1 + rnd(&seed) % 12;
+            s[k].addr = get(s[k].pages * test_page);
+            s[k].live = true;
+            s[k].word = rnd(&seed);
+            if (s[k].addr)
+                mark(s[k].addr, s[k].pages, s[k].word);
+            done[0] += s[k].addr != NULL;
+        } else if (what == 3 && s[k].addr) {
+            if (s[k].live)
+                verify(s[k].addr, s[k].pages, s[k].word);
+            put(s[k].addr);
+            s[k].addr = NULL;
+            done[1]++;
+        } else if (what < 6) {
+            uint64_t idle[MINE];
+            size_t m = 0;
+            for (uint64_t i = k; i < MINE; i += 3) {
+                if (!s[i].addr)
+                    continue;
+                if (s[i].live)
+                    verify(s[i].addr, s[i].pages, s[i].word);
+                idle[m++] = at(s[i].addr);
+            }
+            const int rc = vmem_torch_park(place, idle, m, NULL);
+            CHECK_EQ(rc, 0);
+            for (uint64_t i = k; i < MINE && !rc; i += 3)
+                s[i].live = false;
+            done[2] += !rc;
+        } else {
+            const int rc = vmem_torch_unpark(place, 1, NULL);
+            CHECK(!rc || rc == -ENOMEM);
+            for (uint64_t i = 0; i < MINE && !rc; i++) {
+                if (!s[i].addr || s[i].live)
+                    continue;
+                s[i].live = true;
+                s[i].word = rnd(&seed);
+                mark(s[i].addr, s[i].pages, s[i].word);
+            }
+            done[3] += !rc;
+        }
+        for (uint64_t i = 0; i < MINE; i++)
+            if (s[i].addr && s[i].live && i % 4 == n % 4)
+                verify(s[i].addr, s[i].pages, s[i].word);
+    }
+    for (uint64_t i = 0; i < MINE; i++) {
+        if (!s[i].addr)
+            continue;
+        if (s[i].live)
+            verify(s[i].addr, s[i].pages, s[i].word);
+        put(s[i].addr);
+    }
+    for (int i = 0; i < 4; i++)
+        if (done[i] < operations / 500)
+            FAIL("of operation %d, only %" PRIu64 " of %u succeeded", i, done[i], operations / THREADS);
+    return NULL;
+}
+
+static void *kv_thread(void *arg)
+{
+    uint64_t seed = 5, word[SLOTS] = {0};
+    int32_t rows[SLOTS] = {0};
+    bool taken[SLOTS] = {0};
+    (void)arg;
+    while (!stop) {
+        uint32_t k = (uint32_t)(rnd(&seed) % SLOTS);
+        if (taken[k] && rnd(&seed) % 6 == 0) {
+            verify_rows(k, rows[k], word[k]);
+            OK(vmem_kv_free(kv, k));
+            taken[k] = false;
+        } else if (!taken[k] && rnd(&seed) % 2) {
+            OK(vmem_kv_alloc(kv, 0, &k));
+            taken[k] = true;
+            rows[k] = 0;
+            word[k] = rnd(&seed);
+        } else if (taken[k] && rows[k] < ROWS) {
+            int32_t to = rows[k] + 1 + (int32_t)(rnd(&seed) % 40);
+            to = to < ROWS ? to : ROWS;
+            if (!kv_step(k, to)) {
+                write_rows(k, rows[k], to, word[k]);
+                rows[k] = to;
+            }
+        }
+        for (uint32_t s = 0; s < SLOTS; s++)
+            if (taken[s])
+                verify_rows(s, rows[s], word[s]);
+    }
+    for (uint32_t s = 0; s < SLOTS; s++)
+        if (taken[s])
+            OK(vmem_kv_free(kv, s));
+    return NULL;
+}
+
+static void test_threads(void)
+{
+    pthread_t threads[THREADS], server;
+    open_pool(300);
+    open_kv(40, 200);
+    open_lease(0, 1);
+    stop = false;
+    CHECK_EQ(pthread_create(&server, NULL, kv_thread, NULL), 0);
+    for (uintptr_t i = 0; i < THREADS; i++)
+        CHECK_EQ(pthread_create(&threads[i], NULL, lease_thread, (void *)i), 0);
+    for (int i = 0; i < THREADS; i++)
+        CHECK_EQ(pthread_join(threads[i], NULL), 0);
+    stop = true;
+    CHECK_EQ(pthread_join(server, NULL), 0);
+    const struct vmem_torch_stats st = stats();
+    CHECK_EQ(st.segments, 0);
+    CHECK_EQ(st.parked_segments, 0);
+    CHECK_EQ(st.bytes + st.parked_bytes + st.held_bytes, 0);
+    CHECK_EQ(st.allocs, st.frees);
+    CHECK_EQ(st.strangers, 0);
+    CHECK(st.parks && st.unparks && st.refused);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    if (getenv("VMEM_TEST_OPERATIONS"))
+        operations = 100 * (unsigned)atoi(getenv("VMEM_TEST_OPERATIONS"));
+    else if (!test_cpu()) // each takes a call to the driver
+        operations = 2000;
+#ifdef __SANITIZE_THREAD__
+    operations = 1500;
+#endif
+    ctx = test_context(0);
+    test_arguments();
+    test_addresses_stay();
+    test_large_segments();
+    test_kept_pages_come_and_a_request_keeps_its_own();
+    test_close_with_segments();
+    test_a_child_gets_nothing();
+    test_kernels_are_waited_for();
+    test_threads();
+    if (fakegpu_fail)
+        each_fault(fail_driver, driver_failed);
+    vmem_context_destroy(ctx);
+    OK(checked_context(test_backend, 0, false, &ctx));
+    each_fault(checked_fail, checked_failed);
+    test_the_end_cannot_fail();
+    vmem_context_destroy(ctx);
+    return 0;
+}
