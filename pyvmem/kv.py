@@ -168,7 +168,7 @@ class KVCache(KVAdmission, KVSharing):
             owner = self._new_owner(self.context._owned())
             _check(lib.pv_own_kv(owner, self.context._use(), config, kv))
             if pool is not None:
-                pool._join(kv[0], int(options.pool_min), most, options.name or "kv")
+                pool._join(kv[0], int(options.pool_min), most, options.name or "kv", self.context)
         except Exception:
             self._close_context()
             raise

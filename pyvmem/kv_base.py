@@ -5,6 +5,8 @@ SPDX-License-Identifier: MIT
 
 import errno
 import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +24,17 @@ from pyvmem.owned import _Owned
 if TYPE_CHECKING:
     from pyvmem.kv_hashes import BlockHashes
 
+_log = logging.getLogger("pyvmem")
 _REASONS = (None, "budget", "device", "mappings", "slots")
+
+
+def shortage_of(raw: Any) -> Shortage:
+    """The `Shortage` of a struct vmem_kv_shortage."""
+    numbers = (
+        raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages,
+        raw.step,
+    )  # fmt: skip
+    return Shortage(_REASONS[raw.reason], *numbers, refusal=REASONS[raw.refusal])
 
 
 class KVBase(_Owned):
@@ -36,6 +48,7 @@ class KVBase(_Owned):
     def __init__(self) -> None:
         self.missing_pages = 0
         self._raw_stats: Any = None
+        self._reported: KVStats | None = None  # the statistics that were read last
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
         self._hashes: BlockHashes | None = None
@@ -120,6 +133,8 @@ class KVBase(_Owned):
         if answer < 0:
             _check(answer)
         self.missing_pages = answer
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%r: %s", self, self.shortage)
         return -1
 
     @property
@@ -130,10 +145,7 @@ class KVBase(_Owned):
         """
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))
-        numbers = (
-            raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages
-        )  # fmt: skip
-        return Shortage(_REASONS[raw.reason], *numbers, refusal=REASONS[raw.refusal])
+        return shortage_of(raw)
 
     # ---- metrics ---------------------------------------------------------------------------------------------
 
@@ -149,7 +161,40 @@ class KVBase(_Owned):
         """Return the current `KVStats`."""
         raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
-        return KVStats(**{name: int(getattr(raw, name)) for name in STATS})
+        stats = KVStats(**{name: int(getattr(raw, name)) for name in STATS})
+        self._report(stats)
+        return stats
+
+    def _report(self, now: KVStats) -> None:
+        """Log what has happened in the background since the statistics were read before."""
+        before, self._reported = self._reported, now
+        if before is None:
+            return
+        if now.worker_errors != before.worker_errors:
+            errors = now.worker_errors - before.worker_errors
+            _log.warning("%r: %d operations of the background thread failed; a step does them again", self, errors)
+        if now.budget_pages != before.budget_pages:
+            mib = [n * now.page_size >> 20 for n in (before.budget_pages, now.budget_pages)]
+            _log.info("%r: the budget changed from %d to %d MiB", self, *mib)
+
+    def picture(self, path: str | os.PathLike[str] | None = None, *, slots: int = 32, title: str = "") -> str:
+        """Draw who owns the cache's pages: requests, prefixes, memory mapped ahead or kept, and what is unused.
+
+        path: a file to write: .svg, .png or .pdf (the last two need matplotlib, and draw the budget alone).
+        slots: draw the pages of at most so many slots, those with the most pages. title: what stands above.
+        Returns the picture as SVG, which a notebook shows for the cache itself.
+        """
+        from pyvmem import picture
+
+        stats = asdict(self.stats())
+        text = picture.svg(stats, picture.slots_of(self, uint("slots", slots)), title)
+        if path is not None:
+            picture.save(text, path, stats, title)
+        return text
+
+    def _repr_html_(self) -> str | None:
+        """The picture, for notebooks; None for a closed cache, which leaves its repr."""
+        return None if self._thing is None else self.picture()
 
     def metrics_json(self) -> str:
         """Return the statistics as a JSON object."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import weakref
 from numbers import Real
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -18,6 +19,7 @@ from pyvmem.kv_view import ANSWERS, PoolMember, pool_member, view_folder
 from pyvmem.owned import _Owned
 
 if TYPE_CHECKING:
+    from pyvmem.core import Context
     from pyvmem.kv import KVCache
 
 
@@ -81,15 +83,24 @@ class KVPool(_Owned):
         owner, pool = self._new_owner(), ffi.new("vmem_kv_pool **")
         _check(lib.pv_own_pool(owner, raw, pool))
         self._own(owner, pool[0])
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()  # of members of this process
 
     def __repr__(self) -> str:
         return f"<pyvmem.KVPool {self.path or 'of this process'}{', closed' if self.closed else ''}>"
 
-    def _join(self, kv: Any, min: int, max: int, name: str) -> None:
+    def _context(self, device: int) -> Context | None:
+        """The context of a member of this process on the device, or None. A host's members are on any device."""
+        found = [
+            c for c in list(self._contexts) if not c.closed and ("gpu" not in c.capabilities or c.device == device)
+        ]
+        return found[0] if found else None
+
+    def _join(self, kv: Any, min: int, max: int, name: str, context: Context) -> None:
         share = ffi.new("struct vmem_kv_share *", {"size": ffi.sizeof("struct vmem_kv_share"), "min": min, "max": max})
         text = ffi.new("char[]", name.encode(errors="replace")[:63])
         share.name = text
         _check(lib.vmem_kv_pool_join(self._use(), kv, share))
+        self._contexts.add(context)
 
     def _info(self) -> Any:
         raw = structure("vmem_kv_pool_info")

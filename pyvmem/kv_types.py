@@ -263,6 +263,9 @@ class Shortage:
         Missing pages that only the watermark requires (`KVCache.fit`).
     coming_pages : int
         Pages that the pool may still provide (`KVPool.wait`).
+    step : int
+        The first step whose kernels' end makes good what is missing: wait for it, `KVCache.retire` it, and call again.
+        0: kernels in flight do not hold that much, so a request must give way.
     refusal : str or None
         Of a member of a pool: why the others give no more, as in `PoolMember.reason`.
 
@@ -278,6 +281,7 @@ class Shortage:
     ending_pages: int = 0
     watermark_pages: int = 0
     coming_pages: int = 0
+    step: int = 0
     refusal: str | None = None
 
     @property

@@ -33,6 +33,55 @@ GAUGES = {
 }  # fmt: skip
 
 
+HELP = {
+    "page_size": "Bytes of a page",
+    "budget_pages": "The most pages that may exist",
+    "held_pages": "Pages that exist",
+    "needed_pages": "Pages held for the lengths of requests; a shared page counts once per slot",
+    "kept_pages": "Pages of free slots, kept for the next requests",
+    "ahead_pages": "Pages mapped behind the lengths of requests, ahead of need",
+    "shared_pages": "Pages mapped or held more than once",
+    "prefix_pages": "Pages held by prefixes and by no slot",
+    "free_pages": "Pages that a step could get",
+    "live_bytes": "Bytes of the rows that active requests have",
+    "active_slots": "Slots with a request",
+    "swapped_slots": "Slots whose request is in CPU memory or on its way there",
+    "slots": "All slots",
+    "prefixes": "Prefixes that are saved",
+    "ending_slots": "Slots freed after a step whose kernels may be in flight",
+    "steps": "Steps that succeeded",
+    "step_failures": "Steps that found too little memory",
+    "step_mapped_pages": "Pages that steps had to map themselves",
+    "step_maps": "Steps that had to map pages themselves",
+    "step_waits": "Steps that waited for the background thread",
+    "ahead_mapped_pages": "Pages that the background thread mapped",
+    "ahead_jobs": "Times that the background thread extended a slot",
+    "eager_pages": "Pages that the background thread mapped for the next request",
+    "allocs": "Requests that were given a slot",
+    "adopted_slots": "Requests that began with pages of an earlier one",
+    "adopted_pages": "Pages of an earlier request that a first step found in place",
+    "reclaims": "Times that kept pages were given up",
+    "reclaimed_pages": "Kept pages that were given up",
+    "window_pages": "Pages that sliding windows gave up",
+    "zeroed_bytes": "Bytes of kept pages that were zeroed before reuse",
+    "attached_pages": "Pages that requests took over from prefixes",
+    "copied_pages": "Pages copied for prefixes and truncations",
+    "swap_out_bytes": "Bytes copied to CPU memory",
+    "swap_in_bytes": "Bytes copied back from CPU memory",
+    "worker_errors": "Operations of the background thread that failed, which a step does again",
+    "short_budget": "Calls that failed because the budget was short",
+    "short_device": "Calls that failed because the device's memory was short",
+    "short_mappings": "Calls that failed because the process's mappings were short (vm.max_map_count)",
+    "short_slots": "Calls that failed because no slot was free",
+    "watermark_pages": "Pages of the budget that are kept free of new requests",
+    "hashed_blocks": "Blocks known by hash",
+    "evictable_pages": "Pages that only blocks known by hash hold, which count as free",
+    "hit_tokens": "Tokens that requests began with because their blocks were known",
+    "evicted_blocks": "Blocks known by hash that were evicted",
+    "absent_slots": "Active slots without part in the last step",
+}
+
+
 def view_folder() -> Path | None:
     """The folder of this user's views, created if necessary. None if no folder is writable by this user only."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -308,6 +357,11 @@ def _in_words(now: View, bytes: int) -> str:
     return f"{text}; requests hold {beyond >> 20} MiB more until they end"
 
 
+def describe(name: str) -> str:
+    """What a statistic counts, in one line."""
+    return HELP.get(name, name.replace("_", " "))
+
+
 def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
     """Statistics (a dict) in Prometheus's text exposition format."""
     if not isinstance(prefix, str):
@@ -320,7 +374,8 @@ def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Map
     for name, value in stats.items():
         gauge = name in GAUGES
         full = prefix + name + ("" if gauge else "_total")
-        lines += [f"# TYPE {full} {'gauge' if gauge else 'counter'}", f"{full}{text} {value}"]
+        lines += [f"# HELP {full} {describe(name)}.", f"# TYPE {full} {'gauge' if gauge else 'counter'}"]
+        lines.append(f"{full}{text} {value}")
     return "\n".join(lines) + "\n"
 
 

@@ -110,7 +110,7 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
 
 // ---- requests -----------------------------------------------------------------------------------------------
 
-// Allocates a slot for a request whose first step will have about `tokens` tokens (0: unknown). Chooses the free slot
+// Allocates a slot for a request whose first step will have about `tokens` tokens (0: unknown; at most max_tokens). Chooses the free slot
 // whose kept pages fit best, and maps nothing. Returns -ENOSPC if all slots are taken.
 int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot);
 
@@ -398,7 +398,8 @@ int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
 // more pages. Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // Releases kept pages (those of free slots and those backed ahead of need), at least `bytes` if there are so many, and
-// returns unused device memory to the system. If freed is not NULL, *freed receives the bytes of pages released.
+// returns unused device memory to the system. If freed is not NULL, *freed receives the bytes of pages released. Fewer are
+// where the system has no mappings left to cut them off (host: vm.max_map_count).
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 
 struct vmem_kv_stats {
@@ -459,6 +460,9 @@ struct vmem_kv_shortage {
     uint64_t coming_pages;    // that the pool has been asked for and may still give: vmem_kv_pool_wait
     uint32_t refusal;         // enum vmem_kv_refusal: why the pool gives no more; 0: it may, or the cache is in none
     uint32_t pad;             // 0
+    // The first step that makes good what is missing: vmem_kv_retire it once its kernels have ended, and call again.
+    // 0: no kernels in flight hold that much, and to wait for them does not help.
+    uint64_t step;
 };
 // Describes the calling thread's last such call; the reason is 0 if it was short of nothing.
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out);

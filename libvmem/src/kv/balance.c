@@ -11,7 +11,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-#include "core/core.h"
+#include "core/memory.h"
 #include "kv/pool.h"
 
 #define POLL_MS 100                 // longest delay of reading the others' rows without a notice, and of updating ours
@@ -202,9 +202,9 @@ static bool has_taken_slots(const vmem_kv *kv)
 }
 
 // The smallest budget that the cache can shrink to now.
-static uint64_t least_pages(const vmem_kv *kv, const struct kv_member *m)
+static uint64_t least_pages(vmem_kv *kv, const struct kv_member *m)
 {
-    const uint64_t spare = vmem__kv_spare(kv), fixed = kv->held - KV_MIN(spare, kv->held);
+    const uint64_t fixed = vmem__kv_fixed(kv);
     const uint64_t margin = has_taken_slots(kv) ? fixed / 32 : 0;
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t min = kv_ceil_pages(m->row.min, kv);
@@ -287,7 +287,7 @@ static void keep_to_max(struct kv_member *m)
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t most = kv_floor_pages(m->row.max, kv);
     pthread_mutex_unlock(&m->pool->lock);
-    const uint64_t least = KV_MAX(most, kv->held - KV_MIN(vmem__kv_spare(kv), kv->held));
+    const uint64_t least = KV_MAX(most, vmem__kv_fixed(kv));
     if (!kv->giving && kv->budget_pages > least)
         give_down_to(kv, least);
 }

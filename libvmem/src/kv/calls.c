@@ -1,7 +1,7 @@
 // How every public call begins and ends. Only this file takes the locks for calls; state.h states the lock order.
 //
 // SPDX-License-Identifier: MIT
-#include "core/core.h"
+#include "core/memory.h"
 #include "kv/kv.h"
 
 static int __attribute__((cold)) unusable(const vmem_kv *kv)

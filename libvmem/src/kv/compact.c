@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "core/core.h"
+#include "core/memory.h"
 #include "kv/kv.h"
 
 #define CHUNK 32                      // pages copied at once where the backend has to map them

@@ -270,6 +270,13 @@ static int more_buckets(struct kv_hashes *h)
     return 0;
 }
 
+// Whether a slot is sure to have these rows. Those in front of keep_lo may be cut at any time, by the background thread
+// or by a step, so what is shared would depend on the time, and on the rank.
+static bool has_now(const struct kv_span *sp, struct kv_past rows)
+{
+    return rows.lo < rows.hi && rows.lo >= sp->keep_lo;
+}
+
 static bool has_rows(const vmem_kv *kv, uint32_t slot, uint32_t index, uint64_t *n_pages)
 {
     bool some = false;
@@ -277,7 +284,7 @@ static bool has_rows(const vmem_kv *kv, uint32_t slot, uint32_t index, uint64_t 
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_past rows = vmem__kv_hash_rows(kv, &kv->groups[i], index);
         *n_pages += (uint64_t)(rows.hi - rows.lo) * kv->groups[i].n;
-        some |= rows.lo < rows.hi && rows.lo >= kv_span(kv, slot, i)->lo;
+        some |= has_now(kv_span(kv, slot, i), rows);
     }
     return some;
 }
@@ -327,11 +334,12 @@ static int add_block(vmem_kv *kv, uint32_t slot, uint32_t index, const struct vm
         const struct kv_past rows = vmem__kv_hash_rows(kv, g, index);
         struct kv_span *sp = kv_span(kv, slot, j);
         const uint32_t n = rows.hi - rows.lo;
-        for (uint32_t t = 0; t < g->n && rows.lo >= sp->lo; t++)
+        const bool some = has_now(sp, rows);
+        for (uint32_t t = 0; t < g->n && some; t++)
             memcpy(pages + (uint64_t)t * n, kv_table(kv, g, slot, t) + rows.lo, n * sizeof(*pages));
-        for (uint32_t k = 0; k < n && rows.lo >= sp->lo; k++)
+        for (uint32_t k = 0; k < n && some; k++)
             vmem__kv_ref_cache(&kv->refs, vmem__kv_ref_get(&kv->refs, pages[k], g->n), 1);
-        if (n && rows.lo >= sp->lo)
+        if (some)
             sp->shared_hi = KV_MAX(sp->shared_hi, rows.hi);
         pages += (uint64_t)n * g->n;
     }

@@ -5,9 +5,17 @@
 #define VMEM_KV_INTERNAL_H
 
 #include <errno.h>
+#include <time.h>
 
 #include "core/error.h"
 #include "kv/state.h"
+
+static inline uint64_t kv_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
 
 // ---- kv.c
 
@@ -23,6 +31,13 @@ void vmem__kv_give_up(vmem_kv *kv);
 // Grows an array so that it has room for n elements of `size` bytes.
 int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
+// The first page of a span that a call may count on. With SAME_SLOTS, no answer depends on what the background thread
+// has unmapped behind a window.
+static inline uint32_t vmem__kv_has_from(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    return kv->flags & VMEM_KV_SAME_SLOTS ? s->keep_lo : s->lo;
+}
 // Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
 // if the step asks for some of them only: it gets others.
 uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
@@ -35,6 +50,9 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
 // Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes
 // none of the slots that will be extended, and *waited receives whether it had to.
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
+// Pages that cannot be taken from the cache now: what requests need, and what the staged step needs, which was answered
+// with yes. Call it from outside of any other call (kv_lock_cache): it plans anew.
+uint64_t vmem__kv_fixed(vmem_kv *kv);
 // Whether the step would find its memory.
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
 // The fewest pages that would exist with the plan's: those that cannot be reclaimed, and the missing ones.
@@ -215,6 +233,8 @@ static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t g
 }
 // How many rows of [from, to) of a span others hold as well.
 uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+// How many shared rows of a span nobody else needs. Slots looked at since vmem_kv.mark was raised count as gone.
+uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable);
 // Whether another slot has a page of rows from `tokens` on, which must not be written then.
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // The entry, made with slots = 1 if there was none; NULL: out of memory.
@@ -382,9 +402,10 @@ void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
-// so that the device is not asked where they are at hand; 0: it is. Exact while the worker makes and releases nothing.
+// so that the device is not asked where they are at hand. The device's last word is believed for 100 ms where it says yes,
+// never where it says no. Exact while the worker makes and releases nothing.
 uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages);
-// The same of a pool's member, with what is free in the pool.
+// The same, of a pool's member with what is free in the pool.
 uint64_t vmem__kv_reach(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);

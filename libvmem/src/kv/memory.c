@@ -28,17 +28,48 @@ int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 
 void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
+// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows.
+static uint64_t coming(vmem_kv *kv, uint64_t step)
+{
+    const bool evictable = vmem__kv_evictable(kv) == kv->refs.evictable;
+    uint64_t pages = 0;
+    kv->mark++;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        if (!kv_waits(kv, s) || kv->idle[s].ends > step)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            const uint64_t shared = vmem__kv_rows_shared(kv, s, i, sp->lo, KV_MIN(sp->hi, sp->shared_hi));
+            pages += (sp->hi - sp->lo - shared + vmem__kv_rows_left(kv, s, i, evictable)) * kv->groups[i].n;
+        }
+        pages -= vmem__kv_reclaimable_in(kv, s);
+    }
+    return pages;
+}
+
+// The next step after `after` whose kernels a slot waits for (ends: to become free); 0: none.
+static uint64_t next_end(const vmem_kv *kv, uint64_t after, bool ends)
+{
+    uint64_t next = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv_waits(kv, s) && (!ends || kv->slots[s].state == VMEM_KV_ENDING) && kv->idle[s].ends > after &&
+            (!next || kv->idle[s].ends < next))
+            next = kv->idle[s].ends;
+    return next;
+}
+
 static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 {
+    const bool slots = reason == VMEM_KV_SHORT_OF_SLOTS;
     last = (struct vmem_kv_shortage){.reason = reason,
                                      .missing_pages = missing,
                                      .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
-    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
-        if (!kv_waits(kv, s))
-            continue;
-        for (uint32_t i = 0; i < kv->n_groups; i++)
-            last.ending_pages += (uint64_t)(kv_span(kv, s, i)->hi - kv_span(kv, s, i)->lo) * kv->groups[i].n;
-        last.ending_pages -= vmem__kv_reclaimable_in(kv, s);
+    if (kv->n_ending) {
+        last.ending_pages = coming(kv, UINT64_MAX);
+        if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
+            last.step = next_end(kv, 0, slots);
+        while (last.step && !slots && coming(kv, last.step) < missing)
+            last.step = next_end(kv, last.step, false);
     }
     for (uint32_t s = 0; s < kv->n_slots; s++)
         last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
@@ -108,6 +139,9 @@ void vmem__kv_count_shortage(vmem_kv *kv)
     kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
     kv->stats.short_mappings += last.reason == VMEM_KV_SHORT_OF_MAPPINGS;
 }
+
+// How long the driver's last word on its free memory is good enough for a yes.
+#define DEVICE_NS UINT64_C(100000000)
 
 // ---- the device -----------------------------------------------------------------------------------------------
 
@@ -226,29 +260,59 @@ int vmem__kv_take_to(vmem_kv *kv, uint64_t bytes)
     return bytes > created ? vmem__prealloc(kv->ctx, bytes - created, false) : 0;
 }
 
-uint64_t vmem__kv_device_pages(const vmem_kv *kv)
+// The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the context
+// has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
+static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
 {
-    uint64_t total, free, room, spare = spare_pages(kv, &room);
-    if (kv->ctx->b.ops->memory(&kv->ctx->b, &total, &free))
+    struct vmem__device_free *last = &kv->ctx->device_free;
+    uint64_t total;
+    vmem__lock(kv->ctx);
+    const uint64_t taken = kv->ctx->committed;
+    *bytes = last->bytes + last->committed > taken ? last->bytes + last->committed - taken : 0;
+    const bool known = last->at && kv_now() - last->at < age;
+    vmem__unlock(kv->ctx);
+    if (known)
+        return 0;
+    int rc = kv->ctx->b.ops->memory(&kv->ctx->b, &total, bytes);
+    vmem__lock(kv->ctx);
+    if (!rc)
+        *last = (struct vmem__device_free){.bytes = *bytes, .committed = taken, .at = kv_now()};
+    vmem__unlock(kv->ctx);
+    return rc;
+}
+
+static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
+{
+    uint64_t free, room, spare = spare_pages(kv, &room);
+    if (device_free(kv, age, &free))
         return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
     if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
         free -= free % KV_BLOCK;
     return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
 }
 
+uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
+
 uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages)
 {
     uint64_t room;
     if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
         return kv->budget_pages;
-    return KV_MIN(kv->budget_pages, kv->held + vmem__kv_device_pages(kv));
+    uint64_t device = device_pages(kv, DEVICE_NS);
+    if (pages > device) // before a no, ask
+        device = vmem__kv_device_pages(kv);
+    return KV_MIN(kv->budget_pages, kv->held + device);
 }
 
 uint64_t vmem__kv_reach(const vmem_kv *kv)
 {
-    if (!kv->member)
-        return vmem__kv_limit(kv, 0);
-    return KV_MIN(kv->budget_pages + vmem__kv_claimable(kv), kv->held + vmem__kv_device_pages(kv));
+    const uint64_t most = kv->budget_pages + (kv->member ? vmem__kv_claimable(kv) : 0);
+    if (!kv->member && kv->promise >= kv->budget_pages)
+        return most;
+    uint64_t device = device_pages(kv, DEVICE_NS);
+    if (kv->held + device < most) // before a no, ask
+        device = vmem__kv_device_pages(kv);
+    return KV_MIN(most, kv->held + device);
 }
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
@@ -344,6 +408,8 @@ int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
     rc = vmem__kv_reclaim(kv, kv_ceil_pages(bytes, kv), false, &got);
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, 0);
+    if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
+        rc = 0;
     if (freed)
         *freed = got << kv->page_shift;
     return vmem__kv_leave(kv, rc);

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/core.h"
+#include "core/memory.h"
 #include "kv/kv.h"
 
 // A run of at least this many 2 MiB blocks is mapped separately from the small pages around it, so that it can use 2

@@ -154,6 +154,18 @@ uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
     return want;
 }
 
+uint64_t vmem__kv_fixed(vmem_kv *kv)
+{
+    struct kv_plan *plan = &kv->plan;
+    vmem__kv_plan_reset(plan);
+    if (kv->n_staged && vmem__kv_plan(kv, plan, kv->staged, NULL))
+        vmem__kv_plan_reset(plan); // cannot be made any more: it keeps nothing
+    vmem__kv_plan_protect(kv, plan);
+    const uint64_t spare = vmem__kv_spare(kv);
+    vmem__kv_plan_unprotect(kv, plan);
+    return kv->held - KV_MIN(spare, kv->held) + plan->missing;
+}
+
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
 {
     struct kv_plan *plan = &kv->plan;

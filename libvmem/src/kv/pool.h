@@ -10,7 +10,6 @@
 #ifndef VMEM_KV_POOL_H
 #define VMEM_KV_POOL_H
 
-#include <time.h>
 #include <unistd.h>
 
 #include "kv/kv.h"
@@ -143,13 +142,6 @@ static inline bool kv_own(const vmem_kv_pool *pool, uint32_t place)
         if (m->place == place)
             return true;
     return false;
-}
-
-static inline uint64_t kv_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 static inline void kv_ring(const vmem_kv_pool *pool)

@@ -87,7 +87,8 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
     for (uint32_t i = 0; i < kv->n_groups && rows; i++) {
         const struct kv_group *g = &kv->groups[i];
         uint64_t hi = (KV_MIN(tokens, g->max_tokens) * g->row_bytes + kv->page_size - 1) >> kv->page_shift;
-        rows[i].lo = kv_span(kv, slot, i)->lo;
+        rows[i].lo =
+            kv_span(kv, slot, i)->keep_lo; // rows in front may be cut at any time: the answer must not depend on it
         rows[i].hi = (uint32_t)KV_MAX(hi, rows[i].lo);
     }
     struct kv_prefix *p = rows ? vmem__kv_prefix_new(kv, tokens, rows) : NULL;

@@ -137,15 +137,15 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
 {
     uint64_t start = kv->held;
     struct kv_victim v;
-    int rc = 0;
+    int rc = 0, refused = 0; // refused: no mappings to cut part of a span
     kv->stats.reclaims += want != 0;
     vmem__kv_release_doomed(kv);
     while (!rc && start - kv->held < want) {
         uint64_t left = want - (start - kv->held);
-        bool some = vmem__kv_victim(kv, left, true, true, &v);
+        bool some = vmem__kv_victim(kv, left, true, !refused, &v);
         if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_hash_evict(kv, left))
             continue;
-        if (!some && !vmem__kv_victim(kv, left, false, true, &v)) {
+        if (!some && !vmem__kv_victim(kv, left, false, !refused, &v)) {
             const uint32_t slot = vmem__kv_swap_next(kv);
             if (slot == UINT32_MAX)
                 break;
@@ -156,7 +156,14 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
         // To cut a part of a span may need an additional mapping. To cut the whole span needs none.
         if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE)
             rc = vmem__kv_cut_now(kv, v.slot, v.group, 0, 0);
+        if (rc == -ENOMEM) { // other slots may have pages whose end needs none
+            kv->slots[v.slot].stuck = true;
+            refused = rc;
+            rc = 0;
+        }
     }
+    if (!rc && start - kv->held < want)
+        rc = refused;
     kv->stats.reclaimed_pages += start - kv->held;
     if (got)
         *got = start - kv->held;

@@ -130,6 +130,21 @@ bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return false;
 }
 
+uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    uint64_t n = 0;
+    for (uint32_t p = s->lo; p < KV_MIN(s->hi, s->shared_hi); p++) {
+        struct kv_ref *ref = kv_row(kv, slot, group, p);
+        if (!ref)
+            continue;
+        ref->seen = ref->mark == kv->mark ? ref->seen + 1 : 1;
+        ref->mark = kv->mark;
+        n += ref->seen == ref->slots && ref->prefixes == (evictable ? ref->cached : 0);
+    }
+    return n;
+}
+
 uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     uint32_t n = 0;

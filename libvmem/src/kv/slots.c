@@ -83,6 +83,10 @@ int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options,
     bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;
     if (o.flags & ~VMEM_KV_ALLOC_SLOT)
         rc = vmem__error(-EINVAL, "flags %#x has unknown bits", o.flags);
+    else if (o.tokens > kv->max_tokens || o.prefix_tokens > kv->max_tokens)
+        rc =
+            vmem__error(-EINVAL, "%s %u is over max_tokens, %u", o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens",
+                        KV_MAX(o.tokens, o.prefix_tokens), kv->max_tokens);
     else if (wanted && o.slot >= kv->n_slots)
         rc = vmem__error(-EINVAL, "slot %u: there are %u", o.slot, kv->n_slots);
     else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
@@ -186,7 +190,7 @@ int vmem__kv_check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->lo)
+        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < vmem__kv_has_from(kv, slot, i))
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
     return rc;
 }

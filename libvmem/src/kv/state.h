@@ -112,6 +112,7 @@ struct kv_ref {
     uint32_t n;      // pages
     uint32_t cached; // of the prefixes, hashed blocks
     uint64_t mark;   // vmem_kv.mark of the call that saw it
+    uint32_t seen;   // how often it did
 };
 struct kv_refs {
     struct kv_ref *entries;

@@ -4,7 +4,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "core/core.h"
+#include "core/memory.h"
 #include "kv/kv.h"
 
 // A request's first step: keeps the slot's pages as far as they can later be released in small pieces.
@@ -293,8 +293,9 @@ int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
     int32_t before = kv->staged[slot];
     uint64_t pages_before = kv->staged_pages[slot];
     stage(kv, slot, (int32_t)tokens, kv->plan.missing);
-    // Where no page is missing, nothing is asked of the device, and no worker waited for.
-    if (tokens && kv->staged_missing && (kv->staged_missing > kv_unused(kv) || kv->promise < kv->budget_pages)) {
+    // Where the missing pages are at hand, nothing is planned again, and no worker waited for.
+    const uint64_t lacks = tokens ? kv->staged_missing : 0;
+    if (lacks && (lacks > kv_unused(kv) || kv->held + lacks > vmem__kv_limit(kv, lacks))) {
         vmem__kv_may_take_long(kv);
         rc = vmem__kv_plan_check(kv, kv->staged, missing);
         if (rc)
