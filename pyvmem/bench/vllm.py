@@ -22,17 +22,14 @@ import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
+from pyvmem.bench.vllm_engine import SHAPES
 from pyvmem.bench.vllm_plots import draw
 
 if TYPE_CHECKING:
     from pyvmem.bench.session import Session
 
 
-OWN, ON_VMEM, BY_TABLE = "vLLM", "vLLM on vMem", "vLLM on vMem, attention by table"
-FUSED = "vLLM on vMem, attention fused"
-ATTENTION = {ON_VMEM: "slots", BY_TABLE: "table", FUSED: "fused"}  # VMEM_VLLM_ATTENTION of each engine
-# Beside OWN, by --attention.
-ENGINES = {"slots": (ON_VMEM,), "table": (BY_TABLE,), "fused": (FUSED,), "both": (ON_VMEM, BY_TABLE)}
+OWN, ON_VMEM = "vLLM", "vLLM on vMem"
 TRACES = {
     "azure": "the Azure conversation trace",
     "code": "the Azure code trace",
@@ -49,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="llama-3-8b",
         metavar="SHAPE|PATH",
-        help="tiny, llama-3-8b, qwen-2.5-7b or mistral-7b with random weights, or a model's path (llama-3-8b)",
+        help=f"{', '.join(SHAPES)}, with random weights, or a model's path (llama-3-8b)",
     )
     group.add_argument(
         "--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory of each engine (40G)"
@@ -59,13 +56,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
     group.add_argument("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
     group.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
-    group.add_argument(
-        "--attention",
-        choices=tuple(ENGINES),
-        default="slots",
-        help="attention of vLLM on vMem: by slots, as users get it; by table; fused; or an engine by slots and one by "
-        "table (slots)",
-    )
     group.add_argument(
         "--output", type=whole, default=200, metavar="N", help="tokens that each request of a fixed shape gets (200)"
     )
@@ -127,7 +117,7 @@ def loads(args: argparse.Namespace) -> Any:
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
                     seed=1234)  # fmt: skip
     made["hot"] = dict(kvcached, batch=args.requests or 2500)
-    # kvcached's workload for the memory of an idle engine; VMEM_VLLM_CACHE_TOKENS sets the cap of 16,000 tokens.
+    # kvcached's workload for the memory of an idle engine.
     made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
     wanted = args.load or [name for name in made if name not in ("hot", "idle") or args.prefix_caching]
     found = {}
@@ -143,8 +133,8 @@ def loads(args: argparse.Namespace) -> Any:
 class Engine:
     """An engine's process."""
 
-    def __init__(self, args: argparse.Namespace, attention: str | None, log: Any) -> None:
-        """attention: on vMem, slots or table; None for unmodified vLLM."""
+    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any) -> None:
+        """vmem: on vMem, or unmodified vLLM."""
         down, up = os.pipe(), os.pipe()
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
@@ -152,7 +142,7 @@ class Engine:
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=0.4,
             tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
         )  # fmt: skip
-        environment = dict(os.environ, VMEM_VLLM="1" if attention else "0", VMEM_VLLM_ATTENTION=attention or "",
+        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0",
                            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         if args.tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -202,7 +192,7 @@ class Engines:
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
-        return {name: Engine(self._args, ATTENTION.get(name), log) for name in (OWN, *ENGINES[self._args.attention])}
+        return {name: Engine(self._args, name == ON_VMEM, log) for name in (OWN, ON_VMEM)}
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):
@@ -261,17 +251,18 @@ class Engines:
                   [r["kv_reset"] / 2**30 for r in results if "kv_reset" in r])  # fmt: skip
         self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
         self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
+        self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
         if load.get("decode"):
-            # The request that was admitted last has only had decode steps.
-            self._add(engine, f"{name}: decode step", "ms", [1e3 * min(r["itl"]) for r in results])
             full = [r["full"] for r in results if r["full"]]
-            self._add(engine, f"{name}: decode step while all requests run", "ms", [f["mean"] for f in full])
-            self._add(engine, f"{name}: the same, median step", "ms", [f["median"] for f in full])
+            # Their throughput is the figure above: it also depends on what the prefix cache had.
+            self._add(engine, f"{name}: decode step", "ms", [f["median"] for f in full])
+            self._add(engine, f"{name}: the same, mean", "ms", [f["mean"] for f in full])
+            self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
             self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
             return
-        self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
         self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
-        self._add(engine, f"{name}: time between tokens", "ms", [1e3 * x for r in results for x in r["itl"]])
+        self._add(engine, f"{name}: time between tokens", "ms",
+                  [1e3 * gap for r in results for gaps in r["gaps"] for gap in gaps])  # fmt: skip
         self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
         self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
         self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
@@ -288,14 +279,8 @@ class Engines:
 
     def _kv(self, engine: str, name: str, states: Any) -> None:
         if states:
-            self._add(engine, f"{name}: cached tokens of idle requests", "", [
-                k["stats"]["prefix_pages"] * k["stats"]["page_size"] / k["token_bytes"] for k in states])  # fmt: skip
-            self._add(engine, f"{name}: backing a step", "ms", [1e3 * s for k in states for s in k["step_seconds"]])
-            self._add(engine, f"{name}: steps that waited for a fence", "", [k["fence_waits"] for k in states])
-            self._add(engine, f"{name}: steps of vMem that the GPU waited for", "",
-                      [sum(n for n, *_ in k["waits"].values()) for k in states])  # fmt: skip
-            for cause in sorted({cause for k in states for cause in k["waits"]}):
-                self._add(engine, f"{name}: of these, {cause}", "", [k["waits"].get(cause, [0])[0] for k in states])
+            self._add(engine, f"{name}: memory of cached blocks", "GiB", [k["cached"] / 2**30 for k in states])
+            self._add(engine, f"{name}: blocks that a step mapped itself", "", [k["step_maps"] for k in states])
 
     def _compare(self, name: str, tokens: dict[str, Any]) -> None:
         own = tokens.pop(OWN)
@@ -324,7 +309,7 @@ def run(session: Session) -> list[Record]:
     """Records of both engines."""
     args = session.args
     if importlib.util.find_spec("vllm") is None:
-        raise ModuleNotFoundError("vllm needs vLLM: pip install pyvmem[vllm]", name="vllm")
+        raise ModuleNotFoundError("vllm needs vLLM: pip install vllm", name="vllm")
     chosen = loads(args)
     if args.pair:
         from pyvmem.bench.vllm_pair import Pair

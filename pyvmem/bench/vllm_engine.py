@@ -7,9 +7,11 @@ SPDX-License-Identifier: MIT
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -101,14 +103,8 @@ class Sampler:
 
     def kv(self) -> Any:
         """Device memory of the KV cache: what vLLM allocated at its start, or what vMem has now."""
-        from pyvmem.vllm import metrics, worker
-
-        engine = worker.current()
-        if engine is None:  # vLLM's own, or workers in other processes: take the largest
-            held = [v.stats["held_pages"] * v.stats["page_size"] for v in metrics.own_views()]
-            return max(held, default=self._kv_memory)
-        stats = engine.context.stats()
-        return stats.created + stats.overhead
+        engine = own_engine()
+        return self._kv_memory if engine is None else engine[0].resident
 
     def __enter__(self) -> Any:
         self._look()
@@ -129,27 +125,26 @@ class Sampler:
         self._thread.join()
 
 
-def kv_state() -> Any:
-    """What the KV caches of this process and of its workers publish, and the worker's own counters."""
-    from pyvmem.vllm import worker
+def own_engine() -> Any:
+    """The (`Engine`, `Page`) of this process or of one that it started, on vMem; None on unmodified vLLM."""
+    from pyvmem.vllm import control, metrics
 
-    engine = worker.current()
+    own = [e for e in control.engines() if metrics.started_by(e[0].pid, os.getpid())]
+    return own[0] if own else None
+
+
+_told: collections.Counter[str] = collections.Counter()
+
+
+def kv_state() -> Any:
+    """What the engine publishes; its counts since the last call."""
+    engine = own_engine()
     if engine is None:
         return None
-    from dataclasses import asdict
-
-    requests, steps = engine.requests, engine.requests.waits.take()
-    trims = list(requests.trim_seconds)
-    requests.trim_seconds.clear()
-    stats = asdict(engine.cache.stats())
-    device = engine.context.stats()
-    return dict(
-        stats=stats, step_seconds=steps["each"], step_parts=steps["seconds"], waits=steps["waits"],
-        fence_waits=requests.fence_waits, trim_seconds=trims,
-        token_bytes=engine.layout.block_bytes // engine.layout.tokens, hit_blocks=requests.hit_blocks,
-        created=device.created, overhead=device.overhead, syscalls=device.syscalls, map_ops=device.map_ops,
-        map_runs=device.map_runs, attention=worker.attention_names(engine),
-    )  # fmt: skip
+    state = dataclasses.asdict(engine[0])
+    for count in ("step_maps", "steps", "preempted", "refused"):
+        state[count], _told[count] = state[count] - _told[count], state[count]
+    return state
 
 
 def preemptions(llm: Any) -> int:
@@ -160,24 +155,50 @@ def preemptions(llm: Any) -> int:
 _runs = itertools.count()
 
 
-def generate(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | None = None) -> list[Any]:
-    """Outputs in the order of the prompts. concurrency: requests at a time; None for all at once."""
-    if not concurrency:
-        return list(llm.generate(prompts, params, use_tqdm=False))
-    engine, run = llm.llm_engine, next(_runs)
-    done: dict[int, Any] = {}
-    waiting = collections.deque(enumerate(zip(prompts, params)))
-    running = 0
+class Request:
+    """What a request got, and when (`time.perf_counter`)."""
+
+    def __init__(self) -> None:
+        self.arrived = math.nan
+        self.at: list[float] = []  # when each of its tokens came
+        self.tokens: list[int] = []
+        self.cached = 0  # prompt tokens from the prefix cache
+
+    @property
+    def first(self) -> float:
+        """Seconds from its arrival to its first token."""
+        return self.at[0] - self.arrived
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one token and the next, each by itself: a mean would hide stalls."""
+        return [b - a for a, b in itertools.pairwise(self.at)]
+
+
+def serve(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | None = None) -> list[Request]:
+    """Run requests, in the order of the prompts. `params` must ask for output kind DELTA.
+
+    concurrency: requests at a time; None for all at once.
+    """
+    engine, run, running = llm.llm_engine, next(_runs), 0
+    made = [Request() for _ in prompts]
+    waiting = collections.deque(range(len(prompts)))
     while waiting or running:
-        while waiting and running < concurrency:
-            i, (prompt, param) = waiting.popleft()
-            engine.add_request(f"{run}-{i}", prompt, param)
+        while waiting and (not concurrency or running < concurrency):
+            i = waiting.popleft()
+            made[i].arrived = time.perf_counter()
+            engine.add_request(f"{run}-{i}", prompts[i], params[i])
             running += 1
-        for output in engine.step():
-            if output.finished:
-                done[int(output.request_id.split("-")[1])] = output
-                running -= 1
-    return [done[i] for i in range(len(prompts))]
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            request = made[int(output.request_id.split("-")[1])]
+            fresh = output.outputs[0].token_ids
+            request.tokens += fresh
+            request.at += [now] * len(fresh)
+            request.cached = output.num_cached_tokens or request.cached
+            running -= output.finished
+    return made
 
 
 def idle_memory(memory: Sampler) -> Any:
@@ -193,10 +214,12 @@ def idle_memory(memory: Sampler) -> Any:
 def run(llm: Any, load: Any, profile: Any = None) -> Any:
     """Run one workload and return its results."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     wanted = requests_of(load)
     prompts = [{"prompt_token_ids": p} for p, _ in wanted]
-    params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False) for _, o in wanted]
+    params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False,
+                             output_kind=RequestOutputKind.DELTA) for _, o in wanted]  # fmt: skip
     kv_state()
     if profile:
         profile.take()
@@ -204,30 +227,27 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
     gc.collect()
     with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
         begin = time.perf_counter()
-        outputs = generate(llm, prompts, params, load.get("concurrency"))
+        made = serve(llm, prompts, params, load.get("concurrency"))
         seconds = time.perf_counter() - begin
         kv_after = idle_memory(memory)
         idle, kv_idle, state = memory.used(), memory.kv(), kv_state()
-    tokens = [list(o.outputs[0].token_ids) for o in outputs]
-    times = [o.metrics for o in outputs if getattr(o, "metrics", None) is not None]
     full = None  # the steps in which every request decodes
-    if profile and load.get("decode") and times:
-        full = profile.between(max(m.first_token_ts for m in times), min(m.last_token_ts for m in times))
+    if profile and load.get("decode") and made:
+        full = profile.between(max(r.at[0] for r in made), min(r.at[-1] for r in made))
     steps = profile.take() if profile else None
     result = dict(
         seconds=seconds,
         prompt=sum(len(p) for p, _ in wanted),
-        output=sum(map(len, tokens)),
-        cached=sum(o.num_cached_tokens or 0 for o in outputs),
-        ttft=[m.first_token_latency for m in times],
-        itl=[(m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in times
-             if m.num_generation_tokens > 1],
+        output=sum(len(r.tokens) for r in made),
+        cached=sum(r.cached for r in made),
+        ttft=[round(r.first, 6) for r in made],
+        gaps=[[round(gap, 6) for gap in r.gaps] for r in made],
         preemptions=preemptions(llm) - preempted,
         peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv_after=kv_after, kv=state,
         steps=steps, full=full,
     )  # fmt: skip
     if load.get("tokens"):
-        result["tokens"] = tokens
+        result["tokens"] = [r.tokens for r in made]
     if load.get("reset"):
         llm.reset_prefix_cache()
         time.sleep(1.0)
@@ -268,12 +288,11 @@ def main() -> None:
             load = json.loads(line)
             try:
                 if "limit" in load:
-                    from pyvmem.vllm import worker
+                    from pyvmem.vllm import control
 
-                    engine = worker.current()
+                    engine = own_engine()
                     assert engine is not None  # a limit is set where the KV cache is on vMem
-                    page = engine.cache.page_size
-                    engine.cache.set_budget(load["limit"] // page * page)
+                    engine[1][control.LIMIT] = load["limit"]
                     say(limit=load["limit"])
                 else:
                     with Kernels() if load.get("kernels") else contextlib.nullcontext() as kernels:

@@ -17,8 +17,7 @@ class Pair(Engines):
     """Both engines, and the records of their runs."""
 
     def start(self, log: Any) -> dict[str, Engine]:
-        attention = "slots" if self._args.attention == "both" else self._args.attention
-        return {name: Engine(self._args, attention, log) for name in (FIRST, SECOND)}
+        return {name: Engine(self._args, True, log) for name in (FIRST, SECOND)}
 
     def measure(self, loads: dict[str, Any], track: Any = iter) -> None:
         """Run each workload with the whole GPU, in static halves, and by turns."""

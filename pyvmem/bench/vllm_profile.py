@@ -22,9 +22,6 @@ TIMED = {
     "worker: prepare and launch": ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.execute_model"),
     "worker: sample": ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.sample_tokens"),
     "worker: wait for the GPU": ("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"),
-    "worker: begin": ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.finish_requests"),
-    "worker: tables": ("vllm.v1.worker.gpu.block_table", "BlockTables.append_block_ids"),
-    "worker: back": ("vllm.v1.worker.gpu.block_table", "BlockTables.apply_staged_writes"),
 }
 
 
@@ -57,7 +54,7 @@ class Profile:
         return timed
 
     def between(self, first: float, last: float) -> dict[str, Any] | None:
-        """Steps between two times of `time.monotonic`: how many, and ms from one to the next."""
+        """Steps between two times of `time.perf_counter`: how many, and ms from one to the next."""
         at = np.asarray([t for t in self._updates if first <= t <= last])
         if len(at) < 3:
             return None

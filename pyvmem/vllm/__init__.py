@@ -1,7 +1,7 @@
-"""vLLM on vMem: the GPU's page table takes the place of vLLM's block table. See docs/vllm.md.
+"""vLLM on vMem: a block of vLLM's has memory only while a request or the prefix cache uses it. See docs/vllm.md.
 
-vLLM finds `plugin.register` by its entry point group ``vllm.general_plugins``, and ``VMEM_VLLM=1`` in the environment
-enables it. `patches` lists every function that is replaced in vLLM, and the supported versions.
+vLLM finds `plugin.platform` by its entry point group ``vllm.platform_plugins``, and ``VMEM_VLLM=1`` in the environment
+enables it. No function of vLLM's is replaced; `check` knows what vMem relies on in the supported releases.
 
 SPDX-License-Identifier: MIT
 """

@@ -1,6 +1,7 @@
-"""Metrics of this server's KV caches in vLLM's own Prometheus endpoint.
+"""Metrics of this server's engines in vLLM's own Prometheus endpoint.
 
-Workers publish their statistics in files (`pyvmem.kv_view`), which the API server reads when it is scraped.
+Schedulers and workers publish their numbers in control pages (`control`), which the API server reads when it is
+scraped.
 
 SPDX-License-Identifier: MIT
 """
@@ -8,11 +9,14 @@ SPDX-License-Identifier: MIT
 import multiprocessing
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
-from pyvmem.kv_view import GAUGES, View, read_views
+from pyvmem.vllm import control
 
 PREFIX = "vllm:vmem_kv_"
+COUNTS = ("step_maps", "steps", "preempted", "refused")
+BYTES = ("limit", "min", "max", "least", "allowed", "used", "cached", "spare", "wanted", "backed", "resident")
 
 
 def _parent(pid: int) -> int:
@@ -23,23 +27,17 @@ def _parent(pid: int) -> int:
         return 0
 
 
+def started_by(pid: int, ancestor: int) -> bool:
+    """Whether a process is `ancestor`, or was started by it or by one that it started."""
+    while pid not in (0, 1, ancestor):
+        pid = _parent(pid)
+    return pid == ancestor
+
+
 def _server() -> int:
     """The process that the user started: this one, or the one that started it as one of several API servers."""
     parent = multiprocessing.parent_process()
     return os.getpid() if parent is None or parent.pid is None else parent.pid
-
-
-def own_views(pid: int | None = None) -> list[View]:
-    """Views of KV caches named "vllm" in process `pid` (default: this one) and in processes that it started."""
-    pid = os.getpid() if pid is None else pid
-    found = []
-    for view in read_views():
-        ancestor = view.pid
-        while ancestor not in (0, 1, pid):
-            ancestor = _parent(ancestor)
-        if view.name == "vllm" and ancestor == pid:
-            found.append(view)
-    return found
 
 
 class Collector:
@@ -48,15 +46,20 @@ class Collector:
     def collect(self) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        families = {}
-        for view in own_views(_server()):
-            labels = (str(view.pid), f"{view.backend}:{view.device}")
-            for name, value in view.stats.items():
+        families: dict[str, Any] = {}
+        server = _server()
+        for engine, _ in control.engines():
+            if not started_by(engine.pid, server):
+                continue
+            for name, value in asdict(engine).items():
+                if name not in COUNTS and name not in BYTES or value is None:
+                    continue
                 if name not in families:
-                    kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                    families[name] = kind(PREFIX + name, f"{name.replace('_', ' ')} of the KV cache on vMem",
-                                          labels=("pid", "device"))  # fmt: skip
-                families[name].add_metric(labels, value)
+                    kind = CounterMetricFamily if name in COUNTS else GaugeMetricFamily
+                    unit = "_bytes" if name in BYTES else ""
+                    families[name] = kind(f"{PREFIX}{name}{unit}", f"{name.replace('_', ' ')} of the KV cache on vMem",
+                                          labels=("engine",))  # fmt: skip
+                families[name].add_metric((str(engine.rank),), value)
         return families.values()
 
 

@@ -1,4 +1,6 @@
-"""The entry point that vLLM calls in each of its processes (group ``vllm.general_plugins``).
+"""The entry point that vLLM calls in each of its processes (group ``vllm.platform_plugins``).
+
+It runs while vLLM is imported, so it imports neither torch nor vLLM.
 
 SPDX-License-Identifier: MIT
 """
@@ -6,14 +8,11 @@ SPDX-License-Identifier: MIT
 import os
 import sys
 from collections.abc import MutableMapping
+from importlib.metadata import entry_points
 
 from pyvmem.vllm import settings
 
-
-def _register_attention() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    register_backend(AttentionBackendEnum.CUSTOM, "pyvmem.vllm.attention.SlotsBackend")
+GROUP = "vllm.platform_plugins"
 
 
 def _copy_to_ray(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -24,26 +23,34 @@ def _copy_to_ray(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[name] = ",".join([*prefixes, "VMEM_"])
 
 
-def register() -> None:
-    """Install vMem in vLLM if the environment says ``VMEM_VLLM=1``; otherwise do nothing.
+def _other() -> str | None:
+    """Another platform plugin that is active here; vLLM allows one."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    for point in entry_points(group=GROUP):
+        if point.name == "vmem" or (allowed is not None and point.name not in allowed.split(",")):
+            continue
+        try:
+            if point.load()():
+                return point.name
+        except Exception:  # vLLM logs it
+            continue
+    return None
 
-    vLLM logs an exception of a plugin and continues without it. If vMem is requested but cannot run, vLLM must not
-    start with its own KV cache, so an error ends the process here with one line.
+
+def platform() -> str | None:
+    """The name of the platform if the environment says ``VMEM_VLLM=1``; otherwise None.
+
+    vLLM logs an exception of a plugin and goes on without it. If vMem is requested but cannot run, vLLM must not start
+    with its own KV cache, so an error ends the process here with one line.
     """
     try:
-        chosen = settings.read()
-        if not chosen.on:
-            return
-        import vllm
-
-        from pyvmem.vllm import metrics, patches
-
-        patches.install(vllm.__version__, chosen.force)
-        _register_attention()
+        if not settings.read().on:
+            return None
+        other = _other()
+        if other is not None:
+            raise RuntimeError(f"VMEM_VLLM=1: the platform plugin {other} is active, and vLLM takes one; "
+                               "vMem runs on vLLM's own platforms only (unset VMEM_VLLM)")  # fmt: skip
         _copy_to_ray()
-        metrics.register()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"pyvmem: {error}")
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        sys.exit(f"pyvmem: VMEM_VLLM=1 failed in vLLM's plugin: {type(error).__name__}: {reason}")
+    return "pyvmem.vllm.platform.Platform"

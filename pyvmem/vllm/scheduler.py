@@ -1,118 +1,138 @@
-"""The scheduler's side: reports forgotten blocks to the worker, and keeps the block pool within its limits.
-
-vLLM's scheduler stays unchanged. A `PoolKeeper` watches its block pool:
-
-- Blocks that the pool has forgotten (freed without a hash, or evicted) lose their pages with the next step.
-- Cached blocks beyond the cap are evicted, the least recently used first.
-- If the worker may use less memory than the pool has blocks, blocks are taken out of circulation, from the front of the
-  pool's free queue. Free blocks go first, then cached prefixes. After that the scheduler admits less.
-
-This module does not import vLLM: the pool is vLLM's BlockPool.
+"""The scheduler's side: a `Keeper` around each of vLLM's steps, and a thread for the time between them.
 
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
+import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
+from pyvmem.vllm import check, control, geometry, settings
+from pyvmem.vllm.keeper import Keeper
+from pyvmem.vllm.orders import StepOrders
 
-class PoolKeeper:
-    """Keeps one block pool within its limits.
+logger = logging.getLogger("vllm.vmem")
+
+LOOK = 0.05  # seconds between looks at the control page while no step runs
+IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
+LENT_STEP = 0.005  # seconds that a step takes while everything is lent
+KEEP = 64 << 20  # bytes of spare blocks that an idle engine keeps for the next request
+
+
+def _groups_need(vllm_config: Any, config: Any) -> int:
+    """Blocks of the greatest request, by vLLM's own admission sizes."""
+    need = 0
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        need += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+    return need
+
+
+def least_of(vllm_config: Any, config: Any) -> int:
+    """Blocks that the greatest request may need at one time: then it can run alone, and nothing waits for ever."""
+    groups = len(config.kv_cache_groups)
+    drafts = int(getattr(vllm_config, "num_speculative_tokens", 0) or 0)
+    smallest = min(g.kv_cache_spec.block_size for g in config.kv_cache_groups)
+    return int(_groups_need(vllm_config, config) + groups * (1 + -(-drafts // smallest)))
+
+
+def low_of(vllm_config: Any, config: Any) -> int:
+    """Blocks that one step may take: the tokens of a step in each group, and one more for each request."""
+    chosen = vllm_config.scheduler_config
+    tokens = chosen.max_num_batched_tokens
+    low = sum(-(-tokens // g.kv_cache_spec.block_size) for g in config.kv_cache_groups)
+    return int(low + chosen.max_num_seqs)
+
+
+class SchedulerMemory:
+    """The keeper of one scheduler's blocks, its control page and its thread.
 
     Parameters
     ----------
-    pool : vllm.v1.core.block_pool.BlockPool
-    cap : int or None
-        The most cached blocks that no request uses; None for no cap.
-    least : int
-        Blocks that always stay in circulation: as many as one request of the greatest length needs.
-    allowed : callable or None
-        Returns how many blocks may be in use now, or None.
+    scheduler : vllm.v1.core.sched.scheduler.Scheduler
+    engine : str
+        The engine's name.
     """
 
-    PERIOD = 0.1
+    def __init__(self, scheduler: Any, engine: str) -> None:
+        vllm_config, config = scheduler.vllm_config, scheduler.kv_cache_config
+        parallel, chosen = vllm_config.parallel_config, settings.read()
+        check.behaviour()
+        self.lock = threading.RLock()
+        self._scheduler = scheduler
+        control.sweep()
+        self.page = page = control.open_page(engine, parallel.data_parallel_index)
+        if chosen.limit is not None:
+            page[control.LIMIT] = chosen.limit
+        page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
+        page[control.PRIORITY] = chosen.priority
+        control.claim(page)
+        block = geometry.bytes_of(config) // config.num_blocks
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
+                             low_of(vllm_config, config), ranks)  # fmt: skip
+        self._busy = time.monotonic()
+        self._stop = threading.Event()
+        threading.Thread(target=self._tend, name="vmem-keeper", daemon=True).start()
+        logger.info(
+            "vMem: engine %s, %d blocks of %.1f KiB, %d of them always, %d ready for a step", engine,
+            self.keeper.total, block / 1024, self.keeper.least, self.keeper.low,
+        )  # fmt: skip
 
-    def __init__(
-        self, pool: Any, cap: int | None = None, least: int = 1, allowed: Callable[[], int | None] | None = None
-    ) -> None:
-        self.pool = pool
-        self.cap = cap
-        self.least = least
-        self._allowed = allowed
-        self._held_back: list[Any] = []
-        self._forgotten: list[int] = []
-        self._freed = False
-        self._asked = 0.0
+    def before(self) -> None:
+        """A step is about to be scheduled."""
+        self._busy = time.monotonic()
+        if self.keeper.lent:
+            time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
+        if not self._scheduler.running and self._scheduler.has_unfinished_requests() and not self.keeper.circulating:
+            self.keeper.wait(0.01)  # nothing can run before memory has come
+        self.keeper.before()
 
-    # ---- called by the pool's methods --------------------------------------------------------------------------
+    def after(self, output: Any) -> None:
+        """A step was scheduled: send the orders with it."""
+        keeper = self.keeper
+        gone, ahead, order = keeper.take()
+        keeper.page[control.PREEMPTED] += len(output.preempted_req_ids or ())
+        output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order)
+        keeper.publish()
 
-    def freed(self, blocks: Sequence[Any]) -> None:
-        """The pool has freed these blocks."""
-        self._freed = True
-        self._forgotten += [b.block_id for b in blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null]
+    def lend(self) -> bool:
+        """Give up every block; running requests go back to the waiting ones, and later compute their rows again.
 
-    def resetting(self) -> list[int]:
-        """The pool is about to forget everything if no block is in use. Returns the argument for `reset`."""
-        self._give_back(len(self._held_back))
-        return [b.block_id for b in self.pool.blocks if b.block_hash is not None]
+        vLLM must be paused (mode ``keep``), or at least run no step. Returns False if blocks are still in use.
+        """
+        with self.lock:
+            if not self._scheduler.reset_prefix_cache(reset_running_requests=bool(self._scheduler.running)):
+                return False
+            self.keeper.lent = True
+            self.keeper.between(True)
+            self.keeper.publish()
+        return True
 
-    def reset(self, blocks: list[int]) -> None:
-        """The pool has forgotten these blocks."""
-        self._forgotten += blocks
+    def _tend(self) -> None:
+        failure = ""
+        while not self._stop.wait(LOOK):
+            try:
+                if not self.page[control.LEND] and self.keeper.lent:
+                    self.keeper.lent = False  # the next step orders memory
+                if time.monotonic() - self._busy < LOOK:
+                    continue
+                with self.lock:
+                    if self.page[control.LEND] and not self.keeper.lent:
+                        self.lend()
+                    idle = not self._scheduler.has_unfinished_requests()
+                    idle = idle and time.monotonic() - self._busy >= IDLE
+                    self.keeper.between(idle, KEEP // self.keeper.block_bytes)
+                    self.keeper.publish()
+            except Exception as error:
+                if str(error) != failure:  # the next step does what was not done
+                    failure = str(error)
+                    logger.exception("vMem: the keeper's thread failed and goes on")
 
-    # ---- called by the scheduler's ---------------------------------------------------------------------------
-
-    def before_schedule(self, idle: bool = False) -> None:
-        """Apply the cap and the memory limit to the pool. Acts only from time to time, and when idle."""
-        now = time.monotonic()
-        if not idle and now - self._asked < self.PERIOD:
-            return
-        self._asked = now
-        if self._freed and self.cap is not None:
-            self._evict(self.cap)
-        self._freed = False
-        if self._allowed is not None:
-            allowed = self._allowed()
-            if allowed is not None:
-                self._hold_back(self.pool.num_gpu_blocks - max(allowed, self.least + 1))
-
-    def take_forgotten(self) -> list[int]:
-        """Blocks whose contents the scheduler has forgotten since the last call."""
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten
-
-    @property
-    def held_back(self) -> int:
-        """Blocks out of circulation."""
-        return len(self._held_back)
-
-    def _evict(self, cap: int) -> None:
-        # In the free queue, cached blocks follow the others, in the order of their last use.
-        queue = self.pool.free_block_queue
-        block, kept, beyond = queue.fake_free_list_tail.prev_free_block, 0, set()
-        while block is not queue.fake_free_list_head and block.block_hash is not None:
-            if kept < cap:
-                kept += 1
-            else:
-                beyond.add(block.block_id)
-            block = block.prev_free_block
-        if beyond:
-            self.pool.evict_blocks(beyond)
-            self._forgotten += beyond
-
-    def _hold_back(self, wanted: int) -> None:
-        wanted = max(wanted, 0)
-        if wanted < len(self._held_back):
-            self._give_back(len(self._held_back) - wanted)
-        elif wanted > len(self._held_back):
-            n = min(wanted - len(self._held_back), self.pool.get_num_free_blocks())
-            taken = self.pool.get_new_blocks(n) if n > 0 else []
-            self._held_back += taken
-            self._forgotten += [b.block_id for b in taken]
-
-    def _give_back(self, n: int) -> None:
-        if n:
-            back = self._held_back[-n:]
-            del self._held_back[-n:]
-            self.pool.free_blocks(back)
+    def close(self) -> None:
+        """The engine ends."""
+        self._stop.set()
+        self.page.unlink()

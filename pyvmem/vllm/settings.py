@@ -4,12 +4,12 @@ SPDX-License-Identifier: MIT
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LAYOUTS = ("block", "token", "layer")
-ATTENTIONS = ("slots", "fused", "table")
+LAYOUTS = ("auto", "vllm")
 MOST = 10**15 - 1
 
 
@@ -18,12 +18,12 @@ class Settings:
     """The settings in the environment; see docs/vllm.md."""
 
     on: bool = False
-    force: bool = False
-    layout: str = "block"
-    attention: str = "slots"
-    cache_tokens: int | None = None
-    spare_slots: int | None = None
-    wait_seconds: int = 60
+    strict: bool = False
+    layout: str = "auto"
+    limit: int | None = None
+    minimum: int = 0
+    maximum: int = 0
+    priority: int = 0
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -41,15 +41,22 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
+def _bytes(name: str, text: str) -> int:
+    size = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if size is None:
+        raise _wrong(name, text, "a size in bytes, such as 16G")
+    return int(float(size[1]) * (1 << 10 * " KMGT".index(size[2].upper() or " ")))
+
+
 def _flag(name: str, text: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true", ""):
         raise _wrong(name, text, "0 or 1")
     return text.lower() in ("1", "true")
 
 
-def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
-    if text not in choices:
-        raise _wrong(name, text, f"one of {', '.join(choices)}")
+def _layout(name: str, text: str) -> str:
+    if text not in LAYOUTS:
+        raise _wrong(name, text, f"one of {', '.join(LAYOUTS)}")
     return text
 
 
@@ -62,17 +69,13 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         return Settings()
     given: dict[str, Any] = {"on": True}
     for name, field, parse in (
-        ("VMEM_VLLM_FORCE", "force", _flag),
-        ("VMEM_VLLM_CACHE_TOKENS", "cache_tokens", _whole),
-        ("VMEM_VLLM_SPARE_SLOTS", "spare_slots", _whole),
-        ("VMEM_VLLM_WAIT", "wait_seconds", _whole),
+        ("VMEM_VLLM_STRICT", "strict", _flag),
+        ("VMEM_VLLM_LAYOUT", "layout", _layout),
+        ("VMEM_VLLM_LIMIT", "limit", _bytes),
+        ("VMEM_VLLM_MIN", "minimum", _bytes),
+        ("VMEM_VLLM_MAX", "maximum", _bytes),
+        ("VMEM_VLLM_PRIORITY", "priority", _whole),
     ):
         if text := _text(environ, name):
             given[field] = parse(name, text)
-    for name, field, choices in (
-        ("VMEM_VLLM_LAYOUT", "layout", LAYOUTS),
-        ("VMEM_VLLM_ATTENTION", "attention", ATTENTIONS),
-    ):
-        if text := _text(environ, name):
-            given[field] = _one_of(name, text, choices)
     return Settings(**given)

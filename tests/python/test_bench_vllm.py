@@ -15,7 +15,7 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, raw=None, attention="slots", kernels=False, output=200,
+        code=None, offline=None, pair=False, raw=None, kernels=False, output=200,
         warm_up=1, stop_after=None,
     ), **changes})  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_every_trace_has_a_name(tmp_path):
 
 
 class Llm:
-    """An engine whose requests take as many steps as they have output tokens."""
+    """An engine that gives every request a token a step: its prompt, as often as its parameter says."""
 
     def __init__(self):
         self.llm_engine = self
@@ -84,24 +84,32 @@ class Llm:
         self.most = max(self.most, len(self.left))
 
     def step(self):
-        for entry in self.left.values():
+        outputs = []
+        for name, entry in list(self.left.items()):
             entry[0] -= 1
-        ended = [name for name, entry in self.left.items() if entry[0] <= 0]
-        return [types.SimpleNamespace(request_id=n, finished=True, prompt=self.left.pop(n)[1]) for n in ended]
+            if not entry[0]:
+                del self.left[name]
+            tokens = [types.SimpleNamespace(token_ids=[entry[1]])]
+            outputs.append(types.SimpleNamespace(request_id=name, finished=not entry[0], outputs=tokens,
+                                                 num_cached_tokens=None))  # fmt: skip
+        return outputs
 
 
-def test_so_many_requests_at_a_time_and_answers_in_order():
-    llm = Llm()
-    outputs = vllm_engine.generate(llm, list(range(50)), [1 + i * 7 % 5 for i in range(50)], concurrency=6)
-    assert [o.prompt for o in outputs] == list(range(50))
-    assert llm.most == 6
+@pytest.mark.parametrize("concurrency", [6, None])
+def test_so_many_requests_at_a_time_and_each_gap(concurrency):
+    llm, many = Llm(), [1 + i * 7 % 5 for i in range(50)]
+    requests = vllm_engine.serve(llm, list(range(50)), many, concurrency=concurrency)
+    assert [r.tokens for r in requests] == [[i] * n for i, n in enumerate(many)]
+    assert llm.most == (concurrency or 50)
+    assert [len(r.gaps) for r in requests] == [n - 1 for n in many]
+    assert all(r.first > 0 and min(r.gaps, default=0) >= 0 for r in requests)
 
 
 class FakeEngine:
     """Answers as an engine's process does: on vMem, faster with more memory."""
 
-    def __init__(self, args, attention, log):
-        self.attention, self.asked = attention, []
+    def __init__(self, args, vmem, log):
+        self.vmem, self.asked = vmem, []
         self.limit = args.kv_memory
 
     def answer(self):
@@ -158,23 +166,23 @@ def test_the_figure_has_a_bar_for_each_engine_and_workload():
 
 def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    engines = vllm.Engines(arguments(attention="both"), "gpu", None)
-    assert [(n, e.attention) for n, e in engines.engines.items()] == [
-        (vllm.OWN, None), (vllm.ON_VMEM, "slots"), (vllm.BY_TABLE, "table")]  # fmt: skip
-    engines.engines[vllm.BY_TABLE].ask(dict(limit=1))  # so that its last token is another
-    engines.measure({"equal": dict(kind="ramp", tokens=True)})
-    found = {(r.backend, r.metric): r.median for r in engines.records}
-    for engine, same, alike in ((vllm.ON_VMEM, 2, 4), (vllm.BY_TABLE, 1, 3)):
-        assert found[engine, "equal: requests with vLLM's tokens, of 2"] == same
-        assert found[engine, "equal: tokens, of 4"] == alike
+    engines = vllm.Engines(arguments(), "gpu", None)
+    assert [(n, e.vmem) for n, e in engines.engines.items()] == [(vllm.OWN, False), (vllm.ON_VMEM, True)]
+    for same, alike in ((2, 4), (1, 3)):
+        engines.records.clear()
+        engines.measure({"equal": dict(kind="ramp", tokens=True)})
+        found = {r.metric: r.median for r in engines.records if r.backend == vllm.ON_VMEM}
+        assert found["equal: requests with vLLM's tokens, of 2"] == same
+        assert found["equal: tokens, of 4"] == alike
+        engines.engines[vllm.ON_VMEM].ask(dict(limit=1))  # so that its last token is another
 
 
 def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
     loads = {"decode": dict(kind="fixed", batch=8), "hot": dict(kind="hot", batch=30)}
-    engines = vllm.Engines(arguments(turns=2, warm_up=4, attention="table"), "gpu", None)
-    assert list(engines.engines) == [vllm.OWN, vllm.BY_TABLE]
+    engines = vllm.Engines(arguments(turns=2, warm_up=4), "gpu", None)
+    assert list(engines.engines) == [vllm.OWN, vllm.ON_VMEM]
     engines.measure(loads)
     asked = engines.engines[vllm.OWN].asked
     assert [(load["kind"], load["batch"], load["tokens"]) for load in asked] == [
@@ -217,7 +225,7 @@ def test_bench_all_leaves_vllm_and_its_arguments_out(monkeypatch, capsys):
 def test_without_vllm_its_benchmark_fails(monkeypatch, capsys):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["bench", "vllm"]) == 1
-    assert capsys.readouterr().err == "pyvmem: vllm needs vLLM: pip install pyvmem[vllm]\n"
+    assert capsys.readouterr().err == "pyvmem: vllm needs vLLM: pip install vllm\n"
 
 
 @pytest.mark.parametrize("shape", vllm_engine.SHAPES)

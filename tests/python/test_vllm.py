@@ -1,591 +1,403 @@
-"""pyvmem.vllm without vLLM: requests in slots, under the stand-ins of vllm_standins. The rest: test_vllm_engine."""
+"""Parts of vLLM on vMem that need no vLLM: settings, the control page, where blocks lie, and their pages."""
 
 import collections
-import importlib
-import math
+import multiprocessing
+import os
 import random
-import threading
 import types
 
 import numpy as np
 import pytest
-import torch
-from vllm_standins import Gpu, Request, Runner, Scheduler
+from kv_caches import run_top
 
+from pyvmem import Context
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.kv_blocks import BlockNames
-from pyvmem.vllm.requests import RequestSlots
-from pyvmem.vllm.scheduler import PoolKeeper
-
-TOKENS, PAGE, MOST = 8, 64 << 10, 96  # tokens of a block, and of a request at most
-ROW = PAGE // TOKENS
-
-
-class Engine:
-    """Scheduler, worker and GPU, with the GPU a step behind the worker."""
-
-    def __init__(self, *, requests=6, blocks=64, spare=3, caching=True, cap=None, budget=40, tensors=1, allowed=None,
-                 slack=8, check=True):  # fmt: skip
-        specs = [TensorSpec(f"kv{i}", (ROW // 8,), torch.int64) for i in range(tensors)]
-        self.cache = KVCache(specs, requests + spare, MOST, (blocks + slack) * tensors * PAGE, backend="host",
-                             page_size=PAGE, check=check, lazy=True, ahead_tokens=TOKENS, eager=False,
-                             generous=False, idle_seconds=math.inf, name=None)  # fmt: skip
-        self.gpu = Gpu()
-        names = BlockNames(self.cache, blocks, TOKENS) if caching else None
-        self.slots = RequestSlots(self.cache, TOKENS, requests, self.gpu, names, wait_seconds=0,
-                                  table_blocks=MOST // TOKENS)  # fmt: skip
-        rows = [self.cache.flat(i).numpy().view(np.uint64) for i in range(tensors)]
-        self.runner = Runner(self.slots, rows[-1], TOKENS, requests, MOST // TOKENS, self.gpu)
-        self.scheduler = Scheduler(blocks, TOKENS, requests, budget, caching)
-        self.keeper = PoolKeeper(self.scheduler.pool, cap, MOST // TOKENS, allowed)
-        self.keeper.PERIOD = 0
-        self.scheduler.free_blocks = self._free
-        self.random = random.Random(7)
-        self.flight = []
-
-    def _free(self, blocks):
-        blocks = list(blocks)
-        self.scheduler.pool.free_blocks(blocks)
-        self.keeper.freed(blocks)
-
-    def step(self):
-        """One step is prepared while the one before computes; what came of that is known afterwards."""
-        self.keeper.before_schedule()
-        output = self.scheduler.schedule()
-        waiting = [(len(r.tokens), len(self.scheduler.hits_of(r)) * TOKENS) for r in self.scheduler.waiting]
-        self.runner.execute(output, self.keeper.take_forgotten(), waiting)
-        if output.scheduled:
-            self.flight.append(output)
-        if len(self.flight) == 2 or (self.flight and not output.scheduled):
-            self.scheduler.output(self.flight.pop(0))
-
-    def run(self, requests, abort=0.0):
-        waiting = list(requests)
-        steps = 0
-        while waiting or self.scheduler.waiting or self.scheduler.running or self.flight:
-            while waiting and self.random.random() < 0.6:
-                self.scheduler.waiting.append(waiting.pop(0))
-            live = self.scheduler.running
-            if live and self.random.random() < abort:
-                self.scheduler.abort(self.random.choice(live))
-            self.step()
-            steps += 1
-            assert steps < 5000
-        self.step()
-        self.step()
-        self.gpu.wait(self.gpu.marked)
-        self.cache.wait()
-
-    def requests(self, n, shared=0.0):
-        prefixes = [[self.random.randrange(9) for _ in range(5 * TOKENS)] for _ in range(3)]
-        made = []
-        for i in range(n):
-            prompt = [self.random.randrange(9) for _ in range(self.random.randrange(1, 40))]
-            if self.random.random() < shared:
-                prompt = self.random.choice(prefixes) + prompt[:20]
-            made.append(Request(f"r{i}", prompt, self.random.randrange(1, 30)))
-        return made
-
-
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("tensors", [1, 3])
-def test_every_row_is_read_back_as_written(caching, tensors):
-    engine = Engine(caching=caching, tensors=tensors)
-    engine.run(engine.requests(40, shared=0.6))
-    assert engine.runner.read > 5000
-    assert bool(engine.scheduler.hits) == caching
-
-
-def test_a_table_is_written_ahead_so_that_most_steps_write_none():
-    engine = Engine(requests=2, blocks=12)
-    slots = engine.slots
-    slots.TABLE_AHEAD = 2
-    slots.begin_step()
-    first = slots.start(0, [1, 2], 0)
-    written = list(first)
-    assert len(written) == 4
-    for block in range(3, 13):
-        written += slots.extend(0, [block])
-    start = first[0]
-    assert written == list(range(start, start + MOST // TOKENS))  # and not beyond the table
-    assert start % slots.blocks_per_slot == 0
-
-
-def test_preempted_and_aborted_requests_leave_the_others_alone():
-    engine = Engine(blocks=30)
-    engine.run(engine.requests(40, shared=0.4), abort=0.05)
-    assert engine.scheduler.preemptions
-    assert engine.runner.read > 5000
-
-
-def test_a_request_may_share_what_another_writes_in_the_same_step():
-    engine = Engine(budget=200)
-    prompt = [1, 2, 3] * 12
-    engine.scheduler.waiting.extend([Request("a", prompt, 3), Request("b", prompt, 3)])
-    engine.run([])
-    assert engine.scheduler.hits == 4
-    assert engine.cache.stats().attached_pages == 4
-
-
-def test_a_request_may_share_what_one_that_is_listed_after_it_writes_in_the_same_step():
-    engine = Engine(requests=3)
-    slots = engine.slots
-    slots.begin_step()
-    slots.start(0, [1, 2, 3, 4], 3 * TOKENS)  # 1 from the request below, and 2 and 3 from the last
-    slots.start(1, [1, 5], 0)
-    slots.start(2, [1, 2, 3], TOKENS)
-    slots.back()
-    assert engine.cache.stats().attached_pages == 4
-    rows = engine.cache.flat(0)[:, 0].view(-1, MOST)
-    rows[slots._slots[2], TOKENS] = 7  # in block 2
-    assert rows[slots._slots[0], TOKENS] == 7
-
-
-def test_pages_in_use_are_the_blocks_that_the_scheduler_knows():
-    engine = Engine(requests=4)
-    engine.run(engine.requests(25, shared=0.5))
-    cached = len(engine.scheduler.pool.cached)
-    assert cached
-    engine.slots.IDLE_SECONDS = -1
-    engine.slots.tend()
-    stats = engine.cache.stats()
-    assert stats.prefix_pages == stats.held_pages == cached
-
-
-def start_and_end(engine, index, ids):
-    """One step of a request, and the next one, by which its kernels have ended."""
-    slots = engine.slots
-    slots.begin_step()
-    slots.start(index, ids, 0)
-    slots.back()
-    slots.begin_step()
-    slots.finish(index)
-    slots.back()
-    engine.gpu.wait(engine.gpu.marked)
-
-
-def test_pages_of_forgotten_blocks_stay_in_place_for_the_next_request():
-    engine = Engine(requests=2, spare=4)
-    slots = engine.slots
-    start_and_end(engine, 0, [1, 2, 3, 4])
-    slots.begin_step([1, 2, 3, 4])
-    slots.back()
-    engine.cache.wait()
-    slots.begin_step()
-    slots.start(1, [5, 6, 7, 8], 0)
-    slots.back()
-    stats = engine.cache.stats()
-    assert (stats.adopted_pages, stats.step_maps) == (4, 1)
-    assert engine.cache.context.stats().unmap_ops == 0
-
-
-def test_lingering_slots_leave_room_for_others():
-    engine = Engine(requests=2, spare=4)
-    slots = engine.slots
-    for i in range(4):
-        start_and_end(engine, 0, [2 * i + 1, 2 * i + 2])
-    slots.clear_up()
-    assert engine.cache.stats().active_slots == 2  # half of the slots beyond those of running requests
-    slots.begin_step()
-    taken = {slots.start(i, [20 + i], 0)[0] for i in range(2)}
-    slots.back()
-    for i in range(8):
-        start_and_end(engine, i % 2, [30 + i])  # each finds a slot
-    assert len(taken) == 2
-
-
-def test_a_name_that_outlives_its_slot_is_not_counted_for_the_next_request():
-    engine = Engine(requests=2, spare=2)
-    slots = engine.slots
-    start_and_end(engine, 0, [1, 2])
-    start_and_end(engine, 0, [3, 4])  # only one may linger: the first is freed
-    start_and_end(engine, 0, [5, 6])
-    slots.clear_up()
-    assert engine.cache.stats().active_slots == 1
-    slots.begin_step([1, 2, 3])
-    slots.back()
-    slots.clear_up()
-    assert engine.cache.stats().active_slots == 1
-    slots.begin_step([5, 6])
-    slots.back()
-    slots.clear_up()
-    assert engine.cache.stats().active_slots == 0
-
-
-@pytest.mark.parametrize("cap", [0, 5])
-def test_cached_blocks_stay_up_to_the_cap_the_last_used(cap):
-    engine = Engine(cap=cap)
-    engine.run(engine.requests(20, shared=0.5))
-    engine.scheduler.waiting.append(Request("last", [5] * 45, 1))
-    engine.run([])
-    engine.slots.IDLE_SECONDS = -1
-    engine.slots.tend()
-    assert len(engine.scheduler.pool.cached) == cap
-    assert engine.cache.stats().held_pages == cap
-    if cap:
-        assert set(engine.scheduler.pool.cached) == {(5,) * k for k in range(TOKENS, 41, TOKENS)}
-
-
-def test_without_a_prefix_cache_pages_stay_in_their_slots_and_are_adopted():
-    engine = Engine(caching=False)
-    engine.run(engine.requests(30))
-    stats = engine.cache.stats()
-    assert stats.adopted_pages > 10
-    assert stats.kept_pages
-    engine.slots.IDLE_SECONDS = -1
-    assert engine.slots.tend() is False
-    assert engine.cache.stats().held_pages == 0
-
-
-def test_a_slot_is_free_only_when_the_kernels_of_its_last_step_are_through():
-    engine = Engine(spare=1, requests=2, caching=False)
-    slots = engine.slots
-    slots.begin_step()
-    first = slots.start(0, [1], 0)
-    slots.back()
-    slots.begin_step()
-    slots.finish(0)  # kernels of the first step may be running
-    second = slots.start(0, [2], 0)
-    assert first != second
-    third = slots.start(1, [3], 0)
-    assert third not in (first, second)
-    slots.finish(1)
-    assert slots.fence_waits == 0
-    assert slots.start(1, [4], 0) == first  # no other is left: this waited for them
-    assert slots.fence_waits == 1
-
-
-def test_prompts_that_wait_are_backed_before_they_start():
-    engine = Engine(requests=4, slack=20)
-    slots = engine.slots
-    slots.begin_step((), ((50, 0), (20, 0), (10**6, 0)))
-    slots.start(0, [1], 0)
-    slots.back()
-    engine.cache.wait()
-    maps = engine.cache.stats().step_maps
-    slots.begin_step()
-    slots.start(1, [2, 3, 4, 5, 6, 7, 8], 0)
-    slots.start(2, [9, 10, 11], 0)
-    slots.back()
-    assert engine.cache.stats().step_maps == maps
-
-
-def test_prompts_that_arrive_at_an_idle_engine_are_backed_before_the_first_step():
-    engine = Engine(requests=4, slack=20)
-    slots = engine.slots
-    slots.announce(((50, 0), (20, 0)))
-    engine.cache.wait()
-    slots.begin_step((), ((50, 0), (20, 0)))
-    slots.start(0, [2, 3, 4, 5, 6, 7, 8], 0)
-    slots.start(1, [9, 10, 11], 0)
-    slots.back()
-    assert engine.cache.stats().step_maps == 0
-
-
-def test_what_was_backed_for_prompts_that_never_came_goes_back():
-    engine = Engine(requests=4, slack=20)
-    slots = engine.slots
-    slots.IDLE_SECONDS = math.inf
-    slots.announce(((50, 0), (20, 0)))
-    engine.cache.wait()
-    assert engine.cache.stats().held_pages
-    assert slots.tend()  # not idle for long
-    slots.IDLE_SECONDS = -1
-    assert not slots.tend()
-    engine.cache.wait()
-    assert engine.cache.stats().held_pages == 0
-
-
-def test_a_scheduler_without_running_requests_announces_new_ones(monkeypatch):
-    worker = importlib.import_module("pyvmem.vllm.worker")
-    heard = []
-    monkeypatch.setattr(worker, "_current", types.SimpleNamespace(requests=types.SimpleNamespace(
-        announce=heard.append)))  # fmt: skip
-    scheduler = types.SimpleNamespace(waiting=collections.deque(), running=[], max_num_scheduled_tokens=400,
-                                      kv_cache_manager=types.SimpleNamespace(enable_caching=False))  # fmt: skip
-    for tokens in (50, 60):
-        request = types.SimpleNamespace(num_tokens=tokens)
-        worker.add_request(lambda scheduler, request: scheduler.waiting.append(request), scheduler, request)
-    assert heard == [((50, 0),), ((50, 0), (60, 0))]
-    scheduler.running.append("a request")  # the next step announces them
-    worker.add_request(lambda scheduler, request: scheduler.waiting.append(request), scheduler, request)
-    assert len(heard) == 2
-
-
-def test_a_prompt_with_a_cached_beginning_is_backed_behind_it():
-    engine = Engine(requests=4, slack=20)
-    slots = engine.slots
-    slots.begin_step()
-    slots.start(0, [1, 2, 3], 0)
-    slots.back()
-    slots.begin_step((), ((7 * TOKENS, 3 * TOKENS),))
-    slots.back()
-    engine.cache.wait()
-    before = engine.cache.stats()
-    assert before.eager_pages == 4
-    slots.begin_step()
-    slots.start(1, [1, 2, 3, 4, 5, 6, 7], 3 * TOKENS)
-    slots.back()
-    after = engine.cache.stats()
-    assert (after.attached_pages, after.step_maps) == (3, before.step_maps)
-
-
-def test_tokens_from_the_cache_are_looked_up_once():
-    worker = importlib.import_module("pyvmem.vllm.worker")
-    asked = []
-
-    def find_longest_cache_hit(hashes, most):
-        asked.append((hashes, most))
-        return ["blocks"], 32, 0
-
-    manager = types.SimpleNamespace(enable_caching=True, coordinator=types.SimpleNamespace(
-        find_longest_cache_hit=find_longest_cache_hit))  # fmt: skip
-    made = [types.SimpleNamespace(num_tokens=n, block_hashes=["h"], skip_reading_prefix_cache=n == 50)
-            for n in (50, 100, 900)]  # fmt: skip
-    scheduler = types.SimpleNamespace(waiting=collections.deque(made), max_num_scheduled_tokens=400,
-                                      kv_cache_manager=manager)  # fmt: skip
-    for _ in range(2):
-        assert worker.waiting(scheduler) == ((50, 0), (100, 32), (432, 32))
-    assert asked == [(["h"], 99), (["h"], 899)]
-    manager.enable_caching = False
-    assert worker.waiting(scheduler) == ((50, 0), (100, 0), (400, 0))
-
-
-def test_a_step_whose_backing_the_gpu_waited_for_is_counted():
-    engine = Engine(caching=False)
-    slots = engine.slots
-    slots.waits.least = 0
-    slots.begin_step()
-    slots.start(0, [1], 0)
-    slots.back()  # kernels of the step before are running
-    assert slots.waits.count == 0
-    slots.begin_step()
-    engine.gpu.wait(engine.gpu.marked)
-    slots.start(1, [2], 0)
-    slots.back()
-    assert slots.waits.count == 1
-    slots.begin_step()
-    engine.gpu.wait(engine.gpu.marked)
-    slots.back()  # nothing to map
-    assert slots.waits.count == 1
-
-
-def test_another_thread_may_clear_up_after_steps():
-    engine = Engine(blocks=30)
-    engine.slots._wake = lambda: None
-    engine.slots.PORTION = 2
-    step = engine.step
-
-    def step_and_sometimes_tend():
-        step()
-        if engine.random.random() < 0.3:
-            engine.slots.tend()
-
-    engine.step = step_and_sometimes_tend
-    engine.run(engine.requests(40, shared=0.4), abort=0.05)
-    assert engine.runner.read > 5000
-    engine.slots.IDLE_SECONDS = -1
-    engine.slots.tend()
-    assert engine.cache.stats().held_pages == len(engine.scheduler.pool.cached)
-
-
-@pytest.mark.parametrize("idle_seconds", [-1, 0.2])
-def test_a_thread_clears_up_beside_the_steps(idle_seconds):
-    engine = Engine(blocks=30)
-    due, stop, failed = threading.Event(), threading.Event(), []
-    engine.slots._wake = due.set
-    engine.slots.PORTION = 3
-    engine.slots.IDLE_SECONDS = idle_seconds
-
-    def work():
-        try:
-            while not stop.is_set():
-                due.wait(0.002)
-                due.clear()
-                engine.slots.tend()
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    engine.run(engine.requests(30, shared=0.5), abort=0.05)
-    stop.set()
-    thread.join()
-    assert not failed
-    engine.slots.IDLE_SECONDS = -1
-    engine.slots.tend()
-    assert engine.cache.stats().held_pages == len(engine.scheduler.pool.cached)
-
-
-def test_a_block_that_is_assigned_again_keeps_its_new_pages():
-    engine = Engine()
-    slots = engine.slots
-    slots._wake = lambda: None
-    slots.begin_step()
-    slots.start(0, [1, 2], 0)
-    slots.back()
-    slots.begin_step([1])  # forgotten, and dropped later
-    slots.back()
-    assert engine.cache.stats().prefix_pages == 0  # the slot has them
-    slots.begin_step()
-    slots.start(1, [1, 3], 0)
-    slots.back()
-    slots.clear_up()
-    slots.begin_step()
-    slots.start(2, [1, 3, 4], 2 * TOKENS)  # these names still have pages
-    slots.back()
-    assert engine.cache.stats().attached_pages == 2
-
-
-def test_a_step_that_is_short_takes_what_was_not_cleared_up():
-    engine = Engine(blocks=30, slack=0)
-    slots = engine.slots
-    slots._wake = lambda: None
-    slots.begin_step()
-    slots.start(0, list(range(1, 13)), 0)
-    slots.start(1, list(range(13, 25)), 0)
-    slots.back()
-    slots.begin_step()
-    slots.finish(0)
-    slots.back()
-    engine.gpu.wait(engine.gpu.marked)
-    slots.begin_step(range(1, 13))
-    slots.start(2, [25, 26, 27, 28, 29, 12, 11, 10, 9], 0)
-    slots.back()
-    assert engine.cache.stats().held_pages <= 30
-
-
-def test_requests_that_end_outside_a_step_wait_for_their_kernels():
-    engine = Engine(requests=2, caching=True)
-    slots = engine.slots
-    slots.begin_step()
-    slots.start(0, [1, 2], 0)
-    slots.back()
-    slots.settle([0], [2])
-    slots.IDLE_SECONDS = -1
-    assert slots.tend()  # kernels may be running
-    assert engine.cache.stats().active_slots == 1
-    engine.gpu.wait(engine.gpu.marked)
-    assert not slots.tend()
-    stats = engine.cache.stats()
-    assert (stats.active_slots, stats.held_pages, stats.prefix_pages) == (0, 1, 1)
-
-
-def test_a_smaller_limit_gives_up_cached_prefixes_then_admits_less():
-    engine = Engine(blocks=64, allowed=lambda: engine.slots.poll_limit())
-    engine.run(engine.requests(20, shared=0.3))
-    assert len(engine.scheduler.pool.cached) > 25
-    engine.cache.set_budget(24 * PAGE)
-    engine.run(engine.requests(30, shared=0.3))
-    assert engine.keeper.held_back >= 64 - 24
-    assert engine.cache.stats().budget_pages == 24
-    assert engine.cache.stats().held_pages <= 24
-    engine.cache.set_budget(72 * PAGE)
-    engine.run(engine.requests(10))
-    assert engine.keeper.held_back == 0
-
-
-def test_a_limit_in_the_middle_of_requests_fails_none_of_them():
-    engine = Engine(blocks=64, allowed=lambda: engine.slots.poll_limit())
-    made = engine.requests(20)
-    for request in made:
-        request.end = len(request.tokens) + 40
-    engine.scheduler.waiting.extend(made)
-    while engine.cache.stats().needed_pages <= 30:
-        engine.step()
-    engine.cache.set_budget(24 * PAGE)
-    engine.run([])
-    assert engine.cache.stats().budget_pages == 24
-
-
-@pytest.mark.parametrize("seen", [True, False])
-def test_a_prompt_that_was_scheduled_before_a_smaller_limit_is_backed(seen):
-    engine = Engine(caching=False, requests=3)
-    slots = engine.slots
-    slots.begin_step()
-    slots.start(0, [1, 2], 0)
-    slots.back()
-    engine.cache.set_budget(3 * PAGE)  # one page is left
-    if seen:  # the background thread looks only from time to time
-        assert slots.poll_limit() == 3
-    slots.begin_step()
-    slots.start(1, [3, 4, 5, 6], 0)
-    slots.back()
-    assert engine.cache.stats().needed_pages == 6
-    slots.begin_step()
-    slots.finish(1)
-    slots.back()
-    engine.gpu.wait(engine.gpu.marked)
-    slots.IDLE_SECONDS = -1
-    slots.tend()
-    engine.cache.reclaim()
-    assert slots.poll_limit() == 3
-    assert engine.cache.stats().budget_pages == 3
-
-
-def test_reset_of_the_prefix_cache_frees_its_pages():
-    engine = Engine(allowed=lambda: 40)
-    engine.run(engine.requests(20, shared=0.3))
-    assert engine.keeper.held_back
-    known = engine.keeper.resetting()
-    assert engine.scheduler.pool.reset_prefix_cache()
-    engine.keeper.reset(known)
-    engine.step()
-    assert engine.cache.stats().prefix_pages == 0
-
-
-def test_sleep_gives_everything_back():
-    engine = Engine()
-    engine.scheduler.waiting.extend(engine.requests(4))
-    for _ in range(4):
-        engine.step()
-    engine.slots.reset()
-    stats = engine.cache.stats()
-    assert (stats.held_pages, stats.active_slots) == (0, 0)
-
-
-def test_memory_that_another_process_has_is_waited_for_then_an_error():
-    engine = Engine(caching=False)
-    engine.slots._full_budget = 1  # the budget cannot be raised: as if the device had no more
-    engine.cache.set_budget(PAGE)
-    engine.slots._budget = 1
-    engine.slots.begin_step()
-    engine.slots.start(0, [1, 2, 3], 0)
-    with pytest.raises(OutOfMemory, match="within 0 s"):
-        engine.slots.back()
-
-
-@pytest.mark.parametrize("caching", [False, True])
-def test_a_session_that_gets_more_input_keeps_its_rows(caching):
-    engine = Engine(caching=caching, requests=2)
-    slots = engine.slots
-    rows = engine.cache.flat(0)[:, 0].view(-1, MOST)
-    slots.begin_step()
-    slots.start(0, [1, 2], 0)
-    slots.back()
-    rows[slots._slots[0], TOKENS + 2] = 7
-    for blocks in ([1, 2, 3], [1, 2, 3, 4, 5]):
-        engine.gpu.wait(engine.gpu.marked)
-        slots.begin_step()
-        slots.finish(0)  # vLLM removes the request and adds it again
-        engine.gpu.wait(engine.gpu.marked)
-        slots.clear_up()  # as another thread may
-        first = slots.start(0, blocks, TOKENS + 3)[0]
-        slots.back()
-        assert first == slots._slots[0] * slots.blocks_per_slot
-        assert rows[slots._slots[0], TOKENS + 2] == 7
-        rows[slots._slots[0], (len(blocks) - 1) * TOKENS] = 8  # backed
-    engine.gpu.wait(engine.gpu.marked)
-    slots.settle([0, 1])
-    slots.IDLE_SECONDS = -1
-    engine.gpu.wait(engine.gpu.marked)
-    slots.tend()
-    assert engine.cache.stats().active_slots == 0
-
-
-def test_a_request_with_computed_tokens_needs_a_prefix_cache():
-    engine = Engine(caching=False)
-    engine.slots.begin_step()
-    with pytest.raises(RuntimeError, match="no prefix cache"):
-        engine.slots.start(0, [1, 2], 8)
+from pyvmem.tensor import VirtualTensor
+from pyvmem.vllm import control, doors, geometry, layout, plugin, refuse, settings
+from pyvmem.vllm.blocks import Blocks
+
+PAGE = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_off_unless_asked_for():
+    assert settings.read({}) == settings.Settings()
+    assert settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMIT": "much"}) == settings.Settings()
+
+
+def test_sizes():
+    def read(text):
+        return settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_LIMIT": text}).limit
+
+    assert [read(t) for t in ("4096", "16G", "1.5M", "2 GiB", "3kb")] == [4096, 16 << 30, 3 << 19, 2 << 30, 3072]
+
+
+@pytest.mark.parametrize(
+    "name, text, must",
+    [
+        ("VMEM_VLLM", "yes", "0 or 1"),
+        ("VMEM_VLLM_LIMIT", "-1", "a size in bytes, such as 16G"),
+        ("VMEM_VLLM_MIN", "1G2", "a size in bytes, such as 16G"),
+        ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {settings.MOST}"),
+        ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm"),
+        ("VMEM_VLLM_STRICT", "2", "0 or 1"),
+    ],
+)
+def test_wrong_settings_name_the_variable(name, text, must):
+    with pytest.raises(ValueError, match=f"^{name}=.* must be {must}$"):
+        settings.read({"VMEM_VLLM": "1", name: text})
+
+
+# ---- the plugin -----------------------------------------------------------------------------------------------------
+
+
+class Point:
+    def __init__(self, name, value):
+        self.name, self._value = name, value
+
+    def load(self):
+        return lambda: self._value
+
+
+def test_the_plugin_is_silent_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("VMEM_VLLM", raising=False)
+    assert plugin.platform() is None
+
+
+def test_the_plugin_names_the_platform_and_has_settings_copied(monkeypatch):
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [Point("vmem", "x"), Point("off", None)])
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "MINE_")
+    assert plugin.platform() == "pyvmem.vllm.platform.Platform" == plugin.platform()
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"] == "MINE_,VMEM_"
+
+
+def test_another_platform_is_refused_with_one_line(monkeypatch):
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [Point("ascend", "some.Platform")])
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with pytest.raises(SystemExit, match="^pyvmem: VMEM_VLLM=1: the platform plugin ascend is active"):
+        plugin.platform()
+    monkeypatch.setenv("VLLM_PLUGINS", "vmem")  # vLLM does not load it then
+    assert plugin.platform()
+
+
+def test_a_wrong_setting_ends_the_process(monkeypatch):
+    monkeypatch.setenv("VMEM_VLLM", "maybe")
+    with pytest.raises(SystemExit, match="VMEM_VLLM=maybe must be 0 or 1"):
+        plugin.platform()
+
+
+def test_names_of_classes_carry_the_engine():
+    name = doors.name_of("Worker", "abc", "vllm.v1.worker.gpu_worker.Worker")
+    assert name == "pyvmem.vllm.doors.Worker__abc__vllm__v1__worker__gpu_worker__Worker"
+    assert doors.engine_of(name) == "abc" and doors.engine_of("vllm.v1.worker.gpu_worker.Worker") is None
+    for wrong in ("__main__.Worker", "a._b.C", "a.b__c.D"):
+        with pytest.raises(ValueError, match="must have a name without __"):
+            doors.name_of("Worker", "abc", wrong)
+
+
+def config(**changes):
+    parallel = types.SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1,
+                                     enable_elastic_ep=False)  # fmt: skip
+    attention = types.SimpleNamespace(hisparse_config=None)
+    made = types.SimpleNamespace(parallel_config=parallel, attention_config=attention, kv_transfer_config=None)
+    for path, value in changes.items():
+        *owners, last = path.split("__")
+        owner = made
+        for name in owners:
+            owner = getattr(owner, name)
+        setattr(owner, last, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(kv_transfer_config=1), "--kv-transfer-config"),
+        (dict(parallel_config__decode_context_parallel_size=2), "context parallelism"),
+        (dict(attention_config__hisparse_config=1), "HiSparse"),
+        (dict(parallel_config__enable_elastic_ep=True), "--enable-elastic-ep"),
+    ],
+)
+def test_refusals_say_what_to_do(changes, says):
+    refuse.settings(config())
+    with pytest.raises(refuse.Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
+        refuse.settings(config(**changes))
+
+
+# ---- the control page -----------------------------------------------------------------------------------------------
+
+
+def test_all_processes_of_an_engine_get_one_page():
+    pages = [control.open_page("abc", 0) for _ in range(2)]
+    pages[0][control.LIMIT] = 5
+    assert pages[1][control.LIMIT] == 5 and pages[1].shared
+    assert control.open_page("abc", 1)[control.LIMIT] == control.NO_LIMIT
+    pages[0].unlink()
+    assert pages[1][control.LIMIT] == 5  # who has it keeps it
+    assert control.open_page("abc", 0)[control.LIMIT] == control.NO_LIMIT
+
+
+def test_the_ring_wraps_and_is_never_overrun():
+    page, draw = control.open_page("abc", 0), random.Random(2)
+    sent, got = collections.deque(), [[], []]
+    refused = pushed = 0
+    for step in range(400):
+        ids = [draw.randrange(1 << 20) for _ in range(draw.randrange(1, 4096))]
+        if page.push(step, ids, 2):
+            sent.append((step, ids))
+            pushed += len(ids)
+        else:
+            refused += 1
+        for rank in range(2):
+            if draw.random() < 0.3:
+                got[rank] += page.pull(rank, page[control.POSITION])
+    for rank in range(2):
+        got[rank] += page.pull(rank, page[control.POSITION])
+    assert got[0] == got[1] == list(sent)
+    assert refused and pushed > 5 * control.RING
+
+
+def test_a_record_that_was_not_done_stays():
+    page = control.open_page("abc", 0)
+    page.push(1, [7], 1)
+    page.push(2, [8], 1)
+    for step, _ in page.pull(0, page[control.POSITION]):
+        if step == 2:
+            break
+    assert list(page.pull(0, page[control.POSITION])) == [(2, [8])]
+
+
+def test_answers_are_of_one_order():
+    page = control.open_page("abc", 0)
+    page.answer(0, 3, False)
+    page.answer(1, 3, True)
+    assert page.answers(3, 3).tolist() == [0, 1, -1]
+    assert page.answers(3 + control.WINDOW, 3).tolist() == [-1, -1, -1]
+
+
+def _claimed(name):
+    control.claim(control.open_page(name, 0))
+
+
+def test_pages_of_dead_engines_are_swept(folder):
+    control.claim(control.open_page("alive", 0))
+    process = multiprocessing.get_context("spawn").Process(target=_claimed, args=("dead",))
+    process.start()
+    process.join()
+    assert control.path_of("dead", 0).exists()
+    assert [e.name for e, _ in control.engines()] == ["alive"]
+    control.sweep()
+    assert not control.path_of("dead", 0).exists() and control.path_of("alive", 0).exists()
+
+
+def test_files_that_are_no_pages_are_left_out(folder):
+    control.claim(control.open_page("alive", 0))
+    path = control.path_of("alive", 0)
+    (path.parent / "short-0.vllm").write_bytes(b"short")
+    (path.parent / "zero-0.vllm").write_bytes(bytes(control.WORDS * 8))
+    control.sweep()
+    assert [e.name for e, _ in control.engines()] == ["alive"]
+
+
+def test_without_a_folder_the_page_is_private(monkeypatch):
+    monkeypatch.setattr(control, "view_folder", lambda: None)
+    page = control.open_page("abc", 0)
+    assert not page.shared and page[control.LIMIT] == control.NO_LIMIT
+    page.unlink()
+
+
+def engine(name="abc", **words):
+    page = control.open_page(name, 0)
+    control.claim(page)
+    for word, value in {"BLOCKS": 100, "BLOCK_BYTES": 1 << 20, "LEAST": 10, "RANKS_USED": 1, **words}.items():
+        page[getattr(control, word)] = value
+    return page
+
+
+def test_top_shows_engines_and_sets_their_limits():
+    page, other = engine(USED=3, CACHED=5, PREEMPTED=7), engine("def")
+    row = next(line for line in run_top("--once").splitlines() if "abc-0" in line)
+    assert row.split() == [str(os.getpid()), "abc-0", "10", "0", "3", "5", "0", "7", "0"]
+    row = next(line for line in run_top("--once", "--limit", "abc=60%").splitlines() if "abc-0" in line)
+    assert row.split()[2] == "60"
+    assert page[control.LIMIT] == 60 << 20 and other[control.LIMIT] == control.NO_LIMIT
+    run_top("--once", "--limit", f"{os.getpid()}=4M")  # counts as its least
+    assert page[control.LIMIT] == other[control.LIMIT] == 4 << 20
+    with pytest.raises(ValueError, match="120% is not between 0 and 100 %"):
+        run_top("--once", "--limit", "abc=120%")
+
+
+# ---- where blocks lie -----------------------------------------------------------------------------------------------
+
+
+def kv_config(*tensors, blocks=10, size=None):
+    """tensors: (layers, bytes of a layer's part, layer_stride, block_stride, offset)"""
+    groups, made = [], []
+    for i, (layers, part, layer_stride, block_stride, offset) in enumerate(tensors):
+        names = [f"{i}.{layer}" for layer in range(layers)]
+        groups.append(types.SimpleNamespace(layer_names=names,
+                                            kv_cache_spec=types.SimpleNamespace(page_size_bytes=part)))  # fmt: skip
+        made.append(types.SimpleNamespace(size=size, layers=names, layer_stride=layer_stride, offset=offset,
+                                          block_stride=block_stride))  # fmt: skip
+    return types.SimpleNamespace(kv_cache_tensors=made, kv_cache_groups=groups, num_blocks=blocks)
+
+
+LAYOUTS = {
+    "layers outermost": [(4, 40 << 10, 10 * (40 << 10), 40 << 10, 0)],
+    "blocks outermost": [(4, 40 << 10, 40 << 10, 4 * (40 << 10), 0)],
+    "groups that overlay": [(2, PAGE, 10 * PAGE, PAGE, 0), (2, PAGE, 10 * PAGE, PAGE, 0)],
+    "groups of several sizes": [(2, 3000, 3000, 10000, 0), (1, 4000, 4000, 10000, 6000)],
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_pages_of_blocks(case):
+    about = kv_config(*LAYOUTS[case], size=1 << 30)
+    ranges = geometry.ranges_of(about)
+    for ids in ([0], [3, 7], list(range(10))):
+        found = {int(p) for part in geometry.pages(ranges, np.array(ids), PAGE) for p in part}
+        want = set()
+        for layers, part, layer_stride, block_stride, offset in LAYOUTS[case]:
+            for layer in range(layers):
+                for b in ids:
+                    at = offset + layer * layer_stride + b * block_stride
+                    want |= set(range(at // PAGE, (at + part - 1) // PAGE + 1))
+        assert found == want
+    assert geometry.beyond(ranges, 10, 1 << 30) is None
+    assert "blocks end at" in geometry.beyond(ranges, 10, 90_000)
+
+
+def test_tensors_in_host_memory_are_left_out():
+    about = kv_config((1, PAGE, PAGE, PAGE, 0), (1, PAGE, PAGE, PAGE, 0))
+    about.kv_cache_tensors[1].host_resident = True
+    about.kv_cache_tensors[1].offset = 999
+    assert [r.offset for r in geometry.ranges_of(about)] == [0]
+
+
+def test_layouts():
+    names = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+    assert layout.order(names, [PAGE, PAGE]) == names  # as fine, and vLLM's own
+    assert layout.order(names, [PAGE + 8192] * 4) == ["BLHNC", "BLNHC", "LBHNC", "LBNHC"]
+    assert layout.order(names, [PAGE + 8192, 8192]) == names
+    assert layout.order(["LBHNC"], [8192]) == ["LBHNC"]
+
+
+# ---- pages behind blocks --------------------------------------------------------------------------------------------
+
+
+class Event:
+    passed = False
+
+    def query(self):
+        return self.passed
+
+
+class Rig:
+    """Blocks of 1.25 pages, neighbours share pages."""
+
+    PART = PAGE + PAGE // 4
+
+    def __init__(self, blocks=40, budget=0):
+        self.context = Context("host", budget=budget)
+        import torch
+
+        self.tensor = VirtualTensor((blocks * self.PART,), torch.int8, "cpu", page_size=PAGE, context=self.context)
+        self.answers = {}
+        self.blocks = Blocks(self.context, self.tensor.addr, PAGE, [geometry.Range(0, self.PART, self.PART, 1, 0)],
+                             blocks, self.answers.__setitem__)  # fmt: skip
+        self.n = blocks
+
+    def pages(self, ids):
+        return {p for b in ids for p in range(b * self.PART // PAGE, ((b + 1) * self.PART - 1) // PAGE + 1)}
+
+    def check(self, ids):
+        assert self.blocks.backed() == sorted(ids)
+        assert self.tensor.resident_bytes == len(self.pages(ids)) * PAGE == self.blocks.stats().pages * PAGE
+
+
+@pytest.fixture
+def rig():
+    made = []
+
+    def make(**options):
+        made.append(Rig(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.blocks.close()
+
+
+def test_shared_pages_stay_while_a_block_needs_them(rig):
+    r, draw, backed = rig(), random.Random(4), set()
+    for _ in range(300):
+        ids = draw.sample(range(1, r.n), draw.randrange(1, 12))
+        if draw.random() < 0.5:
+            assert r.blocks.back(ids) == len(set(ids) - backed)
+            backed |= set(ids)
+        else:
+            r.blocks.unback(ids)
+            r.blocks.flush()
+            backed -= set(ids)
+        r.check(backed)
+
+
+def test_blocks_stay_until_their_event_has_passed_and_may_come_back(rig):
+    r, event = rig(), Event()
+    r.blocks.back([1, 2, 3])
+    r.tensor.tensor[3 * r.PART] = 9
+    r.blocks.unback([1, 2, 3], event)
+    r.blocks.flush()
+    assert r.tensor.resident_bytes == len(r.pages([1, 2, 3])) * PAGE and r.blocks.backed() == []
+    assert r.blocks.back([3]) == 0
+    event.passed = True
+    r.blocks.flush()
+    r.check({3})
+    assert r.tensor.tensor[3 * r.PART] == 9
+
+
+def test_a_block_that_came_back_can_leave_again(rig):
+    r, events = rig(), [Event(), Event()]
+    r.blocks.back([1, 2])
+    r.blocks.unback([1, 2], events[0])
+    r.blocks.back([2])
+    r.blocks.unback([2], events[1])
+    events[0].passed = True
+    r.blocks.flush()
+    assert r.tensor.resident_bytes >= len(r.pages([2])) * PAGE
+    events[1].passed = True
+    r.blocks.flush()
+    r.check(set())
+
+
+def test_an_order_is_answered_and_one_without_memory_is_refused_whole(rig):
+    r = rig(budget=10 * PAGE)
+    r.blocks.order(1, [1, 2])
+    r.blocks.order(2, range(5, 30))
+    r.blocks.flush()
+    assert r.answers == {1: False, 2: True}
+    r.check({1, 2})
+    with pytest.raises(OutOfMemory):
+        r.blocks.back(range(5, 30))
+    r.check({1, 2})
+
+
+def test_the_null_block_stays_and_numbers_are_checked(rig):
+    r = rig()
+    r.blocks.back([0, 1])
+    r.blocks.unback([0, 1])
+    r.blocks.flush()
+    r.check({0})
+    for wrong in ([40], [-1]):
+        with pytest.raises(ValueError, match="must lie within 0:40"):
+            r.blocks.back(wrong)

@@ -1,0 +1,248 @@
+"""Recognises releases of vLLM on which vMem cannot work.
+
+Three checks, none of which imports a part of vLLM that needs a GPU:
+
+1. **Signatures** of the functions that vMem extends or calls, complete, and the names of the fields that it reads. Any
+   difference refuses the release.
+2. **Fingerprints** of the bodies that vMem relies on. An unknown one is reported, and refused with VMEM_VLLM_STRICT=1.
+3. **Behaviour** of the block pool, by trying it. Any difference refuses the release.
+
+``python -m pyvmem.vllm.check FOLDER`` checks the vLLM in a folder, and prints its fingerprints.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pyvmem.vllm.fingerprints import KNOWN
+from pyvmem.vllm.refuse import Refused
+
+_WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
+_POOL, _UTILS, _OUTPUT = "v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/sched/output.py"
+_INTERFACE = "v1/kv_cache_interface.py"
+
+# (file, function, parameters without annotations)
+SIGNATURES = (
+    ("platforms/interface.py", "Platform.check_and_update_config", "cls, vllm_config"),
+    (_WORKER, "Worker._maybe_get_memory_pool_context", "self, tag"),
+    (_WORKER, "Worker.initialize_from_config", "self, kv_cache_config"),
+    (_WORKER, "Worker.execute_model", "self, scheduler_output"),
+    (_WORKER, "Worker.execute_dummy_batch", "self"),
+    (_WORKER, "Worker.sleep", "self, level=1"),
+    (_WORKER, "Worker.wake_up", "self, tags=None"),
+    (_WORKER, "Worker.shutdown", "self"),
+    ("v1/worker/worker_base.py", "WorkerBase.get_supported_kv_cache_layouts", "self"),
+    (_SCHEDULER, "Scheduler.schedule", "self, throttle_prefills=False"),
+    (_SCHEDULER, "Scheduler.update_from_output", "self, scheduler_output, model_runner_output"),
+    (_SCHEDULER, "Scheduler.add_request", "self, request"),
+    (_SCHEDULER, "Scheduler.finish_requests", "self, request_ids, finished_status"),
+    (_SCHEDULER, "Scheduler.reset_prefix_cache", "self, reset_running_requests=False, reset_connector=False"),
+    (_SCHEDULER, "Scheduler.shutdown", "self"),
+    (_POOL, "BlockPool.get_new_blocks", "self, num_blocks"),
+    (_POOL, "BlockPool.free_blocks", "self, ordered_blocks"),
+    (_POOL, "BlockPool.touch", "self, blocks"),
+    (_POOL, "BlockPool.evict_blocks", "self, block_ids"),
+    (_POOL, "BlockPool.reset_prefix_cache", "self"),
+    (_POOL, "BlockPool.get_num_free_blocks", "self"),
+    (_POOL, "BlockPool.get_usage", "self"),
+    (_UTILS, "FreeKVCacheBlockQueue.popleft", "self"),
+    (_UTILS, "FreeKVCacheBlockQueue.popleft_n", "self, n"),
+    (_UTILS, "FreeKVCacheBlockQueue.remove", "self, block"),
+    (_UTILS, "FreeKVCacheBlockQueue.append", "self, block"),
+    (_UTILS, "FreeKVCacheBlockQueue.append_n", "self, blocks"),
+    (_UTILS, "FreeKVCacheBlockQueue.prepend_n", "self, blocks"),
+    (_UTILS, "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
+)
+
+# (file, class, fields)
+FIELDS = (
+    (_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "scheduled_cached_reqs", "preempted_req_ids",
+                                  "new_block_ids_to_zero", "kv_cache_block_copies")),
+    (_OUTPUT, "NewRequestData", ("block_ids",)),
+    (_OUTPUT, "CachedRequestData", ("new_block_ids",)),
+    (_INTERFACE, "KVCacheTensor", ("size", "layers", "layer_stride", "block_stride", "offset")),
+    (_INTERFACE, "KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
+    (_UTILS, "KVCacheBlock", ("block_id", "ref_cnt", "is_null")),
+    (_UTILS, "KVCacheBlockCopy", ("src_block_id", "dst_block_id")),
+)  # fmt: skip
+
+# Fields that vMem does not know may carry blocks: SchedulerOutput's must all be known, by name.
+BODIES = (
+    ("v1/worker/utils.py", "allocate_kv_cache"),
+    ("v1/worker/gpu/attn_utils.py", "init_kv_cache"),
+    ("v1/worker/gpu_model_runner.py", "GPUModelRunner.initialize_kv_cache_tensors"),
+    (_INTERFACE, "create_kv_cache_views"),
+    (_OUTPUT, "SchedulerOutput"),
+    (_POOL, "BlockPool.get_new_blocks"),
+    (_POOL, "BlockPool.free_blocks"),
+    (_POOL, "BlockPool.touch"),
+    (_POOL, "BlockPool.evict_blocks"),
+    (_POOL, "BlockPool.reset_prefix_cache"),
+    (_UTILS, "FreeKVCacheBlockQueue"),
+    ("v1/worker/utils.py", "KVBlockZeroer"),
+    ("v1/worker/gpu/block_table.py", "BlockTables.get_dummy_block_tables"),
+)
+
+
+class _Source:
+    """The parsed files of one vLLM."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._trees: dict[str, ast.Module] = {}
+
+    def find(self, file: str, path: str) -> Any:
+        """The definition of a function or class; None if there is none."""
+        if file not in self._trees:
+            try:
+                self._trees[file] = ast.parse((self._folder / file).read_text(encoding="utf-8"))
+            except (OSError, SyntaxError, ValueError):
+                self._trees[file] = ast.Module([], [])
+        node: Any = self._trees[file]
+        for name in path.split("."):
+            node = next((n for n in getattr(node, "body", ()) if getattr(n, "name", None) == name), None)
+        return node
+
+
+def _parameters(arguments: ast.arguments) -> str:
+    """The parameters as they are written, without annotations."""
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.unparse(arguments)
+
+
+def _shape(node: Any) -> str:
+    """A definition as text that is the same in every release of Python, without docstrings and annotations."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(_shape, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(value, list) and value and isinstance(value[0], ast.Expr):
+            first = value[0].value
+            value = value[1:] if isinstance(first, ast.Constant) and isinstance(first.value, str) else value
+        if name in ("annotation", "returns", "type_comment", "type_params", "ctx", "kind") or value in (None, []):
+            continue
+        parts.append(f"{name}={_shape(value)}")
+    return f"{type(node).__name__}({','.join(parts)})"
+
+
+def _fingerprint(node: Any) -> str:
+    return hashlib.sha256(_shape(node).encode()).hexdigest()[:16] if node is not None else "absent"
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """{function: fingerprint} of the bodies that vMem relies on, of the vLLM in `folder`."""
+    source = _Source(folder)
+    return {path: _fingerprint(source.find(file, path)) for file, path in BODIES}
+
+
+def differences(folder: Path) -> Iterator[str]:
+    """Signatures and fields of the vLLM in `folder` that are not as vMem needs them."""
+    source = _Source(folder)
+    for file, path, wanted in SIGNATURES:
+        node = source.find(file, path)
+        if node is None or not hasattr(node, "args"):
+            yield f"{path} is not in {file}"
+        elif (found := _parameters(node.args)) != wanted:
+            yield f"{path} takes ({found}), not ({wanted})"
+    for file, path, fields in FIELDS:
+        node = source.find(file, path)
+        names = {n.target.id for n in getattr(node, "body", ()) if isinstance(n, ast.AnnAssign)
+                 and isinstance(n.target, ast.Name)}  # fmt: skip
+        for name in fields:
+            if name not in names:
+                yield f"{path} has no field {name}"
+
+
+def unknown(folder: Path) -> list[str]:
+    """Bodies that vMem relies on and that no release has that it was checked with."""
+    return [path for path, found in fingerprints(folder).items() if found not in KNOWN.get(path, ())]
+
+
+def installed() -> Path:
+    """The folder of the vLLM that this process would import."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise Refused("VMEM_VLLM=1: vLLM is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def release(version: str, strict: bool) -> str | None:
+    """Check the installed vLLM. Returns a line to log, or None; raises `Refused`."""
+    folder = installed()
+    for difference in differences(folder):
+        raise Refused(f"VMEM_VLLM=1: vMem does not know vLLM {version}: {difference}; docs/vllm.md names the releases "
+                      "that it runs on (or unset VMEM_VLLM)")  # fmt: skip
+    changed = unknown(folder)
+    if not changed:
+        return None
+    what = f"vMem was not checked with vLLM {version}, where these have changed: {', '.join(changed)}"
+    if strict:
+        raise Refused(f"VMEM_VLLM_STRICT=1: {what}")
+    return f"{what}. It goes on, since they behave as it needs (VMEM_VLLM_STRICT=1 refuses)"
+
+
+def _misbehaviour(pool: Any) -> Iterator[str]:
+    """What a pool of 8 blocks, with block 0 the null block, does otherwise than vMem needs."""
+    queue = pool.free_block_queue
+
+    def order() -> list[int]:
+        return [b.block_id for b in queue.get_all_free_blocks()]
+
+    if pool.get_num_free_blocks() != 7 or order() != [1, 2, 3, 4, 5, 6, 7]:
+        yield "a new pool does not have all blocks but the null block in its queue"
+    held = pool.get_new_blocks(4)
+    if [b.block_id for b in held] != [1, 2, 3, 4] or any(b.ref_cnt != 1 for b in held):
+        yield "get_new_blocks does not take the first free blocks"
+    cached = held[3]
+    cached.set_block_hash(b"vmem", num_tokens=16)
+    pool.cached_block_hash_to_block.insert(b"vmem", cached)
+    pool.free_blocks([cached, held[2]])
+    if order() != [3, 5, 6, 7, 4]:
+        yield "free_blocks does not put cached blocks last and others first"
+    pool.touch([cached])
+    if order() != [3, 5, 6, 7]:
+        yield "touch does not take a block off the queue"
+    pool.free_blocks([cached])
+    taken = pool.get_new_blocks(5)
+    if [b.block_id for b in taken] != [3, 5, 6, 7, 4] or cached.block_hash is not None:
+        yield "get_new_blocks does not evict the cached block last"
+    pool.free_blocks([held[0], held[1]])
+    if order() != [1, 2]:
+        yield "free_blocks changes the order of its blocks"
+
+
+def behaviour() -> None:
+    """Try the block pool of the vLLM that is imported. Raises `Refused`."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    for wrong in _misbehaviour(BlockPool(8, True, 16)):
+        raise Refused(f"VMEM_VLLM=1: vLLM's block pool is not as vMem needs it: {wrong} (or unset VMEM_VLLM)")
+
+
+def main(folders: list[str]) -> int:
+    """Check the vLLM in each folder; returns the number of those that differ."""
+    wrong = 0
+    for name in folders:
+        found = list(differences(Path(name)))
+        changed = unknown(Path(name))
+        wrong += bool(found or changed)
+        print(name, "fits" if not found and not changed else "; ".join([*found, *(f"new: {c}" for c in changed)]))
+        for path, value in fingerprints(Path(name)).items():
+            print(f"    {path} {value}")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

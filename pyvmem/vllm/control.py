@@ -1,0 +1,257 @@
+"""The control page of an engine: shared memory in which its scheduler, its workers and its owner meet.
+
+The page is a file in the folder of `pyvmem.kv_view`, ``ENGINE-RANK.vllm``, which holds 64-bit integers:
+
+- what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
+- what the scheduler publishes: blocks used, cached, spare and wanted;
+- what each worker publishes: pages backed, the orders that it has carried out;
+- a ring of blocks that the scheduler gave up while no step ran.
+
+Every process writes only its own words, and each word is written whole, so there is no lock.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pyvmem.kv_view import _started, view_folder
+
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 1
+RANKS = 64  # workers of one engine that have a column in the page
+WINDOW = 64  # orders of which a worker remembers the result
+RING = 1 << 15  # words
+
+# What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT.
+_MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
+# What the scheduler publishes. Blocks, unless it says otherwise.
+(PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
+ PREEMPTED, REFUSED, LENT, POSITION) = range(16, 35)  # fmt: skip
+# What each worker publishes, in its own column.
+(ATTACHED, BACKED, MOST, FINISHED, RING_DONE, STEP_MAPS, AHEAD, UNBACKED, RESIDENT, LATE,
+ DUMMIES) = range(64, 64 + 11 * RANKS, RANKS)  # fmt: skip
+_RESULTS = 1024
+_RING = _RESULTS + RANKS * WINDOW
+WORDS = _RING + RING
+NO_LIMIT = (1 << 62) - 1
+
+Words = npt.NDArray[np.int64]
+
+
+def path_of(engine: str, rank: int) -> Path | None:
+    """The file of a control page; None if no folder is writable by this user only."""
+    folder = view_folder()
+    return None if folder is None else folder / f"{engine}-{rank}.vllm"
+
+
+def _map(path: Path) -> Words | None:
+    try:
+        with open(path, "r+b") as file:
+            if os.fstat(file.fileno()).st_size != WORDS * 8:
+                return None
+            words: Words = np.frombuffer(mmap.mmap(file.fileno(), WORDS * 8), np.int64)
+    except (OSError, ValueError):
+        return None
+    return words if words[_MAGIC] == MAGIC and words[_VERSION] == VERSION else None
+
+
+class Page:
+    """A control page, or private memory with the same words if none can be shared.
+
+    Attributes
+    ----------
+    words : numpy.ndarray
+        int64[WORDS].
+    shared : bool
+        Whether other processes see it.
+    """
+
+    def __init__(self, words: Words, path: Path | None) -> None:
+        self.words = words
+        self.path = path
+        self.shared = path is not None
+
+    def __getitem__(self, word: int) -> int:
+        return int(self.words[word])
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.words[word] = value
+
+    # ---- orders ----------------------------------------------------------------------------------------------
+
+    def answer(self, rank: int, order: int, refused: bool) -> None:
+        """A worker has carried out or refused an order."""
+        self.words[_RESULTS + rank * WINDOW + order % WINDOW] = order << 1 | refused
+
+    def answers(self, order: int, ranks: int) -> Words:
+        """What each rank says about an order: -1 nothing yet, 0 carried out, 1 refused. int64[ranks]."""
+        told = self.words[_RESULTS : _RESULTS + ranks * WINDOW].reshape(ranks, WINDOW)[:, order % WINDOW]
+        return np.where(told >> 1 == order, told & 1, -1)
+
+    # ---- the ring --------------------------------------------------------------------------------------------
+
+    def push(self, step: int, ids: list[int], ranks: int) -> bool:
+        """Add blocks to give up once `step` has run. Returns False, and adds nothing, if the ring is full."""
+        position = self[POSITION]
+        slowest = int(self.words[RING_DONE : RING_DONE + ranks].min())
+        if position - slowest + len(ids) + 2 > RING:
+            return False
+        record = np.array([step, len(ids), *ids], np.int64)
+        self.words[_RING + (position + np.arange(len(record))) % RING] = record
+        self[POSITION] = position + len(record)  # last: until then, nobody reads the record
+        return True
+
+    def pull(self, rank: int, upto: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the records (step, ids) before position `upto`; one is taken off when the next is asked for."""
+        done = int(self.words[RING_DONE + rank])
+        while done < upto:
+            step, n = (int(self.words[_RING + (done + k) % RING]) for k in range(2))
+            yield step, self.words[_RING + (done + 2 + np.arange(n)) % RING].tolist()
+            done += n + 2
+            self.words[RING_DONE + rank] = done
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def unlink(self) -> None:
+        """Remove the file. Who has the page mapped keeps it."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+
+def open_page(engine: str, rank: int) -> Page:
+    """The control page of an engine on this machine, made by the process that asks first."""
+    path = path_of(engine, rank)
+    if path is None:
+        return Page(_fresh(), None)
+    words = _map(path)
+    if words is None:
+        mine = path.with_suffix(f".{os.getpid()}")
+        try:
+            _fresh().tofile(mine)
+            with contextlib.suppress(FileExistsError):
+                os.link(mine, path)  # whole, and once
+        except OSError:
+            return Page(_fresh(), None)
+        finally:
+            mine.unlink(missing_ok=True)
+        words = _map(path)
+    return Page(_fresh(), None) if words is None else Page(words, path)
+
+
+def _fresh() -> Words:
+    words: Words = np.zeros(WORDS, np.int64)
+    words[_MAGIC], words[_VERSION], words[LIMIT] = MAGIC, VERSION, NO_LIMIT
+    return words
+
+
+def sweep() -> None:
+    """Remove the pages of engines that ended without removing them."""
+    folder = view_folder()
+    for path in folder.glob("*.vllm") if folder else ():
+        words = _map(path)
+        if words is not None and words[PID] and _started(str(words[PID])) != str(words[STARTED]):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def claim(page: Page) -> None:
+    """This process has the scheduler."""
+    page[PID] = os.getpid()
+    page[STARTED] = int(_started("self") or 0)
+
+
+# ---- for owners ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine of vLLM's holds, and what its owner set. Sizes are in bytes, of one worker.
+
+    Attributes
+    ----------
+    name : str
+        The engine's name, as its page has it.
+    rank : int
+        Its data-parallel rank.
+    pid : int
+        The process of its scheduler.
+    workers : int
+    block_bytes, blocks : int
+        Bytes of a block in all layers, and how many there are.
+    limit : int or None
+        The most that blocks may take now; None for no limit.
+    min, max, priority : int
+        Its share among engines; 0: not set.
+    least : int
+        What one request of the greatest length needs. A limit below it counts as this.
+    allowed, used, cached, spare, wanted : int
+        What blocks may take, and what running requests, the prefix cache and free blocks take; what the requests that
+        wait need.
+    backed, resident : int
+        What is backed, in the worker that has most.
+    step_maps : int
+        Blocks that a step had to map itself.
+    steps, preempted, refused : int
+        Steps so far, preemptions, and orders for which there was no memory.
+    lent : bool
+        Whether the engine has lent everything, as LEND asks for.
+    """
+
+    name: str
+    rank: int
+    pid: int
+    workers: int
+    block_bytes: int
+    blocks: int
+    limit: int | None
+    min: int
+    max: int
+    priority: int
+    least: int
+    allowed: int
+    used: int
+    cached: int
+    spare: int
+    wanted: int
+    backed: int
+    resident: int
+    step_maps: int
+    steps: int
+    preempted: int
+    refused: int
+    lent: bool
+
+    @classmethod
+    def of(cls, name: str, rank: int, page: Page) -> Engine:
+        """What a page says."""
+        block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
+        most = {f: int(page.words[f : f + ranks].max()) for f in (BACKED, RESIDENT, STEP_MAPS)}
+        return cls(
+            name, rank, page[PID], ranks, block, page[BLOCKS], None if page[LIMIT] >= NO_LIMIT else page[LIMIT],
+            page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
+            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, most[BACKED], most[RESIDENT],
+            most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
+        )  # fmt: skip
+
+
+def engines() -> list[tuple[Engine, Page]]:
+    """The engines of this user that run on this machine, each with its page."""
+    folder, found = view_folder(), []
+    for path in sorted(folder.glob("*.vllm")) if folder else ():
+        name = re.fullmatch(r"([0-9a-z]+)-([0-9]+)\.vllm", path.name)
+        words = _map(path) if name else None
+        if name and words is not None and words[PID] and _started(str(words[PID])) == str(words[STARTED]):
+            page = Page(words, path)
+            found.append((Engine.of(name[1], int(name[2]), page), page))
+    return found

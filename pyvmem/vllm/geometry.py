@@ -1,0 +1,75 @@
+"""Where a block lies in the one allocation that holds vLLM's KV cache.
+
+vLLM places layer ``l`` of block ``b`` at ``offset + l * layer_stride + b * block_stride`` (``KVCacheTensor``). That
+covers every kind of layer: full and latent attention, windows, states of Mamba, drafts. Groups of layers overlay each
+other, so a block's bytes are those of all groups, whichever of them uses it.
+
+This module does not import vLLM: the configuration is vLLM's KVCacheConfig.
+
+SPDX-License-Identifier: MIT
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Range:
+    """Equal parts of each block, in bytes: part ``k`` of block ``b`` is at ``offset + k*part_stride + b*stride``."""
+
+    offset: int
+    stride: int
+    length: int
+    parts: int
+    part_stride: int
+
+
+def _layer_bytes(config: Any, tensor: Any) -> int:
+    """Bytes of one layer's part of a block, without padding to `block_stride`."""
+    layer = tensor.layers[0]
+    group = next(g for g in config.kv_cache_groups if layer in g.layer_names)
+    spec = group.kv_cache_spec
+    inner = getattr(spec, "kv_cache_specs", None)
+    return int((inner[layer] if inner else spec).page_size_bytes)
+
+
+def ranges_of(config: Any) -> list[Range]:
+    """The parts of a block for each KVCacheTensor; tensors in host memory are left out."""
+    found = []
+    for tensor in config.kv_cache_tensors:
+        if getattr(tensor, "host_resident", False):
+            continue
+        size, layers = _layer_bytes(config, tensor), len(tensor.layers)
+        if tensor.layer_stride == size:  # the layers of a block are adjacent
+            found.append(Range(tensor.offset, tensor.block_stride, size * layers, 1, 0))
+        else:
+            found.append(Range(tensor.offset, tensor.block_stride, size, layers, tensor.layer_stride))
+    return list(dict.fromkeys(found))
+
+
+def bytes_of(config: Any) -> int:
+    """Bytes of the allocation that holds every block."""
+    return int(config.kv_cache_tensors[0].size) if config.kv_cache_tensors else 0
+
+
+def beyond(ranges: Sequence[Range], blocks: int, size: int) -> str | None:
+    """What does not fit into the allocation; None if all blocks do."""
+    for r in ranges:
+        end = r.offset + (r.parts - 1) * r.part_stride + (blocks - 1) * r.stride + r.length
+        if r.offset < 0 or end > size:
+            return f"blocks end at {end} of {size} bytes"
+    return None
+
+
+def pages(ranges: Sequence[Range], ids: npt.NDArray[np.int64], page_size: int) -> Iterator[npt.NDArray[np.int64]]:
+    """The pages of blocks: an array per range, in which a page comes once for each part that it holds."""
+    for r in ranges:
+        first = r.offset + ids[:, None] * r.stride + np.arange(r.parts) * r.part_stride
+        first, last = (first // page_size).ravel(), ((first + r.length - 1) // page_size).ravel()
+        each = np.arange(int((last - first).max()) + 1)
+        page = first[:, None] + each
+        yield page[page <= last[:, None]]

@@ -1,0 +1,258 @@
+"""The scheduler's side: which of vLLM's blocks circulate.
+
+A block *circulates* if vLLM's block pool may hand it out: it is in use or in the pool's free queue, and its pages are
+backed. All others are *out*: the keeper holds them, taken with the pool's own `get_new_blocks`, and they have no pages.
+To grow, the keeper orders blocks that are out to be backed; they enter the free queue when every worker has done so. To
+shrink, it takes blocks off the free queue, in vLLM's own order: unused ones first, then the least recently used of the
+prefix cache. So vLLM's admission, eviction and preemption act on the memory that there is, and no step waits for pages.
+
+This module does not import vLLM: the pool is vLLM's BlockPool, the manager its KVCacheManager.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pyvmem.vllm import control
+from pyvmem.vllm.control import Page
+
+MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
+MOST_ORDERS = control.WINDOW // 2  # at a time
+RETRY = 0.1  # seconds until memory that was refused is asked for again
+
+
+class CountedQueue:
+    """A part of vLLM's queue of free blocks that knows which of them were free of contents when they came.
+
+    vLLM puts these at the front and cached ones at the end. `keep_count` makes a queue one of these, in place.
+    """
+
+    front: set[int]
+
+    def popleft(self) -> Any:
+        block = super().popleft()  # type: ignore[misc]
+        self.front.discard(block.block_id)
+        return block
+
+    def popleft_n(self, n: int) -> Any:
+        blocks = super().popleft_n(n)  # type: ignore[misc]
+        if self.front:
+            self.front.difference_update([b.block_id for b in blocks])
+        return blocks
+
+    def remove(self, block: Any) -> None:
+        super().remove(block)  # type: ignore[misc]
+        self.front.discard(block.block_id)
+
+    def prepend_n(self, blocks: Any) -> None:
+        super().prepend_n(blocks)  # type: ignore[misc]
+        self.front.update([b.block_id for b in blocks])
+
+
+class KeptPool:
+    """The parts of vLLM's block pool that count blocks, without those that are out."""
+
+    vmem: Keeper
+
+    def get_usage(self) -> float:
+        return self.vmem.usage()
+
+    def reset_prefix_cache(self) -> bool:
+        held, pool = self.vmem.held, self.vmem.pool
+        pool.num_gpu_blocks -= held
+        try:
+            done: bool = super().reset_prefix_cache()  # type: ignore[misc]
+        finally:
+            pool.num_gpu_blocks += held
+        if done:
+            self.vmem.forgot()
+        return done
+
+
+def _grow(thing: Any, mixin: type) -> None:
+    """Give one object the methods of `mixin`, before those of its class."""
+    thing.__class__ = type(mixin.__name__, (mixin, type(thing)), {"__slots__": ()})
+
+
+class Keeper:
+    """Decides which blocks of one pool circulate.
+
+    Parameters
+    ----------
+    manager : vllm.v1.core.kv_cache_manager.KVCacheManager
+    page : Page
+        The engine's control page.
+    block_bytes : int
+        Bytes of a block in one worker, all layers.
+    least : int
+        Blocks that one request of the greatest length needs. As many always circulate.
+    low : int
+        Blocks that one step may take, of which twice as many are kept ready if the limit allows it.
+    ranks : int
+        Workers.
+    """
+
+    def __init__(self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int) -> None:
+        self.manager, self.pool, self.page = manager, manager.block_pool, page
+        self.block_bytes, self.ranks = block_bytes, ranks
+        self.total = self.pool.num_gpu_blocks - 1  # without the null block
+        self.least, self.low = min(least, self.total), low
+        self._watermark = manager.watermark_blocks / max(self.total, 1)
+        queue = self.pool.free_block_queue
+        _grow(queue, CountedQueue)
+        queue.front = {b.block_id for b in queue.get_all_free_blocks()}
+        self._queue = queue
+        self._out = sorted(b.block_id for b in self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
+        self._gone: list[int] = []  # for the workers
+        self._order: list[int] = []
+        self._coming: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
+        self._n_coming = 0
+        self._orders = 0
+        self._retry = 0.0
+        self.step = 0
+        self.lent = False
+        self.pool.vmem = self
+        _grow(self.pool, KeptPool)
+        page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, block_bytes
+        page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
+        self.publish()
+
+    # ---- what there is ---------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Blocks that vLLM cannot hand out."""
+        return len(self._out) + self._n_coming + len(self._order)
+
+    @property
+    def spare(self) -> int:
+        """Free blocks without contents."""
+        return len(self._queue.front)
+
+    @property
+    def circulating(self) -> int:
+        """Blocks in use or in the free queue."""
+        return int(self.total - self.held)
+
+    def allowed(self) -> int:
+        """Blocks that may circulate now."""
+        if self.lent:
+            return 0
+        most = self.page[control.LIMIT] // self.block_bytes
+        if self.page[control.MAX]:
+            most = min(most, self.page[control.MAX] // self.block_bytes)
+        return int(min(max(most, self.least), self.total))
+
+    def usage(self) -> float:
+        """The part of the allowed blocks that requests use."""
+        allowed = self.allowed()
+        used = self.circulating - int(self.pool.get_num_free_blocks())
+        return min(used / allowed, 1.0) if allowed else 0.0
+
+    # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
+
+    def before(self) -> None:
+        """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave."""
+        self._enter()
+        allowed = self.allowed()
+        self.manager.watermark_blocks = int(self._watermark * allowed)
+        beyond = self.circulating + self._n_coming - allowed
+        if beyond > 0:
+            self.leave(beyond)
+        elif len(self._coming) < MOST_ORDERS:
+            self._want(min(2 * self.low - self.spare - self._n_coming, -beyond))
+
+    def take(self) -> tuple[list[int], list[int], int]:
+        """What the workers must know with this step: (blocks that leave, blocks to back, the order's number)."""
+        self.step += 1
+        self.page[control.STEP] = self.step
+        gone, self._gone = self._gone, []
+        ahead, self._order = self._order, []
+        if ahead:
+            self._orders += 1
+            self._coming.append((self._orders, self.step, ahead))
+            self._n_coming += len(ahead)
+        return gone, ahead, self._orders
+
+    def leave(self, n: int) -> int:
+        """Take up to `n` free blocks out of circulation; returns how many."""
+        n = min(n, MOST_LEAVING, int(self.pool.get_num_free_blocks()))
+        if n > 0:
+            ids = [b.block_id for b in self.pool.get_new_blocks(n)]
+            self._gone += ids
+            self._put_out(ids)
+        return max(n, 0)
+
+    def _put_out(self, ids: Iterable[int]) -> None:
+        for i in ids:
+            heapq.heappush(self._out, i)
+
+    def _want(self, n: int) -> None:
+        if n > 0 and self._out and time.monotonic() >= self._retry:
+            self._order += [heapq.heappop(self._out) for _ in range(min(n, len(self._out)))]
+
+    def _enter(self) -> None:
+        while self._coming:
+            order, step, ids = self._coming[0]
+            told = self.page.answers(order, self.ranks)
+            attached = self.page.words[control.ATTACHED : control.ATTACHED + self.ranks] != 0
+            waits = (told < 0) & attached
+            if waits.any() or (not attached.all() and self.step < step + 2):  # a worker without this page backs in time
+                return
+            self._coming.popleft()
+            self._n_coming -= len(ids)
+            if (told[attached] > 0).any():
+                self.page[control.REFUSED] += 1
+                self._retry = time.monotonic() + RETRY
+                self._gone += ids  # other workers may have backed them
+                self._put_out(ids)
+            else:
+                # The lowest number first in the queue, so that blocks in use stay close together.
+                self.pool.free_blocks(self.pool.blocks[i] for i in ids)
+
+    # ---- between steps ---------------------------------------------------------------------------------------
+
+    def between(self, idle: bool, keep: int = 0) -> None:
+        """Blocks above the limit leave, and if `idle`, spare ones but `keep`. Workers learn it by the ring."""
+        self._enter()
+        beyond = self.circulating + self._n_coming - self.allowed()
+        if idle:
+            beyond = max(beyond, self.spare - keep)
+        while beyond > 0 and (n := self.leave(beyond)):
+            beyond -= n
+        self.tell()
+
+    def tell(self) -> None:
+        """Send what has left to the workers by the ring. Without the page, workers learn it with the next step."""
+        while self._gone and self.page.words[control.ATTACHED : control.ATTACHED + self.ranks].all():
+            part = self._gone[:MOST_LEAVING]
+            if not self.page.push(self.step, part, self.ranks):
+                break  # with the next step, or the next time
+            del self._gone[: len(part)]
+
+    def forgot(self) -> None:
+        """vLLM has forgotten the prefix cache: no free block has contents."""
+        self._queue.front.update(b.block_id for b in self._queue.get_all_free_blocks())
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the oldest order is done, if there is one."""
+        end = time.monotonic() + seconds
+        while self._coming and time.monotonic() < end:
+            order, _, ids = self._coming[0]
+            if (self.page.answers(order, self.ranks) >= 0).all():
+                return
+            time.sleep(1e-4)
+
+    def publish(self, wanted: int = 0) -> None:
+        """Write the numbers of the control page."""
+        page, free, spare = self.page, int(self.pool.get_num_free_blocks()), self.spare
+        page[control.ALLOWED], page[control.OUT] = self.allowed(), len(self._out)
+        page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
+        page[control.USED], page[control.WANTED] = self.circulating - free, wanted
+        page[control.LENT] = self.lent

@@ -1,0 +1,29 @@
+"""What a scheduler tells its workers with each step.
+
+SPDX-License-Identifier: MIT
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepOrders:
+    """Travels as attribute `vmem` of vLLM's SchedulerOutput.
+
+    Attributes
+    ----------
+    step : int
+        The step's number.
+    position : int
+        What the ring held when the step was scheduled: to be carried out before it.
+    gone : list of int
+        Blocks that no longer circulate.
+    ahead : list of int
+        Blocks to be backed in the background, as order number `order`.
+    """
+
+    step: int
+    position: int
+    gone: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    order: int = 0

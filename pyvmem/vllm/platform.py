@@ -1,0 +1,77 @@
+"""vLLM's own platform with three hooks: this is what makes vLLM use the classes of `doors`.
+
+vLLM resolves the platform in each of its processes, by the entry point group ``vllm.platform_plugins``. The base is
+what vLLM's own detection finds, so every question that vLLM asks its platform has vLLM's own answer.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from typing import Any
+
+import vllm
+from vllm.platforms import builtin_platform_plugins, interface
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from pyvmem.vllm import check, doors, metrics, refuse, settings
+
+logger = logging.getLogger("vllm.vmem")
+
+
+def _base() -> Any:
+    found = [name for name in (detect() for detect in builtin_platform_plugins.values()) if name]
+    return resolve_obj_by_qualname(found[0]) if found else interface.UnspecifiedPlatform
+
+
+_Base: Any = _base()
+
+
+def _qualname(chosen: Any) -> str:
+    return chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}"
+
+
+def _diffusion(vllm_config: Any) -> str | None:
+    """The scheduler that vLLM would choose later, if none were chosen."""
+    chosen = vllm_config.scheduler_config
+    if getattr(vllm_config, "diffusion_config", None) is None or chosen.scheduler_cls is not None:
+        return None
+    kind = "DiffusionAsyncScheduler" if chosen.async_scheduling else "DiffusionScheduler"
+    return f"vllm.v1.core.sched.diffusion_scheduler.{kind}"
+
+
+def install(vllm_config: Any) -> None:
+    """Put the doors into a configuration, once. Raises `refuse.Refused`."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if doors.engine_of(_qualname(parallel.worker_cls)) is not None:
+        return  # vLLM makes its configuration several times
+    if vllm_config.model_config is None or parallel.worker_cls == "auto":
+        return  # a configuration without an engine
+    asked = settings.read()
+    if not asked.on:
+        return  # switched off since vLLM was imported
+    refuse.settings(vllm_config)
+    note = check.release(vllm.__version__, asked.strict)
+    if note:
+        logger.warning(note)
+    engine = uuid.uuid4().hex[:12]
+    worker = _qualname(parallel.worker_cls)
+    chosen = _diffusion(vllm_config) or _qualname(scheduler.get_scheduler_cls())
+    parallel.worker_cls = doors.name_of("Worker", engine, worker)
+    scheduler.scheduler_cls = doors.name_of("Scheduler", engine, chosen)
+    metrics.register()
+
+
+class Platform(_Base):  # type: ignore[misc]
+    """The platform that vLLM found, on vMem."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        super().check_and_update_config(vllm_config)
+        try:
+            install(vllm_config)
+        except (refuse.Refused, ValueError) as error:
+            sys.exit(f"pyvmem: {error}")

@@ -1,0 +1,128 @@
+"""vLLM's whole engine in a forked child of a process that has imported vLLM: seconds instead of a minute."""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+
+MOST = 1024
+
+
+def prompts_of(n=24, longest=500):
+    draw = random.Random(0).randrange
+    prefixes = [[draw(3, 990) for _ in range(300)] for _ in range(3)]
+    made = []
+    for i in range(n):
+        prompt = [draw(3, 990) for _ in range(draw(5, longest))]
+        made.append((prefixes[i % 3] + prompt)[: MOST - 60] if i % 2 else prompt)
+    return [{"prompt_token_ids": p} for p in made]
+
+
+def in_child(function, *args, vmem, seconds=300, **kwargs):
+    """What `function` returns in a forked child with VMEM_VLLM set or not. Raises what it raised, as text."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        signal.alarm(seconds)
+        os.environ.update(VMEM_VLLM="1" if vmem else "0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        try:
+            told = dict(result=function(*args, **kwargs))
+        except BaseException:
+            told = dict(error=traceback.format_exc())
+        with os.fdopen(write, "w") as file:
+            json.dump(told, file)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    told = json.loads(text) if text else dict(error=f"the engine's process ended with status {status}")
+    if "error" in told:
+        raise RuntimeError(told["error"])
+    return told["result"]
+
+
+def make(folder, **options):
+    from vllm import LLM
+
+    return LLM(str(folder), **dict(dict(
+        max_model_len=MOST, max_num_seqs=8, enforce_eager=True, enable_prefix_caching=True, max_num_batched_tokens=512,
+        seed=0, dtype="float32", kv_cache_memory_bytes=256 << 20), **options))  # fmt: skip
+
+
+def own_page():
+    from pyvmem.vllm import control
+
+    found = control.engines()
+    return max(found, key=lambda e: e[1][control.STARTED]) if found else None
+
+
+def serve(folder, options=None, limits=(), lora=None, out=24, turns=2):
+    """Serve all prompts `turns` times, the second time from the prefix cache, while the limit moves.
+
+    limits : multiples of what one request needs
+    """
+    from vllm import SamplingParams
+
+    llm = make(folder, **(options or {}))
+    prompts, params = prompts_of(), SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
+    adapters = None
+    if lora:
+        from vllm.lora.request import LoRARequest
+
+        adapters = [LoRARequest("adapter", 1, str(lora)) if i % 3 == 0 else None for i in range(len(prompts))]
+    vmem, stop, tokens = own_page() if os.environ["VMEM_VLLM"] == "1" else None, threading.Event(), []
+    mover = None
+    if vmem and limits:
+        from pyvmem.vllm import control
+
+        def move():
+            draw = random.Random(1)
+            while not stop.wait(0.05):
+                vmem[1][control.LIMIT] = int(draw.choice(limits) * vmem[0].least)
+
+        vmem[1][control.LIMIT] = int(limits[0] * vmem[0].least)
+        mover = threading.Thread(target=move)
+        mover.start()
+    for _ in range(turns):
+        answers = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+        tokens += [list(a.outputs[0].token_ids) for a in answers]
+    told = dict(tokens=tokens, cached=sum(a.num_cached_tokens or 0 for a in answers))
+    if mover:
+        stop.set()
+        mover.join()
+    if vmem:
+        told.update(idle_state(llm, vmem[1]), core=vmem[0].pid, here=os.getpid())
+    return told
+
+
+def idle_state(llm, page):
+    """What the engine holds when it is idle, and after its prefix cache was reset."""
+    import dataclasses
+
+    from pyvmem.vllm import control
+
+    page[control.LIMIT] = control.NO_LIMIT
+
+    def look():
+        before = None
+        for _ in range(100):  # until it holds still
+            time.sleep(0.1)
+            now = dataclasses.asdict(control.Engine.of("", 0, page))
+            if now == before and now["used"] == 0 and page[control.RING_DONE] == page[control.POSITION]:
+                break
+            before = now
+        return now
+
+    idle = look()
+    reset = llm.reset_prefix_cache()
+    return dict(idle=idle, reset=look(), reset_done=bool(reset))
+
+
+if __name__ == "__main__":  # in processes that vLLM starts by itself
+    print("RESULT " + json.dumps(serve(sys.argv[1], limits=(1, 2, 4, 20))), flush=True)

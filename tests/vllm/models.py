@@ -1,0 +1,78 @@
+"""Tiny models with random weights, large enough to make tokens differ, and a tokenizer of words ``t3 t4 ..``."""
+
+import json
+import os
+
+import torch
+
+BASE = dict(vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=4096,
+            rms_norm_eps=1e-5, initializer_range=0.08, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+            pad_token_id=0)  # fmt: skip
+HEADS = dict(num_key_value_heads=2, head_dim=64)
+EXPERTS = dict(moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1,
+               shared_expert_intermediate_size=128)  # fmt: skip
+MODELS = {
+    "llama": dict(BASE, **HEADS, model_type="llama", intermediate_size=512),
+    "qwen3": dict(BASE, **HEADS, model_type="qwen3", intermediate_size=512),
+    "gemma3": dict(BASE, **HEADS, model_type="gemma3_text", num_hidden_layers=6, intermediate_size=512,
+                   sliding_window=256, sliding_window_pattern=6, query_pre_attn_scalar=64,
+                   layer_types=["sliding_attention"] * 5 + ["full_attention"]),
+    "deepseek": dict(BASE, model_type="deepseek_v2", intermediate_size=512, moe_intermediate_size=128,
+                     num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+                     qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=8, n_shared_experts=1,
+                     num_experts_per_tok=2, first_k_dense_replace=1, moe_layer_freq=1, topk_method="greedy",
+                     n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0),
+    "qwen2moe": dict(BASE, **EXPERTS, model_type="qwen2_moe", intermediate_size=512, num_key_value_heads=2),
+    "mixtral": dict(BASE, model_type="mixtral", intermediate_size=256, num_key_value_heads=2, num_local_experts=4,
+                    num_experts_per_tok=2),
+    "next": dict(BASE, **HEADS, **EXPERTS, model_type="qwen3_next", intermediate_size=512, full_attention_interval=4,
+                 linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=64, linear_value_head_dim=64,
+                 linear_conv_kernel_dim=4, mlp_only_layers=[]),
+    "gptoss": dict(BASE, **HEADS, model_type="gpt_oss", intermediate_size=256, num_local_experts=4,
+                   num_experts_per_tok=2, sliding_window=128),
+}  # fmt: skip
+
+
+def write(name, folder):
+    """Write a model and its tokenizer, once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        about = dict(MODELS[name])
+        config = AutoConfig.for_model(about.pop("model_type"), **about)
+        AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).save_pretrained(folder)
+        write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"t{i}": i for i in range(3, 1000)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+                                   unk_token="<pad>")  # fmt: skip
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def write_lora(folder):
+    """Write an adapter of "llama"."""
+    from safetensors.torch import save_file
+
+    os.makedirs(folder, exist_ok=True)
+    torch.manual_seed(3)
+    weights = {}
+    for layer in range(4):
+        for name, out in (("q_proj", 256), ("v_proj", 128)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{key}.lora_A.weight"] = torch.randn(8, 256) * 0.1
+            weights[f"{key}.lora_B.weight"] = torch.randn(out, 8) * 0.1
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(dict(
+        peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", bias="none",
+        base_model_name_or_path="llama")))  # fmt: skip
+    return folder

@@ -1,0 +1,318 @@
+"""vLLM's own scheduler over vMem's own keeper and pages, and a GPU that computes steps later.
+
+What attention would read is read back row by row: a row holds a number made of every token up to its own.
+"""
+
+import collections
+import itertools
+import json
+import random
+import uuid
+
+import numpy as np
+import torch
+
+from pyvmem.vllm import control, doors
+from pyvmem.vllm.worker import WorkerMemory
+
+TOKENS, MOST, REQUESTS, WINDOW, VOCABULARY = 16, 256, 6, 40, 1000
+
+
+class Gpu:
+    """Runs what is enqueued, in order, when a fence is waited for."""
+
+    def __init__(self):
+        self.queue, self.marked, self.passed = collections.deque(), 0, 0
+
+    def enqueue(self, kernel):
+        self.queue.append(kernel)
+
+    def mark(self):
+        self.marked += 1
+        self.queue.append(self.marked)
+        return self.marked
+
+    def wait(self, n):
+        while self.passed < n:
+            item = self.queue.popleft()
+            if callable(item):
+                item()
+            else:
+                self.passed = item
+
+
+class Event:
+    """As torch.cuda.Event, of the `Gpu`."""
+
+    def __init__(self, gpu):
+        self._gpu, self._mark = gpu, gpu.mark()
+
+    def query(self):
+        return self._gpu.passed >= self._mark
+
+
+class Memory(WorkerMemory):
+    """A worker's memory on the host, with the `Gpu`'s events."""
+
+    gpu = None
+
+    def _event(self):
+        return Event(self.gpu)
+
+
+def value(tokens):
+    return np.uint64(hash((7, *tokens)) & 0xFFFFFFFFFFFF)
+
+
+def full_spec(page):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=page // TOKENS // 8, dtype=torch.float32)
+
+
+def window_spec(page):
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(block_size=TOKENS, num_kv_heads=1, head_size=page // TOKENS // 8, dtype=torch.float32,
+                             sliding_window=WINDOW)  # fmt: skip
+
+
+def mamba_spec(page):
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=TOKENS, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align",
+                     page_size_padded=page)  # fmt: skip
+
+
+KINDS = {"full": full_spec, "window": window_spec, "mamba": mamba_spec}
+
+
+def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True, engine=None, drafts=0, ranks=1,
+                   batch=64):  # fmt: skip
+    """A scheduler of vLLM's as vMem extends it, for a model with one layer of each kind."""
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    (folder / "config.json").write_text(json.dumps(dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=256, intermediate_size=256,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=128, vocab_size=VOCABULARY,
+        max_position_embeddings=MOST, rms_norm_eps=1e-5, torch_dtype="float16", hidden_act="silu")))  # fmt: skip
+    chosen = SchedulerConfig(max_num_seqs=REQUESTS, max_num_batched_tokens=batch, max_model_len=MOST,
+                             enable_chunked_prefill=True, async_scheduling=asynchronous,
+                             is_encoder_decoder=False)  # fmt: skip
+    more = dict(mamba_cache_mode="align", mamba_block_size=TOKENS) if "mamba" in kinds else {}
+    cache = CacheConfig(block_size=TOKENS, cache_dtype="auto", enable_prefix_caching=caching, **more)
+    config = VllmConfig(model_config=ModelConfig(model=str(folder), dtype="float16", skip_tokenizer_init=True,
+                                                 max_model_len=MOST, enforce_eager=True),
+                        scheduler_config=chosen, cache_config=cache,
+                        device_config=DeviceConfig(device="cpu"))  # fmt: skip
+    config.parallel_config.tensor_parallel_size = ranks
+    cache.num_gpu_blocks = blocks
+    groups = [KVCacheGroupSpec([f"layer{i}"], KINDS[kind](page)) for i, kind in enumerate(kinds)]
+    # Groups overlay each other: a block belongs to one of them at a time.
+    tensors = [KVCacheTensor(size=blocks * page, layers=[f"layer{i}"], layer_stride=page * blocks, block_stride=page)
+               for i in range(len(kinds))]  # fmt: skip
+    kv = KVCacheConfig(blocks, tensors, groups)
+    kind = "AsyncScheduler" if asynchronous else "Scheduler"
+    module = "async_scheduler" if asynchronous else "scheduler"
+    name = doors.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"vllm.v1.core.sched.{module}.{kind}")
+    made = getattr(doors, name.rpartition(".")[2])(
+        vllm_config=config, block_size=TOKENS, hash_block_size=TOKENS, log_stats=False, kv_cache_config=kv,
+        structured_output_manager=StructuredOutputManager(config))  # fmt: skip
+    made.use_v2_model_runner = True
+    return made, kv
+
+
+class Worker:
+    """One worker: it backs blocks as the product does, and computes rows on the `Gpu`."""
+
+    def __init__(self, page, rank, kv, kinds, size, depth):
+        self.gpu, self.depth, self.kinds = Gpu(), depth, kinds
+        self.memory = Memory(page, rank)
+        self.memory.gpu = self.gpu
+        blocks = kv.num_blocks
+        flat = self.memory.allocate(blocks * size, torch.device("cpu"))
+        self.memory.start(kv)
+        self.rows = flat.numpy().view(np.uint64).reshape(blocks, TOKENS, -1)
+        self.tokens, self.table, self.computed = {}, {}, {}
+        self.read = self.states = 0
+        self.resident = []
+
+    def execute(self, output, seed=11):
+        self.memory.begin(output)
+        fence = self.gpu.mark()
+        for i in output.new_block_ids_to_zero or ():
+            self.gpu.enqueue(lambda i=i: self.rows[i].fill(0))
+        for copy in output.kv_cache_block_copies or ():
+            self.gpu.enqueue(lambda c=copy: self.rows.__setitem__(c.dst_block_id, self.rows[c.src_block_id]))
+        for name in output.finished_req_ids | (output.preempted_req_ids or set()):
+            self.table.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
+            self.table[new.req_id] = [list(ids) for ids in new.block_ids]
+            self.computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for name, computed, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids):
+            self.computed[name] = computed
+            if name in cached.resumed_req_ids:
+                self.table[name] = [list(ids) for ids in blocks]
+            else:
+                for have, ids in zip(self.table[name], blocks or ()):
+                    have += ids
+        work, sampled = [], {}
+        for name, n in output.num_scheduled_tokens.items():
+            first, tokens = self.computed[name], self.tokens[name]
+            work.append((tokens[: first + n], first, [np.array(t) for t in self.table[name]]))
+            if first + n == len(tokens):
+                sampled[name] = hash((seed, *tokens)) % (VOCABULARY - 100) + 3
+                tokens.append(sampled[name])
+        if work:
+            self.gpu.enqueue(lambda: [self._write(*w) for w in work] + [self._check(*w) for w in work])
+        self.gpu.wait(fence - self.depth)  # so many steps are in flight
+        self.memory.end(output)
+        self.resident.append(self.memory._tensor.resident_bytes)
+        return sampled
+
+    def _write(self, tokens, first, tables):
+        for g, (kind, table) in enumerate(zip(self.kinds, tables)):
+            if kind == "mamba":
+                if first:
+                    before = table[(first - 1) // TOKENS]
+                    assert before, "the state's block is the null block"
+                    assert self.rows[before, 0, 0] == value(tokens[:first]) + np.uint64(g), ("state", first)
+                    self.states += 1
+                self.rows[table[(len(tokens) - 1) // TOKENS], 0] = value(tokens) + np.uint64(g)
+                continue
+            for p in range(first, len(tokens)):
+                assert table[p // TOKENS]
+                self.rows[table[p // TOKENS], p % TOKENS] = value(tokens[: p + 1]) + np.uint64(g)
+
+    def _check(self, tokens, first, tables):
+        for g, (kind, table) in enumerate(zip(self.kinds, tables)):
+            if kind == "mamba":
+                continue
+            for p in range(max(0, first - WINDOW + 1) if kind == "window" else 0, len(tokens)):
+                want = value(tokens[: p + 1]) + np.uint64(g)
+                assert (self.rows[table[p // TOKENS], p % TOKENS] == want).all(), (kind, p, len(tokens))
+                self.read += 1
+
+    def finish(self):
+        self.gpu.wait(self.gpu.mark())
+
+
+class Engine:
+    """A scheduler and its workers, as vLLM's engine core joins them."""
+
+    def __init__(self, folder, blocks=400, kinds=("full", "window"), page=64 << 10, seed=3, depth=1, queue=2, ranks=1,
+                 **options):  # fmt: skip
+        self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, page, ranks=ranks, **options)
+        self.keeper = self.scheduler._vmem.keeper
+        self.page, self.random, self.queue = self.scheduler._vmem.page, random.Random(seed), queue
+        name, rank = self.page.path.stem.rsplit("-", 1)
+        self.workers = [Worker(control.open_page(name, int(rank)), r, self.kv, kinds, page, depth)
+                        for r in range(ranks)]  # fmt: skip
+        self.preempted = self.steps = 0
+        self.every = lambda: None  # called before each step
+
+    @property
+    def read(self):
+        return min(w.read for w in self.workers)
+
+    def limit(self, blocks):
+        self.page[control.LIMIT] = blocks * self.keeper.block_bytes
+
+    def step(self):
+        """Schedule and execute once."""
+        self.every()
+        output = self.scheduler.schedule()
+        self.preempted += len(output.preempted_req_ids or ())
+        self.steps += 1
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free + self.keeper.held <= self.keeper.total
+        sampled = [w.execute(output) for w in self.workers]
+        return output, sampled[0]
+
+    def update(self, output, sampled):
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = list(output.num_scheduled_tokens)
+        self.scheduler.update_from_output(output, ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={name: i for i, name in enumerate(ids)},
+            sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in ids], logprobs=None,
+            prompt_logprobs_dict={}, pooler_output=[]))  # fmt: skip
+
+    def run(self, n=60, abort=0.03):
+        """Serve `n` requests to their ends, some of which are aborted."""
+        from vllm.v1.request import RequestStatus
+
+        waiting, flight = self.requests(n), collections.deque()
+        while waiting or self.scheduler.has_unfinished_requests() or flight:
+            while waiting and self.random.random() < 0.5:
+                self.scheduler.add_request(waiting.pop(0))
+            if self.scheduler.running and self.random.random() < abort:
+                victim = self.random.choice(self.scheduler.running).request_id
+                self.scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
+            output, sampled = self.step()
+            if output.total_num_scheduled_tokens:
+                flight.append((output, sampled))
+            if len(flight) == self.queue or (flight and not output.total_num_scheduled_tokens):
+                self.update(*flight.popleft())
+            assert self.steps < 8000, "requests wait for ever"
+        self.settle()
+
+    def settle(self):
+        """vLLM's last, empty steps, and the time after them."""
+        for _ in range(3):
+            self.step()
+        for worker in self.workers:
+            worker.finish()
+            worker.memory._blocks.flush()
+
+    def idle(self):
+        """The engine has been without requests for a while."""
+        with self.scheduler._vmem.lock:
+            self.keeper.between(True)
+        for worker in self.workers:
+            worker.finish()
+            with worker.memory._lock:
+                worker.memory._ring(self.page[control.POSITION])
+            worker.finish()  # the device has passed the last of its events
+            worker.memory._blocks.flush()
+            worker.memory.publish()
+
+    def cached(self):
+        return sum(b.block_hash is not None for b in self.scheduler.kv_cache_manager.block_pool.blocks)
+
+    def resident(self):
+        """Blocks that are backed, in each worker, without the null block."""
+        return [w.memory._tensor.resident_bytes // self.keeper.block_bytes - 1 for w in self.workers]
+
+    def requests(self, n):
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(TOKENS, sha256)
+        draw = self.random.randrange
+        prefixes = [[draw(3, 900) for _ in range(80)] for _ in range(3)]
+        made = []
+        for i in range(n):
+            prompt = [draw(3, 900) for _ in range(draw(1, 100))]
+            if self.random.random() < 0.5:
+                prompt = self.random.choice(prefixes) + prompt[:50]
+            params = SamplingParams(max_tokens=draw(1, 60), ignore_eos=True, temperature=0)
+            made.append(Request(request_id=f"r{next(_numbers)}", prompt_token_ids=prompt, sampling_params=params,
+                                pooling_params=None, block_hasher=hasher, arrival_time=0.0))  # fmt: skip
+        return made
+
+    def close(self):
+        self.scheduler._vmem.close()
+        for worker in self.workers:
+            worker.finish()
+            worker.memory.close()
+
+
+_numbers = itertools.count()

@@ -1,0 +1,132 @@
+"""vLLM itself on host memory, with and without vMem: equal tokens, limits that move, what an idle engine holds."""
+
+import engines
+import models
+import pytest
+
+KEEP = 64 << 20  # of spare blocks, as pyvmem.vllm.scheduler.KEEP
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+
+    def write(name):
+        engines.in_child(lambda: str(models.write(name, root / name)), vmem=False)  # no threads of torch's here
+        return root / name
+
+    return write
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported():
+    """vLLM is imported once, with the plugin on; children that switch it off run vLLM itself."""
+    import os
+
+    os.environ["VMEM_VLLM"] = "1"
+    import vllm.v1.engine.core  # noqa: F401
+    import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.platforms import current_platform
+
+    assert type(current_platform).__module__ == "pyvmem.vllm.platform"
+
+
+def both(folder, limits=(), **options):
+    own = engines.in_child(engines.serve, folder, vmem=False, **options)
+    on = engines.in_child(engines.serve, folder, vmem=True, limits=limits, **options)
+    assert len({tuple(t) for t in own["tokens"]}) > 12  # random weights must say something
+    return own, on
+
+
+def check_idle(on, whole=True):
+    """whole: whether a layer's part of a block is whole pages, so that no two blocks share one."""
+    block, idle, reset = on["idle"]["block_bytes"], on["idle"], on["reset"]
+    assert on["reset_done"] and idle["used"] == reset["used"] == 0 and reset["cached"] == 0
+    for state in (idle, reset):  # to the block, and the null block
+        assert state["spare"] <= KEEP
+        circulates = state["cached"] + state["spare"] + block
+        assert circulates <= state["resident"] <= circulates * (1 if whole else 2)
+
+
+CASES = {
+    "llama": dict(),
+    "qwen3": dict(),
+    "gemma3": dict(),
+    "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
+    "n-grams": dict(model="llama", options=dict(speculative_config=dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_vllms_while_limits_move(model, case):
+    chosen = dict(CASES[case])
+    own, on = both(model(chosen.pop("model", case)), limits=(1, 2, 4, 20), **chosen)
+    assert on["tokens"] == own["tokens"]
+    assert on["idle"]["step_maps"] == 0
+    check_idle(on)
+
+
+# Where vLLM's own tokens depend on which requests share a step, only equal steps give equal tokens.
+BFLOAT16 = dict(options=dict(dtype="bfloat16"))  # on some CPUs, vLLM's kernels for experts take no float32
+ALIKE = {
+    "deepseek": BFLOAT16,
+    "qwen2moe": BFLOAT16,
+    "mixtral": BFLOAT16,
+    "gptoss": BFLOAT16,
+    "next": BFLOAT16,
+    "lora": dict(model="llama", options=dict(enable_lora=True, max_lora_rank=8)),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_tokens_are_vllms_without_a_limit(model, case, tmp_path):
+    chosen = dict(ALIKE[case])
+    if case == "lora":
+        chosen["lora"] = tmp_path / "adapter"
+        engines.in_child(lambda: str(models.write_lora(chosen["lora"])), vmem=False)
+    own, on = both(model(chosen.pop("model", case)), **chosen)
+    assert on["tokens"] == own["tokens"]
+    assert on["idle"]["step_maps"] == 0
+    check_idle(on, whole=case != "deepseek")
+
+
+def test_a_seeded_fault_changes_tokens(model, monkeypatch):
+    """The comparison sees it if blocks lose their contents: here every block that leaves was still in use."""
+    from pyvmem.vllm import keeper
+
+    real = keeper.Keeper.take
+
+    def take(self):
+        gone, ahead, order = real(self)
+        used = [b.block_id for b in self.pool.blocks[1:] if b.ref_cnt and b.block_id not in self._out]
+        return gone + used[: self.step % 7 == 0], ahead, order
+
+    own = engines.in_child(engines.serve, model("llama"), vmem=False)
+    monkeypatch.setattr(keeper.Keeper, "take", take)
+    try:
+        on = engines.in_child(engines.serve, model("llama"), vmem=True)
+    except RuntimeError as error:
+        assert "status" in str(error)  # an address faulted
+    else:
+        assert on["tokens"] != own["tokens"]
+
+
+def refusal(folder, **options):
+    try:
+        engines.make(folder, **options)
+    except SystemExit as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")), "--kv-transfer-config"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_one_line(model, options, says):
+    told = engines.in_child(refusal, model("llama"), vmem=True, **options)
+    assert told.startswith("pyvmem: VMEM_VLLM=1: ") and says in told and "\n" not in told

@@ -1,0 +1,117 @@
+"""vLLM in the processes that it starts by itself: spawned engine cores under ``LLM(...)`` and ``vllm serve``."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import engines
+import models
+import pytest
+
+SECONDS = 400  # for an engine to start and to answer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    engines.in_child(lambda: str(models.write("llama", folder)), vmem=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(model):
+    """The tokens of vLLM itself, in one process."""
+    return engines.in_child(engines.serve, model, vmem=False, turns=1, seconds=SECONDS)["tokens"]
+
+
+def on_vmem():
+    return dict(os.environ, VMEM_VLLM="1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+
+
+def left(pid):
+    """The control page of the scheduler in process `pid`, while it runs."""
+    from pyvmem.vllm import control
+
+    return [e for e, _ in control.engines() if e.pid == pid]
+
+
+def test_a_spawned_engine_core_gives_vllms_tokens_while_limits_move(model, own):
+    ran = subprocess.run([sys.executable, engines.__file__, str(model)], env=on_vmem(), stdout=subprocess.PIPE,
+                         text=True, timeout=SECONDS)  # fmt: skip
+    results = [line[7:] for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+    assert ran.returncode == 0 and len(results) == 1, ran.stdout[-2000:]
+    told = json.loads(results[0])
+    assert told["core"] != told["here"]
+    assert told["tokens"] == own + own
+    assert told["idle"]["used"] == 0 and told["idle"]["step_maps"] == 0
+    assert told["reset_done"] and told["reset"]["cached"] == 0
+    assert not left(told["core"])
+
+
+def post(url, body):
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        return json.load(answer)
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return answer.read().decode()
+
+
+@pytest.fixture
+def server(model):
+    """`vllm serve` on vMem: its address. It has ended afterwards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port",
+         str(port), "--served-model-name", "tiny", "--max-model-len", str(engines.MOST), "--max-num-seqs", "8",
+         "--enforce-eager", "--enable-prefix-caching", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype",
+         "float32", "--kv-cache-memory-bytes", str(256 << 20)],
+        env=on_vmem(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + SECONDS
+        while True:
+            assert process.poll() is None, f"vllm serve ended with status {process.returncode}"
+            assert time.monotonic() < end, "vllm serve did not start in time"
+            try:
+                get(f"http://127.0.0.1:{port}/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
+    from pyvmem.vllm import control
+
+    prompts = [p["prompt_token_ids"] for p in engines.prompts_of()]
+    asked = dict(model="tiny", prompt=prompts, max_tokens=24, temperature=0, ignore_eos=True, return_token_ids=True)
+
+    def serve():
+        answers = post(f"{server}/v1/completions", asked)["choices"]
+        return [a["token_ids"] for a in sorted(answers, key=lambda a: a["index"])]
+
+    assert serve() == own
+    found, page = max(control.engines(), key=lambda e: e[1][control.STARTED])
+    assert found.steps > 0 and found.resident > 0
+    page[control.LIMIT] = 2 * found.least  # as `pyvmem top --limit`
+    assert serve() == own
+    now = control.Engine.of("", 0, page)
+    assert now.allowed == 2 * found.least
+    assert "vllm:vmem_kv_" in get(f"{server}/metrics")

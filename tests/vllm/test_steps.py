@@ -1,0 +1,204 @@
+"""The keeper and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
+
+import os
+
+import pytest
+from steps import Engine
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.vllm import control
+
+
+@pytest.fixture
+def engine(tmp_path, request):
+    made = []
+
+    def make(**options):
+        made.append(Engine(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def maps_in_steps(engine):
+    return sum(int(engine.page.words[control.STEP_MAPS + w.memory._rank]) for w in engine.workers)
+
+
+CASES = {
+    "plenty": dict(),
+    "one group": dict(kinds=("full",)),
+    "no cache": dict(caching=False),
+    "blocks of 40 KiB": dict(page=40 << 10),
+    "blocks of 68.5 KiB": dict(page=16 * 4384),
+    "states": dict(kinds=("full", "mamba")),
+    "not asynchronous": dict(asynchronous=False, queue=1),
+    "batches in a queue": dict(queue=3, depth=3),
+    "four groups": dict(kinds=("full", "window", "window", "window")),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 70, "moves"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_right_and_no_step_maps(engine, case, limit):
+    e = engine(**CASES[case])
+    if limit == "moves":
+        e.every = lambda: e.random.random() < 0.05 and e.limit(e.random.choice([60, 80, 110, 200, 400]))
+    elif limit:
+        e.limit(limit)
+    e.run(40)
+    assert e.read > 20_000
+    assert maps_in_steps(e) == 0
+    if limit == 70:
+        most = max(max(w.resident) for w in e.workers) // e.keeper.block_bytes
+        assert most <= max(70, e.keeper.least) + 3  # the null block, and pages that blocks share
+    if "mamba" in CASES[case].get("kinds", ()):
+        assert e.workers[0].states > 100
+
+
+def test_a_tight_limit_preempts_and_every_request_ends(engine):
+    e = engine()
+    e.limit(1)  # the least that is possible
+    e.run(60)
+    assert e.preempted > 0
+    assert maps_in_steps(e) == 0
+
+
+def test_idle_memory_is_what_is_cached(engine):
+    e = engine()
+    e.run(30)
+    assert e.cached() > 50
+    e.idle()
+    assert e.resident() == [e.cached()]
+    assert e.page[control.SPARE] == 0 or e.keeper.spare == 0
+    assert e.scheduler.reset_prefix_cache()
+    assert e.cached() == 0
+    e.idle()
+    assert e.resident() == [0]
+    e.run(20)  # and it grows again
+
+
+def test_a_limit_that_falls_while_idle_takes_cached_blocks(engine):
+    e = engine()
+    e.run(30)
+    e.idle()
+    assert e.resident()[0] > e.keeper.least + 10
+    e.limit(e.keeper.least + 5)
+    e.idle()
+    assert e.resident() == [e.keeper.least + 5]
+    e.run(20)
+
+
+def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
+    e = engine()
+    e.run(20)
+    e.limit(60)
+    e.run(20)
+    held = sorted(e.keeper._out)
+    assert e.scheduler.reset_prefix_cache()
+    assert sorted(e.keeper._out) == held
+    pool = e.scheduler.kv_cache_manager.block_pool
+    assert pool.num_gpu_blocks == 400 and e.keeper.spare == pool.get_num_free_blocks()
+    e.run(20)
+
+
+def test_usage_counts_what_is_allowed(engine):
+    e = engine()
+    pool = e.scheduler.kv_cache_manager.block_pool
+    assert pool.get_usage() == 0.0
+    e.limit(60)
+    most = []
+    e.every = lambda: most.append(pool.get_usage())
+    e.run(40)
+    assert pool.get_usage() == 0.0
+    assert 0.5 < max(most) <= 1.0
+
+
+def test_refused_orders_fail_no_step(engine):
+    e = engine()
+    context = e.workers[0].memory._tensor.context
+    real, left = context.commit, [25]
+
+    def commit(*args, **kwargs):  # as if another process took the memory for a time
+        left[0] -= 1
+        if 0 <= left[0] < 20:
+            raise OutOfMemory(12, "the device is full")
+        return real(*args, **kwargs)
+
+    context.commit = commit
+    e.workers[0].memory._blocks._context = context
+    e.run(40)
+    assert maps_in_steps(e) == 0
+
+
+def test_two_workers_and_the_slower_one_counts(engine):
+    e = engine(ranks=2)
+    e.run(30)
+    assert maps_in_steps(e) == 0
+    assert e.workers[0].read == e.workers[1].read > 10_000
+    e.idle()
+    assert e.resident() == [e.cached()] * 2
+
+
+def test_a_worker_that_does_not_see_the_page(engine):
+    e = engine()
+    e.page[control.ATTACHED] = 0
+    e.workers[0].memory._page = control.Page(control._fresh(), None)
+    e.run(40)
+    assert e.read > 20_000  # it backs what it must, in time
+
+
+def test_sleep_gives_up_everything_and_wakes(engine):
+    e = engine()
+    e.run(20)
+    memory = e.workers[0].memory
+    assert e.scheduler.reset_prefix_cache()
+    memory.sleep()
+    assert e.resident() == [0]
+    memory.wake()
+    e.run(20)
+    assert maps_in_steps(e) == 0
+
+
+def test_all_memory_is_lent_and_requests_go_on(engine):
+    e = engine(asynchronous=False, queue=1)
+    memory, lent = e.scheduler._vmem, []
+
+    def lend():
+        if e.steps not in (60, 120) or len(lent) == e.steps // 60:
+            return
+        lent.append(len(e.scheduler.running))
+        e.page[control.LEND] = 1
+        assert memory.keeper.lent or memory.lend()  # the keeper's thread may have been first
+        e.idle()
+        assert e.resident() == [0] and not e.scheduler.running
+        for worker in e.workers:
+            worker.table.clear()
+        for _ in range(3):  # while it is lent, nothing runs
+            output = e.scheduler.schedule()
+            assert not output.total_num_scheduled_tokens
+            for worker in e.workers:
+                worker.execute(output)
+        e.page[control.LEND] = 0
+        e.keeper.lent = False
+
+    e.every = lend
+    e.run(60)
+    assert len(lent) == 2 and min(lent) > 0
+    assert maps_in_steps(e) == 0
+
+
+def test_the_check_sees_a_seeded_fault(engine):
+    """Pages go before the steps that still read them have run: a row is wrong, or its address faults."""
+    child = os.fork()
+    if not child:
+        try:
+            e = engine(depth=3, queue=3)
+            e.workers[0].memory._event = lambda: None
+            e.every = lambda: e.limit(e.random.choice([40, 400]))
+            e.run(60)
+        except AssertionError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] != 0
