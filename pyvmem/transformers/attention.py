@@ -7,6 +7,7 @@ the cache, wherever it is, and each sequence has its own length. What the kernel
 SPDX-License-Identifier: MIT
 """
 
+import functools
 import math
 from dataclasses import replace
 from collections.abc import Callable
@@ -17,12 +18,19 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from pyvmem import attention
 from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
-from pyvmem.transformers.layers import Handover, VMemLayer
+from pyvmem.transformers.carried import Carried, Handover, KVLength, Padding
+from pyvmem.transformers.layers import VMemLayer
 from pyvmem.transformers.plan import Plan
 
 NAME = "vmem"
@@ -49,28 +57,49 @@ def vmem_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask for `vmem_attention`.
+    """The mask for `vmem_attention`: sdpa's, unless the rows of a `VMemCache` are read by their lengths.
 
-    None if the pattern is causal (with or without a window) and nothing is padded; the 2D padding mask if something is;
-    for any other pattern, a 4D mask as sdpa takes it.
+    They are if the pattern is the one that the lengths and the layer's window give. The mask is then None if nothing is
+    padded, and otherwise a `Carried` 2D mask.
     """
-    if _beside_the_window(config, local_size):
-        allow_is_causal_skip = False
-    if not allow_is_causal_skip or getattr(config, "attention_chunk_size", None):
-        dense: torch.Tensor | None = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **kwargs,
-        )  # fmt: skip
-        return dense
-    if attention_mask is None or attention_mask.all():
-        return None
-    return attention_mask
+
+    kind: Any = type(config)
+    make = sdpa_mask if config is None or _has_sdpa(kind) else eager_mask
+
+    def dense(**options: Any) -> torch.Tensor | None:
+        given = {"config": config, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip, **kwargs}
+        mask: torch.Tensor | None = make(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **{**given, **options}
+        )
+        return mask
+
+    # By its class: a compiled step may pass a symbolic integer, of which no attribute can be asked.
+    if not isinstance(kv_length, KVLength) or not kv_length.layer.hands_over:
+        return dense()
+    layer = kv_length.layer
+    rows = layer.rows
+    rows.masked, rows.eager = (q_offset, q_length), make is eager_mask
+    # Moshi's prompts see all of their rows, although its cache has only windows.
+    if not allow_is_causal_skip or (local_size or 0) != layer.window:
+        return dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    if getattr(config, "attention_chunk_size", None):
+        return dense()
+    padded = attention_mask is not None and not attention_mask.all()
+    if padded or rows.kv is None:  # until then, the layers do not know whether they hand over
+        mask = dense()
+        return None if mask is None else Carried.of(mask, Padding(attention_mask if padded else None, lambda: mask))
+    return None
 
 
-def _beside_the_window(config: PreTrainedConfig | None, local_size: int | None) -> bool:
-    """Whether a model's mask has all rows although its cache has only windows: Moshi's prompts see all of theirs."""
-    windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None)
-    return bool(windows) and local_size is None
+@functools.cache
+def _has_sdpa(kind: Any) -> bool:
+    """Whether transformers has sdpa for a configuration's model. Others get eager's mask: some add it to scores."""
+    for models in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        found: Any = models.get(kind, None)
+        if found is not None:
+            each = found if isinstance(found, tuple) else (found,)
+            return all(bool(model._supports_sdpa) for model in each)
+    return True
 
 
 def vmem_attention(
@@ -90,64 +119,94 @@ def vmem_attention(
     """Attention of queries ``[batch, query_heads, tokens, head_dim]``.
 
     Returns ``(output, None)``; the output is ``[batch, tokens, query_heads, head_dim]``. key, value: the results of the
-    cache's ``update``, or any K and V of a model that runs without a `VMemCache`.
+    cache's ``update``, or any K and V of a model that runs without a `VMemCache`. `sliding_window` is ignored, as sdpa
+    ignores it: the mask and the cache's layer have it.
     """
-    if torch.compiler.is_compiling():
-        untraced: tuple[torch.Tensor, None] = _untraced(
-            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap, s_aux, position_bias,
-            **kwargs,
-        )  # fmt: skip
-        return untraced
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
-    s_aux = kwargs.get("sinks") if s_aux is None else s_aux  # Inkling 2: one for each query
-    handover = getattr(key, "vmem", None)
-    if handover is not None and value is not handover.returned:
-        _same_value(handover, value)
-    if handover is not None and attention_mask is None and s_aux is None and position_bias is None and not dropout:
-        causal = kwargs.get("is_causal")
-        out = _step_again(module, handover, query, key, value, scaling, sliding_window, softcap, causal)
-        if out is not None:
+    s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux  # Inkling 2: one for each query
+    handover: Handover | None = getattr(key, "vmem", None)
+    if handover is None:
+        padding: Padding | None = getattr(attention_mask, "vmem", None)
+        if padding is not None:
+            attention_mask = padding.dense()
+        if softcap is None and s_aux is None:
+            out, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **kwargs
+            )
             return out, None
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        extras = (softcap, s_aux, position_bias)
+        return _dense(module, query, key, value, attention_mask, dropout, scaling, causal, *extras), None
+    call = _untraced if torch.compiler.is_compiling() else _of_rows
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    out = call(module, handover, query, value, attention_mask, dropout, scaling, softcap, s_aux, position_bias, causal)
+    return out, None
+
+
+def _of_rows(
+    module: torch.nn.Module,
+    handover: Handover,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Attention over the rows of a `VMemCache`."""
+    if getattr(value, "vmem", None) is not handover:
+        handover.layer.rows.pending = None
+        raise RuntimeError(
+            f"layer {handover.layer.index}: the model attends over other values than the cache returned: use another "
+            "attention than vmem for this model"
+        )
+    if attention_mask is None and s_aux is None and position_bias is None and not dropout:
+        out = _step_again(handover, query, scaling, softcap)
+        if out is not None:
+            return out
     extras = (softcap, s_aux, position_bias)
-    if handover is None:
-        columns = key.shape[2]
-        if attention_mask is not None and attention_mask.dim() == 2:
-            columns = attention_mask.shape[1]  # the K of a sliding layer does not have all of them
-        start, first = columns - query.shape[2], columns - key.shape[2]
-        mask = _dense_mask(query, key.shape[2], start, first, sliding_window, attention_mask, causal)
-        return _dense(module, query, key, value, mask, dropout, scaling, causal, *extras), None
-    layer = handover.layer
-    window = layer.window or sliding_window or 0
-    by_kernel = _by_kernel(layer, query, key, attention_mask, dropout, window, *extras, causal)
+    layer, rows, key = handover.layer, handover.layer.rows, handover.key
+    window = layer.window
+    padding: Padding | None = getattr(attention_mask, "vmem", None)
+    # Where sdpa has no mask, the module says whether a prompt is causal (PaliGemma's is not). eager always has one.
+    both_ways = (
+        attention_mask is None and not causal and not rows.eager
+        and handover.start == 0 and handover.tokens > 1 and not 0 < window <= handover.tokens
+    )  # fmt: skip
+    by_kernel = (padding is not None or attention_mask is None) and not both_ways
+    by_kernel = by_kernel and _by_kernel(layer, query, key, dropout, window, *extras)
     if by_kernel:
-        plan = handover.write(key, attention_mask, by_kernel=layer.appends)
-        by_kernel = attention_mask is None or layer.rows.ragged  # otherwise earlier passes stored the padding as well
+        plan = handover.write(key, None if padding is None else padding.mask, by_kernel=layer.appends)
+        # Otherwise the padding is stored as well.
+        by_kernel = padding is None or padding.mask is None or rows.ragged
     else:
         plan = handover.write(key, uniform=True)
     if not by_kernel:
         keys, values = layer.view(handover.start)
-        first = layer.length - keys.shape[2]
-        mask = _dense_mask(query, keys.shape[2], handover.start, first, window, attention_mask, causal)
-        return _dense(module, query, keys, values, mask, dropout, scaling, causal, *extras), None
+        if padding is not None:
+            attention_mask = padding.dense()
+        elif attention_mask is None and not both_ways:
+            first = layer.length - keys.shape[2]
+            attention_mask = _dense_mask(query, keys.shape[2], handover.start, first, window)
+        if softcap is None and s_aux is None:
+            out, _ = sdpa_attention_forward(
+                module, query, keys, values, attention_mask, dropout, scaling, is_causal=not both_ways,
+                position_bias=position_bias,
+            )  # fmt: skip
+            return out
+        return _dense(module, query, keys, values, attention_mask, dropout, scaling, not both_ways, *extras)
     if handover.value is not None:
-        return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0), None
-    return _by_length(layer, plan, query, scaling, window, softcap or 0.0), None
+        return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0)
+    return _by_length(layer, plan, query, scaling, window, softcap or 0.0)
 
 
-_untraced = torch.compiler.disable(vmem_attention)  # native code cannot be traced
-
-
-def _same_value(handover: Handover, value: torch.Tensor) -> None:
-    """Raises RuntimeError if a model does not attend over what its cache returned."""
-    if handover.returned.shape != value.shape or handover.returned.data_ptr() != value.data_ptr():
-        handover.layer.rows.pending = None
-        raise RuntimeError(
-            f"layer {handover.layer.index} changed the values that the cache returned: use another attention than vmem "
-            "for this model"
-        )
+_untraced = torch.compiler.disable(_of_rows)  # native code cannot be traced
 
 
 # ---- by lengths ---------------------------------------------------------------------------------------------------
@@ -194,16 +253,14 @@ def _by_kernel(
     layer: VMemLayer,
     query: torch.Tensor,
     key: torch.Tensor,
-    mask: torch.Tensor | None,
     dropout: float,
     window: int,
     softcap: float | None,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
-    causal: bool,
 ) -> bool:
     """Whether the kernels of `pyvmem.attention` can compute this."""
-    if (mask is not None and mask.dim() != 2) or sinks is not None or bias is not None or dropout or not causal:
+    if sinks is not None or bias is not None or dropout:
         return False
     asked = (softcap, query.dtype, query.shape[:2])
     if layer.asked != asked:
@@ -239,15 +296,7 @@ def _decode(
 
 
 def _step_again(
-    module: torch.nn.Module,
-    handover: Handover,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    causal: bool | None,
+    handover: Handover, query: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor | None:
     """A decode step whose first layer has planned the pass and the launch, as its last step did; otherwise None.
 
@@ -261,13 +310,14 @@ def _step_again(
         or handover.tokens != 1 or plan.tokens != 1 or plan.start != handover.start
         or not layer.appends or layer.again is None or layer.again_version != rows.version
         or layer.asked[0] != softcap or layer.asked[1] is not query.dtype
-        or not (getattr(module, "is_causal", True) if causal is None else causal)
     ):  # fmt: skip
         return None
-    rows.pending = handover.value = None
+    value, handover.value = handover.value, None
+    assert value is not None  # the rows are not stored
+    rows.pending = None
     handover.plan = plan
     layer.length = handover.start + 1
-    return layer.again(query, key, value, plan.batch, scaling, layer.window or sliding_window or 0, softcap or 0.0)
+    return layer.again(query, handover.key, value, plan.batch, scaling, layer.window, softcap or 0.0)
 
 
 def _by_length(
@@ -288,7 +338,7 @@ def _by_length(
         out = out.new_zeros(n * tokens, heads, dim).index_copy_(0, plan.sources, out)
     out = out.view(n, tokens, heads, dim)
     for row, columns, ends in plan.padding:
-        out[row, columns] = _of_padding(query[row, :, columns], kv, rows.slots[row], ends, scaling, window)
+        out[row, columns] = _of_padding(query[row, :, columns], kv, rows.slots[row], ends, scaling, softcap)
     return out
 
 
@@ -298,18 +348,18 @@ def _of_padding(
     slot: int,
     ends: Int64s,
     scaling: float | None,
-    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """The attention of padding that follows tokens, over all rows before it: ``[columns, heads, dim]``.
 
     Only ``generate()`` with padding on the right reads the result: it takes the first new token from the last column,
-    whether that is padding or not.
+    whether that is padding or not. Layers with windows store such padding (`Rows.begin`).
     """
     end, groups = int(ends[-1]), query.shape[0] // kv[0].shape[2]
     k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
-    before = torch.as_tensor(ends, device=query.device)[:, None]
-    row = torch.arange(end, device=query.device)
-    mask = (row < before) & (row >= before - window) if window else row < before
+    mask = torch.arange(end, device=query.device) < torch.as_tensor(ends, device=query.device)[:, None]
+    if softcap:
+        return _scored(query[None], k, v, mask, scaling, softcap, None, None, 0.0)[0]
     k, v = (repeat_kv(t, groups) for t in (k, v))
     out = torch.nn.functional.scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scaling)
     return out[0].transpose(0, 1)
@@ -318,28 +368,18 @@ def _of_padding(
 # ---- with a mask --------------------------------------------------------------------------------------------------
 
 
-def _dense_mask(
-    query: torch.Tensor,
-    kv_length: int,
-    start: int,
-    first: int,
-    window: int | None,
-    mask: torch.Tensor | None,
-    causal: bool,
-) -> torch.Tensor | None:
-    """A 4D mask for queries from column `start` on; None for all rows, or for torch's causal mask.
+def _dense_mask(query: torch.Tensor, kv_length: int, start: int, first: int, window: int) -> torch.Tensor | None:
+    """The causal mask for queries from column `start` on, and K and V from column `first` on.
 
-    K and V begin at column `first`. mask: None, the 2D padding mask, or a 4D mask, which is returned unchanged.
+    None for all rows, or for torch's causal mask.
     """
     tokens = query.shape[2]
-    if not causal or (mask is not None and mask.dim() == 4):
-        return mask  # non-causal attention, such as cross-attention, already has the mask that it needs
-    windowed = window if window and kv_length >= window else 0
-    if mask is None and not windowed and (tokens == 1 or tokens == kv_length):
+    windowed = window if kv_length >= window else 0
+    if not windowed and (tokens == 1 or tokens == kv_length):
         return None
     pattern = sliding_window_causal_mask_function(windowed) if windowed else causal_mask_function
     dense: torch.Tensor | None = sdpa_mask(
-        query.shape[0], tokens, kv_length, start, first, pattern, mask, allow_is_causal_skip=False,
+        query.shape[0], tokens, kv_length, start, first, pattern, None, allow_is_causal_skip=False,
         device=query.device,
     )  # fmt: skip
     return dense
@@ -358,19 +398,32 @@ def _dense(
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    if softcap is None and sinks is None:
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout, scaling, is_causal=causal, position_bias=bias
-        )
-        return out
+    """Soft caps and sinks, which sdpa does not have."""
+    if mask is None and query.shape[2] > 1 and causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if not module.training:
+        dropout = 0.0
+    return _scored(query, key, value, mask, scaling, softcap, sinks, bias, dropout)
+
+
+def _scored(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention step by step, as transformers' eager attention computes it: ``[batch, tokens, heads, dim]``."""
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    if mask is None and query.shape[2] > 1 and causal:
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
@@ -378,5 +431,5 @@ def _dense(
         sinks = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks  # of a head, or of each of its queries
         scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], 3)
     weights = scores.float().softmax(-1).to(query.dtype)[..., : key.shape[2]]
-    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    weights = torch.nn.functional.dropout(weights, dropout)
     return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous()

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
+    CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
@@ -82,6 +83,13 @@ class VMemCache(Cache):
     >>> model.generate(**inputs, past_key_values=cache)                    # doctest: +SKIP
     """
 
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cls is VMemCache and getattr(getattr(config, "config", config), "is_encoder_decoder", False):
+            from pyvmem.transformers.encoder_decoder import VMemEncoderDecoderCache
+
+            cls = VMemEncoderDecoderCache
+        return super().__new__(cls)
+
     def __init__(
         self,
         config: PreTrainedConfig | PreTrainedModel,
@@ -95,6 +103,8 @@ class VMemCache(Cache):
         if not isinstance(whole, PreTrainedConfig):
             raise TypeError(f"config must be a model of transformers or its configuration, not {type(config).__name__}")
         text: PreTrainedConfig = whole.get_text_config(decoder=True)
+        if not hasattr(text, "num_attention_heads"):
+            raise ValueError(f"the model has no attention heads, and so no keys and values ({text.model_type})")
         types, settings = get_layer_types_and_kwargs(text)
         # One dictionary for all layers until transformers 5.18, then one for each.
         each: list[dict[str, Any]] = settings if isinstance(settings, list) else [settings] * len(types)
@@ -123,10 +133,12 @@ class VMemCache(Cache):
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
             index += kind in ours
+        # Their K is read with sdpa's mask, which the layers of a kind share.
+        self.rows.whole = any(isinstance(each, CacheLayerMixin) and not isinstance(each, VMemLayer) for each in layers)
         self.config = text
         # Chunked attention reads all rows as one tensor as soon as a sequence exceeds a chunk, but not before.
         self._in_order = bool(getattr(text, "attention_chunk_size", None))
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
 
     @property
     def kv(self) -> KVCache | None:
@@ -170,6 +182,7 @@ class VMemCache(Cache):
 
     def _forget(self) -> None:
         """Empty the layers. transformers' own keep states for the batch that they had; the next may be another."""
+        self.rows.masked = None
         Cache.reset(self)
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -187,7 +200,7 @@ class VMemCache(Cache):
         left = [cropped(layer.length, tokens_to_remove) for layer in ours]
         if any(new < layer.length for new, layer in zip(left, ours)):
             self.rows.crop(max(left))
-        super().crop(tokens_to_remove)
+        Cache.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Sequence i becomes a copy of sequence ``beam_idx[i]``: full pages are shared, the last page is copied."""
@@ -250,7 +263,10 @@ class VMemCache(Cache):
         return 0 if self.kv is None else self.kv.reclaim()
 
     def close(self) -> None:
-        """Free all memory once no kernel reads it. Garbage collection of the cache does the same."""
+        """Free all memory once no kernel reads it. Garbage collection of the cache does the same.
+
+        A closed cache raises ValueError if it is used.
+        """
         for layer in self._with_rows():
             layer.is_initialized = False
         self._forget()

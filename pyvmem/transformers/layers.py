@@ -13,46 +13,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from pyvmem.attention import Again
+from pyvmem.transformers.carried import Carried, Handover, KVLength
 from pyvmem.transformers.plan import Plan
 from pyvmem.transformers.rows import Rows
-
-
-class Handover:
-    """K and V of one layer on their way to the attention ``"vmem"``. Only that attention knows the padding.
-
-    The tensor of keys that `VMemLayer.update` returns carries a `Handover` as its attribute ``vmem``.
-    """
-
-    __slots__ = ("layer", "start", "tokens", "value", "returned", "plan")
-
-    def __init__(self, layer: VMemLayer, start: int, tokens: int, value: torch.Tensor) -> None:
-        self.layer = layer
-        self.start = start
-        self.tokens = tokens
-        self.value: torch.Tensor | None = value  # None: its rows are stored
-        self.returned = value
-        self.plan: Plan | None = None
-
-    def write(
-        self, key: torch.Tensor, mask: torch.Tensor | None = None, uniform: bool = False, by_kernel: bool = False
-    ) -> Plan:
-        """Store the rows, once, and return the pass's `Plan`.
-
-        mask: as in `Rows.begin`. uniform: padding is stored as well. by_kernel: the attention kernel may store a decode
-        step's rows; `Handover.value` is then not None.
-        """
-        if self.plan is None:
-            layer, rows = self.layer, self.layer.rows
-            rows.pending = None
-            plan = rows.begin(self.start, self.tokens, key.shape[0], None if uniform else mask)
-            self.plan = plan
-            if by_kernel and self.tokens == 1 and plan.kept is None and (mask is None or rows.ragged):
-                layer.length = self.start + 1
-                return plan
-            assert self.value is not None  # until the rows are stored
-            layer.store(plan, key, self.value)
-        self.value = None
-        return self.plan
 
 
 class VMemLayer(CacheLayerMixin):
@@ -77,6 +40,7 @@ class VMemLayer(CacheLayerMixin):
         self.again_version = -1
         self._version = -1  # of `rows` when the views were created
         self._like: tuple[int, ...] = ()  # the KV heads of its rows, and their dimension
+        self._equal = True  # whether K and V have one head_dim, as far as is known
 
     @property
     def dtype(self) -> Any:
@@ -96,6 +60,11 @@ class VMemLayer(CacheLayerMixin):
         # The config's property takes microseconds in every layer, because it looks the name up in several tables.
         return self._settings.get("_attn_implementation_internal") == "vmem"
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether the attention ``"vmem"`` gets this layer's rows as a `Handover`, as far as is known."""
+        return self.by_length and not self.rows.whole
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.by_length:
             from pyvmem.transformers.attention import tile_rows
@@ -104,6 +73,9 @@ class VMemLayer(CacheLayerMixin):
         else:
             self.rows.open(self.index, key_states, value_states)
         self._like = key_states.shape[1::2]
+        # Latents of two widths (MLA) are expanded later, so the attention never sees them.
+        self._equal = key_states.shape[3] == value_states.shape[3]
+        self.rows.whole = self.rows.whole or not self._equal
         self.is_initialized = True
 
     def _other_rows(self, key: torch.Tensor) -> NoReturn:
@@ -131,17 +103,15 @@ class VMemLayer(CacheLayerMixin):
         start, tokens, rows = self.length, key_states.shape[2], self.rows
         if key_states.dtype is not rows.dtype or key_states.shape[1::2] != self._like:
             self._other_rows(key_states)
-        # Latents of two widths (MLA) are expanded later, so the attention never sees them.
-        if self.by_length and key_states.shape[3] == value_states.shape[3]:
+        if rows.masked == (start, tokens) and self.by_length and self._equal:
             lost, rows.pending = rows.pending, None
             if lost is not None:
                 raise RuntimeError(
                     f"layer {lost.layer.index} did not pass the keys that the cache returned to transformers' "
                     "AttentionInterface, so they were not stored: use another attention than vmem for this model"
                 )
-            rows.pending = Handover(self, start, tokens, value_states)
-            setattr(key_states, "vmem", rows.pending)
-            return key_states, value_states
+            handover = rows.pending = Handover(self, start, tokens, key_states, value_states)
+            return Carried.of(key_states, handover), Carried.of(value_states, handover)
         rows.begin(start, tokens, key_states.shape[0])
         if self._version != rows.version:
             self._bind()
@@ -227,7 +197,10 @@ class VMemLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = self._first(self.length)
-        return self.length + query_length - first, first
+        columns = self.length + query_length - first
+        if torch.compiler.is_compiling():
+            return columns, first
+        return KVLength.of(columns, self), first
 
     def get_seq_length(self) -> int:
         return self.length

@@ -53,6 +53,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _late(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArray[np.bool_]:
+    """Bool ``[batch, tokens]``: padding that follows tokens. before: the rows of each sequence before the pass."""
+    late: npt.NDArray[np.bool_] = ~kept & (np.asarray(before)[:, None] + np.cumsum(kept, 1) > 0)
+    return late
+
+
 class Rows:
     """The slots, lengths and pages of one `VMemCache`, which all its layers share.
 
@@ -86,6 +92,11 @@ class Rows:
         self.device: Any = None
         self.dtype: Any = None
         self.plan: Plan | None = None
+        # The last pass whose mask leaves causality and windows to lengths (`vmem_mask`): start, tokens.
+        self.masked: tuple[int, int] | None = None
+        self.eager = False  # whether the model has eager attention only, whose masks are never left out
+        self.closed = False
+        self.whole = False  # whether some layer's K and V are read as one tensor, which needs sdpa's mask
         self.pending: Any = None  # a `Handover` whose keys have not reached the attention yet
         self.batch = self.version = 0
         self.slots: list[int] = []
@@ -117,6 +128,8 @@ class Rows:
     def open(self, layer: int, key: torch.Tensor, value: torch.Tensor, tile_rows: int = 1) -> None:
         """A layer reports the shapes of its K and V, ``[batch, heads, tokens, head_dim]``."""
         shapes = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        if self.closed:
+            raise ValueError("the cache is closed: create another VMemCache")
         if self.kv is None:
             if key.device.type not in ("cpu", "cuda"):
                 raise ValueError(f"device {key.device} must be cpu or cuda")
@@ -241,7 +254,7 @@ class Rows:
             return other
         if self._swapped:
             self.swap_in()
-        for name in ("dtype", "device", "tile_rows", "batch"):
+        for name in ("dtype", "device", "tile_rows", "batch", "whole"):
             setattr(other, name, getattr(self, name))
         other._shares = self._shares
         other.slots, other._floor = self.slots[:], self._floor[:]
@@ -252,6 +265,7 @@ class Rows:
         return other
 
     def close(self) -> None:
+        self.closed = True
         if self.kv is not None:
             self._end()
             if self.cudnn:
@@ -334,6 +348,14 @@ class Rows:
                     kept = None
             elif self.ragged:  # otherwise padding was stored like any other token, and still is
                 raise ValueError("attention_mask must mask the same cached tokens as in earlier passes")
+        if kept is not None and any(self.windows) and _late(kept, before).any():
+            # A window counts columns, and rows would be fewer: this padding is stored, like any other token.
+            if self.ragged:
+                raise ValueError(
+                    "attention_mask pads behind tokens, in a model with sliding windows whose cache has left padding "
+                    "out: use another attention than vmem for such batches"
+                )
+            kept = None
         added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
         lengths = [b + a for b, a in zip(before, added)]
         ordered = self.slots == list(range(self.batch))
@@ -354,7 +376,7 @@ class Rows:
         if plan.kept is not None:
             plan.sources = self._upload(np.flatnonzero(kept))
             ends = before + rank + 1
-            late = ~kept & (ends > 0)
+            late = _late(kept, before[:, 0])
             rows = np.flatnonzero(late.any(1))
             plan.padding = [(int(row), np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
 

@@ -6,6 +6,8 @@ SPDX-License-Identifier: MIT
 import copy
 import gc
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
 from pyvmem.transformers import VMemCache, spares  # noqa: E402
+from pyvmem.transformers.followed import FOLLOWED, changes  # noqa: E402
 
 ATTENTIONS = ("eager", "sdpa", "vmem")
 
@@ -47,24 +50,49 @@ def test_greedy_tokens_of_every_family(name, attention, make, device):
         assert got.tolist() == reference(model, ids, attention_mask=mask).tolist(), side
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_encoder_and_decoder(attention, make, device):
-    """The decoder's own rows are ours; what it reads of the encoder stays in transformers' cache."""
+def encoder_decoder(name, device):
+    """A small model with three layers in the encoder and two in the decoder, and the inputs of `generate`."""
     sizes = {f"{part}_{what}": n for part in ("encoder", "decoder")
-             for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+             for what, n in (("layers", 2 + (part == "encoder")), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    tokens = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 95, "decoder_start_token_id": 1,
+              "forced_eos_token_id": None, "d_model": 64}  # fmt: skip
+    families = {
+        "bart": ("BartForConditionalGeneration", {"max_position_embeddings": 64, **sizes}),
+        "pegasus": ("PegasusForConditionalGeneration", {"max_position_embeddings": 64, **sizes}),
+        "t5": ("T5ForConditionalGeneration", {"d_kv": 16, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2,
+                                              "num_heads": 4}),
+        "whisper": ("WhisperForConditionalGeneration", {"num_mel_bins": 8, "max_source_positions": 8, **sizes,
+                                                        "max_target_positions": 64, "suppress_tokens": None,
+                                                        "begin_suppress_tokens": None}),
+    }  # fmt: skip
+    kind, more = families[name]
+    model_class = getattr(transformers, kind)
     torch.manual_seed(0)
-    config = transformers.BartConfig(vocab_size=96, d_model=64, max_position_embeddings=64, **sizes,
-                                     forced_eos_token_id=None, eos_token_id=95)  # fmt: skip
-    model, ids = transformers.BartForConditionalGeneration(config).to(device).eval(), prompts(device=device)
-    mask = padding("right").to(device)
-    outs = []
-    for ours in (True, False):
-        own = make(model) if ours else transformers.DynamicCache(config=config)
-        cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache(config=config))
-        kind = attention if ours else "sdpa"
-        outs.append(generate(model, ids, cache, kind, attention_mask=mask, num_beams=2).tolist())
-        assert not ours or own.get_seq_length() > 8
-    assert outs[0] == outs[1]
+    model = model_class(model_class.config_class(**{**tokens, **more})).to(device).eval()
+    if name == "whisper":
+        return model, {"input_features": torch.randn(3, 8, 16, device=device)}
+    return model, {"inputs": prompts(device=device), "attention_mask": padding("right").to(device)}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["bart", "pegasus", "t5", "whisper"])
+def test_encoder_and_decoder(name, attention, wrapped, make, device):
+    """The decoder's own rows are ours; what it reads of the encoder stays in transformers' cache."""
+    model, inputs = encoder_decoder(name, device)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    own = make(model)
+    for beams in (1, 2):
+        # Another batch needs another cross-attention cache: transformers 5.17 keeps the old one's rows in a reset.
+        cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache()) if wrapped else own
+        model.set_attn_implementation("sdpa")
+        theirs = model.generate(**inputs, num_beams=beams, **options)
+        model.set_attn_implementation(attention)
+        ours = model.generate(**inputs, num_beams=beams, past_key_values=cache, **options)
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits))
+        assert own.get_seq_length() > 4 and own.kv is not None and "VMem" in repr(own)
+        cache.reset()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -464,14 +492,19 @@ def test_kept_memory_goes_when_memory_is_short_and_never_exceeds_the_limit(devic
     assert not spares._spares
 
 
-def test_close_twice_and_use_again(make, device):
+def test_a_closed_cache_is_closed(make, device):
     model, ids = tiny_model("llama", device=device), prompts(device=device)
-    cache = make(model)
-    want = generate(model, ids, cache)
-    cache.close()
-    cache.close()
-    assert cache.stats() is None
-    assert generate(model, ids, cache).tolist() == want.tolist()
+    for used in (True, False):
+        cache = make(model)
+        if used:
+            generate(model, ids, cache)
+        cache.close()
+        cache.close()
+        assert cache.stats() is None and cache.get_seq_length() == 0
+        for attention in ("sdpa", "vmem"):
+            with pytest.raises(ValueError, match="the cache is closed: create another VMemCache"):
+                generate(model, ids, cache, attention)
+            cache.reset()
 
 
 # ---- the attention ------------------------------------------------------------------------------------------------
@@ -543,8 +576,10 @@ def test_arguments():
         with pytest.raises(ValueError, match=f"{name} 0 must be at least 1"):
             VMemCache(model, **{name: 0})
     config = transformers.MambaConfig(num_hidden_layers=2)
-    with pytest.raises(ValueError, match="no layers with keys and values"):
+    with pytest.raises(ValueError, match="no layers with keys and values|no attention heads"):
         VMemCache(config)
+    with pytest.raises(ValueError, match="no attention heads, and so no keys and values .rwkv."):
+        VMemCache(transformers.RwkvConfig(num_hidden_layers=2))
 
 
 def test_limits_are_named(make, device):
@@ -598,3 +633,28 @@ def test_another_release_of_transformers_is_refused_in_one_line(version, tmp_pat
     done = python("import pyvmem.transformers", check=False, env={"PYTHONPATH": str(tmp_path)})
     last = done.stderr.splitlines()[-1]
     assert done.returncode != 0 and version in last and "5.17 to 5.23" in last and "VMEM_TRANSFORMERS_FORCE" in last
+
+
+def test_a_newer_release_is_judged_by_the_functions_in_use(tmp_path, monkeypatch):
+    """It is accepted if they are the same, and otherwise refused with their names."""
+    monkeypatch.delenv("VMEM_TRANSFORMERS_FORCE", raising=False)
+    here = Path(transformers.__file__).parent
+    assert changes(here) == []  # the release that runs was tried
+    for file in FOLLOWED:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text((here / file).read_text())
+    newer = SimpleNamespace(__version__="5.31.0", __file__=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(pyvmem.transformers, "_transformers", newer)
+    pyvmem.transformers._check()
+    file = tmp_path / "masking_utils.py"
+    file.write_text(file.read_text().replace("    # Potentially pad the 2D mask\n", "    # Pads\n\n"))
+    pyvmem.transformers._check()  # a comment
+    file.write_text(file.read_text().replace("padding_mask = prepare_padding_mask(", "padding_mask = prepare_padding("))
+    file = tmp_path / "cache_utils.py"
+    file.write_text(file.read_text().replace("    def activate_past_recording(self):", "    def renamed(self):"))
+    why = "not 5.31.0, which changes DynamicSlidingWindowLayer.renamed .new., .* more: pip"
+    with pytest.raises(ImportError, match=why) as refused:
+        pyvmem.transformers._check()
+    names = changes(tmp_path)
+    assert "Cache.renamed (new)" in names and "Cache.activate_past_recording (gone)" in names and "sdpa_mask" in names
+    assert "\n" not in str(refused.value) and "VMEM_TRANSFORMERS_FORCE" in str(refused.value)

@@ -14,6 +14,7 @@ from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 from pyvmem import KVCache, KVCacheOptions  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
+from pyvmem.transformers.carried import Carried  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3"])
@@ -49,10 +50,42 @@ def test_a_model_that_changes_the_values_is_refused(make, device):
     config = transformers.DiffLlamaConfig(**_BASE)
     model, ids = transformers.DiffLlamaForCausalLM(config).to(device).eval(), prompts(device=device)
     cache = make(model)
-    with pytest.raises(RuntimeError, match="layer 0 changed the values .* use another attention than vmem"):
+    with pytest.raises(RuntimeError, match="layer 0: the model computes with .* use another attention than vmem"):
         generate(model, ids, cache, "vmem")
     cache.reset()
     assert generate(model, ids, cache).tolist() == reference(model, ids).tolist()
+
+
+def test_a_model_that_computes_with_the_keys_or_the_mask_is_refused(make, device):
+    """Doge makes a mask of the values behind the cache, of which "vmem" sees only the new ones, and of the mask."""
+    torch.manual_seed(1)
+    config = transformers.DogeConfig(**_BASE)
+    model, ids = transformers.DogeForCausalLM(config).to(device).eval(), prompts(device=device)
+    for side in ("none", "left", "right"):
+        mask = padding(side).to(device)
+        with pytest.raises(RuntimeError, match="layer 0: the model computes with .* use another attention than vmem"):
+            generate(model, ids, make(model), "vmem", attention_mask=mask)
+        # Without a VMemCache there is nothing to leave out.
+        theirs = transformers.DynamicCache(config=config)
+        got = generate(model, ids, theirs, "vmem", attention_mask=mask)
+        assert got.tolist() == reference(model, ids, attention_mask=mask).tolist()
+
+
+def test_what_is_carried_says_what_read_it():
+    class Owner:
+        def read(self, what):
+            raise RuntimeError(what)
+
+    carried = Carried.of(torch.zeros(2, 3), Owner())
+    for read, what in ((lambda x: x + 1, "add"), (lambda x: x.shape, "shape"), (lambda x: torch.cat([x, x]), "cat"),
+                       (lambda x: x[0], "__getitem__"), (len, "__len__"), (lambda x: x.sum(), "sum"),
+                       (bool, "__bool__"), (lambda x: x.numpy(), "numpy"), (lambda x: x.data, "data")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=what):
+            read(carried)
+    assert carried.to("cpu") is carried and carried.contiguous() is carried
+    with pytest.raises(RuntimeError, match="to"):
+        carried.to(torch.bfloat16)
+    assert carried.dtype is torch.float32 and carried.device.type == "cpu" and "Carried" in repr(carried)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "vmem"])

@@ -1,0 +1,127 @@
+"""What a model carries to the attention ``"vmem"`` without reading it: new keys and values, and the padding.
+
+For that attention the cache returns only the new rows, and the mask is only the padding. A model that computes with
+them would compute something else than with sdpa. So they are tensors that raise an error if anything reads them.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyvmem.transformers.plan import Plan
+
+if TYPE_CHECKING:
+    from pyvmem.transformers.layers import VMemLayer
+
+
+class Carried(torch.Tensor):
+    """A tensor that raises RuntimeError if it is read. Its attribute ``vmem`` is its owner, which has the data."""
+
+    vmem: Handover | Padding
+
+    @staticmethod
+    def of(tensor: torch.Tensor, owner: Handover | Padding) -> Carried:
+        carried: Carried = tensor.as_subclass(Carried)
+        carried.vmem = owner
+        return carried
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = getattr(func.__self__, "__name__", name)
+            if name in _HARMLESS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args)
+        if name in ("to", "contiguous"):  # which usually change nothing
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if result is args[0]:
+                return result
+        found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Carried)]
+        found[0].vmem.read(name)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Carried(...)"
+
+
+_HARMLESS = {"device", "dtype", "requires_grad"}  # neither what is in a tensor, nor how long it is
+
+
+class Handover:
+    """K and V of one layer on their way to the attention ``"vmem"``. Only that attention knows the padding.
+
+    Both `Carried` tensors that `VMemLayer.update` returns have it as their attribute ``vmem``.
+    """
+
+    __slots__ = ("layer", "start", "tokens", "key", "value", "plan")
+
+    def __init__(self, layer: VMemLayer, start: int, tokens: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layer = layer
+        self.start = start
+        self.tokens = tokens
+        self.key = key
+        self.value: torch.Tensor | None = value  # None: its rows are stored
+        self.plan: Plan | None = None
+
+    def read(self, what: str) -> None:
+        """Raises RuntimeError: `what` reads K or V before the attention."""
+        self.layer.rows.pending = None
+        raise RuntimeError(
+            f"layer {self.layer.index}: the model computes with the keys or values that the cache returned ({what}): "
+            "use another attention than vmem for this model"
+        )
+
+    def write(
+        self, key: torch.Tensor, mask: torch.Tensor | None = None, uniform: bool = False, by_kernel: bool = False
+    ) -> Plan:
+        """Store the rows, once, and return the pass's `Plan`.
+
+        mask: as in `Rows.begin`. uniform: padding is stored as well. by_kernel: the attention kernel may store a decode
+        step's rows; `Handover.value` is then not None.
+        """
+        if self.plan is None:
+            layer, rows = self.layer, self.layer.rows
+            rows.pending = None
+            plan = rows.begin(self.start, self.tokens, key.shape[0], None if uniform else mask)
+            self.plan = plan
+            if by_kernel and self.tokens == 1 and plan.kept is None and (mask is None or rows.ragged):
+                layer.length = self.start + 1
+                return plan
+            assert self.value is not None  # until the rows are stored
+            layer.store(plan, key, self.value)
+        self.value = None
+        return self.plan
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The padding of a pass: bool ``[batch, columns]``, False for padding, or None; and the mask that sdpa has."""
+
+    mask: torch.Tensor | None
+    dense: Callable[[], torch.Tensor | None]
+
+    def read(self, what: str) -> None:
+        """Raises RuntimeError: `what` reads the mask."""
+        raise RuntimeError(
+            f"the model computes with the attention mask ({what}), which is not sdpa's here: use another attention "
+            "than vmem for padded batches of this model"
+        )
+
+
+class KVLength(int):
+    """The length of K for a mask. `layer` tells `vmem_mask` that a `VMemCache` asked for it."""
+
+    layer: VMemLayer
+
+    @staticmethod
+    def of(length: int, layer: VMemLayer) -> KVLength:
+        marked = KVLength(length)
+        marked.layer = layer
+        return marked

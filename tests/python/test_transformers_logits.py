@@ -1,0 +1,137 @@
+"""The attention "vmem" by logits: what sdpa computes, with every cache of transformers and with ours.
+
+Tokens hide small errors: a query that sees a few rows too many rarely changes the largest logit.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+import re
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from families import VOCABULARY, names, small_config, small_model  # noqa: E402
+from generations import make_cache, single_thread  # noqa: E402, F401
+from logits import SIDES, caches, difference, run, stock  # noqa: E402
+from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
+
+from pyvmem.transformers import VMemCache  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CLOSE = 1e-5  # of the largest logit, in float32: other orders of summation
+
+
+@pytest.mark.parametrize("kind", caches())
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cache_of_transformers(name, kind, device):
+    """Without a VMemCache, the attention is sdpa's to the last bit."""
+    model, cache = tiny_model(name, device=device), caches()[kind]
+    if kind == "dynamic without a config" and name in ("qwen3_next", "jamba", "falcon_h1"):
+        pytest.skip("transformers needs the config for linear attention")
+    for side in ("none", "left"):
+        ours, theirs = (run(model, cache(model.config), a, side, device=device) for a in ("vmem", stock(model)))
+        assert difference(ours, theirs) == 0, side
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", MODELS)
+def test_our_cache(name, side, make, device):
+    model = tiny_model(name, device=device)
+    theirs = run(model, transformers.DynamicCache(config=model.config), stock(model), side, device=device)
+    for attention in ("vmem", stock(model)):
+        ours = run(model, make(model), attention, side, device=device)
+        assert difference(ours, theirs) < CLOSE, attention
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "gpt2"])
+def test_generate_with_a_static_cache(name, device):
+    """``cache_implementation="static"``: K is as wide as the longest sequence from the first step on."""
+    model, ids = tiny_model(name, device=device), prompts(device=device)
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    both = []
+    for attention in ("vmem", stock(model)):
+        model.set_attn_implementation(attention)
+        both.append(model.generate(ids, cache_implementation="static", **options).logits)
+    assert difference(*both) <= (0 if device == "cpu" else CLOSE)  # on a GPU, a captured step may use another kernel
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_compiled_decode_step_with_a_static_cache(name, dynamic, device):
+    """As generate() does on a GPU: one graph without a break, K of a fixed width, a mask of a fixed shape.
+
+    dynamic: sizes are symbolic integers, as some releases of torch make them without being asked.
+    """
+    model = tiny_model(name, device=device)
+    both = []
+    for attention in ("vmem", "sdpa"):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        run(model, cache, attention, passes=(13,), device=device)
+        forward, model.forward = (
+            model.forward,
+            torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=dynamic),
+        )
+        try:
+            both.append(run(model, cache, attention, passes=(1, 1, 1), device=device, seen=13))
+        finally:
+            model.forward = forward
+            torch._dynamo.reset()
+    assert difference(*both) == 0
+
+
+# ---- every family of the release --------------------------------------------------------------------------------
+
+SOME = ("bart", "big_bird", "bigbird_pegasus", "bloom", "diffllama", "doge", "falcon", "git", "gpt_neo", "gptj",
+        "mimo_v2_flash", "mpt", "opt", "paligemma", "t5gemma", "xglm")  # fmt: skip
+ALL = os.environ.get("VMEM_TEST_FAMILIES") == "all"
+REFUSED = (
+    "use another attention|no layers with keys and values|no attention heads"
+    "|view size is not compatible"  # gpt_neox_japanese, which views keys that are not contiguous: torch's own error
+)
+
+
+@pytest.mark.parametrize("family", [f for f in names() if ALL or f[1] in SOME], ids=lambda f: f[2])
+def test_a_family_is_equal_or_refused(family, make, device):
+    """Each model, with transformers' caches and with ours: the stock attention's logits, or an error of one line."""
+    try:
+        model = small_model(*family[1:]).to(device)
+        own, attention = transformers.DynamicCache, stock(model)
+        if model.config.is_encoder_decoder:
+            pytest.skip("test_encoder_and_decoder tries these")
+        theirs = run(model, own(config=model.config), attention, vocabulary=VOCABULARY, device=device)
+    except Exception as error:
+        pytest.skip(f"no small model of this family with transformers alone: {type(error).__name__}: {str(error):.80}")
+    tried = 0
+    for side in ("none", "left", "right"):
+        theirs = run(model, own(config=model.config), attention, side, vocabulary=VOCABULARY, device=device)
+        if any(bool(x.isnan().any()) for x in theirs):
+            continue  # a query that sees nothing
+        for cache, kind in ((own(config=model.config), "vmem"), (None, attention), (None, "vmem")):
+            try:
+                cache = make(model) if cache is None else cache
+                ours = run(model, cache, kind, side, vocabulary=VOCABULARY, device=device)
+            except (ValueError, RuntimeError, TypeError) as error:
+                assert re.search(REFUSED, str(error)) and isinstance(cache, VMemCache | None), error
+            else:
+                assert difference(ours, theirs) < CLOSE, (side, type(cache), kind)
+            tried += 1
+    assert tried
+
+
+def test_most_families_have_a_small_model():
+    """Otherwise the test above skips them."""
+    built = 0
+    for _, model_type, name in names():
+        try:
+            with torch.device("meta"):
+                getattr(transformers, name)(small_config(model_type))
+            built += 1
+        except Exception:
+            continue
+        if not ALL and built == 40:
+            return
+    assert built > 0.6 * len(names())
