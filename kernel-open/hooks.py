@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
-"""Everything vMem inserts into NVIDIA's files: five hooks, each at an anchor that must match exactly once.
+"""Everything vMem inserts into NVIDIA's files: seven hooks, each at an anchor that must match exactly once.
 
 An anchor is one or more whole lines of the vendor's file, without leading text of their own: they are compared
 literally, so a release that moved or rewrote them is refused instead of patched by guess.
@@ -55,5 +55,20 @@ HOOKS = (
         file="nvidia-uvm/uvm_va_space.c",
         anchor="    uvm_kvfree(va_space->mapping);\n",
         before="    uvm_vmem_destroy(va_space); // vMem\n",
+    ),
+    Hook(
+        name="split",
+        file="nvidia-uvm/uvm_map_external.c",
+        anchor="    NvU64 new_start = new_end + 1;\n",
+        after="\n"
+        "    // vMem: an overlay is closed as a whole or not at all\n"
+        "    if (uvm_vmem_is_overlay(existing_map))\n"
+        "        return NV_ERR_INVALID_ADDRESS;\n",
+    ),
+    Hook(
+        name="closed",
+        file="nvidia-uvm/uvm_map_external.c",
+        anchor="    if (deferred_free_list && ext_gpu_map->mem_handle) {\n",
+        before="    uvm_vmem_closed(ext_gpu_map); // vMem\n\n",
     ),
 )

@@ -21,6 +21,10 @@ _PARAMETER = "uvm_vmem_max_mbytes"
 _NODES = (("nvidia-uvm", 0), ("nvidia-uvm-tools", 1))
 
 
+# Driver releases, and what is known about the module on each
+VERIFIED = Path(__file__).resolve().parent / "verified.list"
+
+
 class LoadError(Exception):
     """The one fact that stops a load or an unload."""
 
@@ -181,6 +185,22 @@ def _load_stock(system, stock):
     _nodes(system)
 
 
+def known(release, verified=VERIFIED):
+    """What verified.list says of a driver release, for the user who is about to load the module."""
+    lines = verified.read_text().splitlines() if verified.is_file() else []
+    rows = [line.split(None, 4) for line in lines if line.strip() and not line.startswith("#")]
+    mine = [row for row in rows if row[0] == release]
+    tested = [f"{gpus} ({how})" for _, claim, gpus, _, how in mine if claim == "self-tested"]
+    if tested:
+        return f"driver {release}: the self-test has passed on {', '.join(tested)}"
+    what = {"simulated": "it ran on a simulated GPU only", "compiles": "it was only compiled"}
+    said = next((what[row[1]] for row in mine if row[1] in what), "it is not in kernel-open/verified.list")
+    return (
+        f"warning: driver {release}: nobody has reported a self-test of the module on a GPU; {said}. "
+        "Run `pyvmem doctor --selftest` before you use it; libvmem uses stock until it has passed"
+    )
+
+
 def load(system, module, parameters=()):
     """Load the patched module in the stock one's place; returns what to tell the user."""
     module = Path(module).resolve()
@@ -237,7 +257,11 @@ def main():
     try:
         if system.root == Path("/") and os.geteuid() != 0:
             raise LoadError("only root can load modules")
-        print(load(system, args.module, args.parameters) if args.action == "load" else unload(system))
+        if args.action == "unload":
+            print(unload(system))
+            return 0
+        print(load(system, args.module, args.parameters))
+        print(known(system.text("/sys/module/nvidia/version")), file=sys.stderr)
         return 0
     except LoadError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -199,12 +199,15 @@ def kernel(want=None, root="/", install=True):
             return running
         have = f"; headers are there for {', '.join(found)}: KERNEL={found[-1]} builds for that one" if found else ""
         raise SourceError(f"no headers of the running kernel: install linux-headers-{running}{have}")
-    if not found and install and os.geteuid() == 0 and shutil.which("apt-get"):
+    asked = install and os.environ.get("VMEM_INSTALL") != "0"
+    if not found and asked and os.geteuid() == 0 and shutil.which("apt-get"):
         arch = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True)
         # Where that fails, the system has its own words for it, and the headers are looked for all the same.
         subprocess.run(["apt-get", "-q", "update"], stdout=subprocess.DEVNULL)
         subprocess.run(["apt-get", "-qy", "install", "--no-install-recommends", f"linux-headers-{arch.stdout.strip()}"])
         found = headers()
     if not found:
-        raise Unavailable("KERNEL=newest: no kernel headers under /lib/modules: install linux-headers-amd64")
+        raise Unavailable(
+            "KERNEL=newest: no kernel headers under /lib/modules: install linux-headers-amd64, or run make as root"
+        )
     return found[-1]

@@ -20,18 +20,6 @@ struct batch {
     bool map;
 };
 
-// Copy one element of a newer ABI, whose size differs.
-static NV_STATUS op_copy(struct uvm_vmem_op *op, const void __user *from, NvU32 size)
-{
-    NvU8 rest[UVM_VMEM_MAX_OP_SIZE - sizeof(*op)];
-
-    if (copy_from_user(op, from, sizeof(*op)))
-        return NV_ERR_INVALID_POINTER;
-    if (copy_from_user(rest, from + sizeof(*op), size - sizeof(*op)))
-        return NV_ERR_INVALID_POINTER;
-    return memchr_inv(rest, 0, size - sizeof(*op)) ? NV_ERR_INVALID_PARAM_STRUCT : NV_OK;
-}
-
 // Copy the elements, and make the checks that need no lock.
 static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op **out_ops)
 {
@@ -44,15 +32,10 @@ static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op
     if (!ops)
         return NV_ERR_NO_MEMORY;
 
-    if (p->opSize == sizeof(*ops)) {
-        if (copy_from_user(ops, from, p->count * sizeof(*ops)))
-            status = NV_ERR_INVALID_POINTER;
-    }
+    if (copy_from_user(ops, from, p->count * sizeof(*ops)))
+        status = NV_ERR_INVALID_POINTER;
     for (i = 0; i < p->count && status == NV_OK; i++) {
-        if (p->opSize != sizeof(*ops))
-            status = op_copy(&ops[i], from + i * p->opSize, p->opSize);
-        if (status == NV_OK)
-            status = uvm_vmem_check_op(&ops[i], map, &total);
+        status = uvm_vmem_check_op(&ops[i], map, &total);
         if (status != NV_OK)
             p->out_failed = i;
     }
@@ -72,21 +55,19 @@ static uvm_vmem_open_t op_open(const struct uvm_vmem_op *op, bool map)
     return map || (op->flags & UVM_VMEM_UNMAP_OPEN) ? UVM_VMEM_OPEN : UVM_VMEM_LOOK;
 }
 
-// The range and the handle of an element.
-static NV_STATUS op_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, uvm_vmem_range_t **range,
-                         struct uvm_vmem_handle **handle)
+// The range of an element.
+static NV_STATUS range_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, uvm_vmem_range_t **range)
 {
-    *handle = NULL;
-
     *range = uvm_vmem_range_find(call->va_space, op->va);
     if (!*range || op->va + op->length - 1 > uvm_vmem_va_range(*range)->node.end)
         return NV_ERR_INVALID_ADDRESS;
-    if (!uvm_gpu_can_address(call->gpu, op->va, op->length))
-        return NV_ERR_OUT_OF_RANGE;
+    return uvm_gpu_can_address(call->gpu, op->va, op->length) ? NV_OK : NV_ERR_OUT_OF_RANGE;
+}
 
-    if (!op->handle)
-        return NV_OK;
-    *handle = uvm_vmem_handle_find(call->space, op->handle);
+// The handle of an element of MAP.
+static NV_STATUS handle_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, struct uvm_vmem_handle **handle)
+{
+    *handle = op->handle ? uvm_vmem_handle_find(call->space, op->handle) : NULL;
     if (!*handle || (*handle)->slab->owner != call->vgpu)
         return NV_ERR_INVALID_OBJECT_HANDLE;
     if (op->offset + op->length > (*handle)->granules * UVM_VMEM_GRANULE)
@@ -118,11 +99,11 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
     NV_STATUS status;
     bool huge;
 
-    status = op_find(call, op, &range, &handle);
+    status = range_find(call, op, &range);
+    if (status == NV_OK)
+        status = handle_find(call, op, &handle);
     if (status != NV_OK)
         return status;
-    if (!handle)
-        return NV_ERR_INVALID_OBJECT_HANDLE;
 
     huge = !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_BLOCK && va == uvm_vmem_block(va) &&
            uvm_vmem_gpu_has_huge(call->gpu);
@@ -140,7 +121,6 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         piece.first = uvm_vmem_index(va);
         piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
         piece.granule = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
-        piece.invalid = false;
         mask = uvm_vmem_mask(piece.first, piece.count);
 
         if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->occupied & mask))
@@ -160,50 +140,26 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
     return NV_OK;
 }
 
-// Whether all granules in mask are mapped to the handle's page, from its granule `granule` on.
-static bool overlay_holds(struct uvm_vmem_overlay *overlay, NvU32 mask, struct uvm_vmem_handle *handle, NvU32 granule)
+// The next address to examine, at most end + 1, if va has no overlay.
+static NvU64 unmap_skip(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, NvU64 end)
 {
-    NvU32 first = __ffs(mask);
-    NvU32 i;
-
-    if ((overlay->occupied & mask) != mask)
-        return false;
-    for (i = first; i < UVM_VMEM_GRANULES && (mask & (1U << i)); i++) {
-        if (overlay->entries[i].handle != handle || overlay->entries[i].granule != granule + i - first)
-            return false;
-    }
-    return true;
-}
-
-// Skip addresses without an overlay. *va becomes the next address to examine.
-static NV_STATUS unmap_skip(struct uvm_vmem_call *call, uvm_vmem_range_t *range, const struct uvm_vmem_op *op,
-                            NvU64 *va)
-{
-    uvm_range_tree_t *tree = &uvm_ext_gpu_range_tree(range, call->gpu)->tree;
-    NvU64 end = op->va + op->length - 1;
-    uvm_range_tree_node_t *node = uvm_range_tree_iter_first(tree, *va, end);
-
-    if (op->handle)
-        return NV_ERR_OBJECT_NOT_FOUND;
+    uvm_range_tree_node_t *node = uvm_range_tree_iter_first(&uvm_ext_gpu_range_tree(range, call->gpu)->tree, va, end);
 
     if (!node)
-        *va = end + 1;
-    else if (node->start > *va)
-        *va = min(end + 1, UVM_ALIGN_UP(node->start, UVM_VMEM_GRANULE));
-    else
-        *va = node->end >= end ? end + 1 : min(end + 1, UVM_ALIGN_UP(node->end + 1, UVM_VMEM_GRANULE));
-    return NV_OK;
+        return end + 1;
+    if (node->start > va)
+        return min(end + 1, UVM_ALIGN_UP(node->start, UVM_VMEM_GRANULE));
+    return node->end >= end ? end + 1 : min(end + 1, UVM_ALIGN_UP(node->end + 1, UVM_VMEM_GRANULE));
 }
 
 static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
 {
     NvU64 va = op->va;
     NvU64 end = op->va + op->length - 1;
-    struct uvm_vmem_handle *handle;
     uvm_vmem_range_t *range;
     NV_STATUS status;
 
-    status = op_find(call, op, &range, &handle);
+    status = range_find(call, op, &range);
     if (status != NV_OK)
         return status;
 
@@ -213,28 +169,24 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
         NvU32 mask;
 
         status = uvm_vmem_overlay_touch(call, range, va, op_open(op, false), false, &overlay);
-        if (status == NV_OK && !overlay) {
-            status = unmap_skip(call, range, op, &va);
-            if (status == NV_OK)
-                continue;
-        }
         if (status != NV_OK)
             return status;
+        if (!overlay) {
+            va = unmap_skip(call, range, va, end);
+            continue;
+        }
 
         piece.overlay = overlay;
         piece.handle = NULL;
         piece.first = uvm_vmem_index(va);
         piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
         piece.granule = 0;
-        piece.invalid = op->flags & UVM_VMEM_UNMAP_INVALID;
         mask = uvm_vmem_mask(piece.first, piece.count);
 
-        if (handle && !overlay_holds(overlay, mask, handle, (op->offset + (va - op->va)) / UVM_VMEM_GRANULE))
-            return NV_ERR_OBJECT_NOT_FOUND;
         overlay->occupied &= ~mask;
 
         // A 2 MiB entry is a page or invalid. There is no sparse one.
-        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !(piece.invalid && mask == ~0U))
+        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)
             overlay->cut_wanted = true;
 
         status = uvm_vmem_piece_add(call, &piece);
@@ -256,8 +208,6 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     status = uvm_vmem_gpu_lookup(call->va_space, b->uuid, &call->gpu, &call->tree);
     if (status != NV_OK)
         return status;
-
-    uvm_vmem_overlays_reap(call->space, UVM_VMEM_REAP_PER_CALL);
 
     mutex_lock(&call->space->lock);
     call->vgpu = uvm_vmem_gpu_find(call->space, call->gpu, true);

@@ -4,7 +4,7 @@
 #include "uvm_vmem_check.h"
 
 #define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
-#define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_UNMAP_INVALID | UVM_VMEM_TAKEOVER)
+#define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_TAKEOVER)
 
 static bool misaligned(__u64 value, __u64 to) { return (value & (to - 1)) != 0; }
 
@@ -37,7 +37,7 @@ NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p)
 {
     if (p->flags || p->reserved32 || p->reserved || p->pad || !p->count)
         return NV_ERR_INVALID_ARGUMENT;
-    if (p->opSize < sizeof(struct uvm_vmem_op) || p->opSize > UVM_VMEM_MAX_OP_SIZE || p->opSize % 8)
+    if (p->opSize != sizeof(struct uvm_vmem_op))
         return NV_ERR_INVALID_PARAM_STRUCT;
     if (p->count > UVM_VMEM_MAX_OPS)
         return NV_ERR_INVALID_LIMIT;
@@ -50,13 +50,11 @@ NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total
         return NV_ERR_INVALID_ARGUMENT;
 
     if (!map) {
-        if ((op->flags & UVM_VMEM_UNMAP_INVALID) && (op->flags & ~(__u32)UVM_VMEM_UNMAP_INVALID))
-            return NV_ERR_INVALID_ARGUMENT;
         // A takeover opens an overlay.
         if ((op->flags & UVM_VMEM_TAKEOVER) && !(op->flags & UVM_VMEM_UNMAP_OPEN))
             return NV_ERR_INVALID_ARGUMENT;
-        if (!op->handle && op->offset)
-            return NV_ERR_INVALID_OFFSET;
+        if (op->handle || op->offset)
+            return NV_ERR_INVALID_ARGUMENT;
     }
 
     if (!op->va || !op->length || misaligned(op->va, UVM_VMEM_GRANULE) || misaligned(op->length, UVM_VMEM_GRANULE))
@@ -64,7 +62,7 @@ NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total
     if (op->va + op->length < op->va)
         return NV_ERR_INVALID_ADDRESS;
 
-    if (map || op->handle) {
+    if (map) {
         if (misaligned(op->offset, UVM_VMEM_GRANULE) || op->offset >= UVM_VMEM_BLOCK ||
             op->length > UVM_VMEM_BLOCK - op->offset)
             return NV_ERR_INVALID_OFFSET;

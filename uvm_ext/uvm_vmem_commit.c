@@ -34,20 +34,15 @@ static NvU32 overlay_writes(const struct uvm_vmem_overlay *overlay)
 }
 
 // Whether the 2 MiB entry of a cut overlay is made invalid before the table takes its place. A TLB must not hold an
-// address in entries of two sizes, or accesses to it lose their order, so UVM never switches in one step. With
-// uvm_vmem_one_step, the switch takes one step if no page stays, since no order can then be lost. Not tested on
-// hardware.
+// address in entries of two sizes, or accesses to it lose their order. UVM never switches in one step, either.
 static bool overlay_breaks(const struct uvm_vmem_overlay *overlay)
 {
-    bool valid = overlay->taken || overlay->had_pages;
-    bool keeps = !overlay->taken && (overlay->had_pages & overlay->pages & ~overlay->changed);
-
-    return overlay->cut && valid && (keeps || !uvm_vmem_is_one_step());
+    return overlay->cut && (overlay->taken || overlay->had_pages);
 }
 
 static void huge_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
-    uvm_page_table_range_t *range = &overlay->map->pt_range_vec.ranges[0];
+    uvm_page_table_range_t *range = &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0];
     uvm_gpu_phys_address_t address = uvm_page_table_range_entry_address(call->tree, range, 0);
     NvU32 size = uvm_mmu_pte_size(call->tree, UVM_PAGE_SIZE_2M);
 
@@ -69,10 +64,8 @@ static void entry_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *ove
         range = &overlay->table;
         start = uvm_vmem_block(overlay->start);
     } else {
-        uvm_ext_gpu_map_t *map = uvm_vmem_overlay_map(call, overlay, index);
-
-        range = &map->pt_range_vec.ranges[0];
-        start = map->pt_range_vec.start;
+        range = &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0];
+        start = overlay->start;
     }
     uvm_pte_batch_write_pte(&call->push.ptes,
                             uvm_page_table_range_entry_address(call->tree, range, (va - start) / UVM_VMEM_GRANULE),
@@ -120,7 +113,7 @@ static NV_STATUS stage_break(struct uvm_vmem_call *call)
 
         if (!overlay_breaks(overlay))
             continue;
-        range = &overlay->map->pt_range_vec.ranges[0];
+        range = &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0];
         status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_PDE_SPACE);
         if (status != NV_OK)
             return status;
@@ -145,7 +138,7 @@ static NV_STATUS stage_directories(struct uvm_vmem_call *call)
 
         if (!overlay->cut)
             continue;
-        single = &overlay->map->pt_range_vec.ranges[0];
+        single = &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0];
         status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_PDE_SPACE);
         if (status != NV_OK)
             return status;
@@ -217,20 +210,10 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
 
     // UVM waits for the tracker before it touches the mapping. Without memory to extend it, this call waits itself. Any
     // other failure is a fatal error, which the call's wait reports.
-    if (overlay->map) {
-        (void)uvm_tracker_add_tracker_safe(&overlay->map->tracker, &call->push.tracker);
-    } else {
-        NvU32 mask;
-
-        for (mask = overlay->changed; mask; mask &= mask - 1) {
-            uvm_ext_gpu_map_t *map = uvm_vmem_overlay_map(call, overlay, __ffs(mask));
-
-            (void)uvm_tracker_add_tracker_safe(&map->tracker, &call->push.tracker);
-        }
-    }
+    (void)uvm_tracker_add_tracker_safe(&overlay->map->tracker, &call->push.tracker);
 
     if (overlay->cut) {
-        uvm_page_table_range_vec_t *vec = &overlay->map->pt_range_vec;
+        uvm_page_table_range_vec_t *vec = &UVM_VMEM_BASE(overlay->map)->pt_range_vec;
         uvm_page_table_range_t single = vec->ranges[0];
 
         vec->page_size = UVM_PAGE_SIZE_64K;
@@ -246,8 +229,6 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
                                      UVM_DEFERRED_FREE_OBJECT_TYPE_EXTERNAL_ALLOCATION);
         overlay->former = NULL;
     }
-    overlay->map = NULL;
-    overlay->range = NULL;
 }
 
 // Update the page tables of all overlays that the call touches to their records, which may be unchanged.
@@ -321,7 +302,7 @@ NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call)
             if (piece->handle)
                 granule_map(call, piece, n);
             else
-                uvm_vmem_entry_unmap(call, piece->overlay, piece->first + n, piece->invalid);
+                uvm_vmem_entry_unmap(call, piece->overlay, piece->first + n, false);
         }
         cond_resched();
     }
@@ -347,7 +328,7 @@ NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_p
 {
     struct uvm_vmem_piece *last = call->num_pieces ? &call->pieces[call->num_pieces - 1] : NULL;
 
-    if (last && last->overlay == piece->overlay && last->handle == piece->handle && last->invalid == piece->invalid &&
+    if (last && last->overlay == piece->overlay && last->handle == piece->handle &&
         last->first + last->count == piece->first &&
         (!piece->handle || last->granule + last->count == piece->granule)) {
         last->count += piece->count;

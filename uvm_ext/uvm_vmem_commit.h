@@ -13,7 +13,6 @@ struct uvm_vmem_piece {
     NvU8 first;
     NvU8 count;
     NvU8 granule;
-    bool invalid; // without a page: invalid instead of sparse
 };
 
 // Add a piece to the call. A piece that continues the last one is joined to it.

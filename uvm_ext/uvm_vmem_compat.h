@@ -51,6 +51,25 @@ static inline uvm_vmem_range_t *uvm_vmem_range_find(uvm_va_space_t *va_space, Nv
 }
 #endif
 
+// The addresses, the GPU and the page tables of a mapping. Since 610, they are in a structure of their own.
+#if UVM_VMEM_HAS_MAP_BASE
+#define UVM_VMEM_BASE(map) (&(map)->base)
+#define UVM_VMEM_BASE_NODE base.node
+#else
+#define UVM_VMEM_BASE(map) (map)
+#define UVM_VMEM_BASE_NODE node
+#endif
+
+// Whether a mapping is of memory of the fabric, which needs a membar for the system even if it is this GPU's own.
+static inline bool uvm_vmem_map_is_fabric(const uvm_ext_gpu_map_t *map)
+{
+#if UVM_VMEM_HAS_FABRIC_MEMORY
+    return map->is_fabricmem;
+#else
+    return false;
+#endif
+}
+
 static inline bool uvm_vmem_gpu_is_sriov_heavy(uvm_gpu_t *gpu)
 {
 #if UVM_VMEM_HAS_PARENT_SRIOV
@@ -66,6 +85,17 @@ static inline bool uvm_vmem_gpu_is_confidential(uvm_gpu_t *gpu)
     return g_uvm_global.conf_computing_enabled;
 #else
     return uvm_conf_computing_mode_enabled(gpu);
+#endif
+}
+
+// Whether the CPU reaches the GPU's memory coherently (GH200, GB200), or GPUs share the CPU's page tables. Membars mean
+// something else there, and UVM may write page tables by the CPU, where the extension always pushes.
+static inline bool uvm_vmem_gpu_is_coherent(uvm_gpu_t *gpu)
+{
+#if UVM_VMEM_HAS_PARENT_COHERENT
+    return uvm_parent_gpu_is_coherent(gpu->parent) || g_uvm_global.ats.enabled;
+#else
+    return uvm_gpu_is_coherent(gpu->parent) || g_uvm_global.ats.enabled;
 #endif
 }
 

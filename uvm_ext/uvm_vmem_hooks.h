@@ -24,6 +24,14 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 // LOCKING: the VA space lock must be held in write mode.
 void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 
+// Whether the uvm_ext_gpu_map_t, which has no tag to declare it by, is an overlay. UVM's own calls must not cut it.
+bool uvm_vmem_is_overlay(const void *ext_gpu_map);
+
+// UVM has cleared and invalidated the mapping's entries, and is about to free it: drop the overlay, if it is one.
+//
+// LOCKING: the VA space lock, perhaps in read mode, and the lock of the external range tree.
+void uvm_vmem_closed(void *ext_gpu_map);
+
 // Free the file's state. All GPUs are unregistered, and no other thread can reach the VA space.
 void uvm_vmem_destroy(uvm_va_space_t *va_space);
 

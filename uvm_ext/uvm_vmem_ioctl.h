@@ -15,23 +15,23 @@
 // An *overlay* records what the module maps in a 2 MiB block of address space, or in the part of the block that a range
 // covers. Every 64 KiB of an overlay is a page, sparse (reads return zero, writes are dropped) or invalid (accesses
 // fault). A new overlay is all sparse. It closes with its range, or by UVM's own calls (UVM_FREE, UVM_UNMAP_EXTERNAL,
-// UVM_UNREGISTER_GPU_VASPACE), which work on it as on any external mapping.
+// UVM_UNREGISTER_GPU_VASPACE), but only as a whole: UVM_UNMAP_EXTERNAL and UVM_MAP_EXTERNAL_ALLOCATION over a part of an
+// overlay fail with NV_ERR_INVALID_ADDRESS and change nothing there, as they do for a part of a 2 MiB mapping.
 //
-// Growth: a structure never changes once released. New element fields follow the old ones under a larger opSize. Fields
-// that an old caller does not pass read as zero, and fields that an old module does not know must be zero. New features
-// use flags announced by out_caps, then reserved words, which must be zero today, then new call numbers.
+// Growth: a structure never changes once released. New features use flags announced by out_caps, then reserved words,
+// which must be zero today, then new call numbers and larger elements, told by opSize.
 //
 // Errors common to all calls:
 //   NV_ERR_ILLEGAL_ACTION        the descriptor is not an initialised UVM address space
 //   NV_ERR_INVALID_ARGUMENT      an unknown flag, a reserved word that is not zero, a zero or misaligned count or size
-//   NV_ERR_INVALID_PARAM_STRUCT  opSize is smaller than the first version's, larger than UVM_VMEM_MAX_OP_SIZE or not a
-//                                multiple of 8, or an element has non-zero bytes that this module does not know
+//   NV_ERR_INVALID_PARAM_STRUCT  opSize is not the size of this module's elements
 //   NV_ERR_INVALID_POINTER       an array of the caller cannot be read
 //   NV_ERR_INVALID_LIMIT         more elements or more bytes than QUERY allows in one call
 //   NV_ERR_INVALID_DEVICE        the GPU is not registered on this file, or (MAP, UNMAP) has no address space. With
 //                                MIG, the UUID is that of the instance, as the driver registered it
-//   NV_ERR_NOT_SUPPORTED         the GPU is not supported: SR-IOV heavy, no sparse entries, or confidential computing
-//                                (unless the module parameter uvm_vmem_confidential allows it)
+//   NV_ERR_NOT_SUPPORTED         the GPU is not supported: SR-IOV heavy, no sparse entries, memory that the CPU
+//                                accesses coherently (GH200, GB200), address translation services (ATS), or
+//                                confidential computing (unless the module parameter uvm_vmem_confidential allows it)
 //   NV_ERR_NO_MEMORY             out of device or system memory
 //   any other                    a fatal error of the GPU or of UVM
 //
@@ -42,7 +42,7 @@
 #include <linux/ioctl.h>
 #include <linux/types.h>
 
-#define UVM_VMEM_ABI 1
+#define UVM_VMEM_ABI 2
 
 // UVM itself uses small numbers and 0x3000000x, whose type byte is below 0x10.
 #define UVM_VMEM_IOCTL_TYPE 0xBA
@@ -50,20 +50,20 @@
 // Limits of the ABI. A module may announce smaller ones in QUERY, never larger.
 #define UVM_VMEM_MAX_OPS 4096           // elements per call
 #define UVM_VMEM_MAX_BYTES (1ULL << 32) // bytes of memory or of address space per call
-#define UVM_VMEM_MAX_OP_SIZE 128
 
 #define UVM_VMEM_GRANULE (1ULL << 16) // every address, offset and length in MAP and UNMAP is a multiple of it
 #define UVM_VMEM_BLOCK (1ULL << 21)
+#define UVM_VMEM_TAKE_MAX (1ULL << 31) // bytes of the largest mapping of which UVM_VMEM_TAKEOVER takes blocks
 
 // out_failed if no single element is at fault
 #define UVM_VMEM_NO_OP 0xFFFFFFFFu
 
 // out_caps
-#define UVM_VMEM_CAP_LIVE_REPLACE 0x1   // UVM_VMEM_MAP_REPLACE writes entries of the same size in place
-#define UVM_VMEM_CAP_SPARSE 0x2         // unbacked parts of an overlay read as zero
-#define UVM_VMEM_CAP_TAKEOVER 0x4       // UVM_VMEM_TAKEOVER is available
-#define UVM_VMEM_CAP_HUGE 0x8           // aligned 2 MiB pages get one 2 MiB entry
-#define UVM_VMEM_CAP_LIVE_TAKEOVER 0x10 // a 2 MiB entry none of whose pages stays becomes a table in one step
+#define UVM_VMEM_CAP_LIVE_REPLACE 0x1 // UVM_VMEM_MAP_REPLACE writes entries of the same size in place
+#define UVM_VMEM_CAP_SPARSE 0x2       // unbacked parts of an overlay read as zero
+#define UVM_VMEM_CAP_TAKEOVER 0x4     // UVM_VMEM_TAKEOVER is available
+#define UVM_VMEM_CAP_HUGE 0x8         // aligned 2 MiB pages get one 2 MiB entry
+// 0x10 was a capability of ABI 1
 
 // Reports what the module supports and, for the GPU of gpu_uuid, what this file holds there.
 //
@@ -78,8 +78,7 @@
 //                     parameter uvm_vmem_max_mbytes); ~0 without a limit
 // out_bytes_held      physical bytes that this file holds on the GPU, including free parts of 2 MiB slabs
 // out_bytes_created   bytes of these that belong to handles
-// out_bytes_mapped    bytes of this GPU's address space that pages back now; an upper bound, since UVM's own calls can
-//                     unmap
+// out_bytes_mapped    bytes of this GPU's address space that pages back now
 // out_bytes_free      free physical bytes of the GPU, for all its users
 // out_bytes_total     physical bytes of the GPU that can be allocated
 // out_pushes, out_invalidates, out_waits
@@ -166,8 +165,8 @@ struct uvm_vmem_release {
 //                     64 KiB. The caller can thus use a large page as its own slab.
 // flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_MAP_AHEAD, UVM_VMEM_TAKEOVER
 // UNMAP:
-// handle, offset      0, 0: unmap whatever is mapped. Otherwise what must be mapped there; anything else is an error
-// flags               UVM_VMEM_UNMAP_OPEN (with or without UVM_VMEM_TAKEOVER) or UVM_VMEM_UNMAP_INVALID
+// handle, offset      zero
+// flags               UVM_VMEM_UNMAP_OPEN, with or without UVM_VMEM_TAKEOVER
 struct uvm_vmem_op {
     __u64 va;
     __u64 length;
@@ -200,13 +199,12 @@ struct uvm_vmem_op {
 // MAP, and UNMAP with UVM_VMEM_UNMAP_OPEN: take over blocks that are covered by a sparse mapping or by a mapping of
 // this GPU's own memory (a CUDA backdrop). The whole block becomes an overlay and loses that mapping. 64 KiB entries
 // are replaced in place, as with UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the block is invalid for a moment, and no
-// kernel may access it. If QUERY reports UVM_VMEM_CAP_LIVE_TAKEOVER, an access sees the old memory or the new one
-// instead, and writes have no order. Without the flag, such a block is NV_ERR_UVM_ADDRESS_IN_USE.
+// kernel may access it. Without the flag, such a block is NV_ERR_UVM_ADDRESS_IN_USE, and with it a block
+// of a mapping of more than UVM_VMEM_TAKE_MAX bytes: each block costs time in proportion to the rest of its mapping.
 #define UVM_VMEM_TAKEOVER 0x100
 // Open overlays where there are none, for a backdrop ahead of use. Without the flag, such addresses are skipped.
 #define UVM_VMEM_UNMAP_OPEN 0x10
-// Make the addresses invalid instead of sparse. Excludes UVM_VMEM_UNMAP_OPEN.
-#define UVM_VMEM_UNMAP_INVALID 0x20
+// The flag 0x20 belonged to ABI 1.
 
 // MAP maps pages at addresses, and UNMAP unmaps them. The elements take effect in order and as a whole: all are checked
 // first, a failure changes no page (overlays opened for the call may stay), and one TLB invalidate makes them visible.
@@ -216,7 +214,7 @@ struct uvm_vmem_op {
 // gpu_uuid            the GPU whose address space changes; a page can be mapped only on its own GPU
 // ops                 address of the first element
 // count               1 to out_max_ops
-// opSize              stride of the elements in bytes, at least sizeof(struct uvm_vmem_op) and a multiple of 8
+// opSize              sizeof(struct uvm_vmem_op)
 // flags, reserved     zero
 // out_failed          index of the element at fault, or UVM_VMEM_NO_OP
 // out_pushes, out_invalidates, out_waits
@@ -230,7 +228,6 @@ struct uvm_vmem_op {
 //   NV_ERR_INVALID_OFFSET          offset is misaligned, or offset + length is past the page's end
 //   NV_ERR_UVM_ADDRESS_IN_USE      see the flags above, or a foreign mapping cannot be taken over (system memory,
 //                                  another GPU's memory, 4 KiB or 512 MiB entries)
-//   NV_ERR_OBJECT_NOT_FOUND        UNMAP with a handle: something else is mapped there
 //   NV_ERR_INSUFFICIENT_RESOURCES  the kernel memory of the user's overlays would exceed the module parameter
 //                                  uvm_vmem_max_kernel_mbytes
 struct uvm_vmem_batch {

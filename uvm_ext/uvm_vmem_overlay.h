@@ -18,17 +18,16 @@ struct uvm_vmem_entry {
     NvU8 index;   // of this entry in the overlay
 };
 
-// The memory handle that an overlay lends to its mappings. One reference belongs to the overlay, and one to UVM per
-// mapping. If UVM's reference is the last one, UVM frees the handle.
-struct uvm_vmem_loan {
+// Marks a mapping as an overlay's. UVM frees it with the mapping.
+struct uvm_vmem_tag {
     uvm_ext_gpu_mem_handle mem; // must be first
     struct uvm_vmem_overlay *overlay;
 };
 
 struct uvm_vmem_overlay {
-    struct uvm_vmem_loan *loan;
-    struct list_head node; // in uvm_vmem_space.overlays
     struct uvm_vmem_gpu *vgpu;
+    uvm_vmem_range_t *range;
+    uvm_ext_gpu_map_t *map;
 
     // Inclusive bounds, in one block
     NvU64 start;
@@ -41,10 +40,8 @@ struct uvm_vmem_overlay {
 
     // The remaining fields are used by one call at a time, under the VA space lock in write mode.
     struct list_head touched; // in uvm_vmem_call.touched
-    uvm_vmem_range_t *range;
-    uvm_ext_gpu_map_t *map; // NULL (RELEASE only): UVM left several pieces of the overlay, each with its own mapping
-    NvU32 occupied;         // the pages after the elements processed so far
-    NvU32 had_pages;        // the pages when the call began
+    NvU32 occupied;           // the pages after the elements processed so far
+    NvU32 had_pages;          // the pages when the call began
     NvU32 changed;
     bool fresh; // opened by this call: the PTEs are still invalid
     bool taken; // taken over by this call: the PTEs are still the former mapping's
@@ -64,19 +61,18 @@ typedef enum {
     UVM_VMEM_TAKE, // or take over what is mapped
 } uvm_vmem_open_t;
 
-// The page size of an overlay that a call touches. UVM never leaves pieces of a 2 MiB entry.
 static inline uvm_vmem_page_size_t uvm_vmem_overlay_page_size(const struct uvm_vmem_overlay *overlay)
 {
-    return overlay->map ? overlay->map->pt_range_vec.page_size : UVM_PAGE_SIZE_64K;
+    return UVM_VMEM_BASE(overlay->map)->pt_range_vec.page_size;
 }
 
 // The overlay behind a mapping, or NULL if the mapping is not vMem's.
-static inline struct uvm_vmem_overlay *uvm_vmem_overlay_of(uvm_ext_gpu_map_t *map)
+static inline struct uvm_vmem_overlay *uvm_vmem_overlay_of(const uvm_ext_gpu_map_t *map)
 {
     // Every other mapping has an RM object or no handle.
     if (!map->mem_handle || map->mem_handle->rm_handle)
         return NULL;
-    return container_of(map->mem_handle, struct uvm_vmem_loan, mem)->overlay;
+    return container_of(map->mem_handle, struct uvm_vmem_tag, mem)->overlay;
 }
 
 static inline struct uvm_vmem_overlay *uvm_vmem_entry_overlay(struct uvm_vmem_entry *entry)
@@ -94,12 +90,8 @@ uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU6
 NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_vmem_open_t open,
                                  bool huge, struct uvm_vmem_overlay **overlay);
 
-// For RELEASE, which must not allocate: add the overlay to the call if it still maps the entry. False if UVM has
-// unmapped it since.
-bool uvm_vmem_overlay_touch_entry(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index);
-
-// The mapping behind an entry of an overlay that the call touches.
-uvm_ext_gpu_map_t *uvm_vmem_overlay_map(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index);
+// Add an existing overlay to the call. Does not allocate.
+void uvm_vmem_overlay_touch_again(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
 
 // Allocate a page table for an overlay that will be cut.
 NV_STATUS uvm_vmem_overlay_cut(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
@@ -112,23 +104,5 @@ void uvm_vmem_overlay_undo(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
 
 // Remove the page from an entry's record. The PTE is already changed, or will be before the page is freed.
 void uvm_vmem_entry_clear(struct uvm_vmem_overlay *overlay, NvU32 index);
-
-// Drop the extension's side of an overlay that UVM has destroyed or is about to destroy.
-void uvm_vmem_overlay_drop(struct uvm_vmem_overlay *overlay);
-
-// Whether UVM has destroyed its side of the overlay.
-static inline bool uvm_vmem_overlay_is_dead(const struct uvm_vmem_overlay *overlay)
-{
-    return nv_kref_read(&overlay->loan->mem.ref_count) == 1;
-}
-
-// Examine the `count` overlays that were not examined for the longest time, and drop the dead ones.
-void uvm_vmem_overlays_reap(struct uvm_vmem_space *space, NvU32 count);
-
-// Overlays to examine in each call that changes some
-#define UVM_VMEM_REAP_PER_CALL 8
-
-// Drop all overlays of a GPU whose mappings are gone.
-void uvm_vmem_overlays_forget(struct uvm_vmem_gpu *vgpu);
 
 #endif

@@ -90,9 +90,8 @@ static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *han
             return false;
         atomic64_inc(&call->space->looks);
 
-        if (!call->tree || !uvm_vmem_overlay_touch_entry(call, overlay, entry->index))
-            uvm_vmem_entry_clear(overlay, entry->index); // UVM has unmapped the address since
-        else if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !overlay->cut)
+        uvm_vmem_overlay_touch_again(call, overlay);
+        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !overlay->cut)
             done = huge_unmap(call, overlay);
         else
             uvm_vmem_entry_unmap(call, overlay, entry->index, false);
@@ -111,8 +110,6 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     NvU32 budget = UNMAP_AT_ONCE;
     uvm_gpu_va_space_t *gpu_va_space;
     NV_STATUS status;
-
-    uvm_vmem_overlays_reap(call->space, UVM_VMEM_REAP_PER_CALL);
 
     if (!r->claimed) {
         status = handles_claim(call, r);

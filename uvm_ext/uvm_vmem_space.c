@@ -19,17 +19,8 @@ static bool uvm_vmem_confidential;
 module_param(uvm_vmem_confidential, bool, 0444);
 MODULE_PARM_DESC(uvm_vmem_confidential, "vMem: allow with confidential computing (default: no). Not tested there.");
 
-static bool uvm_vmem_one_step;
-module_param(uvm_vmem_one_step, bool, 0644);
-MODULE_PARM_DESC(
-    uvm_vmem_one_step,
-    "vMem: where no page stays, turn a 2 MiB entry into a table in one step, so that no address is invalid "
-    "meanwhile (default: no). Not tested on hardware.");
-
 static LIST_HEAD(g_uvm_vmem_spaces);
 static DEFINE_MUTEX(g_uvm_vmem_spaces_lock);
-
-bool uvm_vmem_is_one_step(void) { return READ_ONCE(uvm_vmem_one_step); }
 
 static void space_free(nv_kref_t *ref)
 {
@@ -55,7 +46,7 @@ static struct uvm_vmem_space *space_alloc(struct file *filp)
     space->va_space = uvm_va_space_get(filp);
     mutex_init(&space->lock);
     INIT_LIST_HEAD(&space->gpus);
-    INIT_LIST_HEAD(&space->overlays);
+    spin_lock_init(&space->records);
     xa_init(&space->handles);
 
     // Files start at different numbers, so a handle of another file is almost certainly not found.
@@ -150,6 +141,8 @@ NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu)
     // demand.
     if (uvm_vmem_gpu_is_sriov_heavy(gpu) || !uvm_vmem_gpu_has_sparse(gpu) || !gpu->mem_info.size)
         return NV_ERR_NOT_SUPPORTED;
+    if (uvm_vmem_gpu_is_coherent(gpu))
+        return NV_ERR_NOT_SUPPORTED;
     if (uvm_vmem_gpu_is_confidential(gpu) && !uvm_vmem_confidential)
         return NV_ERR_NOT_SUPPORTED;
 
@@ -188,8 +181,6 @@ static void query_gpu(struct uvm_vmem_space *space, uvm_gpu_t *gpu, struct uvm_v
     p->out_caps = UVM_VMEM_CAP_LIVE_REPLACE | UVM_VMEM_CAP_SPARSE | UVM_VMEM_CAP_TAKEOVER;
     if (uvm_vmem_gpu_has_huge(gpu))
         p->out_caps |= UVM_VMEM_CAP_HUGE;
-    if (uvm_vmem_is_one_step())
-        p->out_caps |= UVM_VMEM_CAP_LIVE_TAKEOVER;
     p->out_page_sizes = UVM_VMEM_PAGE_SIZES;
     p->out_bytes_total = gpu->mem_info.size;
     if (stats)
@@ -262,7 +253,7 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     mutex_lock(&space->lock);
     vgpu = uvm_vmem_gpu_find(space, gpu, false);
     if (vgpu) {
-        uvm_vmem_overlays_forget(vgpu);
+        UVM_ASSERT(!atomic64_read(&vgpu->overlays));
         uvm_vmem_memory_free_all(vgpu);
         list_del(&vgpu->node);
         uvm_kvfree(vgpu);
@@ -282,7 +273,6 @@ void uvm_vmem_destroy(uvm_va_space_t *va_space)
     mutex_unlock(&g_uvm_vmem_spaces_lock);
 
     UVM_ASSERT(list_empty(&space->gpus));
-    UVM_ASSERT(list_empty(&space->overlays));
     UVM_ASSERT(xa_empty(&space->handles));
 
     va_space->vmem = NULL;

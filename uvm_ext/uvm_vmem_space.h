@@ -14,11 +14,9 @@
 // RELEASE takes the lock of the file's uvm_vmem_release_room before all others. The lock of the list of files protects
 // only the list, and no other lock is taken under it, so a reader of the proc file delays no other process.
 //
-// Lifetime. UVM can destroy its side of an overlay (uvm_ext_gpu_map_t) whenever the VA space lock is not held; it has
-// then cleared and invalidated the PTEs. The extension learns of it from the reference count of the memory handle that
-// both share: one reference belongs to the extension, and one to UVM per piece of the mapping. The record of what is
-// mapped is therefore a superset of the live PTEs. Memory is freed only when no record is left, or after the extension
-// itself has cleared and invalidated the entries and waited.
+// Lifetime. An overlay ends with its uvm_ext_gpu_map_t, which UVM may close whenever the VA space lock is not held in
+// write mode: as a whole, and only after it has cleared and invalidated the PTEs and waited. Memory is freed only when no
+// record is left.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_SPACE_H
@@ -65,11 +63,11 @@ struct uvm_vmem_space {
     struct uvm_vmem_user *user; // the user who opened the file, whose limits apply
     struct uvm_vmem_release_room *release;
 
-    // All overlays, in the order in which they were last examined. VA space lock in write mode
-    struct list_head overlays;
+    // Taken to change records with the VA space lock in read mode. Only the lock of a user's accounts is taken under it
+    spinlock_t records;
 
-    // NV_OK, or the fatal error that interrupted a batch: only the last close is possible then. VA space lock in write
-    // mode
+    // NV_OK, or the fatal error that interrupted a batch or the closing of an overlay: only the last close is possible
+    // then. As for records
     NV_STATUS dead;
 
     // Totals over the file's life
@@ -125,9 +123,6 @@ NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu);
 //
 // LOCKING: the VA space lock.
 NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gpu_t **gpu, uvm_page_tree_t **tree);
-
-// Whether a 2 MiB entry may become a table without an invalid entry in between.
-bool uvm_vmem_is_one_step(void);
 
 // The nth file with state, or NULL after the last. The state exists until uvm_vmem_space_put(); its contents may go
 // earlier.

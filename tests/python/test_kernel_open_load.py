@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Loading and unloading the module, against a folder that plays the machine and module tools that play the kernel."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 KERNEL_OPEN = Path(__file__).resolve().parents[2] / "kernel-open"
+_spec = importlib.util.spec_from_file_location("load_module", KERNEL_OPEN / "load.py")
+load_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(load_module)
 KERNEL = "6.1.0-test"
 RELEASE = "550.163.01"
 PARAMETER = "uvm_vmem_max_mbytes:most physical megabytes of one user (uint)"
@@ -133,6 +137,20 @@ def test_load_takes_the_stock_modules_place_and_keeps_its_file(machine):
     assert machine.loaded == "PATCHED"
     assert machine.stock.read_bytes() == stock
     assert str(machine.stock) in done.stdout and "module-unload" in done.stdout
+
+
+def test_load_says_what_is_known_about_the_release(machine, tmp_path):
+    done = machine.load()
+    assert done.returncode == 0 and "driver 550.163.01:" in done.stderr
+    assert "not in kernel-open/verified.list" in load_module.known("9.99")
+    assert "pyvmem doctor --selftest" in load_module.known("9.99")
+    text = "# comment\n1.2.3 simulated turing abc how it was\n1.2.4 compiles - abc how\n"
+    text += "1.2.3 self-tested sm90 abc an H200\n"
+    (tmp_path / "verified.list").write_text(text)
+    assert load_module.known("1.2.3", tmp_path / "verified.list").endswith("has passed on sm90 (an H200)")
+    assert "only compiled" in load_module.known("1.2.4", tmp_path / "verified.list")
+    claims = [line.split()[1] for line in load_module.VERIFIED.read_text().splitlines() if line[:1].isdigit()]
+    assert claims and set(claims) <= {"compiles", "simulated", "self-tested"}
 
 
 def test_unload_brings_the_stock_module_back(machine):

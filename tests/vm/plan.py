@@ -171,7 +171,7 @@ def fail_nth(arch):
 def fatal(arch):
     """A channel of the driver's faults in the middle of each call: fatal to UVM, so the module is loaded anew."""
     steps = []
-    for case in ("map_with_overlay", "map_no_overlay", "unmap", "release", "create", "huge_split"):
+    for case in ("map_with_overlay", "map_no_overlay", "unmap", "release", "create", "huge_split", "external_unmap"):
         test = Step(f"test_fatal {case}", f"/tests/test_fatal in_{case}_", 60)
         steps += [_load("patched", arch), test, _unload("patched")]
     return steps

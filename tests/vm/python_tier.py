@@ -24,6 +24,8 @@ MEMORY = 1536  # MiB of the simulated GPU, which are the guest's memory
 BENCHES = {"vmm": "--page-size 64K", "bandwidth": "--page-size 64K --tensors 8 --size 8M"}
 # Of this machine's: what load.py and the suite run.
 TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod", "bash")
+# Faults of the simulated hardware (SIMGPU_MODE_BREAK_*), and the stage of the self-test that must fail
+FAULTS = (("no invalidate", 1 << 8, "replace"), ("no membar", 1 << 9, "late writes"))
 # Left out: what tests the build for the machine at hand, and what makes torch tensors on the device, which only a torch
 # with CUDA does. libvmem's C suite has the KV cache too.
 LEFT_OUT = tuple(p.name for p in (TOP / "tests/python").glob("*.py")
@@ -47,7 +49,7 @@ def build(release):
              "vmem/kernel-open/load.py": TOP / "kernel-open/load.py",
              "vmem/simgpu_uapi.h": HERE / "simgpu/simgpu_uapi.h"}  # fmt: skip
     files["bin/bash"] = Path(shutil.which("bash") or "/bin/bash")  # where the suite asks for it
-    for name in ("test_load.py", "user_cost.py"):
+    for name in ("test_load.py", "user_cost.py", "selftest_fault.py"):
         files[f"vmem/vm/{name}"] = HERE / "tests" / name
     for path in sorted((TOP / "build/tests-c/plain").glob("test_*")):
         if path.suffix == "" and (TOP / "tests/c" / f"{path.name}.c").is_file():
@@ -86,11 +88,19 @@ def steps(python, c_tests):
     out.append(
         Step(
             "doctor",
-            env + "pyvmem doctor > /tmp/doctor; cat /tmp/doctor; grep -q '^uvm *best' /tmp/doctor && "
-            "grep -q '^stock *works' /tmp/doctor && echo ok doctor",
+            env + "pyvmem doctor > /tmp/doctor; cat /tmp/doctor; grep -q '^uvm *works' /tmp/doctor && "
+            "grep -q '^stock *best' /tmp/doctor && grep -q 'has not passed here' /tmp/doctor && echo ok doctor",
             240,
         )
     )
+    for backend in ("stock --prove", "uvm"):
+        run = f"pyvmem doctor --selftest --backend {backend} && echo ok selftest"
+        out.append(Step(f"selftest {backend}", env + run, 1800))
+    # A hardware that ignores what it is told: the stage that is named for the mechanism must notice.
+    for fault, bit, stage in FAULTS:
+        run = f"python /vmem/vm/selftest_fault.py {bit:#x} '{stage}' && echo ok selftest_fault"
+        out.append(Step(f"selftest beside a fault: {fault}", env + run, 1800))
+    out.append(Step("doctor after the self-test", env + "pyvmem doctor | grep '^uvm *best' && echo ok doctor", 240))
     for backend in BACKENDS:
         for test in c_tests:
             # 77: this program has nothing to test on this backend, which itself must work
@@ -121,7 +131,8 @@ def main(args, boot, gather):
     """The action "python" runs the suites and benchmarks, "shell" gives a prompt."""
     release = (args.release or modules.RELEASES)[0]
     kernel = kernels.debian()
-    files, release = gather(release, kernel, modules.VARIANTS)
+    load_only = args.only and not any(o in "module-load, module-unload" for o in args.only)
+    files, release = gather(release, kernel, ("patched",) if load_only else modules.VARIANTS)
     files |= build(release)
     image, python, packages = rootfs.python_image(tools=TOOLS)
     files["env"] = environment(python, packages)

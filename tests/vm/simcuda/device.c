@@ -140,6 +140,20 @@ SIMCUDA_API CUresult cuDeviceGetUuid(unsigned char uuid[16], int device)
 
 SIMCUDA_API CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], int device) { return cuDeviceGetUuid(uuid, device); }
 
+// For a program that acts as code on the GPU: struct simgpu_vas_id of this process on a device whose context exists.
+SIMCUDA_API int simcuda_address_space(int device, uint32_t vas[4])
+{
+    struct simcuda_device *d = get(device);
+
+    if (!d || !d->refs)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    vas[0] = (uint32_t)d->index;
+    vas[1] = simcuda.h_client;
+    vas[2] = d->h_vaspace;
+    vas[3] = 0;
+    return CUDA_SUCCESS;
+}
+
 SIMCUDA_API CUresult cuDeviceTotalMem_v2(size_t *bytes, int device)
 {
     if (!get(device))
@@ -266,6 +280,26 @@ SIMCUDA_API CUresult cuStreamDestroy_v2(void *stream)
 {
     return stream == streams ? simcuda_ready() : CUDA_ERROR_INVALID_VALUE;
 }
+
+// So an event has passed as soon as it is recorded.
+static char events[1];
+
+SIMCUDA_API CUresult cuEventCreate(void **event, unsigned flags)
+{
+    (void)flags;
+    *event = events;
+    return simcuda_current() ? simcuda_ready() : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+SIMCUDA_API CUresult cuEventRecord(void *event, void *stream)
+{
+    (void)stream;
+    return event == events ? simcuda_ready() : CUDA_ERROR_INVALID_VALUE;
+}
+
+SIMCUDA_API CUresult cuEventQuery(void *event) { return event == events ? simcuda_ready() : CUDA_ERROR_INVALID_VALUE; }
+
+SIMCUDA_API CUresult cuEventDestroy_v2(void *event) { return cuEventQuery(event); }
 
 SIMCUDA_API CUresult cuStreamSynchronize(void *stream)
 {

@@ -463,6 +463,7 @@ static void setup(void)
         UVM_REGISTER_GPU_PARAMS rg = {.rmCtrlFd = ctl, .hClient = client};
         UVM_REGISTER_GPU_VASPACE_PARAMS rv = {.rmCtrlFd = ctl, .hClient = client};
         uint32_t params[14] = {i, client}, none[12] = {0};
+        char path[32];
 
         info.gpu = i;
         need(ioctl(sim, SIMGPU_INFO, &info) == 0, "SIMGPU_INFO");
@@ -473,6 +474,8 @@ static void setup(void)
         need(rm_alloc(device[i], &vaspace[i], RM_CLASS_VASPACE, none, sizeof(none)) == 0, "RM address space");
         rg.gpu_uuid = rv.gpuUuid = uuid[i];
         rv.hVaSpace = vaspace[i];
+        snprintf(path, sizeof(path), "/dev/nvidia%d", i);
+        need(open(path, O_RDWR) >= 0, path);
         need(UVM(UVM_REGISTER_GPU, &rg) == 0, "UVM_REGISTER_GPU");
         need(UVM(UVM_REGISTER_GPU_VASPACE, &rv) == 0, "UVM_REGISTER_GPU_VASPACE");
     }

@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
+#include "sim_rm.h"
 
 static int session_cookie;
 
@@ -87,6 +88,8 @@ NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClie
 
     if (!g)
         return NV_ERR_GPU_UUID_NOT_FOUND;
+    if (!sim_rmctl_is_open(g->index))
+        return NV_ERR_INSUFFICIENT_PERMISSIONS;
     SIM_CALL_MAY_FAIL(g);
     memset(gi, 0, sizeof(*gi));
     snprintf(gi->name, sizeof(gi->name), "Simulated GPU %u", g->index);

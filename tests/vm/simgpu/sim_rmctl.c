@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/cdev.h>
 #include <linux/device.h>
+#include <linux/fdtable.h>
 #include <linux/fs.h>
 #include <linux/proc_fs.h>
 #include <linux/seq_file.h>
@@ -104,6 +105,14 @@ static const struct file_operations rm_fops = {
     .unlocked_ioctl = rm_ioctl,
     .release = rm_release,
 };
+
+static int is_device(const void *minor, struct file *f, unsigned int fd)
+{
+    return f->f_op == &rm_fops && iminor(file_inode(f)) == *(const u32 *)minor;
+}
+
+bool sim_rmctl_is_open(u32 gpu) { return current->files && iterate_fd(current->files, 0, is_device, &gpu); }
+
 static struct cdev rm_cdev;
 static struct class *rm_class;
 static struct proc_dir_entry *proc_dir;

@@ -57,7 +57,25 @@ void uvm_open(struct uvm *u)
     u->vaspace = 0x5000;
 }
 
+// RM lets a process register only a GPU whose device it has open. CUDA opens it, too.
+static void device_open(unsigned gpu)
+{
+    static int fds[2] = {-1, -1};
+    char path[32];
+
+    snprintf(path, sizeof(path), "/dev/nvidia%u", gpu);
+    if (fds[gpu] < 0)
+        fds[gpu] = open(path, O_RDWR | O_CLOEXEC);
+    CHECK_MSG(fds[gpu] >= 0, "%s: %s", path, strerror(errno));
+}
+
 NV_STATUS uvm_register(struct uvm *u, unsigned gpu)
+{
+    device_open(gpu);
+    return uvm_register_bare(u, gpu);
+}
+
+NV_STATUS uvm_register_bare(struct uvm *u, unsigned gpu)
 {
     UVM_REGISTER_GPU_PARAMS p = {.gpu_uuid = u->uuid[gpu], .rmCtrlFd = RM_CTRL_FD, .hClient = u->client};
 
@@ -138,6 +156,14 @@ NV_STATUS uvm_unmap_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t 
     UVM_UNMAP_EXTERNAL_PARAMS p = {.base = va, .length = length, .gpuUuid = u->uuid[gpu]};
 
     CHECK(ioctl(u->fd, UVM_UNMAP_EXTERNAL, &p) == 0);
+    return p.rmStatus;
+}
+
+NV_STATUS uvm_map_sparse(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length)
+{
+    UVM_MAP_EXTERNAL_SPARSE_PARAMS p = {.base = va, .length = length, .gpuUuid = u->uuid[gpu]};
+
+    CHECK(ioctl(u->fd, UVM_MAP_EXTERNAL_SPARSE, &p) == 0);
     return p.rmStatus;
 }
 

@@ -59,7 +59,7 @@ TEST(test_overlap_inside_a_batch)
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
 }
 
-// Unmap with an expected page that is not there: the elements before it are not done either.
+// An element that no range covers: the elements before it are not done either.
 TEST(test_unmap_all_or_nothing)
 {
     struct uvm u;
@@ -72,11 +72,11 @@ TEST(test_unmap_all_or_nothing)
     CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
     for (unsigned i = 0; i < 8; i++) {
         CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
-        ops[i] = vm_op(BASE + i * GRANULE, KB(64), h + i, 0, 0);
+        ops[i] = vm_op(BASE + i * GRANULE, KB(64), 0, 0, 0);
     }
-    ops[6].handle = h + 1;
+    ops[6].va = BASE + GB(64);
     vm_state_take(&u, BASE, MB(4), &s);
-    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 8, &b), NV_ERR_OBJECT_NOT_FOUND);
+    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 8, &b), NV_ERR_INVALID_ADDRESS);
     CHECK_EQ(b.out_failed, 6);
     vm_state_same(&u, BASE, &s, false);
 }

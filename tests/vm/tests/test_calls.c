@@ -174,9 +174,9 @@ TEST(test_sparse_goes_behind_a_membar)
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     c = sim_counters(0, true);
     CHECK_EQ(c.inval_ack, 1);
-    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), UVM_VMEM_UNMAP_INVALID), NV_OK);
+    // the entries of a new overlay were invalid
     sim_counters(0, true);
-    CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + BLOCK, KB(64), h, 0, 0), NV_OK);
     c = sim_counters(0, true);
     CHECK_EQ(c.inval_ack, 0);
 }
@@ -291,7 +291,7 @@ TEST(test_replace_seen_by_copy_engines)
     CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
     CHECK_EQ(gpu_access_ce(&u, 0, false, BASE, &value, 8), 0);
     CHECK_EQ(value, 0);
-    CHECK_EQ(vm_unmap(&u, BASE, KB(64), UVM_VMEM_UNMAP_INVALID), NV_OK);
+    CHECK_EQ(uvm_unmap_external(&u, 0, BASE, BLOCK), NV_OK);
     CHECK(gpu_access_ce(&u, 0, false, BASE, &value, 8) < 0);
 }
 
@@ -324,15 +324,17 @@ TEST(test_last_addresses)
     CHECK(gpu_marked(&u, base + MB(2) + KB(64), MB(2) - KB(64), 3, NULL));
     CHECK_EQ(vm_release_one(&u, huge), NV_OK);
     CHECK_EQ(gpu_word(&u, base + MB(4) - KB(64)), 0);
-    CHECK_EQ(vm_unmap(&u, base, MB(8), UVM_VMEM_UNMAP_INVALID), NV_OK);
+    CHECK_EQ(vm_unmap(&u, base, MB(8), 0), NV_OK);
+    CHECK_EQ(gpu_word(&u, end - KB(64)), 0);
+    CHECK_EQ(uvm_unmap_external(&u, 0, base, MB(8)), NV_OK);
     CHECK(gpu_access(&u, 0, false, end - KB(64), &first, 8) < 0);
     sim_check(0);
 }
 
-TEST(test_unmap_to_sparse_and_to_invalid)
+TEST(test_unmap_to_sparse)
 {
     struct uvm u;
-    uint64_t h, value = 3;
+    uint64_t h;
 
     vm_start(&u, MB(4));
     CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
@@ -341,9 +343,8 @@ TEST(test_unmap_to_sparse_and_to_invalid)
     CHECK_EQ(gpu_mark(&u, BASE, KB(128), 3), 0);
     CHECK_EQ(vm_unmap(&u, BASE, KB(64), 0), NV_OK);
     CHECK_EQ(gpu_word(&u, BASE), 0);
-    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), UVM_VMEM_UNMAP_INVALID), NV_OK);
-    CHECK(gpu_access(&u, 0, false, BASE + KB(64), &value, 8) < 0);
-    CHECK_EQ(sim_pte(&u, BASE + KB(64)).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
+    CHECK_EQ(sim_pte(&u, BASE + KB(64)).state, SIMGPU_PTE_SPARSE);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
     // the pages live on
     CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
@@ -366,26 +367,6 @@ TEST(test_unmap_open_makes_a_backdrop)
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
 }
 
-TEST(test_unmap_with_handle)
-{
-    struct uvm u;
-    uint64_t h;
-    struct uvm_vmem_op op;
-    struct uvm_vmem_batch b;
-
-    vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, KB(128), 2, &h), NV_OK);
-    CHECK_EQ(vm_map(&u, BASE, KB(128), h, 0, 0), NV_OK);
-    op = vm_op(BASE, KB(128), h + 1, 0, 0);
-    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, &b), NV_ERR_OBJECT_NOT_FOUND);
-    CHECK_EQ(b.out_failed, 0);
-    op = vm_op(BASE + KB(64), KB(64), h, KB(64), 0);
-    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, &b), NV_OK);
-    op = vm_op(BASE, KB(64), h, 0, 0);
-    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, &b), NV_OK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-}
-
 TEST(test_elements_take_effect_in_order)
 {
     struct uvm u;
@@ -403,26 +384,6 @@ TEST(test_elements_take_effect_in_order)
     CHECK_EQ(gpu_word(&u, BASE), 42);
     // the pages that lost their place are mapped once each, the last one twice
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 4 * KB(64));
-}
-
-TEST(test_larger_op_size)
-{
-    struct uvm u;
-    uint64_t h;
-    struct {
-        struct uvm_vmem_op op;
-        uint64_t later[2];
-    } ops[2] = {0};
-    struct uvm_vmem_batch b = {.ops = (uintptr_t)ops, .count = 2, .opSize = sizeof(ops[0])};
-
-    vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
-    for (unsigned i = 0; i < 2; i++)
-        ops[i].op = vm_op(BASE + i * GRANULE, KB(64), h + i, 0, 0);
-    memcpy(b.gpu_uuid, &u.uuid[0], 16);
-    CHECK(ioctl(u.fd, UVM_VMEM_MAP, &b) == 0);
-    CHECK_EQ(b.rmStatus, NV_OK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(128));
 }
 
 // Ranges that another made (libcuda's, by the driver's own call) take pages the same way.

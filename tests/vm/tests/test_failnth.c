@@ -78,13 +78,6 @@ static void release_mapped(void)
         CHECK_EQ(vm_map(&u, BASE + i * KB(192), KB(64), h + i, 0, 0), NV_OK);
     }
 }
-// UVM's own call leaves pieces of an overlay, which RELEASE is the first to meet.
-static void release_pieces(void)
-{
-    release_mapped();
-    for (unsigned i = 0; i < 5; i++)
-        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * KB(192) + KB(64), KB(64)), NV_OK);
-}
 static void release_huge(void)
 {
     close_overlays();
@@ -107,12 +100,7 @@ static void foreign(void)
     CHECK_EQ(uvm_map_external(&u, 0, BASE + GB(2), MB(6), 0, 33), NV_OK);
 }
 static NV_STATUS takeover(void) { return vm_map(&u, BASE + GB(2) + MB(2), KB(64), small, 0, UVM_VMEM_TAKEOVER); }
-// Unmapped first: what UVM's own free takes away stays counted as mapped until a later call finds it gone.
-static void undo_foreign(void)
-{
-    CHECK_EQ(vm_unmap(&u, BASE + GB(2) + MB(2), KB(64), 0), NV_OK);
-    CHECK_EQ(uvm_free_range(&u, BASE + GB(2), MB(6)), NV_OK);
-}
+static void undo_foreign(void) { CHECK_EQ(uvm_free_range(&u, BASE + GB(2), MB(6)), NV_OK); }
 static NV_STATUS query(void)
 {
     struct uvm_vmem_query q = {0};
@@ -133,7 +121,6 @@ static const struct scenario scenarios[] = {
     {"unmap", some_mapped, unmap, nothing},
     {"unmap_open", close_overlays, unmap_open, nothing},
     {"release", release_mapped, release, released, true},
-    {"release_pieces", release_pieces, release, released, true},
     {"release_huge", release_huge, release, released, true},
     {"takeover", foreign, takeover, undo_foreign},
 };

@@ -58,6 +58,16 @@ TEST(in_release_)
     after(vm_release_one(&u, h));
 }
 
+// UVM's own call ignores that it could not clear the entries. The pages behind them must not be freed.
+TEST(in_external_unmap_)
+{
+    start();
+    sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
+    (void)uvm_unmap_external(&u, 0, BASE, BLOCK);
+    CHECK(vm_release_one(&u, h) != NV_OK);
+    after(NV_ERR_GENERIC);
+}
+
 TEST(in_create_)
 {
     uint64_t n;

@@ -109,7 +109,7 @@ TEST(test_live_neighbours_never_invalid)
     CHECK_EQ(gpu_mark(&u, BASE + KB(128), KB(64), 7), 0);
     l = loop_start(BASE + KB(128));
     for (uint64_t i = 0; i < n; i++) {
-        CHECK_EQ(vm_unmap(&u, BASE, KB(64), i % 2 ? UVM_VMEM_UNMAP_INVALID : 0), NV_OK);
+        CHECK_EQ(vm_unmap(&u, BASE, KB(64), 0), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + KB(256), KB(64), h + 2 * (i % 2), 0, UVM_VMEM_MAP_REPLACE), NV_OK);
     }
@@ -141,13 +141,9 @@ static struct simgpu_loop takeover(uint32_t page_size, uint64_t at)
     return l;
 }
 
-static void takeover_start(bool one_step)
+static void takeover_start(void)
 {
-    FILE *f = fopen("/sys/module/nvidia_uvm/parameters/uvm_vmem_one_step", "w");
-
-    CHECK(f && fputs(one_step ? "1" : "0", f) >= 0 && fclose(f) == 0);
     vm_start(&u, MB(4));
-    CHECK_EQ(!!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_LIVE_TAKEOVER), one_step);
     sim_mem(&u, 0, 91, MB(2), MB(8));
     sim_mem(&u, 0, 92, KB(64), MB(8));
 }
@@ -156,7 +152,7 @@ static void takeover_start(bool one_step)
 // itself goes before the table comes: a reader of that block meets an invalid entry, and no TLB one of each size.
 TEST(test_live_takeover)
 {
-    takeover_start(false);
+    takeover_start();
     for (unsigned block = 0; block < 4; block++) {
         check_no_gap(takeover(KB(64), block * BLOCK + KB(128)));
         if (block != 1)
@@ -174,7 +170,7 @@ TEST(test_live_growth_over_a_backdrop)
     uint64_t h, base = BASE + GB(4);
     struct simgpu_loop l[2];
 
-    takeover_start(false);
+    takeover_start();
     CHECK_EQ(vm_create(&u, KB(256), 32, &h), NV_OK);
     CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
     CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
@@ -191,19 +187,6 @@ TEST(test_live_growth_over_a_backdrop)
     }
     CHECK_EQ(uvm_free_range(&u, base, MB(8)), NV_OK);
     sim_check(0);
-}
-
-// Where it was asked for, a 2 MiB entry becomes a table in one step. That is what the simulated TLBs object to.
-TEST(test_live_takeover_in_one_step)
-{
-    struct simgpu_counters c = sim_counters(0, true);
-
-    takeover_start(true);
-    for (unsigned block = 0; block < 4; block++)
-        check_no_gap(takeover(MB(2), block * BLOCK + KB(128)));
-    c = sim_counters(0, false);
-    CHECK(c.bad_mixed_sizes > 0);
-    takeover_start(false);
 }
 
 // The net itself: the driver's own remap does have a gap, and the loop sees it. Runs on both modules.

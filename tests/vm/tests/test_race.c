@@ -51,7 +51,7 @@ static void *mapper(void *arg)
         EXPECT(vm_map_ops(&u, 0, ops, 12, NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
         for (unsigned i = 0; i < 12; i++)
             ops[i] = vm_op(BASE + rng_below(&rng, BLOCKS) * BLOCK, BLOCK, 0, 0,
-                           (uint32_t[]){0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID}[rng_below(&rng, 3)]);
+                           rng_below(&rng, 2) ? UVM_VMEM_UNMAP_OPEN : 0);
         EXPECT(vm_unmap_ops(&u, 0, ops, 1 + rng_below(&rng, 12), NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
         CHECK_EQ(vm_release(&u, handles, 12, NULL), NV_OK);
         calls[0] += 4;

@@ -14,7 +14,7 @@ struct page {
     uint64_t content[32];  // the word at the start of each granule
 };
 
-enum { CLOSED, SPARSE, INVALID, MAPPED };
+enum { CLOSED, SPARSE, MAPPED };
 struct spot {
     uint8_t state;
     uint8_t page; // index, when mapped
@@ -55,7 +55,6 @@ static void check_tables(unsigned from, unsigned to)
 
         switch (s->state) {
         case CLOSED:
-        case INVALID:
             if (p->state != SIMGPU_PTE_INVALID)
                 bad("an entry that should be invalid", g);
             break;
@@ -88,7 +87,7 @@ static void check_words(unsigned from, unsigned to)
         uint64_t got = 0x55;
         int rc = gpu_access(&u, 0, false, va_of(g), &got, 8);
 
-        if (s->state == CLOSED || s->state == INVALID) {
+        if (s->state == CLOSED) {
             if (!rc)
                 bad("an access that should fault does not", g);
         } else if (rc) {
@@ -297,7 +296,7 @@ static void do_unmap(void)
     next = now;
     for (unsigned i = 0; i < n; i++) {
         unsigned g = rng_below(&rng, GRANULES), parts = 1 + rng_below(&rng, rng_below(&rng, 4) ? 8 : 80);
-        uint32_t flags = (uint32_t[]){0, 0, 0, UVM_VMEM_UNMAP_OPEN, UVM_VMEM_UNMAP_INVALID}[rng_below(&rng, 5)];
+        uint32_t flags = rng_below(&rng, 4) ? 0 : UVM_VMEM_UNMAP_OPEN;
 
         if (g + parts > GRANULES)
             g = GRANULES - parts;
@@ -306,7 +305,7 @@ static void do_unmap(void)
             if (flags & UVM_VMEM_UNMAP_OPEN)
                 open_overlay(&next, k);
             if (next.spots[k].state != CLOSED)
-                next.spots[k] = (struct spot){.state = flags & UVM_VMEM_UNMAP_INVALID ? INVALID : SPARSE};
+                next.spots[k] = (struct spot){.state = SPARSE};
         }
         if (g < lo)
             lo = g;
@@ -326,23 +325,27 @@ static void do_unmap(void)
     check_words(lo, lo + 8 < hi ? lo + 8 : hi);
 }
 
-// UVM's own calls work on overlays as on any external mapping, whole or in part.
+// UVM's own calls close overlays whole, and never cut one.
 static void do_unmap_external(void)
 {
     unsigned g = rng_below(&rng, BLOCKS) * 32, parts = 32;
+    bool open = false;
     NV_STATUS status;
 
     if (rng_below(&rng, 2)) {
         g += rng_below(&rng, 32);
         parts = 1 + rng_below(&rng, 32 - g % 32);
     }
+    for (unsigned i = g & ~31u; i < (g & ~31u) + 32; i++)
+        open |= now.spots[i].state != CLOSED;
     status = uvm_unmap_external(&u, 0, va_of(g), parts * GRANULE);
     if (status == NV_OK) {
+        CHECK(parts == 32 || !open);
         for (unsigned i = g; i < g + parts; i++)
             now.spots[i] = (struct spot){.state = CLOSED};
-    } else { // only a 2 MiB entry cannot be cut by it
+    } else {
         CHECK_EQ(status, NV_ERR_INVALID_ADDRESS);
-        CHECK(parts != 32);
+        CHECK(parts != 32 && open);
     }
     check_tables(g & ~31u, (g & ~31u) + 32);
     check_words(g, g + parts < (g & ~31u) + 32 ? g + parts : (g & ~31u) + 32);

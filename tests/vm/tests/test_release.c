@@ -1,4 +1,4 @@
-// RELEASE of pages that are mapped at many addresses, in overlays of which the driver left pieces, by 2 MiB entries,
+// RELEASE of pages that are mapped at many addresses, in overlays of which the driver closed some, by 2 MiB entries,
 // and of a GPU that goes meanwhile.
 //
 // SPDX-License-Identifier: MIT
@@ -73,9 +73,9 @@ static void *ask(void *arg)
     return NULL;
 }
 
-// Every second address was unmapped by the driver's own call, which leaves pieces of the overlays. Each record is
-// looked at once, whatever state it is in.
-TEST(test_release_of_pieces)
+// The driver's own calls have closed every second overlay, and were refused for parts of the others. RELEASE looks at
+// each record that is left once.
+TEST(test_release_after_uvm_closed_overlays)
 {
     static struct uvm_vmem_op ops[4096];
     static struct simgpu_pte ptes[4096];
@@ -94,11 +94,19 @@ TEST(test_release_of_pieces)
             ops[k] = vm_op(BASE + (i + k) * GRANULE, KB(64), h, 0, 0);
         CHECK_EQ(vm_map_ops(&u, 0, ops, k, NULL), NV_OK);
     }
-    for (unsigned i = 0; i < n; i += 2)
-        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * GRANULE, GRANULE), NV_OK);
-    CHECK_EQ(gpu_mark(&u, BASE + GRANULE, KB(64), 5), 0);
-    // somebody else's by now
+    CHECK_EQ(gpu_mark(&u, BASE + BLOCK, KB(64), 5), 0);
     sim_mem(&u, 0, 70, KB(64), KB(64));
+    for (unsigned i = 0; i < n; i += 64) {
+        uint64_t open = BASE + i * GRANULE + BLOCK;
+
+        CHECK_EQ(uvm_unmap_external(&u, 0, open, GRANULE), NV_ERR_INVALID_ADDRESS);
+        CHECK_EQ(uvm_unmap_external(&u, 0, open + BLOCK - GRANULE, GRANULE), NV_ERR_INVALID_ADDRESS);
+        CHECK_EQ(uvm_map_external(&u, 0, open + GRANULE, KB(64), 0, 70), NV_ERR_INVALID_ADDRESS);
+        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * GRANULE, BLOCK), NV_OK);
+    }
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, n * GRANULE / 2);
+    CHECK(gpu_marked(&u, BASE + BLOCK, KB(64), 5, NULL));
+    // somebody else's by now
     CHECK_EQ(uvm_map_external(&u, 0, BASE, KB(64), 0, 70), NV_OK);
     CHECK_EQ(pthread_create(&thread, NULL, ask, &asker), 0);
     while (!asker.asked)
@@ -108,24 +116,24 @@ TEST(test_release_of_pieces)
     vmtest_figure("release_seconds", seconds() - t0, "s (simulated GPU)");
     asker.stop = true;
     pthread_join(thread, NULL);
-    vmtest_figure("release_addresses", n, "addresses");
+    vmtest_figure("release_addresses", n / 2, "addresses");
     vmtest_figure("release_steps", r.out_waits, "waits, the lock dropped between");
     vmtest_figure("longest_wait_for_lock", asker.longest, "s (simulated GPU)");
-    CHECK_EQ(looks(), n);
+    CHECK_EQ(looks(), n / 2);
     CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_VALID);
     for (unsigned i = 1; i < n; i += k) {
         k = n - i < COUNT(ptes) ? n - i : COUNT(ptes);
         sim_walk(&u, 0, BASE + i * GRANULE, GRANULE, ptes, k);
         for (unsigned j = 0; j < k; j++)
-            CHECK_EQ(ptes[j].state, (i + j) % 2 ? SIMGPU_PTE_SPARSE : SIMGPU_PTE_INVALID);
+            CHECK_EQ(ptes[j].state, (i + j) / 32 % 2 ? SIMGPU_PTE_SPARSE : SIMGPU_PTE_INVALID);
     }
-    CHECK_EQ(gpu_word(&u, BASE + GRANULE), 0);
+    CHECK_EQ(gpu_word(&u, BASE + BLOCK), 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-    // a piece can be mapped in again
-    CHECK_EQ(vm_map(&u, BASE + GRANULE, KB(64), h + 1, 0, 0), NV_OK);
-    CHECK_EQ(vm_map(&u, BASE + 2 * GRANULE, KB(64), h + 1, 0, 0), NV_OK);
-    CHECK_EQ(gpu_mark(&u, BASE + GRANULE, KB(64), 6), 0);
-    CHECK(gpu_marked(&u, BASE + 2 * GRANULE, KB(64), 6, NULL));
+    // an overlay that is left can be mapped in again, and a closed one opened
+    CHECK_EQ(vm_map(&u, BASE + BLOCK, KB(64), h + 1, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + 2 * BLOCK, KB(64), h + 1, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, BASE + BLOCK, KB(64), 6), 0);
+    CHECK(gpu_marked(&u, BASE + 2 * BLOCK, KB(64), 6, NULL));
     CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
     sim_check(0);
 }
@@ -148,6 +156,33 @@ TEST(test_release_of_a_huge_page)
         CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, SIMGPU_PTE_SPARSE);
     CHECK_EQ(gpu_word(&u, BASE), 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+    sim_check(0);
+}
+
+// As much as a call accepts, out of the largest mappings that are taken over: what others of the file wait for.
+TEST(test_takeover_of_4_gib)
+{
+    struct uvm_vmem_op op = vm_op(BASE, GB(4), 0, 0, UVM_VMEM_UNMAP_OPEN | UVM_VMEM_TAKEOVER);
+    struct uvm u;
+    struct asker asker = {.u = &u};
+    pthread_t thread;
+    double t0;
+
+    uvm_start(&u);
+    CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
+    for (unsigned i = 0; i < 2; i++)
+        CHECK_EQ(uvm_map_sparse(&u, 0, BASE + i * UVM_VMEM_TAKE_MAX, UVM_VMEM_TAKE_MAX), NV_OK);
+    CHECK_EQ(pthread_create(&thread, NULL, ask, &asker), 0);
+    while (!asker.asked)
+        usleep(1000);
+    t0 = seconds();
+    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, NULL), NV_OK);
+    vmtest_figure("takeover_of_4_gib_seconds", seconds() - t0, "s (simulated GPU)");
+    asker.stop = true;
+    pthread_join(thread, NULL);
+    vmtest_figure("takeover_of_4_gib_longest_wait", asker.longest, "s (simulated GPU)");
+    CHECK_EQ(sim_pte(&u, BASE + GB(4) - GRANULE).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(uvm_free_range(&u, BASE, GB(4)), NV_OK);
     sim_check(0);
 }
 

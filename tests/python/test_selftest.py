@@ -1,0 +1,172 @@
+"""The self-test of the GPU backends, and the stamp that the choice of "uvm" needs, over the fake driver.
+
+The simulated GPU runs the self-test against seeded faults of the module itself (tests/vm). Here, a fault is put into
+what the stages call, and the stage that is named for the mechanism must notice.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAKE = Path(__file__).parents[2] / "build/fakegpu/libcuda.so.1"
+
+pytestmark = pytest.mark.skipif(not FAKE.is_file(), reason="the fake driver is not built (make test-python-fake)")
+
+
+def run(code, state, *, patched=True, **environment):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("VMEM_BACKEND", "FAKEGPU_"))}
+    env |= {"LD_LIBRARY_PATH": str(FAKE.parent), "LD_PRELOAD": str(FAKE), "XDG_STATE_HOME": str(state)}
+    env |= {"FAKEGPU_PATCHED": "1"} if patched else {}
+    command = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, "-m", "pyvmem", *code]
+    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=300)
+
+
+def said(code, state, **options):
+    found = run(code, state, **options)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+CHOSEN = "import pyvmem; print(pyvmem.Context().backend, pyvmem.default_context('gpu').backend)"
+STAMP = "from pyvmem.selftest import stamp_name, stamp_folders as f; print(f()[-1] / stamp_name('uvm', 0))"
+
+
+def test_uvm_is_chosen_by_default_only_with_a_stamp(tmp_path):
+    assert said(CHOSEN, tmp_path) == "stock stock"
+    assert said("import pyvmem; print(pyvmem.Context('uvm').backend)", tmp_path) == "uvm"
+    assert said("import pyvmem; print(pyvmem.Context().backend)", tmp_path, VMEM_BACKEND="uvm") == "uvm"
+    path = Path(said(STAMP, tmp_path))
+    assert path.name.startswith("uvm-580.159.04-sm90-") and tmp_path in path.parents
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert said(CHOSEN, tmp_path) == "uvm uvm"
+    assert said(CHOSEN, tmp_path, FAKEGPU_BUILD="7") == "stock stock"  # another build of the module
+    assert said(CHOSEN, tmp_path, FAKEGPU_RELEASE="575.64.03") == "stock stock"
+    assert said(CHOSEN, tmp_path / "another") == "stock stock"
+    path.rename(path.with_name(path.name + ".failed"))
+    assert said(CHOSEN, tmp_path) == "stock stock"
+
+
+def test_probe_tells_why(tmp_path):
+    code = "import pyvmem; print(pyvmem.probe('uvm')); print(pyvmem.probe('uvm', by_default=True))"
+    works, kept = said(code, tmp_path).splitlines()
+    assert works == "None" and "its self-test has not passed here (pyvmem doctor --selftest)" in kept
+
+
+def test_doctor_tells_in_one_line(tmp_path):
+    lines = said(["doctor"], tmp_path).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("uvm"))
+    assert lines[at].split()[1] == "works"
+    why = "not chosen by default: its self-test has not passed here (pyvmem doctor --selftest)"
+    assert lines[at + 2].strip() == f"{why}; driver 580.159.04: not in verified.list"
+    assert any(line.split()[:2] == ["stock", "best"] for line in lines)
+
+
+@pytest.mark.parametrize("backend", ["stock", "uvm"])
+def test_it_passes_and_leaves_a_stamp(backend, tmp_path):
+    found = run(["doctor", "--selftest", "--backend", backend, "--json"], tmp_path)
+    report = json.loads(found.stdout)
+    assert found.returncode == 0 and report["passed"] and report["simulated"], found.stdout
+    assert len(report["stages"]) == 10
+    (stamp,) = (tmp_path / "vmem/selftest").iterdir()
+    assert stamp.name == report["stamp"] and json.loads(stamp.read_text())["passed"]
+    assert said(CHOSEN, tmp_path) == ("uvm uvm" if backend == "uvm" else "stock stock")
+
+
+BROKEN = {
+    "memory": "kept = []; pyvmem.Pages.close = lambda self: kept.append(self)",
+    "zeros": """
+real = pyvmem.Reservation.map
+def broken(self, pages, *args, **options):
+    real(self, pages, *args, **options)
+    if self.context.backend != "cuda": self.context.fill(self.addr + 3 * 65536 + 8, 1, 1)
+pyvmem.Reservation.map = broken""",
+    "aliases": """
+real = pyvmem.Context.map
+def broken(self, addrs, pages, **options):
+    swapped = self._handles(pages).copy()
+    swapped[-2:] = swapped[-1:-3:-1]
+    real(self, addrs, swapped, **options)
+pyvmem.Context.map = broken""",
+    "replace": """
+real = pyvmem.Context.map
+def broken(self, addrs, pages, **options):
+    broken.n += 1
+    if broken.n % 31: real(self, addrs, pages, **options)
+broken.n = 0
+pyvmem.Context.map = broken""",
+    "late writes": """
+real = pyvmem.Context.fill
+def broken(self, addr, value, length):
+    real(self, addr, value, length)
+    if value == 0: real(self, addr + length - 4096, 1, 1)
+pyvmem.Context.fill = broken""",
+    "over-read": """
+real = pyvmem.Context.map
+def broken(self, addrs, pages, **options):
+    real(self, addrs, pages, **options)
+    if addrs % (2 << 20) == 0: self.fill(addrs, 1, 1)
+pyvmem.Context.map = broken""",
+    "atomic": """
+real = pyvmem.Context.map_ops
+def broken(self, ops, **options):
+    try: real(self, ops, **options)
+    except pyvmem.InvalidArgument:
+        real(self, ops[:1], **options)
+        raise
+pyvmem.Context.map_ops = broken""",
+    "processes": "import os; pyvmem.Context.create_handles = 0; os.waitstatus_to_exitcode = lambda status: 1",
+    "everything": """
+real = pyvmem.Context.unmap
+def broken(self, addrs, lengths):
+    real(self, addrs, min(lengths, 2 * 65536))
+pyvmem.Context.unmap = broken""",
+}
+
+
+@pytest.mark.parametrize("stage", BROKEN)
+def test_the_stage_of_a_broken_mechanism_fails(stage, tmp_path):
+    perform = f"from pyvmem.selftest.child import perform; print(perform({stage!r}, 'stock', 0)['ok'])"
+    assert said(f"import pyvmem\n{BROKEN[stage]}\n{perform}", tmp_path, patched=False) == "False"
+
+
+FIRST_TWO = """
+import pyvmem.selftest as s
+s.STAGES = s.STAGES[:2]
+{}
+print(s.run_selftest('uvm', say=lambda line: None)['stages'][-1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        ("s._Canary.differs = lambda self: 3", "the canary"),
+        ("s.STAGES = (s.Stage('none', None, ''), *s.STAGES)", "the stage"),
+        ("s.STAGES = (s.Stage('everything', None, '', 0.2), *s.STAGES)", "no end after"),
+    ],
+)
+def test_the_first_failure_ends_it_and_takes_the_stamp(broken, what, tmp_path):
+    said(FIRST_TWO.format(""), tmp_path)
+    assert said(CHOSEN, tmp_path) == "uvm uvm"
+    assert what in said(FIRST_TWO.format(broken), tmp_path)
+    (left,) = (tmp_path / "vmem/selftest").iterdir()
+    assert left.name.endswith(".failed") and len(json.loads(left.read_text())["stages"]) == 2
+    assert said(CHOSEN, tmp_path) == "stock stock"
+    assert "its self-test has FAILED here" in said(["doctor"], tmp_path)
+
+
+def test_options_that_do_not_fit(tmp_path):
+    found = run(["doctor", "--prove"], tmp_path)
+    assert found.returncode == 1 and "need --selftest" in found.stderr
+    found = run(["doctor", "--selftest", "--backend", "uvm", "--prove"], tmp_path)
+    assert found.returncode == 1 and "--prove needs --backend stock" in found.stderr
+    found = run(["doctor", "--selftest", "--backend", "uvm"], tmp_path, patched=False)
+    assert found.returncode == 1 and "the stock one, without vMem" in found.stdout
+    assert not list(tmp_path.rglob("uvm-*"))

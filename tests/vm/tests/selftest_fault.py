@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: MIT
+"""The self-test on a simulated GPU with a fault: argv is a bit of SIMGPU_MODE, and the stage that must fail.
+
+Runs in the guest.
+"""
+
+import fcntl
+import os
+import struct
+import sys
+
+os.environ["XDG_STATE_HOME"] = "/tmp/fault"  # no stamp of the system's goes
+
+from pyvmem.selftest import run_selftest  # noqa: E402
+
+POST = 1 << 3  # writes of copy engines wait for a membar; without membars, no entry would ever be written
+MODE = 3 << 30 | 16 << 16 | ord("s") << 8 | 15
+
+
+def mode(set, clear):
+    with open("/dev/simgpu", "r+b", buffering=0) as device:
+        fcntl.ioctl(device, MODE, struct.pack("<IIII", 0, set, clear, 0))
+
+
+def main():
+    bit, stage = int(sys.argv[1], 0), sys.argv[2]
+    mode(bit, POST)
+    try:
+        report = run_selftest("uvm")
+    finally:
+        mode(POST, bit)
+    failed = [row["stage"] for row in report["stages"] if not row["ok"]]
+    if report["passed"] or failed != [stage]:
+        print(f"not ok selftest_fault - {failed or 'no stage'} failed, not {stage}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
