@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include <stdio.h>
+#include <sys/sysinfo.h>
 
 #include "backend/host/memory.h"
 #include "checked.h"
@@ -35,11 +36,16 @@ void checked_fail(unsigned long n)
     hit = false;
     armed = n != 0;
 }
-static _Thread_local bool always;
+static _Thread_local bool always, onwards;
+void checked_fail_from(unsigned long n)
+{
+    checked_fail(n);
+    onwards = true;
+}
 void checked_fail_always(bool on)
 {
     always = on;
-    hit = false;
+    onwards = hit = false;
 }
 bool checked_failed(void) { return hit; }
 
@@ -49,6 +55,7 @@ static bool fault(void)
         return hit = true;
     if (!armed || !countdown || --countdown)
         return false;
+    always = onwards;
     return hit = true;
 }
 
@@ -70,6 +77,27 @@ int __wrap_munmap(void *at, size_t length)
         return -1;
     }
     return __real_munmap(at, length);
+}
+uint64_t checked_free_memory;
+int __real_sysinfo(struct sysinfo *si);
+int __wrap_sysinfo(struct sysinfo *si);
+int __wrap_sysinfo(struct sysinfo *si)
+{
+    const int rc = __real_sysinfo(si);
+    if (!rc && checked_free_memory)
+        si->freeram = checked_free_memory / si->mem_unit;
+    return rc;
+}
+int (*checked_fallocate)(uint64_t length);
+int __real_fallocate(int fd, int mode, off_t at, off_t length);
+int __wrap_fallocate(int fd, int mode, off_t at, off_t length);
+int __wrap_fallocate(int fd, int mode, off_t at, off_t length)
+{
+    const int error = !mode && checked_fallocate ? checked_fallocate((uint64_t)length) : 0;
+    if (!error)
+        return __real_fallocate(fd, mode, at, length);
+    errno = error;
+    return -1;
 }
 int (*checked_host_memory)(struct vmem__host_memory *out);
 int __real_vmem__host_memory(const char *root, struct vmem__host_memory *out);

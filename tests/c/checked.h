@@ -13,6 +13,8 @@ int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_c
 // Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program
 // linked with malloc, calloc and realloc wrapped, an allocation by the library.
 void checked_fail(unsigned long n);
+// The n-th fault point and every one after it fail, until told otherwise.
+void checked_fail_from(unsigned long n);
 // Every fault point of this thread fails, until told otherwise.
 void checked_fail_always(bool on);
 // The next n calls of munmap() by the library fail, as they may at vm.max_map_count.
@@ -20,6 +22,10 @@ void checked_fail_munmap(int n);
 // What the host backend is told of the memory there is, instead of the system's word; NULL: that.
 struct vmem__host_memory;
 extern int (*checked_host_memory)(struct vmem__host_memory *out);
+// The free memory in the answer of sysinfo(); 0: the system's.
+extern uint64_t checked_free_memory;
+// What fallocate() does instead of allocating so many bytes: 0 goes on, EINTR and others are its error.
+extern int (*checked_fallocate)(uint64_t length);
 // Whether that fault point was reached.
 bool checked_failed(void);
 

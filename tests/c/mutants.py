@@ -21,7 +21,8 @@ TOP = HERE.parent.parent
 BUILD = TOP / "build" / "tests-c" / "plain"
 CC = os.environ.get("CC", "cc")
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", f"-I{TOP}/libvmem/include", f"-I{TOP}/libvmem/src", "-O1"]
-WRAP = "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=munmap,--wrap=vmem__host_memory"
+WRAPPED = "malloc calloc realloc munmap sysinfo fallocate vmem__host_memory"
+WRAP = "-Wl," + ",".join(f"--wrap={name}" for name in WRAPPED.split())
 LIMIT = 30  # seconds; the programs named here take a few
 
 

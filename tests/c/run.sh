@@ -1,12 +1,14 @@
 #!/bin/sh
 # run.sh "BACKEND ..." PROGRAM ...: runs every program on every backend, $JOBS at once (1), and sums up. Beside each
 # program stay its output and its result: PROGRAM.BACKEND.log, and .rc with the exit status and the seconds. A program
-# that runs for $LIMIT seconds (1200) hangs. The slowest takes half a minute, and a busy machine ten times as long.
+# that runs for $LIMIT seconds (1200) hangs. The slowest takes half a minute, and a busy machine ten times as long. $RUN
+# stands before each program, such as an emulator.
 # SPDX-License-Identifier: MIT
 if [ "$1" = --one ]; then
     out=$3.$2
     start=$(date +%s)
-    timeout -k 5 "${LIMIT:-1200}" "$3" "$2" >"$out.log" 2>&1
+    # shellcheck disable=SC2086 # $RUN: a command before the program, such as an emulator's
+    timeout -k 5 "${LIMIT:-1200}" $RUN "$3" "$2" >"$out.log" 2>&1
     rc=$?
     echo "$rc $(($(date +%s) - start))" >"$out.rc"
     name="$(basename "$3") $2"

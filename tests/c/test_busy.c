@@ -149,6 +149,30 @@ static void during_data(const char *name, int (*held)(void))
     OK(vmem_decommit(ctx, &both, 1, NULL));
 }
 
+// Nothing is mapped under a copy that reads the backdrop.
+static void commit_during_read(void)
+{
+    const uint64_t shared = addr;
+    const struct vmem_stats before = test_stats(ctx);
+    pthread_t t;
+    if (!(test_info.caps & VMEM_CAP_BACKDROP))
+        return;
+    OK(vMemReserve(ctx, 4 * test_page, VMEM_RESERVE_BACKDROP, &addr));
+    const struct vmem_range all = {addr, 4 * test_page};
+    checked_hold();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_read));
+    checked_held();
+    ERR(vmem_commit(ctx, &all, 1, test_page, 0, NULL), EBUSY, "another call copies or fills there");
+    CHECK_EQ(test_stats(ctx).created, before.created);
+    CHECK_EQ(test_stats(ctx).mapped, before.mapped);
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    OK(vmem_commit(ctx, &all, 1, test_page, 0, NULL));
+    OK(vmem_unreserve(ctx, addr));
+    addr = shared;
+}
+
 // And neither of them starts where another call maps or unmaps.
 static void data_during(int (*held)(void), bool mapped_now)
 {
@@ -280,6 +304,7 @@ int main(int argc, char **argv)
     during_data("fill", do_fill);
     during_data("read", do_read);
     during_data("write", do_write);
+    commit_during_read();
     OK(vMemCreate(ctx, test_page, 1, 0, &page[0]));
     data_during(do_map, true);
     data_during(do_unmap, false);

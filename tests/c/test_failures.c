@@ -69,6 +69,18 @@ static int do_commit(void)
     two[1] = (struct vmem_range){addr + 32 * test_page, 24 * test_page};
     return vmem_commit(ctx, two, 2, test_page, 0, NULL);
 }
+// More than the backend maps at once. The memory is there, and so is that of the books: the mapping fails.
+static void long_range(void)
+{
+    OK(vMemReserve(ctx, 320 * MIB, 0, &extra));
+    OK(vmem_prealloc(ctx, 320 * MIB));
+    OK(vmem_commit(ctx, &(struct vmem_range){extra, 320 * MIB}, 1, test_page, 0, NULL));
+    OK(vmem_decommit(ctx, &(struct vmem_range){extra, 320 * MIB}, 1, NULL));
+}
+static int do_commit_long(void)
+{
+    return vmem_commit(ctx, &(struct vmem_range){extra, 320 * MIB}, 1, test_page, 0, NULL);
+}
 static int do_decommit(void) { return vmem_decommit(ctx, two, 2, NULL); }
 static int do_unmap_committed(void) { return vMemUnmap(ctx, addr, 64 * test_page); }
 static int do_release(void) { return vMemReleaseBatch(ctx, page, 24, NULL); }
@@ -79,13 +91,20 @@ static const struct {
     int (*call)(void);
     int least; // fault points it must have
 } calls[] = {
-    {"reserve", nothing, do_reserve, 2},         {"create", nothing, do_create, 2},
-    {"create 2 MiB", nothing, do_create_2m, 3},  {"create in holes", holes, do_create, 1},
+    {"reserve", nothing, do_reserve, 2},
+    {"create", nothing, do_create, 2},
+    {"create 2 MiB", nothing, do_create_2m, 3},
+    {"create in holes", holes, do_create, 1},
     {"create zeroed", holes, do_create_zero, 1}, // in the end the zeroing itself
-    {"prealloc", nothing, do_prealloc, 2},       {"map", created, do_map, 2},
-    {"replace", mapped_and_more, do_replace, 2}, {"unmap", mapped, do_unmap, 1},
-    {"release", mapped, do_release, 2},          {"commit", nothing, do_commit, 4},
-    {"decommit", committed, do_decommit, 1},     {"unmap what was committed", committed, do_unmap_committed, 1},
+    {"prealloc", nothing, do_prealloc, 2},
+    {"map", created, do_map, 2},
+    {"replace", mapped_and_more, do_replace, 2},
+    {"unmap", mapped, do_unmap, 1},
+    {"release", mapped, do_release, 2},
+    {"commit", nothing, do_commit, 4},
+    {"long commit", long_range, do_commit_long, 3},
+    {"decommit", committed, do_decommit, 1},
+    {"unmap what was committed", committed, do_unmap_committed, 1},
 };
 
 // All that can be seen from outside.
@@ -212,8 +231,41 @@ static void giving_up(void)
     }
 }
 
-// A page that cannot be unmapped goes as soon as something else could be.
-static void dropping(void)
+// What a failed commit cannot undo either stays out of the way, and goes as soon as something else is unmapped.
+static void undoing(void)
+{
+    bool some_left = false;
+    unsigned long n = 0;
+    for (bool reached = true; reached;) {
+        start();
+        long_range();
+        mapped();
+        const struct view before = look();
+        checked_fail_from(++n);
+        const int rc = do_commit_long();
+        reached = checked_failed();
+        checked_fail_always(false);
+        CHECK_EQ(rc, reached ? -ENOMEM : 0);
+        if (reached) {
+            const struct vmem_stats s = test_stats(ctx);
+            CHECK_EQ(s.created - before.stats.created, s.mapped - before.stats.mapped);
+            if (s.created > before.stats.created) {
+                some_left = true;
+                ERR(do_commit_long(), EBUSY,
+                    "another call commits or releases there"); // and it does not count as backed
+            }
+            OK(vMemUnmap(ctx, addr, test_page));
+            CHECK_EQ(test_stats(ctx).created, before.stats.created);
+            CHECK_EQ(test_stats(ctx).mapped, before.stats.mapped - test_page);
+            OK(do_commit_long());
+        }
+        vmem_context_destroy(ctx);
+    }
+    CHECK(some_left);
+}
+
+// A page that cannot be unmapped goes as soon as something else could be, or when the memory is asked back.
+static void dropping(bool trim)
 {
     start();
     mapped();
@@ -231,9 +283,12 @@ static void dropping(void)
     }
     CHECK_EQ(test_stats(ctx).created, 25 * test_page);
     CHECK_EQ(page_at(ctx, addr), page[0]);
-    OK(vMemUnmap(ctx, addr + 50 * test_page, test_page));
+    if (trim)
+        OK(vmem_trim(ctx, NULL));
+    else
+        OK(vMemUnmap(ctx, addr + 50 * test_page, test_page));
     CHECK_EQ(test_stats(ctx).created, test_page);
-    CHECK_EQ(test_stats(ctx).mapped, 0);
+    CHECK_EQ(test_stats(ctx).mapped, trim ? test_page : 0);
     ERR(vMemRelease(ctx, page[0]), EINVAL, "is not a page");
     OK(vMemRelease(ctx, more[0]));
     vmem_context_destroy(ctx);
@@ -248,7 +303,9 @@ int main(int argc, char **argv)
             sweep(c);
         element_at_fault();
         giving_up();
-        dropping();
+        undoing();
+        dropping(false);
+        dropping(true);
     }
     return 0;
 }

@@ -3,11 +3,11 @@
 //
 // SPDX-License-Identifier: MIT
 #include <ftw.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "backend/host/memory.h"
@@ -196,6 +196,115 @@ static void the_last_of_it(void)
     checked_host_memory = NULL;
 }
 
+// ---- a warm page cache ----------------------------------------------------------------------------------------
+
+static atomic_uint asks;
+static uint64_t cached = 8 * GIB; // what is available though not free
+static int mostly_cache(struct vmem__host_memory *out)
+{
+    asks++;
+    *out = (struct vmem__host_memory){.total = 16 * GIB, .available = cached};
+    return 0;
+}
+
+static void *create_one_by_one(void *arg)
+{
+    vmem_context *ctx = arg;
+    vmem_page page[256];
+    for (size_t i = 0; i < COUNT(page); i++)
+        OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &page[i]));
+    OK(vMemReleaseBatch(ctx, page, COUNT(page), NULL));
+    return NULL;
+}
+
+// Where little is free but much is available, the system is asked once for many pages, by one of several threads.
+static void warm_cache(void)
+{
+    const struct vmem_options opts = {.size = sizeof opts, .backend = "host"};
+    vmem_context *ctx;
+    pthread_t threads[4];
+    vmem_page pages[64];
+    checked_host_memory = mostly_cache;
+    checked_free_memory = 128 * MIB;
+    OK(vmem_context_create(&opts, &ctx));
+    asks = 0;
+    for (size_t i = 0; i < COUNT(threads); i++)
+        CHECK(!pthread_create(&threads[i], NULL, create_one_by_one, ctx));
+    for (size_t i = 0; i < COUNT(threads); i++)
+        CHECK(!pthread_join(threads[i], NULL));
+    if (asks < 1 || asks > COUNT(threads) * 64) // 1 on most machines; an answer lasts for a second
+        FAIL("asked %u times for %zu pages", asks, COUNT(threads) * 256);
+    // A quarter of what was left may go unasked, and no more: what is not there is not taken.
+    cached = 512 * MIB;
+    for (unsigned before = asks; asks == before;) {
+        OK(vMemCreate(ctx, VMEM_PAGE_2M, COUNT(pages), 0, pages));
+        OK(vMemReleaseBatch(ctx, pages, COUNT(pages), NULL));
+    }
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 512, 0, NULL), EINVAL, "pages is NULL");
+    static vmem_page many[512];
+    cached = 260 * MIB;
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, COUNT(many), 0, many), ENOMEM, "the machine has");
+    CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+    checked_host_memory = NULL;
+    checked_free_memory = 0;
+}
+
+// ---- kernels whose fallocate() any signal interrupts ----------------------------------------------------------
+
+static unsigned interrupts;
+static uint64_t longest; // without an interrupt
+static bool masked_helps;
+static int old_kernel(uint64_t length)
+{
+    sigset_t mask;
+    pthread_sigmask(SIG_SETMASK, NULL, &mask);
+    if (length <= longest || (masked_helps && sigismember(&mask, SIGALRM)))
+        return 0;
+    interrupts++;
+    return EINTR;
+}
+
+static unsigned until; // this many more interrupts
+static int stop(void *arg)
+{
+    (void)arg;
+    return until && !--until;
+}
+
+// A timer that always comes too early delays a call and does not stop it. Signals are not blocked when it returns.
+static void timers(void)
+{
+    const struct vmem_options opts = {.size = sizeof opts, .backend = "host"};
+    vmem_context *ctx;
+    vmem_page pages[40];
+    sigset_t mask;
+    OK(vmem_context_create(&opts, &ctx));
+    OK(vmem_set_interrupt(ctx, stop, NULL));
+    checked_fallocate = old_kernel;
+    for (int i = 0; i < 4; i++) {
+        longest = i == 0 ? 256 * KIB : i == 1 ? 64 * KIB : i == 2 ? 0 : 32 * MIB;
+        masked_helps = i == 2; // not if the kernel's own work for the thread interrupts it
+        interrupts = 0;
+        OK(vMemCreate(ctx, VMEM_PAGE_2M, COUNT(pages), 0, pages));
+        CHECK((interrupts > 0) == (i != 3));
+        CHECK(interrupts <= 8 * 3); // a few for each of the three steps of a long call
+        pthread_sigmask(SIG_SETMASK, NULL, &mask);
+        CHECK(!sigismember(&mask, SIGALRM) && !sigismember(&mask, SIGINT));
+        OK(vMemReleaseBatch(ctx, pages, COUNT(pages), NULL));
+        OK(vmem_trim(ctx, NULL));
+    }
+    // Even where nothing helps, Ctrl-C ends the call.
+    masked_helps = false;
+    longest = 0;
+    until = 3;
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, COUNT(pages), 0, pages), EINTR, "interrupted");
+    CHECK_EQ(test_stats(ctx).created, 0);
+    checked_fallocate = NULL;
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, COUNT(pages), 0, pages));
+    vmem_context_destroy(ctx);
+}
+
 int main(void)
 {
     CHECK(mkdtemp(root));
@@ -207,5 +316,7 @@ int main(void)
     no_meminfo();
     no_descriptor();
     the_last_of_it();
+    warm_cache();
+    timers();
     return 0;
 }

@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
+#include <sched.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -141,6 +142,60 @@ static void short_calls(void)
     CHECK_EQ(asked, 0);
 }
 
+// Once the function is removed, no other thread is inside it.
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static enum { OUT, IN, LEAVING } where;
+static bool removed;
+
+static int slow(void *arg)
+{
+    (void)arg;
+    pthread_mutex_lock(&lock);
+    where = IN;
+    pthread_cond_broadcast(&changed);
+    while (where == IN)
+        pthread_cond_wait(&changed, &lock);
+    const bool late = removed;
+    pthread_mutex_unlock(&lock);
+    for (int i = 0; i < 1000; i++) // time for the remover to return too early
+        sched_yield();
+    CHECK(!late && !__atomic_load_n(&removed, __ATOMIC_ACQUIRE));
+    OK(vmem_set_interrupt(ctx, NULL, NULL)); // from the inside it does not wait for itself
+    return 0;
+}
+
+static void *remover(void *arg)
+{
+    pthread_mutex_lock(&lock);
+    while (where != IN)
+        pthread_cond_wait(&changed, &lock);
+    where = LEAVING;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    OK(vmem_set_interrupt(ctx, NULL, NULL));
+    __atomic_store_n(&removed, true, __ATOMIC_RELEASE);
+    return arg;
+}
+
+static void removal(void)
+{
+    pthread_t t;
+    OK(vmem_set_interrupt(ctx, slow, NULL));
+    CHECK(!pthread_create(&t, NULL, remover, NULL));
+    OK(do_prealloc());
+    const bool was_asked = where == LEAVING;
+    if (!was_asked) { // one large arena is one step
+        pthread_mutex_lock(&lock);
+        where = IN;
+        pthread_cond_broadcast(&changed);
+        pthread_mutex_unlock(&lock);
+    }
+    CHECK(!pthread_join(t, NULL));
+    CHECK(was_asked || !test_cpu());
+    OK(vmem_trim(ctx, NULL));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -156,6 +211,7 @@ int main(int argc, char **argv)
     interrupt("prealloc", nothing, do_prealloc);
     interrupt("commit", nothing, do_commit);
     short_calls();
+    removal();
     vmem_context_destroy(ctx);
     return 0;
 }

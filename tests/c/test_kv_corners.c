@@ -333,11 +333,69 @@ static void test_what_ends_has_nothing_ahead(bool swap)
     end();
 }
 
+// A shortage names the first step after whose end there is enough: the memory of two requests that share their rows
+// comes with the later of them.
+static void test_a_shortage_names_the_step_to_wait_for(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const int32_t first[3] = {32 * 4}, both[3] = {32 * 4, 32 * 5}, second[3] = {0, 32 * 6}, third[3] = {0, 0, 32 * 9};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_CHECK,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = 3,
+                                 .max_tokens = 1000,
+                                 .page_size = test_page,
+                                 .budget = 12 * test_page};
+    struct vmem_kv_shortage why = {.size = sizeof why};
+    uint64_t prefix;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    alloc(0);
+    OK(vmem_kv_step(kv, first, 3, NULL));
+    OK(vmem_kv_prefix_save(kv, 0, 32 * 4, &prefix));
+    alloc(1);
+    OK(vmem_kv_prefix_attach(kv, prefix, 1, 32 * 4, NULL));
+    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(vmem_kv_step(kv, both, 3, NULL));
+    OK(vmem_kv_step(kv, second, 3, NULL));
+    alloc(2);
+    CHECK_EQ(vmem_kv_check(kv, third, 3, NULL), -ENOMEM);
+    OK(vmem_kv_last_shortage(&why));
+    CHECK_EQ(why.missing_pages, 3);
+    CHECK_EQ(why.step, 0); // nobody ends
+    OK(vmem_kv_free_after(kv, 1, 3));
+    OK(vmem_kv_free_after(kv, 0, 2));
+    CHECK_EQ(vmem_kv_check(kv, third, 3, NULL), -ENOMEM);
+    OK(vmem_kv_last_shortage(&why));
+    CHECK_EQ(why.missing_pages, 3);
+    CHECK_EQ(why.ending_pages, 6); // the four shared rows once
+    CHECK_EQ(why.step, 3);
+    OK(vmem_kv_retire(kv, 2));
+    CHECK_EQ(vmem_kv_check(kv, third, 3, NULL), -ENOMEM);
+    OK(vmem_kv_retire(kv, 3));
+    OK(vmem_kv_check(kv, third, 3, NULL));
+    end();
+}
+
+static void test_an_alloc_is_no_longer_than_a_slot(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    struct vmem_kv_alloc_options o = {.size = sizeof o, .prefix_tokens = 1001};
+    uint32_t slot;
+    make(0, &tensor, 1, 12);
+    ERR(vmem_kv_alloc(kv, 1001, &slot), EINVAL, "tokens 1001 is over max_tokens, 1000");
+    ERR(vmem_kv_alloc_with(kv, &o, &slot), EINVAL, "prefix_tokens 1001 is over max_tokens, 1000");
+    OK(vmem_kv_alloc(kv, 1000, &slot));
+    end();
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
     ctx = test_context(0);
     test_zero_where_one_tensor_kept_pages();
+    test_a_shortage_names_the_step_to_wait_for();
+    test_an_alloc_is_no_longer_than_a_slot();
     test_blocks_of_others_are_not_written();
     test_named_pages_behind_a_request_are_not_free();
     test_a_table_of_names_takes_no_memory();

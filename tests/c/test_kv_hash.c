@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
+#include "kv/kv.h"
 #include "vmem_kv.h"
 
 #define SLOTS 4
@@ -183,6 +184,54 @@ static void test_priorities(void)
     vmem_kv_destroy(kv);
 }
 
+// What is shared of a windowed tensor does not depend on whether somebody has already cut the rows that its window has
+// passed: the background thread does so when it comes to it, and ranks would disagree.
+static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_CHECK | VMEM_KV_OVERLAP,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = 40 * test_page};
+    const struct vmem_kv_hash_config hashes = {.size = sizeof hashes, .block_tokens = BLOCK};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    pthread_mutex_lock(&kv->state);
+    vmem__kv_worker_hold(kv); // for ever: it cuts nothing by itself
+    pthread_mutex_unlock(&kv->state);
+    OK(vmem_kv_hash_init(kv, &hashes));
+    const uint32_t slot = start(320);
+    for (int32_t n = 321; n < 324; n++) { // the window has passed most of the prompt
+        int32_t lengths[SLOTS] = {0};
+        lengths[slot] = n;
+        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    }
+    if (cut)
+        OK(vmem_kv_reclaim(kv, 40 * test_page, NULL));
+    uint64_t prefix;
+    CHECK_EQ(vmem_kv_prefix_save(kv, slot, 96, &prefix), -ENODATA);
+    OK(vmem_kv_hash_add(kv, slot, 0, hashes_of(0), 320 / BLOCK, added));
+    *tokens = peek(0);
+    pthread_mutex_lock(&kv->state);
+    vmem__kv_worker_release(kv);
+    pthread_mutex_unlock(&kv->state);
+    vmem_kv_destroy(kv);
+}
+
+static void test_sharing_does_not_depend_on_what_is_cut(void)
+{
+    uint32_t tokens[2];
+    size_t added[2];
+    for (int cut = 0; cut < 2; cut++)
+        test_rows_behind_a_window(cut, &tokens[cut], &added[cut]);
+    CHECK_EQ(tokens[0], tokens[1]);
+    CHECK_EQ(added[0], added[1]);
+    CHECK(added[0] < 320 / BLOCK);
+}
+
 static void test_misuse(void)
 {
     struct vmem_kv_hash_config c = {.size = sizeof c, .block_tokens = BLOCK};
@@ -244,6 +293,7 @@ int main(int argc, char **argv)
     test_life();
     test_engines_order();
     test_priorities();
+    test_sharing_does_not_depend_on_what_is_cut();
     test_misuse();
     vmem_context_destroy(ctx);
     return 0;

@@ -3,8 +3,9 @@
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 #include "core/error.h"
+#include "checked.h"
 #include "harness.h"
-#include "vmem_kv.h"
+#include "kv/kv.h"
 
 #define SLOTS 4
 
@@ -211,6 +212,31 @@ static void test_no_mappings(void)
     OK(vMemFree(ctx, filler));
 }
 
+// To cut the end off a request's mapping may take a mapping. What cannot be cut stays, and is no error: the next step has
+// its pages.
+static void test_reclaim_frees_what_it_can(void)
+{
+    uint64_t missing, freed = 1;
+    uint32_t slot;
+    if (test_page == VMEM_PAGE_2M)
+        return; // a block is a page: nothing is mapped ahead
+    vmem_kv *kv = make(VMEM_KV_GENEROUS, 2, 400);
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(step(kv, slot, 32, &missing));
+    const uint64_t ahead = stats(kv).ahead_pages;
+    CHECK(ahead > 0);
+    checked_fail_always(true);
+    const int rc = vmem_kv_reclaim(kv, UINT64_MAX, &freed);
+    checked_fail_always(false);
+    OK(rc);
+    CHECK_EQ(freed, 0);
+    CHECK_EQ(stats(kv).ahead_pages, ahead);
+    OK(step(kv, slot, 64, &missing));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, &freed));
+    CHECK(freed > 0);
+    vmem_kv_destroy(kv);
+}
+
 // A request gets whole blocks, which 2 MiB entries can map, although there are parts of blocks, too.
 static void test_blocks_are_whole(void)
 {
@@ -289,6 +315,44 @@ static void test_a_device_with_part_of_a_block_left(void)
     ctx->b.ops = inner;
 }
 
+static uint64_t asked;
+static int (*ask_device)(struct vmem__backend *, uint64_t *, uint64_t *);
+
+static int counted(struct vmem__backend *b, uint64_t *total, uint64_t *free)
+{
+    asked++;
+    return ask_device(b, total, free);
+}
+
+// To ask the driver takes a hundred times as long as an answer. So its last word is good for a while, for a yes.
+static void test_admission_seldom_asks_the_device(void)
+{
+    const struct vmem__ops *before = ctx->b.ops;
+    struct vmem__ops ops = *before;
+    ask_device = ops.memory;
+    ops.memory = counted;
+    ctx->b.ops = &ops;
+    vmem_kv *kv = make(VMEM_KV_LAZY, 2, 400);
+    const struct vmem_kv_request request = {.tokens = 32};
+    uint32_t slots[SLOTS], tokens;
+    size_t fit;
+    for (uint32_t i = 0; i < SLOTS - 1; i++)
+        OK(vmem_kv_alloc(kv, 0, &slots[i]));
+    const uint64_t begin = kv_now(), asked_before = asked;
+    for (uint32_t n = 32; n <= 32 * 60; n += 32) {
+        OK(vmem_kv_room(kv, -1, &tokens));
+        OK(vmem_kv_fit(kv, &request, 1, &fit, NULL));
+        for (uint32_t i = 0; i < SLOTS - 1; i++)
+            OK(vmem_kv_grow(kv, slots[i], n, NULL));
+        OK(vmem_kv_commit(kv, NULL));
+    }
+    CHECK(asked - asked_before <= 2 + 2 * (kv_now() - begin) / 100000000);
+    // Nobody is refused by an old figure.
+    CHECK_EQ(vmem_kv_grow(kv, slots[0], 3999, NULL), -ENOMEM); // of the budget
+    vmem_kv_destroy(kv);
+    ctx->b.ops = before;
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -297,7 +361,9 @@ int main(int argc, char **argv)
     test_the_reasons();
     test_every_cache_keeps_what_it_took_ahead();
     test_a_full_budget_leaves_the_others_theirs();
+    test_admission_seldom_asks_the_device();
     test_no_mappings();
+    test_reclaim_frees_what_it_can();
     test_blocks_are_whole();
     test_a_device_with_part_of_a_block_left();
     vmem_context_destroy(ctx);

@@ -154,6 +154,43 @@ static void test_what_requests_hold_is_refused(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// A growth that was answered with yes keeps its memory until the step that makes it, whatever another member asks for:
+// new pages, and pages that the slot has from an earlier request.
+static void test_staged_growth_is_kept(uint32_t flags)
+{
+    for (int kept = 0; kept < 2; kept++) {
+        vmem_kv_pool *pool = make_pool(300);
+        vmem_kv *a = make(ctx, flags, 0), *b = make(ctx, flags, 0);
+        join(pool, a, 20, 0, "a");
+        join(pool, b, 20, 0, "b");
+        if (kept) {
+            const uint32_t earlier = alloc(a, ROWS);
+            OK(step(a, earlier, ROWS));
+            OK(vmem_kv_free(a, earlier));
+        }
+        const uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
+        for (uint32_t tokens = ROWS / 4; tokens <= ROWS; tokens += ROWS / 4)
+            OK(vmem_kv_grow(a, s, tokens, NULL));
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(step(b, t, ROWS), -ENOMEM);
+            CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
+        }
+        OK(vmem_kv_commit(a, NULL));
+        CHECK_EQ(stats(a).needed_pages, 250);
+        OK(vmem_kv_grow(a, s, ROWS, NULL)); // what is taken back keeps nothing
+        OK(vmem_kv_grow(a, s, 0, NULL));
+        OK(vmem_kv_free(a, s));
+        const uint32_t u = alloc(a, ROWS);
+        OK(vmem_kv_grow(a, u, ROWS, NULL));
+        OK(vmem_kv_grow(a, u, 0, NULL));
+        while (step(b, t, ROWS)) // the last refusal may be repeated until a has been looked at again
+            wait_for(b);
+        vmem_kv_destroy(a);
+        vmem_kv_destroy(b);
+        vmem_kv_pool_destroy(pool);
+    }
+}
+
 static void test_shares_hold(void)
 {
     const struct vmem_kv_share share = {.size = sizeof share};
@@ -552,6 +589,8 @@ int main(int argc, char **argv)
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
+    test_staged_growth_is_kept(0);
+    test_staged_growth_is_kept(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_shares_hold();
     test_a_maximum_holds();
     test_waiting_requests_are_foreseen(0);

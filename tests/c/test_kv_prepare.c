@@ -20,7 +20,7 @@ static pthread_t caller;
 static _Atomic int by_caller; // arenas that a call made
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static int permits; // arenas that the pool's thread may make
+static int64_t permits; // arenas that the pool's thread may make
 static bool at_gate, fails;
 
 static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
@@ -43,10 +43,11 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
     return none ? vmem__error(-ENOMEM, "no memory for an arena") : inner->arena_new(b, a);
 }
 
-static void allow(int arenas, bool fail_then)
+// So many units of memory.
+static void allow(int64_t units, bool fail_then)
 {
     pthread_mutex_lock(&gate);
-    permits = arenas;
+    permits = units * (int64_t)(UNIT / device->b.arena_max);
     at_gate = false;
     fails = fail_then;
     pthread_cond_broadcast(&changed);
@@ -92,8 +93,10 @@ static void begin(void)
     share.max = 0;
     share.name = "getter";
     OK(vmem_kv_pool_join(pool, getter, &share));
-    device->b.arena_min = BLOCK;
-    device->b.arena_max = UNIT;
+    if (device->b.arena_min < device->b.arena_max) { // otherwise an arena is a page, and cannot be mapped in parts
+        device->b.arena_min = BLOCK;
+        device->b.arena_max = UNIT;
+    }
     OK(vmem_trim(device, NULL));
     by_caller = 0;
 }

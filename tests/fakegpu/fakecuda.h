@@ -49,8 +49,8 @@ CUDA(cuDeviceGetUuid, unsigned char *out, int device)
 }
 CUDA(cuDeviceGetAttribute, int *value, int attribute, int device)
 {
-    (void)attribute, (void)device;
-    *value = 1;
+    (void)device;
+    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : 1; // compute capability 9.0
     return 0;
 }
 CUDA(cuDevicePrimaryCtxRetain, void **context, int device)
@@ -72,6 +72,20 @@ CUDA(cuCtxPushCurrent_v2, void *context)
 CUDA(cuCtxPopCurrent_v2, void **context)
 {
     *context = &memfd;
+    return 0;
+}
+CUDA(cuCtxSynchronize, void)
+{
+    waits++;
+    return capturing ? 900 : 0;
+}
+CUDA(cuThreadExchangeStreamCaptureMode, int *mode)
+{
+    static _Thread_local int now; // global, as a thread begins
+
+    const int before = now;
+    now = *mode;
+    *mode = before;
     return 0;
 }
 CUDA(cuMemGetInfo_v2, size_t *free, size_t *total)
@@ -96,6 +110,49 @@ CUDA(cuStreamDestroy_v2, void *stream)
 CUDA(cuStreamSynchronize, void *stream)
 {
     (void)stream;
+    return 0;
+}
+// An event holds the number of the work before it. All work is done but what fakegpu_hold_events() keeps back.
+static long events, held_work, work;
+EXPORT void fakegpu_hold_events(int on)
+{
+    pthread_mutex_lock(&lock);
+    held_work = on ? work + 1 : 0;
+    pthread_mutex_unlock(&lock);
+}
+EXPORT long fakegpu_events(void) { return events; }
+CUDA(cuEventCreate, long **event, unsigned flags)
+{
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    *event = fails() ? NULL : calloc(1, sizeof(**event));
+    events += *event != NULL;
+    pthread_mutex_unlock(&lock);
+    return *event ? 0 : 2;
+}
+CUDA(cuEventRecord, long *event, void *stream)
+{
+    (void)stream;
+    pthread_mutex_lock(&lock);
+    const bool ok = !fails();
+    if (ok)
+        *event = ++work;
+    pthread_mutex_unlock(&lock);
+    return ok ? 0 : 2;
+}
+CUDA(cuEventQuery, const long *event)
+{
+    pthread_mutex_lock(&lock);
+    const int result = held_work && *event >= held_work ? 600 : 0;
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUDA(cuEventDestroy_v2, long *event)
+{
+    pthread_mutex_lock(&lock);
+    events--;
+    pthread_mutex_unlock(&lock);
+    free(event);
     return 0;
 }
 CUDA(cuMemAddressReserve, uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags)

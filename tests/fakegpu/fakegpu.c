@@ -8,7 +8,8 @@
 // tables, TLBs or kernels.
 //
 // $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the
-// patched one (fakekmod.h). $FAKEGPU_CLEAR: memory is cleared before it is allocated again (fakeclear.h).
+// patched one (fakekmod.h). $FAKEGPU_BUILD: a number of 0 to 255 in that module's build ID. $FAKEGPU_CLEAR: memory is
+// cleared before it is allocated again (fakeclear.h).
 //
 // SPDX-License-Identifier: MIT
 #include "fakegpu.h"
@@ -40,7 +41,7 @@
 #define INVALID_ARGUMENT 0x1f
 #define INVALID_OBJECT 0x33
 
-static const uint8_t uuid[16] = "fake-gpu-number-";
+static const uint8_t uuid[16] = {'f', 'a', 'k', 'e', '-', 'g', 'p', 'u', '-', 'n', 'u', 'm', 'b', 'e', 'r', '-'};
 
 // A piece of device memory: a CUDA handle or an RM allocation.
 struct memory {
@@ -83,7 +84,7 @@ static struct reservation *reservations;
 static struct client *clients;
 static uint64_t next_id = 1;
 static uint32_t next_entry = 2;
-static _Atomic long fail_at, calls, interrupts, kept;
+static _Atomic long fail_at, calls, interrupts, suspended, kept;
 static uint32_t next_client = 0xc1d00000u;
 
 // ---- for tests ----------------------------------------------------------------------------------------------
@@ -91,9 +92,15 @@ static uint32_t next_client = 0xc1d00000u;
 EXPORT void fakegpu_fail(long n) { fail_at = n; }
 
 EXPORT void fakegpu_interrupt(long n) { interrupts = n; }
+EXPORT void fakegpu_suspend(long n) { suspended = n; }
 EXPORT void fakegpu_keep(long n) { kept = n; }
 
 EXPORT long fakegpu_calls(void) { return calls; }
+
+static _Atomic long waits;
+static _Atomic int capturing;
+EXPORT long fakegpu_waits(void) { return waits; }
+EXPORT void fakegpu_capture(int on) { capturing = on; }
 
 EXPORT uint64_t fakegpu_used(void)
 {
@@ -370,6 +377,11 @@ EXPORT int ioctl(int fd, unsigned long request, ...)
     va_start(args, request);
     arg = va_arg(args, void *);
     va_end(args);
+    if (suspended > 0 && fstat(fd, &st) == 0 && st.st_ino && (st.st_ino == blank_inode || st.st_ino == uvm_inode) &&
+        suspended-- > 0) {
+        errno = EAGAIN;
+        return -1;
+    }
     if (fstat(fd, &st) == 0 && blank_inode && st.st_ino == blank_inode)
         return kmod_ioctl(request, arg, false);
     if (fstat(fd, &st) == 0 && uvm_inode) {
@@ -470,6 +482,18 @@ EXPORT FILE *fopen(const char *restrict path, const char *restrict mode)
 
         dprintf(fd, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\n",
                 release ? release : "580.159.04");
+        lseek(fd, 0, SEEK_SET);
+        return fdopen(fd, "r");
+    }
+    if (strcmp(path, "/sys/module/nvidia_uvm/notes/.note.gnu.build-id") == 0) {
+        static const uint32_t head[] = {4, 20, 3}; // sizes of name and identifier, and the type
+        unsigned char id[20] = {0xfa, 0x4e,
+                                (unsigned char)atoi(getenv("FAKEGPU_BUILD") ? getenv("FAKEGPU_BUILD") : "0")};
+        int fd = memfd_create("fake-build-id", MFD_CLOEXEC);
+
+        if (write(fd, head, sizeof(head)) != sizeof(head) || write(fd, "GNU", 4) != 4 ||
+            write(fd, id, sizeof(id)) != sizeof(id))
+            abort();
         lseek(fd, 0, SEEK_SET);
         return fdopen(fd, "r");
     }

@@ -16,10 +16,19 @@
 FAKEGPU_WEAK void fakegpu_fail(long n);
 // The next n ioctls on RM's descriptor end with EINTR and have done nothing.
 FAKEGPU_WEAK void fakegpu_interrupt(long n);
+// The next n calls of UVM's, on any descriptor, end with EAGAIN and have done nothing, as while the driver is suspended.
+FAKEGPU_WEAK void fakegpu_suspend(long n);
 // The next n of RM's memories that are given back are not: the driver says that they are in use.
 FAKEGPU_WEAK void fakegpu_keep(long n);
 // Driver calls that can fail, so far.
 FAKEGPU_WEAK long fakegpu_calls(void);
+// Waits for all kernels of the context so far. While a CUDA graph is being captured, they are refused.
+FAKEGPU_WEAK long fakegpu_waits(void);
+FAKEGPU_WEAK void fakegpu_capture(int on);
+// From now on, events that are recorded pass only when it is called with 0.
+FAKEGPU_WEAK void fakegpu_hold_events(int on);
+// Events that exist.
+FAKEGPU_WEAK long fakegpu_events(void);
 // Bytes of device memory in use.
 FAKEGPU_WEAK uint64_t fakegpu_used(void);
 

@@ -323,6 +323,23 @@ int main(int argc, char **argv)
     fakegpu_interrupt(0);
     vmem_context_destroy(ctx);
     CHECK_EQ(fakegpu_used(), used);
+    // Nor does a driver that is suspended for a while, in any call.
+    fakegpu_suspend(5);
+    ctx = test_context(0);
+    uint64_t range;
+    OK(vMemReserve(ctx, VMEM_PAGE_2M, 0, &range));
+    fakegpu_suspend(2);
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
+    fakegpu_suspend(2);
+    OK(vMemMap(ctx, range, page));
+    fakegpu_suspend(2);
+    OK(vMemUnmap(ctx, range, VMEM_PAGE_2M));
+    fakegpu_suspend(2);
+    OK(vMemRelease(ctx, page));
+    OK(vMemFree(ctx, range));
+    fakegpu_suspend(0);
+    vmem_context_destroy(ctx);
+    CHECK_EQ(fakegpu_used(), used);
     // Memory that the driver does not take back stays in the accounts, and goes with the context.
     ctx = test_context(0);
     const uint64_t own = test_stats(ctx).overhead;
