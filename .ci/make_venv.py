@@ -1,7 +1,9 @@
 """Makes the virtual environment and installs pyvmem into it, editable.
 
 A torch that the running interpreter can import is used as it is: the environment then sees that interpreter's packages,
-and nothing is fetched that is there already. Without one, TORCH below is installed.
+and nothing is fetched that is there already. Without one, TORCH below is installed, or what VMEM_TORCH says (such as
+torch==2.11.0), from the index VMEM_TORCH_INDEX if it is given: PyTorch has one for its CPU builds, of a fifth of a
+gigabyte instead of five.
 
     make_venv.py DIRECTORY    make or update it
     make_venv.py --needs      print the THING=PACKAGE pairs for .ci/need
@@ -9,8 +11,10 @@ and nothing is fetched that is there already. Without one, TORCH below is instal
 SPDX-License-Identifier: MIT
 """
 
+import glob
 import importlib.util
 import os
+import platform
 import site
 import subprocess
 import sys
@@ -75,14 +79,25 @@ def make(target):
         )
 
 
+def torch_words():
+    """pip's words for torch, and what to say about it."""
+    wanted, index = os.environ.get("VMEM_TORCH") or TORCH, os.environ.get("VMEM_TORCH_INDEX")
+    if index:
+        return ["--extra-index-url", index, wanted], f"{wanted} from VMEM_TORCH_INDEX"
+    no_gpu = platform.machine() == "x86_64" and not glob.glob("/dev/nvidia[0-9]*")
+    advice = "; VMEM_TORCH_INDEX=URL takes a CPU build (docs/install.md)" if no_gpu else ""
+    return [wanted], f"{wanted}, with CUDA's libraries some gigabytes{advice}"
+
+
 def install(target):
     python = str(target / "bin" / "python")
     quiet = [] if os.environ.get("V") else ["-q"]
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-warn-script-location", *quiet]
     has_torch = "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"
     if subprocess.run([python, "-c", has_torch]).returncode:
-        print(f"installing {TORCH} into {target}; with CUDA's libraries some gigabytes", flush=True)
-        subprocess.run([*pip, TORCH], check=True)
+        words, said = torch_words()  # of one release, pip prefers a local version such as +cpu
+        print(f"installing {said} into {target}", flush=True)
+        subprocess.run([*pip, *words], check=True)
     print(f"installing pyvmem with its extras bench and test into {target}: packages that are missing are downloaded,")
     print("libvmem is compiled (half a minute to two minutes)", flush=True)
     subprocess.run([*pip, "setuptools>=77", "cffi>=1.15"], check=True)

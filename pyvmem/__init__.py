@@ -28,6 +28,7 @@ if _TYPE_CHECKING:
     from pyvmem.kv import KVCache, KVCacheOptions, TensorSpec, model_specs
     from pyvmem.kv_pool import KVPool
     from pyvmem.kv_prefix import PrefixCache
+    from pyvmem.lease import torch_pool
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
 
@@ -61,6 +62,7 @@ __all__ = [
     "default_context",
     "model_specs",
     "probe",
+    "torch_pool",
     "vMemCreate",
     "vMemFree",
     "vMemMap",
@@ -84,6 +86,7 @@ _NEED_TORCH = {
     "TensorSpec": "kv",
     "VirtualTensor": "tensor",
     "model_specs": "kv",
+    "torch_pool": "lease",
     "virtual_empty": "tensor",
 }
 

@@ -46,7 +46,9 @@ builder.set_source(
     sources=relative((TOP / "libvmem" / "src").rglob("*.c")) + relative(NATIVE.glob("*.c")),
     depends=relative([*TOP.glob("libvmem/**/*.h"), *TOP.glob("uvm_ext/*.h"), *NATIVE.glob("*.h")]),
     include_dirs=["libvmem/include", "libvmem/src", "pyvmem/native"],
-    extra_compile_args=["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g", "-fvisibility=hidden"],
+    # Errors since GCC 14 and clang 16, here with older ones too.
+    extra_compile_args=["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g", "-fvisibility=hidden"]
+    + [f"-Werror={w}" for w in ("implicit-function-declaration", "implicit-int", "int-conversion", "return-type")],
     libraries=["dl", "pthread"],
 )
 

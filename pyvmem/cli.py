@@ -1,4 +1,4 @@
-"""The command ``pyvmem``: doctor, bench and top.
+"""The command ``pyvmem``: doctor, top, bench and completion.
 
 SPDX-License-Identifier: MIT
 """
@@ -59,9 +59,18 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     )
     _device(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    test = doctor.add_argument_group("self-test of a GPU backend (docs/kernel-module.md)")
+    test.add_argument("--selftest", action="store_true", help="test the backend on this GPU, in about three minutes")
+    test.add_argument("--backend", choices=("uvm", "stock"), help="the backend to test (default: the best that works)")
+    test.add_argument(
+        "--prove", action="store_true", help="stock: also end a process by a GPU fault, to show that faults are noticed"
+    )
+    test.add_argument("--shared", action="store_true", help="test although other processes use the GPU")
     from pyvmem import top
 
     top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
+    completion = commands.add_parser("completion", help="print the completion of this command for a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(pyvmem completion bash)"')
     bench = commands.add_parser("bench", help="run benchmarks")
     names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
@@ -152,15 +161,30 @@ def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, abo
         figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120, bbox_inches="tight")
 
 
+def _completion(shell: str, benchmarks: Sequence[Benchmark]) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise ValueError("completion needs shtab: pip install shtab") from None
+    print(shtab.complete(_parser(benchmarks), shell))
+    return 0
+
+
 def _run(argv: Sequence[str] | None) -> int:
     from pyvmem.bench import all_benchmarks
 
     benchmarks = all_benchmarks()
     args = _parser(benchmarks).parse_args(argv)
     if args.command == "doctor":
-        from pyvmem.doctor import doctor
+        from pyvmem.doctor import doctor, selftest
 
+        if not args.selftest and (args.backend or args.prove or args.shared):
+            raise ValueError("--backend, --prove and --shared need --selftest")
+        if args.selftest:
+            return selftest(args)
         return doctor(args.device, args.json)
+    if args.command == "completion":
+        return _completion(args.shell, benchmarks)
     if args.command == "top":
         from pyvmem.top import top
 

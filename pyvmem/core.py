@@ -13,6 +13,7 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
@@ -30,6 +31,7 @@ from pyvmem.owned import (
     Reservation,
     _Owned,
     as_buffer,
+    commit_flags,
     create_flags,
     make_ops,
     map_flags,
@@ -66,6 +68,10 @@ _CAPS = {
 }
 
 
+def _no_context() -> None:
+    """Stand for the context of an `Info` that was copied or unpickled, perhaps in another process."""
+
+
 @dataclass(frozen=True)
 class Info:
     """The backend and device of a context. Sizes are in bytes. Only `memory_free` ever changes."""
@@ -79,14 +85,20 @@ class Info:
     page_sizes: tuple[int, ...]
     reserve_align: int
     memory_total: int
-    _context: weakref.ref[Context] = field(repr=False, compare=False)
+    _context: Callable[[], Context | None] = field(repr=False, compare=False)  # a weak reference
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_context": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _context=_no_context)
 
     @property
     def memory_free(self) -> int:
         """Bytes of `memory_total` that are free now. Reading it asks the driver or the system (about 0.2 ms)."""
         context, free = self._context(), ffi.new("uint64_t *")
         if context is None:
-            raise ValueError("the context is closed")
+            raise ValueError("memory_free: the context is closed, or this Info is a copy")
         _check(lib.vmem_context_memory(context._use(), ffi.NULL, free))
         return int(free[0])
 
@@ -131,14 +143,20 @@ def backends() -> list[str]:
     return list(_names())
 
 
-def probe(backend: str, device: SupportsIndex = 0, *, unknown_driver: bool = False) -> VmemError | None:
+def probe(
+    backend: str, device: SupportsIndex = 0, *, unknown_driver: bool = False, by_default: bool = False
+) -> VmemError | None:
     """Return None if a context of this backend can be created here, else the `VmemError` that prevents it.
 
-    Arguments as in `Context`; the backend must be named.
+    Arguments as in `Context`; the backend must be named. With `by_default`, also return what prevents its choice where
+    no backend is named: "uvm" is chosen only if its self-test has passed here.
     """
     try:
         one_of("backend", backend, backends())
-        _check(lib.vmem_probe(_options(backend, device, 0, unknown_driver)))
+        options = _options(backend, device, 0, unknown_driver)
+        if flag("by_default", by_default):
+            options.flags |= lib.VMEM_OPT_BY_DEFAULT
+        _check(lib.vmem_probe(options))
     except VmemError as error:
         return error
     return None
@@ -374,15 +392,17 @@ class Context(_Owned):
         _check(lib.vmem_query(self._use(), uint("addr", addr), page, offset))
         return (page[0], offset[0]) if page[0] else (0, 0)
 
-    def commit(self, addrs: Any, lengths: Any, page_size: int, *, zero: bool = False) -> int:
+    def commit(self, addrs: Any, lengths: Any, page_size: int, *, zero: bool = False, fine: bool = False) -> int:
         """Back every unbacked part of the ranges with new pages, all or none; returns the bytes newly backed.
 
         The ranges (scalars or arrays, multiples of `page_size`) do not overlap. The pages belong to the addresses:
-        `decommit` releases them. Raises `OutOfMemory`.
+        `decommit` releases them. With `zero`, memory that this context used before is cleared. With `fine`, every page
+        stays separately unmappable while kernels run. Raises `OutOfMemory`, and `VmemError` (EBUSY) if another call
+        works in the ranges.
         """
         one_of("page_size", page_size, self.page_sizes)
         (ranges, n), done = _ranges(addrs, lengths), ffi.new("uint64_t *")
-        _check(lib.vmem_commit(self._use(), ranges, n, page_size, create_flags(zero), done))
+        _check(lib.vmem_commit(self._use(), ranges, n, page_size, commit_flags(zero, fine), done))
         return int(done[0])
 
     def decommit(self, addrs: Any, lengths: Any) -> int:
@@ -492,7 +512,7 @@ def _best_gpu(device: int) -> str:
     error = None
     for name in backends():
         if name != "host":
-            error = probe(name, device)
+            error = probe(name, device, by_default=True)
             if error is None:
                 return name
     assert error is not None  # the host backend is not the only one

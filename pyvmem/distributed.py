@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LOCAL = frozenset(
     (
         "absent_slots closed context expect flat groups keys last_step layout max_tokens metrics_json "
-        "metrics_prometheus options page_size same_slots set_watermark sharing shortage slot slots specs stats "
+        "metrics_prometheus options page_size picture same_slots set_watermark sharing shortage slot slots specs stats "
         "step_maps swap_size tensors tile_rows tokens values wait"
     ).split()
 )

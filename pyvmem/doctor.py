@@ -3,6 +3,8 @@
 SPDX-License-Identifier: MIT
 """
 
+import argparse
+import errno
 import importlib.metadata
 import json
 import os
@@ -15,6 +17,8 @@ from typing import Any, TextIO
 from pyvmem.bench.session import size_text
 from pyvmem.core import Context, backends, probe
 from pyvmem.errors import VmemError
+from pyvmem.selftest import BACKENDS as selftest_backends
+from pyvmem.selftest import run_selftest, stamp_state
 
 
 def examine(device: int = 0) -> dict[str, Any]:
@@ -85,6 +89,14 @@ def _backend(name: str, device: int) -> dict[str, Any]:
         said["reason"] = str(error)
         return said
     said["works"] = True
+    kept = probe(name, device, by_default=True)
+    said["by_default"] = kept is None
+    if kept is not None:
+        said["reason"] = str(kept.args[0])
+        if name in selftest_backends and stamp_state(name, device) == "failed":
+            said["reason"] = "its self-test has FAILED here: not chosen by default (pyvmem doctor --selftest)"
+    if name == "uvm" and (claim := _claim(info.driver)):
+        said["reason"] = f"{said['reason']}; {claim}" if said["reason"] else claim
     said["device"] = info.device_name
     said["device_uuid"] = info.device_uuid.hex() if any(info.device_uuid) else None
     said["driver"] = info.driver or None
@@ -94,6 +106,16 @@ def _backend(name: str, device: int) -> dict[str, Any]:
     said["memory_total"] = info.memory_total
     said["memory_free"] = free
     return said
+
+
+def _claim(release: str) -> str | None:
+    """What kernel-open/verified.list says of a driver release, where pyvmem runs from its repository."""
+    text = _read(os.path.join(os.path.dirname(__file__), "..", "kernel-open", "verified.list"))
+    if text is None:
+        return None
+    rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
+    claims = [f"{row[1]} ({row[2]})" for row in rows if row[0] == release]
+    return f"driver {release}: {', '.join(claims) or 'not in verified.list'}"
 
 
 def _memory(bytes: int) -> str:
@@ -130,7 +152,7 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
     if machine["cuda_visible_devices"] is not None:
         print(f"CUDA_VISIBLE_DEVICES={machine['cuda_visible_devices']}", file=out)
     print(file=out)
-    first = chosen or next((b["name"] for b in found["backends"] if b["works"]), None)
+    first = chosen or next((b["name"] for b in found["backends"] if b["works"] and b["by_default"]), None)
     for b in found["backends"]:
         if not b["works"]:
             print(f"{b['name']:6} no     {b['reason']}", file=out)
@@ -140,6 +162,27 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
         mark = "works" if b["name"] != first else "chosen" if chosen else "best"
         print(f"{b['name']:6} {mark:6} {b['device']}: pages of {pages}; {memory}", file=out)
         print(f"{'':13} {', '.join(b['capabilities'])}", file=out)
+        if b["reason"]:
+            print(f"{'':13} {b['reason']}", file=out)
+
+
+def selftest(args: argparse.Namespace) -> int:
+    """Test a backend (`pyvmem.selftest`). Returns the exit status: 1 if it failed."""
+    backend = args.backend or next((b for b in selftest_backends if probe(b, args.device) is None), None)
+    if backend is None:
+        raise probe("stock", args.device) or VmemError(errno.ENODEV, "no GPU backend works here")
+    lines: list[str] = []
+    report = run_selftest(
+        backend, args.device, prove=args.prove, shared=args.shared, say=lines.append if args.json else _say
+    )
+    if args.json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    return 0 if report["passed"] else 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None) -> int:

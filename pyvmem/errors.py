@@ -6,9 +6,12 @@ SPDX-License-Identifier: MIT
 import errno
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyvmem._ffi import ffi, lib
+
+if TYPE_CHECKING:
+    from pyvmem.kv_types import Shortage
 
 
 class VmemError(Exception):
@@ -39,7 +42,15 @@ class VmemError(Exception):
 
 
 class OutOfMemory(VmemError, MemoryError):
-    """The device's memory or the context's budget is exhausted: free something and try again."""
+    """The device's memory or the context's budget is exhausted: free something and try again.
+
+    Attributes
+    ----------
+    shortage : Shortage or None
+        Of a `Lease` that could not be entered: what is missing, and why.
+    """
+
+    shortage: "Shortage | None" = None
 
 
 class InvalidArgument(VmemError, ValueError):
@@ -55,10 +66,14 @@ _NAMES = {
     "VMEM_RESERVE_BACKDROP": "backdrop=True",
     "VMEM_CREATE_ZERO": "zero=True",
     "VMEM_OPT_UNKNOWN_DRIVER": "unknown_driver=True",
+    "VMEM_OPT_BY_DEFAULT": "by_default=True",
+    "VMEM_BLOCKS_ZERO": "zero=True",
+    "VMEM_BLOCKS_OVER": "over=True",
     "VMEM_KV_UNSHARED": "sharing=False",
     "VMEM_KV_HASH_EVENTS": "events=True",
     "VMEM_KV_SAME_SLOTS": "same_slots=True",
     "opts->": "",
+    "cfg->": "",
     "block_tokens": "tokens",
     "n_blocks": "blocks",
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import UInts, flag, integer, one_of, uint, uints
+from pyvmem._checks import UInts, flag, integer, one_of, shown, uint, uints
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check
 
@@ -64,6 +64,10 @@ def map_flags(replace: bool, fine: bool) -> int:
 
 def create_flags(zero: bool) -> int:
     return lib.VMEM_CREATE_ZERO if flag("zero", zero) else 0
+
+
+def commit_flags(zero: bool, fine: bool) -> int:
+    return create_flags(zero) | map_flags(False, fine)
 
 
 def new_handles(n: SupportsIndex) -> UInts:
@@ -162,6 +166,11 @@ class _Keep:
         pass
 
 
+def _check_context(context: Any) -> None:
+    if not isinstance(context, _Owned) or context._what != "context":
+        raise TypeError(f"context must be a Context, not {shown(context)}")
+
+
 class Reservation(_Owned):
     """A range of addresses: `addr` and `length`, in bytes. Made by `Context.reserve`.
 
@@ -181,6 +190,7 @@ class Reservation(_Owned):
     def __init__(
         self, context: Context, length: SupportsIndex, *, backdrop: bool = False, device: int | None = None
     ) -> None:
+        _check_context(context)
         length = uint("length", length)
         if flag("backdrop", backdrop) and "backdrop" not in context.capabilities:
             raise VmemError(errno.EOPNOTSUPP, f"backdrop=True: the {context.backend} backend has no backdrop")
@@ -286,18 +296,20 @@ class Reservation(_Owned):
         page_size: int | None = None,
         *,
         zero: bool = False,
+        fine: bool = False,
     ) -> int:
         """Back every unbacked part of a range with new pages, all or none; returns the bytes newly backed.
 
         Offset and length are multiples of `page_size`, which is the smallest page size by default. The pages belong to
         the addresses: `decommit` or closing the reservation releases them. With `zero`, memory that this context used
-        before is cleared. Raises `OutOfMemory`, and `VmemError` (EEXIST) over pages smaller than `page_size`.
+        before is cleared. With `fine`, every page stays separately unmappable while kernels run. Raises `OutOfMemory`,
+        and `VmemError`: EEXIST over pages smaller than `page_size`, EBUSY if another call works in the range.
         """
         sizes = self.context.page_sizes
         page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
         first, size = self._part(offset, length)
         done = ffi.new("uint64_t *")
-        _check(lib.pv_range_commit(self._owned(), first, size, page_size, create_flags(zero), done))
+        _check(lib.pv_range_commit(self._owned(), first, size, page_size, commit_flags(zero, fine), done))
         return int(done[0])
 
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
@@ -362,6 +374,7 @@ class Pages(_Owned):
     page_size: int
 
     def __init__(self, context: Context, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> None:
+        _check_context(context)
         one_of("page_size", page_size, context.page_sizes)
         self.handles = new_handles(n)
         owner = self._new_owner(context._owned())

@@ -307,12 +307,12 @@ class VirtualTensor(Uncopyable):
             raise IndexError(f"{name} {start}:{stop} must lie within 0:{limit}")
         return start * unit, stop * unit
 
-    def commit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
+    def commit(self, rows: Rows | None = None, *, bytes: Rows | None = None, fine: bool = False) -> int:
         """Back rows (of the first dimension) or bytes with pages: an int, a slice or a range; by default everything.
 
         Whole pages are backed, so neighbouring rows may become resident too. Rows that are already backed keep their
         contents. Fresh memory is zero. Memory that this context used before is cleared only if the tensor was made with
-        `zero`.
+        `zero`. With `fine`, every page stays separately unmappable while kernels run.
 
         Returns
         -------
@@ -334,7 +334,7 @@ class VirtualTensor(Uncopyable):
         first = start // self.page_size * self.page_size
         end = -(-stop // self.page_size) * self.page_size
         with self._lock:
-            return self._range.commit(first, end - first, self.page_size, zero=self.zero)
+            return self._range.commit(first, end - first, self.page_size, zero=self.zero, fine=fine)
 
     def decommit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
         """Release the pages that lie wholly within rows or bytes; their contents are lost.

@@ -1,4 +1,7 @@
-"""``pyvmem top``: the KV caches of this user's processes, what they hold, and their budgets.
+"""``pyvmem top``: the KV caches and vLLM engines of this user's processes, what they hold, and their limits.
+
+On a terminal it is a live picture by rich, with keys (`pyvmem.top_screen`). Into a pipe or a file, with --once, or
+without rich, it prints tables without escape codes.
 
 SPDX-License-Identifier: MIT
 """
@@ -6,6 +9,8 @@ SPDX-License-Identifier: MIT
 import argparse
 import contextlib
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +22,7 @@ from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.kv_view import View, budget_answer, check_budget, read_views, want_budget
+from pyvmem.vllm import control
 
 COLUMNS = (
     "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",
@@ -26,7 +32,10 @@ COLUMNS = (
 POOL_COLUMNS = (
     "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer (question)", "reply (up to)",
 )  # fmt: skip
-_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)"}
+ENGINE_COLUMNS = (
+    "pid", "engine", "limit", "min", "max", "least", "backed", "used", "cached", "spare", "preempted", "refused",
+)  # fmt: skip
+_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine"}
 
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
@@ -58,7 +67,36 @@ def pool_rows(views: Iterable[View]) -> list[tuple[str, ...]]:
     return found
 
 
-def _table(text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str] = COLUMNS) -> str:
+def engine_rows(engines: Iterable[control.Engine]) -> list[tuple[str, ...]]:
+    """Rows of text for `ENGINE_COLUMNS`: engines of vLLM on vMem; memory of one worker, in MiB."""
+    found = []
+    for e in engines:
+        limit = "" if e.limit is None else f"{e.limit / MIB:.0f}"
+        share = [f"{size / MIB:.0f}" if size else "" for size in (e.min, e.max)]
+        held = [f"{size / MIB:.0f}" for size in (e.least, e.resident, e.used, e.cached, e.spare)]
+        name = f"{e.name}-{e.rank}"
+        found.append((str(e.pid), name, limit, *share, *held, str(e.preempted), str(e.refused)))
+    return found
+
+
+# What a narrow terminal leaves out first. A file or a pipe gets all columns.
+_LESS = ("swapped", "free", "ahead", "kept", "where", "needed", "live", "steps/s", "giving", "could give", "needs",
+         "reply (up to)", "refused", "preempted", "spare", "least", "cached", "max", "min",
+         "answer (question)")  # fmt: skip
+
+
+def _table(
+    text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str] = COLUMNS, room: int | None = None
+) -> str:
+    left = list(_LESS)
+    while room is not None and left:
+        widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
+        if sum(widths) + 2 * len(widths) - 2 <= room:
+            break
+        dropped = left.pop(0)
+        if dropped in columns:
+            keep = [i for i, name in enumerate(columns) if name != dropped]
+            columns, text = [columns[i] for i in keep], [tuple(row[i] for i in keep) for row in text]
     widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
     lines = [title]
     for row in [columns, *text]:
@@ -67,10 +105,21 @@ def _table(text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str] =
     return "\n".join(lines)
 
 
-def _screen(views: Sequence[View], rates: Mapping[Path, float]) -> str:
-    text = _table(rows(views, rates), f"{len(views)} KV caches; memory in MiB")
-    pooled = pool_rows(views)
-    return text + "\n\n" + _table(pooled, "in pools", POOL_COLUMNS) if pooled else text
+def _screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None = None) -> str:
+    many = f"{len(views)} KV cache{'' if len(views) == 1 else 's'}"
+    text = _table(rows(views, rates), f"{many}; memory in MiB", room=room)
+    if pooled := pool_rows(views):
+        text += "\n\n" + _table(pooled, "in pools", POOL_COLUMNS, room)
+    if engines := engine_rows(e for e, _ in control.engines()):
+        text += "\n\n" + _table(engines, "vLLM on vMem; a worker's memory in MiB", ENGINE_COLUMNS, room)
+    return text
+
+
+def _interval(text: str) -> float:
+    value = argtypes.seconds(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds between 0.1 and 3600")
+    return value
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,11 +127,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print once and exit")
     parser.add_argument("--json", action="store_true", help="print once as JSON")
     wait = argtypes.seconds
-    parser.add_argument("--interval", type=wait, default=1.0, metavar="SECONDS", help="time between refreshes (1)")
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between refreshes, 0.1 to 3600 (1)"
+    )
     parser.add_argument(
         "--limit", action="append", default=[], metavar="WHICH=SIZE",
         help="set the budget of the KV caches of a process, or of those with a name: 1234=16G, chat=60%% (of the "
-        "device); they adopt it at their next step or when idle, members of a pool at once, as their maximum",
+        "device); they adopt it at their next step or when idle, members of a pool at once, as their maximum; or the "
+        "limit of each worker of a vLLM engine, by its process or its name: 60%% is of all its blocks",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=wait, default=1.0, metavar="SECONDS", help="time to wait for the answer to --limit (1)"
@@ -102,18 +154,21 @@ def _chosen(text: str, which: str) -> list[View]:
     return found
 
 
-def _bytes(wanted: str, view: View) -> int:
-    """The bytes of a size, or of so many per cent of the device. Raises ValueError."""
+def _bytes(wanted: str, total: int) -> int:
+    """The bytes of a size, or of so many per cent of `total`. Raises ValueError."""
     if not wanted.endswith("%"):
         return parse_size(wanted)
     part = float(wanted[:-1])
     if not 0 < part <= 100:
         raise ValueError(f"{wanted} is not between 0 and 100 %")
-    return int(view.memory_total * part / 100)
+    return int(total * part / 100)
 
 
-def _limit(text: str) -> list[tuple[View, int]]:
-    """What one --limit asks of which caches. Raises ValueError where one of them cannot have that."""
+Wanted = tuple[View, int] | tuple[control.Engine, control.Page, int]
+
+
+def limit(text: str) -> list[Wanted]:
+    """What one --limit asks of which caches or engines. Raises ValueError where one of them cannot have that."""
     which, equals, wanted = text.rpartition("=")
     try:
         valid = bool(equals and which) and (wanted.endswith("%") and float(wanted[:-1]) > 0 or parse_size(wanted) > 0)
@@ -121,16 +176,28 @@ def _limit(text: str) -> list[tuple[View, int]]:
         valid = False
     if not valid:
         raise ValueError(f"--limit {text} must be PID=SIZE or NAME=SIZE, such as 1234=16G or chat=60%")
+    try:
+        engines = [(e, p) for e, p in control.engines() if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
+        if engines:
+            return [(e, p, _bytes(wanted, e.blocks * e.block_bytes)) for e, p in engines]
+    except ValueError as error:
+        raise ValueError(f"--limit {text}: {error}") from None
     chosen = _chosen(text, which)
     try:
-        return [(view, check_budget(view, _bytes(wanted, view) // len(chosen))) for view in chosen]
+        return [(v, check_budget(v, _bytes(wanted, v.memory_total) // len(chosen))) for v in chosen]
     except ValueError as error:
         raise ValueError(f"--limit {text}: {error}") from None
 
 
 def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     """Run the command; returns the exit status."""
-    wanted = [limit for text in args.limit for limit in _limit(text)]  # all are looked at before one is asked
+    asked = [one for text in args.limit for one in limit(text)]  # all are looked at before one is asked
+    wanted = []
+    for one in asked:
+        if len(one) == 3:
+            print(set_engine(*one), file=sys.stderr)
+        else:
+            wanted.append(one)
     for view, size in wanted:
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
             want_budget(view, size)
@@ -139,18 +206,43 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0
-    before: dict[Path, int] = {}
-    then = time.monotonic()
+    terminal = out.isatty()
+    room = shutil.get_terminal_size().columns if terminal else None
+    if args.once or args.limit:
+        print(_screen(read_views(), {}, room), file=out)
+        return 0
+    if terminal and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        with contextlib.suppress(ModuleNotFoundError):  # rich is an extra
+            from pyvmem.top_screen import Screen
+
+            return Screen(args.interval, args.wait).run()
+    rate = Rates()
     while True:
-        views, now = read_views(), time.monotonic()
-        rates = {v.path: (v.stats["steps"] - before[v.path]) / (now - then) for v in views if v.path in before}
-        text = _screen(views, rates)
-        if args.once or args.limit:
-            print(text, file=out)
-            return 0
-        print("\x1b[2J\x1b[H" + text, file=out, flush=True)
-        before, then = {v.path: v.stats["steps"] for v in views}, now
+        views = read_views()
+        print(_screen(views, rate(views), room), end="\n\n", file=out, flush=True)
         try:
             time.sleep(args.interval)
         except KeyboardInterrupt:
             return 0
+
+
+def set_engine(engine: control.Engine, page: control.Page, size: int) -> str:
+    """Set the limit of each worker of an engine; returns what to say about it."""
+    page[control.LIMIT] = size
+    at_least = f", which counts as its least, {engine.least} bytes" if size < engine.least else ""
+    return f"{engine.pid} {engine.name}-{engine.rank}: {size} bytes for each worker{at_least}"
+
+
+class Rates:
+    """Steps a second of each cache since the call before."""
+
+    def __init__(self) -> None:
+        self._before: dict[Path, int] = {}
+        self._then = time.monotonic()
+
+    def __call__(self, views: Iterable[View]) -> dict[Path, float]:
+        now, steps = time.monotonic(), {v.path: v.stats["steps"] for v in views}
+        passed = max(now - self._then, 1e-3)
+        found = {p: (n - self._before[p]) / passed for p, n in steps.items() if p in self._before}
+        self._before, self._then = steps, now
+        return found

@@ -63,14 +63,20 @@ class Timed:
         return {series: values for series, values in lines.items() if 2 * len(values) >= len(points)}
 
 
+def _look(i: int) -> dict[str, Any]:
+    """How the i-th series is drawn: no two of the first 28 are alike, also without colour."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": "os^vDPX"[i % 7],
+        "linestyle": ("-", "--", ":", "-.")[i // 7 % 4],
+        "markersize": 4,
+        "linewidth": 1,
+    }
+
+
 def _lines(axes: Axes, lines: Any, x: Any, value: Any, xlabel: str, ylabel: str) -> None:
     for i, (series, values) in enumerate(sorted(lines.items())):
-        look: dict[str, Any] = {
-            "color": COLOURS[i % len(COLOURS)],
-            "marker": "os^vDP"[i // len(COLOURS) % 6],
-            "markersize": 3,
-        }
-        axes.plot([x(p) for p in values], [value(p, v) for p, v in values.items()], label=series, linewidth=1, **look)
+        axes.plot([x(p) for p in values], [value(p, v) for p, v in values.items()], label=series, **_look(i))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel(xlabel)
@@ -93,6 +99,7 @@ def figure_2(axes: Axes, timed: Timed) -> None:
         at = [(n, 100 * (v[paged] / v[plain] - 1)) for n, v in both if paged in v and plain in v]
         if at:
             axes.bar([n + (i - 1.5) * width for n, _ in at], [v for _, v in at], width, color=COLOURS[i],
+                     edgecolor="black", linewidth=0.5, hatch=("", "//", "..", "xx")[i],
                      label=f"{paged} over {plain}")  # fmt: skip
     axes.set_xticks(range(len(points)), [_kilo(t) for _, t in points])
     axes.set_ylabel("more time, %")
@@ -110,9 +117,8 @@ def figure_3(axes: Axes, timed: Timed) -> None:
             names = {block: f"{library} paged {block}" for block in (16, 32, 64, 128, 256)}
             blocks = {block: values[name] for block, name in names.items() if name in values}
             if len(blocks) > 2:
-                label, colour = f"{library}, B={point[0]} L={_kilo(point[1])}", COLOURS[i % len(COLOURS)]
                 of_16 = [v / blocks[16] for v in blocks.values()]
-                axes.plot(list(blocks), of_16, marker="o", markersize=3, label=label, color=colour)
+                axes.plot(list(blocks), of_16, label=f"{library}, B={point[0]} L={_kilo(point[1])}", **_look(i))
                 i += 1
     axes.set_xscale("log", base=2)
     axes.set_xlabel("rows of a block")
@@ -152,7 +158,7 @@ def figure_11(axes: Axes, timed: Timed) -> None:
             if f"fa3, {size}" in values and "fa3, cudaMalloc" in values:
                 at.append((n, values[f"fa3, {size}"] / values["fa3, cudaMalloc"]))
         if at:
-            axes.plot([n for n, _ in at], [v for _, v in at], "o", markersize=4 - i, color=COLOURS[2 * i], label=size)
+            axes.plot([n for n, _ in at], [v for _, v in at], "os"[i], markersize=4, color=COLOURS[2 * i], label=size)
     axes.set_xticks(range(len(names)), [f"{phase[0]} {b}x{_kilo(t)}" for phase, (b, t) in names], rotation=90,
                     fontsize="xx-small")  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.5)
@@ -192,18 +198,22 @@ def _has_data(panel: Callable[[Axes, Timed], None], timed: Timed) -> bool:
 
 
 def main(records: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """One PNG for each panel."""
+    """One PNG for each panel. Each names the machine."""
+
     from matplotlib.figure import Figure
 
-    from pyvmem.bench.records import load
+    from pyvmem.bench.records import load, load_about
+    from pyvmem.bench.summary import machine
 
-    timed = Timed(load(records))
+    rows, about = load(records), load_about(records)
+    timed = Timed(rows)
     Path(folder).mkdir(parents=True, exist_ok=True)
     for number, (title, panel) in PANELS.items():
         figure = Figure((7, 4.5), layout="constrained")
         axes = figure.add_subplot()
         panel(axes, timed)
         axes.set_title(title, fontsize="medium")
+        figure.suptitle(machine(rows, about), fontsize="x-small")
         figure.savefig(Path(folder, f"attention-figure-{number}.png"), dpi=110)
 
 

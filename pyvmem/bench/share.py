@@ -6,7 +6,7 @@ same requests then come once more, when the process itself has that memory free:
 adds. At the end, one process is killed during an exchange, and the other goes on.
 
 The number of driver calls for a request depends on the layout. On a GPU, two layouts are measured: one tensor for all
-layers, which is pyvmem.vllm's default, and separate tensors for K and V of each layer.
+layers, and separate tensors for K and V of each layer.
 
 SPDX-License-Identifier: MIT
 """
@@ -158,7 +158,7 @@ def _page_sizes(session: Session, context: Context, layout: str, layers: int) ->
         return asked
     if layout == "separate":
         return asked[:1]
-    block = BLOCK_TOKENS * layers * LAYER_ROW  # as pyvmem.vllm.layout.Layout.page_size
+    block = BLOCK_TOKENS * layers * LAYER_ROW
     return [max(size for size in context.page_sizes if block % size == 0)]
 
 

@@ -83,10 +83,14 @@ def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
 
 
 def machine(records: Sequence[Record], about: Mapping[str, Any]) -> str:
-    """The backend, the device and the driver of the records."""
+    """The backend, the device, and as far as the setting names them, the driver and the day."""
     first = next((r for r in records if r.backend in OWN), None)
-    where = f"{first.backend}: {first.device}" if first else "no backend of vMem"
-    return f"{where}, {'driver ' + about['driver'] if about['driver'] else 'no NVIDIA driver'}, {about['date'][:10]}"
+    parts = [f"{first.backend}: {first.device}" if first else "no backend of vMem"]
+    if "driver" in about:
+        parts.append(f"driver {about['driver']}" if about["driver"] else "no NVIDIA driver")
+    if "date" in about:
+        parts.append(about["date"][:10])
+    return ", ".join(parts)
 
 
 def screen(records: Sequence[Record], about: Mapping[str, Any]) -> list[str]:

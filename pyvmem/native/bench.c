@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/error.h"
 #include "driver/libcuda.h"
 #include "native_kv.h"
 

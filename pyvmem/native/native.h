@@ -65,6 +65,12 @@ void *pv_dlpack_bytes(uint64_t addr, uint64_t length, int32_t device_type, int32
 void pv_dlpack_keep(void *managed, pv_owner *owner);
 void pv_dlpack_capsule_free(void *capsule);
 
+// ---- self-test (libvmem/src/driver/stamp.h) -----------------------------------------------------------------------
+
+// The file name of the stamp of a backend's self-test on a device, and the nth folder that may hold it.
+int pv_stamp_name(const char *backend, int device, char *name, size_t size);
+int pv_stamp_folder(unsigned n, char *path, size_t size);
+
 // ---- benchmark loops: samples are nanoseconds of single calls, n of each ------------------------------------
 
 // Creates, maps, unmaps and releases (mapped) one page at a time over the reserved range [addr, addr + length). Writes

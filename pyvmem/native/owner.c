@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 
+#include "core/error.h"
 #include "driver/libcuda.h"
 #include "native.h"
 

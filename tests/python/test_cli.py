@@ -64,7 +64,9 @@ def test_doctor_says_what_works_and_what_stops_the_rest():
 ])  # fmt: skip
 def test_doctor_says_whether_the_chosen_backend_works(chosen, status, said, monkeypatch):
     monkeypatch.setenv("VMEM_BACKEND", chosen)
-    monkeypatch.setattr(doctor, "probe", lambda name, device: None if name == "host" else pyvmem.VmemError(19, "no"))
+    monkeypatch.setattr(
+        doctor, "probe", lambda name, device, **options: None if name == "host" else pyvmem.VmemError(19, "no")
+    )
     out = io.StringIO()
     assert doctor.doctor(out=out) == status
     assert said in out.getvalue()

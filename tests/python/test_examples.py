@@ -97,3 +97,10 @@ def test_two_models_share_one_pool(said):
         # The last of them need more than half of the pool.
         assert "4 x 400" not in line or has[line.split(":")[0]] > 5
     assert re.search(r"qwen, while llama needs its memory: 4 sequences .* use a pool with a larger budget", text)
+
+
+def test_rollout_computes_no_token_again(said):
+    text = said("rollout", "--rounds", "2", "--new", "3", "--prompt", "40", "--sequences", "2")
+    assert "PyTorch has no memory pools" in text  # on a CPU
+    rounds = re.findall(r"^round \d: .* (\d+) of (\d+) before them not computed again", text, re.M)
+    assert [(int(known), int(before)) for known, before in rounds] == [(42, 43), (45, 46)]

@@ -15,17 +15,23 @@ import pytest
 import pyvmem
 
 TOP = Path(__file__).resolve().parents[2]
+ABI = ".".join(pyvmem.__version__.split(".")[:2])  # until 1.0, what a minor release may break carries its number
 FILES = [
     "include/vmem.h",
+    "include/vmem_blocks.h",
     "include/vmem_kv.h",
+    "include/vmem_torch.h",
     "lib/cmake/vmem/vmem-config-version.cmake",
     "lib/cmake/vmem/vmem-config.cmake",
     "lib/libvmem.a",
     "lib/libvmem.so",
-    "lib/libvmem.so.0",
+    f"lib/libvmem.so.{ABI}",
     f"lib/libvmem.so.{pyvmem.__version__}",
     "lib/pkgconfig/vmem.pc",
+    "share/doc/vmem/CHANGELOG.md",
+    "share/doc/vmem/LICENSE",
 ]
+CONFIG = "lib/cmake/vmem/vmem-config.cmake"
 
 
 def need(*commands):
@@ -60,10 +66,49 @@ def test_what_is_installed(tmp_path):
     for stage, root in ("", tmp_path / "plain"), (tmp_path / "a stage", tmp_path / "a stage/opt/vmem"):
         install("/opt/vmem" if stage else root, stage)
         assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir()) == FILES
-        assert str(tmp_path) not in (root / FILES[3]).read_text()
+        assert str(tmp_path) not in (root / CONFIG).read_text()
     assert "prefix=/opt/vmem\n" in (root / "lib/pkgconfig/vmem.pc").read_text()
-    assert os.readlink(root / "lib/libvmem.so") == "libvmem.so.0"
-    assert os.readlink(root / "lib/libvmem.so.0") == f"libvmem.so.{pyvmem.__version__}"
+    assert os.readlink(root / "lib/libvmem.so") == f"libvmem.so.{ABI}"
+    assert os.readlink(root / f"lib/libvmem.so.{ABI}") == f"libvmem.so.{pyvmem.__version__}"
+
+
+def test_uninstall_leaves_what_is_not_ours(tmp_path):
+    need("cc")
+    install(tmp_path)
+    (tmp_path / "lib/libother.so").touch()
+    run("make", "-s", "uninstall", f"PREFIX={tmp_path}")
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not p.is_dir()] == ["lib/libother.so"]
+    assert not (tmp_path / "lib/cmake").exists()
+
+
+def test_a_release_with_the_same_abi_has_the_same_name(tmp_path):
+    """The name that linked programs load, the link to it, the CMake package and the header's words agree."""
+    need("cc", "readelf")
+    install(tmp_path)
+    dynamic = run("readelf", "-d", tmp_path / "lib/libvmem.so")
+    assert f"soname: [libvmem.so.{ABI}]" in dynamic
+    assert f'IMPORTED_SONAME "libvmem.so.{ABI}"' in (tmp_path / CONFIG).read_text()
+    assert f"(libvmem.so.{ABI})" in (tmp_path / "include/vmem.h").read_text()
+
+
+@pytest.mark.parametrize("libdir", ["lib64", "lib/x86_64-linux-gnu"])
+def test_another_libdir(libdir, tmp_path):
+    """Distributions keep libraries elsewhere: pkg-config and CMake find them there, the latter after a move, too."""
+    need("pkg-config", "cmake", "cc")
+    run("make", "-s", "install", "PREFIX=/opt/vmem", f"LIBDIR=/opt/vmem/{libdir}", f"DESTDIR={tmp_path}")
+    (tmp_path / "opt/vmem").rename(tmp_path / "moved")
+    pc = (tmp_path / "moved" / libdir / "pkgconfig/vmem.pc").read_text()
+    assert f"libdir=${{prefix}}/{libdir}\n" in pc
+    build = tmp_path / "build"
+    run("cmake", "-S", "examples", "-B", build, f"-Dvmem_DIR={tmp_path / 'moved' / libdir / 'cmake/vmem'}")
+    run("cmake", "--build", build)
+    check_engine(build / "engine")
+
+
+def test_the_library_needs_no_python(tmp_path):
+    need("cc")
+    said = run("make", "-n", "-B", "lib", "PYTHON=/nonexistent")
+    assert "/nonexistent" not in said
 
 
 @pytest.mark.parametrize("kind", ["engine", "engine-static"])
@@ -106,7 +151,9 @@ def test_cplusplus(tmp_path):
     """The headers are C++ too."""
     need("c++", "cc")
     install(tmp_path)
-    (tmp_path / "p.cc").write_text("#include <vmem_kv.h>\nint main() { return vmem_version() != VMEM_VERSION; }\n")
+    (tmp_path / "p.cc").write_text(
+        "#include <vmem_blocks.h>\n#include <vmem_kv.h>\nint main() { return vmem_version() != VMEM_VERSION; }\n"
+    )
     flags = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-std=c++17", "-I", tmp_path / "include"]
     run("c++", *flags, tmp_path / "p.cc", "-o", tmp_path / "p", tmp_path / "lib/libvmem.a", "-lpthread", "-ldl")
     run(tmp_path / "p")

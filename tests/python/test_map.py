@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import pyvmem
+from pyvmem._ffi import lib
 from pyvmem.core import MAP_OP
+from pyvmem.owned import commit_flags
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -213,6 +215,19 @@ def test_commit_is_all_or_nothing_over_many_ranges(context, page_size):
     assert context.stats().created == 0
     context.set_budget(12 * page_size)
     assert context.commit([r.addr for r in ranges], 4 * page_size, page_size) == 12 * page_size
+
+
+def test_commit_of_fine_pages(context, page_size):
+    range_ = context.reserve(16 * page_size)
+    assert range_.commit(0, 8 * page_size, page_size, fine=True) == 8 * page_size
+    assert context.commit(range_.addr, range_.length, page_size, zero=True, fine=True) == 8 * page_size
+    context.unmap(range_.addr + 3 * page_size, page_size)
+    assert range_.backed() == [(0, 3 * page_size), (4 * page_size, 12 * page_size)]
+    for commit in range_.commit, lambda **fine: context.commit(range_.addr, page_size, page_size, **fine):
+        with pytest.raises(TypeError, match="fine must be True or False"):
+            commit(fine=1)
+    assert commit_flags(True, False) == lib.VMEM_CREATE_ZERO
+    assert commit_flags(False, True) == lib.VMEM_MAP_FINE  # what the library makes of it: tests/c/test_commit.c
 
 
 def test_the_papers_calls(context):

@@ -249,6 +249,26 @@ def owned_objects(context):
     return [context, context.reserve(16 * MIB), context.create(size)]
 
 
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda info: pickle.loads(pickle.dumps(info))])
+def test_facts_about_a_context_can_be_copied(context, how):
+    info = context.info()
+    other = how(info)
+    assert other == info and other.page_sizes == context.page_sizes
+    assert info.memory_free > 0
+    with pytest.raises(ValueError, match="memory_free: the context is closed, or this Info is a copy"):
+        other.memory_free  # noqa: B018
+
+
+@pytest.mark.parametrize("what", [5, None, "host", pyvmem.Context])
+def test_what_is_no_context_is_named(context, what):
+    with pytest.raises(TypeError, match="context must be a Context, not "):
+        pyvmem.Pages(what, 65536)
+    with pytest.raises(TypeError, match="context must be a Context, not "):
+        pyvmem.Reservation(what, 65536)
+    with context.reserve(2 << 20) as range_, pytest.raises(TypeError, match="context must be a Context, not "):
+        pyvmem.Pages(range_, 65536)
+
+
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_what_owns_memory_cannot_be_copied(context, how):
     for thing in owned_objects(context):

@@ -121,6 +121,9 @@ def test_commit_of_bytes(empty, context):
     assert v.commit(bytes=slice(size - 1, size + 1)) == 2 * size
     assert v.commit(bytes=0) == 0
     assert v.decommit(bytes=slice(0, size)) == size
+    assert v.commit(bytes=slice(0, size), fine=True) == size
+    with pytest.raises(TypeError, match="fine must be True or False"):
+        v.commit(fine=None)
     with pytest.raises(TypeError):
         v.commit(rows=0, bytes=0)
 

@@ -51,6 +51,15 @@ def cache() -> list[int]:
         return [missing, rows.numel(), kv.stats().held_pages, *kv.tokens([slot])]
 
 
+def lease(pool: pyvmem.KVPool) -> int:
+    try:
+        with pyvmem.torch_pool(pool, most=1 << 20, fine=True, graphs="kept") as lent:
+            parked: int = lent.stats().parked_bytes
+            return parked
+    except pyvmem.VmemError as error:  # PyTorch has no memory pools for CPU tensors
+        return error.errno
+
+
 if __name__ == "__main__":
     with pyvmem.Context("host") as context:
         free: int = context.info().memory_free

@@ -1,0 +1,53 @@
+"""Every KV cache of this user for Prometheus, by prometheus_client.
+
+    from prometheus_client import REGISTRY, start_http_server
+    from pyvmem.metrics import Collector
+
+    REGISTRY.register(Collector())
+    start_http_server(9100)
+
+A cache's own text is `KVCache.metrics_prometheus`, which needs no package.
+
+SPDX-License-Identifier: MIT
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pyvmem.kv_view import GAUGES, View, describe, read_views
+
+
+class Collector:
+    """A collector for a registry of prometheus_client: all statistics of all caches, read when it is scraped.
+
+    Parameters
+    ----------
+    prefix : str
+        What the metrics' names begin with.
+    views : callable, optional
+        Returns the caches' views; by default those of all processes of this user.
+
+    Every sample has the labels `name` (the cache's), `pid` and `device` (such as ``host:0``).
+    """
+
+    def __init__(self, prefix: str = "pyvmem_kv_", views: Callable[[], Iterable[View]] = read_views) -> None:
+        self._prefix, self._views = prefix, views
+
+    def collect(self) -> Iterable[Any]:
+        """Yield the metric families."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        for view in self._views():
+            labels = (view.name, str(view.pid), f"{view.backend}:{view.device}")
+            for name, value in view.stats.items():
+                if name not in families:
+                    kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+                    about = f"{describe(name)}."
+                    families[name] = kind(self._prefix + name, about, labels=("name", "pid", "device"))
+                families[name].add_metric(labels, value)
+        return families.values()
+
+    def describe(self) -> Iterable[Any]:
+        """No family has a fixed set of samples; registering reads nothing."""
+        return []

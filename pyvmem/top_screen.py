@@ -1,0 +1,280 @@
+"""The live screen of ``pyvmem top``: who owns which pages, redrawn in place, with keys.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pyvmem.kv_view import View, budget_answer, read_views, want_budget
+from pyvmem.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
+from pyvmem.top import ENGINE_COLUMNS, Rates, engine_rows, limit, pool_rows, set_engine
+from pyvmem.vllm import control
+
+_STYLES = {
+    "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",
+}  # fmt: skip
+_MEANING = {
+    "used": "for the lengths of requests, in pages of their own",
+    "shared": "mapped or held more than once",
+    "cached": "held by prefixes or block names, and by no request",
+    "ahead": "mapped behind a request's length, for its next tokens",
+    "kept": "of free slots, for the next request",
+    "unused": "of the budget, not allocated",
+}
+_KEYS = (
+    ("q, Esc", "quit"),
+    ("s", "sort by the next column: name, pid, held, used, requests, steps/s"),
+    ("l", "set a budget: NAME=SIZE or PID=SIZE, such as chat=16G or 1234=60%"),
+    ("h, ?", "show or hide this help"),
+    ("space", "refresh now"),
+)
+_SORTS: dict[str, Callable[[View, dict[Path, float]], tuple[float | str, ...]]] = {
+    "name": lambda v, _: (v.name, v.pid),
+    "pid": lambda v, _: (v.pid, v.name),
+    "held": lambda v, _: (-v.stats["held_pages"] * v.stats["page_size"], v.name),
+    "used": lambda v, _: (-v.stats["needed_pages"] * v.stats["page_size"], v.name),
+    "requests": lambda v, _: (-v.stats["active_slots"], v.name),
+    "steps/s": lambda v, rates: (-rates.get(v.path, 0), v.name),
+}
+
+
+@contextlib.contextmanager
+def _keys(file: int) -> Iterator[None]:
+    """Keys arrive one by one and unseen; Ctrl-C still interrupts."""
+    before = termios.tcgetattr(file)
+    try:
+        tty.setcbreak(file)
+        yield
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+class Screen:
+    """The screen. interval: seconds between refreshes; wait: seconds to wait for the answer to a new budget."""
+
+    def __init__(self, interval: float, wait: float, console: Console | None = None) -> None:
+        self._interval, self._wait = interval, wait
+        self.console = console or Console()
+        plain = not (self.console.encoding or "").lower().startswith("utf")
+        self._characters = ASCII if plain else CHARACTERS
+        self._sort = "name"
+        self._help = False
+        self._prompt: str | None = None  # what has been typed after l
+        self._message = ""
+        self._asked: list[tuple[View, int, float]] = []  # (view before the question, bytes, until when to wait)
+        self._views: list[View] = []
+        self._rates: dict[Path, float] = {}
+
+    # ---- drawing ---------------------------------------------------------------------------------------------
+
+    def _bar(self, view: View, width: int) -> Text:
+        text = Text(no_wrap=True)
+        for part, count in cells(shares(view.stats), width):
+            text.append(self._characters[part] * count, style=_STYLES[part])
+        return text
+
+    def _caches(self, width: int) -> Table:
+        # Columns come in as there is room for them; the bar gets what is left.
+        wide, middle = width >= 110, width >= 76
+        table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+        table.add_column("name" if self._sort != "name" else "name*", no_wrap=True, max_width=18 if middle else 10)
+        names = ["pid"] + (["where"] if wide else []) + ["held", "budget"]
+        names += (
+            (["used"] if wide else []) + ["requests"] + (["steps/s"] if middle else []) + (["swapped"] if wide else [])
+        )
+        for name in names:
+            text = name + "*" if name == self._sort else name
+            table.add_column(text, justify="left" if name == "where" else "right", no_wrap=True)
+        table.add_column("pages", ratio=1, no_wrap=True)
+        bar = max(width - (92 if wide else 66 if middle else 48), 8)
+        for v in sorted(self._views, key=lambda v: _SORTS[self._sort](v, self._rates)):
+            s = v.stats
+            page = s["page_size"]
+            row: dict[str, str] = {
+                "pid": str(v.pid),
+                "where": v.backend if v.backend == "host" else f"{v.backend}:{v.device}",
+                "held": size(s["held_pages"] * page),
+                "budget": size(s["budget_pages"] * page),
+                "used": size(s["needed_pages"] * page),
+                "requests": f"{s['active_slots']}/{s['slots']}",
+                "steps/s": f"{self._rates[v.path]:.0f}" if v.path in self._rates else "",
+                "swapped": str(s["swapped_slots"]),
+            }
+            table.add_row(Text(v.name), *(Text(row[name]) for name in names), self._bar(v, bar))
+        return table
+
+    def _pools(self, width: int) -> list[RenderableType]:
+        pooled = pool_rows(self._views)
+        if not pooled:
+            return []
+        columns = ("pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer", "reply")
+        show = [
+            i for i, c in enumerate(columns) if width >= 110 or c not in ("could give", "giving", "answer", "reply")
+        ]
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+        for i in show:
+            table.add_column(columns[i], justify="right" if 2 < i < 9 or i == 1 else "left", no_wrap=True)
+        for row in pooled:
+            table.add_row(*(Text(row[i]) for i in show))
+        return [Text(), Text("in pools (MiB)", style="bold"), table]
+
+    def _engines(self, width: int) -> list[RenderableType]:
+        rows = engine_rows(engine for engine, _ in control.engines())
+        if not rows:
+            return []
+        less = () if width >= 110 else ("min", "max", "least", "spare", "preempted", "refused")
+        show = [i for i, name in enumerate(ENGINE_COLUMNS) if name not in less]
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+        for i in show:
+            justify: Literal["left", "right"] = "left" if ENGINE_COLUMNS[i] == "engine" else "right"
+            table.add_column(ENGINE_COLUMNS[i], justify=justify, no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(row[i]) for i in show))
+        return [Text(), Text("vLLM on vMem (a worker's memory in MiB)", style="bold"), table]
+
+    def _legend(self) -> Text:
+        text = Text()
+        for part in PARTS:
+            text.append(self._characters[part] * 2, style=_STYLES[part])
+            text.append(f" {part}  ")
+        return text
+
+    def _about(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+        for key, what in _KEYS:
+            table.add_row(Text(key, style="bold"), what)
+        table.add_row("", "")
+        for part in PARTS:
+            table.add_row(Text(self._characters[part] * 2 + " " + part, style=_STYLES[part]), _MEANING[part])
+        return table
+
+    def draw(self) -> RenderableType:
+        """The screen as it stands."""
+        width, height = self.console.size
+        many = f"{len(self._views)} KV cache{'' if len(self._views) == 1 else 's'}"
+        held = sum(v.stats["held_pages"] * v.stats["page_size"] for v in self._views)
+        head = Text(f"pyvmem top  {many}, {size(held)} held  {time.strftime('%H:%M:%S')}", style="bold", no_wrap=True)
+        body: list[RenderableType] = [head, Text()]
+        if self._help:
+            body.append(self._about())
+        elif self._views or (engines := self._engines(width)):
+            if self._views:
+                body += [self._caches(width), *self._pools(width), Text(), self._legend()]
+                engines = self._engines(width)
+            body += engines
+        else:
+            body.append(Text("No process of this user has a KV cache. They appear here as soon as they are created."))
+        body.append(Text())
+        if self._prompt is not None:
+            body.append(Text(f"limit (NAME=SIZE or PID=SIZE): {self._prompt}_", style="reverse"))
+        else:
+            body.append(Text(self._message or "q quit  s sort  l limit  h help", style="" if self._message else "dim"))
+        return Group(*body)
+
+    # ---- keys ------------------------------------------------------------------------------------------------
+
+    def key(self, key: str) -> bool:
+        """Take a key; returns False if it ends the program."""
+        if self._prompt is not None:
+            self._typed(key)
+        elif key in ("q", "Q", "\x1b"):
+            return False
+        elif key == "s":
+            names = list(_SORTS)
+            self._sort = names[(names.index(self._sort) + 1) % len(names)]
+            self._message = f"sorted by {self._sort}"
+        elif key in ("h", "?"):
+            self._help = not self._help
+        elif key == "l":
+            self._prompt = ""
+        return True
+
+    def _typed(self, key: str) -> None:
+        assert self._prompt is not None
+        if key == "\x1b":
+            self._prompt = None
+        elif key in ("\x7f", "\b"):
+            self._prompt = self._prompt[:-1]
+        elif key in ("\r", "\n"):
+            text, self._prompt = self._prompt.strip(), None
+            if text:
+                self._ask(text)
+        elif key.isprintable():
+            self._prompt += key
+
+    def _ask(self, text: str) -> None:
+        try:
+            wanted = limit(text)
+        except ValueError as error:
+            self._message = str(error).removeprefix("--limit ")
+            return
+        self._asked, said = [], []
+        for one in wanted:
+            if len(one) == 3:
+                said.append(set_engine(*one))
+                continue
+            with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
+                want_budget(*one)
+            self._asked.append((*one, time.monotonic() + self._wait))
+        self._message = "; ".join(said)
+        self._answers()
+
+    def _answers(self) -> None:
+        """Show what became of the budgets that were asked for."""
+        if self._asked:
+            said = [(view, budget_answer(view, bytes, 0), until) for view, bytes, until in self._asked]
+            self._message = "; ".join(f"{view.name}: {answer}" for view, answer, _ in said)
+            if all(not a.startswith("deferred") or time.monotonic() > until + 30 for _, a, until in said):
+                self._asked = []
+
+    # ---- the loop --------------------------------------------------------------------------------------------
+
+    def _read(self, file: int, seconds: float) -> str:
+        """What was typed within that time: keys, or "" for none. An arrow's escape sequence is no Esc."""
+        ready, _, _ = select.select([file], [], [], seconds)
+        if not ready:
+            return ""
+        text = os.read(file, 1024).decode(errors="replace")
+        if not text:
+            return "q"  # the terminal has gone
+        return " " if text.startswith("\x1b") and len(text) > 1 else text
+
+    def refresh(self, rate: Rates) -> None:
+        """Read the caches again."""
+        self._views = read_views()
+        self._rates = rate(self._views)
+        self._answers()
+
+    def run(self) -> int:
+        """Show it until q or Ctrl-C; returns the exit status."""
+        file, rate = sys.stdin.fileno(), Rates()
+        with _keys(file), Live(console=self.console, screen=True, auto_refresh=False) as live:
+            try:
+                while True:
+                    self.refresh(rate)
+                    until = time.monotonic() + self._interval
+                    while True:
+                        live.update(self.draw(), refresh=True)
+                        keys = self._read(file, max(until - time.monotonic(), 0))
+                        if not all([self.key(key) for key in keys]):
+                            return 0
+                        if not keys or " " in keys and self._prompt is None:
+                            break
+            except KeyboardInterrupt:
+                return 0

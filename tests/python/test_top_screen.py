@@ -1,0 +1,175 @@
+"""``pyvmem top`` on a terminal: its keys, its widths, and what it draws; `KVCache.picture`.
+
+SPDX-License-Identifier: MIT
+"""
+
+import fcntl
+import math
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from pyvmem import kv_view, picture
+from pyvmem.kv import KVCache
+from pyvmem.kv_types import KVStats
+
+pytest.importorskip("rich")
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def make(name="chat", **options):
+    options = {"idle_seconds": math.inf, "overlap": False, **options}
+    cache = KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name, **options)
+    slot = cache.alloc_reqid(700)
+    assert cache.step([700 if s == slot else 0 for s in range(4)]) == 0
+    return cache
+
+
+class Terminal:
+    """`pyvmem top` on a terminal of so many columns."""
+
+    def __init__(self, columns, *words, **env):
+        self.file, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")} | {
+            "TERM": "xterm-256color", "PYTHONUTF8": "1", **env
+        }  # fmt: skip
+        command = [sys.executable, "-m", "pyvmem", "top", *words]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, pattern):
+        """What was drawn until the pattern appears; then forgets it."""
+        end = time.monotonic() + 120
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < end, self.seen
+            if select.select([self.file], [], [], 1)[0]:
+                try:
+                    self.seen += os.read(self.file, 1 << 16).decode(errors="replace")
+                except OSError:  # closed at the other end
+                    break
+        assert found, self.seen
+        self.seen = self.seen[found.end() :]
+        return found
+
+    def press(self, keys):
+        os.write(self.file, keys.encode())
+
+    def ends(self):
+        try:
+            return self.process.wait(120)
+        finally:
+            os.close(self.file)
+
+
+def test_keys():
+    with make() as cache:
+        top = Terminal(80, "--interval", "0.2")
+        top.until("chat")
+        top.press("s")
+        top.until("sorted by pid")
+        top.press("h")
+        top.until("show or hide this help")
+        top.press("hlchat=16X\r")
+        top.until("must be PID=SIZE or NAME=SIZE")
+        top.press("lchat=1\x7f16M\r")
+        top.until("chat: deferred")
+        cache.check([0] * 4)
+        assert cache.stats().budget_pages == 256
+        top.until("chat: applied: 16 MiB")
+        top.press("q")
+        assert top.ends() == 0
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(columns):
+    with make("a-name-that-is-longer-than-the-column-for-it"), make("b"):
+        from rich.console import Console
+
+        from pyvmem.top import Rates
+        from pyvmem.top_screen import Screen
+
+        with open(os.devnull, "w", encoding="utf-8") as out:
+            console = Console(file=out, width=columns, height=24, record=True, force_terminal=True)
+            screen = Screen(1, 1, console)
+            for _ in range(2):
+                screen.refresh(Rates())
+            console.print(screen.draw())
+            lines = console.export_text().splitlines()
+        assert max(map(len, lines)) <= columns
+        assert any(re.search(r"MiB +32 MiB( +[\d.]+ MiB)? +1/4", line) and "█" in line for line in lines), lines
+
+
+def test_no_escape_code_goes_into_a_pipe():
+    with make():
+        command = [sys.executable, "-m", "pyvmem", "top", "--interval", "0.1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        text = "".join(process.stdout.readline() for _ in range(8))
+        process.stdout.close()  # as head does
+        process.wait(60)
+        assert text.count("chat") >= 2 and "\x1b" not in text
+
+
+@pytest.mark.parametrize("interval", ["0", "0.01", "-1", "nan", "4000", "soon"])
+def test_an_interval_that_spins_is_refused(interval):
+    done = subprocess.run(
+        [sys.executable, "-m", "pyvmem", "top", f"--interval={interval}"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "between 0" in done.stderr
+
+
+def test_parts_add_up():
+    stats = dict.fromkeys(kv_view.STATS, 0) | {
+        "page_size": 65536, "budget_pages": 100, "held_pages": 60, "kept_pages": 10, "ahead_pages": 5,
+        "prefix_pages": 7, "shared_pages": 8,
+    }  # fmt: skip
+    parts = picture.shares(stats)
+    assert parts == {"used": 30, "shared": 8, "cached": 7, "ahead": 5, "kept": 10, "unused": 40}
+    assert picture.shares(stats | {"budget_pages": 50})["unused"] == 0  # above its budget
+    assert sum(picture.shares(stats | {"kept_pages": 1000}).values()) == 100  # read at different moments
+    for width in range(200):
+        assert len(picture.bar(parts, width)) == (width if width else 0)
+        assert width < 6 or set(picture.bar(parts, width)) == set(picture.CHARACTERS.values())
+
+
+def test_a_picture_shows_the_slots_and_is_xml(tmp_path):
+    with make() as cache:
+        text = cache.picture(tmp_path / "p.svg", title="<a & b>")
+        assert (tmp_path / "p.svg").read_text() == text
+        root = ElementTree.fromstring(text)
+        words = " ".join(t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}text"))
+        assert "<a & b>" in words and "active, 700 tokens" in words and "1 of 4 slots active" in words
+        assert cache._repr_html_().startswith("<svg")
+        pytest.importorskip("matplotlib")
+        cache.picture(tmp_path / "p.png")
+        assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(ValueError, match=r"path '.*p\.gif' must end in \.svg, \.png or \.pdf"):
+            cache.picture(tmp_path / "p.gif")
+    assert cache._repr_html_() is None
+
+
+def test_every_statistic_has_a_help_line():
+    assert set(kv_view.HELP) == set(kv_view.STATS) == set(KVStats.__dataclass_fields__)
+    with make() as cache:
+        text = cache.metrics_prometheus(labels={"model": "a"})
+        assert "# HELP pyvmem_kv_held_pages Pages that exist.\n# TYPE pyvmem_kv_held_pages gauge\n" in text
+        parser = pytest.importorskip("prometheus_client.parser")
+        families = list(parser.text_string_to_metric_families(text))
+        assert all(f.documentation and f.type in ("gauge", "counter") for f in families)
+        assert len(families) == len(kv_view.STATS)
