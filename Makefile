@@ -69,7 +69,7 @@ venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
-test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (17 minutes)
+test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (15 minutes)
 test: test-module test-vm-quick
 
 # C and Python tests that take a second or less and start no further process.
@@ -109,9 +109,10 @@ test-cross: ## The quick C tests, cross-built for aarch64 and run under qemu-use
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
 
+PYTHON_JOBS ?= 2
 test-python: lib venv ## Python tests, on every backend that works on this machine
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
-	$(Q)$(PY) -m pytest -q tests/python --ignore=tests/python/gpu
+	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python --ignore=tests/python/gpu
 
 TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0
 test-transformers-releases: venv ## The cache of generate() with every supported release of transformers (12 minutes)
