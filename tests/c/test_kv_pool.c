@@ -7,7 +7,7 @@
 
 #include "checked.h"
 #include "harness.h"
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define SLOTS 4
 #define ROWS 4000 // of 1/32 page: 125 pages in each of two tensors

@@ -6,7 +6,7 @@
 
 #include "checked.h"
 #include "harness.h"
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define SLOTS 6
 #define UNIT (32 * MIB) // what the thread takes at a time

@@ -9,7 +9,7 @@
 
 #include "checked.h"
 #include "harness.h"
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define PAGES 250 // of a request: 125 in each of two tensors
 #define ROWS (125 * 32)

@@ -12,7 +12,7 @@
 #include <sys/eventfd.h>
 
 #include "core/memory.h"
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define POLL_MS 100                 // longest delay of reading the others' rows without a notice, and of updating ours
 #define BURY_NS UINT64_C(100000000) // interval between searches for members whose process has ended

@@ -8,7 +8,7 @@
 
 #include "core/core.h"
 #include "core/struct.h"
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define ARENA (UINT64_C(256) << 20) // small arenas, since device memory goes back a whole arena at a time
 

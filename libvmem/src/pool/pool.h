@@ -1,4 +1,4 @@
-// A pool of budget: what its two files share. balance.c moves budget between members; share.c keeps the table in a file
+// A pool of budget: what its two files share. balance.c moves budget between members; table.c keeps the table in a file
 // where the members are in several processes.
 //
 // Locks, in this order: a cache's api and state, the pool's lock, the file's lock. A step that is short takes the
@@ -104,18 +104,18 @@ int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, 
 // Begins and ends itself. The cache follows when the thread looks at it.
 int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why);
 void *vmem__kv_pool_work(void *pool); // the thread
-// foresee.c: asks the other members. What may still come, in bytes.
+// ask.c: asks the other members. What may still come, in bytes.
 uint64_t vmem__kv_pool_ask(struct kv_member *m, uint64_t bytes);
-// foresee.c, with api and state held: forgets the requests that wait when they have what they need, or nobody has asked
+// ask.c, with api and state held: forgets the requests that wait when they have what they need, or nobody has asked
 // for them any more for some time.
 void vmem__kv_look_ahead(struct kv_member *m);
-// foresee.c, with no lock held: takes some device memory for requests that wait. True: another round is due at once.
+// ask.c, with no lock held: takes some device memory for requests that wait. True: another round is due at once.
 bool vmem__kv_prepare(struct kv_member *m);
 // With api and state held, and not the pool's lock: raises the budget by up to `most` pages of what is free. `least` of
 // them are worth a look into the table, whatever is known of it. False: another process was at the table.
 bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
 
-// ---- share.c. With the pool's lock held, except for open and close.
+// ---- table.c. With the pool's lock held, except for open and close.
 
 // Opens the file or makes it. cfg_budget as in struct vmem_kv_pool_config.
 int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget);

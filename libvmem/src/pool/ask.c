@@ -10,7 +10,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define REFUSED_NS UINT64_C(2000000) // after a refusal, the member does not ask the others again for this time
 #define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes at a time,

@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "kv/pool.h"
+#include "pool/pool.h"
 
 #define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
 #define OPEN_BYTE (1 + VMEM_KV_POOL_MEMBERS)
