@@ -7,6 +7,7 @@
 
 #include "checked.h"
 #include "harness.h"
+#include "kv/kv.h"
 #include "pool/pool.h"
 
 #define SLOTS 4
@@ -328,11 +329,11 @@ static void test_a_question_lapses(void)
     OK(vmem_kv_pool_ask(b, 200 * test_page));
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
     CHECK(row_of(pool, "b").needs);
-    vmem__kv_ask_ns = 0;
+    vmem__pool_ask_ns = 0;
     while (row_of(pool, "b").needs)
         usleep(100);
     CHECK_EQ(row_of(pool, "b").answer, VMEM_KV_UNASKED);
-    vmem__kv_ask_ns = UINT64_MAX;
+    vmem__pool_ask_ns = UINT64_MAX;
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
@@ -350,12 +351,12 @@ static void test_a_giver_that_gets_no_more_pages(void)
     OK(vmem_kv_pool_ask(giver, 500 * test_page));
     CHECK_EQ(wait_for(giver), VMEM_KV_APPLIED);
     const uint32_t slot = alloc(giver, 0);
-    vmem__kv_ask_ns = 0;
+    vmem__pool_ask_ns = 0;
     while (!stats(giver).worker_errors) { // until the thread knows that nobody foresees growth
         OK(step(giver, slot, 900));
         usleep(100);
     }
-    vmem__kv_ask_ns = UINT64_MAX;
+    vmem__pool_ask_ns = UINT64_MAX;
     OK(vmem_kv_pool_ask(other, 1000 * test_page));
     CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
     CHECK_EQ(stats(giver).held_pages, 58);
@@ -583,7 +584,7 @@ int main(int argc, char **argv)
 {
     test_start(argc, argv);
     ctx = test_context(0);
-    vmem__kv_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
+    vmem__pool_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
     test_free_budget_is_had_at_once();
     test_kept_pages_move(0);
     test_kept_pages_move(VMEM_KV_OVERLAP);
@@ -601,7 +602,7 @@ int main(int argc, char **argv)
     test_a_giver_that_gets_no_more_pages();
     test_a_giver_that_fails_to_unmap();
     test_a_giver_steps_on();
-    vmem__kv_ask_ns = 250000000; // as outside of tests
+    vmem__pool_ask_ns = 250000000; // as outside of tests
     test_threads(0);
     test_threads(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     CHECK_EQ(test_stats(ctx).created, 0);

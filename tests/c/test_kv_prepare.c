@@ -6,6 +6,7 @@
 
 #include "checked.h"
 #include "harness.h"
+#include "kv/kv.h"
 #include "pool/pool.h"
 
 #define SLOTS 6
@@ -317,7 +318,7 @@ int main(int argc, char **argv)
         OK(checked_context(test_backend, 0, true, &device));
     else
         device = test_context(0);
-    vmem__kv_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
+    vmem__pool_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
     tokens = (uint32_t)(UNIT / test_page * 16);
     caller = pthread_self();
     inner = device->b.ops;

@@ -9,6 +9,7 @@
 
 #include "checked.h"
 #include "harness.h"
+#include "kv/kv.h"
 #include "pool/pool.h"
 
 #define PAGES 250 // of a request: 125 in each of two tensors
@@ -46,9 +47,9 @@ static void lock(short type, off_t at)
     CHECK(!fcntl(file, F_OFD_SETLKW, &l));
 }
 
-static struct kv_pool_table table(void)
+static struct pool_table table(void)
 {
-    struct kv_pool_table t;
+    struct pool_table t;
     CHECK(pread(file, &t, sizeof t, 0) == sizeof t);
     return t;
 }
@@ -56,18 +57,18 @@ static struct kv_pool_table table(void)
 // The other process begins to need that many pages. With the file's lock held.
 static uint64_t ask(uint64_t pages)
 {
-    struct kv_pool_table t = table();
+    struct pool_table t = table();
     t.head.revision++;
-    t.rows[OTHER] = (struct kv_pool_row){.number = 99,
-                                         .max = t.head.budget,
-                                         .needs = pages * test_page,
-                                         .asked = t.head.revision,
-                                         .looked = t.head.revision,
-                                         .answer = VMEM_KV_DEFERRED,
-                                         .name = "b"};
+    t.rows[OTHER] = (struct pool_row){.number = 99,
+                                      .max = t.head.budget,
+                                      .needs = pages * test_page,
+                                      .asked = t.head.revision,
+                                      .looked = t.head.revision,
+                                      .answer = VMEM_KV_DEFERRED,
+                                      .name = "b"};
     CHECK(pwrite(file, &t.head, sizeof t.head, 0) == sizeof t.head);
     CHECK(pwrite(file, &t.rows[OTHER], sizeof t.rows[OTHER],
-                 (off_t)(offsetof(struct kv_pool_table, rows) + sizeof(t.rows[OTHER]))) == sizeof t.rows[OTHER]);
+                 (off_t)(offsetof(struct pool_table, rows) + sizeof(t.rows[OTHER]))) == sizeof t.rows[OTHER]);
     return t.head.revision;
 }
 
@@ -95,15 +96,15 @@ static void test_an_old_look_refuses_no_question(void)
         while (vmem_kv_step(kv, lengths, 2, NULL)) // the thread may be at the file
             usleep(100);
         while (could_give(kv)) {
-            kv_ring(pool);
+            pool_ring(pool);
             usleep(100);
         }
         lock(F_WRLCK, 0);
-        kv_ring(pool);
+        pool_ring(pool);
         usleep(1000); // enough on most machines for the thread to be at the file's lock; too little hides a fault
         OK(vmem_kv_free(kv, slot));
         const uint64_t question = ask(PAGES);
-        struct kv_pool_row row;
+        struct pool_row row;
         lock(F_UNLCK, 0);
         do { // without a pause: the next round gives another reply
             pthread_mutex_lock(&pool->lock);
@@ -111,7 +112,7 @@ static void test_an_old_look_refuses_no_question(void)
             pthread_mutex_unlock(&pool->lock);
         } while (row.looked < question);
         CHECK(row.reply != VMEM_KV_REFUSED);
-        kv_ring(pool);
+        pool_ring(pool);
         while (table().rows[0].has)
             usleep(100);
         lock(F_WRLCK, 0);

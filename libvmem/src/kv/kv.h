@@ -324,7 +324,7 @@ uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
 void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes); // unless there is a newer one
 void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason);
 
-// ---- pool.c. With api and state held; without effect on a cache of no pool.
+// ---- lender.c. With api and state held; without effect on a cache of no pool.
 
 // Before a budget is found too small for so many pages more: takes what is free in the pool, and some to spare.
 void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages);
@@ -394,9 +394,6 @@ void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_trim(vmem_kv *kv);
 // Pages whose memory the device has given and no page uses.
 uint64_t vmem__kv_spare_memory(vmem_kv *kv);
-// Bytes of device memory that the context has; and takes more until there are so many, with no lock held.
-uint64_t vmem__kv_memory(vmem_kv *kv);
-int vmem__kv_take_to(vmem_kv *kv, uint64_t bytes);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.

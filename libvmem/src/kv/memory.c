@@ -243,23 +243,6 @@ uint64_t vmem__kv_spare_memory(vmem_kv *kv)
     return spare_pages(kv, &room);
 }
 
-uint64_t vmem__kv_memory(vmem_kv *kv)
-{
-    vmem__lock(kv->ctx);
-    const uint64_t bytes = kv->ctx->committed;
-    vmem__unlock(kv->ctx);
-    return bytes;
-}
-
-int vmem__kv_take_to(vmem_kv *kv, uint64_t bytes)
-{
-    vmem__lock(kv->ctx);
-    const uint64_t created = kv->ctx->created;
-    vmem__unlock(kv->ctx);
-    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
-    return bytes > created ? vmem__prealloc(kv->ctx, bytes - created, false) : 0;
-}
-
 // The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the context
 // has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
 static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)

@@ -234,13 +234,15 @@ struct vmem_kv {
     struct vmem_kv_view *view;
     char *view_path;
     int view_fd;
-    struct kv_member *member; // of a pool; NULL: of none
-    struct kv_member *left;   // the same while the cache is destroyed
-    uint64_t portion;         // pages that the worker gives back in one call while others wait for them
-    bool giving;              // other members wait for what is beyond give_to; the budget falls as it goes
-    uint64_t give_to;         // pages
-    uint64_t foreseen;        // of a pool's member: the pages there will be with the requests that wait; 0: not known
-    uint64_t foreseen_at;     // ns
+    const struct vmem__lender *lender;            // of a pool
+    struct vmem__member *member;                  // of a pool; NULL: of none
+    struct vmem__member *left;                    // the same while the cache is destroyed
+    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
+    void *evict_arg;
+    uint64_t portion; // pages that the worker gives back in one call while others wait for them
+    bool giving;      // other members wait for what is beyond give_to; the budget falls as it goes
+    uint64_t give_to; // pages
+    bool foresees;    // of a pool's member: it has said what requests that wait will need
 };
 
 static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -290,7 +292,7 @@ static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv-
 // Not while the memory is promised to others, or requests wait for it.
 static inline bool kv_plentiful(const vmem_kv *kv)
 {
-    return !kv->giving && !kv->foreseen && kv_unused(kv) >= 2 * kv_low(kv);
+    return !kv->giving && !kv->foresees && kv_unused(kv) >= 2 * kv_low(kv);
 }
 
 #endif

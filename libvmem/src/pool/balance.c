@@ -1,7 +1,7 @@
 // Moves a pool's budget between its members. A call takes budget that is free, and a thread does the rest.
 //
-// A member's row states its part of the pool's budget. The cache's own budget never exceeds that part. A grant enters
-// the row before the cache uses it. Budget that the cache gives back leaves the row only after its pages are unmapped
+// A member's row states its part of the pool's budget. The member's own budget never exceeds that part. A grant enters
+// the row before the member uses it. Budget that the member gives back leaves the row only after its pages are unmapped
 // and their memory is back on the device. So the members together never have more than the pool, even if a process dies
 // at any moment.
 //
@@ -11,35 +11,28 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-#include "core/memory.h"
 #include "pool/pool.h"
 
 #define POLL_MS 100                 // longest delay of reading the others' rows without a notice, and of updating ours
 #define BURY_NS UINT64_C(100000000) // interval between searches for members whose process has ended
 #define SILENT_NS UINT64_C(2000000000) // a member that answers nothing for so long is not waited for
 
-void vmem__kv_pool_wake(const vmem_kv *kv)
-{
-    if (kv->member)
-        kv_ring(kv->member->pool);
-}
-
 // ---- the table, with the pool's lock held ------------------------------------------------------------------------
 
-uint64_t vmem__kv_pool_free(const vmem_kv_pool *pool, const struct kv_member *m)
+uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
 {
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct kv_pool_row *r = &pool->table.rows[i];
+        const struct pool_row *r = &pool->table.rows[i];
         if (r->number)
-            taken = kv_add(taken, m && m->place == i ? m->row.has : KV_MAX(r->has, r->min));
+            taken = pool_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
     }
-    return kv_less(pool->table.head.budget, taken);
+    return pool_less(pool->table.head.budget, taken);
 }
 
-void vmem__kv_pool_note(vmem_kv_pool *pool) { pool->free = vmem__kv_pool_free(pool, NULL); }
+void vmem__pool_note(vmem_kv_pool *pool) { pool->free = vmem__pool_free(pool, NULL); }
 
-void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why)
+void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
 {
     if (m->row.answer != what)
         pthread_cond_broadcast(&m->pool->news);
@@ -49,93 +42,76 @@ void vmem__kv_pool_answer(struct kv_member *m, uint32_t what, uint32_t why)
     m->prepares &= what == VMEM_KV_DEFERRED;
 }
 
-// ---- calls, with api and state held ------------------------------------------------------------------------------
+// ---- calls, with the member's lock held --------------------------------------------------------------------------
 
 // What the budget may have of what the pool has granted.
-static uint64_t acceptable(const struct kv_member *m)
+static uint64_t acceptable(const struct vmem__member *m)
 {
-    return m->prepares ? KV_MIN(m->granted, m->ready) : m->granted;
+    return m->prepares ? MIN(m->granted, m->ready) : m->granted;
 }
 
-// The cache's budget grows by that. Whoever comes first does this: the pool's thread, or a call that is short.
-static uint64_t accept(struct kv_member *m)
+// The pages by which the member's budget grows from that. Whoever comes first does this: the pool's thread, or a call that
+// is short.
+static uint64_t accept(struct vmem__member *m)
 {
-    const uint64_t pages = kv_floor_pages(acceptable(m), m->kv), bytes = pages << m->kv->page_shift;
-    m->kv->budget_pages += pages;
+    const uint64_t pages = floor_pages(acceptable(m), m), bytes = pages << m->page_shift;
     m->granted = m->prepares ? m->granted - bytes : 0;
-    m->ready = kv_less(m->ready, bytes);
+    m->ready = pool_less(m->ready, bytes);
     if (!m->granted && !m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
-        vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+        vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     return pages;
 }
 
-bool vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
+uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most, bool *busy)
 {
-    struct kv_member *m = kv->member;
     vmem_kv_pool *pool = m->pool;
     int rc = 0;
-    kv->giving = false; // a cache that is short itself keeps what it has not given back yet
     pthread_mutex_lock(&pool->lock);
     const uint64_t granted = accept(m);
-    least = kv_less(least, granted);
-    most = kv_less(most, granted);
-    // First take back the budget that the cache was about to give back and still has.
-    const uint64_t had = (kv->budget_pages << kv->page_shift) + m->granted;
-    uint64_t pages = KV_MIN(kv_floor_pages(kv_less(KV_MIN(m->row.has, m->row.max), had), kv), most);
+    least = pool_less(least, granted);
+    most = pool_less(most, granted);
+    // First take back the budget that the member was about to give back and still has.
+    const uint64_t had = ((budget + granted) << m->page_shift) + m->granted;
+    uint64_t pages = MIN(floor_pages(pool_less(MIN(m->row.has, m->row.max), had), m), most);
     const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
-    if (worth && !(rc = vmem__kv_share_begin(pool))) {
-        const uint64_t room = KV_MIN(vmem__kv_pool_free(pool, m), kv_less(m->row.max, m->row.has));
+    if (worth && !(rc = vmem__table_begin(pool))) {
+        const uint64_t room = MIN(vmem__pool_free(pool, m), pool_less(m->row.max, m->row.has));
         // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
-        const uint64_t spare = KV_MIN(kv_floor_pages(kv_less(room, kv_needs_of_others(pool, m)), kv), most - pages);
-        const uint64_t more = KV_MIN(kv_floor_pages(room, kv), KV_MAX(spare, kv_less(least, pages)));
+        const uint64_t spare = MIN(floor_pages(pool_less(room, pool_needs_of_others(pool, m)), m), most - pages);
+        const uint64_t more = MIN(floor_pages(room, m), MAX(spare, pool_less(least, pages)));
         const uint64_t before = m->row.has;
-        m->row.has += more << kv->page_shift;
+        m->row.has += more << m->page_shift;
         m->changed |= more != 0;
-        vmem__kv_share_end(pool, false);
-        pages += kv_floor_pages(kv_less(m->row.has, before), kv);
-        vmem__kv_pool_note(pool);
+        vmem__table_end(pool, false);
+        pages += floor_pages(pool_less(m->row.has, before), m);
+        vmem__pool_note(pool);
     }
-    kv->budget_pages += pages;
     if (pages && m->row.needs) {
-        m->row.needs = kv_less(m->row.needs, pages << kv->page_shift);
+        m->row.needs = pool_less(m->row.needs, pages << m->page_shift);
         m->changed = true;
         if (!m->row.needs && !m->granted)
-            vmem__kv_pool_answer(m, VMEM_KV_APPLIED, 0);
+            vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&pool->lock);
-    return !rc;
+    *busy = rc;
+    return granted + pages;
 }
 
-void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages)
+uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most)
 {
-    if (!kv->member || !pages || kv->held + pages <= kv->budget_pages)
-        return;
-    if (!kv->giving || kv->held - vmem__kv_reclaimable(kv) + pages > kv->budget_pages)
-        vmem__kv_claim(kv, kv->held + pages - kv->budget_pages, kv->held + pages + kv->held / 2 - kv->budget_pages);
+    bool busy;
+    return vmem__pool_take(m, budget, least, most, &busy);
 }
 
-uint64_t vmem__kv_claimable(const vmem_kv *kv)
+uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
 {
-    struct kv_member *m = kv->member;
-    if (!m)
-        return 0;
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t due = kv_less(m->row.min, m->row.has), room = kv_less(m->row.max, m->row.has);
-    const uint64_t own =
-        kv_less(KV_MIN(m->row.has, m->row.max), kv_add(kv->budget_pages << kv->page_shift, m->granted));
-    const uint64_t more = m->prepares ? acceptable(m) : KV_MIN(kv_add(m->pool->free, due), room);
-    const uint64_t bytes = kv_add(own, more);
+    const uint64_t due = pool_less(m->row.min, m->row.has), room = pool_less(m->row.max, m->row.has);
+    const uint64_t own = pool_less(MIN(m->row.has, m->row.max), pool_add(budget << m->page_shift, m->granted));
+    const uint64_t more = m->prepares ? acceptable(m) : MIN(pool_add(m->pool->free, due), room);
+    const uint64_t bytes = pool_add(own, more);
     pthread_mutex_unlock(&m->pool->lock);
-    return kv_floor_pages(bytes, kv);
-}
-
-void vmem__kv_claim_plenty(vmem_kv *kv)
-{
-    if (!kv->member || kv->giving || !kv->member->pool->free)
-        return;
-    const uint64_t want = kv->held + kv->held / 2;
-    if (want > kv->budget_pages && kv_unused(kv) < 2 * kv_low(kv) + kv->held / 8)
-        vmem__kv_claim(kv, 0, want - kv->budget_pages);
+    return floor_pages(bytes, m);
 }
 
 // ---- shares ------------------------------------------------------------------------------------------------------
@@ -146,7 +122,7 @@ static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min
     uint64_t all = min;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
         if (pool->table.rows[i].number && i != place)
-            all = kv_add(all, pool->table.rows[i].min);
+            all = pool_add(all, pool->table.rows[i].min);
     if (all > pool->table.head.budget)
         return vmem__error(-ENOMEM,
                            "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
@@ -155,7 +131,7 @@ static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min
     return 0;
 }
 
-int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max)
+int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max)
 {
     const uint64_t budget = pool->table.head.budget;
     if (!*max || *max > budget)
@@ -165,178 +141,113 @@ int vmem__kv_pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, 
     return check_minimums(pool, place, min);
 }
 
-int vmem__kv_pool_set_share(struct kv_member *m, uint64_t min, uint64_t max, uint32_t *why)
+int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)
 {
     vmem_kv_pool *pool = m->pool;
-    int rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
+    int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;
     const uint64_t min_before = m->row.min, max_before = m->row.max;
-    rc = vmem__kv_pool_check(pool, m->place, min, &max);
+    rc = vmem__pool_check(pool, m->place, min, &max);
     if (!rc) {
         m->row.min = min;
         m->row.max = max;
         m->changed = true;
     }
-    vmem__kv_share_end(pool, false);
+    vmem__table_end(pool, false);
     if (!rc && m->changed) {
         m->row.min = min_before;
         m->row.max = max_before;
-        rc = vmem__kv_share_unwritten(pool);
+        rc = vmem__table_unwritten(pool);
     }
-    vmem__kv_pool_note(pool);
-    kv_ring(pool);
+    vmem__pool_note(pool);
+    pool_ring(pool);
     return rc;
 }
 
 // ---- the thread --------------------------------------------------------------------------------------------------
 
-// Requests that are swapped out count: they come back.
-static bool has_taken_slots(const vmem_kv *kv)
+// The smallest budget that a member in this state can shrink to now.
+static uint64_t least_pages(const struct vmem__member *m, const struct vmem__lend_state *s)
 {
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv->slots[s].state != VMEM_KV_FREE)
-            return true;
-    return false;
-}
-
-// The smallest budget that the cache can shrink to now.
-static uint64_t least_pages(vmem_kv *kv, const struct kv_member *m)
-{
-    const uint64_t fixed = vmem__kv_fixed(kv);
-    const uint64_t margin = has_taken_slots(kv) ? fixed / 32 : 0;
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t min = kv_ceil_pages(m->row.min, kv);
+    const uint64_t min = ceil_pages(m->row.min, m);
     pthread_mutex_unlock(&m->pool->lock);
-    return KV_MAX(min, fixed + margin);
-}
-
-// The pages that the cache has after what it is giving back has gone.
-static uint64_t pages_after(const vmem_kv *kv) { return kv->giving ? kv->give_to : kv->budget_pages; }
-
-// From now on, the background thread gives back what the cache holds beyond `pages`. The budget falls as the pages go,
-// so that a step that needs pages meanwhile does not wait for all of them.
-static void give_down_to(vmem_kv *kv, uint64_t pages)
-{
-    kv->give_to = pages;
-    kv->giving = kv->held > pages;
-    if (kv->giving)
-        vmem__kv_worker_wake(kv);
-    else
-        kv_shrink_budget(kv, pages);
-}
-
-// The pages that a step may need next: requests grow by a page in each tensor at a time.
-static uint64_t next_pages(const vmem_kv *kv)
-{
-    uint64_t pages = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        pages += kv->slots[s].state == VMEM_KV_ACTIVE ? kv->n_tensors : 0;
-    return pages;
-}
-
-// A cache without a background thread gives pages back here, one portion at a time.
-static void give_portion(vmem_kv *kv)
-{
-    if (kv->held > kv->give_to && !kv->has_worker)
-        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->give_to, kv->portion), true, NULL);
-}
-
-// Continues to shrink a cache that is idle or was asked to give. Returns true if there is more to do at once.
-static bool go_on_giving(struct kv_member *m, uint64_t least)
-{
-    vmem_kv *kv = m->kv;
-    if (kv->gave && pages_after(kv) > least) // idle
-        give_down_to(kv, least);
-    if (!kv->giving)
-        return false;
-    give_portion(kv);
-    const bool at_work = kv->has_worker && (kv->work_due || kv->working);
-    kv_shrink_budget(kv, KV_MIN(kv->budget_pages, KV_MAX(kv->give_to, kv->held + next_pages(kv))));
-    if (kv->held <= kv->give_to || (!at_work && (kv->has_worker || !vmem__kv_spare(kv)))) {
-        kv_shrink_budget(kv, KV_MAX(kv->give_to, kv->held)); // if pages are left, they cannot be given back now
-        kv->giving = false;
-    }
-    return kv->giving && !kv->has_worker;
+    return MAX(min, s->fixed + s->margin);
 }
 
 // Applies a limit that another process wants.
-static void take_wanted(struct kv_member *m, uint64_t bytes)
+static void take_wanted(struct vmem__member *m, uint64_t bytes)
 {
     uint32_t why = VMEM_KV_NO_MEMORY;
     pthread_mutex_lock(&m->pool->lock);
-    int rc = vmem__kv_pool_set_share(m, m->row.min, bytes, &why);
+    int rc = vmem__pool_set_share(m, m->row.min, bytes, &why);
     if (rc == -EBADMSG)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
-    if (rc == -EAGAIN) { // another process holds the lock: try again, with this limit or a newer one
-        vmem__kv_keep_wanted(m->kv, bytes);
-        return;
-    }
-    kv_lock_cache(m->kv);
-    vmem__kv_summarise(m->kv); // whoever reads the answer finds the new maximum
-    vmem__kv_answer_wanted(m->kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
-    kv_unlock_cache(m->kv);
+    m->ops->answered(m->self, bytes, rc, why); // -EAGAIN: another process holds the lock
 }
 
-// Gives back what a member has beyond its maximum, except pages that requests need. Those follow when the requests end.
-static void keep_to_max(struct kv_member *m)
+// Gives back what a member has beyond its maximum, except pages that it needs. Those follow when it no longer does.
+static void keep_to_max(struct vmem__member *m, const struct vmem__lend_state *s)
 {
-    vmem_kv *kv = m->kv;
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t most = kv_floor_pages(m->row.max, kv);
+    const uint64_t most = floor_pages(m->row.max, m);
     pthread_mutex_unlock(&m->pool->lock);
-    const uint64_t least = KV_MAX(most, vmem__kv_fixed(kv));
-    if (!kv->giving && kv->budget_pages > least)
-        give_down_to(kv, least);
+    const uint64_t least = MAX(most, s->fixed);
+    if (!s->giving && s->budget > least)
+        m->ops->give_down_to(m->self, least);
 }
 
-// Updates a member's row: budget that the cache no longer has returns to the pool. Returns true if there is more to do.
-static bool look(struct kv_member *m)
+// Updates a member's row: budget that the member no longer has returns to the pool. Returns true if there is more to do.
+static bool look(struct vmem__member *m)
 {
-    vmem_kv *kv = m->kv;
+    const struct vmem__member_ops *ops = m->ops;
     vmem_kv_pool *pool = m->pool;
+    struct vmem__lend_state s;
     pthread_mutex_lock(&pool->lock);
     m->saw = pool->table.head.revision;
     pthread_mutex_unlock(&pool->lock);
-    kv_lock_cache(kv);
-    const uint64_t wanted = vmem__kv_wanted_budget(kv);
+    ops->lock(m->self);
+    const uint64_t wanted = ops->wanted ? ops->wanted(m->self) : 0;
     if (wanted) {
-        kv_unlock_cache(kv);
+        ops->unlock(m->self);
         take_wanted(m, wanted);
-        kv_lock_cache(kv);
+        ops->lock(m->self);
     }
-    vmem__kv_look_ahead(m);
-    keep_to_max(m);
-    const bool more = go_on_giving(m, least_pages(kv, m));
-    const uint64_t gone_to = KV_MAX(kv->budget_pages, kv->held);
-    const bool less = m->taken_ahead || kv->held << kv->page_shift < m->row.held;
+    ops->state(m->self, &s);
+    vmem__pool_look_ahead(m, s.used);
+    keep_to_max(m, &s);
+    const bool more = ops->go_on && ops->go_on(m->self, least_pages(m, &s));
+    ops->state(m->self, &s);
+    const uint64_t gone_to = MAX(s.budget, s.held);
+    const bool less = m->taken_ahead || s.held << m->page_shift < m->row.held;
     pthread_mutex_lock(&pool->lock);
-    const bool trim = less && (gone_to << kv->page_shift) + m->granted < m->row.has;
+    const bool trim = less && (gone_to << m->page_shift) + m->granted < m->row.has;
     pthread_mutex_unlock(&pool->lock);
     m->taken_ahead &= !trim;
-    kv_unlock_cache(kv);
+    ops->unlock(m->self);
     if (trim) // free the memory before the row offers it to the other members
-        vmem__kv_trim(kv);
+        ops->trim(m->self);
 
-    kv_lock_cache(kv);
-    const uint64_t least = least_pages(kv, m), has = KV_MAX(kv->budget_pages, kv->held);
-    const uint64_t evictable = m->evict ? kv->refs.only : vmem__kv_evictable(kv);
+    ops->lock(m->self);
+    ops->state(m->self, &s);
+    const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
     pthread_mutex_lock(&pool->lock);
-    const uint64_t min = kv_ceil_pages(m->row.min, kv);
-    const struct kv_pool_row before = m->row;
+    const uint64_t min = ceil_pages(m->row.min, m);
+    const struct pool_row before = m->row;
     // A claim may have taken back part of the budget meanwhile.
-    m->row.has = KV_MIN(m->row.has, (KV_MAX(has, gone_to) << kv->page_shift) + m->granted);
-    m->row.held = kv->held << kv->page_shift;
-    m->row.could_give = kv_less(has, KV_MAX(least - KV_MIN(least, evictable), min)) << kv->page_shift;
-    m->row.giving = kv_less(m->row.has - m->granted, pages_after(kv) << kv->page_shift);
+    m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
+    m->row.held = s.held << m->page_shift;
+    m->row.could_give = pool_less(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
+    m->row.giving = pool_less(m->row.has - m->granted, s.after << m->page_shift);
     // Publish free budget at once. Other changes may be published some milliseconds late, but are not forgotten.
     m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
-    if (memcmp(&m->written, &m->row, sizeof m->row) && kv_now() - m->written_at > POLL_MS * UINT64_C(1000000))
+    if (memcmp(&m->written, &m->row, sizeof m->row) && pool_now() - m->written_at > POLL_MS * UINT64_C(1000000))
         m->changed = true;
     pthread_mutex_unlock(&pool->lock);
-    kv_unlock_cache(kv);
+    ops->unlock(m->self);
     return more;
 }
 
@@ -344,10 +255,10 @@ static bool look(struct kv_member *m)
 static void listen(vmem_kv_pool *pool, uint64_t t)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct kv_pool_row *r = &pool->table.rows[i];
-        struct kv_pool_seen *seen = &pool->seen[i];
+        const struct pool_row *r = &pool->table.rows[i];
+        struct pool_seen *seen = &pool->seen[i];
         const bool owes = r->giving || r->looked < pool->table.head.revision;
-        if (owes && !kv_own(pool, i) && !memcmp(r, &seen->row, sizeof(*r)))
+        if (owes && !pool_owns(pool, i) && !memcmp(r, &seen->row, sizeof(*r)))
             continue;
         seen->row = *r;
         seen->at = t;
@@ -355,48 +266,48 @@ static void listen(vmem_kv_pool *pool, uint64_t t)
 }
 
 // A process may be stopped, or wait in its driver for ever. Nobody else must wait for it.
-static bool silent(const vmem_kv_pool *pool, uint32_t place) { return kv_now() - pool->seen[place].at > SILENT_NS; }
+static bool silent(const vmem_kv_pool *pool, uint32_t place) { return pool_now() - pool->seen[place].at > SILENT_NS; }
 
 // The needs that neither free budget nor budget being given back covers.
 static uint64_t unmet(const vmem_kv_pool *pool)
 {
-    uint64_t needs = 0, coming = vmem__kv_pool_free(pool, NULL);
+    uint64_t needs = 0, coming = vmem__pool_free(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct kv_pool_row *r = &pool->table.rows[i];
+        const struct pool_row *r = &pool->table.rows[i];
         if (!r->number || silent(pool, i))
             continue;
-        needs = kv_add(needs, r->needs);
-        coming = kv_add(coming, r->giving);
+        needs = pool_add(needs, r->needs);
+        coming = pool_add(coming, r->giving);
     }
-    return kv_less(needs, coming);
+    return pool_less(needs, coming);
 }
 
-static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
+static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
 {
-    struct kv_pool_row *r = &m->row;
+    struct pool_row *r = &m->row;
     if (m->leaving)
         r->needs = 0;
     else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
         r->needs = r->min - r->has;
-        m->asked_at = kv_now();
+        m->asked_at = pool_now();
         m->changed = true;
     }
     if (!r->needs)
         return;
-    if (!m->waiting && kv_now() - m->asked_at > vmem__kv_ask_ns) {
+    if (!m->waiting && pool_now() - m->asked_at > vmem__pool_ask_ns) {
         r->needs = 0;
-        vmem__kv_pool_answer(m, VMEM_KV_UNASKED, 0);
+        vmem__pool_answer(m, VMEM_KV_UNASKED, 0);
         m->changed = true;
         return;
     }
-    const uint64_t unused = vmem__kv_pool_free(pool, m);
-    uint64_t room = KV_MIN(KV_MIN(unused, kv_less(r->max, r->has)), r->needs);
-    const uint64_t whole = kv_ceil_pages(room, m->kv) << m->kv->page_shift;
-    room = whole <= unused ? whole : kv_floor_pages(room, m->kv) << m->kv->page_shift;
+    const uint64_t unused = vmem__pool_free(pool, m);
+    uint64_t room = MIN(MIN(unused, pool_less(r->max, r->has)), r->needs);
+    const uint64_t whole = ceil_pages(room, m) << m->page_shift;
+    room = whole <= unused ? whole : floor_pages(room, m) << m->page_shift;
     if (room) {
         r->has += room;
         m->granted += room;
-        r->needs = kv_less(r->needs, room);
+        r->needs = pool_less(r->needs, room);
         m->changed = true;
     }
     if (!r->needs) {
@@ -410,16 +321,16 @@ static void grant(vmem_kv_pool *pool, struct kv_member *m, bool *head)
 
 // Decides how much a member gives, and records its reply. It refuses only questions that are older than the look at its
 // cache, because requests may have begun or ended since. Returns true if a younger one waits for another look.
-static bool give(vmem_kv_pool *pool, struct kv_member *m)
+static bool give(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    struct kv_pool_row *r = &m->row;
-    const uint64_t wanted = kv_less(unmet(pool), r->needs);
+    struct pool_row *r = &m->row;
+    const uint64_t wanted = pool_less(unmet(pool), r->needs);
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
-    const uint64_t could = waits || m->leaving ? 0 : kv_less(r->could_give, r->giving);
-    const uint64_t bytes = KV_MIN(wanted, could);
+    const uint64_t could = waits || m->leaving ? 0 : pool_less(r->could_give, r->giving);
+    const uint64_t bytes = MIN(wanted, could);
     const uint64_t revision = pool->table.head.revision;
-    const uint64_t looked = wanted && !bytes && !m->leaving ? KV_MAX(m->saw, r->looked) : revision;
+    const uint64_t looked = wanted && !bytes && !m->leaving ? MAX(m->saw, r->looked) : revision;
     const bool asked = r->looked < looked;
     uint32_t reply = r->reply, why = 0;
     if (bytes) {
@@ -443,20 +354,20 @@ static bool give(vmem_kv_pool *pool, struct kv_member *m)
     return looked < revision;
 }
 
-static void refuse(struct kv_member *m, uint32_t why)
+static void refuse(struct vmem__member *m, uint32_t why)
 {
-    m->refused_at = kv_now();
-    vmem__kv_pool_answer(m, VMEM_KV_REFUSED, why);
+    m->refused_at = pool_now();
+    vmem__pool_answer(m, VMEM_KV_REFUSED, why);
 }
 
 // Refuses a member's request for budget when no other member can still give.
-static void judge(const vmem_kv_pool *pool, struct kv_member *m)
+static void judge(const vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint32_t why = VMEM_KV_AT_MINIMUM;
     if (!m->row.needs || m->granted || m->row.answer != VMEM_KV_DEFERRED)
         return;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct kv_pool_row *r = &pool->table.rows[i];
+        const struct pool_row *r = &pool->table.rows[i];
         if (!r->number || i == m->place)
             continue;
         const bool owes = r->looked < m->row.asked || r->giving;
@@ -474,67 +385,62 @@ static void judge(const vmem_kv_pool *pool, struct kv_member *m)
 static bool decide(vmem_kv_pool *pool)
 {
     bool head = false, again = false;
-    const int rc = vmem__kv_share_wait(pool, KV_POOL_WAIT_US);
-    const uint64_t t = kv_now();
+    const int rc = vmem__table_wait(pool, POOL_WAIT_US);
+    const uint64_t t = pool_now();
     pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
     const bool locked = t - pool->locked_at > SILENT_NS;
-    for (struct kv_member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
+    for (struct vmem__member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
         if (m->row.needs) // no other member will read the question
             refuse(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
     if (rc)
         return false;
     if (t - pool->buried_at > BURY_NS) {
         pool->buried_at = t;
-        vmem__kv_share_bury(pool);
+        vmem__table_bury(pool);
     }
     listen(pool, t);
-    for (struct kv_member *m = pool->members; m; m = m->next)
+    for (struct vmem__member *m = pool->members; m; m = m->next)
         grant(pool, m, &head);
-    for (struct kv_member *m = pool->members; m; m = m->next)
+    for (struct vmem__member *m = pool->members; m; m = m->next)
         again |= give(pool, m);
-    for (struct kv_member *m = pool->members; m; m = m->next)
+    for (struct vmem__member *m = pool->members; m; m = m->next)
         judge(pool, m);
-    vmem__kv_share_end(pool, head);
-    for (struct kv_member *m = pool->members; m; m = m->next)
+    vmem__table_end(pool, head);
+    for (struct vmem__member *m = pool->members; m; m = m->next)
         if (m->changed && m->row.needs) // no other member can read the question
             refuse(m, VMEM_KV_FILE_DAMAGED);
-    vmem__kv_pool_note(pool);
+    vmem__pool_note(pool);
     return again;
 }
 
-// Applies the decisions to the cache. Returns true if there is more to do at once.
-static bool apply(struct kv_member *m)
+// Applies the decisions to the member. Returns true if there is more to do at once.
+static bool apply(struct vmem__member *m)
 {
-    vmem_kv *kv = m->kv;
+    const struct vmem__member_ops *ops = m->ops;
     vmem_kv_pool *pool = m->pool;
+    struct vmem__lend_state s;
     uint64_t evict = 0;
     pthread_mutex_lock(&pool->lock);
-    const bool any = acceptable(m) >> kv->page_shift || m->to_give;
+    const bool any = acceptable(m) >> m->page_shift || m->to_give;
     pthread_mutex_unlock(&pool->lock);
     if (!any)
         return false;
-    kv_lock_cache(kv);
+    ops->lock(m->self);
     pthread_mutex_lock(&pool->lock);
-    accept(m);
-    const uint64_t bytes = m->to_give;
+    const uint64_t accepted = accept(m), bytes = m->to_give;
     m->to_give = 0;
     pthread_mutex_unlock(&pool->lock);
+    ops->raise(m->self, accepted);
     if (bytes) {
-        const uint64_t least = least_pages(kv, m), want = kv_ceil_pages(bytes, kv);
-        const uint64_t pages = KV_MIN(want, kv_less(pages_after(kv), least));
+        ops->state(m->self, &s);
+        const uint64_t want = ceil_pages(bytes, m), pages = MIN(want, pool_less(s.after, least_pages(m, &s)));
         if (pages)
-            give_down_to(kv, pages_after(kv) - pages);
-        if (want > pages && m->evict) {
-            evict = KV_MIN(want - pages, kv->refs.only);
-        } else if (want > pages && vmem__kv_evictable(kv)) { // evict one portion of hashed blocks per round
-            vmem__kv_worker_hold(kv);
-            vmem__kv_hash_evict(kv, KV_MIN(want - pages, KV_MAX(kv->portion, kv->block)));
-            vmem__kv_worker_release(kv);
-        }
+            ops->give_down_to(m->self, s.after - pages);
+        evict = MIN(want - pages, s.evictable);
     }
-    kv_unlock_cache(kv);
-    if (evict && m->evict(m->arg, evict)) // the next round gives the budget that this freed
-        return true;
+    ops->unlock(m->self);
+    if (evict) // the next round gives the budget that this frees
+        ops->evict(m->self, evict);
     return bytes != 0;
 }
 
@@ -543,13 +449,13 @@ static bool round_of(vmem_kv_pool *pool)
 {
     bool again = false;
     for (int pass = 0; pass < 2; pass++) {
-        for (struct kv_member *m = pool->members; m; m = m->next) {
+        for (struct vmem__member *m = pool->members; m; m = m->next) {
             if (m->leaving)
                 continue;
             m->busy = true;
             pthread_mutex_unlock(&pool->lock);
             again |= pass ? apply(m) : look(m);
-            again |= pass && vmem__kv_prepare(m);
+            again |= pass && vmem__pool_prepare(m);
             pthread_mutex_lock(&pool->lock);
             m->busy = false;
             pthread_cond_broadcast(&pool->news);
@@ -562,7 +468,7 @@ static bool round_of(vmem_kv_pool *pool)
 
 static bool restless(const vmem_kv_pool *pool)
 {
-    for (const struct kv_member *m = pool->members; m; m = m->next)
+    for (const struct vmem__member *m = pool->members; m; m = m->next)
         if ((m->row.needs && m->row.answer == VMEM_KV_DEFERRED) || m->row.giving)
             return true;
     return false;
@@ -581,7 +487,7 @@ static void wait_for_news(vmem_kv_pool *pool, int ms)
         ;
 }
 
-void *vmem__kv_pool_work(void *arg)
+void *vmem__pool_work(void *arg)
 {
     vmem_kv_pool *pool = arg;
     pthread_mutex_lock(&pool->lock);

@@ -1,4 +1,4 @@
-// Pools: one budget for several caches. This file creates, joins and leaves pools; balance.c moves the budget.
+// Pools: one budget for several members. This file creates pools, and members come and go here; balance.c moves the budget.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-#include "core/core.h"
+#include "core/memory.h"
 #include "core/struct.h"
 #include "pool/pool.h"
 
@@ -53,7 +53,7 @@ static void list_pool(vmem_kv_pool *pool, bool listed)
             break;
         }
     if (!listed)
-        vmem__kv_share_close(pool);
+        vmem__table_close(pool);
     pthread_mutex_unlock(&list_lock);
 }
 
@@ -64,14 +64,14 @@ static void end_pool(vmem_kv_pool *pool)
         pthread_mutex_lock(&pool->lock);
         pool->stop = true;
         pthread_mutex_unlock(&pool->lock);
-        kv_ring(pool);
+        pool_ring(pool);
         pthread_join(pool->thread, NULL);
     }
     if (pool->budget && ours) {
         pthread_mutex_lock(&pool->lock);
-        if (!vmem__kv_share_wait(pool, KV_POOL_WAIT_US)) {
-            vmem__kv_share_remove(pool);
-            vmem__kv_share_end(pool, false);
+        if (!vmem__table_wait(pool, POOL_WAIT_US)) {
+            vmem__table_remove(pool);
+            vmem__table_end(pool, false);
         }
         pthread_mutex_unlock(&pool->lock);
     }
@@ -97,7 +97,7 @@ static int start(vmem_kv_pool *pool)
     pool->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (pool->bell < 0)
         return vmem__error(-errno, "no eventfd: %s", strerror(errno));
-    int rc = vmem__thread_start(&pool->thread, vmem__kv_pool_work, pool);
+    int rc = vmem__thread_start(&pool->thread, vmem__pool_work, pool);
     pool->has_thread = !rc;
     return rc ? vmem__error(-rc, "no thread for the pool: %s", strerror(rc)) : 0;
 }
@@ -131,7 +131,7 @@ int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **ou
     pool->table.head.budget = c.budget;
     list_pool(pool, true);
     if (c.path)
-        rc = vmem__kv_share_open(pool, c.path, c.budget);
+        rc = vmem__table_open(pool, c.path, c.budget);
     if (!rc)
         rc = start(pool);
     if (rc) {
@@ -155,7 +155,7 @@ void vmem_kv_pool_destroy(vmem_kv_pool *pool)
 static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *head)
 {
     const char *where = strcmp(info->backend, "host") ? "gpu" : "host";
-    struct kv_pool_head *h = &pool->table.head;
+    struct pool_head *h = &pool->table.head;
     bool alone = true;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
         alone &= !pool->table.rows[i].number;
@@ -167,7 +167,7 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *
         return 0;
     }
     if (strcmp(h->backend, where) || memcmp(h->device, info->device_uuid, sizeof(h->device)))
-        return vmem__error(-EINVAL, "the pool's members are on another device (%s) than this cache (%s)", h->backend,
+        return vmem__error(-EINVAL, "the pool's members are on another device (%s) than this one (%s)", h->backend,
                            info->backend);
     return 0;
 }
@@ -175,27 +175,25 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *
 static int find_place(vmem_kv_pool *pool, uint32_t *place)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (!pool->table.rows[i].number && !kv_own(pool, i) && !vmem__kv_share_take(pool, i)) {
+        if (!pool->table.rows[i].number && !pool_owns(pool, i) && !vmem__table_take(pool, i)) {
             *place = i;
             return 0;
         }
     return vmem__error(-ENOSPC, "the pool has %u members, the most that it can have", VMEM_KV_POOL_MEMBERS);
 }
 
-// Enters the cache's row; the cache's budget becomes its grant. Call it between begin and end, with all locks held.
-static int enter_table(vmem_kv_pool *pool, struct kv_member *m, bool *head)
+// Enters the member's row; the pages that it has become its grant. Call it between begin and end, with all locks held.
+static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held, bool *head)
 {
-    vmem_kv *kv = m->kv;
     struct vmem_info info = {.size = sizeof info};
-    const uint64_t held = kv->held << kv->page_shift;
-    int rc = vmem_context_info(kv->ctx, &info);
+    int rc = vmem_context_info(m->ctx, &info);
     if (!rc)
         rc = check_device(pool, &info, head);
     if (!rc)
-        rc = vmem__kv_pool_check(pool, VMEM_KV_POOL_MEMBERS, m->row.min, &m->row.max);
-    if (!rc && held > vmem__kv_pool_free(pool, NULL))
-        rc = vmem__error(-ENOMEM, "the cache holds %" PRIu64 " bytes, and the pool has %" PRIu64 " free", held,
-                         vmem__kv_pool_free(pool, NULL));
+        rc = vmem__pool_check(pool, VMEM_KV_POOL_MEMBERS, m->row.min, &m->row.max);
+    if (!rc && held > vmem__pool_free(pool, NULL))
+        rc = vmem__error(-ENOMEM, "the new member holds %" PRIu64 " bytes, and the pool has %" PRIu64 " free", held,
+                         vmem__pool_free(pool, NULL));
     if (!rc)
         rc = find_place(pool, &m->place);
     if (rc)
@@ -203,17 +201,17 @@ static int enter_table(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     m->row.number = ++pool->table.head.joins;
     if (!m->row.number) // somebody overwrote the head
         m->row.number = ++pool->table.head.joins;
-    m->row.pid = (uint32_t)kv->pid;
+    m->row.pid = (uint32_t)pool->pid;
     // Grant as much of the minimum as is free. The rest of the minimum is due later.
-    uint64_t has = KV_MAX(KV_MIN(m->row.min, vmem__kv_pool_free(pool, NULL)), held);
-    has = KV_MAX(kv_floor_pages(has, kv) << kv->page_shift, held);
+    uint64_t has = MAX(MIN(m->row.min, vmem__pool_free(pool, NULL)), held);
+    has = MAX(floor_pages(has, m) << m->page_shift, held);
     m->row.has = has;
     m->row.held = held;
     m->row.looked = pool->table.head.revision;
     if (has < m->row.min) {
         m->row.needs = m->row.min - has;
         m->row.answer = VMEM_KV_DEFERRED;
-        m->asked_at = kv_now();
+        m->asked_at = pool_now();
     }
     m->changed = *head = true;
     m->next = pool->members;
@@ -221,173 +219,94 @@ static int enter_table(vmem_kv_pool *pool, struct kv_member *m, bool *head)
     return 0;
 }
 
-int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_share *share)
+int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
+                    const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget)
 {
-    struct vmem_kv_share s;
-    if (!pool || !share)
-        return vmem__error(-EINVAL, "pool and share must not be NULL");
-    int rc = vmem__struct_take(&s, sizeof s, sizeof s, share, "share");
-    if (!rc)
-        rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    if (pool->pid != kv->pid)
-        rc = vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
-    else if (kv->member)
-        rc = vmem__error(-EINVAL, "the cache is a member of a pool already");
-    else if (kv->flags & VMEM_KV_SAME_SLOTS)
-        rc = vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) cannot be in a pool");
-    struct kv_member *m = rc ? NULL : calloc(1, sizeof(*m));
-    if (!rc && !m)
-        rc = vmem__error(-ENOMEM, "no memory for a member");
-    if (rc)
-        return vmem__kv_leave(kv, rc);
+    if (pool->pid != getpid())
+        return vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
+    struct vmem__member *m = calloc(1, sizeof(*m));
+    if (!m)
+        return vmem__error(-ENOMEM, "no memory for a member");
     m->pool = pool;
-    m->kv = kv;
-    m->evict = s.evict;
-    m->arg = s.arg;
-    m->row.min = s.min;
-    m->row.max = s.max;
-    strncpy(m->row.name, s.name ? s.name : "kv", sizeof(m->row.name) - 1);
-    vmem__kv_worker_hold(kv);
+    m->ops = ops;
+    m->self = self;
+    m->ctx = terms->ctx;
+    m->page_shift = (uint32_t)__builtin_ctzll(terms->page_size);
+    m->whole = terms->whole;
+    m->row.min = terms->min;
+    m->row.max = terms->max;
+    strncpy(m->row.name, terms->name, sizeof(m->row.name) - 1);
     pthread_mutex_lock(&pool->lock);
     bool head = false;
-    rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
+    int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
-        vmem__kv_share_bury(pool);
-        rc = enter_table(pool, m, &head);
-        vmem__kv_share_end(pool, head && !rc);
+        vmem__table_bury(pool);
+        rc = enter_table(pool, m, terms->held << m->page_shift, &head);
+        vmem__table_end(pool, head && !rc);
         if (!rc && m->changed) {
             pool->members = m->next;
-            vmem__kv_share_give(pool, m->place, true);
-            rc = vmem__kv_share_unwritten(pool);
+            vmem__table_give(pool, m->place, true);
+            rc = vmem__table_unwritten(pool);
         }
-        vmem__kv_pool_note(pool);
+        vmem__pool_note(pool);
     }
     if (!rc) {
         pool->refs++;
-        kv->member = m;
-        kv->flags |= VMEM_KV_LAZY;
-        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
-        kv->portion = kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
-        kv_shrink_budget(kv, kv_floor_pages(m->row.has, kv));
-        kv_ring(pool);
+        *budget = floor_pages(m->row.has, m);
+        pool_ring(pool);
     }
     pthread_mutex_unlock(&pool->lock);
-    vmem__kv_worker_release(kv);
     if (rc) {
         free(m);
-        return vmem__kv_leave(kv, rc);
+        return rc;
     }
-    vmem__kv_give_ahead(kv, 0);
-    vmem__limit_arenas(kv->ctx, ARENA);
-    return vmem__kv_leave(kv, 0);
+    vmem__limit_arenas(m->ctx, ARENA);
+    *out = m;
+    return 0;
 }
 
-void vmem__kv_pool_leave(vmem_kv *kv)
+void vmem__pool_leave(struct vmem__member *m, uint64_t held)
 {
-    kv_lock_cache(kv);
-    struct kv_member *m = kv->member;
-    kv->member = NULL;
-    kv->giving = false;
-    if (m) // what it has not used goes back now
-        kv->budget_pages = KV_MIN(kv->budget_pages, kv->held);
-    const uint64_t held = kv->held << kv->page_shift;
-    pthread_mutex_unlock(&kv->state);
-    pthread_mutex_unlock(&kv->api);
-    if (!m)
-        return;
     vmem_kv_pool *pool = m->pool;
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
     // The rest becomes free together with the memory: kernels in flight, or a view of a tensor, may keep it.
     m->leaving = m->changed = true;
-    m->row.has = KV_MIN(m->row.has, held);
+    m->row.has = MIN(m->row.has, held << m->page_shift);
     m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = 0;
-    if (!vmem__kv_share_wait(pool, KV_POOL_WAIT_US))
-        vmem__kv_share_end(pool, false);
-    vmem__kv_pool_note(pool);
-    kv_ring(pool);
+    if (!vmem__table_wait(pool, POOL_WAIT_US))
+        vmem__table_end(pool, false);
+    vmem__pool_note(pool);
+    pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
-    kv->left = m;
 }
 
-void vmem__kv_pool_left(vmem_kv *kv)
+void vmem__pool_left(struct vmem__member *m)
 {
-    struct kv_member *m = kv->left, **at;
-    if (!m)
-        return;
+    struct vmem__member **at;
     vmem_kv_pool *pool = m->pool;
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
-    const int rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
+    const int rc = vmem__table_wait(pool, POOL_CALL_US);
     for (at = &pool->members; *at != m; at = &(*at)->next)
         ;
     *at = m->next;
     // Even if the table cannot be locked, other members then find nobody alive in this place.
-    vmem__kv_share_give(pool, m->place, rc == -EBADMSG);
+    vmem__table_give(pool, m->place, rc == -EBADMSG);
     if (!rc)
-        vmem__kv_share_end(pool, false);
-    vmem__kv_pool_note(pool);
+        vmem__table_end(pool, false);
+    vmem__pool_note(pool);
     pthread_cond_broadcast(&pool->news);
-    kv_ring(pool);
+    pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
     free(m);
     drop(pool);
 }
 
-// ---- other calls of the interface --------------------------------------------------------------------------------
-
-static int not_a_member(void) { return vmem__error(-EINVAL, "the cache is in no pool"); }
-
-// Finds a member and locks its pool.
-static int member_of(vmem_kv *kv, struct kv_member **m)
+uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 {
-    if (!kv)
-        return vmem__error(-EINVAL, "kv is NULL");
-    int rc = vmem__kv_check_usable(kv);
-    if (rc)
-        return rc;
-    pthread_mutex_lock(&kv->state);
-    *m = kv->member;
-    if (*m)
-        pthread_mutex_lock(&(*m)->pool->lock);
-    pthread_mutex_unlock(&kv->state);
-    return *m ? 0 : not_a_member();
-}
-
-int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
-{
-    struct kv_member *m;
-    uint32_t why;
-    int rc = member_of(kv, &m);
-    if (rc)
-        return rc;
-    rc = vmem__kv_pool_set_share(m, min, max, &why);
-    pthread_mutex_unlock(&m->pool->lock);
-    return rc;
-}
-
-int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
-{
-    int rc = vmem__kv_enter_step(kv);
-    if (rc)
-        return rc;
-    if (!kv->member)
-        return vmem__kv_leave(kv, not_a_member());
-    const uint64_t want = kv->held - KV_MIN(vmem__kv_spare(kv), kv->held) + kv_ceil_pages(bytes, kv);
-    vmem__kv_foresee(kv, want, false);
-    return vmem__kv_leave(kv, 0);
-}
-
-int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
-{
-    struct kv_member *m;
-    int rc = member_of(kv, &m);
-    if (rc)
-        return rc;
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_sec += ms / 1000;
@@ -399,12 +318,25 @@ int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
         if (pthread_cond_timedwait(&m->pool->news, &m->pool->lock, &until) == ETIMEDOUT)
             break;
     m->waiting--;
-    m->asked_at = kv_now();
-    if (out)
-        *out = m->row.answer;
-    pthread_mutex_unlock(&m->pool->lock);
-    return 0;
+    m->asked_at = pool_now();
+    return m->row.answer;
 }
+
+static void wake(const struct vmem__member *m) { pool_ring(m->pool); }
+
+const struct vmem__lender vmem__pool_lender = {
+    .claim = vmem__pool_claim,
+    .claimable = vmem__pool_claimable,
+    .ask = vmem__pool_ask,
+    .unask = vmem__pool_unask,
+    .foresee = vmem__pool_foresee,
+    .wake = wake,
+    .show = vmem__pool_show,
+    .leave = vmem__pool_leave,
+    .left = vmem__pool_left,
+};
+
+// ---- the pool as others see it -----------------------------------------------------------------------------------
 
 static int refresh(vmem_kv_pool *pool)
 {
@@ -413,11 +345,11 @@ static int refresh(vmem_kv_pool *pool)
     if (pool->pid != getpid())
         return vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
     pthread_mutex_lock(&pool->lock);
-    int rc = vmem__kv_share_wait(pool, KV_POOL_CALL_US);
+    int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
-        vmem__kv_share_bury(pool);
-        vmem__kv_share_end(pool, false);
-        vmem__kv_pool_note(pool);
+        vmem__table_bury(pool);
+        vmem__table_end(pool, false);
+        vmem__pool_note(pool);
     } else {
         pthread_mutex_unlock(&pool->lock);
     }
@@ -435,16 +367,16 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         info.members += pool->table.rows[i].number != 0;
-        taken = kv_add(taken, pool->table.rows[i].number ? pool->table.rows[i].has : 0);
+        taken = pool_add(taken, pool->table.rows[i].number ? pool->table.rows[i].has : 0);
     }
     info.budget = pool->table.head.budget;
-    info.free = kv_less(info.budget, taken);
+    info.free = pool_less(info.budget, taken);
     info.revision = pool->table.head.revision;
     pthread_mutex_unlock(&pool->lock);
     return vmem__struct_give(out, &info, sizeof info, "out");
 }
 
-static void show(const struct kv_pool_row *r, struct vmem_kv_pool_member *out)
+static void show(const struct pool_row *r, struct vmem_kv_pool_member *out)
 {
     *out = (struct vmem_kv_pool_member){.size = sizeof(*out),
                                         .pid = r->pid,
@@ -464,13 +396,8 @@ static void show(const struct kv_pool_row *r, struct vmem_kv_pool_member *out)
     memcpy(out->name, r->name, sizeof(out->name));
 }
 
-void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, char path[256])
+void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
 {
-    struct kv_member *m = kv->member;
-    if (!m) {
-        out->size = 0;
-        return;
-    }
     pthread_mutex_lock(&m->pool->lock);
     show(&m->row, out);
     pthread_mutex_unlock(&m->pool->lock);
@@ -489,7 +416,7 @@ int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_p
     int rc = refresh(pool);
     if (rc)
         return rc;
-    const struct kv_pool_row r = pool->table.rows[place];
+    const struct pool_row r = pool->table.rows[place];
     pthread_mutex_unlock(&pool->lock);
     if (!r.number)
         return vmem__error(-ENOENT, "place %u: there is no member", place);
@@ -500,7 +427,7 @@ int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_p
 
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)
 {
-    struct kv_pool_row rows[VMEM_KV_POOL_MEMBERS];
+    struct pool_row rows[VMEM_KV_POOL_MEMBERS];
     struct vmem_kv_pool_member m;
     if (!out || !found)
         return vmem__error(-EINVAL, "out and found must not be NULL");

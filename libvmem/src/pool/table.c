@@ -36,9 +36,9 @@ static int lock_byte(int fd, short type, off_t at, int command, short *found)
 static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
     const struct timespec pause = {.tv_nsec = 100000};
-    const uint64_t until = kv_now() + most_us * UINT64_C(1000);
+    const uint64_t until = pool_now() + most_us * UINT64_C(1000);
     int rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
-    while (rc == -EAGAIN && kv_now() < until) {
+    while (rc == -EAGAIN && pool_now() < until) {
         if (mutex)
             pthread_mutex_unlock(mutex);
         nanosleep(&pause, NULL);
@@ -54,7 +54,7 @@ static void unlock_table(int fd) { lock_byte(fd, F_UNLCK, 0, F_OFD_SETLK, NULL);
 static bool lives(const vmem_kv_pool *pool, uint32_t place)
 {
     short found = F_UNLCK;
-    if (kv_own(pool, place))
+    if (pool_owns(pool, place))
         return true;
     // If the kernel cannot tell, assume that the member is alive.
     return lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_GETLK, &found) || found != F_UNLCK;
@@ -62,7 +62,7 @@ static bool lives(const vmem_kv_pool *pool, uint32_t place)
 
 static bool read_table(vmem_kv_pool *pool)
 {
-    struct kv_pool_table t;
+    struct pool_table t;
     if (pread(pool->fd, &t, sizeof t, 0) != (ssize_t)sizeof t || t.head.magic != MAGIC || t.head.size != sizeof t ||
         t.head.rows != VMEM_KV_POOL_MEMBERS || !t.head.budget || (pool->budget && t.head.budget != pool->budget))
         return false;
@@ -80,8 +80,8 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
 
 static bool write_row(const vmem_kv_pool *pool, uint32_t place)
 {
-    const struct kv_pool_row *row = &pool->table.rows[place];
-    return write_at(pool->fd, row, sizeof(*row), (off_t)(offsetof(struct kv_pool_table, rows) + place * sizeof(*row)));
+    const struct pool_row *row = &pool->table.rows[place];
+    return write_at(pool->fd, row, sizeof(*row), (off_t)(offsetof(struct pool_table, rows) + place * sizeof(*row)));
 }
 
 static int begin(vmem_kv_pool *pool, unsigned most_us)
@@ -93,17 +93,17 @@ static int begin(vmem_kv_pool *pool, unsigned most_us)
         unlock_table(pool->fd);
         return vmem__error(-EBADMSG, "path %s: the file is no table of a pool (any more)", pool->path);
     }
-    for (struct kv_member *m = pool->members; m; m = m->next) {
-        struct kv_pool_row *row = &pool->table.rows[m->place];
+    for (struct vmem__member *m = pool->members; m; m = m->next) {
+        struct pool_row *row = &pool->table.rows[m->place];
         m->changed |= memcmp(row, &m->written, sizeof(*row)) != 0; // somebody else wrote there
         *row = m->row;                                             // our own rows in memory are authoritative
     }
     return 0;
 }
 
-int vmem__kv_share_begin(vmem_kv_pool *pool) { return begin(pool, 0); }
+int vmem__table_begin(vmem_kv_pool *pool) { return begin(pool, 0); }
 
-int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us)
+int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
 {
     int rc = begin(pool, most_us);
     if (!rc || rc == -EBADMSG)
@@ -113,20 +113,20 @@ int vmem__kv_share_wait(vmem_kv_pool *pool, unsigned most_us)
 }
 
 // Others may take the budget of a row that they cannot read, so the member gives up what it took since the last one.
-static void take_back(struct kv_member *m)
+static void take_back(struct vmem__member *m)
 {
-    const uint64_t more = kv_less(m->row.has, m->written.has), granted = KV_MIN(more, m->granted);
+    const uint64_t more = pool_less(m->row.has, m->written.has), granted = MIN(more, m->granted);
     m->row.has -= more;
     m->granted -= granted;
-    m->row.needs = kv_add(m->row.needs, granted);
+    m->row.needs = pool_add(m->row.needs, granted);
 }
 
-void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
+void vmem__table_end(vmem_kv_pool *pool, bool head)
 {
     // A write may fail, as where the file system is full. The others then see the previous table.
     if (head && pool->fd >= 0)
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
-    for (struct kv_member *m = pool->members; m; m = m->next) {
+    for (struct vmem__member *m = pool->members; m; m = m->next) {
         pool->table.rows[m->place] = m->row;
         if (!m->changed)
             continue;
@@ -136,31 +136,31 @@ void vmem__kv_share_end(vmem_kv_pool *pool, bool head)
             continue;
         }
         m->written = m->row;
-        m->written_at = kv_now();
+        m->written_at = pool_now();
         m->changed = false;
     }
     if (pool->fd >= 0)
         unlock_table(pool->fd);
 }
 
-int vmem__kv_share_unwritten(const vmem_kv_pool *pool)
+int vmem__table_unwritten(const vmem_kv_pool *pool)
 {
     return vmem__error(-EBADMSG, "path %s: the table cannot be written", pool->path);
 }
 
-int vmem__kv_share_take(vmem_kv_pool *pool, uint32_t place)
+int vmem__table_take(vmem_kv_pool *pool, uint32_t place)
 {
     return pool->fd < 0 ? 0 : lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
 }
 
 static void empty_row(vmem_kv_pool *pool, uint32_t place)
 {
-    pool->table.rows[place] = (struct kv_pool_row){0};
+    pool->table.rows[place] = (struct pool_row){0};
     if (pool->fd >= 0)
         (void)!write_row(pool, place);
 }
 
-void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
+void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
 {
     if (!damaged) // what is no table, such as an empty file, stays as it is
         empty_row(pool, place);
@@ -168,7 +168,7 @@ void vmem__kv_share_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
         lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
 }
 
-void vmem__kv_share_bury(vmem_kv_pool *pool)
+void vmem__table_bury(vmem_kv_pool *pool)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && pool->fd >= 0; i++)
         if (pool->table.rows[i].number && !lives(pool, i))
@@ -182,7 +182,7 @@ static bool somebody(const vmem_kv_pool *pool)
     return lock_byte(pool->fd, F_WRLCK, OPEN_BYTE, F_OFD_GETLK, &found) || found != F_UNLCK;
 }
 
-void vmem__kv_share_remove(vmem_kv_pool *pool)
+void vmem__table_remove(vmem_kv_pool *pool)
 {
     struct stat ours, there;
     if (pool->fd < 0 || somebody(pool) || fstat(pool->fd, &ours) || stat(pool->path, &there))
@@ -201,7 +201,7 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
         return vmem__error(-EINVAL, "path %s is no regular file", path);
     if (st.st_uid != geteuid() || st.st_mode & 077)
         return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
-    int rc = lock_table(pool->fd, KV_POOL_CALL_US, NULL);
+    int rc = lock_table(pool->fd, POOL_CALL_US, NULL);
     if (rc)
         return vmem__error(rc, "path %s: %s", path, rc == -EAGAIN ? "another process holds its lock" : strerror(-rc));
     *again = fstat(pool->fd, &st) || !st.st_nlink;
@@ -223,7 +223,7 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
         return vmem__error(-EBADMSG, "path %s: the file is no table of a pool, but others use it", path);
     if (!budget)
         return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
-    pool->table = (struct kv_pool_table){
+    pool->table = (struct pool_table){
         .head = {.magic = MAGIC, .size = sizeof(pool->table), .rows = VMEM_KV_POOL_MEMBERS, .budget = budget}};
     // Take over only an empty file or the table of a pool that has ended. Any other file belongs to somebody else.
     struct stat st;
@@ -236,7 +236,7 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
     return 0;
 }
 
-int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
+int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
 {
     int rc = 0;
     bool again = true;
@@ -270,7 +270,7 @@ int vmem__kv_share_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     return 0;
 }
 
-void vmem__kv_share_close(vmem_kv_pool *pool)
+void vmem__table_close(vmem_kv_pool *pool)
 {
     if (pool->watch >= 0)
         close(pool->watch);

@@ -1,0 +1,116 @@
+// The contract between a pool and its members.
+//
+// A pool (pool/) divides one budget among its members. A member is anything that holds pages within a budget: today a KV
+// cache. Neither includes the other's headers. The pool knows a member by a table of functions, struct vmem__member_ops,
+// and a member knows its pool by another, struct vmem__lender. A file pool/join_*.c brings the two together for each type
+// of member.
+//
+// What a member must do:
+// - It keeps its own budget, in pages of its own size, and never has more pages than that, those in the making included.
+//   After vmem__pool_join the budget is what the pool granted; 0 is a normal grant. It changes only by raise, give_down_to
+//   and go_on, and by what the lender's claim and foresee return.
+// - It has a lock that guards the budget and all that `state` reports. The pool's thread takes it for microseconds, one
+//   member at a time, and holds none of the pool's locks meanwhile. A member may call its lender with that lock held.
+// - Before a call fails for want of budget, it claims. What the claim does not find, it asks for, and reports the shortage.
+//   The thread then raises the budget while the other members give, or the question is refused.
+// - It wakes the pool when it has given back pages that others wait for.
+// - Its destruction first calls leave, without its lock and before pages are released; and left once no page exists any more.
+//   Between the two, none of its functions is called.
+//
+// Locks, in this order: a member's lock, the pool's lock, the lock of the pool's file.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_LEND_H
+#define VMEM_LEND_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "vmem_kv.h"
+
+// A member's entry in a pool. The pool makes it, and frees it in `left`.
+struct vmem__member;
+
+// What the pool wants to know of a member before it decides. In pages.
+struct vmem__lend_state {
+    uint64_t budget;    // the most pages that the member may have
+    uint64_t held;      // pages that exist or are in the making
+    uint64_t used;      // of these, that the member could not take back for other uses of its own
+    bool giving;        // the budget is on its way down to `after`
+    uint64_t after;     // the budget when that is done; else the budget
+    uint64_t fixed;     // the fewest pages to which the member can shrink now, with what it has promised to its callers
+    uint64_t evictable; // of `fixed`, what evict could free
+    uint64_t margin;    // beyond `fixed`, pages that the member needs to go on without asking at once
+};
+
+// What the pool's thread calls. "Locked" means between lock and unlock. NULL is allowed where it says so.
+struct vmem__member_ops {
+    void (*lock)(void *self);
+    void (*unlock)(void *self);
+
+    // Locked. Fills in the state.
+    void (*state)(void *self, struct vmem__lend_state *out);
+    // Locked. The budget grows by so many pages.
+    void (*raise)(void *self, uint64_t pages);
+    // Locked. The member shrinks to `pages`, which is at least `fixed` as `state` has just said it. It may do so at once, or
+    // in portions: then `state` says `giving`, and the budget falls as the pages go, by itself or in go_on.
+    void (*give_down_to)(void *self, uint64_t pages);
+    // Locked, once in every round of the thread; NULL: give_down_to does everything. Goes on giving. `least` is the smallest
+    // budget that the pool leaves the member: an idle one may shrink to it. True: there is more to do at once.
+    bool (*go_on)(void *self, uint64_t least);
+    // Not locked. Returns memory of pages that are gone to the device. Only then do the other members get the budget.
+    void (*trim)(void *self);
+
+    // Not locked; NULL: nothing can be evicted. Frees up to so many of the `evictable` pages. The next round gives them.
+    void (*evict)(void *self, uint64_t pages);
+
+    // Locked; NULL: the pool's thread never takes device memory ahead for this member. Pages that exist, and those that the
+    // device has already given memory for.
+    uint64_t (*ready)(void *self);
+    // Locked; NULL with `ready`. What the member foresaw (see struct vmem__lender) has come or is not wanted any more.
+    void (*forget)(void *self);
+
+    // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, once; 0: none.
+    uint64_t (*wanted)(void *self);
+    // Not locked, NULL with `wanted`. What became of it: 0, a negative errno, or -EAGAIN: it is to be reported again, unless
+    // there is a newer one. why: enum vmem_kv_refusal.
+    void (*answered)(void *self, uint64_t bytes, int rc, uint32_t why);
+};
+
+// What a member calls. All but leave, left and wake with the member's lock held. In the member's pages.
+struct vmem__lender {
+    // Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
+    // enough, up to `most` of what nobody waits for. A member that is giving stops to.
+    uint64_t (*claim)(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
+    // How many pages a claim would find.
+    uint64_t (*claimable)(const struct vmem__member *m, uint64_t budget);
+    // The budget lacks so many pages even after a claim: asks the other members. How many of them may still come; if none,
+    // *refusal says why (enum vmem_kv_refusal). `held`: pages that the member has.
+    uint64_t (*ask)(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
+    // The member found what it asked for.
+    void (*unask)(struct vmem__member *m);
+    // The member will have `want` pages in all, with the requests that wait. Claims and asks for them, and has the thread take
+    // device memory for them. part: if the member may not have so many, as many as it may. Returns by how many pages the
+    // budget grows at once. It holds until `forget`, or until the member foresees something else.
+    uint64_t (*foresee)(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
+    // Has the thread look at the members soon.
+    void (*wake)(const struct vmem__member *m);
+    // The member's row, and the path of the pool's file if `path` is empty.
+    void (*show)(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
+    // The member is being destroyed, and still has so many pages. It asks and gets nothing more.
+    void (*leave)(struct vmem__member *m, uint64_t held);
+    // Its memory is gone: so is m.
+    void (*left)(struct vmem__member *m);
+};
+
+// What a member brings along when it joins.
+struct vmem__member_terms {
+    vmem_context *ctx;
+    uint64_t page_size;
+    uint64_t held; // pages
+    bool whole;    // pages go together, in sizes that nobody can foresee: no memory is taken ahead
+    const char *name;
+    uint64_t min, max; // bytes, as in struct vmem_kv_share
+};
+
+#endif
