@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 # Only the patched module has it.
-_PARAMETER = "uvm_vmem_max_mbytes"
+_PARAMETER = "uvm_vmem_confidential"
 _NODES = (("nvidia-uvm", 0), ("nvidia-uvm-tools", 1))
 
 

@@ -48,13 +48,6 @@ static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op
     return NV_OK;
 }
 
-static uvm_vmem_open_t op_open(const struct uvm_vmem_op *op, bool map)
-{
-    if (op->flags & UVM_VMEM_TAKEOVER)
-        return UVM_VMEM_TAKE;
-    return map || (op->flags & UVM_VMEM_UNMAP_OPEN) ? UVM_VMEM_OPEN : UVM_VMEM_LOOK;
-}
-
 // The range of an element.
 static NV_STATUS range_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, uvm_vmem_range_t **range)
 {
@@ -76,7 +69,7 @@ static NV_STATUS handle_find(struct uvm_vmem_call *call, const struct uvm_vmem_o
 }
 
 // Open the block that follows an overlay, if possible.
-static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, uvm_vmem_open_t open)
+static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, bool take)
 {
     NvU64 va = overlay->end + 1;
     uvm_vmem_range_t *range = uvm_vmem_range_find(call->va_space, va);
@@ -85,12 +78,13 @@ static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay 
 
     if (!range || va != uvm_vmem_block(va) || !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_BLOCK))
         return NV_OK;
-    status = uvm_vmem_overlay_touch(call, range, va, open, false, &next);
+    status = uvm_vmem_overlay_touch(call, range, va, take, false, &next);
     return status == NV_ERR_UVM_ADDRESS_IN_USE ? NV_OK : status;
 }
 
 static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
 {
+    bool take = op->flags & UVM_VMEM_TAKEOVER;
     NvU64 va = op->va;
     NvU64 end = op->va + op->length - 1;
     struct uvm_vmem_overlay *overlay = NULL;
@@ -112,7 +106,7 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         struct uvm_vmem_piece piece;
         NvU32 mask;
 
-        status = uvm_vmem_overlay_touch(call, range, va, op_open(op, true), huge, &overlay);
+        status = uvm_vmem_overlay_touch(call, range, va, take, huge, &overlay);
         if (status != NV_OK)
             return status;
 
@@ -136,7 +130,7 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         cond_resched();
     }
     if ((op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->had_pages)
-        return open_ahead(call, overlay, op_open(op, true));
+        return open_ahead(call, overlay, take);
     return NV_OK;
 }
 
@@ -164,17 +158,16 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
         return status;
 
     while (va <= end) {
-        struct uvm_vmem_overlay *overlay;
+        uvm_ext_gpu_map_t *map = uvm_vmem_map_at(range, call->gpu, va);
+        struct uvm_vmem_overlay *overlay = map ? uvm_vmem_overlay_of(map) : NULL;
         struct uvm_vmem_piece piece;
         NvU32 mask;
 
-        status = uvm_vmem_overlay_touch(call, range, va, op_open(op, false), false, &overlay);
-        if (status != NV_OK)
-            return status;
         if (!overlay) {
             va = unmap_skip(call, range, va, end);
             continue;
         }
+        uvm_vmem_overlay_touch_again(call, overlay);
 
         piece.overlay = overlay;
         piece.handle = NULL;

@@ -4,7 +4,6 @@
 #include "uvm_vmem_check.h"
 
 #define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
-#define UNMAP_FLAGS (UVM_VMEM_UNMAP_OPEN | UVM_VMEM_TAKEOVER)
 
 static bool misaligned(__u64 value, __u64 to) { return (value & (to - 1)) != 0; }
 
@@ -46,16 +45,11 @@ NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p)
 
 NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total)
 {
-    if (op->reserved || (op->flags & ~(__u32)(map ? MAP_FLAGS : UNMAP_FLAGS)))
+    if (op->reserved || (op->flags & ~(__u32)(map ? MAP_FLAGS : 0)))
         return NV_ERR_INVALID_ARGUMENT;
 
-    if (!map) {
-        // A takeover opens an overlay.
-        if ((op->flags & UVM_VMEM_TAKEOVER) && !(op->flags & UVM_VMEM_UNMAP_OPEN))
-            return NV_ERR_INVALID_ARGUMENT;
-        if (op->handle || op->offset)
-            return NV_ERR_INVALID_ARGUMENT;
-    }
+    if (!map && (op->handle || op->offset))
+        return NV_ERR_INVALID_ARGUMENT;
 
     if (!op->va || !op->length || misaligned(op->va, UVM_VMEM_GRANULE) || misaligned(op->length, UVM_VMEM_GRANULE))
         return NV_ERR_INVALID_ADDRESS;

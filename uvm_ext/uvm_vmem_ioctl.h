@@ -74,8 +74,6 @@
 // out_max_bytes       bytes that one call accepts: the sum of the elements' lengths; page_size * count for CREATE
 // out_caps            UVM_VMEM_CAP_*
 // out_page_sizes      page sizes that CREATE accepts, ORed
-// out_bytes_cap       the most physical bytes that all files opened by one user may hold over all GPUs (module
-//                     parameter uvm_vmem_max_mbytes); ~0 without a limit
 // out_bytes_held      physical bytes that this file holds on the GPU, including free parts of 2 MiB slabs
 // out_bytes_created   bytes of these that belong to handles
 // out_bytes_mapped    bytes of this GPU's address space that pages back now
@@ -95,7 +93,6 @@ struct uvm_vmem_query {
     __u64 out_max_bytes;
     __u64 out_caps;
     __u64 out_page_sizes;
-    __u64 out_bytes_cap;
     __u64 out_bytes_held;
     __u64 out_bytes_created;
     __u64 out_bytes_mapped;
@@ -104,7 +101,7 @@ struct uvm_vmem_query {
     __u64 out_pushes;
     __u64 out_invalidates;
     __u64 out_waits;
-    __u64 reserved[4];
+    __u64 reserved[5];
     __u32 pad;
     __u32 rmStatus;
 };
@@ -117,7 +114,7 @@ struct uvm_vmem_query {
 // count               1 to out_max_ops
 // flags, reserved     zero
 // out_handle          the first page's handle; the others are out_handle + 1, ...
-// Errors: the common ones; NV_ERR_INSUFFICIENT_RESOURCES: the user would exceed out_bytes_cap.
+// Errors: the common ones.
 struct uvm_vmem_create {
     __u8 gpu_uuid[16];
     __u64 page_size;
@@ -165,8 +162,7 @@ struct uvm_vmem_release {
 //                     64 KiB. The caller can thus use a large page as its own slab.
 // flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_MAP_AHEAD, UVM_VMEM_TAKEOVER
 // UNMAP:
-// handle, offset      zero
-// flags               UVM_VMEM_UNMAP_OPEN, with or without UVM_VMEM_TAKEOVER
+// handle, offset, flags  zero
 struct uvm_vmem_op {
     __u64 va;
     __u64 length;
@@ -196,17 +192,15 @@ struct uvm_vmem_op {
 // page. With the flag, the block that they read has 64 KiB entries before a page is mapped in it, so none of its
 // entries is ever cut.
 #define UVM_VMEM_MAP_AHEAD 0x4
-// MAP, and UNMAP with UVM_VMEM_UNMAP_OPEN: take over blocks that are covered by a sparse mapping or by a mapping of
-// this GPU's own memory (a CUDA backdrop). The whole block becomes an overlay and loses that mapping. 64 KiB entries
-// are replaced in place, as with UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the block is invalid for a moment, and no
-// kernel may access it. Without the flag, such a block is NV_ERR_UVM_ADDRESS_IN_USE, and with it a block
-// of a mapping of more than UVM_VMEM_TAKE_MAX bytes: each block costs time in proportion to the rest of its mapping.
+// Take over blocks that are covered by a sparse mapping or by a mapping of this GPU's own memory (a CUDA backdrop). The
+// whole block becomes an overlay and loses that mapping. 64 KiB entries are replaced in place, as with
+// UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the block is invalid for a moment, and no kernel may access it. Without
+// the flag, such a block is NV_ERR_UVM_ADDRESS_IN_USE, and with it a block of a mapping of more than UVM_VMEM_TAKE_MAX
+// bytes: each block costs time in proportion to the rest of its mapping.
 #define UVM_VMEM_TAKEOVER 0x100
-// Open overlays where there are none, for a backdrop ahead of use. Without the flag, such addresses are skipped.
-#define UVM_VMEM_UNMAP_OPEN 0x10
-// The flag 0x20 belonged to ABI 1.
+// The flags 0x10 and 0x20 belonged to ABI 1.
 
-// MAP maps pages at addresses, and UNMAP unmaps them. The elements take effect in order and as a whole: all are checked
+// MAP maps pages at addresses, and UNMAP unmaps them. UNMAP skips addresses without an overlay. The elements take effect in order and as a whole: all are checked
 // first, a failure changes no page (overlays opened for the call may stay), and one TLB invalidate makes them visible.
 // When the call has returned, the GPU translates by the new entries. UVM_VMEM_MAP_REPLACE says what a running kernel
 // sees.
@@ -228,8 +222,6 @@ struct uvm_vmem_op {
 //   NV_ERR_INVALID_OFFSET          offset is misaligned, or offset + length is past the page's end
 //   NV_ERR_UVM_ADDRESS_IN_USE      see the flags above, or a foreign mapping cannot be taken over (system memory,
 //                                  another GPU's memory, 4 KiB or 512 MiB entries)
-//   NV_ERR_INSUFFICIENT_RESOURCES  the kernel memory of the user's overlays would exceed the module parameter
-//                                  uvm_vmem_max_kernel_mbytes
 struct uvm_vmem_batch {
     __u8 gpu_uuid[16];
     __u64 ops;

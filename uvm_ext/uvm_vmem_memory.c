@@ -71,7 +71,6 @@ static void slab_free(struct uvm_vmem_slab *slab)
 
     list_del(&slab->node);
     vgpu->bytes_held -= UVM_VMEM_BLOCK;
-    uvm_vmem_user_uncharge(vgpu->space->user, UVM_VMEM_DEVICE_BYTES, UVM_VMEM_BLOCK);
     uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);
     uvm_kvfree(slab);
 }
@@ -148,7 +147,6 @@ static NV_STATUS slabs_alloc(struct create *c)
     NvU32 per_slab = UVM_VMEM_GRANULES / c->granules;
     NvU32 free = 0;
     NvU32 left;
-    NvU32 charged; // slabs that are charged but not yet allocated
     NV_STATUS status = NV_OK;
 
     list_for_each_entry(slab, &c->vgpu->slabs[c->class], node) {
@@ -159,10 +157,6 @@ static NV_STATUS slabs_alloc(struct create *c)
         free += n;
     }
     left = free >= c->count ? 0 : DIV_ROUND_UP(c->count - free, per_slab);
-
-    charged = left;
-    if (left && !uvm_vmem_user_charge(c->space->user, UVM_VMEM_DEVICE_BYTES, left * UVM_VMEM_BLOCK))
-        return NV_ERR_INSUFFICIENT_RESOURCES;
 
     while (left && status == NV_OK) {
         NvU32 n = min_t(NvU32, left, CHUNKS_AT_ONCE);
@@ -187,13 +181,10 @@ static NV_STATUS slabs_alloc(struct create *c)
             slab->dirty = chunks[i]->is_zero ? 0 : ~0U;
             list_add_tail(&slab->node, &c->slabs);
             c->vgpu->bytes_held += UVM_VMEM_BLOCK;
-            charged--;
         }
         left -= n;
         cond_resched();
     }
-    if (charged)
-        uvm_vmem_user_uncharge(c->space->user, UVM_VMEM_DEVICE_BYTES, charged * UVM_VMEM_BLOCK);
     return status;
 }
 

@@ -7,11 +7,6 @@
 #include "uvm_kvmalloc.h"
 #include "uvm_range_tree.h"
 
-// Kernel memory of one overlay, including what UVM allocates for the mapping and its page table
-#define OVERLAY_BYTES                                                                            \
-    (sizeof(struct uvm_vmem_overlay) + sizeof(struct uvm_vmem_tag) + sizeof(uvm_ext_gpu_map_t) + \
-     sizeof(uvm_page_table_range_t) + sizeof(uvm_page_directory_t))
-
 void uvm_vmem_entry_clear(struct uvm_vmem_overlay *overlay, NvU32 index)
 {
     struct uvm_vmem_entry *entry = &overlay->entries[index];
@@ -31,7 +26,6 @@ static void overlay_drop(struct uvm_vmem_overlay *overlay)
             uvm_vmem_entry_clear(overlay, i);
     }
     atomic64_dec(&overlay->vgpu->overlays);
-    uvm_vmem_user_uncharge(overlay->vgpu->space->user, UVM_VMEM_KERNEL_BYTES, OVERLAY_BYTES);
     kfree(overlay);
 }
 
@@ -68,16 +62,12 @@ static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *ran
 
     BUILD_BUG_ON(offsetof(struct uvm_vmem_tag, mem) != 0);
 
-    if (!uvm_vmem_user_charge(call->space->user, UVM_VMEM_KERNEL_BYTES, OVERLAY_BYTES))
-        return NV_ERR_INSUFFICIENT_RESOURCES;
-
     // Most of an overlay's memory. It is charged to the caller's memory cgroup, which UVM's allocators cannot do.
     overlay = kzalloc(sizeof(*overlay), NV_UVM_GFP_FLAGS_ACCOUNT);
     if (overlay)
         tag = uvm_kvmalloc_zero(sizeof(*tag));
     if (!tag) {
         kfree(overlay);
-        uvm_vmem_user_uncharge(call->space->user, UVM_VMEM_KERNEL_BYTES, OVERLAY_BYTES);
         return NV_ERR_NO_MEMORY;
     }
 
@@ -341,27 +331,20 @@ void uvm_vmem_overlay_touch_again(struct uvm_vmem_call *call, struct uvm_vmem_ov
         touch(call, overlay);
 }
 
-NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_vmem_open_t open,
-                                 bool huge, struct uvm_vmem_overlay **out_overlay)
+NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
+                                 struct uvm_vmem_overlay **out_overlay)
 {
     uvm_ext_gpu_map_t *map = uvm_vmem_map_at(range, call->gpu, va);
     struct uvm_vmem_overlay *overlay;
 
     uvm_assert_rwsem_locked_write(&call->va_space->lock);
 
-    *out_overlay = NULL;
-
     if (!map)
-        return open == UVM_VMEM_LOOK ? NV_OK : overlay_open(call, range, va, huge, out_overlay);
+        return overlay_open(call, range, va, huge, out_overlay);
 
     overlay = uvm_vmem_overlay_of(map);
-    if (!overlay) {
-        if (open == UVM_VMEM_LOOK)
-            return NV_OK;
-        if (open == UVM_VMEM_OPEN)
-            return NV_ERR_UVM_ADDRESS_IN_USE;
-        return overlay_take(call, range, va, map, huge, out_overlay);
-    }
+    if (!overlay)
+        return take ? overlay_take(call, range, va, map, huge, out_overlay) : NV_ERR_UVM_ADDRESS_IN_USE;
 
     uvm_vmem_overlay_touch_again(call, overlay);
     *out_overlay = overlay;

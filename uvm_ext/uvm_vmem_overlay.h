@@ -55,12 +55,6 @@ struct uvm_vmem_overlay {
     uvm_ext_gpu_map_t *former;
 };
 
-typedef enum {
-    UVM_VMEM_LOOK, // find an existing overlay
-    UVM_VMEM_OPEN, // or open one if nothing is mapped
-    UVM_VMEM_TAKE, // or take over what is mapped
-} uvm_vmem_open_t;
-
 static inline uvm_vmem_page_size_t uvm_vmem_overlay_page_size(const struct uvm_vmem_overlay *overlay)
 {
     return UVM_VMEM_BASE(overlay->map)->pt_range_vec.page_size;
@@ -85,10 +79,10 @@ static inline struct uvm_vmem_overlay *uvm_vmem_entry_overlay(struct uvm_vmem_en
 // LOCKING: the VA space lock in write mode, for this function and all below.
 uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU64 va);
 
-// Add the overlay at va to the call, and open it if necessary. With huge, a new overlay that fills its block gets a
-// 2 MiB entry. If UVM_VMEM_LOOK finds none, *overlay is NULL and the status NV_OK. uvm_vmem_overlay_undo() undoes it.
-NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_vmem_open_t open,
-                                 bool huge, struct uvm_vmem_overlay **overlay);
+// Add the overlay at va to the call. Open one where nothing is mapped or, with take, take over what is. With huge, a new
+// overlay that fills its block gets a 2 MiB entry. uvm_vmem_overlay_undo() undoes it.
+NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
+                                 struct uvm_vmem_overlay **overlay);
 
 // Add an existing overlay to the call. Does not allocate.
 void uvm_vmem_overlay_touch_again(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);

@@ -1,7 +1,7 @@
 // /proc/driver/nvidia-uvm/vmem: what each file holds, in text form.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
-#include "uvm_vmem_proc.h"
+#include "uvm_vmem_api.h"
 #include "uvm_vmem_space.h"
 
 #include "nv-procfs.h"

@@ -6,7 +6,6 @@
 #include "uvm_vmem_check.h"
 #include "uvm_vmem_commit.h"
 #include "uvm_vmem_memory.h"
-#include "uvm_vmem_release.h"
 
 #include "uvm_kvmalloc.h"
 

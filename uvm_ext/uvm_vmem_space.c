@@ -6,8 +6,6 @@
 #include "uvm_vmem_check.h"
 #include "uvm_vmem_hooks.h"
 #include "uvm_vmem_memory.h"
-#include "uvm_vmem_proc.h"
-#include "uvm_vmem_release.h"
 #include "uvm_vmem_overlay.h"
 
 #include "uvm_kvmalloc.h"
@@ -26,8 +24,6 @@ static void space_free(nv_kref_t *ref)
 {
     struct uvm_vmem_space *space = container_of(ref, struct uvm_vmem_space, refs);
 
-    if (space->user)
-        uvm_vmem_user_put(space->user);
     uvm_vmem_release_room_free(space->release);
     xa_destroy(&space->handles);
     uvm_kvfree(space);
@@ -54,9 +50,8 @@ static struct uvm_vmem_space *space_alloc(struct file *filp)
     space->tgid = task_tgid_nr(current);
     get_task_comm(space->comm, current);
 
-    space->user = uvm_vmem_user_get(filp->f_cred->uid);
     space->release = uvm_vmem_release_room_alloc();
-    if (space->user && space->release)
+    if (space->release)
         return space;
     uvm_vmem_space_put(space);
     return NULL;
@@ -219,7 +214,6 @@ NV_STATUS uvm_vmem_api_query(void *params, struct file *filp)
     p->out_pad = 0;
     p->out_caps = 0;
     p->out_page_sizes = 0;
-    p->out_bytes_cap = uvm_vmem_user_limit(UVM_VMEM_DEVICE_BYTES);
     p->out_bytes_held = 0;
     p->out_bytes_created = 0;
     p->out_bytes_mapped = 0;

@@ -22,7 +22,6 @@
 #ifndef UVM_VMEM_SPACE_H
 #define UVM_VMEM_SPACE_H
 
-#include "uvm_vmem_account.h"
 #include "uvm_vmem_compat.h"
 #include "uvm_vmem_pure.h"
 
@@ -60,10 +59,9 @@ struct uvm_vmem_space {
     struct xarray handles;
     NvU64 next_handle;
     NvU64 num_handles;
-    struct uvm_vmem_user *user; // the user who opened the file, whose limits apply
     struct uvm_vmem_release_room *release;
 
-    // Taken to change records with the VA space lock in read mode. Only the lock of a user's accounts is taken under it
+    // Taken to change records with the VA space lock in read mode. No lock is taken under it
     spinlock_t records;
 
     // NV_OK, or the fatal error that interrupted a batch or the closing of an overlay: only the last close is possible

@@ -19,6 +19,8 @@ from pyvmem.core import KIB, MAP_OP, MIB
 from pyvmem.errors import OutOfMemory, _check
 
 if TYPE_CHECKING:
+    import argparse
+
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
     from pyvmem.core import Context, Reservation
@@ -50,6 +52,7 @@ TIB = 1 << 40
 
 def paper(metric: str, page_size: int) -> float | None:
     """The paper's microseconds, or None."""
+    metric = metric.removesuffix(", ioctl")
     return PAPER[metric][SIZES.index(page_size)] if metric in PAPER and page_size in SIZES else None
 
 
@@ -118,6 +121,24 @@ class Calls:
                 self._python[:, i] = mapped - start, perf_counter_ns() - mapped
 
 
+class Ioctls:
+    """The same for the ioctls of the patched module, which also creates pages of 64, 128 and 256 KiB."""
+
+    def __init__(self, context: Context, page_size: int, n: int, stack: contextlib.ExitStack) -> None:
+        self._context, self._page_size = context, page_size
+        self._range = stack.enter_context(context.reserve(RANGE, backdrop=True))
+        with context.create(2 * MIB) as page:  # libvmem's maps activate the backdrop, and create the page tables
+            for offset in range(0, RANGE, BLOCK):
+                self._range.map(page, offset)
+                self._range.unmap(offset, BLOCK)
+        arrays, self._raw = sample_arrays(4, n)
+        self.seen = dict(zip(("create, ioctl", "map, ioctl", "unmap, ioctl", "release, unmap included, ioctl"), arrays))
+
+    def round(self, first: int, count: int) -> None:
+        where = self._context._use(), self._page_size, self._range.addr, RANGE
+        _check(lib.pv_bench_ioctls(*where, STRIDE, first, count, *self._raw))
+
+
 class CudaCalls:
     """The same for CUDA's own calls, at 2 MiB."""
 
@@ -147,15 +168,19 @@ class CudaCalls:
 
 
 def single_calls(
-    session: Session, context: Context, sizes: Sequence[int], n: int
+    session: Session, context: Context, sizes: Sequence[int], n: int, direct: bool
 ) -> list[tuple[str | None, int, Seen]]:
     """[(backend or None, page size, {metric: nanoseconds[n]})] of single calls, and of CUDA's own calls on a GPU.
+
+    direct: also of the module's ioctls themselves.
 
     The calls alternate in turns of TURN calls, so that changes of the machine's speed affect both equally.
     """
     with contextlib.ExitStack() as stack:
-        rows: list[tuple[str | None, int, Calls | CudaCalls]]
+        rows: list[tuple[str | None, int, Calls | CudaCalls | Ioctls]]
         rows = [(None, size, Calls(context, size, n, stack)) for size in sizes]
+        if direct:
+            rows += [(None, size, Ioctls(context, size, n, stack)) for size in SIZES]
         if "gpu" in context.info().capabilities:
             rows.append(("cuda-bare", 2 * MIB, CudaCalls(session.args.device, n, stack)))
         for first in session.track(range(0, n, TURN), "single calls"):
@@ -232,13 +257,20 @@ def largest_reservation(context: Context) -> tuple[float, float]:
         return took / 1e6, (context.stats().overhead - before) / MIB
 
 
-@benchmark("vmm", "latency of each call, by page size", order=10)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("vmm")
+    group.add_argument("--direct", action="store_true", help="uvm: also time the module's ioctls themselves")
+
+
+@benchmark("vmm", "latency of each call, by page size", arguments=arguments, order=10)
 def run(session: Session) -> list[Record]:
     """Time single calls and batches for each page size, and on a GPU also CUDA's own calls."""
     n = 200 if session.quick else 2000
     repeats = 20 if session.quick else 100
     records = []
     with session.context() as context:
+        if session.args.direct and context.backend != "uvm":
+            raise ValueError(f"--direct times the ioctls of the uvm backend; this is {context.backend}")
 
         def add(seen: Mapping[str, Any], page_size: int, backend: str | None = None) -> None:
             for metric, samples in seen.items():
@@ -249,12 +281,12 @@ def run(session: Session) -> list[Record]:
                 )
 
         sizes = session.page_sizes(context)
-        singles = single_calls(session, context, sizes, n)
+        singles = single_calls(session, context, sizes, n, session.args.direct)
         for backend, page_size, seen in singles:
             add(seen, page_size, backend)
         cuda = {backend: seen for backend, _, seen in singles}.get("cuda-bare")
         for _, page_size, seen in singles:
-            if cuda is None or seen is cuda:
+            if cuda is None or seen is cuda or "map" not in seen:
                 continue
             for metric in ("map", "release, unmap included"):
                 ratios = paired(seen[metric], cuda[metric], TURN)

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
+#include "driver/kmod.h"
 #include "driver/libcuda.h"
 #include "native_kv.h"
 
@@ -156,6 +157,37 @@ int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, ui
     }
     vmem__cuda_leave(&cuda->cu);
     return rc ? vmem__cuda_error(fn, rc, "cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap or cuMemRelease") : 0;
+}
+
+int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                    size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
+{
+    struct vmem_info info = {.size = sizeof(info)};
+    struct vmem__kmod k = {0};
+    uint32_t failed, done;
+    int rc = vmem_context_info(ctx, &info);
+    if (!rc)
+        rc = vmem__kmod_open(&k, info.device_uuid, addr);
+    if (rc)
+        return rc;
+    for (size_t i = first; i < first + n && !rc; i++) {
+        struct uvm_vmem_op put = {.va = addr + i * stride % (length / page_size) * page_size,
+                                  .length = page_size,
+                                  .flags = UVM_VMEM_TAKEOVER | (page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0)};
+        struct uvm_vmem_op take = {.va = put.va, .length = page_size};
+        rc = TIME(create[i], vmem__kmod_create(&k, page_size, 1, &put.handle));
+        if (rc)
+            break;
+        rc = TIME(map[i], vmem__kmod_batch(&k, UVM_VMEM_MAP, &put, 1, &failed));
+        if (!rc)
+            rc = TIME(unmap[i], vmem__kmod_batch(&k, UVM_VMEM_UNMAP, &take, 1, &failed));
+        if (!rc)
+            rc = vmem__kmod_batch(&k, UVM_VMEM_MAP, &put, 1, &failed);
+        int released = TIME(release[i], vmem__kmod_release(&k, put.handle, 1, &done));
+        rc = rc ? rc : released;
+    }
+    vmem__kmod_close(&k);
+    return rc;
 }
 
 // The fewest calls that map the pages: one for every run of neighbours.

@@ -91,6 +91,10 @@ int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, ui
                         uint64_t *access, uint64_t *unmap, uint64_t *release);
 // The bare system calls for a batch of pages on the host, n times: maps page i of a memfd at page slots[i] of a range,
 // one call per run of neighbours, and unmaps the range.
+// As pv_bench_pages(), by the ioctls of the patched nvidia-uvm.ko themselves: pages of the module's own sizes, and no
+// records of libvmem's. ctx is of the uvm backend, and the addresses are reserved with a backdrop, with nothing mapped.
+int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                    size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
 int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap);
 
 #endif

@@ -132,7 +132,7 @@ def steps(root, release):
     expect("installed", re.search(rf"{PACKAGE}/{re.escape(release)}, {re.escape(first)}, \S+: installed", status))
     expect("beside the stock module, under a name of its own", PACKAGE in modules(root, first))
     info = root.run(f"modinfo -k {first} {PACKAGE}")
-    expect("it is the patched one", "uvm_vmem_max_mbytes" in info)
+    expect("it is the patched one", "uvm_vmem_confidential" in info)
     shown = root.run("modprobe --showconfig | grep '^install nvidia.uvm'")
     expect("modprobe nvidia-uvm goes through our script", "modprobe-uvm.sh" in shown)
     conf = root.path(f"/usr/src/{PACKAGE}-{release}/dkms.conf").read_text()

@@ -15,7 +15,7 @@ load_module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(load_module)
 KERNEL = "6.1.0-test"
 RELEASE = "550.163.01"
-PARAMETER = "uvm_vmem_max_mbytes:most physical megabytes of one user (uint)"
+PARAMETER = "uvm_vmem_confidential:allow with confidential computing (bool)"
 
 # A module is a text file of "field: value" lines. insmod refuses one with a line "refused: WHY", and loads one with a
 # line "hides: yes" without its parameters; what it loads shows up under /sys/module. Each call leaves a log line.
@@ -192,8 +192,8 @@ def test_unload_of_the_stock_module_does_nothing(machine):
 def test_module_parameters_and_modprobes_options_are_handed_on(machine):
     options = "options nvidia-uvm uvm_disable_hmm=1\noptions nvidia-current-uvm a=2\noptions nvidia b=3\n"
     machine.write("modprobe.conf", options)
-    assert machine.load("uvm_vmem_max_mbytes=4096").returncode == 0
-    assert machine.changes[-1] == f"insmod {machine.patched} uvm_disable_hmm=1 a=2 uvm_vmem_max_mbytes=4096"
+    assert machine.load("uvm_vmem_confidential=1").returncode == 0
+    assert machine.changes[-1] == f"insmod {machine.patched} uvm_disable_hmm=1 a=2 uvm_vmem_confidential=1"
     machine.unload()
     assert machine.changes[-1] == f"insmod {machine.stock} uvm_disable_hmm=1 a=2"
 

@@ -170,3 +170,14 @@ def test_options_that_do_not_fit(tmp_path):
     found = run(["doctor", "--selftest", "--backend", "uvm"], tmp_path, patched=False)
     assert found.returncode == 1 and "the stock one, without vMem" in found.stdout
     assert not list(tmp_path.rglob("uvm-*"))
+
+
+def test_the_ioctls_are_timed_themselves(tmp_path):
+    out = tmp_path / "records.json"
+    arguments = ["bench", "vmm", "--quick", "--page-size", "64K", "--direct", "--json", str(out)]
+    assert run([*arguments, "--backend", "uvm"], tmp_path).returncode == 0
+    timed = {(r["metric"], r["page_size"]) for r in json.loads(out.read_text())["records"] if "ioctl" in r["metric"]}
+    calls = ("create", "map", "unmap", "release, unmap included")
+    assert timed == {(f"{call}, ioctl", size << 10) for call in calls for size in (64, 128, 256, 2048)}
+    refused = run([*arguments, "--backend", "stock"], tmp_path)
+    assert refused.returncode and "--direct times the ioctls of the uvm backend; this is stock" in refused.stderr

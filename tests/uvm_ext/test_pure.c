@@ -280,15 +280,12 @@ static void test_check_op(void)
     STATUS(op_status(op, true), NV_OK);
     op.handle = 0, op.flags = UVM_VMEM_MAP_REPLACE;
     STATUS(op_status(op, false), NV_ERR_INVALID_ARGUMENT);
-    op.flags = UVM_VMEM_UNMAP_OPEN;
-    STATUS(op_status(op, true), NV_ERR_INVALID_ARGUMENT);
-    STATUS(op_status(op, false), NV_OK);
-    op.flags = UVM_VMEM_UNMAP_OPEN | UVM_VMEM_TAKEOVER;
-    STATUS(op_status(op, false), NV_OK);
     op.flags = UVM_VMEM_TAKEOVER;
     STATUS(op_status(op, false), NV_ERR_INVALID_ARGUMENT);
-    op.flags = 0x20; // of ABI 1
-    STATUS(op_status(op, false), NV_ERR_INVALID_ARGUMENT);
+    for (op.flags = 0x10; op.flags <= 0x20; op.flags <<= 1) { // of ABI 1
+        STATUS(op_status(op, true), NV_ERR_INVALID_ARGUMENT);
+        STATUS(op_status(op, false), NV_ERR_INVALID_ARGUMENT);
+    }
 
     // Taking away goes over any length, whatever is mapped there.
     op = good, op.handle = 0, op.length = 1ull << 30;

@@ -20,8 +20,8 @@ def _m(name, what, test, file, old, new, gpu=""):
     return Mutant(name, what, test, ((file, old, new),), gpu)
 
 
-_A, _B, _C, _L, _M, _P, _R, _W, _S = (
-    f"uvm_vmem_{n}.c" for n in ("account", "batch", "commit", "call", "memory", "push", "release", "overlay", "space")
+_B, _C, _L, _M, _P, _R, _W, _S = (
+    f"uvm_vmem_{n}.c" for n in ("batch", "commit", "call", "memory", "push", "release", "overlay", "space")
 )
 
 # fmt: off
@@ -99,16 +99,6 @@ MUTANTS = (
     _m("descriptor_unchecked", "any nvidia-uvm descriptor is accepted as an address space",
        "test_errors test_err_wrong_descriptor",
        "uvm_vmem_dispatch.c", "!uvm_fd_va_space(filp)", "false"),
-    _m("cap_unchecked", "a user may hold more than the cap", "test_errors test_err_cap",
-       _A, "user->bytes[what] <= limit && bytes <= limit - user->bytes[what]", "true"),
-    _m("cap_of_a_file", "the limit applies to each file instead of the user", "test_errors test_err_cap_is_a_users",
-       _A, "uid_eq(user->uid, uid)", "false"),
-    _m("cap_of_everybody", "all users share one limit", "test_errors test_err_cap_is_a_users",
-       _A, "uid_eq(user->uid, uid)", "true"),
-    _m("cap_not_given_back", "what a file held still counts after its close", "test_errors test_err_cap_is_a_users",
-       _M, "    uvm_vmem_user_uncharge(vgpu->space->user, UVM_VMEM_DEVICE_BYTES, UVM_VMEM_BLOCK);", ""),
-    _m("overlays_not_charged", "the kernel memory of overlays is not limited", "test_errors test_err_kernel_memory",
-       _A, "        return (NvU64)mbytes << 20;", "return ~0ULL;"),
     _m("overlays_charged_to_nobody", "overlays are not charged to the memory cgroup",
        "test_process test_overlays_are_charged_to_the_cgroup",
        _W, "NV_UVM_GFP_FLAGS_ACCOUNT", "NV_UVM_GFP_FLAGS"),
@@ -163,9 +153,8 @@ MUTANTS = (
     _m("failed_clear_forgotten", "pages whose entries UVM could not clear are freed", "test_fatal in_external_unmap_",
        _W, "uvm_global_get_status() != NV_OK", "false"),
     _m("leaked_overlay", "an overlay is never freed", "test_lifetime test_close_with_everything_outstanding",
-       _W, "    uvm_vmem_user_uncharge(overlay->vgpu->space->user, UVM_VMEM_KERNEL_BYTES, OVERLAY_BYTES);\n"
-       "    kfree(overlay);",
-       "uvm_vmem_user_uncharge(overlay->vgpu->space->user, UVM_VMEM_KERNEL_BYTES, OVERLAY_BYTES);"),
+       _W, "    atomic64_dec(&overlay->vgpu->overlays);\n    kfree(overlay);",
+       "atomic64_dec(&overlay->vgpu->overlays);"),
     _m("lost_unwind_of_an_overlay", "an overlay opened for a failed batch stays registered with UVM", "test_atomic",
        _W, "        map_destroy(overlay->range, map);", "(void)map;"),
     _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages",

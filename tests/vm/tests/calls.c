@@ -82,11 +82,29 @@ NV_STATUS vm_map(const struct uvm *u, uint64_t va, uint64_t length, uint64_t han
     return vm_map_ops(u, 0, &op, 1, NULL);
 }
 
-NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length, uint32_t flags)
+NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length)
 {
-    struct uvm_vmem_op op = vm_op(va, length, 0, 0, flags);
+    struct uvm_vmem_op op = vm_op(va, length, 0, 0, 0);
 
     return vm_unmap_ops(u, 0, &op, 1, NULL);
+}
+
+NV_STATUS vm_open(const struct uvm *u, uint64_t va, uint64_t length)
+{
+    struct uvm_vmem_op *ops = calloc(length / BLOCK + 2, sizeof(*ops));
+    uint64_t page, end = va + length;
+    uint32_t n = 0;
+    NV_STATUS status;
+
+    CHECK_EQ(vm_create(u, BLOCK, 1, &page), NV_OK);
+    for (uint64_t at = va, next; at < end; at = next) {
+        next = (at / BLOCK + 1) * BLOCK < end ? (at / BLOCK + 1) * BLOCK : end;
+        ops[n++] = vm_op(at, next - at, page, 0, UVM_VMEM_MAP_64K);
+    }
+    status = vm_map_ops(u, 0, ops, n, NULL);
+    CHECK_EQ(vm_release_one(u, page), NV_OK);
+    free(ops);
+    return status;
 }
 
 void vm_start(struct uvm *u, uint64_t length)

@@ -29,7 +29,9 @@ NV_STATUS vm_map_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op
 NV_STATUS vm_unmap_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n,
                        struct uvm_vmem_batch *out);
 NV_STATUS vm_map(const struct uvm *u, uint64_t va, uint64_t length, uint64_t handle, uint64_t offset, uint32_t flags);
-NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length, uint32_t flags);
+NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length);
+// Overlays over the addresses, up to 4 GiB, all sparse: maps a page everywhere, and unmaps it.
+NV_STATUS vm_open(const struct uvm *u, uint64_t va, uint64_t length);
 
 // Starts a VA space on GPU 0 with an external range over [BASE, BASE + length), as CUDA makes them.
 void vm_start(struct uvm *u, uint64_t length);

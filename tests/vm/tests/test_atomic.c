@@ -16,7 +16,7 @@ TEST(test_one_bad_element_anywhere)
 
     vm_start(&u, MB(2) * N);
     CHECK_EQ(vm_create(&u, KB(64), N + 1, &h), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * N, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + KB(640), KB(64), h + N, 0, 0), NV_OK);
     vm_state_take(&u, BASE, MB(2) * N, &s);
     for (unsigned bad = 0; bad < N; bad += 7) {
@@ -95,7 +95,7 @@ TEST(test_largest_batch)
     q = vm_query(&u, 0);
     ops = calloc(q.out_max_ops, sizeof(*ops));
     CHECK_EQ(vm_create(&u, KB(64), 64, &h), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * 128, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_open(&u, BASE, MB(2) * 128), NV_OK);
     vm_state_take(&u, BASE, MB(2) * 128, &s);
     for (uint32_t i = 0; i < q.out_max_ops; i++) // a stride that leaves no two neighbours
         ops[i] = vm_op(BASE + (uint64_t)(i * 37 % 4096) * GRANULE, KB(64), h + i % 64, 0, 0);
@@ -143,9 +143,7 @@ TEST(test_largest_range)
 
     vm_start(&u, GB(4));
     CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
-    ops[0] = vm_op(BASE, GB(4), 0, 0, UVM_VMEM_UNMAP_OPEN);
-    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 1, &b), NV_OK);
-    CHECK_EQ(b.out_waits, 1);
+    CHECK_EQ(vm_open(&u, BASE, GB(4)), NV_OK);
     check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
 
     for (unsigned i = 0; i < COUNT(ops); i++)
@@ -181,7 +179,7 @@ TEST(test_largest_range_of_huge_entries)
     CHECK_EQ(vm_unmap_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
     CHECK_EQ(b.out_waits, 1);
     check_states(&u, SIMGPU_PTE_VALID, KB(64));
-    CHECK_EQ(vm_unmap(&u, BASE, GB(4), 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, GB(4)), NV_OK);
     check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
 }
 
@@ -197,7 +195,7 @@ TEST(test_batch_of_120_pages_costs_one_push)
 
     vm_start(&u, MB(2) * N);
     CHECK_EQ(vm_create(&u, KB(64), N, &h), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * N, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
     for (unsigned i = 0; i < N; i++) {
         ops[i] = vm_op(BASE + i * MB(2) + i % 32 * GRANULE, KB(64), h + i, 0, 0);
         handles[i] = h + i;

@@ -169,7 +169,7 @@ TEST(test_sparse_goes_behind_a_membar)
 
     vm_start(&u, MB(8));
     CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_open(&u, BASE, BLOCK), NV_OK);
     sim_counters(0, true);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     c = sim_counters(0, true);
@@ -231,7 +231,7 @@ TEST(test_huge_page_gets_one_entry)
     CHECK_EQ(sim_pte(&u, BASE + MB(2)).page_size, KB(64));
     CHECK_EQ(gpu_mark(&u, BASE, MB(2), 9), 0);
     // cut in place when a part of it changes: the rest keeps its data
-    CHECK_EQ(vm_unmap(&u, BASE + KB(64) * 7, KB(64), 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64) * 7, KB(64)), NV_OK);
     CHECK_EQ(sim_pte(&u, BASE).page_size, KB(64));
     CHECK(gpu_marked(&u, BASE, KB(64) * 7, 9, &at));
     CHECK(gpu_marked(&u, BASE + KB(64) * 8, MB(2) - KB(64) * 8, 9, &at));
@@ -256,7 +256,7 @@ TEST(test_huge_page_replaced_by_huge_page)
     CHECK_EQ(gpu_mark(&u, BASE, MB(2), 2), 0);
     CHECK_EQ(vm_release_one(&u, h), NV_OK); // no longer mapped anywhere
     CHECK(gpu_marked(&u, BASE, MB(2), 2, NULL));
-    CHECK_EQ(vm_unmap(&u, BASE, MB(2), 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, MB(2)), NV_OK);
     CHECK_EQ(gpu_word(&u, BASE + KB(64)), 0);
     CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
     sim_check(0);
@@ -324,7 +324,7 @@ TEST(test_last_addresses)
     CHECK(gpu_marked(&u, base + MB(2) + KB(64), MB(2) - KB(64), 3, NULL));
     CHECK_EQ(vm_release_one(&u, huge), NV_OK);
     CHECK_EQ(gpu_word(&u, base + MB(4) - KB(64)), 0);
-    CHECK_EQ(vm_unmap(&u, base, MB(8), 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, base, MB(8)), NV_OK);
     CHECK_EQ(gpu_word(&u, end - KB(64)), 0);
     CHECK_EQ(uvm_unmap_external(&u, 0, base, MB(8)), NV_OK);
     CHECK(gpu_access(&u, 0, false, end - KB(64), &first, 8) < 0);
@@ -341,9 +341,9 @@ TEST(test_unmap_to_sparse)
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h + 1, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(128), 3), 0);
-    CHECK_EQ(vm_unmap(&u, BASE, KB(64), 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, KB(64)), NV_OK);
     CHECK_EQ(gpu_word(&u, BASE), 0);
-    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64), 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE + KB(64), KB(64)), NV_OK);
     CHECK_EQ(sim_pte(&u, BASE + KB(64)).state, SIMGPU_PTE_SPARSE);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
     // the pages live on
@@ -351,14 +351,14 @@ TEST(test_unmap_to_sparse)
     CHECK(gpu_marked(&u, BASE + KB(64), KB(64), 3, NULL));
 }
 
-TEST(test_unmap_open_makes_a_backdrop)
+TEST(test_unmapped_addresses_are_a_backdrop)
 {
     struct uvm u;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_unmap(&u, BASE, MB(8), 0), NV_OK); // nothing there: skipped
+    CHECK_EQ(vm_unmap(&u, BASE, MB(8)), NV_OK); // nothing there: skipped
     CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
-    CHECK_EQ(vm_unmap(&u, BASE + MB(2), MB(4), UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_open(&u, BASE + MB(2), MB(4)), NV_OK);
     CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
     CHECK_EQ(sim_pte(&u, BASE + MB(2)).state, SIMGPU_PTE_SPARSE);
     CHECK_EQ(sim_pte(&u, BASE + MB(6) - GRANULE).state, SIMGPU_PTE_SPARSE);
@@ -417,8 +417,7 @@ TEST(test_takeover_of_a_foreign_mapping)
     CHECK_EQ(gpu_access(&u, 0, true, base + MB(4), &value, 8), 0);
     CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, base + MB(2), KB(64), h, 0, 0), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64), UVM_VMEM_UNMAP_OPEN), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64), 0), NV_OK); // no overlay there: skipped
+    CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64)), NV_OK); // no overlay there: skipped
     CHECK_EQ(gpu_word(&u, base + MB(4)), value);
     op = vm_op(base + MB(2), KB(64), h, 0, UVM_VMEM_TAKEOVER);
     CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);

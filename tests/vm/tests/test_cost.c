@@ -32,7 +32,7 @@ TEST(cost_of_120_pages)
 
     vm_start(&u, MB(2) * N);
     CHECK_EQ(vm_create(&u, KB(64), N, &h), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, MB(2) * N, UVM_VMEM_UNMAP_OPEN), NV_OK);
+    CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
     for (unsigned r = 0; r < ROUNDS; r++) {
         double t0;
         for (unsigned i = 0; i < N; i++)

@@ -129,7 +129,7 @@ TEST(test_err_flags_and_reserved)
     b = batch_of(&op, 1);
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
     CHECK_EQ(b.out_failed, 0);
-    op.flags = UVM_VMEM_UNMAP_OPEN;
+    op.flags = 0x10; // of ABI 1
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_ARGUMENT);
     op.flags = 0;
     op.reserved = 7;
@@ -282,104 +282,6 @@ TEST(test_err_out_of_memory)
     sim_check(0);
 }
 
-static void set_limit(const char *what, unsigned mbytes)
-{
-    char path[80];
-    FILE *f;
-
-    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/uvm_vmem_max_%smbytes", what);
-    f = fopen(path, "w");
-    CHECK(f);
-    CHECK(fprintf(f, "%u", mbytes) > 0);
-    CHECK(fclose(f) == 0);
-}
-
-TEST(test_err_cap)
-{
-    struct vm_state s;
-    uint64_t h;
-
-    start(&s); // 4 slabs, one for each size
-    set_limit("", 12);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_cap, MB(12));
-    CHECK_EQ(vm_create(&u, MB(2), 3, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-    UNCHANGED(&s);
-    CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_EQ(vm_create(&u, KB(64), 31, NULL), NV_OK); // in a slab that is there
-    set_limit("", 2);                                 // under what is held already: only stops more
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_EQ(vm_map(&u, BASE + MB(4), MB(2), h, 0, 0), NV_OK);
-    set_limit("", 0);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_cap, ~0ull);
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
-}
-
-// All files that a user opened count together, and no other user's.
-TEST(test_err_cap_is_a_users)
-{
-    struct uvm second;
-    uint64_t h;
-    pid_t pid;
-
-    vm_start(&u, MB(8));
-    uvm_start(&second);
-    set_limit("", 8);
-    CHECK_EQ(vm_create(&u, MB(2), 3, &h), NV_OK);
-    CHECK_EQ(vm_create(&second, MB(2), 2, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_EQ(vm_create(&second, MB(2), 1, NULL), NV_OK);
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-    uvm_close(&second); // gives its part back
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
-
-    CHECK(chmod("/dev/nvidia-uvm", 0666) == 0 && chmod("/dev/simgpu", 0666) == 0 && chmod("/dev/nvidia0", 0666) == 0);
-    pid = fork();
-    if (!pid) {
-        struct uvm other;
-
-        CHECK(setuid(1000) == 0);
-        uvm_start(&other);
-        CHECK_EQ(vm_create(&other, MB(2), 4, NULL), NV_OK);
-        CHECK_EQ(vm_create(&other, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-        _exit(0);
-    }
-    CHECK_EQ(wait_child(pid), 0);
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_INSUFFICIENT_RESOURCES);
-    set_limit("", 0);
-    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_OK);
-}
-
-// Addresses that are kept open cost kernel memory: it is bounded, by user too, and comes back.
-TEST(test_err_kernel_memory)
-{
-    struct uvm_vmem_op op = vm_op(BASE, GB(4), 0, 0, UVM_VMEM_UNMAP_OPEN);
-    struct uvm_vmem_batch b;
-    struct uvm second;
-    NV_STATUS status = NV_OK;
-    uint64_t open;
-
-    vm_start(&u, GB(4));
-    set_limit("kernel_", 1);
-    b = batch_of(&op, 1);
-    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_EQ(b.out_failed, 0);
-    for (open = 0; open < GB(4) && status == NV_OK; open += BLOCK)
-        status = vm_unmap(&u, BASE + open, BLOCK, UVM_VMEM_UNMAP_OPEN);
-    open -= BLOCK; // the one that was refused
-    CHECK_EQ(status, NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_MSG(open > MB(2) * 256 && open < MB(2) * 1024, "%llu overlays in 1 MiB", (unsigned long long)open / BLOCK);
-    // one that the driver's own call has closed gives its place at once, wherever it is among the others
-    CHECK_EQ(uvm_unmap_external(&u, 0, BASE + open - BLOCK, BLOCK), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE + open, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK);
-    vm_start(&second, MB(8));
-    CHECK_EQ(vm_unmap(&second, BASE, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_ERR_INSUFFICIENT_RESOURCES);
-    CHECK_EQ(uvm_free_range(&u, BASE, GB(4)), NV_OK);
-    CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
-    CHECK_EQ(vm_unmap(&u, BASE, MB(64), UVM_VMEM_UNMAP_OPEN), NV_OK);
-    set_limit("kernel_", 0);
-    CHECK_EQ(vm_unmap(&u, BASE, GB(4), UVM_VMEM_UNMAP_OPEN), NV_OK);
-}
-
 // A call must not hold the VA space lock for longer because somebody's mapping is large. Blocks of a small one cost
 // little each; those of a large one are refused at once.
 TEST(test_err_takeover_of_a_large_mapping)
@@ -397,9 +299,6 @@ TEST(test_err_takeover_of_a_large_mapping)
     b = batch_of(&op, 1);
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_UVM_ADDRESS_IN_USE);
     CHECK_EQ(b.out_failed, 0);
-    op = vm_op(BASE + GB(3), GB(1), 0, 0, UVM_VMEM_UNMAP_OPEN | UVM_VMEM_TAKEOVER);
-    b = batch_of(&op, 1);
-    CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_UVM_ADDRESS_IN_USE);
     op = vm_op(BASE + GB(16) + MB(64), KB(64), page, 0, UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K);
     b = batch_of(&op, 1);
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_OK);
@@ -526,7 +425,7 @@ TEST(test_err_out_of_reach)
     start(&s);
     CHECK_EQ(uvm_create_external(&u, 1ull << 60, MB(2)), NV_OK);
     CHECK_EQ(vm_map(&u, 1ull << 60, KB(64), pages[0], 0, 0), NV_ERR_OUT_OF_RANGE);
-    CHECK_EQ(vm_unmap(&u, 1ull << 60, KB(64), UVM_VMEM_UNMAP_OPEN), NV_ERR_OUT_OF_RANGE);
+    CHECK_EQ(vm_unmap(&u, 1ull << 60, KB(64)), NV_ERR_OUT_OF_RANGE);
     UNCHANGED(&s);
 }
 

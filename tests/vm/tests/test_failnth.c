@@ -41,7 +41,7 @@ static void close_overlays(void)
     for (unsigned i = 0; i < OVERLAYS; i++)
         CHECK_EQ(uvm_unmap_external(&u, 0, BASE + i * BLOCK, BLOCK), NV_OK);
 }
-static void open_overlays(void) { CHECK_EQ(vm_unmap(&u, BASE, OVERLAYS * BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK); }
+static void open_overlays(void) { CHECK_EQ(vm_open(&u, BASE, OVERLAYS * BLOCK), NV_OK); }
 static NV_STATUS map_some(void)
 {
     struct uvm_vmem_op ops[6];
@@ -50,9 +50,9 @@ static NV_STATUS map_some(void)
         ops[i] = vm_op(BASE + i % OVERLAYS * BLOCK + i * KB(128), KB(64), small + i, 0, 0);
     return vm_map_ops(&u, 0, ops, 6, NULL);
 }
-static void undo_map(void) { CHECK_EQ(vm_unmap(&u, BASE, OVERLAYS * BLOCK, 0), NV_OK); }
+static void undo_map(void) { CHECK_EQ(vm_unmap(&u, BASE, OVERLAYS * BLOCK), NV_OK); }
 static NV_STATUS map_huge(void) { return vm_map(&u, BASE, MB(2), big, 0, 0); }
-static void undo_map_huge(void) { CHECK_EQ(vm_unmap(&u, BASE, MB(2), 0), NV_OK); }
+static void undo_map_huge(void) { CHECK_EQ(vm_unmap(&u, BASE, MB(2)), NV_OK); }
 static void huge_mapped(void)
 {
     close_overlays();
@@ -64,8 +64,7 @@ static void some_mapped(void)
     open_overlays();
     CHECK_EQ(map_some(), NV_OK);
 }
-static NV_STATUS unmap(void) { return vm_unmap(&u, BASE, OVERLAYS * BLOCK, 0); }
-static NV_STATUS unmap_open(void) { return vm_unmap(&u, BASE, OVERLAYS * BLOCK, UVM_VMEM_UNMAP_OPEN); }
+static NV_STATUS unmap(void) { return vm_unmap(&u, BASE, OVERLAYS * BLOCK); }
 static uint64_t victims[6];
 static void release_mapped(void)
 {
@@ -119,7 +118,6 @@ static const struct scenario scenarios[] = {
     {"map_huge", close_overlays, map_huge, undo_map_huge},
     {"split_huge", huge_mapped, split, undo_map},
     {"unmap", some_mapped, unmap, nothing},
-    {"unmap_open", close_overlays, unmap_open, nothing},
     {"release", release_mapped, release, released, true},
     {"release_huge", release_huge, release, released, true},
     {"takeover", foreign, takeover, undo_foreign},

@@ -48,7 +48,7 @@ TEST(in_unmap_)
 {
     start();
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
-    after(vm_unmap(&u, BASE, KB(64), 0));
+    after(vm_unmap(&u, BASE, KB(64)));
 }
 
 TEST(in_release_)
@@ -85,5 +85,5 @@ TEST(in_huge_split_)
     CHECK_EQ(vm_create(&u, MB(2), 1, &big), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(8), MB(2), big, 0, 0), NV_OK);
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
-    after(vm_unmap(&u, BASE + MB(8), KB(64), 0));
+    after(vm_unmap(&u, BASE + MB(8), KB(64)));
 }

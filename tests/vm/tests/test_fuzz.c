@@ -141,7 +141,7 @@ static void one_call(void)
             good_op(&ops[i]);
             if (which == UNMAP) {
                 ops[i].handle = 0;
-                ops[i].flags = rng_below(&rng, 2) ? UVM_VMEM_UNMAP_OPEN : 0;
+                ops[i].flags = 0;
             }
         }
         if (!good && rng_below(&rng, 3))
@@ -209,7 +209,7 @@ TEST(test_fuzz_every_call)
                (unsigned long long)counts[i][1]);
         CHECK(counts[i][0] > 0 && (calls < 5000 || counts[i][1] > 0));
     }
-    CHECK_EQ(vm_unmap(&u, BASE, BLOCKS * BLOCK, 0), NV_OK);
+    CHECK_EQ(vm_unmap(&u, BASE, BLOCKS * BLOCK), NV_OK);
     for (unsigned i = 0; i < COUNT(pages); i++)
         CHECK_EQ(vm_release_one(&u, pages[i]), NV_OK);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);

@@ -99,7 +99,7 @@ TEST(test_late_write_lands_before_the_memory_is_free)
         CHECK(ioctl(sim_fd(), SIMGPU_ACCESS, &a) == 0);
         CHECK_EQ(a.result, 0);
         if (i % 2)
-            CHECK_EQ(vm_unmap(&u, BASE, KB(64), 0), NV_OK);
+            CHECK_EQ(vm_unmap(&u, BASE, KB(64)), NV_OK);
         CHECK_EQ(vm_release_one(&u, h), NV_OK);
         sim_check(0);
     }
@@ -204,7 +204,7 @@ TEST(test_unmap_external_closes_an_overlay)
         CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(2), MB(2)), NV_OK);
         CHECK_EQ(sim_pte(&u, BASE + MB(2)).state, SIMGPU_PTE_INVALID);
         CHECK(gpu_marked(&u, BASE + MB(4), KB(64), round + 1, NULL));
-        CHECK_EQ(vm_unmap(&u, BASE + MB(4), KB(64), 0), NV_OK);
+        CHECK_EQ(vm_unmap(&u, BASE + MB(4), KB(64)), NV_OK);
     }
     // an overlay that UVM closed does not make release or free stumble
     CHECK_EQ(vm_map(&u, BASE + MB(6), KB(64), h + 1, 0, 0), NV_OK);

@@ -109,7 +109,7 @@ TEST(test_live_neighbours_never_invalid)
     CHECK_EQ(gpu_mark(&u, BASE + KB(128), KB(64), 7), 0);
     l = loop_start(BASE + KB(128));
     for (uint64_t i = 0; i < n; i++) {
-        CHECK_EQ(vm_unmap(&u, BASE, KB(64), 0), NV_OK);
+        CHECK_EQ(vm_unmap(&u, BASE, KB(64)), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + KB(256), KB(64), h + 2 * (i % 2), 0, UVM_VMEM_MAP_REPLACE), NV_OK);
     }

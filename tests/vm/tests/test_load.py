@@ -91,8 +91,8 @@ def test_load_and_back():
 
 def test_load_with_parameters():
     start("stock")
-    assert load_py("load", PATCHED, "uvm_vmem_max_mbytes=7")[0] == 0
-    assert (MODULE / "parameters/uvm_vmem_max_mbytes").read_text().strip() == "7"
+    assert load_py("load", PATCHED, "uvm_vmem_confidential=1")[0] == 0
+    assert (MODULE / "parameters/uvm_vmem_confidential").read_text().strip() == "Y"
 
 
 def test_load_where_none_was_loaded():
@@ -184,7 +184,7 @@ def test_module_that_cannot_be_linked():
 
 def test_parameter_that_the_module_refuses():
     start("stock")
-    fails_and_falls_back(PATCHED, "uvm_vmem_max_mbytes=much")
+    fails_and_falls_back(PATCHED, "uvm_vmem_confidential=much")
 
 
 def test_failed_load_where_none_was_loaded():

@@ -55,7 +55,7 @@ static void busy(uint64_t seed, int ready)
             handles[i] = h + i;
         }
         CHECK_EQ(vm_map_ops(&u, 0, ops, 24, NULL), NV_OK);
-        CHECK_EQ(vm_unmap(&u, BASE, MB(32), 0), NV_OK);
+        CHECK_EQ(vm_unmap(&u, BASE, MB(32)), NV_OK);
         CHECK_EQ(vm_release(&u, handles, 12, NULL), NV_OK);
         CHECK_EQ(vm_release(&u, handles + 12, 12, NULL), NV_OK);
     }
@@ -166,7 +166,7 @@ TEST(test_descriptor_passed_to_another_process)
         memcpy(&got.fd, CMSG_DATA(CMSG_FIRSTHDR(&msg)), sizeof(int));
         CHECK_EQ(vm_query(&got, 0).out_bytes_created, KB(64));
         CHECK_EQ(vm_map(&got, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
-        CHECK_EQ(vm_unmap(&got, BASE, KB(64), 0), NV_OK);
+        CHECK_EQ(vm_unmap(&got, BASE, KB(64)), NV_OK);
         _exit(0);
     }
     vm_start(&u, MB(4));
@@ -271,13 +271,13 @@ TEST(test_overlays_are_charged_to_the_cgroup)
         if (pid == 0) {
             put(MINE "/cgroup.procs", "0");
             vm_start(&u, GB(4));
-            CHECK_EQ(vm_unmap(&u, BASE, BLOCK, UVM_VMEM_UNMAP_OPEN), NV_OK);
+            CHECK_EQ(vm_open(&u, BASE, BLOCK), NV_OK);
             start = charged();
             if (limited) {
                 snprintf(limit, sizeof(limit), "%llu", (unsigned long long)start + MB(1));
                 put(MINE "/memory.max", limit);
             }
-            CHECK_EQ(vm_unmap(&u, BASE, GB(4), UVM_VMEM_UNMAP_OPEN), NV_OK);
+            CHECK_EQ(vm_open(&u, BASE, GB(4)), NV_OK);
             open = charged();
             CHECK_MSG(open - start > overlays * KB(1), "%u overlays are charged with %lld bytes", overlays,
                       (long long)(open - start));

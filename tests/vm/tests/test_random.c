@@ -296,14 +296,11 @@ static void do_unmap(void)
     next = now;
     for (unsigned i = 0; i < n; i++) {
         unsigned g = rng_below(&rng, GRANULES), parts = 1 + rng_below(&rng, rng_below(&rng, 4) ? 8 : 80);
-        uint32_t flags = rng_below(&rng, 4) ? 0 : UVM_VMEM_UNMAP_OPEN;
 
         if (g + parts > GRANULES)
             g = GRANULES - parts;
-        ops[i] = vm_op(va_of(g), parts * GRANULE, 0, 0, flags);
+        ops[i] = vm_op(va_of(g), parts * GRANULE, 0, 0, 0);
         for (unsigned k = g; k < g + parts; k++) {
-            if (flags & UVM_VMEM_UNMAP_OPEN)
-                open_overlay(&next, k);
             if (next.spots[k].state != CLOSED)
                 next.spots[k] = (struct spot){.state = SPARSE};
         }

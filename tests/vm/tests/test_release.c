@@ -162,13 +162,17 @@ TEST(test_release_of_a_huge_page)
 // As much as a call accepts, out of the largest mappings that are taken over: what others of the file wait for.
 TEST(test_takeover_of_4_gib)
 {
-    struct uvm_vmem_op op = vm_op(BASE, GB(4), 0, 0, UVM_VMEM_UNMAP_OPEN | UVM_VMEM_TAKEOVER);
+    static struct uvm_vmem_op ops[GB(4) / BLOCK];
     struct uvm u;
     struct asker asker = {.u = &u};
     pthread_t thread;
+    uint64_t page;
     double t0;
 
     uvm_start(&u);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &page), NV_OK);
+    for (unsigned i = 0; i < COUNT(ops); i++)
+        ops[i] = vm_op(BASE + i * BLOCK, KB(64), page, 0, UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K);
     CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
     for (unsigned i = 0; i < 2; i++)
         CHECK_EQ(uvm_map_sparse(&u, 0, BASE + i * UVM_VMEM_TAKE_MAX, UVM_VMEM_TAKE_MAX), NV_OK);
@@ -176,7 +180,7 @@ TEST(test_takeover_of_4_gib)
     while (!asker.asked)
         usleep(1000);
     t0 = seconds();
-    CHECK_EQ(vm_unmap_ops(&u, 0, &op, 1, NULL), NV_OK);
+    CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), NULL), NV_OK);
     vmtest_figure("takeover_of_4_gib_seconds", seconds() - t0, "s (simulated GPU)");
     asker.stop = true;
     pthread_join(thread, NULL);
