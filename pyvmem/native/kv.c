@@ -4,7 +4,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 
-#include "kv/kv.h"
+#include "kv/calls/calls.h"
 #include "native_kv.h"
 
 static void destroy(void *kv) { vmem_kv_destroy(kv); }

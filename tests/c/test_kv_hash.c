@@ -2,7 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
-#include "kv/kv.h"
+#include "kv/calls/calls.h"
 #include "vmem_kv.h"
 
 #define SLOTS 4

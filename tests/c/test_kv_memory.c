@@ -5,7 +5,7 @@
 #include "core/error.h"
 #include "checked.h"
 #include "harness.h"
-#include "kv/kv.h"
+#include "kv/calls/calls.h"
 
 #define SLOTS 4
 

@@ -4,7 +4,7 @@
 #include <pthread.h>
 
 #include "harness.h"
-#include "kv/kv.h"
+#include "kv/calls/calls.h"
 
 static vmem_context *ctx;
 static vmem_kv *kv;

@@ -9,7 +9,7 @@
 
 #include "checked.h"
 #include "harness.h"
-#include "kv/kv.h"
+#include "kv/calls/calls.h"
 #include "pool/pool.h"
 
 #define PAGES 250 // of a request: 125 in each of two tensors

@@ -2,7 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/struct.h"
-#include "kv/member.h"
+#include "kv/calls/member.h"
 #include "pool/pool.h"
 
 int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_share *share)

@@ -1,5 +1,5 @@
-// A pool of budget: what its files share. pool.c creates pools and takes members in; balance.c moves budget between
-// members; ask.c asks for it ahead of need; table.c keeps the table in a file where the members are in several processes.
+// A pool of budget: what its files share. pool.c creates pools and takes members in; claim.c says what each may have;
+// balance.c moves budget between members; ask.c asks for it ahead of need; table.c keeps the table in a file where the members are in several processes.
 //
 // Locks, in this order: a member's lock, the pool's lock, the file's lock. A member that is short takes the pool's lock
 // while it holds its own, for a few us: it reads and writes the table, and never waits for the file's lock. The pool's
@@ -119,7 +119,7 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held);
 void vmem__pool_left(struct vmem__member *m);
 void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
 
-// ---- balance.c. With the pool's lock held; those that name a place or change shares also between begin and end.
+// ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
 
 // What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
 uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m);
@@ -129,12 +129,19 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
 // Begins and ends itself. The member follows when the thread looks at it.
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
-void *vmem__pool_work(void *pool); // the thread
+// What the budget may have of what the pool has granted, in bytes; and the pages by which it grows from that. Whoever comes
+// first lets it grow: the pool's thread, or a call that is short.
+uint64_t vmem__pool_acceptable(const struct vmem__member *m);
+uint64_t vmem__pool_accept(struct vmem__member *m);
 // With the member's lock held, and not the pool's. As `claim` and `claimable` of struct vmem__lender, where *busy says
 // whether another process was at the table.
 uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most, bool *busy);
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
+
+// ---- balance.c
+
+void *vmem__pool_work(void *pool); // the thread
 
 // ---- ask.c. With the member's lock held, and not the pool's: as in struct vmem__lender.
 

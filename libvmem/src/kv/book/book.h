@@ -1,0 +1,145 @@
+// The lowest floor of the KV-cache manager: what is known of slots, spans and shared rows. Nothing here makes a system call
+// but for memory of its own. Every floor has such a header, and includes that of the floor below: book, pages, run, memory,
+// request, thread, calls.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_BOOK_H
+#define VMEM_KV_BOOK_H
+
+#include <errno.h>
+#include <time.h>
+
+#include "core/error.h"
+#include "kv/book/state.h"
+
+static inline uint64_t kv_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+// ---- list.c
+
+// Grows an array so that it has room for n elements of `size` bytes.
+int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
+
+// ---- shape.c
+
+// The pages that an iteration accesses when it extends a slot from `before` tokens to `tokens`.
+uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
+uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
+// Divides the tensors into groups, and makes the tables of their pages.
+int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
+int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHARED
+
+// ---- span.c
+
+// The most tokens that a step of the slot can have with the same pages as now; 0 if steps to fewer may need others.
+uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
+// Sets slot->backed from its spans.
+void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
+// The first page of a span that a call may count on. With SAME_SLOTS, no answer depends on what the background thread
+// has unmapped behind a window.
+static inline uint32_t vmem__kv_has_from(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    return kv->flags & VMEM_KV_SAME_SLOTS ? s->keep_lo : s->lo;
+}
+// Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
+// if the step asks for some of them only: it gets others.
+uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
+// Whether a slot has any page. `backed` cannot tell: a group may have pages while another has none, or less than a row.
+bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
+// Whether a step that needs pages up to hi can continue from what the span has.
+static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
+
+// ---- row.c
+
+struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
+// Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
+void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page);
+static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    return kv->refs.used ? vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
+}
+// How many rows of [from, to) of a span others hold as well.
+uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+// How many shared rows of a span nobody else needs. Slots looked at since vmem_kv.mark was raised count as gone.
+uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable);
+// Whether another slot has a page of rows from `tokens` on, which must not be written then.
+bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
+// The entry, made with slots = 1 if there was none; NULL: out of memory.
+struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
+int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` vmem__kv_ref_get do not fail
+// Adds holders. The entry goes when no prefix and at most one slot holds the row.
+void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
+void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
+void vmem__kv_ref_keep(struct kv_refs *r, struct kv_ref *ref, int blocks);  // of these, so many no longer can
+
+// ---- fence.c
+
+// What kernels in flight access of a span when a step needs [lo, hi).
+struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
+// No kernel accesses the slot, so its earlier steps no longer count.
+void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
+// Kernels up to this step have ended.
+uint64_t vmem__kv_ended(const vmem_kv *kv);
+int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
+// Stages a length for the next step (0: none), which lacks so many pages for it.
+void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages);
+// Removes a slot's staged growth.
+void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
+// Whether the slot is being swapped out and its kernels have ended: its pages count as free.
+static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
+{
+    return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->retired;
+}
+// Whether the slot keeps what kernels access until they have ended.
+static inline bool kv_waits(const vmem_kv *kv, uint32_t slot)
+{
+    const uint8_t state = kv->slots[slot].state;
+    return state == VMEM_KV_ENDING || (state == VMEM_KV_SWAPPING && !kv_swap_due(kv, slot));
+}
+// Steps since the slot took part in one, or was allocated.
+static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot) { return (uint32_t)kv->step - kv->slots[slot].took; }
+
+// ---- slot.c
+
+const char *vmem__kv_state_name(uint8_t state);
+// Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
+int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
+// The same of a newly allocated slot, which can be attached to.
+int vmem__kv_get_new(vmem_kv *kv, uint32_t slot);
+// As vmem__kv_get, without waiting for the worker's work on the slot.
+int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
+// The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
+uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
+// Whether a slot backed for `fit` tokens suits a request of `tokens` better than one backed for `best`.
+bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens);
+
+// ---- expect.c
+
+// Takes the list of the requests that come next.
+int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
+// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none.
+uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
+
+// ---- turn.c
+
+// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, before and
+// after a call waits for it, and where the worker has looked whether the cache is idle. NULL outside of them.
+enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
+extern void (*vmem__kv_hook)(enum vmem__kv_point point);
+void vmem__kv_worker_wake(vmem_kv *kv);
+void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
+void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
+// Until it unmaps nothing that others may hold: a call that maps, unmaps or releases such pages waits here first.
+void vmem__kv_wait_cut(vmem_kv *kv);
+// Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
+void vmem__kv_worker_hold(vmem_kv *kv);
+void vmem__kv_worker_release(vmem_kv *kv);
+int vmem__kv_check_usable(const vmem_kv *kv); // -EPERM in a child of the process that made it; -EINVAL: being closed
+
+#endif

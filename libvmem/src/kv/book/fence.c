@@ -1,0 +1,70 @@
+// Fences: the kernels that may be in flight, the memory that they access, and the lengths staged for the next step.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/book/book.h"
+
+static struct kv_past *past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return kv->past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
+}
+
+struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    const struct kv_past *past = past_of(kv, slot, group);
+    struct kv_past all = {lo, hi};
+    if (s->need_lo != s->need_hi)
+        all = (struct kv_past){KV_MIN(lo, s->need_lo), KV_MAX(hi, s->need_hi)};
+    for (uint32_t i = 0; i + 1 < kv->steps_in_flight; i++)
+        if (past[i].lo != past[i].hi)
+            all = (struct kv_past){KV_MIN(all.lo, past[i].lo), KV_MAX(all.hi, past[i].hi)};
+    return all;
+}
+
+void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_past *past = past_of(kv, slot, group);
+    for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
+        past[i] = past[i - 1];
+    if (kv->steps_in_flight > 1)
+        past[0] = (struct kv_past){s->need_lo, s->need_hi};
+}
+
+// Kernels of the last step, and of the steps in flight at that time, may still run.
+uint64_t vmem__kv_ended(const vmem_kv *kv)
+{
+    uint64_t running = (uint64_t)kv->steps_in_flight + 1;
+    return KV_MAX(kv->retired, kv->step > running ? kv->step - running : 0);
+}
+
+int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
+{
+    if (step > kv->step)
+        return vmem__error(-EINVAL, "step %" PRIu64 " was not made yet; the last is %" PRIu64, step, kv->step);
+    return 0;
+}
+
+void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages)
+{
+    kv->n_staged += (tokens != 0) - (kv->staged[slot] != 0);
+    kv->staged_missing += pages - kv->staged_pages[slot];
+    kv->staged[slot] = tokens;
+    kv->staged_pages[slot] = pages;
+}
+
+void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
+{
+    if (kv->n_staged)
+        vmem__kv_stage(kv, slot, 0, 0);
+}
+
+void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
+{
+    vmem__kv_unstage(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
+            past_of(kv, slot, i)[k] = (struct kv_past){0};
+}

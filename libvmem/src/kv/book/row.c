@@ -1,0 +1,154 @@
+// References: records who holds a row of pages. The hash table uses open addressing. It contains the rows that prefixes
+// hold or that several slots have mapped. A row consists of the pages that the tensors of a group have at one page
+// number. They are shared together, so the first tensor's page identifies the row.
+//
+// SPDX-License-Identifier: MIT
+#include <stdlib.h>
+
+#include "kv/book/book.h"
+
+static uint64_t home(const struct kv_refs *r, vmem_page page)
+{
+    return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
+}
+
+void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page)
+{
+    if (!r->used)
+        return;
+    const struct kv_ref *ref = &r->entries[home(r, page)];
+    __builtin_prefetch(ref);
+    __builtin_prefetch(&ref->mark); // many entries lie across two cache lines
+}
+
+struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page)
+{
+    if (!r->used)
+        return NULL;
+    for (uint64_t i = home(r, page); r->entries[i].page; i = (i + 1) & (r->size - 1))
+        if (r->entries[i].page == page)
+            return &r->entries[i];
+    return NULL;
+}
+
+int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more)
+{
+    uint64_t size = r->size ? r->size : 64;
+    while ((r->used + more) * 2 > size)
+        size *= 2;
+    if (size == r->size)
+        return 0;
+    struct kv_refs bigger = *r;
+    bigger.entries = calloc(size, sizeof(struct kv_ref));
+    bigger.size = size;
+    if (!bigger.entries)
+        return vmem__error(-ENOMEM, "no memory for references to %llu pages", (unsigned long long)more);
+    for (uint64_t i = 0; i < r->size; i++)
+        if (r->entries[i].page) {
+            uint64_t j = home(&bigger, r->entries[i].page);
+            while (bigger.entries[j].page)
+                j = (j + 1) & (size - 1);
+            bigger.entries[j] = r->entries[i];
+        }
+    free(r->entries);
+    *r = bigger;
+    return 0;
+}
+
+struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n)
+{
+    struct kv_ref *found = vmem__kv_ref_find(r, page);
+    if (found)
+        return found;
+    if (vmem__kv_ref_reserve(r, 1))
+        return NULL;
+    uint64_t i = home(r, page);
+    while (r->entries[i].page)
+        i = (i + 1) & (r->size - 1);
+    r->entries[i] = (struct kv_ref){.page = page, .slots = 1, .n = n};
+    r->used++;
+    r->pages += n;
+    return &r->entries[i];
+}
+
+static void remove_entry(struct kv_refs *r, struct kv_ref *ref)
+{
+    uint64_t mask = r->size - 1, hole = (uint64_t)(ref - r->entries);
+    for (uint64_t i = (hole + 1) & mask; r->entries[i].page; i = (i + 1) & mask)
+        if (((i - home(r, r->entries[i].page)) & mask) >= ((i - hole) & mask)) {
+            r->entries[hole] = r->entries[i];
+            hole = i;
+        }
+    r->entries[hole].page = 0;
+    r->used--;
+}
+
+static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
+{
+    uint64_t shared = ref->slots + ref->prefixes > 1 ? ref->n : 0, only = ref->slots ? 0 : ref->n;
+    uint64_t evictable = ref->cached && ref->cached == ref->prefixes ? only : 0;
+    r->shared += on ? shared : -shared;
+    r->only += on ? only : -only;
+    r->evictable += on ? evictable : -evictable;
+}
+
+static void hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes, int cached)
+{
+    count(r, ref, false);
+    ref->slots += (uint32_t)slots;
+    ref->prefixes += (uint32_t)prefixes;
+    ref->cached += (uint32_t)cached;
+    if (ref->prefixes || ref->slots > 1) {
+        count(r, ref, true);
+        return;
+    }
+    r->pages -= ref->n;
+    remove_entry(r, ref);
+}
+
+void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
+{
+    hold(r, ref, slots, prefixes, 0);
+}
+
+void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, blocks, blocks); }
+
+void vmem__kv_ref_keep(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, 0, -blocks); }
+
+bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        uint64_t from = (KV_MIN(tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
+        for (uint32_t p = (uint32_t)KV_MAX(from, s->lo); p < KV_MIN(s->shared_hi, s->hi); p++) {
+            const struct kv_ref *ref = kv_row(kv, slot, i, p);
+            if (ref && ref->slots > 1)
+                return true;
+        }
+    }
+    return false;
+}
+
+uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    uint64_t n = 0;
+    for (uint32_t p = s->lo; p < KV_MIN(s->hi, s->shared_hi); p++) {
+        struct kv_ref *ref = kv_row(kv, slot, group, p);
+        if (!ref)
+            continue;
+        ref->seen = ref->mark == kv->mark ? ref->seen + 1 : 1;
+        ref->mark = kv->mark;
+        n += ref->seen == ref->slots && ref->prefixes == (evictable ? ref->cached : 0);
+    }
+    return n;
+}
+
+uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+{
+    uint32_t n = 0;
+    for (uint32_t p = from; p < to; p++)
+        n += kv_row(kv, slot, group, p) != NULL;
+    return n;
+}

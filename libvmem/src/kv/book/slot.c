@@ -1,0 +1,84 @@
+// Slots: their states, and which free one a request gets.
+//
+// SPDX-License-Identifier: MIT
+#include "kv/book/book.h"
+
+// Whether kept pages for `fit` tokens suit a request of `tokens` tokens better than kept pages for `best` tokens. The
+// best fit is the smallest that is large enough, or otherwise the largest.
+bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
+{
+    return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
+}
+
+// The gain of using the slot for a request that begins with a prefix. It is the number of tokens behind the prefix that
+// the slot has pages for, less the number of tokens whose pages the prefix would replace.
+static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
+{
+    int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->from);
+    int64_t lost = (int64_t)KV_MIN(prefix_tokens, fit) - s->from;
+    return KV_MAX(used, 0) - KV_MAX(lost, 0);
+}
+
+// Whether a request must wait for the slot or for an unmap. This depends on the worker's progress.
+static bool delays(const vmem_kv *kv, uint32_t slot)
+{
+    return !(kv->flags & VMEM_KV_SAME_SLOTS) && (kv->slots[slot].busy || kv->slots[slot].stale);
+}
+
+uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
+{
+    uint32_t best = UINT32_MAX, best_fit = 0;
+    if (!tokens)
+        tokens = kv->eager_tokens;
+    int64_t best_gain = INT64_MIN;
+    for (uint32_t i = 0; i < kv->n_slots; i++) {
+        const struct kv_idle *s = &kv->idle[i];
+        if (kv->slots[i].state != VMEM_KV_FREE)
+            continue;
+        uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : kv->slots[i].backed;
+        int64_t gain = prefix_tokens ? gain_of(s, fit, tokens, prefix_tokens) : 0;
+        if (prefix_tokens)
+            fit = 0;
+        else if (s->from) // the pages begin after the first row: count the usable ones
+            fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
+        const bool alike = best != UINT32_MAX && gain == best_gain && fit == best_fit;
+        if (best == UINT32_MAX || gain > best_gain || vmem__kv_fits_better(fit, best_fit, tokens) ||
+            (alike && (delays(kv, i) == delays(kv, best) ? s->from < kv->idle[best].from : delays(kv, best)))) {
+            best = i;
+            best_fit = fit;
+            best_gain = gain;
+        }
+    }
+    return best;
+}
+
+const char *vmem__kv_state_name(uint8_t state)
+{
+    static const char *const names[] = {"free", "active", "swapped out", "being given up", "being swapped out"};
+    return names[state];
+}
+
+int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states)
+{
+    if (slot >= kv->n_slots)
+        return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+    if (!(states >> kv->slots[slot].state & 1))
+        return vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
+    return 0;
+}
+
+int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
+{
+    int rc = vmem__kv_get_beside(kv, slot, states);
+    if (!rc)
+        vmem__kv_wait_slot(kv, slot);
+    return rc;
+}
+
+int vmem__kv_get_new(vmem_kv *kv, uint32_t slot)
+{
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
+        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+    return rc;
+}

@@ -1,0 +1,72 @@
+// Turns: calls and the background thread take turns at a slot.
+//
+// SPDX-License-Identifier: MIT
+#include "kv/book/book.h"
+
+void (*vmem__kv_hook)(enum vmem__kv_point point);
+
+static void wait_for_worker(vmem_kv *kv)
+{
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_CALL_WAITS);
+    pthread_cond_wait(&kv->done, &kv->state);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_CALL_WAITED);
+}
+
+void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot)
+{
+    while (kv->slots[slot].busy)
+        wait_for_worker(kv);
+}
+
+void vmem__kv_wait_idle(vmem_kv *kv)
+{
+    while (kv->has_worker && (kv->work_due || kv->working))
+        wait_for_worker(kv);
+}
+
+void vmem__kv_worker_hold(vmem_kv *kv)
+{
+    kv->hold++;
+    while (kv->working)
+        wait_for_worker(kv);
+}
+
+void vmem__kv_worker_release(vmem_kv *kv)
+{
+    if (--kv->hold == 0 && kv->work_due)
+        pthread_cond_signal(&kv->work);
+}
+
+// Waits for the worker's cut to end. The worker begins no other job until the caller drops the lock, so slots that were
+// not busy are still not busy.
+void vmem__kv_wait_cut(vmem_kv *kv)
+{
+    if (!kv->cutting)
+        return;
+    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_release(kv);
+}
+
+void vmem__kv_worker_wake(vmem_kv *kv)
+{
+    if (!kv->has_worker || kv->work_due)
+        return;
+    kv->work_due = true;
+    if (!kv->hold)
+        pthread_cond_signal(&kv->work);
+}
+
+static int __attribute__((cold)) unusable(const vmem_kv *kv)
+{
+    if (kv->closing)
+        return vmem__error(-EINVAL, "the cache is being closed: it accepts only retire");
+    return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
+}
+
+int vmem__kv_check_usable(const vmem_kv *kv)
+{
+    // A system call for the process ID would take longer than a step with nothing to do.
+    return *kv->owned ? 0 : unusable(kv);
+}

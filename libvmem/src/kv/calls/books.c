@@ -1,0 +1,100 @@
+// The check of the books that VMEM_KV_CHECK enables.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/calls/calls.h"
+
+static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_group *g = &kv->groups[group];
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    for (uint32_t t = 0; t < g->n; t++)
+        for (uint32_t p = sp->lo ? sp->lo - 1 : 0; p < KV_MIN(sp->hi + 1, g->slot_pages); p++) {
+            vmem_page page, want = p >= sp->lo && p < sp->hi ? kv_table(kv, g, slot, t)[p] : 0;
+            if (p >= sp->stale_lo && p < sp->stale_hi)
+                continue;
+            int rc = vmem_query(kv->ctx, kv_addr(kv, g, slot, t, p), &page, NULL);
+            if (rc)
+                return rc;
+            if (page != want)
+                return vmem__error(-EFAULT, "slot %u, tensor %u, page %u: %#" PRIx64 " is mapped, not %#" PRIx64, slot,
+                                   g->first + t, p, page, want);
+        }
+    return 0;
+}
+
+// Counts the shared pages that the worker is unmapping now. They have left the span, but the slot still holds them.
+static uint64_t shared_in_cut(const vmem_kv *kv)
+{
+    const struct kv_cut *c = &kv->worker_cut;
+    uint64_t n = 0;
+    for (uint32_t p = c->before.lo; kv->cutting && p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
+        n += (p < c->lo || p >= c->hi) && kv_row(kv, c->slot, c->group, p);
+    return n;
+}
+
+int vmem__kv_check_books(vmem_kv *kv)
+{
+    uint64_t pages = kv->refs.pages + kv->n_doomed, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
+    kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // the budget may have grown
+    if (kv->held > kv->ceiling)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);
+    kv->ceiling = KV_MAX(kv->held, kv->budget_pages);
+    uint32_t waiting = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        waiting += sl->state == VMEM_KV_ENDING || sl->state == VMEM_KV_SWAPPING;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_group *g = &kv->groups[i];
+            const struct kv_span *sp = kv_span(kv, s, i);
+            bool ordered = sp->lo <= sp->keep_lo && sp->keep_lo <= sp->need_lo && sp->need_lo <= sp->need_hi &&
+                           sp->need_hi <= sp->keep_hi && sp->keep_hi <= sp->hi && sp->hi <= g->slot_pages &&
+                           sp->shared_hi <= sp->hi && sp->coarse_hi <= sp->hi;
+            if (!ordered)
+                return vmem__error(-EFAULT,
+                                   "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi "
+                                   "%u shared %u coarse %u",
+                                   s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi, sp->keep_hi, sp->hi,
+                                   sp->shared_hi, sp->coarse_hi);
+            if (sl->steady && sl->state == VMEM_KV_ACTIVE &&
+                (sp->keep_lo != sp->need_lo || sp->keep_hi != sp->need_hi ||
+                 sp->need_hi != vmem__kv_need_hi(kv, g, sl->tokens) ||
+                 sp->need_hi != vmem__kv_need_hi(kv, g, sl->steady)))
+                return vmem__error(-EFAULT, "slot %u, group %u: from %u to %u tokens it does not need the same pages",
+                                   s, i, sl->tokens, sl->steady);
+            if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
+                return vmem__error(-EFAULT, "slot %u is free but not clean", s);
+            for (uint32_t p = sp->lo; p < sp->hi; p++) {
+                const struct kv_ref *ref = kv_row(kv, s, i, p);
+                if (ref && p >= sp->shared_hi)
+                    return vmem__error(-EFAULT, "slot %u, page %u is shared", s, p);
+                pages += ref ? 0 : g->n;
+                slots += ref != NULL;
+            }
+            if (sp->stale_lo < sp->stale_hi && (!sl->stale || (sp->lo < sp->hi && sp->stale_hi > sp->lo)))
+                return vmem__error(-EFAULT, "slot %u, group %u: stale [%u, %u) beside lo %u", s, i, sp->stale_lo,
+                                   sp->stale_hi, sp->lo);
+            int rc = sl->busy ? 0 : check_mapped(kv, s, i);
+            if (rc)
+                return rc;
+        }
+    }
+    for (uint64_t i = 0; i < kv->refs.size; i++) {
+        const struct kv_ref *ref = &kv->refs.entries[i];
+        refs += ref->page ? ref->slots : 0;
+        only += ref->page && !ref->slots ? ref->n : 0;
+        shared += ref->page && ref->slots + ref->prefixes > 1 ? ref->n : 0;
+        if (ref->page && ref->slots + ref->prefixes < 2 && !ref->prefixes)
+            return vmem__error(-EFAULT, "page %#" PRIx64 " is counted as shared", ref->page);
+    }
+    if (pages + kv->pending != kv->held || slots != refs || only != kv->refs.only || shared != kv->refs.shared)
+        return vmem__error(-EFAULT,
+                           "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
+                           ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
+                           pages + kv->pending, slots, only, shared, kv->held, refs, kv->refs.only, kv->refs.shared);
+    if (waiting != kv->n_ending)
+        return vmem__error(-EFAULT, "%u slots wait for kernels, not %u", waiting, kv->n_ending);
+    int rc = vmem__kv_check_hashes(kv);
+    return rc ? rc : vmem__kv_check_blocks(kv);
+}

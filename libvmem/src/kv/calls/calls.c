@@ -1,0 +1,361 @@
+// The public calls. Each enters the cache, and calls one function of a lower floor.
+//
+// SPDX-License-Identifier: MIT
+#include <time.h>
+
+#include "kv/calls/calls.h"
+#include "kv/run/hash.h"
+
+// ---- requests --------------------------------------------------------------------------------------------------------
+
+int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_alloc(kv, options, slot));
+}
+
+int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
+{
+    const struct vmem_kv_alloc_options o = {.size = sizeof o, .tokens = tokens};
+    return vmem_kv_alloc_with(kv, &o, slot);
+}
+
+int vmem_kv_expect_behind(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_expect(kv, tokens, prefix_tokens, n));
+}
+
+int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n) { return vmem_kv_expect_behind(kv, tokens, NULL, n); }
+
+int vmem_kv_free(vmem_kv *kv, uint32_t slot)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slot(kv, slot));
+}
+
+int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slot_after(kv, slot, step));
+}
+
+int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_would_truncate(kv, slot, tokens, missing));
+}
+
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_truncate_slot(kv, slot, tokens));
+}
+
+int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_truncate_after(kv, slot, tokens, step));
+}
+
+int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_bytes(kv, slot, bytes));
+}
+
+int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_out(kv, slot, host, bytes));
+}
+
+int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_out_after(kv, slot, host, bytes, step));
+}
+
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_in(kv, slot, host, bytes, missing));
+}
+
+int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_in_check(kv, slot, missing));
+}
+
+// ---- steps -----------------------------------------------------------------------------------------------------------
+
+int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_check(kv, lengths, n, missing));
+}
+
+int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_assured(kv, lengths, n));
+}
+
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_step(kv, lengths, n, missing));
+}
+
+int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    if (vmem__kv_stage_steady(kv, slot, tokens)) {
+        if (missing)
+            *missing = 0;
+        return 0;
+    }
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_grow(kv, slot, tokens, missing));
+}
+
+int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_commit(kv, missing));
+}
+
+int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_room(kv, slot, tokens));
+}
+
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_fit(kv, requests, n, fit, missing));
+}
+
+// ---- prefixes and blocks ---------------------------------------------------------------------------------------------
+
+int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_save(kv, slot, tokens, prefix));
+}
+
+int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    struct kv_prefix *p = NULL;
+    rc = vmem__kv_prefix_find(kv, prefix, &p);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_prefix_drop(kv, p));
+}
+
+int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_query(kv, prefix, out));
+}
+
+int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_attach(kv, prefix, slot, tokens, missing));
+}
+
+int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_check(kv, prefix, tokens, missing));
+}
+
+int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_init(kv, config));
+}
+
+int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
+                     size_t *added)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (kv->hashes && kv->hashes->n + n > kv->hashes->max_blocks) // it evicts blocks
+        vmem__kv_may_take_long(kv);
+    return vmem__kv_leave(kv, vmem__kv_hash_add(kv, slot, first, hashes, n, added));
+}
+
+int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_hash_given(kv, hashes, n);
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_hash_drop(kv, hashes, n));
+}
+
+int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_hash_given(kv, NULL, 0);
+    uint64_t n = rc ? 0 : vmem__kv_hash_evict(kv, pages);
+    if (freed)
+        *freed = n;
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem_kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed)
+{
+    uint64_t got = 0;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_hash_given(kv, hashes, n);
+    if (!rc)
+        rc = vmem__kv_hash_evict_these(kv, hashes, n, pages, &got);
+    if (freed)
+        *freed = got;
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_limit(kv, max_tokens));
+}
+
+int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, size_t *got)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_evicted(kv, hashes, n, got));
+}
+
+int vmem_kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t priority)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_prioritize(kv, hashes, n, priority));
+}
+
+int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
+                        uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_attach(kv, slot, hashes, n, tokens, missing));
+}
+
+int vmem_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_check(kv, hashes, n, tokens, missing));
+}
+
+int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_peek(kv, hashes, n, tokens));
+}
+
+int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_blocks_init(kv, n_blocks, block_tokens));
+}
+
+int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
+                       size_t *bad)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_bind(kv, slots, index, ids, n, bad));
+}
+
+int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_attach(kv, slot, ids, n, bad));
+}
+
+int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_drop(kv, ids, n));
+}
+
+int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed)
+{
+    uint64_t before = 0, after, overhead, moved = 0, calls = 0;
+    int rc;
+    if (freed)
+        *freed = 0;
+    do {           // this ends, because pages move into full arenas, and stay there
+        if (calls) // a mutex does not give way by itself
+            nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+        rc = vmem__kv_enter(kv);
+        if (rc)
+            return rc;
+        if (!calls)
+            rc = vmem__kv_device_bytes(kv, &before, &overhead);
+        else if (kv->calls != calls) // somebody needs the cache
+            return vmem__kv_leave(kv, 0);
+        vmem__kv_worker_hold(kv);
+        rc = rc ? rc : vmem__kv_compact(kv, &moved);
+        vmem__kv_worker_release(kv);
+        if (!vmem__kv_device_bytes(kv, &after, &overhead) && freed && after < before)
+            *freed = before - after;
+        calls = kv->calls + 1;
+        rc = vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
+    } while (!rc && moved);
+    return rc;
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (kv->member)
+        rc = vmem__error(-EINVAL,
+                         "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));
+}
+
+int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (percent > 100)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "percent %u is over 100", percent));
+    kv->watermark_pages = kv_ceil_pages(bytes, kv);
+    kv->watermark_percent = percent;
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_reclaim_bytes(kv, bytes, freed));
+}
+
+int vmem_kv_wait(vmem_kv *kv)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    vmem__kv_wait_idle(kv);
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_publish(kv, path, name));
+}

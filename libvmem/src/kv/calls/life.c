@@ -1,0 +1,289 @@
+// Creation and the end of a cache.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/core.h"
+#include "core/struct.h"
+#include "kv/calls/calls.h"
+
+static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (c->steps_in_flight > 16)
+        return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
+    if (c->flags & ~(VMEM_KV_ZERO_ENDS * 2 - 1))
+        return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
+    if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
+        return vmem__error(-EINVAL, "tensors: %u is not between 1 and 65536", c->n_tensors);
+    if (!c->slots || c->slots > 65536)
+        return vmem__error(-EINVAL, "slots %u is not between 1 and 65536", c->slots);
+    if (!c->max_tokens || c->max_tokens > INT32_MAX)
+        return vmem__error(-EINVAL, "max_tokens %u is not between 1 and %d", c->max_tokens, INT32_MAX);
+    if (c->tile_rows > 65536)
+        return vmem__error(-EINVAL, "tile_rows %u is over 65536", c->tile_rows);
+    rc = vmem__check_page_size(ctx, c->page_size);
+    if (rc)
+        return rc;
+    if (c->budget < c->page_size)
+        return vmem__error(-EINVAL, "budget %" PRIu64 " is less than a page", c->budget);
+    if (c->reclaim_percent > 50)
+        return vmem__error(-EINVAL, "reclaim_percent %u is over 50", c->reclaim_percent);
+    for (uint32_t i = 0; i < c->n_tensors; i++) {
+        const struct vmem_kv_tensor *t = &c->tensors[i];
+        if (!t->row_bytes || t->row_bytes > (UINT64_C(1) << 30))
+            return vmem__error(-EINVAL, "tensors[%u].row_bytes %" PRIu64 " is not between 1 and 2^30", i, t->row_bytes);
+        if (t->max_tokens > c->max_tokens)
+            return vmem__error(-EINVAL, "tensors[%u].max_tokens %u is over the cache's, %u", i, t->max_tokens,
+                               c->max_tokens);
+        if (t->reserved)
+            return vmem__error(-EINVAL, "tensors[%u].reserved is not 0", i);
+    }
+    return 0;
+}
+
+static int reserve(vmem_kv *kv)
+{
+    struct vmem_info info = {.size = sizeof info};
+    int rc = vmem_context_info(kv->ctx, &info);
+    if (rc)
+        return rc;
+    // On a GPU, to take the backdrop's place and to put it back costs half of each map and unmap. What maps pages together
+    // leaves it out by itself.
+    const bool bare = info.caps & VMEM_CAP_GPU && kv->flags & VMEM_KV_UNSHARED && !kv->whole;
+    bool backdrop = info.caps & VMEM_CAP_BACKDROP && !bare;
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
+        const struct kv_group *g = &kv->groups[j];
+        for (uint32_t i = g->first; i < g->first + g->n; i++) {
+            rc =
+                vMemReserve(kv->ctx, g->slot_stride * kv->n_slots, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->addrs[i]);
+            // Kernels receive the tensor's first address, so CUDA must know that address.
+            if (!rc && backdrop)
+                rc = vmem_backdrop(kv->ctx, kv->addrs[i], kv->page_size);
+            if (rc)
+                return rc;
+        }
+    }
+    return vMemReserve(kv->ctx, kv->n_tensors * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->scratch);
+}
+
+static int init(vmem_kv *kv, const struct vmem_kv_config *c)
+{
+    pthread_mutex_init(&kv->api, NULL);
+    pthread_mutex_init(&kv->state, NULL);
+    pthread_mutex_init(&kv->stats_lock, NULL);
+    pthread_condattr_t steady;
+    pthread_condattr_init(&steady);
+    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
+    pthread_cond_init(&kv->work, &steady);
+    pthread_condattr_destroy(&steady);
+    pthread_cond_init(&kv->done, NULL);
+    kv->pid = getpid();
+    kv->flags = c->flags;
+#ifdef VMEM_DEBUG
+    kv->flags |= VMEM_KV_CHECK;
+#endif
+    kv->n_tensors = c->n_tensors;
+    kv->n_slots = c->slots;
+    kv->max_tokens = c->max_tokens;
+    kv->tile_rows = c->tile_rows ? c->tile_rows : 1;
+    kv->ahead_tokens = c->ahead_tokens ? c->ahead_tokens : 128;
+    kv->ahead_min = c->ahead_min ? c->ahead_min : 4;
+    kv->eager_tokens = KV_MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
+    kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
+    kv->idle_ms = c->idle_ms;
+    kv->page_size = c->page_size;
+    kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
+    const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? kv->ctx->b.whole_max >> kv->page_shift : 0;
+    kv->whole = whole >= 2 ? (uint32_t)whole : 0;
+    kv->block = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
+    for (uint32_t i = 0; i < c->n_tensors; i++)
+        if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)
+            kv->create_flags = VMEM_CREATE_ZERO;
+    int rc = vmem__kv_make_groups(kv, c);
+    if (rc)
+        return rc;
+    kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
+    kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
+    kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
+    kv->plan.wants = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->plan.wants));
+    kv->changed = calloc(kv->n_slots, sizeof(*kv->changed));
+    kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
+    kv->past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->past));
+    kv->staged = calloc(kv->n_slots, sizeof(*kv->staged));
+    kv->staged_pages = calloc(kv->n_slots, sizeof(*kv->staged_pages));
+    if (!kv->slots || !kv->idle || !kv->spans || !kv->plan.wants || !kv->changed || !kv->past || !kv->staged ||
+        !kv->staged_pages)
+        return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
+    rc = reserve(kv);
+    if (rc)
+        return rc;
+    vmem__kv_join(kv);
+    if (!(c->flags & VMEM_KV_LAZY))
+        rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
+    if (rc)
+        return rc;
+    kv->budget_pages = c->budget >> kv->page_shift;
+    vmem__kv_summarise(kv);
+    return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;
+}
+
+int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out)
+{
+    if (!ctx || !cfg || !out)
+        return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
+    struct vmem_kv_config c;
+    int rc = vmem__struct_take(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
+    if (!rc)
+        rc = check_config(ctx, &c);
+    if (rc)
+        return rc;
+    vmem_kv *kv = calloc(1, sizeof(*kv));
+    if (!kv)
+        return vmem__error(-ENOMEM, "no memory for a KV cache");
+    kv->ctx = ctx;
+    kv->owned = ctx->owned;
+    rc = init(kv, &c);
+    if (rc) {
+        vmem_kv_destroy(kv);
+        return rc;
+    }
+    *out = kv;
+    return 0;
+}
+
+// ---- the end ---------------------------------------------------------------------------------------------------------
+
+static void release(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++) {
+        kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
+        vmem__kv_cut_slot(kv, s);
+    }
+    for (uint32_t i = 0; i < kv->cap_prefixes; i++)
+        if (kv->prefixes[i])
+            vmem__kv_prefix_drop(kv, kv->prefixes[i]);
+    vmem__kv_blocks_destroy(kv);
+    vmem__kv_hash_destroy(kv);
+    for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
+        if (kv->addrs[i])
+            vmem_unreserve(kv->ctx, kv->addrs[i]);
+    if (kv->scratch)
+        vmem_unreserve(kv->ctx, kv->scratch);
+    vmem__kv_part(kv);
+}
+
+static void free_grow(struct kv_grow *l)
+{
+    free(l->parts);
+    free(l->pages);
+    free(l->fine);
+    free(l->stretches);
+    free(l->coarse);
+}
+
+static void free_cut(struct kv_cut *c)
+{
+    free(c->ops);
+    free(c->pages);
+}
+
+// Frees all memory of a cache that no call uses any more, but for the handle itself.
+static void give_up(vmem_kv *kv)
+{
+    if (kv->given_up || kv->pid != getpid()) // a forked child has neither the worker nor the pages
+        return;
+    vmem__kv_pool_leave(kv);
+    vmem__kv_worker_stop(kv);
+    release(kv);
+    vmem__kv_pool_left(kv);
+    vmem__kv_unpublish(kv);
+    kv->given_up = true;
+}
+
+void vmem_kv_destroy(vmem_kv *kv)
+{
+    if (!kv)
+        return;
+    give_up(kv);
+    if (kv->pages)
+        munmap(kv->pages, kv->pages_bytes);
+    if (kv->joined)
+        munmap(kv->joined, kv->joined_bytes);
+    if (kv->view) {
+        munmap(kv->view, sizeof(*kv->view));
+        close(kv->view_fd);
+    }
+    free(kv->view_path);
+    free_grow(&kv->grow);
+    free_grow(&kv->worker_grow);
+    free_cut(&kv->cut);
+    free_cut(&kv->worker_cut);
+    free(kv->prefixes);
+    free(kv->refs.entries);
+    free(kv->changed);
+    free(kv->slots);
+    free(kv->idle);
+    free(kv->spans);
+    free(kv->plan.wants);
+    free(kv->past);
+    free(kv->staged);
+    free(kv->swap_ops);
+    free(kv->staged_pages);
+    free(kv->groups);
+    free(kv->order);
+    free(kv->addrs);
+    free(kv);
+}
+
+int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
+{
+    static const unsigned char none;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_check_fence(kv, step);
+    *quiet = step <= vmem__kv_ended(kv);
+    if (!rc) {
+        kv->closing = true;
+        kv->closes = step;
+        kv->owned = &none;
+    }
+    vmem__kv_leave(kv, rc);
+    if (!rc) {
+        vmem__kv_pool_leave(kv);
+        vmem__kv_worker_stop(kv); // the worker copies no row after this
+    }
+    return rc;
+}
+
+int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step)
+{
+    bool quiet = false;
+    int rc = vmem__kv_close(kv, step, &quiet);
+    if (quiet && !rc)
+        give_up(kv); // not the handle: callers need not know which steps are known to have ended
+    return rc;
+}
+
+int vmem__kv_retire(vmem_kv *kv, uint64_t step)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_retire_to(kv, step));
+}
+
+int vmem_kv_retire(vmem_kv *kv, uint64_t step)
+{
+    if (!kv || !kv->closing)
+        return vmem__kv_retire(kv, step);
+    int rc = vmem__kv_check_fence(kv, step);
+    if (!rc && step >= kv->closes)
+        vmem_kv_destroy(kv);
+    return rc;
+}

@@ -1,0 +1,236 @@
+// What a pool asks of the cache. Its thread calls these functions, and vmem_kv_pool_join.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+#include "kv/calls/calls.h"
+#include "kv/calls/member.h"
+
+// ---- joining ---------------------------------------------------------------------------------------------------------
+
+// Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
+static void shrink_budget(vmem_kv *kv, uint64_t pages)
+{
+    kv->ceiling = KV_MAX(kv->ceiling, kv->held);
+    kv->budget_pages = pages;
+}
+
+int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (kv->member)
+        rc = vmem__error(-EINVAL, "the cache is a member of a pool already");
+    else if (kv->flags & VMEM_KV_SAME_SLOTS)
+        rc = vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) cannot be in a pool");
+    if (rc)
+        return vmem__kv_leave(kv, rc);
+    vmem__kv_worker_hold(kv);
+    terms->ctx = kv->ctx;
+    terms->page_size = kv->page_size;
+    terms->held = kv->held;
+    terms->whole = kv->whole;
+    return 0;
+}
+
+int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined)
+{
+    if (!rc) {
+        kv->lender = joined->lender;
+        kv->member = joined->member;
+        kv->evict = joined->evict;
+        kv->evict_arg = joined->arg;
+        kv->flags |= VMEM_KV_LAZY;
+        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
+        kv->portion = kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
+        shrink_budget(kv, joined->budget);
+    }
+    vmem__kv_worker_release(kv);
+    if (!rc)
+        vmem__kv_give_ahead(kv, 0);
+    return vmem__kv_leave(kv, rc);
+}
+
+static int not_a_member(void) { return vmem__error(-EINVAL, "the cache is in no pool"); }
+
+int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m)
+{
+    if (!kv)
+        return vmem__error(-EINVAL, "kv is NULL");
+    int rc = vmem__kv_check_usable(kv);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&kv->state);
+    *m = kv->member;
+    if (*m)
+        return 0;
+    pthread_mutex_unlock(&kv->state);
+    return not_a_member();
+}
+
+void vmem__kv_member_end(vmem_kv *kv) { pthread_mutex_unlock(&kv->state); }
+
+int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (!kv->member)
+        return vmem__kv_leave(kv, not_a_member());
+    const uint64_t want = kv->held - KV_MIN(vmem__kv_spare(kv), kv->held) + kv_ceil_pages(bytes, kv);
+    vmem__kv_foresee(kv, want, false);
+    return vmem__kv_leave(kv, 0);
+}
+
+// ---- the table of functions ------------------------------------------------------------------------------------------
+
+static void lock(void *self)
+{
+    vmem_kv *kv = self;
+    pthread_mutex_lock(&kv->api);
+    pthread_mutex_lock(&kv->state);
+}
+
+static void unlock(void *self)
+{
+    vmem_kv *kv = self;
+    vmem__kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->api);
+}
+
+// Requests that are swapped out count: they come back.
+static bool has_taken_slots(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].state != VMEM_KV_FREE)
+            return true;
+    return false;
+}
+
+static void state(void *self, struct vmem__lend_state *out)
+{
+    vmem_kv *kv = self;
+    const uint64_t fixed = vmem__kv_fixed(kv);
+    *out = (struct vmem__lend_state){.budget = kv->budget_pages,
+                                     .held = kv->held,
+                                     .used = kv_less(kv->held, vmem__kv_reclaimable(kv)),
+                                     .giving = kv->giving,
+                                     .after = kv->giving ? kv->give_to : kv->budget_pages,
+                                     .fixed = fixed,
+                                     .evictable = kv->evict ? kv->refs.only : vmem__kv_evictable(kv),
+                                     .margin = has_taken_slots(kv) ? fixed / 32 : 0};
+}
+
+static void raise_budget(void *self, uint64_t pages)
+{
+    vmem_kv *kv = self;
+    kv->budget_pages += pages;
+}
+
+// From now on, the background thread gives back what the cache holds beyond `pages`. The budget falls as the pages go,
+// so that a step that needs pages meanwhile does not wait for all of them.
+static void give_down_to(void *self, uint64_t pages)
+{
+    vmem_kv *kv = self;
+    kv->give_to = pages;
+    kv->giving = kv->held > pages;
+    if (kv->giving)
+        vmem__kv_worker_wake(kv);
+    else
+        shrink_budget(kv, pages);
+}
+
+// The pages that a step may need next: requests grow by a page in each tensor at a time.
+static uint64_t next_pages(const vmem_kv *kv)
+{
+    uint64_t pages = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        pages += kv->slots[s].state == VMEM_KV_ACTIVE ? kv->n_tensors : 0;
+    return pages;
+}
+
+// A cache without a background thread gives pages back here, one portion at a time.
+static void give_portion(vmem_kv *kv)
+{
+    if (kv->held > kv->give_to && !kv->has_worker)
+        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->give_to, kv->portion), true, NULL);
+}
+
+// Continues to shrink a cache that is idle or was asked to give.
+static bool go_on_giving(void *self, uint64_t least)
+{
+    vmem_kv *kv = self;
+    if (kv->gave && (kv->giving ? kv->give_to : kv->budget_pages) > least) // idle
+        give_down_to(kv, least);
+    if (!kv->giving)
+        return false;
+    give_portion(kv);
+    const bool at_work = kv->has_worker && (kv->work_due || kv->working);
+    shrink_budget(kv, KV_MIN(kv->budget_pages, KV_MAX(kv->give_to, kv->held + next_pages(kv))));
+    if (kv->held <= kv->give_to || (!at_work && (kv->has_worker || !vmem__kv_spare(kv)))) {
+        shrink_budget(kv, KV_MAX(kv->give_to, kv->held)); // if pages are left, they cannot be given back now
+        kv->giving = false;
+    }
+    return kv->giving && !kv->has_worker;
+}
+
+static void trim(void *self) { vmem__kv_trim(self); }
+
+// One portion of hashed blocks in a round, or what the owner of the prefixes can spare.
+static void evict(void *self, uint64_t pages)
+{
+    vmem_kv *kv = self;
+    if (kv->evict) {
+        kv->evict(kv->evict_arg, pages);
+        return;
+    }
+    lock(kv);
+    vmem__kv_worker_hold(kv);
+    vmem__kv_hash_evict(kv, KV_MIN(pages, KV_MAX(kv->portion, kv->block)));
+    vmem__kv_worker_release(kv);
+    unlock(kv);
+}
+
+static uint64_t ready(void *self)
+{
+    vmem_kv *kv = self;
+    return kv->held + vmem__kv_spare_memory(kv);
+}
+
+static void forget(void *self)
+{
+    vmem_kv *kv = self;
+    kv->foresees = false;
+    vmem__kv_worker_wake(kv);
+}
+
+static uint64_t wanted(void *self) { return vmem__kv_wanted_budget(self); }
+
+static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
+{
+    vmem_kv *kv = self;
+    if (rc == -EAGAIN) {
+        vmem__kv_keep_wanted(kv, bytes);
+        return;
+    }
+    lock(kv);
+    vmem__kv_summarise(kv); // whoever reads the answer finds the new maximum
+    vmem__kv_answer_wanted(kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
+    unlock(kv);
+}
+
+const struct vmem__member_ops vmem__kv_member_ops = {
+    .lock = lock,
+    .unlock = unlock,
+    .state = state,
+    .raise = raise_budget,
+    .give_down_to = give_down_to,
+    .go_on = go_on_giving,
+    .trim = trim,
+    .evict = evict,
+    .ready = ready,
+    .forget = forget,
+    .wanted = wanted,
+    .answered = answered,
+};

@@ -1,0 +1,154 @@
+// What callers may ask of a cache: its layout, groups and slots, its statistics, and why the last call was short.
+//
+// SPDX-License-Identifier: MIT
+#include <sched.h>
+
+#include "core/struct.h"
+#include "kv/calls/calls.h"
+
+int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
+{
+    if (!kv || !out)
+        return vmem__error(-EINVAL, "kv and out must not be NULL");
+    if (tensor >= kv->n_tensors)
+        return vmem__error(-EINVAL, "tensor %u: there are %u", tensor, kv->n_tensors);
+    uint32_t i = kv->order[tensor], j = 0;
+    while (i >= kv->groups[j].first + kv->groups[j].n)
+        j++;
+    const struct kv_group *g = &kv->groups[j];
+    const struct vmem_kv_layout layout = {
+        .addr = kv->addrs[i],
+        .length = g->slot_stride * kv->n_slots,
+        .group = j,
+        .slot_stride = g->slot_stride,
+        .slot_rows = g->slot_rows,
+        .row_bytes = g->row_bytes,
+    };
+    return vmem__struct_give(out, &layout, sizeof layout, "out");
+}
+
+int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (!out)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "out must not be NULL"));
+    if (group >= kv->n_groups)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u: there are %u", group, kv->n_groups));
+    const struct kv_group *g = &kv->groups[group];
+    struct vmem_kv_group_info info = {.groups = kv->n_groups,
+                                      .tensors = g->n,
+                                      .max_tokens = g->max_tokens,
+                                      .window = g->window,
+                                      .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
+                                      .row_bytes = g->row_bytes};
+    bool held = vmem__kv_hold_to_count(kv);
+    info.free_pages = kv_less(vmem__kv_reach(kv), kv->held - kv->pending - vmem__kv_reclaimable(kv));
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        const struct kv_span *sp = kv_span(kv, s, group);
+        info.held_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        if (sl->state != VMEM_KV_ACTIVE)
+            continue;
+        uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
+        info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
+    }
+    if (held)
+        vmem__kv_worker_release(kv);
+    info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
+    info.free_tokens -= info.free_tokens % kv->tile_rows;
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
+}
+
+int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = out ? vmem__kv_get(kv, slot, ~0u) : vmem__error(-EINVAL, "out must not be NULL");
+    if (rc)
+        return vmem__kv_leave(kv, rc);
+    const struct kv_slot *s = &kv->slots[slot];
+    struct vmem_kv_slot_info info = {.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    info.absent_steps = s->state == VMEM_KV_ACTIVE ? kv_absent(kv, slot) : 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        info.pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        info.shared_pages += (uint64_t)vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
+    }
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
+}
+
+int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (!count || (n && !slots))
+        rc = vmem__error(-EINVAL, "count must not be NULL, nor slots unless n is 0");
+    else if (!steps)
+        rc = vmem__error(-EINVAL, "steps 0 must be at least 1");
+    if (rc)
+        return vmem__kv_leave(kv, rc);
+    *count = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        if (kv->slots[s].state != VMEM_KV_ACTIVE || kv_absent(kv, s) < steps)
+            continue;
+        if (*count < n)
+            slots[*count] = s;
+        ++*count;
+    }
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (step)
+        *step = kv->step;
+    return vmem__kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
+}
+
+int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
+{
+    if (!kv || !out)
+        return vmem__error(-EINVAL, "kv and out must not be NULL");
+    if (vmem__kv_check_usable(kv)) // in a forked child, a thread that is gone may hold a lock
+        return kv->closing ? -EINVAL : -EPERM;
+    // The driver is asked without a lock, because it may take long to answer, and a step would wait.
+    const bool due = vmem__kv_device_due(kv);
+    const uint64_t pages = due ? vmem__kv_device_pages(kv) : 0;
+    // Unless long_call is set, every holder releases this lock soon.
+    while (!kv->long_call) {
+        if (pthread_mutex_trylock(&kv->state)) {
+            sched_yield();
+            continue;
+        }
+        if (due)
+            vmem__kv_ask_device(kv, pages);
+        if (kv->stale || due)
+            vmem__kv_summarise(kv);
+        pthread_mutex_unlock(&kv->state);
+        break;
+    }
+    pthread_mutex_lock(&kv->stats_lock);
+    int rc = vmem__struct_give(out, &kv->shown, sizeof kv->shown, "out");
+    pthread_mutex_unlock(&kv->stats_lock);
+    return rc;
+}
+
+int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
+{
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
+    const size_t least = offsetof(struct vmem_kv_shortage, watermark_pages); // the size of the struct's first version
+    if (out->size < least)
+        return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, least);
+    return vmem__struct_give(out, vmem__kv_last_shortage(), sizeof(struct vmem_kv_shortage), "out");
+}

@@ -1,0 +1,83 @@
+// The budget.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/memory/memory.h"
+
+int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    uint64_t pages = bytes >> kv->page_shift;
+    bool lazy = kv->flags & VMEM_KV_LAZY;
+    if (!pages)
+        return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
+    if (pages > kv->budget_pages) {
+        int rc = lazy ? 0 : vmem__kv_take_ahead(kv, pages);
+        if (!rc)
+            kv->budget_pages = pages;
+        return rc;
+    }
+    vmem__kv_worker_hold(kv);
+    int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, true, NULL) : 0;
+    if (!rc)
+        kv->budget_pages = pages;
+    vmem__kv_worker_release(kv);
+    if (rc)
+        return rc;
+    vmem__kv_give_ahead(kv, lazy ? 0 : pages);
+    // Keep the pages that the budget still allows taken ahead. If another process took the memory first, create pages
+    // when they are needed.
+    if (!lazy && vmem__kv_take_ahead(kv, pages))
+        vmem__kv_promise(kv, 0);
+    return 0;
+}
+
+void vmem__kv_take_wanted(vmem_kv *kv)
+{
+    uint64_t wanted = kv->member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
+    if (!wanted)
+        return;
+    vmem__kv_may_take_long(kv);
+    int rc = vmem__kv_set_budget(kv, wanted);
+    vmem__kv_answer_wanted(kv, wanted, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? VMEM_KV_NO_MEMORY : 0);
+}
+
+void vmem__kv_keep_budget(vmem_kv *kv)
+{
+    if (kv->held <= kv->budget_pages || kv->giving)
+        return;
+    vmem__kv_worker_hold(kv);
+    if (kv->held > kv->budget_pages) // the worker may have reclaimed pages meanwhile
+        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
+    vmem__kv_worker_release(kv);
+}
+
+int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    bool held = vmem__kv_hold_to_count(kv);
+    vmem__kv_claim_for(kv, pages);
+    uint64_t limit = vmem__kv_limit(kv, pages), want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + pages;
+    int rc = 0;
+    vmem__kv_enough();
+    if (pages && want > limit)
+        rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
+                                     : vmem__kv_short_of_device(kv, want - limit, missing);
+    if (held)
+        vmem__kv_worker_release(kv);
+    return rc;
+}
+
+int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+{
+    int rc = 0;
+    uint64_t got = 0;
+    vmem__kv_worker_hold(kv);
+    rc = vmem__kv_reclaim(kv, kv_ceil_pages(bytes, kv), false, &got);
+    vmem__kv_worker_release(kv);
+    vmem__kv_give_ahead(kv, 0);
+    if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
+        rc = 0;
+    if (freed)
+        *freed = got << kv->page_shift;
+    return rc;
+}

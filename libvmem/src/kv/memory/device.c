@@ -1,0 +1,184 @@
+// The device memory behind the budget.
+//
+// The caches of one context are linked (vmem_context.caches). So a cache that takes memory ahead or gives it back
+// leaves the others the memory that they took. A cache's promise is the number of pages that it took ahead: the cache
+// can create that many pages without asking the device. If the promise is less than the budget (with VMEM_KV_LAZY, and
+// after memory was given back), the device may refuse.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+#include "kv/memory/memory.h"
+
+// How long the driver's last word on its free memory is good enough for a yes.
+#define DEVICE_NS UINT64_C(100000000)
+
+// The bytes that the other caches of the context took ahead and have not used. Call it with the context's lock held.
+static uint64_t ahead_of_others(const vmem_kv *kv)
+{
+    uint64_t bytes = 0;
+    for (vmem_kv *c = kv->ctx->caches; c; c = c->next) {
+        if (c == kv)
+            continue;
+        pthread_mutex_lock(&c->stats_lock);
+        uint64_t held = c->shown.held_pages;
+        bytes += (c->promise > held ? c->promise - held : 0) << c->page_shift;
+        pthread_mutex_unlock(&c->stats_lock);
+    }
+    return bytes;
+}
+
+static uint64_t locked_ahead_of_others(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    uint64_t bytes = ahead_of_others(kv);
+    vmem__unlock(kv->ctx);
+    return bytes;
+}
+
+void vmem__kv_promise(vmem_kv *kv, uint64_t pages)
+{
+    pthread_mutex_lock(&kv->stats_lock);
+    kv->promise = pages;
+    pthread_mutex_unlock(&kv->stats_lock);
+}
+
+void vmem__kv_join(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    kv->next = kv->ctx->caches;
+    kv->ctx->caches = kv;
+    vmem__unlock(kv->ctx);
+}
+
+void vmem__kv_part(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    struct vmem_kv **at = &kv->ctx->caches;
+    while (*at && *at != kv)
+        at = &(*at)->next;
+    bool joined = *at;
+    if (joined)
+        *at = kv->next;
+    vmem__unlock(kv->ctx);
+    if (joined)
+        vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL);
+}
+
+int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
+{
+    uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
+    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
+    const uint64_t others = locked_ahead_of_others(kv);
+    int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
+    if (!rc)
+        vmem__kv_promise(kv, pages);
+    return rc;
+}
+
+void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
+{
+    vmem__kv_promise(kv, pages);
+    uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
+    vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
+}
+
+void vmem__kv_trim(vmem_kv *kv) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL); }
+
+void vmem__kv_give_all_ahead(vmem_kv *kv)
+{
+    vmem__kv_promise(kv, 0);
+    pthread_mutex_unlock(&kv->state);
+    vmem__kv_trim(kv);
+    pthread_mutex_lock(&kv->state);
+}
+
+static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
+{
+    vmem_context *ctx = kv->ctx;
+    vmem__lock(ctx);
+    uint64_t spare = ctx->committed > ctx->created ? ctx->committed - ctx->created : 0, others = ahead_of_others(kv);
+    *room = !ctx->budget ? UINT64_MAX : ctx->budget > ctx->created ? ctx->budget - ctx->created : 0;
+    vmem__unlock(ctx);
+    spare -= KV_MIN(spare, others);
+    *room -= KV_MIN(*room, others);
+    return KV_MIN(spare, *room) >> kv->page_shift;
+}
+
+uint64_t vmem__kv_spare_memory(vmem_kv *kv)
+{
+    uint64_t room;
+    return spare_pages(kv, &room);
+}
+
+// The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the context
+// has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
+static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
+{
+    struct vmem__device_free *last = &kv->ctx->device_free;
+    uint64_t total;
+    vmem__lock(kv->ctx);
+    const uint64_t taken = kv->ctx->committed;
+    *bytes = last->bytes + last->committed > taken ? last->bytes + last->committed - taken : 0;
+    const bool known = last->at && kv_now() - last->at < age;
+    vmem__unlock(kv->ctx);
+    if (known)
+        return 0;
+    int rc = kv->ctx->b.ops->memory(&kv->ctx->b, &total, bytes);
+    vmem__lock(kv->ctx);
+    if (!rc)
+        *last = (struct vmem__device_free){.bytes = *bytes, .committed = taken, .at = kv_now()};
+    vmem__unlock(kv->ctx);
+    return rc;
+}
+
+static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
+{
+    uint64_t free, room, spare = spare_pages(kv, &room);
+    if (device_free(kv, age, &free))
+        return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
+    if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
+        free -= free % KV_BLOCK;
+    return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
+}
+
+uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
+
+uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages)
+{
+    uint64_t room;
+    if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
+        return kv->budget_pages;
+    uint64_t device = device_pages(kv, DEVICE_NS);
+    if (pages > device) // before a no, ask
+        device = vmem__kv_device_pages(kv);
+    return KV_MIN(kv->budget_pages, kv->held + device);
+}
+
+uint64_t vmem__kv_reach(const vmem_kv *kv)
+{
+    const uint64_t most = kv->budget_pages + (kv->member ? vmem__kv_claimable(kv) : 0);
+    if (!kv->member && kv->promise >= kv->budget_pages)
+        return most;
+    uint64_t device = device_pages(kv, DEVICE_NS);
+    if (kv->held + device < most) // before a no, ask
+        device = vmem__kv_device_pages(kv);
+    return KV_MIN(most, kv->held + device);
+}
+
+bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
+{
+    if (kv->promise >= kv->budget_pages)
+        return true;
+    vmem__lock(kv->ctx);
+    bool some = ahead_of_others(kv);
+    vmem__unlock(kv->ctx);
+    return !some || kv->held + pages <= vmem__kv_limit(kv, pages);
+}
+
+bool vmem__kv_hold_to_count(vmem_kv *kv)
+{
+    bool uncertain = kv->promise < kv->budget_pages;
+    if (uncertain)
+        vmem__kv_worker_hold(kv);
+    return uncertain;
+}

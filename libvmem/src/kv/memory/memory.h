@@ -1,0 +1,140 @@
+// The budget and the device: what can be taken back, what is missing, and what others are told of it.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_MEMORY_H
+#define VMEM_KV_MEMORY_H
+
+#include "kv/run/run.h"
+
+// ---- device.c
+
+// A context's caches, linked. Parting gives back what the cache took ahead.
+void vmem__kv_join(vmem_kv *kv);
+void vmem__kv_part(vmem_kv *kv);
+// Takes device memory for that many pages in all, or gives back what is more.
+int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
+void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
+void vmem__kv_promise(vmem_kv *kv, uint64_t pages); // without doing either
+// Returns device memory that nobody uses or took ahead. With no lock held.
+void vmem__kv_trim(vmem_kv *kv);
+// Pages whose memory the device has given and no page uses.
+uint64_t vmem__kv_spare_memory(vmem_kv *kv);
+// For the worker, which drops state meanwhile: gives back all that was taken ahead.
+void vmem__kv_give_all_ahead(vmem_kv *kv);
+// Pages that the device could make now.
+uint64_t vmem__kv_device_pages(const vmem_kv *kv);
+// Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
+// so that the device is not asked where they are at hand. The device's last word is believed for 100 ms where it says yes,
+// never where it says no. Exact while the worker makes and releases nothing.
+uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages);
+// The same, of a pool's member with what is free in the pool.
+uint64_t vmem__kv_reach(const vmem_kv *kv);
+// Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
+bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
+// Pauses the worker where the device counts; true: to be released.
+bool vmem__kv_hold_to_count(vmem_kv *kv);
+
+// ---- parcels.c
+
+// Pages that could be reclaimed from a slot: kept, ahead of need, or passed by a window.
+uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
+uint64_t vmem__kv_reclaimable(const vmem_kv *kv);
+// What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
+// need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
+struct kv_victim {
+    uint32_t slot, group, lo, hi; // what the span is to be cut down to
+};
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
+// Of these, those of slots that would not be mapped again at once.
+uint64_t vmem__kv_spare(const vmem_kv *kv);
+
+// ---- lender.c. With api and state held; without effect on a cache of no pool.
+
+// Before a budget is found too small for so many pages more: takes what is free in the pool, and some to spare.
+void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages);
+// Pages that a claim would find.
+uint64_t vmem__kv_claimable(const vmem_kv *kv);
+// The budget lacks so many pages: asks the other members. How many of them may still come.
+// *refusal: enum vmem_kv_refusal, if none may.
+uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages, uint32_t *refusal);
+void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
+// With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
+// take the device memory. part: if the member may not have so many, as many as it may.
+void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
+// For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
+void vmem__kv_claim_plenty(vmem_kv *kv);
+void vmem__kv_pool_wake(const vmem_kv *kv);
+// With no lock held: before a cache is taken apart, and when its memory is gone.
+void vmem__kv_pool_leave(vmem_kv *kv);
+void vmem__kv_pool_left(vmem_kv *kv);
+// What others see of the member; zero of a cache of no pool.
+void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, char path[256]);
+
+// ---- short.c
+
+// Pages that the watermark keeps back while requests run.
+uint64_t vmem__kv_watermark(const vmem_kv *kv);
+// Records shortages for vmem_kv_last_shortage.
+void vmem__kv_enough(void);
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// A new request would make it `want` pages, and must leave `back` of the limit.
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing);
+int vmem__kv_short_of_slots(vmem_kv *kv);
+void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
+const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
+
+// ---- reclaim.c
+
+// Takes back want pages if there are so many; evict: hashed blocks, too.
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
+// Whether there is room for `pages` more without reclaiming any.
+bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
+// Makes room for `pages` more: 0, or -ENOMEM with what is missing.
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// The device has refused pages: reclaims as many as it lacks, if there are that many.
+int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// The system has refused mappings: gives up the kept pages of free slots.
+int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// vmem__kv_grow_run and vmem__kv_grow_commit.
+int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
+// The same after vmem__kv_make_room, taking back more where the device has less than the budget says, or no mappings.
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+// That without vmem__kv_grow_commit. The pages are in kv->held.
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+
+// ---- view.c
+
+int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name);
+void vmem__kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
+void vmem__kv_unpublish(vmem_kv *kv);
+// The budget that another process wrote into the view, once; 0: none.
+uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
+void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes); // unless there is a newer one
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason);
+
+// ---- stats.c
+
+#define KV_VIEW_NS 5000000     // how far the published view may be behind
+#define KV_DEVICE_NS 100000000 // and what it says of the device's memory
+// Whether the driver should be asked again for the device's free memory; and what it said. Only callers that hold no
+// lock ask: the driver may take long.
+bool vmem__kv_device_due(const vmem_kv *kv);
+void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages);
+uint64_t vmem__kv_coarse_now(void);       // ns, to a few ms
+void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
+void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
+
+// ---- budget.c
+
+int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
+// Gives up what a smaller budget left above itself. Callers that end requests call it, a step only after its plan.
+void vmem__kv_keep_budget(vmem_kv *kv);
+int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
+// Takes over the budget that another process asked for, if one did.
+void vmem__kv_take_wanted(vmem_kv *kv);
+// Whether so many pages more could be had, taking back what can be.
+int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+
+#endif

@@ -1,0 +1,130 @@
+// Shortages: why a call found no memory, and what it waits for.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/memory/memory.h"
+
+static _Thread_local struct vmem_kv_shortage last;
+
+const struct vmem_kv_shortage *vmem__kv_last_shortage(void) { return &last; }
+
+void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
+
+// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows.
+static uint64_t coming(vmem_kv *kv, uint64_t step)
+{
+    const bool evictable = vmem__kv_evictable(kv) == kv->refs.evictable;
+    uint64_t pages = 0;
+    kv->mark++;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        if (!kv_waits(kv, s) || kv->idle[s].ends > step)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            const uint64_t shared = vmem__kv_rows_shared(kv, s, i, sp->lo, KV_MIN(sp->hi, sp->shared_hi));
+            pages += (sp->hi - sp->lo - shared + vmem__kv_rows_left(kv, s, i, evictable)) * kv->groups[i].n;
+        }
+        pages -= vmem__kv_reclaimable_in(kv, s);
+    }
+    return pages;
+}
+
+// The next step after `after` whose kernels a slot waits for (ends: to become free); 0: none.
+static uint64_t next_end(const vmem_kv *kv, uint64_t after, bool ends)
+{
+    uint64_t next = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv_waits(kv, s) && (!ends || kv->slots[s].state == VMEM_KV_ENDING) && kv->idle[s].ends > after &&
+            (!next || kv->idle[s].ends < next))
+            next = kv->idle[s].ends;
+    return next;
+}
+
+static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
+{
+    const bool slots = reason == VMEM_KV_SHORT_OF_SLOTS;
+    last = (struct vmem_kv_shortage){.reason = reason,
+                                     .missing_pages = missing,
+                                     .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
+    if (kv->n_ending) {
+        last.ending_pages = coming(kv, UINT64_MAX);
+        if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
+            last.step = next_end(kv, 0, slots);
+        while (last.step && !slots && coming(kv, last.step) < missing)
+            last.step = next_end(kv, last.step, false);
+    }
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
+    if (out)
+        *out = missing;
+}
+
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
+{
+    const uint64_t most = kv->budget_pages + vmem__kv_claimable(kv);
+    uint64_t n = want > most ? want - most : 1;
+    note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
+    last.coming_pages = vmem__kv_ask(kv, n, &last.refusal);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
+                       "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
+                       "raise %s",
+                       n, kv->budget_pages, last.prefix_pages,
+                       kv->member ? "the cache's share of the pool" : "the budget");
+}
+
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    note(kv, VMEM_KV_SHORT_OF_DEVICE, pages, missing);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
+                       "memory for them; free some elsewhere, or end a request",
+                       pages, kv->budget_pages);
+}
+
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
+    note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages, missing);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
+                       "raise vm.max_map_count, use larger pages, or end a request",
+                       pages);
+}
+
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing)
+{
+    if (want > limit && want > kv->budget_pages)
+        vmem__kv_short_of_budget(kv, want + back, missing);
+    else if (want > limit)
+        vmem__kv_short_of_device(kv, want + back - limit, missing);
+    else
+        note(kv, limit < kv->budget_pages ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit,
+             missing);
+    last.watermark_pages = KV_MIN(back, last.missing_pages);
+    if (want > limit)
+        return -ENOMEM; // the error text is set
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
+                       " for requests that run; end a request, drop prefixes, or lower the watermark",
+                       last.missing_pages, kv->budget_pages, back);
+}
+
+int vmem__kv_short_of_slots(vmem_kv *kv)
+{
+    note(kv, VMEM_KV_SHORT_OF_SLOTS, 0, NULL);
+    return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
+}
+
+void vmem__kv_count_shortage(vmem_kv *kv)
+{
+    kv->stats.short_budget += last.reason == VMEM_KV_SHORT_OF_BUDGET;
+    kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
+    kv->stats.short_mappings += last.reason == VMEM_KV_SHORT_OF_MAPPINGS;
+}
+
+uint64_t vmem__kv_watermark(const vmem_kv *kv)
+{
+    uint64_t part = (kv->budget_pages * kv->watermark_percent + 99) / 100;
+    return KV_MIN(KV_MAX(kv->watermark_pages, part), kv->budget_pages);
+}

@@ -1,0 +1,90 @@
+// Counters and gauges.
+//
+// SPDX-License-Identifier: MIT
+#include <time.h>
+
+#include "kv/memory/memory.h"
+
+uint64_t vmem__kv_coarse_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // needs no system call
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+bool vmem__kv_device_due(const vmem_kv *kv)
+{
+    return vmem__kv_coarse_now() - __atomic_load_n(&kv->device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
+}
+
+void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages)
+{
+    kv->device_limit = kv->held + pages;
+    __atomic_store_n(&kv->device_asked, vmem__kv_coarse_now(), __ATOMIC_RELAXED);
+}
+
+void vmem__kv_summarise(vmem_kv *kv)
+{
+    struct vmem_kv_stats *st = &kv->stats;
+    st->page_size = kv->page_size;
+    st->budget_pages = kv->budget_pages;
+    st->held_pages = kv->held;
+    st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
+    st->active_slots = st->swapped_slots = st->absent_slots = 0;
+    st->ending_slots = 0;
+    uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv) + kv->n_doomed;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        bool active = sl->state == VMEM_KV_ACTIVE;
+        st->active_slots += active;
+        st->absent_slots += active && kv_absent(kv, s);
+        st->swapped_slots += sl->state == VMEM_KV_SWAPPED || sl->state == VMEM_KV_SWAPPING;
+        st->ending_slots += sl->state == VMEM_KV_ENDING;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_group *g = &kv->groups[i];
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (active) {
+                uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
+                st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
+            }
+            if (active || kv_waits(kv, s)) {
+                st->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+                st->ahead_pages += (uint64_t)(sp->hi - sp->need_hi) * g->n;
+            } else {
+                st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+            }
+        }
+        reclaimable += vmem__kv_reclaimable_in(kv, s);
+    }
+    uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
+    if (!kv->member && kv->promise >= kv->budget_pages) {
+        kv->device_limit = kv->budget_pages;
+    } else if (!kv->device_asked) {
+        vmem__kv_ask_device(kv, vmem__kv_device_pages(kv));
+    }
+    uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages + vmem__kv_claimable(kv));
+    st->free_pages = limit > fixed ? limit - fixed : 0;
+    st->shared_pages = kv->refs.shared;
+    st->prefix_pages = kv->refs.only;
+    st->zeroed_bytes = kv->zeroed_bytes;
+    st->slots = kv->n_slots;
+    st->prefixes = kv->n_prefixes;
+    st->evictable_pages = vmem__kv_evictable(kv);
+    st->hashed_blocks = vmem__kv_hash_count(kv);
+    st->watermark_pages = vmem__kv_watermark(kv);
+    pthread_mutex_lock(&kv->stats_lock);
+    kv->shown = *st;
+    pthread_mutex_unlock(&kv->stats_lock);
+    kv->stale = false;
+    if (kv->view) {
+        kv->summarised = vmem__kv_coarse_now();
+        vmem__kv_publish_stats(kv);
+    }
+}
+
+void vmem__kv_may_take_long(vmem_kv *kv)
+{
+    if (kv->stale)
+        vmem__kv_summarise(kv);
+    kv->long_call = true;
+}

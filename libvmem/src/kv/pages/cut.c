@@ -1,0 +1,255 @@
+// Giving up: unmaps pages, and releases those without another holder.
+//
+// SPDX-License-Identifier: MIT
+#include <string.h>
+
+#include "kv/pages/pages.h"
+
+static int cut_part(vmem_kv *kv, struct kv_cut *c, uint32_t from, uint32_t to)
+{
+    const struct kv_group *g = &kv->groups[c->group];
+    if (from >= to)
+        return 0;
+    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, c->slot, c->group, from, to) : 0;
+    if (!rc)
+        rc = vmem__kv_room_for(&c->ops, &c->cap_ops, c->n_ops + g->n, sizeof(*c->ops));
+    if (!rc)
+        rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + (uint64_t)(to - from) * g->n, sizeof(*c->pages));
+    if (rc)
+        return rc;
+    uint32_t shared = KV_MIN(KV_MAX(c->before.shared_hi, from), to);
+    for (uint32_t i = from; i < shared; i++)
+        for (uint32_t t = 0; t < g->n && !kv_row(kv, c->slot, c->group, i); t++)
+            c->pages[c->n_pages++] = kv_table(kv, g, c->slot, t)[i];
+    for (uint32_t t = 0; t < g->n; t++) {
+        c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, c->slot, t, from),
+                                                    .length = (uint64_t)(to - from) << kv->page_shift};
+        const vmem_page *pages = kv_table(kv, g, c->slot, t);
+        memcpy(c->pages + c->n_pages, pages + shared, (to - shared) * sizeof(*pages));
+        c->n_pages += to - shared;
+    }
+    return 0;
+}
+
+int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    struct kv_span *s = kv_span(kv, slot, group);
+    lo = KV_MIN(KV_MAX(lo, s->lo), s->hi);
+    hi = KV_MAX(KV_MIN(hi, s->hi), lo);
+    while (hi < s->hi && kv_joined(kv, slot, group, hi))
+        hi++;
+    c->slot = slot;
+    c->group = group;
+    c->before = *s;
+    c->n_ops = c->n_pages = 0;
+    int rc = cut_part(kv, c, s->lo, lo);
+    if (!rc)
+        rc = cut_part(kv, c, hi, s->hi);
+    if (rc)
+        return rc;
+    if (lo == hi)
+        lo = hi = 0;
+    c->lo = lo;
+    c->hi = hi;
+    s->lo = lo;
+    s->hi = hi;
+    s->need_lo = KV_MIN(KV_MAX(s->need_lo, lo), hi);
+    s->need_hi = KV_MIN(KV_MAX(s->need_hi, lo), hi);
+    s->keep_lo = KV_MIN(KV_MAX(s->keep_lo, lo), hi);
+    s->keep_hi = KV_MIN(KV_MAX(s->keep_hi, lo), hi);
+    s->shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0;
+    s->coarse_hi = KV_MIN(s->coarse_hi, hi);
+    vmem__kv_set_backed(kv, slot);
+    return 0;
+}
+
+int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
+{
+    if (!c->n_ops)
+        return 0;
+    int rc = vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL);
+    if (!rc)
+        c->n_pages = vmem__kv_release(kv, c->pages, c->n_pages);
+    return rc;
+}
+
+static void let_go(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+{
+    for (uint32_t i = from; i < to; i++) {
+        struct kv_ref *ref = kv_row(kv, slot, group, i);
+        if (ref)
+            vmem__kv_ref_hold(&kv->refs, ref, -1, 0);
+    }
+}
+
+void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
+{
+    const struct kv_span *b = &c->before;
+    if (rc) {
+        // Steps may have changed need and keep while the worker ran. They lie in the part that was to stay, so they
+        // remain valid.
+        struct kv_span *s = kv_span(kv, c->slot, c->group), now = *s;
+        *s = *b;
+        if (c->lo != c->hi) {
+            s->need_lo = now.need_lo;
+            s->need_hi = now.need_hi;
+            s->keep_lo = now.keep_lo;
+            s->keep_hi = now.keep_hi;
+        }
+        vmem__kv_set_backed(kv, c->slot);
+        return;
+    }
+    if (b->shared_hi) {
+        // If the remaining span is empty, the cut removed all of it.
+        uint32_t lo = c->lo == c->hi ? b->hi : c->lo, hi = c->lo == c->hi ? b->hi : c->hi;
+        let_go(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
+        let_go(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
+    }
+    kv->held -= c->n_pages;
+}
+
+int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    vmem__kv_wait_cut(kv);
+    int rc = vmem__kv_cut_begin(kv, &kv->cut, slot, group, lo, hi);
+    if (rc)
+        return rc;
+    rc = vmem__kv_cut_run(kv, &kv->cut);
+    vmem__kv_cut_end(kv, &kv->cut, rc);
+    if (rc)
+        *kv_span(kv, slot, group) = kv->cut.before; // no other thread changed the span, so restore all of it
+    return rc;
+}
+
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        int rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
+        if (rc)
+            return rc;
+    }
+    return 0;
+}
+
+// ---- freed slots ----------------------------------------------------------------------------------------------
+
+// How a slot's span shares rows, for freeing the slot.
+struct sharing {
+    uint32_t end; // end of the shared rows
+    uint64_t own; // the slot's own rows before `end`: rare, left by dropped prefixes
+    bool last;    // whether a row may be released or become another slot's own
+};
+
+static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    const vmem_page *pages = kv_table(kv, &kv->groups[group], slot, 0);
+    const uint32_t end = KV_MIN(s->shared_hi, s->hi), ahead = 16;
+    struct sharing found = {.end = s->lo};
+    uint32_t shared = 0;
+    for (uint32_t p = s->lo; p < end; p++) {
+        if (end - p > ahead)
+            vmem__kv_ref_expect(&kv->refs, pages[p + ahead]);
+        const struct kv_ref *ref = kv_row(kv, slot, group, p);
+        if (!ref)
+            continue;
+        found.end = p + 1;
+        found.last |= !ref->prefixes;
+        shared++;
+    }
+    found.own = found.end - s->lo - shared;
+    found.last |= found.own != 0;
+    return found;
+}
+
+int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_group *g = &kv->groups[group];
+    struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_cut *c = &kv->cut;
+    struct sharing sharing = sharing_of(kv, slot, group);
+    if (sharing.last && kv->cutting) {
+        vmem__kv_wait_cut(kv);
+        sharing = sharing_of(kv, slot, group);
+    }
+    const uint32_t end = sharing.end;
+    uint64_t own = sharing.own, n = 0;
+    int rc = own ? vmem__kv_room_for(&c->pages, &c->cap_pages, own * g->n, sizeof(*c->pages)) : 0;
+    if (rc)
+        return rc;
+    for (uint32_t p = s->lo; p < end && own; p++)
+        for (uint32_t t = 0; t < g->n && !kv_row(kv, slot, group, p); t++)
+            c->pages[n++] = kv_table(kv, g, slot, t)[p];
+    rc = n ? vMemReleaseBatch(kv->ctx, c->pages, n, NULL) : 0;
+    if (rc)
+        return rc;
+    kv->held -= n;
+    let_go(kv, slot, group, s->lo, end);
+    struct kv_span now = {.lo = end, .hi = s->hi, .stale_lo = s->lo, .stale_hi = end, .coarse_hi = s->coarse_hi};
+    if (end == s->lo) { // perhaps the request never began: keep the stale range
+        now.stale_lo = s->stale_lo;
+        now.stale_hi = s->stale_hi;
+    }
+    if (now.lo == now.hi)
+        now.lo = now.hi = now.coarse_hi = 0;
+    now.need_lo = now.need_hi = now.keep_lo = now.keep_hi = now.lo;
+    kv->slots[slot].stale |= now.stale_lo < now.stale_hi;
+    *s = now;
+    vmem__kv_set_backed(kv, slot);
+    return 0;
+}
+
+int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
+{
+    int rc = vmem__kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
+    c->n_ops = 0;
+    c->before = (struct kv_span){0}; // no span is cut
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *s = kv_span(kv, slot, i);
+        for (uint32_t t = 0; t < g->n && s->stale_lo < s->stale_hi; t++)
+            c->ops[c->n_ops++] =
+                (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, s->stale_lo),
+                                       .length = (uint64_t)(s->stale_hi - s->stale_lo) << kv->page_shift};
+    }
+    return rc;
+}
+
+int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c)
+{
+    return c->n_ops ? vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL) : 0;
+}
+
+void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        kv_span(kv, slot, i)->stale_lo = kv_span(kv, slot, i)->stale_hi = 0;
+    kv->slots[slot].stale = false;
+}
+
+bool vmem__kv_any_stale(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].stale)
+            return true;
+    return false;
+}
+
+void vmem__kv_release_doomed(vmem_kv *kv)
+{
+    kv->held -= vmem__kv_release(kv, kv->doomed, kv->n_doomed);
+    kv->n_doomed = 0;
+}
+
+int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
+{
+    if (!kv->slots[slot].stale)
+        return 0;
+    vmem__kv_wait_cut(kv);
+    int rc = vmem__kv_stale_begin(kv, &kv->cut, slot);
+    if (!rc)
+        rc = vmem__kv_stale_run(kv, &kv->cut);
+    if (!rc)
+        vmem__kv_stale_end(kv, slot);
+    return rc;
+}

@@ -1,0 +1,220 @@
+// Backing: creates pages and maps them, all or nothing.
+//
+// SPDX-License-Identifier: MIT
+#include <string.h>
+
+#include "core/memory.h"
+#include "kv/pages/pages.h"
+
+// A run of at least this many 2 MiB blocks is mapped separately from the small pages around it, so that it can use 2
+// MiB entries. The separate call costs more than writing the small entries of two blocks, and about as much as those of
+// three.
+#define COARSE_BLOCKS 3
+
+int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                      uint32_t coarse_hi)
+{
+    const struct kv_group *g = &kv->groups[group];
+    if (from >= to)
+        return 0;
+    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, from, to) : 0;
+    if (!rc)
+        rc = vmem__kv_room_for(&l->parts, &l->cap_parts, l->n_parts + 1, sizeof(*l->parts));
+    if (rc)
+        return rc;
+    uint32_t b = kv->block, first = (from + b - 1) / b * b, last = KV_MIN(to, coarse_hi) / b * b;
+    bool coarse = kv->whole ? last >= from + 2 : b > 1 && last >= first + COARSE_BLOCKS * b;
+    coarse = coarse && !g->window;
+    l->parts[l->n_parts++] =
+        (struct kv_part){.slot = slot,
+                         .group = group,
+                         .from = from,
+                         .to = to,
+                         .coarse_hi = coarse ? last : 0,
+                         .joins = from > kv_span(kv, slot, group)->lo && from == kv_span(kv, slot, group)->hi};
+    l->total += (uint64_t)(to - from) * g->n;
+    return 0;
+}
+
+int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                     uint32_t coarse_hi)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    if (s->lo == s->hi)
+        return vmem__kv_grow_add(kv, l, slot, group, from, to, coarse_hi);
+    int rc = vmem__kv_grow_add(kv, l, slot, group, from, s->lo, coarse_hi);
+    return rc ? rc : vmem__kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
+}
+
+void vmem__kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0; }
+
+uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
+{
+    uint64_t done = 0;
+    if (!n || !vMemReleaseBatch(kv->ctx, pages, n, NULL))
+        return n;
+    for (uint64_t i = 0; i < n; i++) // single releases need no memory
+        done += !vMemRelease(kv->ctx, pages[i]);
+    return done;
+}
+
+void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
+{
+    vmem__kv_release(kv, l->pages, l->n_pages);
+    l->n_pages = 0;
+}
+
+// A part is divided into pieces, and the pages of a piece are created and mapped alike. Whole blocks form one aligned
+// piece. The rest of a partly backed block is placed next to the pages that the block has.
+struct piece {
+    uint32_t from, to;
+    bool coarse, joins;
+};
+
+static uint32_t divide(const vmem_kv *kv, const struct kv_part *p, struct piece out[3])
+{
+    const uint32_t b = kv->block, head = KV_MIN((p->from + b - 1) / b * b, p->to), coarse = KV_MAX(head, p->coarse_hi);
+    uint32_t n = 0;
+    if (p->from < head)
+        out[n++] = (struct piece){p->from, head, false, p->joins};
+    if (head < coarse)
+        out[n++] = (struct piece){head, coarse, true, false};
+    if (coarse < p->to)
+        out[n++] = (struct piece){coarse, p->to, false, false};
+    return n;
+}
+
+// The length of the next stretch of pages that go together: the largest power of two that n pages allow.
+static uint32_t next_whole(const vmem_kv *kv, uint32_t n)
+{
+    return n >= kv->whole ? kv->whole : 1u << (31 - __builtin_clz(n));
+}
+
+// Divides a tensor's n pages into as few stretches of pages that go together as possible.
+static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *out)
+{
+    uint64_t listed = 0;
+    for (uint32_t part; n; n -= part) {
+        part = next_whole(kv, n);
+        out[listed++] = (struct vmem__stretch){.n = part, .whole = part > 1};
+    }
+    return listed;
+}
+
+// Marks which of the part's pages [from, to) go together.
+static void set_joined(vmem_kv *kv, const struct kv_part *p)
+{
+    const struct kv_group *g = &kv->groups[p->group];
+    bool *joined = kv->joined + g->joined + (uint64_t)p->slot * g->slot_pages;
+    memset(joined + p->from, 0, p->to - p->from);
+    for (uint32_t at = p->from, n; at < p->coarse_hi; at += n) {
+        n = next_whole(kv, p->coarse_hi - at);
+        memset(joined + at + 1, 1, n - 1);
+    }
+}
+
+// Creates all pages in one call. The pages of one tensor are physically consecutive where possible.
+static int create(vmem_kv *kv, struct kv_grow *l)
+{
+    uint64_t n = 0;
+    for (uint64_t i = 0; i < l->n_parts; i++) {
+        const struct kv_part *p = &l->parts[i];
+        const struct kv_group *g = &kv->groups[p->group];
+        struct piece pieces[3];
+        const uint64_t parts = kv->whole ? (p->to - p->from) / kv->whole + 32 : 2;
+        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + parts * g->n + 3, sizeof(*l->stretches));
+        if (rc)
+            return rc;
+        for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
+            const uint64_t pages = pieces[k].to - pieces[k].from;
+            const bool whole = pieces[k].coarse && kv->whole;
+            for (uint32_t t = 0; t < g->n && whole; t++)
+                n += list_whole(kv, (uint32_t)pages, l->stretches + n);
+            // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again,
+            // so that 2 MiB entries can map them.
+            for (uint32_t t = 0; t < g->n && pieces[k].coarse && !whole; t++)
+                l->stretches[n++] = (struct vmem__stretch){.n = pages, .blocks = true, .more = pages * (g->n - 1 - t)};
+            if (!pieces[k].coarse && !pieces[k].joins)
+                l->stretches[n++] = (struct vmem__stretch){.n = pages * g->n};
+            for (uint32_t t = 0; t < g->n && pieces[k].joins; t++)
+                l->stretches[n++] =
+                    (struct vmem__stretch){.n = pages,
+                                           .near = kv_table(kv, g, p->slot, t)[(uint64_t)pieces[k].from - 1]};
+        }
+    }
+    int rc = vmem__create_stretches(kv->ctx, kv->page_size, l->stretches, l->total, kv->create_flags, l->pages);
+    l->n_pages = rc ? 0 : l->total;
+    return rc;
+}
+
+// Lists the address of each page. The pages are in l->pages in the order in which create() requested them.
+static void place(vmem_kv *kv, struct kv_grow *l)
+{
+    const vmem_page *pages = l->pages;
+    for (uint64_t i = 0; i < l->n_parts; i++) {
+        const struct kv_part *p = &l->parts[i];
+        const struct kv_group *g = &kv->groups[p->group];
+        struct piece pieces[3];
+        for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
+            const uint32_t from = pieces[k].from, n = pieces[k].to - from;
+            const bool coarse = pieces[k].coarse && !kv->whole; // use one call, so that a failure leaves nothing mapped
+            uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
+            struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
+            for (uint32_t t = 0; t < g->n; t++, pages += n) {
+                uint64_t addr = kv_addr(kv, g, p->slot, t, from);
+                memcpy(kv_table(kv, g, p->slot, t) + from, pages, n * sizeof(*pages));
+                for (uint32_t c = 0; c < n; c++, addr += kv->page_size)
+                    *op++ = (struct vmem_map_op){.addr = addr, .page = pages[c]};
+            }
+            *n_ops += (uint64_t)n * g->n;
+        }
+    }
+}
+
+int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
+{
+    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, l->total, sizeof(*l->pages));
+    if (!rc)
+        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, l->total, sizeof(*l->fine));
+    if (!rc)
+        rc = vmem__kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
+    l->n_pages = l->n_fine = l->n_coarse = 0;
+    l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
+    if (!rc)
+        rc = create(kv, l);
+    if (!rc)
+        place(kv, l);
+    l->at = rc ? l->at : KV_GROW_MAP;
+    if (!rc && l->n_coarse)
+        rc = vMemMapBatch(kv->ctx, l->coarse, l->n_coarse, 0, NULL);
+    if (!rc && l->n_fine)
+        rc = vMemMapBatch(kv->ctx, l->fine, l->n_fine, VMEM_MAP_FINE, NULL);
+    if (rc)
+        vmem__kv_grow_undo(kv, l);
+    return rc;
+}
+
+void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
+{
+    for (uint64_t i = 0; i < l->n_parts; i++) {
+        const struct kv_part *p = &l->parts[i];
+        struct kv_span *s = kv_span(kv, p->slot, p->group);
+        if (s->lo == s->hi) // the span begins with this part
+            *s = (struct kv_span){.lo = p->from,
+                                  .need_lo = p->from,
+                                  .need_hi = p->from,
+                                  .keep_lo = p->from,
+                                  .keep_hi = p->from,
+                                  .stale_lo = s->stale_lo,
+                                  .stale_hi = s->stale_hi};
+        if (p->to == s->lo && s->lo < s->hi)
+            s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step has asked for rows yet
+        else
+            s->hi = p->to;
+        s->coarse_hi = KV_MAX(s->coarse_hi, p->coarse_hi);
+        if (kv->whole)
+            set_joined(kv, p);
+        vmem__kv_set_backed(kv, p->slot);
+    }
+    vmem__kv_grow_reset(l);
+}

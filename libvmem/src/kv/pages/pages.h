@@ -1,0 +1,74 @@
+// Creates, maps, copies and releases pages: the only floor that makes system calls for a slot's memory.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_PAGES_H
+#define VMEM_KV_PAGES_H
+
+#include "kv/book/book.h"
+
+// ---- rule.c
+
+// VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now.
+int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+
+// ---- grow.c
+
+// Plans to back pages [from, to) of a span, next to what it has. coarse_hi as in struct kv_part.
+int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                      uint32_t coarse_hi);
+// Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
+int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                     uint32_t coarse_hi);
+// Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->held.
+int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);
+// Adds the new pages to the spans.
+void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
+// Releases pages, one by one if a batch fails. Returns how many.
+uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
+// Unmaps and releases what a run created.
+void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
+void vmem__kv_grow_reset(struct kv_grow *l);
+
+// ---- cut.c
+
+// Cuts a span down to [lo, hi): begin changes the span, run (no lock needed) the mapping, end the rest, or restores the
+// span if run failed.
+int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c);
+void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
+int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
+// Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale.
+int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
+// Unmaps what is stale in a slot: begin collects, run needs no lock.
+int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
+int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c);
+void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
+int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
+bool vmem__kv_any_stale(const vmem_kv *kv);
+// Releases the doomed pages. The worker is held, or there is none.
+void vmem__kv_release_doomed(vmem_kv *kv);
+
+// ---- copy.c
+
+// Zeroes a slot's pages; needs no lock.
+int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot);
+// Copies the first `bytes` bytes of one page for each tensor of the group, from or to these pages, which need not be mapped
+// anywhere.
+int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
+                        uint32_t slot, uint32_t page, uint64_t bytes);
+// Lists the copies that move bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; returns
+// how many bytes there are in all.
+uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
+                           struct vmem_copy_op *ops, uint64_t *n);
+// Copies all rows of a slot; and how many bytes that are.
+int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out);
+uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot);
+uint32_t vmem__kv_swap_next(const vmem_kv *kv); // a slot that is due, or UINT32_MAX
+// Copies a portion; needs no lock. Then swap_portion_end with it: the last portion makes the slot VMEM_KV_SWAPPED,
+// whose pages can be taken back.
+int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot);
+void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot);
+int vmem__kv_swap_rest(vmem_kv *kv, uint32_t slot); // all of it, while the worker is at none
+
+#endif

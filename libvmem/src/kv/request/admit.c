@@ -1,0 +1,238 @@
+// Admission: decides whether new requests would fit, before they have slots.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "core/struct.h"
+#include "kv/request/request.h"
+#include "kv/run/hash.h"
+
+// The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
+// request could never begin.
+static uint64_t kept_back(const vmem_kv *kv)
+{
+    uint64_t pages = vmem__kv_watermark(kv);
+    for (uint32_t s = 0; s < kv->n_slots && pages; s++)
+        if (kv->slots[s].state == VMEM_KV_ACTIVE)
+            return pages;
+    return 0;
+}
+
+// Whether a request could have `tokens` tokens while the `others` pages of other requests stay unavailable.
+static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, uint64_t limit)
+{
+    struct kv_plan *plan = &kv->plan;
+    uint64_t own = 0;
+    vmem__kv_plan_reset(plan);
+    if (slot < 0) {
+        for (uint32_t i = 0; i < kv->n_groups; i++)
+            own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
+        return others + own <= limit;
+    }
+    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
+    if (!plan->missing) // mapped pages suffice, even if the cache exceeds its budget
+        return true;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+        own += (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    }
+    vmem__kv_plan_protect(kv, plan);
+    own -= vmem__kv_reclaimable_in(kv, (uint32_t)slot);
+    vmem__kv_plan_unprotect(kv, plan);
+    return others + own + plan->missing <= limit;
+}
+
+int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = 0;
+    if (!tokens)
+        rc = vmem__error(-EINVAL, "tokens must not be NULL");
+    else if (slot >= 0)
+        rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+    else if (slot != -1)
+        rc = vmem__error(-EINVAL, "slot %d is neither a slot nor -1, a new request", slot);
+    if (rc)
+        return rc;
+    *tokens = 0;
+    if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
+        return 0;
+    bool held = vmem__kv_hold_to_count(kv);
+    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_reach(kv);
+    if (slot < 0)
+        limit = kv_less(limit, kept_back(kv));
+    for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
+        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
+        others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
+        others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    }
+    // A longer request never needs fewer pages, so bisection finds the largest length that fits.
+    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
+    while (least < most) {
+        uint32_t middle = least + (most - least + 1) / 2;
+        if (fits(kv, slot, middle, others, limit))
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    // A request that was truncated may lack pages for the length that it has.
+    if (slot >= 0 && least == kv->slots[slot].tokens && !fits(kv, slot, least, others, limit))
+        least = 0;
+    *tokens = least;
+    if (held)
+        vmem__kv_worker_release(kv);
+    return 0;
+}
+
+// ---- requests --------------------------------------------------------------------------------------------------------
+
+static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, size_t i)
+{
+    if (!r->tokens || r->tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "requests[%zu].tokens %u is not between 1 and max_tokens, %u", i, r->tokens,
+                           kv->max_tokens);
+    if (r->prefix_tokens > r->tokens)
+        return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
+                           r->tokens);
+    if (!r->hashes)
+        return r->n_hashes ? vmem__error(-EINVAL, "requests[%zu].hashes must not be NULL", i) : 0;
+    if (r->prefix_tokens)
+        return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and hashes", i);
+    int rc = vmem__kv_hash_given(kv, r->hashes, r->n_hashes);
+    if (!rc && r->n_hashes > r->tokens / kv->hashes->block_tokens)
+        rc = vmem__error(-EINVAL, "requests[%zu].n_hashes %" PRIu64 ": its %u tokens have %u blocks", i, r->n_hashes,
+                         r->tokens, r->tokens / kv->hashes->block_tokens);
+    return rc;
+}
+
+// The pages that a request of `tokens` tokens needs, in addition to the pages that it shares.
+static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint64_t shared = (KV_MIN(prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
+        // The attach does not map prefix pages that a window has passed.
+        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, prefix_tokens));
+        pages += (vmem__kv_need_hi(kv, g, tokens) - shared) * g->n;
+    }
+    return pages;
+}
+
+static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+{
+    struct kv_plan *plan = &kv->plan;
+    uint32_t free_slots = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        free_slots += kv->slots[s].state == VMEM_KV_FREE;
+    vmem__kv_plan_reset(plan);
+    int rc = kv->n_staged ? vmem__kv_plan(kv, plan, kv->staged, NULL) : 0;
+    if (rc)
+        return rc;
+    // Prefixes are attached before the step. `before` counts the pages in use at that point, and `want` the pages in
+    // use after the step.
+    uint64_t want = vmem__kv_plan_want(kv, plan), before = want - plan->missing;
+    uint64_t limit = vmem__kv_reach(kv), back = kept_back(kv), most = 0;
+    kv->mark++;
+    // A pool is asked for what all of them need. So those that do not fit are counted, too.
+    size_t i = 0;
+    for (; i < n && i < free_slots; i++, back = vmem__kv_watermark(kv)) { // a request runs from here on
+        const struct vmem_kv_request *r = &requests[i];
+        uint32_t prefix_tokens = r->prefix_tokens, blocks = 0;
+        uint64_t copied = 0;
+        const int failed = r->hashes ? vmem__kv_hash_known(kv, r->hashes, r->n_hashes, &blocks) : 0;
+        if (failed)
+            return rc ? rc : failed;
+        if (blocks) {
+            const uint64_t taken = vmem__kv_hash_taken(kv, blocks, &copied);
+            prefix_tokens = vmem__kv_hash_tokens(kv, blocks);
+            want += taken;
+            before += taken;
+        }
+        want += pages_of(kv, r->tokens, prefix_tokens);
+        before += prefix_tokens ? pages_of(kv, prefix_tokens, prefix_tokens) : 0;
+        most = KV_MAX(want, before + copied) + back;
+        if (!rc && most > limit)
+            rc = vmem__kv_short_beside(kv, most - back, limit, back, missing);
+        if (rc && !kv->member)
+            return rc;
+        *fit += !rc;
+    }
+    if (!rc && i < n)
+        rc = vmem__kv_short_of_slots(kv);
+    vmem__kv_foresee(kv, most, true);
+    return rc;
+}
+
+int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+{
+    size_t fits = 0;
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    if (n && !requests)
+        rc = vmem__error(-EINVAL, "requests must not be NULL");
+    for (size_t i = 0; i < n && !rc; i++)
+        rc = check_request(kv, &requests[i], i);
+    vmem__kv_enough();
+    if (!rc && n) {
+        bool held = vmem__kv_hold_to_count(kv);
+        const uint64_t budget = kv->budget_pages;
+        rc = admit(kv, requests, n, &fits, missing);
+        // A pool of several processes may have had more than this one knew. The first count has taken it.
+        if (rc == -ENOMEM && kv->budget_pages > budget) {
+            fits = 0;
+            if (missing)
+                *missing = 0;
+            vmem__kv_enough();
+            rc = admit(kv, requests, n, &fits, missing);
+        }
+        if (held)
+            vmem__kv_worker_release(kv);
+    }
+    if (fit)
+        *fit = fits;
+    return rc;
+}
+
+// ---- slots -----------------------------------------------------------------------------------------------------------
+
+int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
+{
+    struct vmem_kv_alloc_options o;
+    int rc = 0;
+    if (!options || !slot)
+        return vmem__error(-EINVAL, "options and slot must not be NULL");
+    rc = vmem__struct_take(&o, sizeof o, sizeof o, options, "options");
+    if (rc)
+        return rc;
+    bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;
+    if (o.flags & ~VMEM_KV_ALLOC_SLOT)
+        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", o.flags);
+    else if (o.tokens > kv->max_tokens || o.prefix_tokens > kv->max_tokens)
+        rc =
+            vmem__error(-EINVAL, "%s %u is over max_tokens, %u", o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens",
+                        KV_MAX(o.tokens, o.prefix_tokens), kv->max_tokens);
+    else if (wanted && o.slot >= kv->n_slots)
+        rc = vmem__error(-EINVAL, "slot %u: there are %u", o.slot, kv->n_slots);
+    else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
+        rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
+    if (rc)
+        return rc;
+    uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens);
+    if (chosen == UINT32_MAX) {
+        kv->stats.short_slots++;
+        return vmem__kv_short_of_slots(kv);
+    }
+    vmem__kv_wait_slot(kv, chosen);
+    struct kv_slot *s = &kv->slots[chosen];
+    s->state = VMEM_KV_ACTIVE;
+    s->tokens = s->shared_tokens = 0;
+    s->fresh = true;
+    s->skip = s->stuck = false;
+    s->took = (uint32_t)kv->step;
+    kv->stats.allocs++;
+    kv->stats.adopted_slots += s->backed > 0;
+    *slot = chosen;
+    vmem__kv_worker_wake(kv); // it prepares the next slot
+    return 0;
+}

@@ -1,0 +1,456 @@
+// Attaching: a request begins with pages of others. It copies what it is about to write.
+//
+// SPDX-License-Identifier: MIT
+#include <stdlib.h>
+#include <string.h>
+
+#include "kv/request/request.h"
+#include "kv/run/hash.h"
+
+// How the pages of a group are divided. Pages [lo, full) are shared, and pages [full, hi) are the slot's own. The first
+// own page begins with `part` bytes of the prefix.
+struct split {
+    uint32_t lo, full, hi;
+    uint64_t part;
+};
+
+static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
+{
+    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
+    struct split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
+                      .full = (uint32_t)(bytes >> kv->page_shift),
+                      .hi = vmem__kv_need_hi(kv, g, tokens),
+                      .part = bytes & (kv->page_size - 1)};
+    s.full = KV_MAX(s.full, s.lo);
+    return s;
+}
+
+static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *n_ops)
+{
+    struct kv_grow *l = &kv->grow;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct split s = split(kv, g, tokens);
+        int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, *n_ops + (uint64_t)(s.full - s.lo) * g->n, sizeof(*l->fine));
+        if (rc)
+            return rc;
+        for (uint32_t t = 0; t < g->n; t++) {
+            const vmem_page *from = vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
+            for (uint32_t k = s.lo; k < s.full; k++)
+                l->fine[(*n_ops)++] =
+                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
+        }
+    }
+    return *n_ops ? vMemMapBatch(kv->ctx, l->fine, *n_ops, VMEM_MAP_FINE, NULL) : 0;
+}
+
+static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct split s = split(kv, g, tokens);
+        for (uint32_t t = 0; t < g->n && s.full > s.lo; t++)
+            vMemUnmap(kv->ctx, kv_addr(kv, g, slot, t, s.lo), (uint64_t)(s.full - s.lo) << kv->page_shift);
+    }
+}
+
+static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *sl = &kv->slots[slot];
+    vmem__kv_grow_commit(kv, &kv->grow);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct split s = split(kv, g, tokens);
+        if (s.lo == s.hi)
+            continue;
+        struct kv_span *sp = kv_span(kv, slot, i);
+        *sp = (struct kv_span){.lo = s.lo,
+                               .hi = KV_MAX(s.hi, sp->hi),
+                               .need_lo = s.lo,
+                               .need_hi = s.hi,
+                               .keep_lo = s.lo,
+                               .keep_hi = s.hi,
+                               .shared_hi = s.full > s.lo ? s.full : 0,
+                               .coarse_hi = sp->coarse_hi};
+        for (uint32_t t = 0; t < g->n; t++)
+            memcpy(kv_table(kv, g, slot, t) + s.lo,
+                   vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
+                   (s.full - s.lo) * sizeof(vmem_page));
+        for (uint32_t k = s.lo; k < s.full; k++)
+            vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
+        kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
+        if (s.full > s.lo)
+            sl->shared_tokens = kv->idle[slot].named = tokens;
+    }
+    sl->tokens = tokens;
+    vmem__kv_set_backed(kv, slot);
+}
+
+// The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is of
+// use, the rest goes. gap: also where pages between them are still to be backed.
+static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
+{
+    int rc = vmem__kv_stale_now(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        struct split s = split(kv, &kv->groups[i], tokens);
+        uint32_t hi = sp->lo > (gap ? s.hi : s.full) ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
+        rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
+    }
+    if (!rc && kv->slots[slot].dirty)
+        rc = vmem__kv_clear_slot(kv, slot);
+    kv->slots[slot].dirty &= rc != 0;
+    return rc;
+}
+
+// Protects the slot's pages that will contain the prefix's rows from being reclaimed during the attach.
+static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->keep_hi = on ? KV_MIN(KV_MAX(split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi) : sp->need_hi;
+    }
+}
+
+// The pages that a slot which begins with so many rows of a prefix has for itself, as copies.
+static uint64_t copies_of(const vmem_kv *kv, uint32_t tokens)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        pages += (uint64_t)(s.hi - s.full) * kv->groups[i].n;
+    }
+    return pages;
+}
+
+// Starts a newly allocated slot with the first rows of the prefix.
+static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    struct kv_grow *l = &kv->grow;
+    vmem__kv_wait_cut(kv);
+    int rc = keep_tail(kv, slot, tokens, true);
+    if (rc)
+        return rc;
+    hold_tail(kv, slot, tokens, true);
+    vmem__kv_grow_reset(l);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
+    }
+    uint64_t total = l->total, n_shared = 0;
+    if (!rc && total)
+        rc = vmem__kv_grow_make(kv, l, missing);
+    if (!rc) {
+        rc = map_shared(kv, p, slot, tokens, &n_shared);
+        if (rc == -ENOMEM && !(rc = vmem__kv_make_mappings(kv, n_shared, missing))) {
+            n_shared = 0;
+            rc = map_shared(kv, p, slot, tokens, &n_shared);
+            rc = rc == -ENOMEM ? vmem__kv_short_of_mappings(kv, n_shared, missing) : rc;
+        }
+        bool mapped = !rc;
+        for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+            struct split s = split(kv, &kv->groups[i], tokens);
+            uint32_t n = p->hi[i] - p->lo[i];
+            if (s.part && s.full < s.hi)
+                rc = vmem__kv_copy_pages(kv, &kv->groups[i], vmem__kv_prefix_pages(kv, p, i) + (s.full - p->lo[i]), n,
+                                         false, slot, s.full, s.part);
+        }
+        if (rc && mapped)
+            unmap_shared(kv, slot, tokens);
+        if (rc && total) {
+            vmem__kv_grow_undo(kv, l);
+            kv->held -= total;
+        }
+    }
+    if (rc) {
+        kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
+        hold_tail(kv, slot, tokens, false);
+        vmem__kv_grow_reset(l);
+        return rc;
+    }
+    commit_attach(kv, p, slot, tokens);
+    return 0;
+}
+
+// ---- prefixes --------------------------------------------------------------------------------------------------------
+
+// Finds the prefix, and checks that `tokens` rows of it can be attached.
+static int find_rows(const vmem_kv *kv, uint64_t id, uint32_t tokens, struct kv_prefix **out)
+{
+    int rc = vmem__kv_prefix_find(kv, id, out);
+    if (!rc && (!tokens || tokens > (*out)->tokens))
+        rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the prefix's %u", tokens, (*out)->tokens);
+    if (!rc && tokens < (*out)->min_tokens)
+        rc = vmem__error(-ENODATA, "tokens %u: the prefix's window tensors begin too late; %u or more", tokens,
+                         (*out)->min_tokens);
+    return rc;
+}
+
+int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    struct kv_prefix *p = NULL;
+    vmem__kv_enough();
+    rc = find_rows(kv, prefix, tokens, &p);
+    if (!rc)
+        rc = vmem__kv_get_new(kv, slot);
+    if (!rc && (rc = attach(kv, p, slot, tokens, missing)) == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    return rc;
+}
+
+int vmem__kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    struct kv_prefix *p = NULL;
+    rc = find_rows(kv, prefix, tokens, &p);
+    return rc ? rc : vmem__kv_would_fit(kv, copies_of(kv, tokens), missing);
+}
+
+// ---- blocks by hash --------------------------------------------------------------------------------------------------
+
+static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t blocks, uint64_t *missing)
+{
+    struct kv_hashes *h = kv->hashes;
+    const uint32_t tokens = blocks * h->block_tokens;
+    struct kv_prefix *p = vmem__kv_hash_gather(kv, tokens);
+    if (!p)
+        return vmem__error(-ENOMEM, "no memory for a list of the pages of %u blocks", blocks);
+    int rc = 0;
+    for (uint32_t k = 0; k < blocks && !rc; k++) // so that making room evicts other blocks
+        rc = vmem__kv_hash_pin(kv, slot, h->found[k]);
+    if (!rc) {
+        vmem__kv_prefix_hold(kv, p);
+        rc = attach(kv, p, slot, tokens, missing);
+        int kept = vmem__kv_prefix_let_go(kv, p);
+        rc = rc ? rc : kept;
+    }
+    free(p);
+    if (rc)
+        vmem__kv_hash_unpin(kv, slot);
+    return rc;
+}
+
+// How a call begins that may find memory short.
+static int begin(const vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t *missing)
+{
+    if (missing)
+        *missing = 0;
+    vmem__kv_enough();
+    return vmem__kv_hash_given(kv, hashes, n);
+}
+
+int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
+                         uint64_t *missing)
+{
+    uint32_t blocks = 0;
+    int rc = begin(kv, hashes, n, missing);
+    if (!rc)
+        rc = vmem__kv_get_new(kv, slot); // before the blocks are found: while it waits, the worker may evict some
+    if (!rc)
+        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
+    if (!rc && blocks && (rc = attach_found(kv, slot, blocks, missing)) == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    blocks = rc ? 0 : blocks;
+    kv->stats.hit_tokens += vmem__kv_hash_tokens(kv, blocks);
+    if (tokens)
+        *tokens = vmem__kv_hash_tokens(kv, blocks);
+    return rc;
+}
+
+int vmem__kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing)
+{
+    uint32_t blocks = 0;
+    int rc = begin(kv, hashes, n, missing);
+    if (!rc)
+        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
+    const uint32_t known = vmem__kv_hash_tokens(kv, blocks);
+    if (tokens)
+        *tokens = known;
+    uint64_t copies = rc || !blocks ? 0 : copies_of(kv, known);
+    if (copies) { // otherwise attaching only maps pages that are there
+        uint64_t copied;
+        kv->mark++;
+        copies += vmem__kv_hash_taken(kv, blocks, &copied);
+        rc = vmem__kv_would_fit(kv, copies + copied, missing);
+    }
+    return rc;
+}
+
+int vmem__kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
+{
+    uint32_t blocks = 0;
+    int rc = tokens ? vmem__kv_hash_given(kv, hashes, n) : vmem__error(-EINVAL, "tokens must not be NULL");
+    if (!rc)
+        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
+    if (tokens)
+        *tokens = vmem__kv_hash_tokens(kv, blocks);
+    return rc;
+}
+
+// ---- named blocks ----------------------------------------------------------------------------------------------------
+
+// Maps the named pages at the beginning of the slot, which has no pages there.
+static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n)
+{
+    struct kv_grow *l = &kv->grow;
+    uint64_t total = (uint64_t)n * kv->block_pages, at = 0;
+    int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
+    if (rc)
+        return rc;
+    uint32_t offset = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t each = kv_block_pages(kv, g);
+        for (uint32_t t = 0; t < g->n; t++, offset += each)
+            for (uint32_t p = 0; p < n * each; p++)
+                l->fine[at++] =
+                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, p),
+                                         .page = vmem__kv_block_named(kv, ids[p / each])[offset + p % each]};
+    }
+    return vMemMapBatch(kv->ctx, l->fine, at, VMEM_MAP_FINE, NULL);
+}
+
+static void commit_named(vmem_kv *kv, uint32_t slot, uint32_t n)
+{
+    struct kv_slot *sl = &kv->slots[slot];
+    const struct vmem_map_op *op = kv->grow.fine;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = n * kv_block_pages(kv, g);
+        for (uint32_t t = 0; t < g->n; t++) {
+            vmem_page *to = kv_table(kv, g, slot, t);
+            for (uint32_t p = 0; p < hi; p++, op++)
+                to[p] = op->page;
+        }
+        for (uint32_t p = 0; p < hi; p++)
+            vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, p), 1, 0);
+        kv->stats.attached_pages += (uint64_t)hi * g->n;
+        *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi),
+                               .need_hi = hi,
+                               .keep_hi = hi,
+                               .shared_hi = hi,
+                               .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
+    }
+    sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->block_tokens;
+    vmem__kv_set_backed(kv, slot);
+}
+
+int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
+{
+    int rc = vmem__kv_get_new(kv, slot);
+    if (rc)
+        return rc;
+    if (!n || !ids)
+        return vmem__error(-EINVAL, "ids: at least one is needed");
+    if (!kv->named || n > kv->max_tokens / kv->block_tokens)
+        return vmem__error(-EINVAL, "n %zu: max_tokens allows %u blocks", n,
+                           kv->named ? kv->max_tokens / kv->block_tokens : 0);
+    kv->mark++;
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = vmem__kv_block_check(kv, ids[i]);
+        if (!rc && !*vmem__kv_block_named(kv, ids[i]))
+            rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
+        // A slot must not contain a page twice. Comparing first pages suffices. Two names may refer to one block.
+        struct kv_ref *first = rc ? NULL : vmem__kv_ref_find(&kv->refs, *vmem__kv_block_named(kv, ids[i]));
+        if (!rc && first->mark == kv->mark)
+            rc = vmem__error(-EINVAL, "block %u is named twice, perhaps by another name", ids[i]);
+        if (!rc)
+            first->mark = kv->mark;
+        if (rc && bad)
+            *bad = i;
+    }
+    vmem__kv_wait_cut(kv);
+    if (!rc)
+        rc = keep_tail(kv, slot, (uint32_t)n * kv->block_tokens, false);
+    if (!rc)
+        rc = map_named(kv, slot, ids, (uint32_t)n);
+    if (rc)
+        return rc;
+    commit_named(kv, slot, (uint32_t)n);
+    return 0;
+}
+
+// ---- copy before write -----------------------------------------------------------------------------------------------
+
+// Replaces page `page` of every tensor with a copy.
+static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    const struct kv_group *g = &kv->groups[group];
+    struct kv_grow *l = &kv->grow;
+    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
+    if (!rc)
+        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
+    if (rc)
+        return rc;
+    rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
+    if (rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n, NULL))
+        rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
+    if (rc)
+        return rc;
+    struct kv_ref *row = kv_row(kv, slot, group, page);
+    if (!row) { // making room evicted the other holder
+        vmem__kv_release(kv, l->pages, g->n);
+        return 0;
+    }
+    rc = vmem__kv_copy_pages(kv, g, l->pages, 1, true, slot, page, kv->page_size);
+    for (uint32_t t = 0; t < g->n; t++)
+        l->fine[t] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, page), .page = l->pages[t]};
+    if (!rc)
+        rc = vMemMapBatch(kv->ctx, l->fine, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
+    if (rc) {
+        vmem__kv_release(kv, l->pages, g->n);
+        return rc;
+    }
+    kv->held += g->n;
+    vmem__kv_ref_hold(&kv->refs, row, -1, 0);
+    for (uint32_t t = 0; t < g->n; t++)
+        kv_table(kv, g, slot, t)[page] = l->pages[t];
+    return 0;
+}
+
+// Whether the group's page that contains row `tokens` is shared and must be copied.
+static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct split s)
+{
+    return s.part && s.full < kv_span(kv, slot, group)->shared_hi && kv_row(kv, slot, group, s.full);
+}
+
+uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        pages += cuts_shared(kv, slot, i, split(kv, &kv->groups[i], tokens)) ? kv->groups[i].n : 0;
+    return pages;
+}
+
+int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    vmem__kv_wait_cut(kv);
+    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data. All groups
+    // find room or none, as vmem_kv_truncate_check says.
+    const int room = vmem__kv_make_room(kv, vmem__kv_unshare_pages(kv, slot, tokens), NULL);
+    if (room)
+        return room;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;
+        if (rc)
+            return rc;
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        struct kv_span *sp = kv_span(kv, slot, i);
+        if (s.full >= sp->shared_hi)
+            continue;
+        int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, s.full + (s.part != 0));
+        if (rc)
+            return rc;
+        sp->shared_hi = KV_MIN(sp->shared_hi, s.full);
+    }
+    return 0;
+}

@@ -1,0 +1,164 @@
+// Compaction: moves pages that only names hold close together, so that the memory between them can return to the
+// system.
+//
+// The library takes device memory in arenas, and an arena returns to the system as a whole. After a busy time, a few
+// named pages are spread over many arenas. Compaction moves them to arenas that they fill. It moves a portion at a time,
+// those in the emptiest arenas first, so that little memory is needed beside what there is, and calls that arrive go
+// first.
+//
+// SPDX-License-Identifier: MIT
+#include <stdlib.h>
+
+#include "core/memory.h"
+#include "kv/request/request.h"
+
+#define CHUNK 32                      // pages copied at once where the backend has to map them
+#define PORTION (UINT64_C(256) << 20) // bytes that are moved at once
+
+// A row of pages that exactly one name holds, and nothing else.
+struct row {
+    vmem_page *name; // the table's entry of the first page
+    uint32_t stride; // entries from one page to the next
+    uint32_t n;      // pages
+    uint32_t used;   // of its arena
+};
+
+int vmem__kv_device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
+{
+    struct vmem_stats st = {.size = sizeof st};
+    int rc = vmem_context_stats(kv->ctx, &st);
+    *all = st.created + st.overhead;
+    *overhead = st.overhead;
+    return rc;
+}
+
+static int by_use(const void *a, const void *b)
+{
+    const uint32_t x = ((const struct row *)a)->used, y = ((const struct row *)b)->used;
+    return x < y ? -1 : x > y;
+}
+
+// Lists rows that can be moved, of the emptiest arenas first. Those in full arenas stay, so that none moves twice.
+static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
+{
+    uint64_t most = kv->refs.only;
+    *n = 0;
+    *rows = calloc(most ? most : 1, sizeof(**rows));
+    if (!*rows)
+        return vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
+    for (uint32_t id = 0; id < kv->n_blocks && *n < most; id++) {
+        vmem_page *row = kv->named + (uint64_t)id * kv->block_pages;
+        for (uint32_t i = 0; i < kv->n_groups && row[0]; i++) {
+            const struct kv_group *g = &kv->groups[i];
+            const uint32_t each = kv_block_pages(kv, g);
+            for (uint32_t k = 0; k < each; k++) {
+                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, row[k]);
+                const uint32_t used = ref->slots || ref->prefixes != 1 ? UINT32_MAX : vmem__arena_used(kv->ctx, row[k]);
+                if (used != UINT32_MAX)
+                    (*rows)[(*n)++] = (struct row){.name = &row[k], .stride = each, .n = g->n, .used = used};
+            }
+            row += g->n * each;
+        }
+    }
+    qsort(*rows, *n, sizeof(**rows), by_use);
+    return 0;
+}
+
+static int map_and_copy(vmem_kv *kv, uint64_t scratch, const vmem_page *from, const vmem_page *to, uint64_t n)
+{
+    struct vmem_map_op maps[2 * CHUNK];
+    struct vmem_copy_op copies[CHUNK];
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t at = scratch + i * kv->page_size, into = at + CHUNK * kv->page_size;
+        maps[2 * i] = (struct vmem_map_op){.addr = at, .page = from[i]};
+        maps[2 * i + 1] = (struct vmem_map_op){.addr = into, .page = to[i]};
+        copies[i] = (struct vmem_copy_op){.dst = into, .src = at, .length = kv->page_size};
+    }
+    int rc = vMemMapBatch(kv->ctx, maps, 2 * n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
+    if (!rc)
+        rc = vmem_copy_batch(kv->ctx, copies, n);
+    vMemUnmap(kv->ctx, scratch, 2 * CHUNK * kv->page_size);
+    return rc;
+}
+
+static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
+{
+    struct vmem_info info = {.size = sizeof info};
+    uint64_t scratch;
+    int rc = vmem__copy_pages(kv->ctx, from, to, n, kv->page_size);
+    if (rc != -EOPNOTSUPP)
+        return rc;
+    rc = vmem_context_info(kv->ctx, &info);
+    if (!rc)
+        rc = vMemReserve(kv->ctx, 2 * CHUNK * kv->page_size, info.caps & VMEM_CAP_BACKDROP ? VMEM_RESERVE_BACKDROP : 0,
+                         &scratch);
+    if (rc)
+        return rc;
+    for (uint64_t i = 0; i < n && !rc; i += CHUNK)
+        rc = map_and_copy(kv, scratch, from + i, to + i, KV_MIN(n - i, CHUNK));
+    vmem_unreserve(kv->ctx, scratch); // cannot fail here
+    return rc;
+}
+
+// Makes the names hold the new pages. Needs no memory, because the table of references keeps its size.
+static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_page *to)
+{
+    for (uint64_t i = 0; i < n; i++) {
+        vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, *rows[i].name), 0, -1);
+        vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, *to, rows[i].n), -1, 1);
+        for (uint32_t t = 0; t < rows[i].n; t++)
+            rows[i].name[(uint64_t)t * rows[i].stride] = *to++;
+    }
+}
+
+// Moves as many of the rows as fit into a portion; *moved is how many pages. Halves the portion where there is too
+// little memory for it.
+static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved)
+{
+    uint64_t most = KV_MAX(PORTION >> kv->page_shift, 1), used = 0;
+    const uint64_t room = kv_unused(kv);
+    vmem_page *from = malloc(2 * most * sizeof(*from)), *to = from + most;
+    int rc = from ? -ENOMEM : vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
+    *moved = 0;
+    most = KV_MIN(most, room);
+    for (; from && rc == -ENOMEM && most; most /= 2) {
+        uint64_t pages = 0;
+        for (used = 0; used < n && pages + rows[used].n <= most; used++)
+            for (uint32_t t = 0; t < rows[used].n; t++)
+                from[pages++] = rows[used].name[(uint64_t)t * rows[used].stride];
+        if (!pages)
+            break;
+        rc = vmem__create_apart(kv->ctx, kv->page_size, pages, to);
+        if (rc)
+            continue;
+        rc = copy(kv, from, to, pages);
+        if (!rc)
+            commit(kv, rows, used, to);
+        vmem__kv_release(kv, rc ? to : from, pages);
+        *moved = rc ? 0 : pages;
+        break;
+    }
+    free(from);
+    return rc;
+}
+
+// Compacts a portion. *moved is how many pages.
+int vmem__kv_compact(vmem_kv *kv, uint64_t *moved)
+{
+    uint64_t all, overhead, n;
+    struct row *rows = NULL;
+    *moved = 0;
+    vmem__kv_release_doomed(kv);
+    vmem__kv_give_ahead(kv, 0);
+    int rc = vmem__kv_device_bytes(kv, &all, &overhead);
+    // Compact only if it pays.
+    if (rc || overhead <= kv->held * kv->page_size / 32)
+        return rc;
+    rc = find(kv, &rows, &n);
+    if (!rc && n)
+        rc = move(kv, rows, n, moved);
+    free(rows);
+    if (*moved)
+        vmem__kv_give_ahead(kv, 0);
+    return rc;
+}

@@ -1,0 +1,211 @@
+// Plans a step before anything changes: examines each slot's pages once, and counts the missing ones.
+//
+// SPDX-License-Identifier: MIT
+#include "kv/request/request.h"
+
+// Of a length that goes back, or is wrong.
+static int __attribute__((cold, noinline)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, tokens, kv->max_tokens);
+    if (s->state != VMEM_KV_ACTIVE)
+        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
+                           vmem__kv_state_name(s->state));
+    if ((uint32_t)tokens < s->shared_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
+                           s->shared_tokens);
+    if (vmem__kv_others_read(kv, slot, (uint32_t)tokens))
+        return vmem__error(-EINVAL, "lengths[%u] %d: other requests have rows from there on; truncate the slot first",
+                           slot, tokens);
+    return 0;
+}
+
+int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const uint32_t tokens = (uint32_t)length; // negative: more than any
+    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
+        return look_at_length(kv, slot, length);
+    return 0;
+}
+
+// Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
+static uint32_t lacks(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    if (!kv_usable(sp, hi))
+        return hi - lo;
+    const uint32_t serves = vmem__kv_serves(kv, slot, group, hi);
+    return (lo < sp->lo ? sp->lo - lo : 0) + (hi > serves ? hi - serves : 0);
+}
+
+static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
+
+int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        struct kv_want *w = &plan->wants[plan->n++];
+        w->slot = slot;
+        w->group = i;
+        w->lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->hi = vmem__kv_need_hi(kv, g, tokens);
+        w->touched = vmem__kv_in_flight(kv, slot, i, w->lo, w->hi);
+        w->extends = extends(s, tokens);
+        if (w->extends)
+            plan->missing += (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n;
+        if (kv->windows && s->tokens && w->lo < sp->lo)
+            rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
+    }
+    plan->extends |= extends(s, tokens);
+    return rc;
+}
+
+void vmem__kv_plan_reset(struct kv_plan *plan)
+{
+    plan->n = plan->missing = 0;
+    plan->extends = false;
+}
+
+// Finds the slots for which the step needs other pages than the last one did.
+static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+{
+    const struct kv_slot *sl = kv->slots;
+    *n = 0;
+    for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
+        const uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens)
+            continue;
+        int rc = vmem__kv_check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+        if (tokens >= sl->tokens && tokens <= sl->steady)
+            continue;
+        kv->changed[(*n)++] = s;
+        __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
+    }
+    return 0;
+}
+
+// Waits until the worker is at none of the slots that are to be extended; whether it had to: the lock was dropped then.
+static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    for (uint32_t k = 0; k < n; k++) {
+        const uint32_t s = kv->changed[k];
+        if (kv->slots[s].busy && extends(&kv->slots[s], (uint32_t)lengths[s])) {
+            vmem__kv_wait_slot(kv, s);
+            return true;
+        }
+    }
+    return false;
+}
+
+int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited)
+{
+    uint32_t n;
+    vmem__kv_plan_reset(plan);
+    int rc = find_changed(kv, lengths, &n);
+    while (!rc && waited && wait_for_changed(kv, lengths, n)) {
+        *waited = true;
+        rc = find_changed(kv, lengths, &n);
+    }
+    for (uint32_t k = 0; k < n && !rc; k++)
+        rc = vmem__kv_plan_slot(kv, plan, kv->changed[k], (uint32_t)lengths[kv->changed[k]]);
+    return rc;
+}
+
+void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
+{
+    for (uint64_t k = 0; k < plan->n; k++) {
+        struct kv_want *w = &plan->wants[k];
+        struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        w->keep_lo = sp->keep_lo;
+        w->keep_hi = sp->keep_hi;
+        sp->keep_hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), vmem__kv_serves(kv, w->slot, w->group, w->hi));
+        sp->keep_lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), sp->keep_hi);
+    }
+    plan->protects = true;
+}
+
+void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
+{
+    for (uint64_t k = 0; k < plan->n && plan->protects; k++) {
+        const struct kv_want *w = &plan->wants[k];
+        struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        // Limit it to the current span: its front and tail may have been released meanwhile.
+        sp->keep_hi = KV_MAX(KV_MIN(w->keep_hi, sp->hi), sp->need_hi);
+        sp->keep_lo = KV_MIN(KV_MAX(w->keep_lo, sp->lo), sp->need_lo);
+    }
+    plan->protects = false;
+}
+
+uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
+{
+    vmem__kv_plan_protect(kv, plan);
+    // What the worker is mapping now is either counted as missing here or can be reclaimed.
+    uint64_t want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + plan->missing;
+    vmem__kv_plan_unprotect(kv, plan);
+    return want;
+}
+
+uint64_t vmem__kv_fixed(vmem_kv *kv)
+{
+    struct kv_plan *plan = &kv->plan;
+    vmem__kv_plan_reset(plan);
+    if (kv->n_staged && vmem__kv_plan(kv, plan, kv->staged, NULL))
+        vmem__kv_plan_reset(plan); // cannot be made any more: it keeps nothing
+    vmem__kv_plan_protect(kv, plan);
+    const uint64_t spare = vmem__kv_spare(kv);
+    vmem__kv_plan_unprotect(kv, plan);
+    return kv->held - KV_MIN(spare, kv->held) + plan->missing;
+}
+
+int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
+{
+    struct kv_plan *plan = &kv->plan;
+    bool held = vmem__kv_hold_to_count(kv);
+    int rc = vmem__kv_plan(kv, plan, lengths, NULL);
+    vmem__kv_claim_for(kv, plan->missing);
+    uint64_t limit = plan->missing ? vmem__kv_limit(kv, plan->missing) : 0;
+    vmem__kv_enough();
+    if (!rc && plan->missing && kv->held + plan->missing > limit) {
+        uint64_t want = vmem__kv_plan_want(kv, plan);
+        if (want > limit)
+            rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
+                                         : vmem__kv_short_of_device(kv, want - limit, missing);
+    }
+    if (held)
+        vmem__kv_worker_release(kv);
+    return rc;
+}
+
+int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    if (!lengths)
+        return vmem__error(-EINVAL, "lengths must not be NULL");
+    if (n != kv->n_slots)
+        return vmem__error(-EINVAL, "n %u: there are %u slots", n, kv->n_slots);
+    return 0;
+}
+
+int vmem__kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    vmem__kv_take_wanted(kv);
+    rc = vmem__kv_check_lengths(kv, lengths, n);
+    return rc ? rc : vmem__kv_plan_check(kv, lengths, missing);
+}
+
+int vmem__kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    int rc = vmem__kv_check_lengths(kv, lengths, n);
+    if (!rc && kv->promise < kv->budget_pages)
+        rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
+    return rc ? rc : vmem__kv_plan_check(kv, lengths, NULL);
+}

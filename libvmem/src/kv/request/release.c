@@ -1,0 +1,240 @@
+// Ends requests, and shortens them: at once, or once the kernels of a step have ended.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "kv/request/request.h"
+
+static int end_now(vmem_kv *kv, uint32_t slot)
+{
+    int rc = 0;
+    struct kv_slot *s = &kv->slots[slot];
+    const bool fresh = s->fresh, due = kv_swap_due(kv, slot);
+    const bool waits = s->state == VMEM_KV_ENDING || s->state == VMEM_KV_SWAPPING;
+    s->fresh = true;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        rc = kv->flags & VMEM_KV_DEFER ? vmem__kv_park(kv, slot, i) : vmem__kv_cut_now(kv, slot, i, 0, 0);
+    if (rc) {
+        s->fresh = fresh;
+        return rc;
+    }
+    vmem__kv_forget(kv, slot);
+    vmem__kv_hash_unpin(kv, slot);
+    s->dirty = kv->flags & VMEM_KV_ZERO && vmem__kv_has_pages(kv, slot);
+    struct kv_idle *idle = &kv->idle[slot];
+    idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
+    // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
+    // With hashes, the rows that are really shared depend on what this manager has evicted.
+    const bool named = kv->flags & VMEM_KV_SAME_SLOTS && kv->hashes;
+    idle->from = kv->flags & VMEM_KV_DEFER && !due ? (named ? idle->named : s->shared_tokens) : 0;
+    idle->named = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
+        idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
+                                                   kv->groups[i].row_bytes));
+    s->state = VMEM_KV_FREE;
+    s->tokens = s->shared_tokens = 0;
+    s->skip = s->stuck = false;
+    idle->parked = ++kv->clock;
+    kv->n_ending -= waits;
+    vmem__kv_worker_wake(kv);
+    return 0;
+}
+
+int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot)
+{
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    rc = rc ? rc : end_now(kv, slot);
+    if (!rc)
+        vmem__kv_keep_budget(kv);
+    return rc;
+}
+
+static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+{
+    const bool swapping = kv->slots[slot].state == VMEM_KV_SWAPPING;
+    if (swapping) // kernels up to the swap's step may also run
+        step = KV_MAX(step, kv->idle[slot].ends);
+    if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
+        return end_now(kv, slot);
+    vmem__kv_unstage(kv, slot);
+    kv->slots[slot].state = VMEM_KV_ENDING;
+    kv->idle[slot].ends = step;
+    kv->n_ending += !swapping;
+    return 0;
+}
+
+int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+{
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    if (!rc)
+        rc = vmem__kv_check_fence(kv, step);
+    rc = rc ? rc : end_after(kv, slot, step);
+    if (!rc)
+        vmem__kv_keep_budget(kv);
+    return rc;
+}
+
+int vmem__kv_end_requests(vmem_kv *kv)
+{
+    int rc = 0;
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+        int failed = 0;
+        if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->retired) {
+            vmem__kv_wait_slot(kv, s);
+            failed = end_now(kv, s);
+        } else if (kv_swap_due(kv, s) && kv->has_worker) {
+            kv->slots[s].skip = kv->slots[s].stuck = false;
+            vmem__kv_worker_wake(kv);
+        } else if (kv_swap_due(kv, s)) {
+            failed = vmem__kv_swap_rest(kv, s);
+            if (!failed)
+                failed = vmem__kv_cut_slot(kv, s);
+        }
+        rc = rc ? rc : failed;
+    }
+    return rc;
+}
+
+int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths)
+{
+    bool some = false;
+    int rc = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        some |= !lengths[s] && kv->slots[s].state == VMEM_KV_ACTIVE;
+    if (!some)
+        return 0;
+    for (uint32_t s = 0; s < kv->n_slots && !rc; s++) // a refused step ends no request
+        rc = lengths[s] ? vmem__kv_check_length(kv, s, lengths[s]) : 0;
+    for (uint32_t s = 0; s < kv->n_slots && !rc; s++) {
+        if (lengths[s] || kv->slots[s].state != VMEM_KV_ACTIVE)
+            continue;
+        vmem__kv_wait_slot(kv, s);
+        rc = end_after(kv, s, kv->step - kv_absent(kv, s));
+    }
+    return rc;
+}
+
+int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
+{
+    int rc = vmem__kv_check_fence(kv, step);
+    if (!rc) {
+        kv->retired = KV_MAX(vmem__kv_ended(kv), step);
+        rc = vmem__kv_end_requests(kv);
+        vmem__kv_keep_budget(kv);
+    }
+    return rc;
+}
+
+// ---- shorter requests ------------------------------------------------------------------------------------------------
+
+static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && tokens > kv->slots[slot].tokens)
+        rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < vmem__kv_has_from(kv, slot, i))
+            rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
+    return rc;
+}
+
+// Between these two calls, nothing reclaims rows that the slot reads when it is truncated to `tokens`, though the window
+// of the longer request has passed them. The plan of the call stores what the spans said.
+static void keep_rows(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        kv->plan.wants[i].keep_lo = sp->keep_lo;
+        sp->keep_lo = KV_MIN(sp->keep_lo, KV_MAX(vmem__kv_need_lo(kv, &kv->groups[i], tokens), sp->lo));
+    }
+}
+
+static void restore_kept(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->keep_lo = KV_MIN(kv->plan.wants[i].keep_lo, sp->need_lo);
+    }
+}
+
+int vmem__kv_would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    const bool held = vmem__kv_hold_to_count(kv); // from here on, no other thread sees the slot as the truncation would
+    rc = check_truncate(kv, slot, tokens);
+    if (!rc) {
+        const bool fresh = kv->slots[slot].fresh;
+        kv->slots[slot].fresh = true;
+        keep_rows(kv, slot, tokens);
+        rc = vmem__kv_would_fit(kv, vmem__kv_unshare_pages(kv, slot, tokens), missing);
+        restore_kept(kv, slot);
+        kv->slots[slot].fresh = fresh;
+    }
+    if (held)
+        vmem__kv_worker_release(kv);
+    return rc;
+}
+
+static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *s = &kv->slots[slot];
+    s->fresh = true; // the caller guarantees that no kernel accesses the slot
+    vmem__kv_enough();
+    keep_rows(kv, slot, tokens);
+    int rc = vmem__kv_unshare(kv, slot, tokens);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    if (rc) {
+        restore_kept(kv, slot);
+        return rc;
+    }
+    vmem__kv_forget(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
+        sp->need_lo = sp->keep_lo = KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi);
+        sp->need_hi = sp->keep_hi = hi;
+    }
+    s->tokens = tokens;
+    s->steady = 0;
+    s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
+    kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
+    return 0;
+}
+
+int vmem__kv_truncate_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = check_truncate(kv, slot, tokens);
+    return rc ? rc : truncate_now(kv, slot, tokens);
+}
+
+int vmem__kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
+{
+    int rc = check_truncate(kv, slot, tokens);
+    if (!rc)
+        rc = vmem__kv_check_fence(kv, step);
+    if (rc)
+        return rc;
+    struct kv_slot *s = &kv->slots[slot];
+    // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
+    const bool shared = tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens);
+    if (step <= vmem__kv_ended(kv) || (s->fresh && !shared))
+        return truncate_now(kv, slot, tokens);
+    if (shared)
+        return vmem__error(-EBUSY,
+                           "tokens %u: rows from there on are shared, and kernels of step %" PRIu64 " may be in flight",
+                           tokens, step);
+    // Change no mapping that running kernels use. The rows go after later steps no longer ask for them. Rows in the
+    // window of the shorter request stay, too.
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->need_lo = KV_MIN(sp->need_lo, vmem__kv_need_lo(kv, &kv->groups[i], tokens));
+        sp->keep_lo = KV_MIN(sp->keep_lo, sp->need_lo);
+    }
+    vmem__kv_unstage(kv, slot);
+    s->tokens = tokens;
+    s->steady = 0;
+    return 0;
+}

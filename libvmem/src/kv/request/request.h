@@ -1,0 +1,88 @@
+// What happens to requests: they are admitted, begin, make steps, shrink, leave and come back. Called with api and state held.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_REQUEST_H
+#define VMEM_KV_REQUEST_H
+
+#include "kv/memory/memory.h"
+
+// ---- plan.c
+
+void vmem__kv_plan_reset(struct kv_plan *plan);
+// Adds what a step to `tokens` needs of a slot. -EINVAL: its window has given up rows that it reads.
+int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens);
+// Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes
+// none of the slots that will be extended, and *waited receives whether it had to.
+int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
+// Pages that cannot be taken from the cache now: what requests need, and what the staged step needs, which was answered
+// with yes. Call it from outside of any other call (kv_lock_cache): it plans anew.
+uint64_t vmem__kv_fixed(vmem_kv *kv);
+// Whether the step would find its memory.
+int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
+// The fewest pages that would exist with the plan's: those that cannot be reclaimed, and the missing ones.
+uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan);
+// Between these two calls, nothing reclaims what the step needs or what kernels in flight access.
+void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
+void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
+int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
+int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+int vmem__kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+int vmem__kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+
+// ---- step.c
+
+int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+// Stages growth for which there is nothing to plan, taking the one lock that this needs. False: call vmem__kv_grow.
+bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
+int vmem__kv_commit(vmem_kv *kv, uint64_t *missing);
+
+// ---- release.c
+
+int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot);
+int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step);
+// VMEM_KV_ZERO_ENDS: ends the requests of length 0, if a step to these lengths is possible.
+int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
+// Ends the requests whose kernels have ended, up to kv->retired, and has those copied that are to be swapped out.
+int vmem__kv_end_requests(vmem_kv *kv);
+int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
+int vmem__kv_would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
+int vmem__kv_truncate_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int vmem__kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
+
+// ---- swap.c
+
+int vmem__kv_swap_bytes(vmem_kv *kv, uint32_t slot, uint64_t *bytes);
+int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes);
+int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step);
+int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing);
+int vmem__kv_swap_in_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
+
+// ---- admit.c
+
+int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
+int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
+int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
+
+// ---- attach.c
+
+int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing);
+int vmem__kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing);
+int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
+                         uint64_t *missing);
+int vmem__kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing);
+int vmem__kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
+int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
+// Called before rows from `tokens` on are written again: the slot releases shared pages there, and keeps a copy of the
+// rows before them.
+int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens); // that it has to make
+
+// ---- compact.c
+
+// Compacts a portion. *moved is how many pages.
+int vmem__kv_compact(vmem_kv *kv, uint64_t *moved);
+// Bytes of device memory that the context has, and how many of these no page uses.
+int vmem__kv_device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead);
+
+#endif

@@ -1,0 +1,294 @@
+// The step before an iteration: executes a plan (plan.c), so that every row up to the lengths has a page.
+//
+// SPDX-License-Identifier: MIT
+#include <string.h>
+
+#include "kv/request/request.h"
+
+// A request's first step: keeps the slot's pages as far as they can later be released in small pieces.
+static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *s = &kv->slots[slot];
+    int failed = vmem__kv_stale_now(kv, slot);
+    if (failed)
+        return failed;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
+        if (sp->coarse_hi > hi || !kv_usable(sp, hi)) {
+            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_serves(kv, slot, i, hi)));
+            if (rc)
+                return rc;
+        }
+        if (!s->tokens && kv_usable(sp, hi))
+            kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
+    }
+    if (s->dirty) {
+        int rc = vmem__kv_clear_slot(kv, slot);
+        if (rc)
+            return rc;
+        s->dirty = false;
+    }
+    return 0;
+}
+
+// Pages that may be mapped beyond the missing ones. While memory is plentiful, these complete 2 MiB blocks, because a
+// call that maps many pages takes as long as a call for one.
+static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
+{
+    uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
+    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && !kv->giving && unused > reserve ? unused - reserve : 0;
+    return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
+}
+
+// Lists the parts of spans to back, with up to `spare` pages beyond the missing ones.
+static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
+{
+    vmem__kv_grow_reset(&kv->grow);
+    for (uint64_t k = 0; k < plan->n; k++) {
+        const struct kv_want *w = &plan->wants[k];
+        const struct kv_group *g = &kv->groups[w->group];
+        const struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->lo && w->hi <= sp->hi))
+            continue;
+        uint32_t to = KV_MIN((w->hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        uint64_t extra = (uint64_t)(to - w->hi) * g->n;
+        if (extra > spare || w->hi <= sp->hi)
+            to = w->hi;
+        else
+            spare -= extra;
+        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->lo, to, w->hi);
+        if (rc)
+            return rc;
+    }
+    return 0;
+}
+
+static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint64_t *missing)
+{
+    vmem__kv_enough();
+    if (!vmem__kv_has_room(kv, plan->missing)) // reclaim pages, but not those that the step needs
+        vmem__kv_plan_protect(kv, plan);
+    int rc = vmem__kv_make_room(kv, plan->missing, missing);
+    for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
+        const uint32_t slot = plan->wants[k].slot;
+        if (kv->slots[slot].fresh)
+            rc = adopt(kv, slot, (uint32_t)lengths[slot]);
+    }
+    if (!rc)
+        rc = list_parts(kv, plan, spare_for(kv, plan->missing));
+    uint64_t total = rc ? 0 : kv->grow.total;
+    if (total)
+        rc = vmem__kv_grow_try(kv, &kv->grow);
+    if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
+        if (!plan->protects)
+            vmem__kv_plan_protect(kv, plan);
+        rc = list_parts(kv, plan, 0);
+        total = kv->grow.total;
+        if (!rc)
+            rc = vmem__kv_grow_all(kv, &kv->grow, missing);
+    }
+    if (rc) {
+        vmem__kv_grow_reset(&kv->grow);
+        vmem__kv_plan_unprotect(kv, plan);
+        return rc;
+    }
+    plan->protects = false; // from now on the spans' needs protect these pages
+    vmem__kv_unask(kv);
+    kv->stats.step_maps += total != 0;
+    kv->stats.step_mapped_pages += total;
+    return 0;
+}
+
+static bool passed(const vmem_kv *kv, const struct kv_span *sp)
+{
+    return sp->lo < sp->keep_lo && (!kv->has_worker || sp->lo < sp->shared_hi);
+}
+
+// Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
+static int pass_windows(vmem_kv *kv, uint32_t slot)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        if (!passed(kv, sp))
+            continue;
+        vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
+        if (!passed(kv, sp))
+            continue;
+        rc = vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
+        kv->stats.window_pages += rc ? 0 : kv->cut.n_pages;
+    }
+    return rc;
+}
+
+// Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
+static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
+{
+    for (uint64_t k = 0; k < plan->n; k++) {
+        const struct kv_want *w = &plan->wants[k];
+        struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        const uint32_t keep_lo = KV_MAX(w->touched.lo, sp->lo), keep_hi = KV_MIN(w->touched.hi, sp->hi);
+        vmem__kv_remember(kv, w->slot, w->group);
+        sp->keep_lo = keep_lo;
+        sp->keep_hi = keep_hi;
+        sp->need_lo = w->lo;
+        sp->need_hi = w->hi;
+        if (w->group + 1 == kv->n_groups)
+            kv->slots[w->slot].steady = vmem__kv_steady(kv, w->slot);
+    }
+}
+
+static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengths)
+{
+    bool due = false;
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
+    const uint32_t step = (uint32_t)++kv->step;
+    set_needs(kv, plan);
+    struct kv_slot *sl = kv->slots;
+    for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
+        const uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens)
+            continue;
+        sl->tokens = tokens;
+        sl->took = step;
+        sl->fresh = sl->skip = sl->stuck = false;
+        due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
+        if (kv->windows) {
+            pass_windows(kv, s); // if it fails, the next step does it
+            for (uint32_t i = 0; i < kv->n_groups; i++)
+                due |= kv_span(kv, s, i)->lo < kv_span(kv, s, i)->keep_lo;
+        }
+    }
+    if (due)
+        vmem__kv_worker_wake(kv);
+}
+
+// What the kernels that have ended kept waiting. A step that is none ends nothing: -EINVAL.
+static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *lengths)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        int rc = vmem__kv_check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+    }
+    vmem__kv_may_take_long(kv);
+    // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
+    kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
+    vmem__kv_end_requests(kv);
+    return 0;
+}
+
+static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_ends, uint64_t *missing)
+{
+    struct kv_plan *plan = &kv->plan;
+    bool waited = false;
+    if (missing)
+        *missing = 0;
+    int rc = vmem__kv_check_lengths(kv, lengths, n);
+    const bool ends = kv->n_ending || zero_ends;
+    if (kv->n_ending && !rc)
+        rc = end_before(kv, lengths);
+    if (!rc && zero_ends) {
+        vmem__kv_may_take_long(kv);
+        rc = vmem__kv_end_absent(kv, lengths);
+    }
+    if (!rc)
+        rc = vmem__kv_plan(kv, plan, lengths, &waited);
+    if (rc || plan->extends || kv->windows)
+        vmem__kv_may_take_long(kv);
+    if (!rc && plan->extends)
+        rc = back(kv, plan, lengths, missing);
+    kv->stats.steps++;
+    kv->stats.step_waits += waited;
+    if (rc) {
+        kv->stats.step_failures++;
+        if (rc == -ENOMEM)
+            vmem__kv_count_shortage(kv);
+    } else {
+        commit(kv, plan, lengths);
+    }
+    if (ends) // now, since a check counts on the pages that ended requests left for this step
+        vmem__kv_keep_budget(kv);
+    // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
+    // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
+    if (kv->view && __atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) && !(kv->flags & VMEM_KV_SAME_SLOTS))
+        vmem__kv_take_wanted(kv);
+    return rc;
+}
+
+int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+{
+    int rc = do_step(kv, lengths, n, kv->flags & VMEM_KV_ZERO_ENDS, missing);
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_staged && !rc; s++)
+        if (lengths[s])
+            vmem__kv_unstage(kv, s);
+    return rc;
+}
+
+// ---- staged ----------------------------------------------------------------------------------------------------------
+
+// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
+bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
+        return false;
+    pthread_mutex_lock(&kv->state);
+    const struct kv_slot *s = &kv->slots[slot];
+    const bool steady = !kv->called && s->state == VMEM_KV_ACTIVE && tokens && tokens >= s->tokens &&
+                        tokens <= s->steady && tokens >= s->shared_tokens && !kv->staged_pages[slot];
+    if (steady) {
+        vmem__kv_stage(kv, slot, (int32_t)tokens, 0);
+        kv->calls++;
+    }
+    pthread_mutex_unlock(&kv->state);
+    return steady;
+}
+
+int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    if (slot >= kv->n_slots)
+        rc = vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+    else if (tokens > kv->max_tokens)
+        rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
+    else if (tokens && kv->slots[slot].state != VMEM_KV_ACTIVE)
+        rc = vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
+    if (!rc && tokens)
+        rc = vmem__kv_check_length(kv, slot, (int32_t)tokens);
+    vmem__kv_plan_reset(&kv->plan);
+    if (!rc && tokens)
+        rc = vmem__kv_plan_slot(kv, &kv->plan, slot, tokens);
+    if (rc)
+        return rc;
+    int32_t before = kv->staged[slot];
+    uint64_t pages_before = kv->staged_pages[slot];
+    vmem__kv_stage(kv, slot, (int32_t)tokens, kv->plan.missing);
+    // Where the missing pages are at hand, nothing is planned again, and no worker waited for.
+    const uint64_t lacks = tokens ? kv->staged_missing : 0;
+    if (lacks && (lacks > kv_unused(kv) || kv->held + lacks > vmem__kv_limit(kv, lacks))) {
+        vmem__kv_may_take_long(kv);
+        rc = vmem__kv_plan_check(kv, kv->staged, missing);
+        if (rc)
+            vmem__kv_stage(kv, slot, before, pages_before);
+    }
+    return rc;
+}
+
+int vmem__kv_commit(vmem_kv *kv, uint64_t *missing)
+{
+    int rc = 0;
+    if (!kv->n_staged)
+        return vmem__error(-EINVAL, "no growth is staged");
+    rc = do_step(kv, kv->staged, kv->n_slots, false, missing);
+    if (!rc) {
+        memset(kv->staged, 0, kv->n_slots * sizeof(*kv->staged));
+        memset(kv->staged_pages, 0, kv->n_slots * sizeof(*kv->staged_pages));
+        kv->n_staged = 0;
+        kv->staged_missing = 0;
+    }
+    return rc;
+}

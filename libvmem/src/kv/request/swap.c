@@ -1,0 +1,161 @@
+// Swaps requests out to CPU memory and back in.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "kv/request/request.h"
+
+static int check_host(const vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+{
+    const uint64_t size = vmem__kv_swap_size(kv, slot);
+    if (!host)
+        return vmem__error(-EINVAL, "host must not be NULL");
+    if (bytes < size)
+        return vmem__error(-EINVAL, "bytes %" PRIu64 ": slot %u needs %" PRIu64, bytes, slot, size);
+    return 0;
+}
+
+static int check_out(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
+{
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && !kv->slots[slot].tokens)
+        rc = vmem__error(-EINVAL, "slot %u has no tokens", slot);
+    if (!rc)
+        rc = check_host(kv, slot, host, bytes);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) // after a truncation, the next token may read rows that are gone
+        if (vmem__kv_need_lo(kv, &kv->groups[i], kv->slots[slot].tokens) < vmem__kv_has_from(kv, slot, i))
+            rc = vmem__error(-ENODATA, "slot %u: the window has given up rows that the next token reads", slot);
+    return rc;
+}
+
+int vmem__kv_swap_bytes(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
+{
+    int rc = 0;
+    const uint32_t states = 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING;
+    rc = bytes ? vmem__kv_get(kv, slot, states) : vmem__error(-EINVAL, "bytes must not be NULL");
+    if (!rc)
+        *bytes = vmem__kv_swap_size(kv, slot);
+    return rc;
+}
+
+int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
+{
+    int rc = check_out(kv, slot, host, bytes);
+    if (!rc)
+        rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, true);
+    if (rc)
+        return rc;
+    struct kv_slot *s = &kv->slots[slot];
+    s->fresh = true; // the caller guarantees that no kernel accesses the slot
+    vmem__kv_forget(kv, slot);
+    bool gone = false;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        bool some = kv_span(kv, slot, i)->hi;
+        rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
+        gone |= some && !rc;
+    }
+    if (rc && !gone)
+        return rc;
+    // Once the first page is gone, only the copy is valid. Pages whose unmap failed are unmapped when the request is
+    // swapped in.
+    s->state = VMEM_KV_SWAPPED;
+    s->shared_tokens = kv->idle[slot].named = 0;
+    vmem__kv_worker_wake(kv);
+    return 0;
+}
+
+int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step)
+{
+    int rc = check_out(kv, slot, host, bytes);
+    if (!rc)
+        rc = vmem__kv_check_fence(kv, step);
+    if (!rc && !kv->swap_ops && !(kv->swap_ops = calloc(kv->n_tensors, sizeof(*kv->swap_ops))))
+        rc = vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
+    if (rc)
+        return rc;
+    struct kv_slot *s = &kv->slots[slot];
+    struct kv_idle *idle = &kv->idle[slot];
+    uint64_t n;
+    vmem__kv_unstage(kv, slot);
+    s->state = VMEM_KV_SWAPPING;
+    idle->host = host;
+    idle->copied = 0;
+    idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
+    idle->ends = step; // fresh slots, too: kernels may still write the attached rows
+    kv->n_ending++;
+    kv->retired = vmem__kv_ended(kv);
+    vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
+    vmem__kv_keep_budget(kv);
+    return 0;
+}
+
+int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    vmem__kv_enough();
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    if (!rc)
+        rc = check_host(kv, slot, host, bytes);
+    // With SAME_SLOTS, the pages that the slot shares afterwards must not depend on the background thread's progress.
+    if (!rc && kv->flags & VMEM_KV_SAME_SLOTS && kv_swap_due(kv, slot)) {
+        vmem__kv_worker_hold(kv);
+        rc = vmem__kv_swap_rest(kv, slot);
+        vmem__kv_worker_release(kv);
+    }
+    struct kv_slot *s = &kv->slots[rc ? 0 : slot];
+    if (!rc && s->state == VMEM_KV_SWAPPING) { // no row has been given up yet
+        s->state = VMEM_KV_ACTIVE;
+        s->took = (uint32_t)kv->step; // as if the rows had come back
+        kv->n_ending--;
+        return 0;
+    }
+    if (!rc)
+        rc = vmem__kv_cut_slot(kv, slot); // unmap the pages that swap_out may have left
+    vmem__kv_grow_reset(&kv->grow);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        rc = vmem__kv_grow_add(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens),
+                               vmem__kv_need_hi(kv, g, s->tokens), vmem__kv_need_hi(kv, g, s->tokens));
+    }
+    if (!rc)
+        rc = vmem__kv_grow_all(kv, &kv->grow, missing);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, false);
+    if (rc) {
+        vmem__kv_cut_slot(kv, slot);
+        return rc;
+    }
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        sp->need_lo = sp->keep_lo = sp->lo;
+        sp->need_hi = sp->keep_hi = sp->hi;
+    }
+    s->state = VMEM_KV_ACTIVE;
+    s->fresh = true;
+    s->took = (uint32_t)kv->step;
+    return 0;
+}
+
+int vmem__kv_swap_in_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
+{
+    int rc = 0;
+    if (missing)
+        *missing = 0;
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    uint64_t pages = 0;
+    bool there = !rc && kv->slots[slot].state == VMEM_KV_SWAPPING;
+    if (there && kv->flags & VMEM_KV_SAME_SLOTS)
+        there = !kv_swap_due(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !rc && !there; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t tokens = kv->slots[slot].tokens;
+        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
+    }
+    return rc ? rc : vmem__kv_would_fit(kv, pages, missing);
+}

@@ -1,0 +1,465 @@
+// The background thread. While an iteration runs, it backs the rows that the next iterations need. It gives up rows
+// that windows have passed, keeps some memory unused, clears kept pages, and backs the slot of the next request.
+//
+// SPDX-License-Identifier: MIT
+#include <string.h>
+#include <time.h>
+
+#include "core/core.h"
+#include "kv/thread/thread.h"
+
+// Between these two the worker has dropped the lock. pages: those of kv->held that it maps, unmaps or releases meanwhile.
+static void drop_lock(vmem_kv *kv, uint64_t pages)
+{
+    kv->pending = pages;
+    vmem__kv_summarise(kv);
+    pthread_mutex_unlock(&kv->state);
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_WORKER_UNLOCKED);
+}
+
+static void take_lock(vmem_kv *kv)
+{
+    pthread_mutex_lock(&kv->state);
+    kv->pending = 0;
+}
+
+static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
+{
+    kv->slots[slot].busy = true;
+    drop_lock(kv, pages);
+}
+
+static void end(vmem_kv *kv, uint32_t slot, int rc)
+{
+    take_lock(kv);
+    kv->slots[slot].busy = false;
+    if (rc) {
+        kv->slots[slot].skip = true;
+        kv->stats.worker_errors++;
+    }
+}
+
+// Backs the planned parts of one slot, if that leaves `leave` pages unused. Returns false if it did nothing.
+static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
+{
+    struct kv_grow *l = &kv->worker_grow;
+    uint64_t total = l->total;
+    if (!total || total + leave > kv_unused(kv) || !vmem__kv_leaves_others(kv, total)) {
+        vmem__kv_grow_reset(l);
+        return false;
+    }
+    kv->held += total;
+    begin(kv, slot, total);
+    int rc = vmem__kv_grow_run(kv, l);
+    end(kv, slot, rc);
+    if (rc) {
+        kv->held -= total;
+        vmem__kv_grow_reset(l);
+    } else {
+        vmem__kv_grow_commit(kv, l);
+    }
+    return true;
+}
+
+// Adds the number of pages given up to *gone. The change of kv->held would not tell, because other calls may change it
+// while the lock is dropped.
+static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
+{
+    struct kv_cut *c = &kv->worker_cut;
+    int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
+    if (rc) {
+        kv->slots[v->slot].stuck = true;
+        return false;
+    }
+    kv->cutting = true;
+    begin(kv, v->slot, c->n_pages);
+    rc = vmem__kv_cut_run(kv, c);
+    end(kv, v->slot, rc);
+    kv->slots[v->slot].stuck |= rc != 0;
+    kv->cutting = false;
+    vmem__kv_cut_end(kv, c, rc);
+    *gone += rc ? 0 : c->n_pages;
+    return true;
+}
+
+// Releases the first pages of the list, which no slot has.
+static void release(vmem_kv *kv, const struct kv_cut *c, uint64_t n)
+{
+    kv->cutting = true;
+    drop_lock(kv, n);
+    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
+    take_lock(kv);
+    kv->cutting = false;
+    kv->held -= freed;
+}
+
+// Unmaps pages that freed requests had shared.
+static bool unmap_stale_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        struct kv_slot *sl = &kv->slots[s];
+        if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
+            continue;
+        int rc = vmem__kv_stale_begin(kv, &kv->worker_cut, s);
+        kv->cutting = kv->unmapping = true;
+        begin(kv, s, 0);
+        if (!rc)
+            rc = vmem__kv_stale_run(kv, &kv->worker_cut);
+        end(kv, s, rc);
+        kv->cutting = kv->unmapping = false;
+        if (!rc)
+            vmem__kv_stale_end(kv, s);
+        return true;
+    }
+    return false;
+}
+
+// Releases a portion of the doomed pages.
+#define DOOMED_PAGES 256
+static bool release_doomed(vmem_kv *kv)
+{
+    struct kv_cut *c = &kv->worker_cut;
+    const uint64_t n = KV_MIN(kv->n_doomed, DOOMED_PAGES);
+    if (!n)
+        return false;
+    if (vmem__kv_room_for(&c->pages, &c->cap_pages, n, sizeof(*c->pages))) {
+        vmem__kv_release_doomed(kv);
+        return true;
+    }
+    c->before = (struct kv_span){0}; // no span is cut
+    kv->n_doomed -= n;
+    memcpy(c->pages, kv->doomed + kv->n_doomed, n * sizeof(*c->pages));
+    kv->unmapping = true;
+    release(kv, c, n);
+    kv->unmapping = false;
+    return true;
+}
+
+// Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
+static bool swap_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+        if (!kv_swap_due(kv, s) || kv->slots[s].skip)
+            continue;
+        begin(kv, s, 0);
+        int rc = vmem__kv_swap_portion(kv, s);
+        end(kv, s, rc);
+        if (!rc)
+            vmem__kv_swap_portion_end(kv, s);
+        uint64_t gone = 0; // between two groups, another call may take the slot
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_SWAPPED && !kv->slots[s].stuck; i++) {
+            const struct kv_victim v = {.slot = s, .group = i};
+            if (kv_span(kv, s, i)->lo < kv_span(kv, s, i)->hi)
+                cut(kv, &v, &gone);
+        }
+        return true;
+    }
+    return false;
+}
+
+static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
+{
+    // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
+    // how many pages it maps.
+    uint64_t want = KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t to = vmem__kv_need_hi(kv, g, want);
+        if (plenty)
+            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        if (vmem__kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
+            kv->slots[slot].skip = true;
+    }
+    uint64_t total = kv->worker_grow.total;
+    // Leave enough pages unused that the worker need not give these up again.
+    if (!grow(kv, slot, plenty ? kv_low(kv) : 0))
+        return false;
+    if (!kv->slots[slot].skip) {
+        kv->stats.ahead_jobs++;
+        kv->stats.ahead_mapped_pages += total;
+    }
+    return true;
+}
+
+// Backs the active slot that has the fewest tokens left until a step would have to wait.
+static bool extend_one(vmem_kv *kv)
+{
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        if (sl->state != VMEM_KV_ACTIVE || sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
+            continue;
+        uint32_t left = sl->backed > sl->tokens ? sl->backed - sl->tokens : 0;
+        if (sl->backed < kv->max_tokens && left < ahead && left < least) {
+            least = left;
+            slot = s;
+        }
+    }
+    if (least == UINT32_MAX)
+        return false;
+    bool did =
+        (plenty && extend(kv, slot, ahead, true)) || (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
+    if (!did)
+        kv->slots[slot].skip = true; // no memory: the step will reclaim some or report the shortage
+    return true;
+}
+
+// Gives back pages that other members of the pool wait for, in portions. A call that needs a slot being unmapped waits
+// for one portion.
+#define GIVE_NS 4000000
+static bool give_one(vmem_kv *kv)
+{
+    // A call unmaps a tensor's pages, whatever their number: a smaller portion would take as long, and a slot of which
+    // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
+    const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
+    struct kv_victim v;
+    struct timespec start, end;
+    if (kv->held <= kv->give_to)
+        return false;
+    const uint64_t want = by_call ? kv->portion : KV_MIN(kv->held - kv->give_to, kv->portion);
+    if (!vmem__kv_victim(kv, want, true, false, &v))
+        return false;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    const int64_t ns = (end.tv_sec - start.tv_sec) * INT64_C(1000000000) + end.tv_nsec - start.tv_nsec;
+    if (ns > GIVE_NS && !by_call)
+        kv->portion = KV_MAX(kv->portion / 2, kv->block);
+    else if (ns < GIVE_NS / 3 && !by_call)
+        kv->portion = KV_MIN(kv->portion * 2, UINT64_C(1) << 20);
+    kv->stats.reclaims += did;
+    vmem__kv_pool_wake(kv);
+    return did;
+}
+
+static bool release_one(vmem_kv *kv)
+{
+    struct kv_victim v;
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->stuck; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (sp->lo >= sp->keep_lo)
+                continue;
+            v = (struct kv_victim){s, i, sp->keep_lo, sp->hi};
+            return cut(kv, &v, &kv->stats.window_pages);
+        }
+    }
+    if (kv->giving)
+        return give_one(kv);
+    uint64_t unused = kv_unused(kv), low = kv_low(kv);
+    if (unused >= low || !vmem__kv_victim(kv, low - unused, true, false, &v))
+        return false;
+    kv->stats.reclaims++;
+    return cut(kv, &v, &kv->stats.reclaimed_pages);
+}
+
+// Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages. It evicts in
+// portions, because a call that releases pages waits for one portion.
+#define EVICT_PAGES 256
+static bool evict_some(vmem_kv *kv)
+{
+    const uint64_t unused = kv_unused(kv), low = kv_low(kv) / 4;
+    struct kv_cut *c = &kv->worker_cut;
+    if (unused >= low || !vmem__kv_evictable(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
+        return false;
+    vmem__kv_hash_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
+    if (!c->n_pages)
+        return false;
+    release(kv, c, c->n_pages);
+    return true;
+}
+
+static bool clear_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        struct kv_slot *sl = &kv->slots[s];
+        if (!sl->dirty || sl->state != VMEM_KV_FREE || sl->skip)
+            continue;
+        begin(kv, s, 0);
+        int rc = vmem__kv_clear_slot(kv, s);
+        end(kv, s, rc);
+        sl->dirty = rc != 0;
+        return true;
+    }
+    return false;
+}
+
+static bool eager_one(vmem_kv *kv)
+{
+    if (!kv_plentiful(kv))
+        return false;
+    struct kv_expected request = {.tokens = kv->eager_tokens};
+    uint32_t slot = vmem__kv_expected_slot(kv, &request);
+    if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER)
+        slot = vmem__kv_choose(kv, 0, 0);
+    if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
+        return false;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
+        const uint32_t from =
+            (uint32_t)((request.prefix * kv->groups[i].row_bytes + kv->page_size - 1) >> kv->page_shift);
+        uint32_t to = vmem__kv_need_hi(kv, &kv->groups[i], request.tokens);
+        if (kv->flags & VMEM_KV_GENEROUS)
+            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        // If pages go together, a request that needs fewer pages gets other ones.
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, from, to, kv->whole ? to : 0))
+            kv->slots[slot].skip = true;
+    }
+    uint64_t total = kv->worker_grow.total;
+    if (!grow(kv, slot, kv_low(kv)))
+        return false;
+    kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
+    if (!kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
+        kv->idle[slot].from = request.prefix;
+    return true;
+}
+
+// ---- idle caches -----------------------------------------------------------------------------------------------------
+
+static bool has_requests(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv_accessed(kv, s))
+            return true;
+    return false;
+}
+
+// Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
+static bool give_all(vmem_kv *kv)
+{
+    const uint64_t calls = kv->calls;
+    struct kv_victim v;
+    kv->working = true;
+    while (!kv->stop && !kv->hold && kv->calls == calls) {
+        if (unmap_stale_one(kv) || release_doomed(kv))
+            continue;
+        if (!vmem__kv_victim(kv, kv->held, false, false, &v))
+            break;
+        cut(kv, &v, &kv->stats.reclaimed_pages);
+    }
+    const bool all = !kv->stop && !kv->hold && kv->calls == calls;
+    if (all)
+        vmem__kv_give_all_ahead(kv);
+    kv->working = false;
+    vmem__kv_summarise(kv);
+    pthread_cond_broadcast(&kv->done);
+    return all;
+}
+
+// Applies a budget that another process wants, under the locks of a public call.
+static void take_wanted(vmem_kv *kv)
+{
+    if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) || kv->flags & VMEM_KV_SAME_SLOTS)
+        return;
+    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_lock(&kv->api);
+    pthread_mutex_lock(&kv->state);
+    if (!vmem__kv_check_usable(kv) && !has_requests(kv)) {
+        kv->called = true;
+        vmem__kv_take_wanted(kv);
+        kv->calls++;
+        kv->long_call = kv->called = false;
+        vmem__kv_summarise(kv);
+    }
+    pthread_mutex_unlock(&kv->api);
+}
+
+// Waits for work. Checks for idleness twice within idle_ms.
+static void wait_for_work(vmem_kv *kv)
+{
+    if (!kv->idle_ms) {
+        pthread_cond_wait(&kv->work, &kv->state);
+        return;
+    }
+    const uint64_t calls = kv->calls;
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    const uint64_t ns = (uint64_t)until.tv_nsec + kv->idle_ms * UINT64_C(500000);
+    until.tv_sec += (time_t)(ns / 1000000000);
+    until.tv_nsec = (long)(ns % 1000000000);
+    if (pthread_cond_timedwait(&kv->work, &kv->state, &until) != ETIMEDOUT || kv->stop || kv->hold || kv->work_due)
+        return;
+    take_wanted(kv);
+    const bool idle = kv->calls == calls && !has_requests(kv);
+    if (!idle)
+        kv->gave = kv->idle_once = false;
+    else if (!kv->idle_once)
+        kv->idle_once = true; // idle for at least half of idle_ms
+    else if (!kv->gave && !kv->stop && !kv->hold) {
+        kv->gave = give_all(kv);
+        if (kv->gave)
+            vmem__kv_pool_wake(kv);
+    }
+    if (vmem__kv_hook)
+        vmem__kv_hook(KV_WORKER_IDLE);
+}
+
+static void ask_device(vmem_kv *kv)
+{
+    if ((!kv->member && kv->promise >= kv->budget_pages) || !vmem__kv_device_due(kv))
+        return;
+    pthread_mutex_unlock(&kv->state);
+    const uint64_t pages = vmem__kv_device_pages(kv);
+    pthread_mutex_lock(&kv->state);
+    vmem__kv_ask_device(kv, pages);
+}
+
+// Nothing is left to do. What could not be unmapped is tried again when there is work.
+static void rest(vmem_kv *kv)
+{
+    kv->work_due = false;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        kv->slots[s].stuck = false;
+}
+
+static void *work(void *arg)
+{
+    vmem_kv *kv = arg;
+    pthread_mutex_lock(&kv->state);
+    while (!kv->stop) {
+        if (!kv->work_due || kv->hold) {
+            wait_for_work(kv);
+            continue;
+        }
+        kv->gave = kv->idle_once = false;
+        kv->working = true;
+        ask_device(kv);
+        vmem__kv_claim_plenty(kv);
+        // What the next steps need comes first.
+        bool did = evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) ||
+                   release_one(kv) || swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) ||
+                   clear_one(kv);
+        kv->working = false;
+        if (!did)
+            rest(kv);
+        vmem__kv_summarise(kv);
+        pthread_cond_broadcast(&kv->done);
+    }
+    pthread_mutex_unlock(&kv->state);
+    return NULL;
+}
+
+int vmem__kv_worker_start(vmem_kv *kv)
+{
+    pthread_mutex_lock(&kv->state); // the thread may look at the cache before this function has returned
+    const int rc = vmem__thread_start(&kv->worker, work, kv);
+    kv->has_worker = !rc;
+    pthread_mutex_unlock(&kv->state);
+    return rc ? vmem__error(-rc, "no background thread: %s", strerror(rc)) : 0;
+}
+
+void vmem__kv_worker_stop(vmem_kv *kv)
+{
+    if (!kv->has_worker)
+        return;
+    pthread_mutex_lock(&kv->state);
+    kv->stop = true;
+    pthread_cond_signal(&kv->work);
+    pthread_mutex_unlock(&kv->state);
+    pthread_join(kv->worker, NULL);
+    kv->has_worker = false;
+}

@@ -1,0 +1,152 @@
+// What members may have of a pool's budget: what is free, what they claim, and their shares.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "pool/pool.h"
+
+// ---- the table, with the pool's lock held ----------------------------------------------------------------------------
+
+uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
+{
+    uint64_t taken = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct pool_row *r = &pool->table.rows[i];
+        if (r->number)
+            taken = pool_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
+    }
+    return pool_less(pool->table.head.budget, taken);
+}
+
+void vmem__pool_note(vmem_kv_pool *pool) { pool->free = vmem__pool_free(pool, NULL); }
+
+void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
+{
+    if (m->row.answer != what)
+        pthread_cond_broadcast(&m->pool->news);
+    m->changed |= m->row.answer != what || m->row.reason != why;
+    m->row.answer = what;
+    m->row.reason = why;
+    m->prepares &= what == VMEM_KV_DEFERRED;
+}
+
+// ---- claims, with the member's lock held -----------------------------------------------------------------------------
+
+uint64_t vmem__pool_acceptable(const struct vmem__member *m)
+{
+    return m->prepares ? MIN(m->granted, m->ready) : m->granted;
+}
+
+uint64_t vmem__pool_accept(struct vmem__member *m)
+{
+    const uint64_t pages = floor_pages(vmem__pool_acceptable(m), m), bytes = pages << m->page_shift;
+    m->granted = m->prepares ? m->granted - bytes : 0;
+    m->ready = pool_less(m->ready, bytes);
+    if (!m->granted && !m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
+        vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
+    return pages;
+}
+
+uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most, bool *busy)
+{
+    vmem_kv_pool *pool = m->pool;
+    int rc = 0;
+    pthread_mutex_lock(&pool->lock);
+    const uint64_t granted = vmem__pool_accept(m);
+    least = pool_less(least, granted);
+    most = pool_less(most, granted);
+    // First take back the budget that the member was about to give back and still has.
+    const uint64_t had = ((budget + granted) << m->page_shift) + m->granted;
+    uint64_t pages = MIN(floor_pages(pool_less(MIN(m->row.has, m->row.max), had), m), most);
+    const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
+    if (worth && !(rc = vmem__table_begin(pool))) {
+        const uint64_t room = MIN(vmem__pool_free(pool, m), pool_less(m->row.max, m->row.has));
+        // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
+        const uint64_t spare = MIN(floor_pages(pool_less(room, pool_needs_of_others(pool, m)), m), most - pages);
+        const uint64_t more = MIN(floor_pages(room, m), MAX(spare, pool_less(least, pages)));
+        const uint64_t before = m->row.has;
+        m->row.has += more << m->page_shift;
+        m->changed |= more != 0;
+        vmem__table_end(pool, false);
+        pages += floor_pages(pool_less(m->row.has, before), m);
+        vmem__pool_note(pool);
+    }
+    if (pages && m->row.needs) {
+        m->row.needs = pool_less(m->row.needs, pages << m->page_shift);
+        m->changed = true;
+        if (!m->row.needs && !m->granted)
+            vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    *busy = rc;
+    return granted + pages;
+}
+
+uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most)
+{
+    bool busy;
+    return vmem__pool_take(m, budget, least, most, &busy);
+}
+
+uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
+{
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t due = pool_less(m->row.min, m->row.has), room = pool_less(m->row.max, m->row.has);
+    const uint64_t own = pool_less(MIN(m->row.has, m->row.max), pool_add(budget << m->page_shift, m->granted));
+    const uint64_t more = m->prepares ? vmem__pool_acceptable(m) : MIN(pool_add(m->pool->free, due), room);
+    const uint64_t bytes = pool_add(own, more);
+    pthread_mutex_unlock(&m->pool->lock);
+    return floor_pages(bytes, m);
+}
+
+// ---- shares ----------------------------------------------------------------------------------------------------------
+
+// Whether the minimums of all members still fit if this one becomes `min`. Call it between begin and end.
+static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min)
+{
+    uint64_t all = min;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        if (pool->table.rows[i].number && i != place)
+            all = pool_add(all, pool->table.rows[i].min);
+    if (all > pool->table.head.budget)
+        return vmem__error(-ENOMEM,
+                           "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
+                           "pool's budget of %" PRIu64,
+                           min, all, pool->table.head.budget);
+    return 0;
+}
+
+int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max)
+{
+    const uint64_t budget = pool->table.head.budget;
+    if (!*max || *max > budget)
+        *max = budget;
+    if (min > *max)
+        return vmem__error(-EINVAL, "min %" PRIu64 " is over max, %" PRIu64, min, *max);
+    return check_minimums(pool, place, min);
+}
+
+int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)
+{
+    vmem_kv_pool *pool = m->pool;
+    int rc = vmem__table_wait(pool, POOL_CALL_US);
+    if (rc)
+        return rc;
+    *why = VMEM_KV_AT_MINIMUM;
+    const uint64_t min_before = m->row.min, max_before = m->row.max;
+    rc = vmem__pool_check(pool, m->place, min, &max);
+    if (!rc) {
+        m->row.min = min;
+        m->row.max = max;
+        m->changed = true;
+    }
+    vmem__table_end(pool, false);
+    if (!rc && m->changed) {
+        m->row.min = min_before;
+        m->row.max = max_before;
+        rc = vmem__table_unwritten(pool);
+    }
+    vmem__pool_note(pool);
+    pool_ring(pool);
+    return rc;
+}
