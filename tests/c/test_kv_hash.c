@@ -199,9 +199,9 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
                                        .budget = 40 * test_page};
     const struct vmem_kv_hash_config hashes = {.size = sizeof hashes, .block_tokens = BLOCK};
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state);
     vmem__kv_worker_hold(kv); // for ever: it cuts nothing by itself
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     OK(vmem_kv_hash_init(kv, &hashes));
     const uint32_t slot = start(320);
     for (int32_t n = 321; n < 324; n++) { // the window has passed most of the prompt
@@ -215,9 +215,9 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
     CHECK_EQ(vmem_kv_prefix_save(kv, slot, 96, &prefix), -ENODATA);
     OK(vmem_kv_hash_add(kv, slot, 0, hashes_of(0), 320 / BLOCK, added));
     *tokens = peek(0);
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state);
     vmem__kv_worker_release(kv);
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     vmem_kv_destroy(kv);
 }
 

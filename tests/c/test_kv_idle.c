@@ -51,10 +51,10 @@ static void make(uint32_t flags, uint64_t budget, uint32_t idle_ms)
 // From here on the cache may be idle. Before, a slow machine's would be between two calls.
 static void may_be_idle(void)
 {
-    pthread_mutex_lock(&kv->state);
-    kv->idle_ms = 2;
-    pthread_cond_signal(&kv->work);
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state);
+    kv->worker.idle_ms = 2;
+    pthread_cond_signal(&kv->turn.work);
+    pthread_mutex_unlock(&kv->gate.state);
 }
 
 static struct vmem_kv_stats stats(void)
@@ -120,7 +120,7 @@ static void test_a_limit_needs_no_call(void)
     for (uint32_t same = 0; same < 2; same++) {
         make(same ? VMEM_KV_SAME_SLOTS : 0, 1024 * test_page, 2);
         OK(vmem_kv_publish(kv, path, "idle"));
-        __atomic_store_n(&kv->view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
+        __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
         wait_for_looks(3);
         CHECK_EQ(stats().budget_pages * test_page, (same ? 1024 : 512) * test_page); // ranks take budgets over together
         if (same) {

@@ -94,7 +94,7 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 // Whether the slot is being swapped out and its kernels have ended: its pages count as free.
 static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
 {
-    return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->retired;
+    return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->fence.retired;
 }
 // Whether the slot keeps what kernels access until they have ended.
 static inline bool kv_waits(const vmem_kv *kv, uint32_t slot)
@@ -103,7 +103,10 @@ static inline bool kv_waits(const vmem_kv *kv, uint32_t slot)
     return state == VMEM_KV_ENDING || (state == VMEM_KV_SWAPPING && !kv_swap_due(kv, slot));
 }
 // Steps since the slot took part in one, or was allocated.
-static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot) { return (uint32_t)kv->step - kv->slots[slot].took; }
+static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
+{
+    return (uint32_t)kv->fence.step - kv->slots[slot].took;
+}
 
 // ---- slot.c
 

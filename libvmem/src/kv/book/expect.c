@@ -18,8 +18,8 @@ int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_
                                tokens[i]);
     }
     for (size_t i = 0; i < n; i++)
-        kv->expected[i] = list[i];
-    kv->n_expected = (uint32_t)n;
+        kv->expect.list[i] = list[i];
+    kv->expect.n = (uint32_t)n;
     if (n)
         vmem__kv_worker_wake(kv);
     return 0;
@@ -60,8 +60,8 @@ static int64_t backed_behind(const vmem_kv *kv, uint32_t slot, const struct kv_e
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request)
 {
     uint32_t taken[VMEM_KV_EXPECT], n_taken = 0;
-    for (uint32_t i = 0; i < kv->n_expected; i++) {
-        const struct kv_expected *e = &kv->expected[i];
+    for (uint32_t i = 0; i < kv->expect.n; i++) {
+        const struct kv_expected *e = &kv->expect.list[i];
         uint32_t best = UINT32_MAX, best_fit = 0;
         for (uint32_t s = 0; s < kv->n_slots; s++) {
             const struct kv_slot *sl = &kv->slots[s];

@@ -7,7 +7,7 @@
 
 static struct kv_past *past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
-    return kv->past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
+    return kv->fence.past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
 }
 
 struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
@@ -37,27 +37,27 @@ void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
 uint64_t vmem__kv_ended(const vmem_kv *kv)
 {
     uint64_t running = (uint64_t)kv->steps_in_flight + 1;
-    return KV_MAX(kv->retired, kv->step > running ? kv->step - running : 0);
+    return KV_MAX(kv->fence.retired, kv->fence.step > running ? kv->fence.step - running : 0);
 }
 
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
 {
-    if (step > kv->step)
-        return vmem__error(-EINVAL, "step %" PRIu64 " was not made yet; the last is %" PRIu64, step, kv->step);
+    if (step > kv->fence.step)
+        return vmem__error(-EINVAL, "step %" PRIu64 " was not made yet; the last is %" PRIu64, step, kv->fence.step);
     return 0;
 }
 
 void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages)
 {
-    kv->n_staged += (tokens != 0) - (kv->staged[slot] != 0);
-    kv->staged_missing += pages - kv->staged_pages[slot];
-    kv->staged[slot] = tokens;
-    kv->staged_pages[slot] = pages;
+    kv->staged.n += (tokens != 0) - (kv->staged.lengths[slot] != 0);
+    kv->staged.missing += pages - kv->staged.pages[slot];
+    kv->staged.lengths[slot] = tokens;
+    kv->staged.pages[slot] = pages;
 }
 
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
 {
-    if (kv->n_staged)
+    if (kv->staged.n)
         vmem__kv_stage(kv, slot, 0, 0);
 }
 

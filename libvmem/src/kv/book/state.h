@@ -88,6 +88,7 @@ struct kv_want {
 struct kv_plan {
     struct kv_want *wants; // slot by slot, all groups of each
     uint64_t n, missing;   // missing: pages
+    uint32_t *changed;     // slots that it examines
     bool extends, protects;
 };
 
@@ -151,98 +152,171 @@ struct kv_cut {
     uint64_t n_pages, cap_pages;
 };
 
+// ---- the parts of a cache ---------------------------------------------------------------------------------------------
+
+// Pages.
+struct kv_ledger {
+    uint64_t budget;            // the most that may exist
+    uint64_t held;              // that exist, including pending ones
+    uint64_t pending;           // of these, that the worker is mapping or unmapping; they become unused or reclaimable
+    uint64_t promise;           // that need no memory from the device. Written with report.lock, too
+    uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
+    uint64_t watermark_pages;   // of the budget, new requests leave so many, or
+    uint32_t watermark_percent; // so large a part: the larger of both
+};
+
+// Of a pool's member.
+struct kv_lend {
+    const struct vmem__lender *lender;
+    struct vmem__member *member;                  // NULL: of no pool
+    struct vmem__member *left;                    // the same while the cache is destroyed
+    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
+    void *evict_arg;
+    bool giving;      // other members wait for what is beyond give_to; the budget falls as it goes
+    bool foresees;    // the cache has said what requests that wait will need
+    uint64_t give_to; // pages
+    uint64_t portion; // pages that the worker gives back in one call while others wait for them
+};
+
+// Kernels that may be in flight.
+struct kv_fences {
+    uint64_t step, retired; // the last step; the last whose kernels have ended
+    uint32_t n_waiting;     // slots that are ENDING or SWAPPING
+    struct kv_past *past;   // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
+};
+
+// vmem_kv_grow: the step to come.
+struct kv_staged {
+    int32_t *lengths;
+    uint64_t *pages;  // that each lacked when it was staged
+    uint64_t missing; // their sum
+    uint32_t n;
+};
+
+// The requests that come next.
+struct kv_expect {
+    struct kv_expected list[VMEM_KV_EXPECT];
+    uint32_t n;
+};
+
+struct kv_prefixes {
+    struct kv_prefix **list;
+    uint64_t cap;
+    uint32_t n, generation;
+};
+
+// Named blocks.
+struct kv_blocks {
+    vmem_page *pages; // `each` of a name, group after group, tensor after tensor; 0: not taken
+    uint32_t n, tokens, each, n_taken;
+};
+
+// Pages without a name or a slot, which the worker releases.
+struct kv_doomed {
+    vmem_page *pages;
+    uint64_t n, cap;
+};
+
+struct kv_copies {
+    uint64_t scratch;              // a reservation with a page per tensor, to access pages that no slot has mapped
+    struct vmem_copy_op *ops;      // of the portion that is being swapped out; from the first vmem_kv_swap_out_after on
+    _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
+};
+
+// Calls and the worker take turns.
+struct kv_turn {
+    pthread_cond_t work, done;
+    bool has_worker, stop, due, working;
+    bool cutting;   // the worker is unmapping pages that others may hold or release,
+    bool unmapping; // and no reference changes by that
+    uint32_t hold;  // calls that want the worker to pause
+};
+
+struct kv_worker {
+    pthread_t thread;
+    uint32_t idle_ms;
+    bool idle_once, gave; // it saw the cache idle; it gave back what an idle one gives
+    struct kv_grow grow;
+    struct kv_cut cut;
+};
+
+struct kv_gate {
+    pthread_mutex_t api, state;
+    uint64_t calls; // public calls so far
+    bool called;    // one is in progress, and may have dropped state to wait
+};
+
+// What others are told.
+struct kv_report {
+    pthread_mutex_t lock;
+    struct vmem_kv_stats shown; // under the lock
+    uint64_t summarised;        // when that was last updated, in ns
+    uint64_t device_limit;      // pages that the device allowed when the statistics last asked
+    uint64_t device_asked;      // when that was
+    bool stale;                 // shown is older than the statistics
+    _Atomic bool long_call;     // a public call has state and may be calling core; shown is older
+};
+
+struct kv_view {
+    struct vmem_kv_view *map; // NULL: not published
+    char *path;
+    int fd;
+};
+
+struct kv_life {
+    uint64_t closes; // vmem_kv_destroy_after: the step
+    bool closing;
+    bool given_up; // its memory is free, and only the handle is left
+};
+
 struct vmem_kv {
+    // Constant once it has been created, but for flags (a pool's member is LAZY) and owned.
     vmem_context *ctx;
     const unsigned char *owned; // reads 1; reads 0 in a forked child, and once the cache is being closed
     pid_t pid;
     uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
-    struct kv_expected expected[VMEM_KV_EXPECT]; // the requests that come next
-    uint32_t n_expected;
-    uint64_t step, retired; // the last step; the last whose kernels have ended
-    uint32_t n_ending;      // slots that are ENDING or SWAPPING
-    uint64_t closes;        // vmem_kv_destroy_after: the step
-    bool closing;
-    bool given_up;         // its memory is free, and only the handle is left
-    struct kv_past *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
     uint32_t page_shift, block; // block: pages in 2 MiB
+    uint32_t whole;             // most pages that are created, mapped and unmapped together; 0: each can go alone
     bool windows;               // some group has one
-
-    uint64_t *addrs; // tensors, group after group
-    uint32_t *order; // tensor as the caller counts -> index in addrs
+    uint64_t *addrs;            // tensors, group after group
+    uint32_t *order;            // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
-    struct kv_span *spans; // [slot][group]
-    struct kv_plan plan;   // of the public call in progress
-    struct kv_slot *slots;
-    struct kv_idle *idle; // [slot]
-    vmem_page *pages;     // see kv_table(); address space, used where there are pages
+    vmem_page *pages; // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;
-    uint32_t whole; // most pages that are created, mapped and unmapped together; 0: each can go alone
-    bool *joined;   // with `whole`, [group][slot][page]: it goes with the page before it
+    bool *joined; // with `whole`, [group][slot][page]: it goes with the page before it
     uint64_t joined_bytes;
-    uint64_t scratch; // a reservation with a page per tensor, to access pages that no slot has mapped
 
-    pthread_mutex_t api, state, stats_lock;
-    pthread_cond_t work, done;
-    pthread_t worker;
-    bool has_worker, stop, work_due, working;
-    uint32_t hold; // calls that want the worker to pause
-    uint32_t idle_ms;
-    uint64_t calls;       // public calls so far
-    bool called;          // a public call is in progress, and may have dropped state to wait
-    bool idle_once, gave; // the worker saw the cache idle; it gave back what an idle one gives
-
-    vmem_kv *next;              // the context's next cache
-    uint64_t budget_pages;      // the most pages that may exist
-    uint64_t watermark_pages;   // of these, new requests leave so many, or
-    uint32_t watermark_percent; // so large a part: the larger of both
-    uint64_t promise;           // pages that need no memory from the device. Written with stats_lock, too
-    uint64_t device_limit;      // pages that the device allowed when the statistics last asked
-    uint64_t device_asked;      // when that was
-    uint64_t held;              // existing pages, including pending ones
-    uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
-    uint64_t pending; // pages of these that the worker is mapping or unmapping; they become unused or reclaimable
-    uint64_t clock;
+    struct kv_slot *slots;
+    struct kv_idle *idle;  // [slot]
+    struct kv_span *spans; // [slot][group]
+    uint64_t clock;        // counts the slots that are freed
     struct kv_refs refs;
-    struct kv_prefix **prefixes;
-    uint64_t cap_prefixes;
-    uint32_t n_prefixes, prefix_generation;
-    vmem_page *named; // pages of block names, block_pages each, group after group, tensor after tensor; 0: not taken
-    uint32_t n_blocks, block_tokens, block_pages, n_named; // n_named: names that are taken
-    struct kv_hashes *hashes;                              // hash.h
-    uint64_t mark;                                         // the number of the last call that marked what it saw
-    struct vmem_copy_op *swap_ops; // of the portion that is being copied; from the first vmem_kv_swap_out_after on
-    struct kv_grow grow, worker_grow;
-    struct kv_cut cut, worker_cut;
-    bool cutting;      // the worker is unmapping pages that others may hold or release,
-    bool unmapping;    // and no reference changes by that
-    vmem_page *doomed; // pages without a name or a slot, which the worker releases
-    uint64_t n_doomed, cap_doomed;
-    int32_t *staged;        // vmem_kv_grow: lengths of the step to come
-    uint64_t *staged_pages; // pages that each lacked when it was staged
-    uint32_t n_staged;
-    uint64_t staged_missing;       // their sum
-    uint32_t *changed;             // slots that a plan examines
-    struct vmem_kv_stats stats;    // counters; the rest is filled in by vmem__kv_summarise
-    _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
-    struct vmem_kv_stats shown;    // under stats_lock
-    bool stale;                    // shown is older than stats
-    uint64_t summarised;           // when shown was last updated, in ns
-    _Atomic bool long_call;        // a public call has state and may be calling core; shown is older
-    struct vmem_kv_view *view;
-    char *view_path;
-    int view_fd;
-    const struct vmem__lender *lender;            // of a pool
-    struct vmem__member *member;                  // of a pool; NULL: of none
-    struct vmem__member *left;                    // the same while the cache is destroyed
-    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
-    void *evict_arg;
-    uint64_t portion; // pages that the worker gives back in one call while others wait for them
-    bool giving;      // other members wait for what is beyond give_to; the budget falls as it goes
-    uint64_t give_to; // pages
-    bool foresees;    // of a pool's member: it has said what requests that wait will need
+    uint64_t mark; // the number of the last call that marked what it saw
+    struct kv_ledger ledger;
+    struct kv_fences fence;
+    struct kv_staged staged;
+    struct kv_expect expect;
+    struct kv_turn turn;
+
+    struct kv_grow grow; // of public calls
+    struct kv_cut cut;
+    struct kv_copies copy;
+    struct kv_prefixes prefixes;
+    struct kv_blocks blocks;
+    struct kv_doomed doomed;
+    struct kv_hashes *hashes; // run/hash.h
+    struct kv_lend lend;
+    vmem_kv *next;              // the context's next cache
+    struct vmem_kv_stats stats; // counters; the rest is filled in by vmem__kv_summarise
+    struct kv_report report;
+    struct kv_view view;
+    struct kv_plan plan; // of the public call in progress
+    struct kv_worker worker;
+    struct kv_gate gate;
+    struct kv_life life;
 };
 
 static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -285,14 +359,14 @@ static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
 }
 
 // Pages that could be added without reclaiming any.
-static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->budget_pages, kv->held); }
+static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
-static inline uint64_t kv_low(const vmem_kv *kv) { return kv->budget_pages * kv->reclaim_percent / 100; }
+static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv->reclaim_percent / 100; }
 // Not while the memory is promised to others, or requests wait for it.
 static inline bool kv_plentiful(const vmem_kv *kv)
 {
-    return !kv->giving && !kv->foresees && kv_unused(kv) >= 2 * kv_low(kv);
+    return !kv->lend.giving && !kv->lend.foresees && kv_unused(kv) >= 2 * kv_low(kv);
 }
 
 #endif

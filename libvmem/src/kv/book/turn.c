@@ -9,7 +9,7 @@ static void wait_for_worker(vmem_kv *kv)
 {
     if (vmem__kv_hook)
         vmem__kv_hook(KV_CALL_WAITS);
-    pthread_cond_wait(&kv->done, &kv->state);
+    pthread_cond_wait(&kv->turn.done, &kv->gate.state);
     if (vmem__kv_hook)
         vmem__kv_hook(KV_CALL_WAITED);
 }
@@ -22,28 +22,28 @@ void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot)
 
 void vmem__kv_wait_idle(vmem_kv *kv)
 {
-    while (kv->has_worker && (kv->work_due || kv->working))
+    while (kv->turn.has_worker && (kv->turn.due || kv->turn.working))
         wait_for_worker(kv);
 }
 
 void vmem__kv_worker_hold(vmem_kv *kv)
 {
-    kv->hold++;
-    while (kv->working)
+    kv->turn.hold++;
+    while (kv->turn.working)
         wait_for_worker(kv);
 }
 
 void vmem__kv_worker_release(vmem_kv *kv)
 {
-    if (--kv->hold == 0 && kv->work_due)
-        pthread_cond_signal(&kv->work);
+    if (--kv->turn.hold == 0 && kv->turn.due)
+        pthread_cond_signal(&kv->turn.work);
 }
 
 // Waits for the worker's cut to end. The worker begins no other job until the caller drops the lock, so slots that were
 // not busy are still not busy.
 void vmem__kv_wait_cut(vmem_kv *kv)
 {
-    if (!kv->cutting)
+    if (!kv->turn.cutting)
         return;
     vmem__kv_worker_hold(kv);
     vmem__kv_worker_release(kv);
@@ -51,16 +51,16 @@ void vmem__kv_wait_cut(vmem_kv *kv)
 
 void vmem__kv_worker_wake(vmem_kv *kv)
 {
-    if (!kv->has_worker || kv->work_due)
+    if (!kv->turn.has_worker || kv->turn.due)
         return;
-    kv->work_due = true;
-    if (!kv->hold)
-        pthread_cond_signal(&kv->work);
+    kv->turn.due = true;
+    if (!kv->turn.hold)
+        pthread_cond_signal(&kv->turn.work);
 }
 
 static int __attribute__((cold)) unusable(const vmem_kv *kv)
 {
-    if (kv->closing)
+    if (kv->life.closing)
         return vmem__error(-EINVAL, "the cache is being closed: it accepts only retire");
     return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
 }

@@ -27,20 +27,20 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
 // Counts the shared pages that the worker is unmapping now. They have left the span, but the slot still holds them.
 static uint64_t shared_in_cut(const vmem_kv *kv)
 {
-    const struct kv_cut *c = &kv->worker_cut;
+    const struct kv_cut *c = &kv->worker.cut;
     uint64_t n = 0;
-    for (uint32_t p = c->before.lo; kv->cutting && p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
+    for (uint32_t p = c->before.lo; kv->turn.cutting && p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
         n += (p < c->lo || p >= c->hi) && kv_row(kv, c->slot, c->group, p);
     return n;
 }
 
 int vmem__kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->refs.pages + kv->n_doomed, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
-    kv->ceiling = KV_MAX(kv->ceiling, kv->budget_pages); // the budget may have grown
-    if (kv->held > kv->ceiling)
-        return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->held, kv->budget_pages);
-    kv->ceiling = KV_MAX(kv->held, kv->budget_pages);
+    uint64_t pages = kv->refs.pages + kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
+    kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.budget); // the budget may have grown
+    if (kv->ledger.held > kv->ledger.ceiling)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->ledger.held, kv->ledger.budget);
+    kv->ledger.ceiling = KV_MAX(kv->ledger.held, kv->ledger.budget);
     uint32_t waiting = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
@@ -88,13 +88,15 @@ int vmem__kv_check_books(vmem_kv *kv)
         if (ref->page && ref->slots + ref->prefixes < 2 && !ref->prefixes)
             return vmem__error(-EFAULT, "page %#" PRIx64 " is counted as shared", ref->page);
     }
-    if (pages + kv->pending != kv->held || slots != refs || only != kv->refs.only || shared != kv->refs.shared)
+    if (pages + kv->ledger.pending != kv->ledger.held || slots != refs || only != kv->refs.only ||
+        shared != kv->refs.shared)
         return vmem__error(-EFAULT,
                            "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
-                           pages + kv->pending, slots, only, shared, kv->held, refs, kv->refs.only, kv->refs.shared);
-    if (waiting != kv->n_ending)
-        return vmem__error(-EFAULT, "%u slots wait for kernels, not %u", waiting, kv->n_ending);
+                           pages + kv->ledger.pending, slots, only, shared, kv->ledger.held, refs, kv->refs.only,
+                           kv->refs.shared);
+    if (waiting != kv->fence.n_waiting)
+        return vmem__error(-EFAULT, "%u slots wait for kernels, not %u", waiting, kv->fence.n_waiting);
     int rc = vmem__kv_check_hashes(kv);
     return rc ? rc : vmem__kv_check_blocks(kv);
 }

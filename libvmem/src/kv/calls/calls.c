@@ -301,14 +301,14 @@ int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed)
             return rc;
         if (!calls)
             rc = vmem__kv_device_bytes(kv, &before, &overhead);
-        else if (kv->calls != calls) // somebody needs the cache
+        else if (kv->gate.calls != calls) // somebody needs the cache
             return vmem__kv_leave(kv, 0);
         vmem__kv_worker_hold(kv);
         rc = rc ? rc : vmem__kv_compact(kv, &moved);
         vmem__kv_worker_release(kv);
         if (!vmem__kv_device_bytes(kv, &after, &overhead) && freed && after < before)
             *freed = before - after;
-        calls = kv->calls + 1;
+        calls = kv->gate.calls + 1;
         rc = vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
     } while (!rc && moved);
     return rc;
@@ -321,7 +321,7 @@ int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (kv->member)
+    if (kv->lend.member)
         rc = vmem__error(-EINVAL,
                          "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));
@@ -334,8 +334,8 @@ int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
         return rc;
     if (percent > 100)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "percent %u is over 100", percent));
-    kv->watermark_pages = kv_ceil_pages(bytes, kv);
-    kv->watermark_percent = percent;
+    kv->ledger.watermark_pages = kv_ceil_pages(bytes, kv);
+    kv->ledger.watermark_percent = percent;
     return vmem__kv_leave(kv, 0);
 }
 

@@ -10,15 +10,15 @@ int vmem__kv_enter_step(vmem_kv *kv)
     int rc = vmem__kv_check_usable(kv);
     if (rc)
         return rc;
-    pthread_mutex_lock(&kv->api);
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
     rc = vmem__kv_check_usable(kv); // another thread may have closed the cache while this one waited
     if (rc) {
-        pthread_mutex_unlock(&kv->state);
-        pthread_mutex_unlock(&kv->api);
+        pthread_mutex_unlock(&kv->gate.state);
+        pthread_mutex_unlock(&kv->gate.api);
         return rc;
     }
-    kv->called = true;
+    kv->gate.called = true;
     return 0;
 }
 
@@ -34,14 +34,14 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
 {
     if (kv->flags & VMEM_KV_CHECK && !rc)
         rc = vmem__kv_check_books(kv);
-    kv->stale = true;
-    kv->calls++;
+    kv->report.stale = true;
+    kv->gate.calls++;
     // Idle steps defer aggregation to the next query; the published view may lag.
-    if (kv->long_call || (kv->view && vmem__kv_coarse_now() - kv->summarised > KV_VIEW_NS))
+    if (kv->report.long_call || (kv->view.map && vmem__kv_coarse_now() - kv->report.summarised > KV_VIEW_NS))
         vmem__kv_summarise(kv);
-    kv->long_call = false;
-    kv->called = false;
-    pthread_mutex_unlock(&kv->state);
-    pthread_mutex_unlock(&kv->api);
+    kv->report.long_call = false;
+    kv->gate.called = false;
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_mutex_unlock(&kv->gate.api);
     return rc;
 }

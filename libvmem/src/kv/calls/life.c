@@ -70,20 +70,20 @@ static int reserve(vmem_kv *kv)
                 return rc;
         }
     }
-    return vMemReserve(kv->ctx, kv->n_tensors * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->scratch);
+    return vMemReserve(kv->ctx, kv->n_tensors * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->copy.scratch);
 }
 
 static int init(vmem_kv *kv, const struct vmem_kv_config *c)
 {
-    pthread_mutex_init(&kv->api, NULL);
-    pthread_mutex_init(&kv->state, NULL);
-    pthread_mutex_init(&kv->stats_lock, NULL);
+    pthread_mutex_init(&kv->gate.api, NULL);
+    pthread_mutex_init(&kv->gate.state, NULL);
+    pthread_mutex_init(&kv->report.lock, NULL);
     pthread_condattr_t steady;
     pthread_condattr_init(&steady);
     pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
-    pthread_cond_init(&kv->work, &steady);
+    pthread_cond_init(&kv->turn.work, &steady);
     pthread_condattr_destroy(&steady);
-    pthread_cond_init(&kv->done, NULL);
+    pthread_cond_init(&kv->turn.done, NULL);
     kv->pid = getpid();
     kv->flags = c->flags;
 #ifdef VMEM_DEBUG
@@ -97,7 +97,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->ahead_min = c->ahead_min ? c->ahead_min : 4;
     kv->eager_tokens = KV_MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
     kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
-    kv->idle_ms = c->idle_ms;
+    kv->worker.idle_ms = c->idle_ms;
     kv->page_size = c->page_size;
     kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
     const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? kv->ctx->b.whole_max >> kv->page_shift : 0;
@@ -113,13 +113,13 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
     kv->plan.wants = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->plan.wants));
-    kv->changed = calloc(kv->n_slots, sizeof(*kv->changed));
+    kv->plan.changed = calloc(kv->n_slots, sizeof(*kv->plan.changed));
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
-    kv->past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->past));
-    kv->staged = calloc(kv->n_slots, sizeof(*kv->staged));
-    kv->staged_pages = calloc(kv->n_slots, sizeof(*kv->staged_pages));
-    if (!kv->slots || !kv->idle || !kv->spans || !kv->plan.wants || !kv->changed || !kv->past || !kv->staged ||
-        !kv->staged_pages)
+    kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
+    kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));
+    kv->staged.pages = calloc(kv->n_slots, sizeof(*kv->staged.pages));
+    if (!kv->slots || !kv->idle || !kv->spans || !kv->plan.wants || !kv->plan.changed || !kv->fence.past ||
+        !kv->staged.lengths || !kv->staged.pages)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)
@@ -129,7 +129,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
         rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
     if (rc)
         return rc;
-    kv->budget_pages = c->budget >> kv->page_shift;
+    kv->ledger.budget = c->budget >> kv->page_shift;
     vmem__kv_summarise(kv);
     return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;
 }
@@ -162,20 +162,20 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
 
 static void release(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->scratch; s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->copy.scratch; s++) {
         kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
         vmem__kv_cut_slot(kv, s);
     }
-    for (uint32_t i = 0; i < kv->cap_prefixes; i++)
-        if (kv->prefixes[i])
-            vmem__kv_prefix_drop(kv, kv->prefixes[i]);
+    for (uint32_t i = 0; i < kv->prefixes.cap; i++)
+        if (kv->prefixes.list[i])
+            vmem__kv_prefix_drop(kv, kv->prefixes.list[i]);
     vmem__kv_blocks_destroy(kv);
     vmem__kv_hash_destroy(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);
-    if (kv->scratch)
-        vmem_unreserve(kv->ctx, kv->scratch);
+    if (kv->copy.scratch)
+        vmem_unreserve(kv->ctx, kv->copy.scratch);
     vmem__kv_part(kv);
 }
 
@@ -197,14 +197,14 @@ static void free_cut(struct kv_cut *c)
 // Frees all memory of a cache that no call uses any more, but for the handle itself.
 static void give_up(vmem_kv *kv)
 {
-    if (kv->given_up || kv->pid != getpid()) // a forked child has neither the worker nor the pages
+    if (kv->life.given_up || kv->pid != getpid()) // a forked child has neither the worker nor the pages
         return;
     vmem__kv_pool_leave(kv);
     vmem__kv_worker_stop(kv);
     release(kv);
     vmem__kv_pool_left(kv);
     vmem__kv_unpublish(kv);
-    kv->given_up = true;
+    kv->life.given_up = true;
 }
 
 void vmem_kv_destroy(vmem_kv *kv)
@@ -216,26 +216,26 @@ void vmem_kv_destroy(vmem_kv *kv)
         munmap(kv->pages, kv->pages_bytes);
     if (kv->joined)
         munmap(kv->joined, kv->joined_bytes);
-    if (kv->view) {
-        munmap(kv->view, sizeof(*kv->view));
-        close(kv->view_fd);
+    if (kv->view.map) {
+        munmap(kv->view.map, sizeof(*kv->view.map));
+        close(kv->view.fd);
     }
-    free(kv->view_path);
+    free(kv->view.path);
     free_grow(&kv->grow);
-    free_grow(&kv->worker_grow);
+    free_grow(&kv->worker.grow);
     free_cut(&kv->cut);
-    free_cut(&kv->worker_cut);
-    free(kv->prefixes);
+    free_cut(&kv->worker.cut);
+    free(kv->prefixes.list);
     free(kv->refs.entries);
-    free(kv->changed);
+    free(kv->plan.changed);
     free(kv->slots);
     free(kv->idle);
     free(kv->spans);
     free(kv->plan.wants);
-    free(kv->past);
-    free(kv->staged);
-    free(kv->swap_ops);
-    free(kv->staged_pages);
+    free(kv->fence.past);
+    free(kv->staged.lengths);
+    free(kv->copy.ops);
+    free(kv->staged.pages);
     free(kv->groups);
     free(kv->order);
     free(kv->addrs);
@@ -251,8 +251,8 @@ int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
     rc = vmem__kv_check_fence(kv, step);
     *quiet = step <= vmem__kv_ended(kv);
     if (!rc) {
-        kv->closing = true;
-        kv->closes = step;
+        kv->life.closing = true;
+        kv->life.closes = step;
         kv->owned = &none;
     }
     vmem__kv_leave(kv, rc);
@@ -280,10 +280,10 @@ int vmem__kv_retire(vmem_kv *kv, uint64_t step)
 
 int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
-    if (!kv || !kv->closing)
+    if (!kv || !kv->life.closing)
         return vmem__kv_retire(kv, step);
     int rc = vmem__kv_check_fence(kv, step);
-    if (!rc && step >= kv->closes)
+    if (!rc && step >= kv->life.closes)
         vmem_kv_destroy(kv);
     return rc;
 }

@@ -10,8 +10,8 @@
 // Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
 static void shrink_budget(vmem_kv *kv, uint64_t pages)
 {
-    kv->ceiling = KV_MAX(kv->ceiling, kv->held);
-    kv->budget_pages = pages;
+    kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
+    kv->ledger.budget = pages;
 }
 
 int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms)
@@ -19,7 +19,7 @@ int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (kv->member)
+    if (kv->lend.member)
         rc = vmem__error(-EINVAL, "the cache is a member of a pool already");
     else if (kv->flags & VMEM_KV_SAME_SLOTS)
         rc = vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) cannot be in a pool");
@@ -28,7 +28,7 @@ int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms)
     vmem__kv_worker_hold(kv);
     terms->ctx = kv->ctx;
     terms->page_size = kv->page_size;
-    terms->held = kv->held;
+    terms->held = kv->ledger.held;
     terms->whole = kv->whole;
     return 0;
 }
@@ -36,13 +36,14 @@ int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms)
 int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined)
 {
     if (!rc) {
-        kv->lender = joined->lender;
-        kv->member = joined->member;
-        kv->evict = joined->evict;
-        kv->evict_arg = joined->arg;
+        kv->lend.lender = joined->lender;
+        kv->lend.member = joined->member;
+        kv->lend.evict = joined->evict;
+        kv->lend.evict_arg = joined->arg;
         kv->flags |= VMEM_KV_LAZY;
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
-        kv->portion = kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
+        kv->lend.portion =
+            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
         shrink_budget(kv, joined->budget);
     }
     vmem__kv_worker_release(kv);
@@ -60,24 +61,24 @@ int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m)
     int rc = vmem__kv_check_usable(kv);
     if (rc)
         return rc;
-    pthread_mutex_lock(&kv->state);
-    *m = kv->member;
+    pthread_mutex_lock(&kv->gate.state);
+    *m = kv->lend.member;
     if (*m)
         return 0;
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     return not_a_member();
 }
 
-void vmem__kv_member_end(vmem_kv *kv) { pthread_mutex_unlock(&kv->state); }
+void vmem__kv_member_end(vmem_kv *kv) { pthread_mutex_unlock(&kv->gate.state); }
 
 int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
 {
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
-    if (!kv->member)
+    if (!kv->lend.member)
         return vmem__kv_leave(kv, not_a_member());
-    const uint64_t want = kv->held - KV_MIN(vmem__kv_spare(kv), kv->held) + kv_ceil_pages(bytes, kv);
+    const uint64_t want = kv->ledger.held - KV_MIN(vmem__kv_spare(kv), kv->ledger.held) + kv_ceil_pages(bytes, kv);
     vmem__kv_foresee(kv, want, false);
     return vmem__kv_leave(kv, 0);
 }
@@ -87,16 +88,16 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
 static void lock(void *self)
 {
     vmem_kv *kv = self;
-    pthread_mutex_lock(&kv->api);
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
 }
 
 static void unlock(void *self)
 {
     vmem_kv *kv = self;
     vmem__kv_summarise(kv);
-    pthread_mutex_unlock(&kv->state);
-    pthread_mutex_unlock(&kv->api);
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_mutex_unlock(&kv->gate.api);
 }
 
 // Requests that are swapped out count: they come back.
@@ -112,20 +113,20 @@ static void state(void *self, struct vmem__lend_state *out)
 {
     vmem_kv *kv = self;
     const uint64_t fixed = vmem__kv_fixed(kv);
-    *out = (struct vmem__lend_state){.budget = kv->budget_pages,
-                                     .held = kv->held,
-                                     .used = kv_less(kv->held, vmem__kv_reclaimable(kv)),
-                                     .giving = kv->giving,
-                                     .after = kv->giving ? kv->give_to : kv->budget_pages,
+    *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
+                                     .held = kv->ledger.held,
+                                     .used = kv_less(kv->ledger.held, vmem__kv_reclaimable(kv)),
+                                     .giving = kv->lend.giving,
+                                     .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
                                      .fixed = fixed,
-                                     .evictable = kv->evict ? kv->refs.only : vmem__kv_evictable(kv),
+                                     .evictable = kv->lend.evict ? kv->refs.only : vmem__kv_evictable(kv),
                                      .margin = has_taken_slots(kv) ? fixed / 32 : 0};
 }
 
 static void raise_budget(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    kv->budget_pages += pages;
+    kv->ledger.budget += pages;
 }
 
 // From now on, the background thread gives back what the cache holds beyond `pages`. The budget falls as the pages go,
@@ -133,9 +134,9 @@ static void raise_budget(void *self, uint64_t pages)
 static void give_down_to(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    kv->give_to = pages;
-    kv->giving = kv->held > pages;
-    if (kv->giving)
+    kv->lend.give_to = pages;
+    kv->lend.giving = kv->ledger.held > pages;
+    if (kv->lend.giving)
         vmem__kv_worker_wake(kv);
     else
         shrink_budget(kv, pages);
@@ -153,26 +154,27 @@ static uint64_t next_pages(const vmem_kv *kv)
 // A cache without a background thread gives pages back here, one portion at a time.
 static void give_portion(vmem_kv *kv)
 {
-    if (kv->held > kv->give_to && !kv->has_worker)
-        vmem__kv_reclaim(kv, KV_MIN(kv->held - kv->give_to, kv->portion), true, NULL);
+    if (kv->ledger.held > kv->lend.give_to && !kv->turn.has_worker)
+        vmem__kv_reclaim(kv, KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion), true, NULL);
 }
 
 // Continues to shrink a cache that is idle or was asked to give.
 static bool go_on_giving(void *self, uint64_t least)
 {
     vmem_kv *kv = self;
-    if (kv->gave && (kv->giving ? kv->give_to : kv->budget_pages) > least) // idle
+    if (kv->worker.gave && (kv->lend.giving ? kv->lend.give_to : kv->ledger.budget) > least) // idle
         give_down_to(kv, least);
-    if (!kv->giving)
+    if (!kv->lend.giving)
         return false;
     give_portion(kv);
-    const bool at_work = kv->has_worker && (kv->work_due || kv->working);
-    shrink_budget(kv, KV_MIN(kv->budget_pages, KV_MAX(kv->give_to, kv->held + next_pages(kv))));
-    if (kv->held <= kv->give_to || (!at_work && (kv->has_worker || !vmem__kv_spare(kv)))) {
-        shrink_budget(kv, KV_MAX(kv->give_to, kv->held)); // if pages are left, they cannot be given back now
-        kv->giving = false;
+    const bool at_work = kv->turn.has_worker && (kv->turn.due || kv->turn.working);
+    shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
+    if (kv->ledger.held <= kv->lend.give_to || (!at_work && (kv->turn.has_worker || !vmem__kv_spare(kv)))) {
+        shrink_budget(kv,
+                      KV_MAX(kv->lend.give_to, kv->ledger.held)); // if pages are left, they cannot be given back now
+        kv->lend.giving = false;
     }
-    return kv->giving && !kv->has_worker;
+    return kv->lend.giving && !kv->turn.has_worker;
 }
 
 static void trim(void *self) { vmem__kv_trim(self); }
@@ -181,13 +183,13 @@ static void trim(void *self) { vmem__kv_trim(self); }
 static void evict(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    if (kv->evict) {
-        kv->evict(kv->evict_arg, pages);
+    if (kv->lend.evict) {
+        kv->lend.evict(kv->lend.evict_arg, pages);
         return;
     }
     lock(kv);
     vmem__kv_worker_hold(kv);
-    vmem__kv_hash_evict(kv, KV_MIN(pages, KV_MAX(kv->portion, kv->block)));
+    vmem__kv_hash_evict(kv, KV_MIN(pages, KV_MAX(kv->lend.portion, kv->block)));
     vmem__kv_worker_release(kv);
     unlock(kv);
 }
@@ -195,13 +197,13 @@ static void evict(void *self, uint64_t pages)
 static uint64_t ready(void *self)
 {
     vmem_kv *kv = self;
-    return kv->held + vmem__kv_spare_memory(kv);
+    return kv->ledger.held + vmem__kv_spare_memory(kv);
 }
 
 static void forget(void *self)
 {
     vmem_kv *kv = self;
-    kv->foresees = false;
+    kv->lend.foresees = false;
     vmem__kv_worker_wake(kv);
 }
 

@@ -44,7 +44,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
     bool held = vmem__kv_hold_to_count(kv);
-    info.free_pages = kv_less(vmem__kv_reach(kv), kv->held - kv->pending - vmem__kv_reclaimable(kv));
+    info.free_pages = kv_less(vmem__kv_reach(kv), kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv));
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);
@@ -111,7 +111,7 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
     if (rc)
         return rc;
     if (step)
-        *step = kv->step;
+        *step = kv->fence.step;
     return vmem__kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
 }
 
@@ -120,26 +120,26 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
     if (!kv || !out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
     if (vmem__kv_check_usable(kv)) // in a forked child, a thread that is gone may hold a lock
-        return kv->closing ? -EINVAL : -EPERM;
+        return kv->life.closing ? -EINVAL : -EPERM;
     // The driver is asked without a lock, because it may take long to answer, and a step would wait.
     const bool due = vmem__kv_device_due(kv);
     const uint64_t pages = due ? vmem__kv_device_pages(kv) : 0;
     // Unless long_call is set, every holder releases this lock soon.
-    while (!kv->long_call) {
-        if (pthread_mutex_trylock(&kv->state)) {
+    while (!kv->report.long_call) {
+        if (pthread_mutex_trylock(&kv->gate.state)) {
             sched_yield();
             continue;
         }
         if (due)
             vmem__kv_ask_device(kv, pages);
-        if (kv->stale || due)
+        if (kv->report.stale || due)
             vmem__kv_summarise(kv);
-        pthread_mutex_unlock(&kv->state);
+        pthread_mutex_unlock(&kv->gate.state);
         break;
     }
-    pthread_mutex_lock(&kv->stats_lock);
-    int rc = vmem__struct_give(out, &kv->shown, sizeof kv->shown, "out");
-    pthread_mutex_unlock(&kv->stats_lock);
+    pthread_mutex_lock(&kv->report.lock);
+    int rc = vmem__struct_give(out, &kv->report.shown, sizeof kv->report.shown, "out");
+    pthread_mutex_unlock(&kv->report.lock);
     return rc;
 }
 

@@ -11,16 +11,16 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     bool lazy = kv->flags & VMEM_KV_LAZY;
     if (!pages)
         return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
-    if (pages > kv->budget_pages) {
+    if (pages > kv->ledger.budget) {
         int rc = lazy ? 0 : vmem__kv_take_ahead(kv, pages);
         if (!rc)
-            kv->budget_pages = pages;
+            kv->ledger.budget = pages;
         return rc;
     }
     vmem__kv_worker_hold(kv);
-    int rc = kv->held > pages ? vmem__kv_reclaim(kv, kv->held - pages, true, NULL) : 0;
+    int rc = kv->ledger.held > pages ? vmem__kv_reclaim(kv, kv->ledger.held - pages, true, NULL) : 0;
     if (!rc)
-        kv->budget_pages = pages;
+        kv->ledger.budget = pages;
     vmem__kv_worker_release(kv);
     if (rc)
         return rc;
@@ -34,7 +34,7 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
 
 void vmem__kv_take_wanted(vmem_kv *kv)
 {
-    uint64_t wanted = kv->member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
+    uint64_t wanted = kv->lend.member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
     if (!wanted)
         return;
     vmem__kv_may_take_long(kv);
@@ -44,11 +44,11 @@ void vmem__kv_take_wanted(vmem_kv *kv)
 
 void vmem__kv_keep_budget(vmem_kv *kv)
 {
-    if (kv->held <= kv->budget_pages || kv->giving)
+    if (kv->ledger.held <= kv->ledger.budget || kv->lend.giving)
         return;
     vmem__kv_worker_hold(kv);
-    if (kv->held > kv->budget_pages) // the worker may have reclaimed pages meanwhile
-        vmem__kv_reclaim(kv, kv->held - kv->budget_pages, true, NULL);
+    if (kv->ledger.held > kv->ledger.budget) // the worker may have reclaimed pages meanwhile
+        vmem__kv_reclaim(kv, kv->ledger.held - kv->ledger.budget, true, NULL);
     vmem__kv_worker_release(kv);
 }
 
@@ -56,12 +56,13 @@ int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     bool held = vmem__kv_hold_to_count(kv);
     vmem__kv_claim_for(kv, pages);
-    uint64_t limit = vmem__kv_limit(kv, pages), want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + pages;
+    uint64_t limit = vmem__kv_limit(kv, pages),
+             want = kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv) + pages;
     int rc = 0;
     vmem__kv_enough();
     if (pages && want > limit)
-        rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
-                                     : vmem__kv_short_of_device(kv, want - limit, missing);
+        rc = want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want, missing)
+                                      : vmem__kv_short_of_device(kv, want - limit, missing);
     if (held)
         vmem__kv_worker_release(kv);
     return rc;

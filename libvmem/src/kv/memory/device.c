@@ -19,10 +19,10 @@ static uint64_t ahead_of_others(const vmem_kv *kv)
     for (vmem_kv *c = kv->ctx->caches; c; c = c->next) {
         if (c == kv)
             continue;
-        pthread_mutex_lock(&c->stats_lock);
-        uint64_t held = c->shown.held_pages;
-        bytes += (c->promise > held ? c->promise - held : 0) << c->page_shift;
-        pthread_mutex_unlock(&c->stats_lock);
+        pthread_mutex_lock(&c->report.lock);
+        uint64_t held = c->report.shown.held_pages;
+        bytes += (c->ledger.promise > held ? c->ledger.promise - held : 0) << c->page_shift;
+        pthread_mutex_unlock(&c->report.lock);
     }
     return bytes;
 }
@@ -37,9 +37,9 @@ static uint64_t locked_ahead_of_others(vmem_kv *kv)
 
 void vmem__kv_promise(vmem_kv *kv, uint64_t pages)
 {
-    pthread_mutex_lock(&kv->stats_lock);
-    kv->promise = pages;
-    pthread_mutex_unlock(&kv->stats_lock);
+    pthread_mutex_lock(&kv->report.lock);
+    kv->ledger.promise = pages;
+    pthread_mutex_unlock(&kv->report.lock);
 }
 
 void vmem__kv_join(vmem_kv *kv)
@@ -66,7 +66,7 @@ void vmem__kv_part(vmem_kv *kv)
 
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
-    uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
+    uint64_t own = (pages - KV_MIN(kv->ledger.held, pages)) << kv->page_shift;
     // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
     const uint64_t others = locked_ahead_of_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
@@ -78,7 +78,7 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_promise(kv, pages);
-    uint64_t own = (pages - KV_MIN(kv->held, pages)) << kv->page_shift;
+    uint64_t own = (pages - KV_MIN(kv->ledger.held, pages)) << kv->page_shift;
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
 }
 
@@ -87,9 +87,9 @@ void vmem__kv_trim(vmem_kv *kv) { vmem__trim_to(kv->ctx, locked_ahead_of_others(
 void vmem__kv_give_all_ahead(vmem_kv *kv)
 {
     vmem__kv_promise(kv, 0);
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     vmem__kv_trim(kv);
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state);
 }
 
 static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
@@ -146,38 +146,38 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); 
 uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages)
 {
     uint64_t room;
-    if (kv->promise >= kv->budget_pages || (pages && pages <= spare_pages(kv, &room)))
-        return kv->budget_pages;
+    if (kv->ledger.promise >= kv->ledger.budget || (pages && pages <= spare_pages(kv, &room)))
+        return kv->ledger.budget;
     uint64_t device = device_pages(kv, DEVICE_NS);
     if (pages > device) // before a no, ask
         device = vmem__kv_device_pages(kv);
-    return KV_MIN(kv->budget_pages, kv->held + device);
+    return KV_MIN(kv->ledger.budget, kv->ledger.held + device);
 }
 
 uint64_t vmem__kv_reach(const vmem_kv *kv)
 {
-    const uint64_t most = kv->budget_pages + (kv->member ? vmem__kv_claimable(kv) : 0);
-    if (!kv->member && kv->promise >= kv->budget_pages)
+    const uint64_t most = kv->ledger.budget + (kv->lend.member ? vmem__kv_claimable(kv) : 0);
+    if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
         return most;
     uint64_t device = device_pages(kv, DEVICE_NS);
-    if (kv->held + device < most) // before a no, ask
+    if (kv->ledger.held + device < most) // before a no, ask
         device = vmem__kv_device_pages(kv);
-    return KV_MIN(most, kv->held + device);
+    return KV_MIN(most, kv->ledger.held + device);
 }
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
-    if (kv->promise >= kv->budget_pages)
+    if (kv->ledger.promise >= kv->ledger.budget)
         return true;
     vmem__lock(kv->ctx);
     bool some = ahead_of_others(kv);
     vmem__unlock(kv->ctx);
-    return !some || kv->held + pages <= vmem__kv_limit(kv, pages);
+    return !some || kv->ledger.held + pages <= vmem__kv_limit(kv, pages);
 }
 
 bool vmem__kv_hold_to_count(vmem_kv *kv)
 {
-    bool uncertain = kv->promise < kv->budget_pages;
+    bool uncertain = kv->ledger.promise < kv->ledger.budget;
     if (uncertain)
         vmem__kv_worker_hold(kv);
     return uncertain;

@@ -101,7 +101,7 @@ int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
 // The same after vmem__kv_make_room, taking back more where the device has less than the budget says, or no mappings.
 int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
-// That without vmem__kv_grow_commit. The pages are in kv->held.
+// That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
 
 // ---- view.c

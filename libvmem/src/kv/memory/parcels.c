@@ -48,12 +48,12 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
     uint64_t pages = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         pages += vmem__kv_reclaimable_in(kv, s);
-    return pages + vmem__kv_evictable(kv) + kv->n_doomed;
+    return pages + vmem__kv_evictable(kv) + kv->doomed.n;
 }
 
 uint64_t vmem__kv_spare(const vmem_kv *kv)
 {
-    uint64_t pages = kv->pending + vmem__kv_reclaimable(kv) - vmem__kv_evictable(kv);
+    uint64_t pages = kv->ledger.pending + vmem__kv_reclaimable(kv) - vmem__kv_evictable(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         if (kv->slots[s].state != VMEM_KV_ACTIVE)
             continue;

@@ -5,13 +5,13 @@
 
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
 {
-    uint64_t start = kv->held;
+    uint64_t start = kv->ledger.held;
     struct kv_victim v;
     int rc = 0, refused = 0; // refused: no mappings to cut part of a span
     kv->stats.reclaims += want != 0;
     vmem__kv_release_doomed(kv);
-    while (!rc && start - kv->held < want) {
-        uint64_t left = want - (start - kv->held);
+    while (!rc && start - kv->ledger.held < want) {
+        uint64_t left = want - (start - kv->ledger.held);
         bool some = vmem__kv_victim(kv, left, true, !refused, &v);
         if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_hash_evict(kv, left))
             continue;
@@ -32,11 +32,11 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
             rc = 0;
         }
     }
-    if (!rc && start - kv->held < want)
+    if (!rc && start - kv->ledger.held < want)
         rc = refused;
-    kv->stats.reclaimed_pages += start - kv->held;
+    kv->stats.reclaimed_pages += start - kv->ledger.held;
     if (got)
-        *got = start - kv->held;
+        *got = start - kv->ledger.held;
     return rc;
 }
 
@@ -54,14 +54,14 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
         return 0;
     vmem__kv_claim_for(kv, pages);
     vmem__kv_worker_hold(kv);
-    uint64_t want = kv->held - vmem__kv_reclaimable(kv) + pages;
+    uint64_t want = kv->ledger.held - vmem__kv_reclaimable(kv) + pages;
     int rc = 0;
-    if (want > kv->budget_pages) {
+    if (want > kv->ledger.budget) {
         rc = vmem__kv_short_of_budget(kv, want, missing);
-    } else if (kv->held + pages > kv->budget_pages) {
-        rc = vmem__kv_reclaim(kv, kv->held + pages - kv->budget_pages, true, NULL);
-        if (!rc && kv->held + pages > kv->budget_pages) // reclaiming got less than counted on
-            rc = vmem__kv_short_of_budget(kv, kv->held + pages, missing);
+    } else if (kv->ledger.held + pages > kv->ledger.budget) {
+        rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true, NULL);
+        if (!rc && kv->ledger.held + pages > kv->ledger.budget) // reclaiming got less than counted on
+            rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages, missing);
     }
     if (!rc && !vmem__kv_leaves_others(kv, pages))
         rc = vmem__kv_make_device_room(kv, pages, missing);
@@ -87,21 +87,21 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 // Unmaps free slots as a whole, which needs no additional mapping.
 int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
-    uint64_t before = kv->held;
+    uint64_t before = kv->ledger.held;
     vmem__kv_worker_hold(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         if (kv->slots[s].state == VMEM_KV_FREE && !vmem__kv_stale_now(kv, s))
             vmem__kv_cut_slot(kv, s);
     vmem__kv_worker_release(kv);
-    return kv->held < before ? 0 : vmem__kv_short_of_mappings(kv, pages, missing);
+    return kv->ledger.held < before ? 0 : vmem__kv_short_of_mappings(kv, pages, missing);
 }
 
 static int run(vmem_kv *kv, struct kv_grow *l)
 {
-    kv->held += l->total;
+    kv->ledger.held += l->total;
     int rc = vmem__kv_grow_run(kv, l);
     if (rc)
-        kv->held -= l->total;
+        kv->ledger.held -= l->total;
     return rc;
 }
 

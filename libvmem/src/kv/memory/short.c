@@ -47,7 +47,7 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
     last = (struct vmem_kv_shortage){.reason = reason,
                                      .missing_pages = missing,
                                      .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
-    if (kv->n_ending) {
+    if (kv->fence.n_waiting) {
         last.ending_pages = coming(kv, UINT64_MAX);
         if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
             last.step = next_end(kv, 0, slots);
@@ -62,7 +62,7 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
 
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
 {
-    const uint64_t most = kv->budget_pages + vmem__kv_claimable(kv);
+    const uint64_t most = kv->ledger.budget + vmem__kv_claimable(kv);
     uint64_t n = want > most ? want - most : 1;
     note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
     last.coming_pages = vmem__kv_ask(kv, n, &last.refusal);
@@ -70,8 +70,8 @@ int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
                        "raise %s",
-                       n, kv->budget_pages, last.prefix_pages,
-                       kv->member ? "the cache's share of the pool" : "the budget");
+                       n, kv->ledger.budget, last.prefix_pages,
+                       kv->lend.member ? "the cache's share of the pool" : "the budget");
 }
 
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
@@ -80,7 +80,7 @@ int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
                        "memory for them; free some elsewhere, or end a request",
-                       pages, kv->budget_pages);
+                       pages, kv->ledger.budget);
 }
 
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
@@ -94,12 +94,12 @@ int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 
 int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing)
 {
-    if (want > limit && want > kv->budget_pages)
+    if (want > limit && want > kv->ledger.budget)
         vmem__kv_short_of_budget(kv, want + back, missing);
     else if (want > limit)
         vmem__kv_short_of_device(kv, want + back - limit, missing);
     else
-        note(kv, limit < kv->budget_pages ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit,
+        note(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit,
              missing);
     last.watermark_pages = KV_MIN(back, last.missing_pages);
     if (want > limit)
@@ -107,7 +107,7 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
                        " for requests that run; end a request, drop prefixes, or lower the watermark",
-                       last.missing_pages, kv->budget_pages, back);
+                       last.missing_pages, kv->ledger.budget, back);
 }
 
 int vmem__kv_short_of_slots(vmem_kv *kv)
@@ -125,6 +125,6 @@ void vmem__kv_count_shortage(vmem_kv *kv)
 
 uint64_t vmem__kv_watermark(const vmem_kv *kv)
 {
-    uint64_t part = (kv->budget_pages * kv->watermark_percent + 99) / 100;
-    return KV_MIN(KV_MAX(kv->watermark_pages, part), kv->budget_pages);
+    uint64_t part = (kv->ledger.budget * kv->ledger.watermark_percent + 99) / 100;
+    return KV_MIN(KV_MAX(kv->ledger.watermark_pages, part), kv->ledger.budget);
 }

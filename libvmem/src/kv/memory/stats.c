@@ -14,25 +14,25 @@ uint64_t vmem__kv_coarse_now(void)
 
 bool vmem__kv_device_due(const vmem_kv *kv)
 {
-    return vmem__kv_coarse_now() - __atomic_load_n(&kv->device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
+    return vmem__kv_coarse_now() - __atomic_load_n(&kv->report.device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
 }
 
 void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages)
 {
-    kv->device_limit = kv->held + pages;
-    __atomic_store_n(&kv->device_asked, vmem__kv_coarse_now(), __ATOMIC_RELAXED);
+    kv->report.device_limit = kv->ledger.held + pages;
+    __atomic_store_n(&kv->report.device_asked, vmem__kv_coarse_now(), __ATOMIC_RELAXED);
 }
 
 void vmem__kv_summarise(vmem_kv *kv)
 {
     struct vmem_kv_stats *st = &kv->stats;
     st->page_size = kv->page_size;
-    st->budget_pages = kv->budget_pages;
-    st->held_pages = kv->held;
+    st->budget_pages = kv->ledger.budget;
+    st->held_pages = kv->ledger.held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = st->swapped_slots = st->absent_slots = 0;
     st->ending_slots = 0;
-    uint64_t reclaimable = kv->pending + vmem__kv_evictable(kv) + kv->n_doomed;
+    uint64_t reclaimable = kv->ledger.pending + vmem__kv_evictable(kv) + kv->doomed.n;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
@@ -56,35 +56,35 @@ void vmem__kv_summarise(vmem_kv *kv)
         }
         reclaimable += vmem__kv_reclaimable_in(kv, s);
     }
-    uint64_t fixed = kv->held - KV_MIN(reclaimable, kv->held);
-    if (!kv->member && kv->promise >= kv->budget_pages) {
-        kv->device_limit = kv->budget_pages;
-    } else if (!kv->device_asked) {
+    uint64_t fixed = kv->ledger.held - KV_MIN(reclaimable, kv->ledger.held);
+    if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget) {
+        kv->report.device_limit = kv->ledger.budget;
+    } else if (!kv->report.device_asked) {
         vmem__kv_ask_device(kv, vmem__kv_device_pages(kv));
     }
-    uint64_t limit = KV_MIN(kv->device_limit, kv->budget_pages + vmem__kv_claimable(kv));
+    uint64_t limit = KV_MIN(kv->report.device_limit, kv->ledger.budget + vmem__kv_claimable(kv));
     st->free_pages = limit > fixed ? limit - fixed : 0;
     st->shared_pages = kv->refs.shared;
     st->prefix_pages = kv->refs.only;
-    st->zeroed_bytes = kv->zeroed_bytes;
+    st->zeroed_bytes = kv->copy.zeroed_bytes;
     st->slots = kv->n_slots;
-    st->prefixes = kv->n_prefixes;
+    st->prefixes = kv->prefixes.n;
     st->evictable_pages = vmem__kv_evictable(kv);
     st->hashed_blocks = vmem__kv_hash_count(kv);
     st->watermark_pages = vmem__kv_watermark(kv);
-    pthread_mutex_lock(&kv->stats_lock);
-    kv->shown = *st;
-    pthread_mutex_unlock(&kv->stats_lock);
-    kv->stale = false;
-    if (kv->view) {
-        kv->summarised = vmem__kv_coarse_now();
+    pthread_mutex_lock(&kv->report.lock);
+    kv->report.shown = *st;
+    pthread_mutex_unlock(&kv->report.lock);
+    kv->report.stale = false;
+    if (kv->view.map) {
+        kv->report.summarised = vmem__kv_coarse_now();
         vmem__kv_publish_stats(kv);
     }
 }
 
 void vmem__kv_may_take_long(vmem_kv *kv)
 {
-    if (kv->stale)
+    if (kv->report.stale)
         vmem__kv_summarise(kv);
-    kv->long_call = true;
+    kv->report.long_call = true;
 }

@@ -13,11 +13,11 @@
 
 void vmem__kv_publish_stats(vmem_kv *kv)
 {
-    struct vmem_kv_view *v = kv->view;
+    struct vmem_kv_view *v = kv->view.map;
     uint64_t seq = v->sequence;
     __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
     atomic_thread_fence(memory_order_release);
-    v->stats = kv->shown;
+    v->stats = kv->report.shown;
     vmem__kv_show_member(kv, &v->pool, v->pool_path);
     __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
 }
@@ -67,23 +67,23 @@ int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name)
     int fd = -1;
     if (!path || !name)
         rc = vmem__error(-EINVAL, "path and name must not be NULL");
-    else if (kv->view)
-        rc = vmem__error(-EINVAL, "this cache is published already, in %s", kv->view_path);
+    else if (kv->view.map)
+        rc = vmem__error(-EINVAL, "this cache is published already, in %s", kv->view.path);
     if (!rc)
         rc = vmem_context_info(kv->ctx, &info);
     if (!rc)
         rc = make_view(path, &fd, &v);
     if (rc)
         return rc;
-    kv->view_path = strdup(path);
-    kv->view_fd = fd;
+    kv->view.path = strdup(path);
+    kv->view.fd = fd;
     v->pid = (uint32_t)kv->pid;
     v->size = sizeof(*v);
     v->device = info.device;
     v->memory_total = info.memory_total;
     memcpy(v->backend, info.backend, sizeof(v->backend));
     strncpy(v->name, name, sizeof(v->name) - 1);
-    kv->view = v;
+    kv->view.map = v;
     vmem__kv_publish_stats(kv);
     __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
     return 0;
@@ -91,26 +91,26 @@ int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name)
 
 void vmem__kv_unpublish(vmem_kv *kv)
 {
-    if (kv->view_path)
-        unlink(kv->view_path);
+    if (kv->view.path)
+        unlink(kv->view.path);
 }
 
 uint64_t vmem__kv_wanted_budget(vmem_kv *kv)
 {
-    if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED))
+    if (!kv->view.map || !__atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED))
         return 0;
-    return __atomic_exchange_n(&kv->view->wanted_budget, 0, __ATOMIC_ACQ_REL);
+    return __atomic_exchange_n(&kv->view.map->wanted_budget, 0, __ATOMIC_ACQ_REL);
 }
 
 void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes)
 {
     uint64_t none = 0;
-    __atomic_compare_exchange_n(&kv->view->wanted_budget, &none, bytes, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(&kv->view.map->wanted_budget, &none, bytes, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
 void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason)
 {
-    struct vmem_kv_view *v = kv->view;
+    struct vmem_kv_view *v = kv->view.map;
     v->answered_budget = bytes;
     v->answer = answer;
     v->reason = reason;

@@ -19,7 +19,7 @@ int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot)
             int rc = vmem_fill(kv->ctx, kv_addr(kv, g, slot, t, s->lo), 0, length);
             if (rc)
                 return rc;
-            kv->zeroed_bytes += length;
+            kv->copy.zeroed_bytes += length;
         }
     }
     return 0;
@@ -34,7 +34,7 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
         return vmem__error(-ENOMEM, "no memory to copy %u pages", g->n);
     struct vmem_copy_op *copies = (struct vmem_copy_op *)(maps + g->n);
     for (uint32_t t = 0; t < g->n; t++) {
-        uint64_t window = kv->scratch + t * kv->page_size, addr = kv_addr(kv, g, slot, t, page);
+        uint64_t window = kv->copy.scratch + t * kv->page_size, addr = kv_addr(kv, g, slot, t, page);
         maps[t] = (struct vmem_map_op){.addr = window, .page = pages[t * stride]};
         copies[t] = (struct vmem_copy_op){.dst = to_scratch ? window : addr,
                                           .src = to_scratch ? addr : window,
@@ -45,7 +45,7 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
     int rc = vMemMapBatch(kv->ctx, maps, g->n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
     if (!rc) {
         rc = vmem_copy_batch(kv->ctx, copies, g->n);
-        vMemUnmap(kv->ctx, kv->scratch, g->n * kv->page_size);
+        vMemUnmap(kv->ctx, kv->copy.scratch, g->n * kv->page_size);
         kv->stats.copied_pages += rc ? 0 : g->n;
     }
     free(maps);
@@ -101,7 +101,7 @@ uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot)
 
 uint32_t vmem__kv_swap_next(const vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++)
+    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++)
         if (kv_swap_due(kv, s))
             return s;
     return UINT32_MAX;
@@ -112,8 +112,8 @@ int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot)
     struct kv_idle *idle = &kv->idle[slot];
     const uint64_t to = KV_MIN(idle->copied + PORTION, idle->size);
     uint64_t n;
-    vmem__kv_swap_ops(kv, slot, (uintptr_t)idle->host, true, idle->copied, to, kv->swap_ops, &n);
-    int rc = vmem_copy_batch(kv->ctx, kv->swap_ops, n);
+    vmem__kv_swap_ops(kv, slot, (uintptr_t)idle->host, true, idle->copied, to, kv->copy.ops, &n);
+    int rc = vmem_copy_batch(kv->ctx, kv->copy.ops, n);
     if (!rc)
         idle->copied = to;
     return rc;
@@ -126,7 +126,7 @@ void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot)
     if (idle->copied < idle->size)
         return;
     kv->stats.swap_out_bytes += idle->size;
-    kv->n_ending--;
+    kv->fence.n_waiting--;
     s->state = VMEM_KV_SWAPPED;
     s->fresh = true; // its kernels have ended
     s->shared_tokens = idle->named = 0;

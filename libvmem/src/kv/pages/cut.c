@@ -105,7 +105,7 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
         let_go(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
         let_go(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
     }
-    kv->held -= c->n_pages;
+    kv->ledger.held -= c->n_pages;
 }
 
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
@@ -168,7 +168,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     struct kv_span *s = kv_span(kv, slot, group);
     struct kv_cut *c = &kv->cut;
     struct sharing sharing = sharing_of(kv, slot, group);
-    if (sharing.last && kv->cutting) {
+    if (sharing.last && kv->turn.cutting) {
         vmem__kv_wait_cut(kv);
         sharing = sharing_of(kv, slot, group);
     }
@@ -183,7 +183,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     rc = n ? vMemReleaseBatch(kv->ctx, c->pages, n, NULL) : 0;
     if (rc)
         return rc;
-    kv->held -= n;
+    kv->ledger.held -= n;
     let_go(kv, slot, group, s->lo, end);
     struct kv_span now = {.lo = end, .hi = s->hi, .stale_lo = s->lo, .stale_hi = end, .coarse_hi = s->coarse_hi};
     if (end == s->lo) { // perhaps the request never began: keep the stale range
@@ -237,8 +237,8 @@ bool vmem__kv_any_stale(const vmem_kv *kv)
 
 void vmem__kv_release_doomed(vmem_kv *kv)
 {
-    kv->held -= vmem__kv_release(kv, kv->doomed, kv->n_doomed);
-    kv->n_doomed = 0;
+    kv->ledger.held -= vmem__kv_release(kv, kv->doomed.pages, kv->doomed.n);
+    kv->doomed.n = 0;
 }
 
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)

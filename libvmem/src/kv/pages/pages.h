@@ -19,7 +19,7 @@ int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gr
 // Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
 int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                      uint32_t coarse_hi);
-// Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->held.
+// Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->ledger.held.
 int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);
 // Adds the new pages to the spans.
 void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);

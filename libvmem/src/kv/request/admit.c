@@ -57,7 +57,7 @@ int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
         return 0;
     bool held = vmem__kv_hold_to_count(kv);
-    uint64_t others = kv->held - kv->pending - vmem__kv_reclaimable(kv), limit = vmem__kv_reach(kv);
+    uint64_t others = kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv), limit = vmem__kv_reach(kv);
     if (slot < 0)
         limit = kv_less(limit, kept_back(kv));
     for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
@@ -125,7 +125,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     for (uint32_t s = 0; s < kv->n_slots; s++)
         free_slots += kv->slots[s].state == VMEM_KV_FREE;
     vmem__kv_plan_reset(plan);
-    int rc = kv->n_staged ? vmem__kv_plan(kv, plan, kv->staged, NULL) : 0;
+    int rc = kv->staged.n ? vmem__kv_plan(kv, plan, kv->staged.lengths, NULL) : 0;
     if (rc)
         return rc;
     // Prefixes are attached before the step. `before` counts the pages in use at that point, and `want` the pages in
@@ -153,7 +153,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         most = KV_MAX(want, before + copied) + back;
         if (!rc && most > limit)
             rc = vmem__kv_short_beside(kv, most - back, limit, back, missing);
-        if (rc && !kv->member)
+        if (rc && !kv->lend.member)
             return rc;
         *fit += !rc;
     }
@@ -176,10 +176,10 @@ int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     vmem__kv_enough();
     if (!rc && n) {
         bool held = vmem__kv_hold_to_count(kv);
-        const uint64_t budget = kv->budget_pages;
+        const uint64_t budget = kv->ledger.budget;
         rc = admit(kv, requests, n, &fits, missing);
         // A pool of several processes may have had more than this one knew. The first count has taken it.
-        if (rc == -ENOMEM && kv->budget_pages > budget) {
+        if (rc == -ENOMEM && kv->ledger.budget > budget) {
             fits = 0;
             if (missing)
                 *missing = 0;
@@ -229,7 +229,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     s->tokens = s->shared_tokens = 0;
     s->fresh = true;
     s->skip = s->stuck = false;
-    s->took = (uint32_t)kv->step;
+    s->took = (uint32_t)kv->fence.step;
     kv->stats.allocs++;
     kv->stats.adopted_slots += s->backed > 0;
     *slot = chosen;

@@ -159,7 +159,7 @@ static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_
             unmap_shared(kv, slot, tokens);
         if (rc && total) {
             vmem__kv_grow_undo(kv, l);
-            kv->held -= total;
+            kv->ledger.held -= total;
         }
     }
     if (rc) {
@@ -298,7 +298,7 @@ int vmem__kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n,
 static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n)
 {
     struct kv_grow *l = &kv->grow;
-    uint64_t total = (uint64_t)n * kv->block_pages, at = 0;
+    uint64_t total = (uint64_t)n * kv->blocks.each, at = 0;
     int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
     if (rc)
         return rc;
@@ -337,7 +337,7 @@ static void commit_named(vmem_kv *kv, uint32_t slot, uint32_t n)
                                .shared_hi = hi,
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
     }
-    sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->block_tokens;
+    sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->blocks.tokens;
     vmem__kv_set_backed(kv, slot);
 }
 
@@ -348,9 +348,9 @@ int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_
         return rc;
     if (!n || !ids)
         return vmem__error(-EINVAL, "ids: at least one is needed");
-    if (!kv->named || n > kv->max_tokens / kv->block_tokens)
+    if (!kv->blocks.pages || n > kv->max_tokens / kv->blocks.tokens)
         return vmem__error(-EINVAL, "n %zu: max_tokens allows %u blocks", n,
-                           kv->named ? kv->max_tokens / kv->block_tokens : 0);
+                           kv->blocks.pages ? kv->max_tokens / kv->blocks.tokens : 0);
     kv->mark++;
     for (size_t i = 0; i < n && !rc; i++) {
         rc = vmem__kv_block_check(kv, ids[i]);
@@ -367,7 +367,7 @@ int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_
     }
     vmem__kv_wait_cut(kv);
     if (!rc)
-        rc = keep_tail(kv, slot, (uint32_t)n * kv->block_tokens, false);
+        rc = keep_tail(kv, slot, (uint32_t)n * kv->blocks.tokens, false);
     if (!rc)
         rc = map_named(kv, slot, ids, (uint32_t)n);
     if (rc)
@@ -407,7 +407,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         vmem__kv_release(kv, l->pages, g->n);
         return rc;
     }
-    kv->held += g->n;
+    kv->ledger.held += g->n;
     vmem__kv_ref_hold(&kv->refs, row, -1, 0);
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];

@@ -46,8 +46,8 @@ static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
     *rows = calloc(most ? most : 1, sizeof(**rows));
     if (!*rows)
         return vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
-    for (uint32_t id = 0; id < kv->n_blocks && *n < most; id++) {
-        vmem_page *row = kv->named + (uint64_t)id * kv->block_pages;
+    for (uint32_t id = 0; id < kv->blocks.n && *n < most; id++) {
+        vmem_page *row = kv->blocks.pages + (uint64_t)id * kv->blocks.each;
         for (uint32_t i = 0; i < kv->n_groups && row[0]; i++) {
             const struct kv_group *g = &kv->groups[i];
             const uint32_t each = kv_block_pages(kv, g);
@@ -152,7 +152,7 @@ int vmem__kv_compact(vmem_kv *kv, uint64_t *moved)
     vmem__kv_give_ahead(kv, 0);
     int rc = vmem__kv_device_bytes(kv, &all, &overhead);
     // Compact only if it pays.
-    if (rc || overhead <= kv->held * kv->page_size / 32)
+    if (rc || overhead <= kv->ledger.held * kv->page_size / 32)
         return rc;
     rc = find(kv, &rows, &n);
     if (!rc && n)

@@ -85,7 +85,7 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
             return rc;
         if (tokens >= sl->tokens && tokens <= sl->steady)
             continue;
-        kv->changed[(*n)++] = s;
+        kv->plan.changed[(*n)++] = s;
         __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
     }
     return 0;
@@ -95,7 +95,7 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
 static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     for (uint32_t k = 0; k < n; k++) {
-        const uint32_t s = kv->changed[k];
+        const uint32_t s = kv->plan.changed[k];
         if (kv->slots[s].busy && extends(&kv->slots[s], (uint32_t)lengths[s])) {
             vmem__kv_wait_slot(kv, s);
             return true;
@@ -114,7 +114,7 @@ int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, boo
         rc = find_changed(kv, lengths, &n);
     }
     for (uint32_t k = 0; k < n && !rc; k++)
-        rc = vmem__kv_plan_slot(kv, plan, kv->changed[k], (uint32_t)lengths[kv->changed[k]]);
+        rc = vmem__kv_plan_slot(kv, plan, kv->plan.changed[k], (uint32_t)lengths[kv->plan.changed[k]]);
     return rc;
 }
 
@@ -147,7 +147,7 @@ uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
 {
     vmem__kv_plan_protect(kv, plan);
     // What the worker is mapping now is either counted as missing here or can be reclaimed.
-    uint64_t want = kv->held - kv->pending - vmem__kv_reclaimable(kv) + plan->missing;
+    uint64_t want = kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv) + plan->missing;
     vmem__kv_plan_unprotect(kv, plan);
     return want;
 }
@@ -156,12 +156,12 @@ uint64_t vmem__kv_fixed(vmem_kv *kv)
 {
     struct kv_plan *plan = &kv->plan;
     vmem__kv_plan_reset(plan);
-    if (kv->n_staged && vmem__kv_plan(kv, plan, kv->staged, NULL))
+    if (kv->staged.n && vmem__kv_plan(kv, plan, kv->staged.lengths, NULL))
         vmem__kv_plan_reset(plan); // cannot be made any more: it keeps nothing
     vmem__kv_plan_protect(kv, plan);
     const uint64_t spare = vmem__kv_spare(kv);
     vmem__kv_plan_unprotect(kv, plan);
-    return kv->held - KV_MIN(spare, kv->held) + plan->missing;
+    return kv->ledger.held - KV_MIN(spare, kv->ledger.held) + plan->missing;
 }
 
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
@@ -172,11 +172,11 @@ int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
     vmem__kv_claim_for(kv, plan->missing);
     uint64_t limit = plan->missing ? vmem__kv_limit(kv, plan->missing) : 0;
     vmem__kv_enough();
-    if (!rc && plan->missing && kv->held + plan->missing > limit) {
+    if (!rc && plan->missing && kv->ledger.held + plan->missing > limit) {
         uint64_t want = vmem__kv_plan_want(kv, plan);
         if (want > limit)
-            rc = want > kv->budget_pages ? vmem__kv_short_of_budget(kv, want, missing)
-                                         : vmem__kv_short_of_device(kv, want - limit, missing);
+            rc = want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want, missing)
+                                          : vmem__kv_short_of_device(kv, want - limit, missing);
     }
     if (held)
         vmem__kv_worker_release(kv);
@@ -205,7 +205,7 @@ int vmem__kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *mi
 int vmem__kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     int rc = vmem__kv_check_lengths(kv, lengths, n);
-    if (!rc && kv->promise < kv->budget_pages)
+    if (!rc && kv->ledger.promise < kv->ledger.budget)
         rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
     return rc ? rc : vmem__kv_plan_check(kv, lengths, NULL);
 }

@@ -35,7 +35,7 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
     idle->parked = ++kv->clock;
-    kv->n_ending -= waits;
+    kv->fence.n_waiting -= waits;
     vmem__kv_worker_wake(kv);
     return 0;
 }
@@ -59,7 +59,7 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     vmem__kv_unstage(kv, slot);
     kv->slots[slot].state = VMEM_KV_ENDING;
     kv->idle[slot].ends = step;
-    kv->n_ending += !swapping;
+    kv->fence.n_waiting += !swapping;
     return 0;
 }
 
@@ -77,12 +77,12 @@ int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 int vmem__kv_end_requests(vmem_kv *kv)
 {
     int rc = 0;
-    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++) {
         int failed = 0;
-        if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->retired) {
+        if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
             vmem__kv_wait_slot(kv, s);
             failed = end_now(kv, s);
-        } else if (kv_swap_due(kv, s) && kv->has_worker) {
+        } else if (kv_swap_due(kv, s) && kv->turn.has_worker) {
             kv->slots[s].skip = kv->slots[s].stuck = false;
             vmem__kv_worker_wake(kv);
         } else if (kv_swap_due(kv, s)) {
@@ -109,7 +109,7 @@ int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths)
         if (lengths[s] || kv->slots[s].state != VMEM_KV_ACTIVE)
             continue;
         vmem__kv_wait_slot(kv, s);
-        rc = end_after(kv, s, kv->step - kv_absent(kv, s));
+        rc = end_after(kv, s, kv->fence.step - kv_absent(kv, s));
     }
     return rc;
 }
@@ -118,7 +118,7 @@ int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
-        kv->retired = KV_MAX(vmem__kv_ended(kv), step);
+        kv->fence.retired = KV_MAX(vmem__kv_ended(kv), step);
         rc = vmem__kv_end_requests(kv);
         vmem__kv_keep_budget(kv);
     }

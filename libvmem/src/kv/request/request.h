@@ -43,7 +43,7 @@ int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot);
 int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step);
 // VMEM_KV_ZERO_ENDS: ends the requests of length 0, if a step to these lengths is possible.
 int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
-// Ends the requests whose kernels have ended, up to kv->retired, and has those copied that are to be swapped out.
+// Ends the requests whose kernels have ended, up to kv->fence.retired, and has those copied that are to be swapped out.
 int vmem__kv_end_requests(vmem_kv *kv);
 int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
 int vmem__kv_would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);

@@ -37,7 +37,7 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
-    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && !kv->giving && unused > reserve ? unused - reserve : 0;
+    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && !kv->lend.giving && unused > reserve ? unused - reserve : 0;
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 
@@ -102,7 +102,7 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
 
 static bool passed(const vmem_kv *kv, const struct kv_span *sp)
 {
-    return sp->lo < sp->keep_lo && (!kv->has_worker || sp->lo < sp->shared_hi);
+    return sp->lo < sp->keep_lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
 }
 
 // Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
@@ -144,7 +144,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
     bool due = false;
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
-    const uint32_t step = (uint32_t)++kv->step;
+    const uint32_t step = (uint32_t)++kv->fence.step;
     set_needs(kv, plan);
     struct kv_slot *sl = kv->slots;
     for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
@@ -175,7 +175,8 @@ static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *leng
     }
     vmem__kv_may_take_long(kv);
     // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
-    kv->retired = KV_MAX(kv->retired, kv->step > kv->steps_in_flight ? kv->step - kv->steps_in_flight : 0);
+    kv->fence.retired =
+        KV_MAX(kv->fence.retired, kv->fence.step > kv->steps_in_flight ? kv->fence.step - kv->steps_in_flight : 0);
     vmem__kv_end_requests(kv);
     return 0;
 }
@@ -187,8 +188,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
     if (missing)
         *missing = 0;
     int rc = vmem__kv_check_lengths(kv, lengths, n);
-    const bool ends = kv->n_ending || zero_ends;
-    if (kv->n_ending && !rc)
+    const bool ends = kv->fence.n_waiting || zero_ends;
+    if (kv->fence.n_waiting && !rc)
         rc = end_before(kv, lengths);
     if (!rc && zero_ends) {
         vmem__kv_may_take_long(kv);
@@ -213,7 +214,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
         vmem__kv_keep_budget(kv);
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
-    if (kv->view && __atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) && !(kv->flags & VMEM_KV_SAME_SLOTS))
+    if (kv->view.map && __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED) &&
+        !(kv->flags & VMEM_KV_SAME_SLOTS))
         vmem__kv_take_wanted(kv);
     return rc;
 }
@@ -221,7 +223,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
 int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
     int rc = do_step(kv, lengths, n, kv->flags & VMEM_KV_ZERO_ENDS, missing);
-    for (uint32_t s = 0; s < kv->n_slots && kv->n_staged && !rc; s++)
+    for (uint32_t s = 0; s < kv->n_slots && kv->staged.n && !rc; s++)
         if (lengths[s])
             vmem__kv_unstage(kv, s);
     return rc;
@@ -234,15 +236,15 @@ bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
         return false;
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state);
     const struct kv_slot *s = &kv->slots[slot];
-    const bool steady = !kv->called && s->state == VMEM_KV_ACTIVE && tokens && tokens >= s->tokens &&
-                        tokens <= s->steady && tokens >= s->shared_tokens && !kv->staged_pages[slot];
+    const bool steady = !kv->gate.called && s->state == VMEM_KV_ACTIVE && tokens && tokens >= s->tokens &&
+                        tokens <= s->steady && tokens >= s->shared_tokens && !kv->staged.pages[slot];
     if (steady) {
         vmem__kv_stage(kv, slot, (int32_t)tokens, 0);
-        kv->calls++;
+        kv->gate.calls++;
     }
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     return steady;
 }
 
@@ -264,14 +266,14 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing
         rc = vmem__kv_plan_slot(kv, &kv->plan, slot, tokens);
     if (rc)
         return rc;
-    int32_t before = kv->staged[slot];
-    uint64_t pages_before = kv->staged_pages[slot];
+    int32_t before = kv->staged.lengths[slot];
+    uint64_t pages_before = kv->staged.pages[slot];
     vmem__kv_stage(kv, slot, (int32_t)tokens, kv->plan.missing);
     // Where the missing pages are at hand, nothing is planned again, and no worker waited for.
-    const uint64_t lacks = tokens ? kv->staged_missing : 0;
-    if (lacks && (lacks > kv_unused(kv) || kv->held + lacks > vmem__kv_limit(kv, lacks))) {
+    const uint64_t lacks = tokens ? kv->staged.missing : 0;
+    if (lacks && (lacks > kv_unused(kv) || kv->ledger.held + lacks > vmem__kv_limit(kv, lacks))) {
         vmem__kv_may_take_long(kv);
-        rc = vmem__kv_plan_check(kv, kv->staged, missing);
+        rc = vmem__kv_plan_check(kv, kv->staged.lengths, missing);
         if (rc)
             vmem__kv_stage(kv, slot, before, pages_before);
     }
@@ -281,14 +283,14 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing
 int vmem__kv_commit(vmem_kv *kv, uint64_t *missing)
 {
     int rc = 0;
-    if (!kv->n_staged)
+    if (!kv->staged.n)
         return vmem__error(-EINVAL, "no growth is staged");
-    rc = do_step(kv, kv->staged, kv->n_slots, false, missing);
+    rc = do_step(kv, kv->staged.lengths, kv->n_slots, false, missing);
     if (!rc) {
-        memset(kv->staged, 0, kv->n_slots * sizeof(*kv->staged));
-        memset(kv->staged_pages, 0, kv->n_slots * sizeof(*kv->staged_pages));
-        kv->n_staged = 0;
-        kv->staged_missing = 0;
+        memset(kv->staged.lengths, 0, kv->n_slots * sizeof(*kv->staged.lengths));
+        memset(kv->staged.pages, 0, kv->n_slots * sizeof(*kv->staged.pages));
+        kv->staged.n = 0;
+        kv->staged.missing = 0;
     }
     return rc;
 }

@@ -70,7 +70,7 @@ int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byt
     int rc = check_out(kv, slot, host, bytes);
     if (!rc)
         rc = vmem__kv_check_fence(kv, step);
-    if (!rc && !kv->swap_ops && !(kv->swap_ops = calloc(kv->n_tensors, sizeof(*kv->swap_ops))))
+    if (!rc && !kv->copy.ops && !(kv->copy.ops = calloc(kv->n_tensors, sizeof(*kv->copy.ops))))
         rc = vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
     if (rc)
         return rc;
@@ -83,8 +83,8 @@ int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byt
     idle->copied = 0;
     idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
     idle->ends = step; // fresh slots, too: kernels may still write the attached rows
-    kv->n_ending++;
-    kv->retired = vmem__kv_ended(kv);
+    kv->fence.n_waiting++;
+    kv->fence.retired = vmem__kv_ended(kv);
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
     return 0;
@@ -108,8 +108,8 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];
     if (!rc && s->state == VMEM_KV_SWAPPING) { // no row has been given up yet
         s->state = VMEM_KV_ACTIVE;
-        s->took = (uint32_t)kv->step; // as if the rows had come back
-        kv->n_ending--;
+        s->took = (uint32_t)kv->fence.step; // as if the rows had come back
+        kv->fence.n_waiting--;
         return 0;
     }
     if (!rc)
@@ -138,7 +138,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     }
     s->state = VMEM_KV_ACTIVE;
     s->fresh = true;
-    s->took = (uint32_t)kv->step;
+    s->took = (uint32_t)kv->fence.step;
     return 0;
 }
 

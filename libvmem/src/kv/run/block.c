@@ -12,19 +12,22 @@
 
 #include "kv/run/run.h"
 
-vmem_page *vmem__kv_block_named(const vmem_kv *kv, uint32_t id) { return kv->named + (uint64_t)id * kv->block_pages; }
+vmem_page *vmem__kv_block_named(const vmem_kv *kv, uint32_t id)
+{
+    return kv->blocks.pages + (uint64_t)id * kv->blocks.each;
+}
 
 int vmem__kv_block_check(const vmem_kv *kv, uint32_t id)
 {
-    if (id >= kv->n_blocks)
-        return vmem__error(-EINVAL, "block %u: there are %u", id, kv->n_blocks);
+    if (id >= kv->blocks.n)
+        return vmem__error(-EINVAL, "block %u: there are %u", id, kv->blocks.n);
     return 0;
 }
 
 int vmem__kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
 {
-    if (kv->named)
-        return vmem__error(-EINVAL, "this cache has %u blocks already", kv->n_blocks);
+    if (kv->blocks.pages)
+        return vmem__error(-EINVAL, "this cache has %u blocks already", kv->blocks.n);
     if (!n_blocks || n_blocks > INT32_MAX)
         return vmem__error(-EINVAL, "n_blocks %u is not between 1 and %d", n_blocks, INT32_MAX);
     if (!block_tokens || block_tokens > kv->max_tokens)
@@ -55,10 +58,10 @@ int vmem__kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
     if (named == MAP_FAILED)
         return vmem__error(-ENOMEM, "n_blocks %u: no memory for a table of as many, of %" PRIu64 " pages each",
                            n_blocks, pages);
-    kv->named = named;
-    kv->n_blocks = n_blocks;
-    kv->block_tokens = block_tokens;
-    kv->block_pages = (uint32_t)pages;
+    kv->blocks.pages = named;
+    kv->blocks.n = n_blocks;
+    kv->blocks.tokens = block_tokens;
+    kv->blocks.each = (uint32_t)pages;
     return 0;
 }
 
@@ -80,9 +83,9 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
         }
         row += kv->groups[i].n * each;
     }
-    for (uint32_t i = 0; i < kv->block_pages; i++)
+    for (uint32_t i = 0; i < kv->blocks.each; i++)
         pages[i] = 0;
-    kv->n_named--;
+    kv->blocks.n_taken--;
 }
 
 static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
@@ -91,16 +94,17 @@ static int drop_all(vmem_kv *kv, const uint32_t *ids, size_t n)
     for (size_t i = 0; i < n && !rc; i++)
         rc = vmem__kv_block_check(kv, ids[i]);
     if (!rc)
-        rc = vmem__kv_room_for(&kv->doomed, &kv->cap_doomed, kv->n_doomed + n * kv->block_pages, sizeof(*kv->doomed));
+        rc = vmem__kv_room_for(&kv->doomed.pages, &kv->doomed.cap, kv->doomed.n + n * kv->blocks.each,
+                               sizeof(*kv->doomed.pages));
     if (rc)
         return rc;
     // Freed slots still map some of the pages. The worker unmaps each slot at once, and then releases the pages. To
     // release them here would unmap page by page, and the next step would wait for it.
-    bool later = kv->has_worker && (kv->unmapping || vmem__kv_any_stale(kv));
-    if (!later || !kv->unmapping)
+    bool later = kv->turn.has_worker && (kv->turn.unmapping || vmem__kv_any_stale(kv));
+    if (!later || !kv->turn.unmapping)
         vmem__kv_wait_cut(kv);
     for (size_t i = 0; i < n; i++)
-        drop(kv, ids[i], kv->doomed, &kv->n_doomed);
+        drop(kv, ids[i], kv->doomed.pages, &kv->doomed.n);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         vmem__kv_unmark_shared(kv, s);
     if (later)
@@ -118,16 +122,16 @@ int vmem__kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
 
 void vmem__kv_blocks_destroy(vmem_kv *kv)
 {
-    for (uint32_t i = 0; i < kv->n_blocks && kv->n_named; i++)
+    for (uint32_t i = 0; i < kv->blocks.n && kv->blocks.n_taken; i++)
         drop_all(kv, &i, 1);
     vmem__kv_release_doomed(kv); // the worker has ended
-    free(kv->doomed);
-    kv->doomed = NULL;
-    kv->cap_doomed = 0;
-    if (kv->named)
-        munmap(kv->named, (uint64_t)kv->n_blocks * kv->block_pages * sizeof(*kv->named));
-    kv->named = NULL;
-    kv->n_blocks = 0;
+    free(kv->doomed.pages);
+    kv->doomed.pages = NULL;
+    kv->doomed.cap = 0;
+    if (kv->blocks.pages)
+        munmap(kv->blocks.pages, (uint64_t)kv->blocks.n * kv->blocks.each * sizeof(*kv->blocks.pages));
+    kv->blocks.pages = NULL;
+    kv->blocks.n = 0;
 }
 
 // ---- binding ---------------------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ void vmem__kv_blocks_destroy(vmem_kv *kv)
 static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
 {
     int rc = vmem__kv_block_check(kv, id);
-    if (!rc && slot < kv->n_slots && kv->cutting)
+    if (!rc && slot < kv->n_slots && kv->turn.cutting)
         vmem__kv_wait_slot(kv, slot); // the end of the cut restores the span if it failed
     if (!rc)
         rc = vmem__kv_get_beside(kv, slot, 1u << VMEM_KV_ACTIVE);
@@ -164,7 +168,7 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
         }
         sp->shared_hi = KV_MAX(sp->shared_hi, (index + 1) * n);
     }
-    kv->n_named++;
+    kv->blocks.n_taken++;
     return 0;
 }
 
@@ -175,7 +179,7 @@ int vmem__kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *inde
     if (n && (!slots || !index || !ids))
         rc = vmem__error(-EINVAL, "slots, index and ids must not be NULL");
     if (!rc)
-        rc = vmem__kv_ref_reserve(&kv->refs, n * kv->block_pages);
+        rc = vmem__kv_ref_reserve(&kv->refs, n * kv->blocks.each);
     for (size_t i = 0; i < n && !rc; i++) {
         rc = bind(kv, slots[i], index[i], ids[i]);
         if (rc && bad)
@@ -189,8 +193,8 @@ int vmem__kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *inde
 
 int vmem__kv_check_blocks(const vmem_kv *kv)
 {
-    uint32_t left = kv->n_named;
-    for (uint32_t id = 0; id < kv->n_blocks && left; id++) {
+    uint32_t left = kv->blocks.n_taken;
+    for (uint32_t id = 0; id < kv->blocks.n && left; id++) {
         const vmem_page *row = vmem__kv_block_named(kv, id);
         left -= row[0] != 0;
         for (uint32_t i = 0; i < kv->n_groups && vmem__kv_block_named(kv, id)[0]; i++) {

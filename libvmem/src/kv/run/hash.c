@@ -168,7 +168,7 @@ static void unmark(vmem_kv *kv)
 static uint64_t end_drop(vmem_kv *kv)
 {
     uint64_t freed = vmem__kv_release(kv, kv->cut.pages, kv->cut.n_pages);
-    kv->held -= freed;
+    kv->ledger.held -= freed;
     unmark(kv);
     return freed;
 }

@@ -11,9 +11,9 @@
 int vmem__kv_prefix_find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out)
 {
     uint64_t i = (id & UINT32_MAX) - 1;
-    if (i >= kv->cap_prefixes || !kv->prefixes[i] || kv->prefixes[i]->id != id)
+    if (i >= kv->prefixes.cap || !kv->prefixes.list[i] || kv->prefixes.list[i]->id != id)
         return vmem__error(-EINVAL, "prefix %#" PRIx64 " is none of this cache (any more)", id);
-    *out = kv->prefixes[i];
+    *out = kv->prefixes.list[i];
     return 0;
 }
 
@@ -45,13 +45,13 @@ static uint32_t least_tokens(const vmem_kv *kv, const struct kv_prefix *p)
 
 static int new_entry(vmem_kv *kv, uint64_t *index)
 {
-    for (*index = 0; *index < kv->cap_prefixes; ++*index)
-        if (!kv->prefixes[*index])
+    for (*index = 0; *index < kv->prefixes.cap; ++*index)
+        if (!kv->prefixes.list[*index])
             return 0;
-    uint64_t cap = kv->cap_prefixes;
-    int rc = vmem__kv_room_for(&kv->prefixes, &kv->cap_prefixes, cap + 16, sizeof(*kv->prefixes));
+    uint64_t cap = kv->prefixes.cap;
+    int rc = vmem__kv_room_for(&kv->prefixes.list, &kv->prefixes.cap, cap + 16, sizeof(*kv->prefixes.list));
     if (!rc)
-        memset(kv->prefixes + cap, 0, (kv->cap_prefixes - cap) * sizeof(*kv->prefixes));
+        memset(kv->prefixes.list + cap, 0, (kv->prefixes.cap - cap) * sizeof(*kv->prefixes.list));
     return rc;
 }
 
@@ -117,9 +117,9 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
     vmem__kv_prefix_hold(kv, p);
     kv->slots[slot].shared_tokens = KV_MAX(kv->slots[slot].shared_tokens, tokens);
     kv->idle[slot].named = KV_MAX(kv->idle[slot].named, tokens);
-    p->id = (uint64_t)++kv->prefix_generation << 32 | (index + 1);
-    kv->prefixes[index] = p;
-    kv->n_prefixes++;
+    p->id = (uint64_t)++kv->prefixes.generation << 32 | (index + 1);
+    kv->prefixes.list[index] = p;
+    kv->prefixes.n++;
     *id = p->id;
     return 0;
 }
@@ -181,7 +181,7 @@ int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p)
     rc = n ? vMemReleaseBatch(kv->ctx, l->pages, n, NULL) : 0;
     if (rc)
         return rc;
-    kv->held -= n;
+    kv->ledger.held -= n;
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
             vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, -1);
@@ -195,8 +195,8 @@ int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p)
         return rc;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         vmem__kv_unmark_shared(kv, s);
-    kv->prefixes[(p->id & UINT32_MAX) - 1] = NULL;
-    kv->n_prefixes--;
+    kv->prefixes.list[(p->id & UINT32_MAX) - 1] = NULL;
+    kv->prefixes.n--;
     free(p);
     return 0;
 }

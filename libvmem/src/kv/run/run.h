@@ -27,7 +27,7 @@ void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 // Pages of a block in each tensor of the group.
 static inline uint32_t kv_block_pages(const vmem_kv *kv, const struct kv_group *g)
 {
-    return (uint32_t)((kv->block_tokens * g->row_bytes) >> kv->page_shift);
+    return (uint32_t)((kv->blocks.tokens * g->row_bytes) >> kv->page_shift);
 }
 vmem_page *vmem__kv_block_named(const vmem_kv *kv, uint32_t id); // its entries in the table
 int vmem__kv_block_check(const vmem_kv *kv, uint32_t id);

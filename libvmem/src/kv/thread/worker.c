@@ -8,20 +8,20 @@
 #include "core/core.h"
 #include "kv/thread/thread.h"
 
-// Between these two the worker has dropped the lock. pages: those of kv->held that it maps, unmaps or releases meanwhile.
+// Between these two the worker has dropped the lock. pages: those of kv->ledger.held that it maps, unmaps or releases meanwhile.
 static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
-    kv->pending = pages;
+    kv->ledger.pending = pages;
     vmem__kv_summarise(kv);
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     if (vmem__kv_hook)
         vmem__kv_hook(KV_WORKER_UNLOCKED);
 }
 
 static void take_lock(vmem_kv *kv)
 {
-    pthread_mutex_lock(&kv->state);
-    kv->pending = 0;
+    pthread_mutex_lock(&kv->gate.state);
+    kv->ledger.pending = 0;
 }
 
 static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
@@ -43,18 +43,18 @@ static void end(vmem_kv *kv, uint32_t slot, int rc)
 // Backs the planned parts of one slot, if that leaves `leave` pages unused. Returns false if it did nothing.
 static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
 {
-    struct kv_grow *l = &kv->worker_grow;
+    struct kv_grow *l = &kv->worker.grow;
     uint64_t total = l->total;
     if (!total || total + leave > kv_unused(kv) || !vmem__kv_leaves_others(kv, total)) {
         vmem__kv_grow_reset(l);
         return false;
     }
-    kv->held += total;
+    kv->ledger.held += total;
     begin(kv, slot, total);
     int rc = vmem__kv_grow_run(kv, l);
     end(kv, slot, rc);
     if (rc) {
-        kv->held -= total;
+        kv->ledger.held -= total;
         vmem__kv_grow_reset(l);
     } else {
         vmem__kv_grow_commit(kv, l);
@@ -62,22 +62,22 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
     return true;
 }
 
-// Adds the number of pages given up to *gone. The change of kv->held would not tell, because other calls may change it
+// Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may change it
 // while the lock is dropped.
 static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
-    struct kv_cut *c = &kv->worker_cut;
+    struct kv_cut *c = &kv->worker.cut;
     int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
     if (rc) {
         kv->slots[v->slot].stuck = true;
         return false;
     }
-    kv->cutting = true;
+    kv->turn.cutting = true;
     begin(kv, v->slot, c->n_pages);
     rc = vmem__kv_cut_run(kv, c);
     end(kv, v->slot, rc);
     kv->slots[v->slot].stuck |= rc != 0;
-    kv->cutting = false;
+    kv->turn.cutting = false;
     vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
     return true;
@@ -86,12 +86,12 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 // Releases the first pages of the list, which no slot has.
 static void release(vmem_kv *kv, const struct kv_cut *c, uint64_t n)
 {
-    kv->cutting = true;
+    kv->turn.cutting = true;
     drop_lock(kv, n);
     const uint64_t freed = vmem__kv_release(kv, c->pages, n);
     take_lock(kv);
-    kv->cutting = false;
-    kv->held -= freed;
+    kv->turn.cutting = false;
+    kv->ledger.held -= freed;
 }
 
 // Unmaps pages that freed requests had shared.
@@ -101,13 +101,13 @@ static bool unmap_stale_one(vmem_kv *kv)
         struct kv_slot *sl = &kv->slots[s];
         if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
             continue;
-        int rc = vmem__kv_stale_begin(kv, &kv->worker_cut, s);
-        kv->cutting = kv->unmapping = true;
+        int rc = vmem__kv_stale_begin(kv, &kv->worker.cut, s);
+        kv->turn.cutting = kv->turn.unmapping = true;
         begin(kv, s, 0);
         if (!rc)
-            rc = vmem__kv_stale_run(kv, &kv->worker_cut);
+            rc = vmem__kv_stale_run(kv, &kv->worker.cut);
         end(kv, s, rc);
-        kv->cutting = kv->unmapping = false;
+        kv->turn.cutting = kv->turn.unmapping = false;
         if (!rc)
             vmem__kv_stale_end(kv, s);
         return true;
@@ -119,8 +119,8 @@ static bool unmap_stale_one(vmem_kv *kv)
 #define DOOMED_PAGES 256
 static bool release_doomed(vmem_kv *kv)
 {
-    struct kv_cut *c = &kv->worker_cut;
-    const uint64_t n = KV_MIN(kv->n_doomed, DOOMED_PAGES);
+    struct kv_cut *c = &kv->worker.cut;
+    const uint64_t n = KV_MIN(kv->doomed.n, DOOMED_PAGES);
     if (!n)
         return false;
     if (vmem__kv_room_for(&c->pages, &c->cap_pages, n, sizeof(*c->pages))) {
@@ -128,18 +128,18 @@ static bool release_doomed(vmem_kv *kv)
         return true;
     }
     c->before = (struct kv_span){0}; // no span is cut
-    kv->n_doomed -= n;
-    memcpy(c->pages, kv->doomed + kv->n_doomed, n * sizeof(*c->pages));
-    kv->unmapping = true;
+    kv->doomed.n -= n;
+    memcpy(c->pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*c->pages));
+    kv->turn.unmapping = true;
     release(kv, c, n);
-    kv->unmapping = false;
+    kv->turn.unmapping = false;
     return true;
 }
 
 // Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
 static bool swap_one(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->n_ending; s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++) {
         if (!kv_swap_due(kv, s) || kv->slots[s].skip)
             continue;
         begin(kv, s, 0);
@@ -168,10 +168,10 @@ static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
         uint32_t to = vmem__kv_need_hi(kv, g, want);
         if (plenty)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
-        if (vmem__kv_grow_add(kv, &kv->worker_grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
+        if (vmem__kv_grow_add(kv, &kv->worker.grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
             kv->slots[slot].skip = true;
     }
-    uint64_t total = kv->worker_grow.total;
+    uint64_t total = kv->worker.grow.total;
     // Leave enough pages unused that the worker need not give these up again.
     if (!grow(kv, slot, plenty ? kv_low(kv) : 0))
         return false;
@@ -216,9 +216,9 @@ static bool give_one(vmem_kv *kv)
     const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
     struct kv_victim v;
     struct timespec start, end;
-    if (kv->held <= kv->give_to)
+    if (kv->ledger.held <= kv->lend.give_to)
         return false;
-    const uint64_t want = by_call ? kv->portion : KV_MIN(kv->held - kv->give_to, kv->portion);
+    const uint64_t want = by_call ? kv->lend.portion : KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion);
     if (!vmem__kv_victim(kv, want, true, false, &v))
         return false;
     clock_gettime(CLOCK_MONOTONIC, &start);
@@ -226,9 +226,9 @@ static bool give_one(vmem_kv *kv)
     clock_gettime(CLOCK_MONOTONIC, &end);
     const int64_t ns = (end.tv_sec - start.tv_sec) * INT64_C(1000000000) + end.tv_nsec - start.tv_nsec;
     if (ns > GIVE_NS && !by_call)
-        kv->portion = KV_MAX(kv->portion / 2, kv->block);
+        kv->lend.portion = KV_MAX(kv->lend.portion / 2, kv->block);
     else if (ns < GIVE_NS / 3 && !by_call)
-        kv->portion = KV_MIN(kv->portion * 2, UINT64_C(1) << 20);
+        kv->lend.portion = KV_MIN(kv->lend.portion * 2, UINT64_C(1) << 20);
     kv->stats.reclaims += did;
     vmem__kv_pool_wake(kv);
     return did;
@@ -247,7 +247,7 @@ static bool release_one(vmem_kv *kv)
             return cut(kv, &v, &kv->stats.window_pages);
         }
     }
-    if (kv->giving)
+    if (kv->lend.giving)
         return give_one(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
     if (unused >= low || !vmem__kv_victim(kv, low - unused, true, false, &v))
@@ -262,7 +262,7 @@ static bool release_one(vmem_kv *kv)
 static bool evict_some(vmem_kv *kv)
 {
     const uint64_t unused = kv_unused(kv), low = kv_low(kv) / 4;
-    struct kv_cut *c = &kv->worker_cut;
+    struct kv_cut *c = &kv->worker.cut;
     if (unused >= low || !vmem__kv_evictable(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
         return false;
     vmem__kv_hash_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
@@ -306,10 +306,10 @@ static bool eager_one(vmem_kv *kv)
             to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
         const struct kv_span *sp = kv_span(kv, slot, i);
         // If pages go together, a request that needs fewer pages gets other ones.
-        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker_grow, slot, i, from, to, kv->whole ? to : 0))
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, kv->whole ? to : 0))
             kv->slots[slot].skip = true;
     }
-    uint64_t total = kv->worker_grow.total;
+    uint64_t total = kv->worker.grow.total;
     if (!grow(kv, slot, kv_low(kv)))
         return false;
     kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
@@ -331,67 +331,69 @@ static bool has_requests(const vmem_kv *kv)
 // Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
 static bool give_all(vmem_kv *kv)
 {
-    const uint64_t calls = kv->calls;
+    const uint64_t calls = kv->gate.calls;
     struct kv_victim v;
-    kv->working = true;
-    while (!kv->stop && !kv->hold && kv->calls == calls) {
+    kv->turn.working = true;
+    while (!kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls) {
         if (unmap_stale_one(kv) || release_doomed(kv))
             continue;
-        if (!vmem__kv_victim(kv, kv->held, false, false, &v))
+        if (!vmem__kv_victim(kv, kv->ledger.held, false, false, &v))
             break;
         cut(kv, &v, &kv->stats.reclaimed_pages);
     }
-    const bool all = !kv->stop && !kv->hold && kv->calls == calls;
+    const bool all = !kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls;
     if (all)
         vmem__kv_give_all_ahead(kv);
-    kv->working = false;
+    kv->turn.working = false;
     vmem__kv_summarise(kv);
-    pthread_cond_broadcast(&kv->done);
+    pthread_cond_broadcast(&kv->turn.done);
     return all;
 }
 
 // Applies a budget that another process wants, under the locks of a public call.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!kv->view || !__atomic_load_n(&kv->view->wanted_budget, __ATOMIC_RELAXED) || kv->flags & VMEM_KV_SAME_SLOTS)
+    if (!kv->view.map || !__atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED) ||
+        kv->flags & VMEM_KV_SAME_SLOTS)
         return;
-    pthread_mutex_unlock(&kv->state);
-    pthread_mutex_lock(&kv->api);
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_mutex_lock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
     if (!vmem__kv_check_usable(kv) && !has_requests(kv)) {
-        kv->called = true;
+        kv->gate.called = true;
         vmem__kv_take_wanted(kv);
-        kv->calls++;
-        kv->long_call = kv->called = false;
+        kv->gate.calls++;
+        kv->report.long_call = kv->gate.called = false;
         vmem__kv_summarise(kv);
     }
-    pthread_mutex_unlock(&kv->api);
+    pthread_mutex_unlock(&kv->gate.api);
 }
 
 // Waits for work. Checks for idleness twice within idle_ms.
 static void wait_for_work(vmem_kv *kv)
 {
-    if (!kv->idle_ms) {
-        pthread_cond_wait(&kv->work, &kv->state);
+    if (!kv->worker.idle_ms) {
+        pthread_cond_wait(&kv->turn.work, &kv->gate.state);
         return;
     }
-    const uint64_t calls = kv->calls;
+    const uint64_t calls = kv->gate.calls;
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    const uint64_t ns = (uint64_t)until.tv_nsec + kv->idle_ms * UINT64_C(500000);
+    const uint64_t ns = (uint64_t)until.tv_nsec + kv->worker.idle_ms * UINT64_C(500000);
     until.tv_sec += (time_t)(ns / 1000000000);
     until.tv_nsec = (long)(ns % 1000000000);
-    if (pthread_cond_timedwait(&kv->work, &kv->state, &until) != ETIMEDOUT || kv->stop || kv->hold || kv->work_due)
+    if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
+        kv->turn.hold || kv->turn.due)
         return;
     take_wanted(kv);
-    const bool idle = kv->calls == calls && !has_requests(kv);
+    const bool idle = kv->gate.calls == calls && !has_requests(kv);
     if (!idle)
-        kv->gave = kv->idle_once = false;
-    else if (!kv->idle_once)
-        kv->idle_once = true; // idle for at least half of idle_ms
-    else if (!kv->gave && !kv->stop && !kv->hold) {
-        kv->gave = give_all(kv);
-        if (kv->gave)
+        kv->worker.gave = kv->worker.idle_once = false;
+    else if (!kv->worker.idle_once)
+        kv->worker.idle_once = true; // idle for at least half of idle_ms
+    else if (!kv->worker.gave && !kv->turn.stop && !kv->turn.hold) {
+        kv->worker.gave = give_all(kv);
+        if (kv->worker.gave)
             vmem__kv_pool_wake(kv);
     }
     if (vmem__kv_hook)
@@ -400,18 +402,18 @@ static void wait_for_work(vmem_kv *kv)
 
 static void ask_device(vmem_kv *kv)
 {
-    if ((!kv->member && kv->promise >= kv->budget_pages) || !vmem__kv_device_due(kv))
+    if ((!kv->lend.member && kv->ledger.promise >= kv->ledger.budget) || !vmem__kv_device_due(kv))
         return;
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     const uint64_t pages = vmem__kv_device_pages(kv);
-    pthread_mutex_lock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state);
     vmem__kv_ask_device(kv, pages);
 }
 
 // Nothing is left to do. What could not be unmapped is tried again when there is work.
 static void rest(vmem_kv *kv)
 {
-    kv->work_due = false;
+    kv->turn.due = false;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         kv->slots[s].stuck = false;
 }
@@ -419,47 +421,47 @@ static void rest(vmem_kv *kv)
 static void *work(void *arg)
 {
     vmem_kv *kv = arg;
-    pthread_mutex_lock(&kv->state);
-    while (!kv->stop) {
-        if (!kv->work_due || kv->hold) {
+    pthread_mutex_lock(&kv->gate.state);
+    while (!kv->turn.stop) {
+        if (!kv->turn.due || kv->turn.hold) {
             wait_for_work(kv);
             continue;
         }
-        kv->gave = kv->idle_once = false;
-        kv->working = true;
+        kv->worker.gave = kv->worker.idle_once = false;
+        kv->turn.working = true;
         ask_device(kv);
         vmem__kv_claim_plenty(kv);
         // What the next steps need comes first.
         bool did = evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) ||
                    release_one(kv) || swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) ||
                    clear_one(kv);
-        kv->working = false;
+        kv->turn.working = false;
         if (!did)
             rest(kv);
         vmem__kv_summarise(kv);
-        pthread_cond_broadcast(&kv->done);
+        pthread_cond_broadcast(&kv->turn.done);
     }
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_unlock(&kv->gate.state);
     return NULL;
 }
 
 int vmem__kv_worker_start(vmem_kv *kv)
 {
-    pthread_mutex_lock(&kv->state); // the thread may look at the cache before this function has returned
-    const int rc = vmem__thread_start(&kv->worker, work, kv);
-    kv->has_worker = !rc;
-    pthread_mutex_unlock(&kv->state);
+    pthread_mutex_lock(&kv->gate.state); // the thread may look at the cache before this function has returned
+    const int rc = vmem__thread_start(&kv->worker.thread, work, kv);
+    kv->turn.has_worker = !rc;
+    pthread_mutex_unlock(&kv->gate.state);
     return rc ? vmem__error(-rc, "no background thread: %s", strerror(rc)) : 0;
 }
 
 void vmem__kv_worker_stop(vmem_kv *kv)
 {
-    if (!kv->has_worker)
+    if (!kv->turn.has_worker)
         return;
-    pthread_mutex_lock(&kv->state);
-    kv->stop = true;
-    pthread_cond_signal(&kv->work);
-    pthread_mutex_unlock(&kv->state);
-    pthread_join(kv->worker, NULL);
-    kv->has_worker = false;
+    pthread_mutex_lock(&kv->gate.state);
+    kv->turn.stop = true;
+    pthread_cond_signal(&kv->turn.work);
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_join(kv->worker.thread, NULL);
+    kv->turn.has_worker = false;
 }
