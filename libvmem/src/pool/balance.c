@@ -226,7 +226,7 @@ static void judge(const vmem_kv_pool *pool, struct vmem__member *m)
             return;
         if (owes)
             why = VMEM_KV_NO_ANSWER;
-        else if (why == VMEM_KV_AT_MINIMUM && (r->why == VMEM_KV_IN_USE || r->needs))
+        else if (why == VMEM_KV_AT_MINIMUM && (r->has > r->min || r->needs))
             why = VMEM_KV_IN_USE;
     }
     refuse(m, why);

@@ -1,0 +1,236 @@
+// A pool's members that are no KV caches, by the contract in lend.h alone: what such a member gives, another gets.
+//
+// SPDX-License-Identifier: MIT
+#include <pthread.h>
+#include <unistd.h>
+
+#include "checked.h"
+#include "harness.h"
+#include "lend.h"
+#include "pool/pool.h"
+
+#define BUDGET 100 // pages of the pool
+
+static vmem_context *ctx;
+
+// Its pages are numbers. It needs `fixed` of them. Others could be freed by its owner, as names of blocks that nobody reads.
+struct holder {
+    const struct vmem__lender *lender;
+    struct vmem__member *member;
+    pthread_mutex_t lock;
+    uint64_t budget, held, fixed, evictable;
+    unsigned trims, evictions;
+    bool locked;
+};
+
+static void lock(void *self)
+{
+    struct holder *h = self;
+    pthread_mutex_lock(&h->lock);
+    CHECK(!h->locked);
+    h->locked = true;
+}
+
+static void unlock(void *self)
+{
+    struct holder *h = self;
+    CHECK(h->held <= h->budget);
+    h->locked = false;
+    pthread_mutex_unlock(&h->lock);
+}
+
+static void state(void *self, struct vmem__lend_state *out)
+{
+    const struct holder *h = self;
+    CHECK(h->locked);
+    *out = (struct vmem__lend_state){.budget = h->budget,
+                                     .held = h->held,
+                                     .used = h->held,
+                                     .after = h->budget,
+                                     .fixed = h->fixed,
+                                     .evictable = h->evictable};
+}
+
+static void raise_budget(void *self, uint64_t pages)
+{
+    struct holder *h = self;
+    CHECK(h->locked);
+    h->budget += pages;
+}
+
+static void give_down_to(void *self, uint64_t pages)
+{
+    struct holder *h = self;
+    CHECK(h->locked && pages >= h->fixed && pages <= h->budget);
+    h->held = h->held < pages ? h->held : pages;
+    h->budget = pages;
+}
+
+static void trim(void *self)
+{
+    struct holder *h = self;
+    lock(h);
+    h->trims++;
+    unlock(h);
+}
+
+static void evict(void *self, uint64_t pages)
+{
+    struct holder *h = self;
+    lock(h);
+    CHECK(pages && pages <= h->evictable);
+    h->fixed -= pages;
+    h->evictable -= pages;
+    h->evictions++;
+    unlock(h);
+}
+
+static const struct vmem__member_ops all = {.lock = lock,
+                                            .unlock = unlock,
+                                            .state = state,
+                                            .raise = raise_budget,
+                                            .give_down_to = give_down_to,
+                                            .trim = trim,
+                                            .evict = evict};
+static const struct vmem__member_ops least =
+    {.lock = lock, .unlock = unlock, .state = state, .raise = raise_budget, .give_down_to = give_down_to, .trim = trim};
+
+static int join(vmem_kv_pool *pool, struct holder *h, const struct vmem__member_ops *ops, uint64_t min)
+{
+    const struct vmem__member_terms terms = {.ctx = ctx,
+                                             .page_size = test_page,
+                                             .held = h->held,
+                                             .name = "holder",
+                                             .min = min * test_page};
+    pthread_mutex_init(&h->lock, NULL);
+    lock(h);
+    int rc = vmem__pool_join(pool, ops, h, &terms, &h->member, &h->budget);
+    h->lender = rc ? NULL : &vmem__pool_lender;
+    if (rc)
+        h->budget = h->held;
+    unlock(h);
+    return rc;
+}
+
+static void leave(struct holder *h)
+{
+    h->lender->leave(h->member, h->held);
+    h->held = 0;
+    h->lender->left(h->member);
+}
+
+// Takes so many pages more: claims, and asks and waits for what the claim does not find. 0, or the refusal.
+static uint32_t take(struct holder *h, uint64_t pages)
+{
+    uint32_t refusal = 0;
+    for (;;) {
+        lock(h);
+        if (h->held + pages > h->budget)
+            h->budget +=
+                h->lender->claim(h->member, h->budget, h->held + pages - h->budget, h->held + pages - h->budget);
+        const uint64_t missing = h->held + pages > h->budget ? h->held + pages - h->budget : 0;
+        const uint64_t coming = missing ? h->lender->ask(h->member, h->held, missing, &refusal) : 0;
+        if (!missing) {
+            h->held += pages;
+            h->fixed = h->held;
+            h->lender->unask(h->member);
+        }
+        unlock(h);
+        if (!missing)
+            return 0;
+        if (!coming)
+            return refusal;
+        pthread_mutex_lock(&h->member->pool->lock);
+        vmem__pool_wait(h->member, 60000);
+        pthread_mutex_unlock(&h->member->pool->lock);
+    }
+}
+
+static vmem_kv_pool *make_pool(void)
+{
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = BUDGET * test_page};
+    vmem_kv_pool *pool;
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    return pool;
+}
+
+static struct vmem_kv_pool_info info(vmem_kv_pool *pool)
+{
+    struct vmem_kv_pool_info i = {.size = sizeof i};
+    OK(vmem_kv_pool_query(pool, &i));
+    return i;
+}
+
+// What one member needs, it keeps; what it does not, it gives once the other asks.
+static void test_budget_moves(void)
+{
+    vmem_kv_pool *pool = make_pool();
+    struct holder a = {0}, b = {0};
+    OK(join(pool, &a, &least, 0));
+    OK(join(pool, &b, &least, 20));
+    CHECK_EQ(b.budget, 20);    // its minimum, at once
+    CHECK_EQ(take(&a, 80), 0); // all that is free
+    CHECK_EQ(take(&b, 21), VMEM_KV_IN_USE);
+    usleep(5000); // a refusal is repeated for 2 ms
+    lock(&a);
+    a.fixed = 50; // 30 of its pages are no longer needed
+    unlock(&a);
+    CHECK_EQ(take(&b, 40), 0);
+    lock(&a);
+    CHECK(a.budget >= 50 && a.budget <= 60 && a.trims);
+    unlock(&a);
+    CHECK_EQ(take(&b, 40), VMEM_KV_IN_USE);
+    CHECK_EQ(info(pool).members, 2);
+    leave(&a);
+    CHECK_EQ(take(&b, 60), 0); // the pool is its own now
+    leave(&b);
+    CHECK_EQ(info(pool).free, BUDGET * test_page);
+    vmem_kv_pool_destroy(pool);
+}
+
+// Pages that a member itself cannot take back, its owner frees, if asked to.
+static void test_the_owner_evicts(void)
+{
+    vmem_kv_pool *pool = make_pool();
+    struct holder a = {0}, b = {0};
+    OK(join(pool, &a, &all, 0));
+    OK(join(pool, &b, &all, 0));
+    CHECK_EQ(take(&a, BUDGET), 0);
+    lock(&a);
+    a.evictable = 40;
+    unlock(&a);
+    CHECK_EQ(take(&b, 30), 0);
+    lock(&a);
+    CHECK(a.evictions && a.evictable <= 10);
+    unlock(&a);
+    CHECK_EQ(take(&b, 60), VMEM_KV_IN_USE);
+    leave(&b);
+    leave(&a);
+    vmem_kv_pool_destroy(pool);
+}
+
+// What a member brings along is its grant, or it does not join.
+static void test_members_join_with_pages(void)
+{
+    vmem_kv_pool *pool = make_pool();
+    struct holder a = {.held = 70, .fixed = 70, .budget = 70}, b = {.held = 31, .fixed = 31, .budget = 31};
+    OK(join(pool, &a, &least, 0));
+    CHECK_EQ(a.budget, 70);
+    ERR(join(pool, &b, &least, 0), ENOMEM, "holds");
+    leave(&a);
+    OK(join(pool, &b, &least, 0));
+    leave(&b);
+    vmem_kv_pool_destroy(pool);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    vmem__pool_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
+    ctx = test_context(0);
+    test_budget_moves();
+    test_the_owner_evicts();
+    test_members_join_with_pages();
+    vmem_context_destroy(ctx);
+    return 0;
+}
