@@ -22,6 +22,7 @@ PYTHON = FOLDER / "bin" / "python"
 VERSION, TORCH = "0.32.0", "2.13.0"
 TORCH_INDEX = os.environ.get("VMEM_TORCH_INDEX")  # PyTorch's index of CPU builds, where pip does not find one
 RELEASES = 4
+NO_TEST = 5  # how pytest ends if none was chosen
 # What the build names but a CPU does not use, gigabytes in all.
 OVERRIDES = [f"torch=={TORCH}+cpu", *(f'{name}; sys_platform == "never"' for name in (
     "torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless"))]  # fmt: skip
@@ -110,7 +111,10 @@ def sources(version: str) -> Path:
 def main(what: str, *arguments: str) -> int:
     install()
     if what == "test":
-        return pytest(["tests/vllm"], [], *arguments)
+        # The engines' tests fork from a process that has imported vLLM on vMem and started no thread.
+        parts = [["tests/vllm/test_engine.py"], ["tests/vllm", "--ignore=tests/vllm/test_engine.py"]]
+        ended = [pytest(part, [], *arguments) for part in parts]
+        return 0 if 0 in ended and set(ended) <= {0, NO_TEST} else max(ended)
     failed = 0
     for version in arguments or newest(RELEASES):
         folder = sources(version)

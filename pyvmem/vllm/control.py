@@ -4,7 +4,7 @@ The page is a file in the folder of `pyvmem.kv_view`, ``ENGINE-RANK.vllm``, whic
 
 - what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
 - what the scheduler publishes: blocks used, cached, spare and wanted;
-- what each worker publishes: pages backed, the orders that it has carried out;
+- what each worker publishes, and the board of its `pyvmem.blocks.Blocks`: bytes held, orders carried out;
 - a ring of blocks that the scheduler gave up while no step ran.
 
 Every process writes only its own words, and each word is written whole, so there is no lock.
@@ -27,9 +27,8 @@ import numpy.typing as npt
 
 from pyvmem.kv_view import _started, view_folder
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 1
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 2
 RANKS = 64  # workers of one engine that have a column in the page
-WINDOW = 64  # orders of which a worker remembers the result
 RING = 1 << 15  # words
 
 # What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT.
@@ -38,10 +37,13 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION) = range(16, 35)  # fmt: skip
 # What each worker publishes, in its own column.
-(ATTACHED, BACKED, MOST, FINISHED, RING_DONE, STEP_MAPS, AHEAD, UNBACKED, RESIDENT, LATE,
- DUMMIES) = range(64, 64 + 11 * RANKS, RANKS)  # fmt: skip
-_RESULTS = 1024
-_RING = _RESULTS + RANKS * WINDOW
+(ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES,
+ NULL) = range(64, 64 + 8 * RANKS, RANKS)  # fmt: skip
+# The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
+BOARD_WORDS, ANSWERS = 264, 256
+DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, _BUDGET, _RESERVED, _FIRST_ANSWER = range(9)
+_BOARDS = 1024
+_RING = _BOARDS + RANKS * BOARD_WORDS
 WORDS = _RING + RING
 NO_LIMIT = (1 << 62) - 1
 
@@ -89,13 +91,13 @@ class Page:
 
     # ---- orders ----------------------------------------------------------------------------------------------
 
-    def answer(self, rank: int, order: int, refused: bool) -> None:
-        """A worker has carried out or refused an order."""
-        self.words[_RESULTS + rank * WINDOW + order % WINDOW] = order << 1 | refused
+    def boards(self, ranks: int) -> Words:
+        """The boards of the first workers, int64[ranks, BOARD_WORDS]."""
+        return self.words[_BOARDS : _BOARDS + ranks * BOARD_WORDS].reshape(ranks, BOARD_WORDS)
 
     def answers(self, order: int, ranks: int) -> Words:
         """What each rank says about an order: -1 nothing yet, 0 carried out, 1 refused. int64[ranks]."""
-        told = self.words[_RESULTS : _RESULTS + ranks * WINDOW].reshape(ranks, WINDOW)[:, order % WINDOW]
+        told = self.boards(ranks)[:, _FIRST_ANSWER + order % ANSWERS]
         return np.where(told >> 1 == order, told & 1, -1)
 
     # ---- the ring --------------------------------------------------------------------------------------------
@@ -236,12 +238,12 @@ class Engine:
     def of(cls, name: str, rank: int, page: Page) -> Engine:
         """What a page says."""
         block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
-        most = {f: int(page.words[f : f + ranks].max()) for f in (BACKED, RESIDENT, STEP_MAPS)}
+        most = {f: int(page.words[f : f + ranks].max()) for f in (RESIDENT, STEP_MAPS)}
         return cls(
             name, rank, page[PID], ranks, block, page[BLOCKS], None if page[LIMIT] >= NO_LIMIT else page[LIMIT],
             page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
-            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, most[BACKED], most[RESIDENT],
-            most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
+            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(page.boards(ranks)[:, HELD].max()),
+            most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
         )  # fmt: skip
 
 

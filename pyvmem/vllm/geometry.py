@@ -9,23 +9,10 @@ This module does not import vLLM: the configuration is vLLM's KVCacheConfig.
 SPDX-License-Identifier: MIT
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-
-@dataclass(frozen=True)
-class Range:
-    """Equal parts of each block, in bytes: part ``k`` of block ``b`` is at ``offset + k*part_stride + b*stride``."""
-
-    offset: int
-    stride: int
-    length: int
-    parts: int
-    part_stride: int
+from pyvmem.blocks import BlockRange
 
 
 def _layer_bytes(config: Any, tensor: Any) -> int:
@@ -37,7 +24,7 @@ def _layer_bytes(config: Any, tensor: Any) -> int:
     return int((inner[layer] if inner else spec).page_size_bytes)
 
 
-def ranges_of(config: Any) -> list[Range]:
+def ranges_of(config: Any) -> list[BlockRange]:
     """The parts of a block for each KVCacheTensor; tensors in host memory are left out."""
     found = []
     for tensor in config.kv_cache_tensors:
@@ -45,9 +32,9 @@ def ranges_of(config: Any) -> list[Range]:
             continue
         size, layers = _layer_bytes(config, tensor), len(tensor.layers)
         if tensor.layer_stride == size:  # the layers of a block are adjacent
-            found.append(Range(tensor.offset, tensor.block_stride, size * layers, 1, 0))
+            found.append(BlockRange(tensor.offset, size * layers, tensor.block_stride))
         else:
-            found.append(Range(tensor.offset, tensor.block_stride, size, layers, tensor.layer_stride))
+            found.append(BlockRange(tensor.offset, size, tensor.block_stride, layers, tensor.layer_stride))
     return list(dict.fromkeys(found))
 
 
@@ -56,20 +43,10 @@ def bytes_of(config: Any) -> int:
     return int(config.kv_cache_tensors[0].size) if config.kv_cache_tensors else 0
 
 
-def beyond(ranges: Sequence[Range], blocks: int, size: int) -> str | None:
+def beyond(ranges: Sequence[BlockRange], blocks: int, size: int) -> str | None:
     """What does not fit into the allocation; None if all blocks do."""
     for r in ranges:
-        end = r.offset + (r.parts - 1) * r.part_stride + (blocks - 1) * r.stride + r.length
+        end = r.offset + (r.layers - 1) * r.layer_stride + (blocks - 1) * r.stride + r.bytes
         if r.offset < 0 or end > size:
             return f"blocks end at {end} of {size} bytes"
     return None
-
-
-def pages(ranges: Sequence[Range], ids: npt.NDArray[np.int64], page_size: int) -> Iterator[npt.NDArray[np.int64]]:
-    """The pages of blocks: an array per range, in which a page comes once for each part that it holds."""
-    for r in ranges:
-        first = r.offset + ids[:, None] * r.stride + np.arange(r.parts) * r.part_stride
-        first, last = (first // page_size).ravel(), ((first + r.length - 1) // page_size).ravel()
-        each = np.arange(int((last - first).max()) + 1)
-        page = first[:, None] + each
-        yield page[page <= last[:, None]]

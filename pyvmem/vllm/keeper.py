@@ -23,8 +23,9 @@ from pyvmem.vllm import control
 from pyvmem.vllm.control import Page
 
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
-MOST_ORDERS = control.WINDOW // 2  # at a time
+MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.1  # seconds until memory that was refused is asked for again
+FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
 class CountedQueue:
@@ -115,6 +116,8 @@ class Keeper:
         self._n_coming = 0
         self._orders = 0
         self._retry = 0.0
+        self._left = 0  # the step that last sent blocks that leave
+        self._less, self._fitted, self._most = 0, 0.0, 0
         self.step = 0
         self.lent = False
         self.pool.vmem = self
@@ -144,10 +147,32 @@ class Keeper:
         """Blocks that may circulate now."""
         if self.lent:
             return 0
-        most = self.page[control.LIMIT] // self.block_bytes
-        if self.page[control.MAX]:
-            most = min(most, self.page[control.MAX] // self.block_bytes)
-        return int(min(max(most, self.least), self.total))
+        return int(min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total))
+
+    def _most_bytes(self) -> int:
+        """The most that blocks may take: the smaller of limit and maximum."""
+        limit, most = self.page[control.LIMIT], self.page[control.MAX]
+        return min(limit, most) if most else limit
+
+    def fit(self) -> None:
+        """Where blocks share pages, scattered blocks hold more bytes than their own: then fewer may circulate."""
+        most, now, words, ranks = self._most_bytes(), time.monotonic(), self.page.words, self.ranks
+        if most != self._most:  # what held too much under another limit says nothing about this one
+            self._most, self._less = most, 0
+        if now < self._fitted + FIT or most >= self.total * self.block_bytes:
+            return
+        boards = self.page.boards(ranks)
+        ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
+        read = words[control.RING_DONE : control.RING_DONE + ranks].min() >= self.page[control.POSITION]
+        waits = self._gone or self._coming or self._order or self.circulating > self.allowed()
+        if waits or not ran or not read or boards[:, control.LEAVING].any():
+            return  # blocks are on their way
+        self._fitted = now
+        held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
+        if held > most:
+            self._less += -(-(held - most) // self.block_bytes)
+        else:
+            self._less -= min(self._less, (most - held) // self.block_bytes // 2)
 
     def usage(self) -> float:
         """The part of the allowed blocks that requests use."""
@@ -160,6 +185,7 @@ class Keeper:
     def before(self) -> None:
         """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave."""
         self._enter()
+        self.fit()
         allowed = self.allowed()
         self.manager.watermark_blocks = int(self._watermark * allowed)
         beyond = self.circulating + self._n_coming - allowed
@@ -173,6 +199,7 @@ class Keeper:
         self.step += 1
         self.page[control.STEP] = self.step
         gone, self._gone = self._gone, []
+        self._left = self.step if gone else self._left
         ahead, self._order = self._order, []
         if ahead:
             self._orders += 1
@@ -221,6 +248,7 @@ class Keeper:
     def between(self, idle: bool, keep: int = 0) -> None:
         """Blocks above the limit leave, and if `idle`, spare ones but `keep`. Workers learn it by the ring."""
         self._enter()
+        self.fit()
         beyond = self.circulating + self._n_coming - self.allowed()
         if idle:
             beyond = max(beyond, self.spare - keep)

@@ -1,8 +1,9 @@
 """Which of vLLM's layouts the KV cache gets.
 
 In a layout with blocks outermost (its name begins with B), a block of all layers is one piece, so blocks that stay when
-their neighbours leave hold few pages that they do not fill. With layers outermost, which is vLLM's choice, each layer
-has its own piece. That is as fine where a layer's part of a block is whole pages, and it reads exactly as fast as vLLM.
+their neighbours leave hold few pages that they do not fill, and few pieces of device memory. With layers outermost,
+which is vLLM's choice, each layer has its own piece. If that is whole pages, no page is shared, but a block's pages are
+scattered over device memory, which goes back to the device in pieces of 2 MiB.
 
 SPDX-License-Identifier: MIT
 """
@@ -14,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyvmem.vllm import settings
-
-GRANULE = 64 << 10
 
 
 def preferred(names: Sequence[str], worker: Any) -> list[str]:
@@ -35,10 +34,10 @@ def _specs(specs: Iterable[Any]) -> Iterable[Any]:
 
 
 def order(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    """`names` with block-outermost layouts first, where these give up memory more finely.
+    """`names` with block-outermost layouts first, where all layers have parts of one size.
 
     sizes : bytes of each layer's part of a block.
     """
-    if len(set(sizes)) != 1 or sizes[0] % GRANULE == 0:  # packing pages of several sizes may take more of them
+    if len(set(sizes)) != 1:  # packing pages of several sizes may take more of them
         return list(names)
     return sorted(names, key=lambda name: not name.startswith("B"))

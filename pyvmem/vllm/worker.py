@@ -13,15 +13,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pyvmem import Context
+from pyvmem.blocks import Blocks
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import control, geometry, refuse
-from pyvmem.vllm.blocks import Blocks
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
 
 logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
+SMALL = 64 << 10
 
 
 class Allocation(TorchFunctionMode):
@@ -94,8 +95,11 @@ class WorkerMemory:
             wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {geometry.bytes_of(config)}"
             raise refuse.Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
                                  "(or unset VMEM_VLLM)")  # fmt: skip
-        self._blocks = Blocks(tensor.context, tensor.addr, tensor.page_size, ranges, config.num_blocks, self._answer)
-        self._blocks.back([0])
+        board = self._page.boards(control.RANKS)[self._rank]
+        self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=board)
+        self._blocks.back(0)
+        alone, block = self._blocks.stats().held, tensor.nbytes / config.num_blocks
+        self._page[control.NULL + self._rank] = alone
         self._page[control.ATTACHED + self._rank] = 1
         threading.Thread(target=self._poll, name="vmem", daemon=True).start()
         self.publish()
@@ -104,6 +108,12 @@ class WorkerMemory:
             tensor.context.backend, config.num_blocks - 1, tensor.nbytes / config.num_blocks / 1024,
             tensor.page_size >> 10, tensor.nbytes / 2**30, getattr(config, "kv_cache_layout", None) or "vLLM's",
         )  # fmt: skip
+        if alone > 1.5 * block and tensor.page_size > SMALL:
+            logger.warning(
+                "vMem: a block of %.1f KiB whose neighbours have left holds %.1f KiB, because pages of backend %s have "
+                "%d KiB. Memory follows the load less closely than with pages of 64 KiB (backends stock and uvm).",
+                block / 1024, alone / 1024, tensor.context.backend, tensor.page_size >> 10,
+            )  # fmt: skip
 
     @property
     def active(self) -> bool:
@@ -124,15 +134,16 @@ class WorkerMemory:
             if orders is not None:
                 if not self._real:  # what vLLM's warm-up used
                     self._real = True
-                    blocks.unback(blocks.backed(), self._event())
+                    blocks.unback(self._in(), self._fence())
                 self._ring(orders.position)
                 if orders.gone:
-                    blocks.unback(orders.gone, self._event())
-                if orders.ahead:
-                    blocks.order(orders.order, orders.ahead)
+                    blocks.unback(orders.gone, self._fence())
+                if orders.ahead and blocks.order(orders.ahead) != orders.order:
+                    raise RuntimeError(f"worker {self._rank} lost count of the orders: step {orders.step} has order "
+                                       f"{orders.order}")  # fmt: skip
         named = named_blocks(output)
         if named:
-            late = blocks.back(named)
+            late = blocks.back(named, over=True)
             if orders is not None and late:
                 self._page.words[control.LATE + self._rank] += 1
                 self._page.words[control.STEP_MAPS + self._rank] += late
@@ -150,22 +161,21 @@ class WorkerMemory:
         if self._blocks is not None:
             self._page.words[control.DUMMIES + self._rank] += 1
 
-    def _event(self) -> Any:
-        """An event of what the device has been given so far; None if it computes at once."""
-        tensor = self._tensor
-        if tensor is None or not tensor.tensor.is_cuda:
+    def _in(self) -> list[int]:
+        """The blocks that are backed and stay, without the null block, which vLLM reads at any time."""
+        assert self._blocks is not None
+        return [i for i in self._blocks.backed().tolist() if i]
+
+    def _fence(self) -> int | None:
+        """A fence behind what the device has been given so far; None if it computes at once."""
+        tensor, blocks = self._tensor, self._blocks
+        if tensor is None or blocks is None or not tensor.tensor.is_cuda:
             return None
         if threading.current_thread().name != "vmem" or self._stream is None:
             self._stream = torch.cuda.current_stream(tensor.tensor.device)
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return blocks.record(self._stream)
 
     # ---- between steps ---------------------------------------------------------------------------------------
-
-    def _answer(self, order: int, refused: bool) -> None:
-        self.publish()
-        self._page.answer(self._rank, order, refused)
 
     def _ring(self, upto: int) -> None:
         """Give up what the scheduler gave up between steps, as far as the steps before have run."""
@@ -177,7 +187,7 @@ class WorkerMemory:
                 gone = set(ids)
                 self._asleep = [i for i in self._asleep if i not in gone]
             else:
-                self._blocks.unback(ids, self._event())
+                self._blocks.unback(ids, self._fence())
 
     def _poll(self) -> None:
         while not self._stop.wait(POLL):
@@ -194,15 +204,9 @@ class WorkerMemory:
                     logger.exception("vMem: the background thread failed and goes on")
 
     def publish(self) -> None:
-        """Write this worker's column of the control page."""
-        blocks, tensor = self._blocks, self._tensor
-        if blocks is None or tensor is None:
-            return
-        stats, words, rank = blocks.stats(), self._page.words, self._rank
-        words[control.BACKED + rank] = stats.pages * tensor.page_size
-        words[control.MOST + rank] = stats.most_pages * tensor.page_size
-        words[control.AHEAD + rank], words[control.UNBACKED + rank] = stats.ahead, stats.unbacked
-        words[control.RESIDENT + rank] = tensor.resident_bytes
+        """Write this worker's column of the control page; libvmem writes the board."""
+        if self._tensor is not None:
+            self._page.words[control.RESIDENT + self._rank] = self._tensor.resident_bytes
 
     # ---- sleep and the end -----------------------------------------------------------------------------------
 
@@ -213,7 +217,7 @@ class WorkerMemory:
         with self._lock:
             self._synchronize()
             self._blocks.flush()
-            self._asleep = [i for i in self._blocks.backed() if i]
+            self._asleep = self._in()
             self._blocks.unback(self._asleep)
             self._blocks.flush()
             self._trim()
@@ -236,10 +240,12 @@ class WorkerMemory:
             self._tensor.context.trim()
 
     def close(self) -> None:
-        """Stop the threads. The memory goes with the last view of the tensor."""
+        """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""
         self._stop.set()
         if self._blocks is not None:
-            self._blocks.close()
+            self._synchronize()
+            with self._lock:
+                self._blocks.close()
         self._page[control.ATTACHED + self._rank] = 0
 
 

@@ -6,15 +6,12 @@ import os
 import random
 import types
 
-import numpy as np
 import pytest
 from kv_caches import run_top
 
 from pyvmem import Context
-from pyvmem.errors import OutOfMemory
-from pyvmem.tensor import VirtualTensor
+from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
 from pyvmem.vllm import control, doors, geometry, layout, plugin, refuse, settings
-from pyvmem.vllm.blocks import Blocks
 
 PAGE = 64 << 10
 
@@ -179,10 +176,21 @@ def test_a_record_that_was_not_done_stays():
 
 def test_answers_are_of_one_order():
     page = control.open_page("abc", 0)
-    page.answer(0, 3, False)
-    page.answer(1, 3, True)
+    boards = page.boards(3)
+    boards[0, 8 + 3], boards[1, 8 + 3] = 2 * 3, 2 * 3 + 1
     assert page.answers(3, 3).tolist() == [0, 1, -1]
-    assert page.answers(3 + control.WINDOW, 3).tolist() == [-1, -1, -1]
+    assert page.answers(3 + control.ANSWERS, 3).tolist() == [-1, -1, -1]
+
+
+def test_the_board_is_that_of_libvmem():
+    board, context = control.open_page("abc", 0).boards(control.RANKS)[2], Context("host")
+    blocks = Blocks(context.reserve(4 * PAGE), [BlockRange(0, PAGE, PAGE)], 4, board=board)
+    assert len(board) == BOARD_WORDS
+    blocks.order([1, 2])
+    blocks.flush()
+    assert board[control.DONE] == 1 and board[control.HELD] == board[control.MOST_HELD] == 2 * PAGE
+    assert control.open_page("abc", 0).answers(1, 3).tolist() == [-1, -1, 0]
+    blocks.close()
 
 
 def _claimed(name):
@@ -260,12 +268,19 @@ LAYOUTS = {
 }
 
 
+def pages_of(ranges, block):
+    for r in ranges:
+        for layer in range(r.layers):
+            at = r.offset + layer * r.layer_stride + block * r.stride
+            yield from range(at // PAGE, (at + r.bytes - 1) // PAGE + 1)
+
+
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_pages_of_blocks(case):
     about = kv_config(*LAYOUTS[case], size=1 << 30)
     ranges = geometry.ranges_of(about)
     for ids in ([0], [3, 7], list(range(10))):
-        found = {int(p) for part in geometry.pages(ranges, np.array(ids), PAGE) for p in part}
+        found = {p for b in ids for p in pages_of(ranges, b)}
         want = set()
         for layers, part, layer_stride, block_stride, offset in LAYOUTS[case]:
             for layer in range(layers):
@@ -286,118 +301,7 @@ def test_tensors_in_host_memory_are_left_out():
 
 def test_layouts():
     names = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
-    assert layout.order(names, [PAGE, PAGE]) == names  # as fine, and vLLM's own
+    assert layout.order(names, [PAGE, PAGE]) == ["BLHNC", "BLNHC", "LBHNC", "LBNHC"]
     assert layout.order(names, [PAGE + 8192] * 4) == ["BLHNC", "BLNHC", "LBHNC", "LBNHC"]
     assert layout.order(names, [PAGE + 8192, 8192]) == names
     assert layout.order(["LBHNC"], [8192]) == ["LBHNC"]
-
-
-# ---- pages behind blocks --------------------------------------------------------------------------------------------
-
-
-class Event:
-    passed = False
-
-    def query(self):
-        return self.passed
-
-
-class Rig:
-    """Blocks of 1.25 pages, neighbours share pages."""
-
-    PART = PAGE + PAGE // 4
-
-    def __init__(self, blocks=40, budget=0):
-        self.context = Context("host", budget=budget)
-        import torch
-
-        self.tensor = VirtualTensor((blocks * self.PART,), torch.int8, "cpu", page_size=PAGE, context=self.context)
-        self.answers = {}
-        self.blocks = Blocks(self.context, self.tensor.addr, PAGE, [geometry.Range(0, self.PART, self.PART, 1, 0)],
-                             blocks, self.answers.__setitem__)  # fmt: skip
-        self.n = blocks
-
-    def pages(self, ids):
-        return {p for b in ids for p in range(b * self.PART // PAGE, ((b + 1) * self.PART - 1) // PAGE + 1)}
-
-    def check(self, ids):
-        assert self.blocks.backed() == sorted(ids)
-        assert self.tensor.resident_bytes == len(self.pages(ids)) * PAGE == self.blocks.stats().pages * PAGE
-
-
-@pytest.fixture
-def rig():
-    made = []
-
-    def make(**options):
-        made.append(Rig(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.blocks.close()
-
-
-def test_shared_pages_stay_while_a_block_needs_them(rig):
-    r, draw, backed = rig(), random.Random(4), set()
-    for _ in range(300):
-        ids = draw.sample(range(1, r.n), draw.randrange(1, 12))
-        if draw.random() < 0.5:
-            assert r.blocks.back(ids) == len(set(ids) - backed)
-            backed |= set(ids)
-        else:
-            r.blocks.unback(ids)
-            r.blocks.flush()
-            backed -= set(ids)
-        r.check(backed)
-
-
-def test_blocks_stay_until_their_event_has_passed_and_may_come_back(rig):
-    r, event = rig(), Event()
-    r.blocks.back([1, 2, 3])
-    r.tensor.tensor[3 * r.PART] = 9
-    r.blocks.unback([1, 2, 3], event)
-    r.blocks.flush()
-    assert r.tensor.resident_bytes == len(r.pages([1, 2, 3])) * PAGE and r.blocks.backed() == []
-    assert r.blocks.back([3]) == 0
-    event.passed = True
-    r.blocks.flush()
-    r.check({3})
-    assert r.tensor.tensor[3 * r.PART] == 9
-
-
-def test_a_block_that_came_back_can_leave_again(rig):
-    r, events = rig(), [Event(), Event()]
-    r.blocks.back([1, 2])
-    r.blocks.unback([1, 2], events[0])
-    r.blocks.back([2])
-    r.blocks.unback([2], events[1])
-    events[0].passed = True
-    r.blocks.flush()
-    assert r.tensor.resident_bytes >= len(r.pages([2])) * PAGE
-    events[1].passed = True
-    r.blocks.flush()
-    r.check(set())
-
-
-def test_an_order_is_answered_and_one_without_memory_is_refused_whole(rig):
-    r = rig(budget=10 * PAGE)
-    r.blocks.order(1, [1, 2])
-    r.blocks.order(2, range(5, 30))
-    r.blocks.flush()
-    assert r.answers == {1: False, 2: True}
-    r.check({1, 2})
-    with pytest.raises(OutOfMemory):
-        r.blocks.back(range(5, 30))
-    r.check({1, 2})
-
-
-def test_the_null_block_stays_and_numbers_are_checked(rig):
-    r = rig()
-    r.blocks.back([0, 1])
-    r.blocks.unback([0, 1])
-    r.blocks.flush()
-    r.check({0})
-    for wrong in ([40], [-1]):
-        with pytest.raises(ValueError, match="must lie within 0:40"):
-            r.blocks.back(wrong)

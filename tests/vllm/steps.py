@@ -7,6 +7,7 @@ import collections
 import itertools
 import json
 import random
+import threading
 import uuid
 
 import numpy as np
@@ -22,7 +23,7 @@ class Gpu:
     """Runs what is enqueued, in order, when a fence is waited for."""
 
     def __init__(self):
-        self.queue, self.marked, self.passed = collections.deque(), 0, 0
+        self.queue, self.marked, self.passed, self.lock = collections.deque(), 0, 0, threading.Lock()
 
     def enqueue(self, kernel):
         self.queue.append(kernel)
@@ -41,23 +42,16 @@ class Gpu:
                 self.passed = item
 
 
-class Event:
-    """As torch.cuda.Event, of the `Gpu`."""
-
-    def __init__(self, gpu):
-        self._gpu, self._mark = gpu, gpu.mark()
-
-    def query(self):
-        return self._gpu.passed >= self._mark
-
-
 class Memory(WorkerMemory):
-    """A worker's memory on the host, with the `Gpu`'s events."""
+    """A worker's memory on the host, whose fences the `Gpu` passes."""
 
     gpu = None
 
-    def _event(self):
-        return Event(self.gpu)
+    def _fence(self):
+        with self.gpu.lock:  # of two threads, the one whose fence is older enqueues first
+            fence = self._blocks.fence()
+            self.gpu.enqueue(lambda: self._blocks.passed(fence))
+        return fence
 
 
 def value(tokens):

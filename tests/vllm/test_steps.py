@@ -5,8 +5,7 @@ import os
 import pytest
 from steps import Engine
 
-from pyvmem.errors import OutOfMemory
-from pyvmem.vllm import control
+from pyvmem.vllm import control, keeper
 
 
 @pytest.fixture
@@ -90,6 +89,25 @@ def test_a_limit_that_falls_while_idle_takes_cached_blocks(engine):
     e.run(20)
 
 
+def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch):
+    monkeypatch.setattr(keeper, "FIT", 0)
+    e = engine(page=16 * 4384)
+    e.run(30)
+    kept = e.keeper.least + 40
+    pool = e.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks(set(e.random.sample([b.block_id for b in pool.blocks if b.block_hash], 100)))  # scattered
+    e.limit(kept)
+    for _ in range(8):
+        e.idle()
+    board = e.page.boards(1)[0]
+    held = board[control.HELD] - e.page[control.NULL]
+    assert kept / 2 < held / e.keeper.block_bytes <= kept
+    assert e.keeper.circulating < kept
+    e.page[control.LIMIT] = control.NO_LIMIT
+    e.keeper.before()
+    assert e.keeper.allowed() == e.keeper.total
+
+
 def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
     e = engine()
     e.run(20)
@@ -117,19 +135,16 @@ def test_usage_counts_what_is_allowed(engine):
 
 def test_refused_orders_fail_no_step(engine):
     e = engine()
-    context = e.workers[0].memory._tensor.context
-    real, left = context.commit, [25]
+    blocks, others = e.workers[0].memory._blocks, [0]
 
-    def commit(*args, **kwargs):  # as if another process took the memory for a time
-        left[0] -= 1
-        if 0 <= left[0] < 20:
-            raise OutOfMemory(12, "the device is full")
-        return real(*args, **kwargs)
+    def every():  # another process takes the memory for a time
+        others[0] += 1
+        blocks.set_budget(blocks.stats().held or 1 if 20 <= others[0] < 60 else 0)
 
-    context.commit = commit
-    e.workers[0].memory._blocks._context = context
+    e.every = every
     e.run(40)
     assert maps_in_steps(e) == 0
+    assert e.page[control.REFUSED] > 0
 
 
 def test_two_workers_and_the_slower_one_counts(engine):
@@ -195,7 +210,7 @@ def test_the_check_sees_a_seeded_fault(engine):
     if not child:
         try:
             e = engine(depth=3, queue=3)
-            e.workers[0].memory._event = lambda: None
+            e.workers[0].memory._fence = lambda: None
             e.every = lambda: e.limit(e.random.choice([40, 400]))
             e.run(60)
         except AssertionError:
