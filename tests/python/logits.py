@@ -62,12 +62,28 @@ def difference(one, two):
 
 
 def caches():
-    """Every kind of cache of this release: name to a function of a config. Each takes the passes of `run`."""
-    t = transformers
+    """Every kind of cache of this release: name to a function of a config. Each takes the passes of `run`.
+
+    A kind that this machine or model cannot have raises transformers' own error: a package is missing, or it takes
+    layers of full attention only.
+    """
+    t, more = transformers, transformers.cache_utils
+    few = {"residual_length": 4, "nbits": 4}  # rows kept as they are
     kinds = {
         "dynamic": lambda config: t.DynamicCache(config=config),
         "dynamic without a config": lambda config: t.DynamicCache(),
         "static": lambda config: t.StaticCache(config=config, max_cache_len=40),
         "static, as long as needed": lambda config: t.StaticCache(config=config, max_cache_len=sum(PASSES)),
+        "quantized, quanto": lambda config: t.QuantizedCache("quanto", config, **few, q_group_size=8),
+        "quantized, hqq": lambda config: t.QuantizedCache(
+            "hqq", config, **few, axis_key=1, axis_value=1, q_group_size=8
+        ),
+        "quantized, fp8": lambda config: t.QuantizedCache("fp8", config),
     }
+    if torch.cuda.is_available():  # its copies run on a stream of the GPU
+        kinds["dynamic, offloaded"] = lambda config: t.DynamicCache(config=config, offloading=True)
+        kinds["static, offloaded"] = lambda config: t.StaticCache(config=config, max_cache_len=40, offloading=True)
+    for name in ("MtpCache", "DFlashCache"):
+        if hasattr(more, name):
+            kinds[name] = lambda config, name=name: getattr(more, name)(config=config)
     return kinds
