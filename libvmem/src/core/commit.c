@@ -64,6 +64,31 @@ static int hold(struct commit *c, uint64_t *bytes)
     return 0;
 }
 
+// Whether nothing is missing and nobody works there: then no marks are needed, which take two passes. One range only,
+// because ranges that overlap are an error.
+static bool backed(struct commit *c)
+{
+    const struct vmem__reservation_rec *s = vmem__reservation_find(c->b.ctx, c->ranges[0].addr);
+    const uint64_t end = c->ranges[0].addr + c->ranges[0].length;
+    struct vmem__leaf *leaf = NULL;
+    if (c->n > 1 || c->ranges[0].length / c->page_size > LOOK)
+        return false;
+    for (uint64_t addr = c->ranges[0].addr, next = 0; addr < end; addr += c->page_size) {
+        if (addr >= next) {
+            leaf = vmem__leaf_get(s, addr);
+            next = leaf_end(s, addr, end);
+        }
+        const uint64_t entry = leaf ? *vmem__entry_in(s, leaf, addr) : 0;
+        if (!entry || entry & ENTRY_COMING)
+            return false;
+        struct vmem__arena_rec *a;
+        const struct vmem__page *p = entry_page(c->b.ctx, &entry, &a);
+        if (p->doomed || p->opid || p->granules < c->page_size >> GRANULE_SHIFT)
+            return false;
+    }
+    return true;
+}
+
 // -ENOMEM if the holes exceed what may exist. Looks before anything is built: marks take memory, too.
 static int check_holes(struct commit *c)
 {
@@ -386,9 +411,10 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     c.n_stretches = c.held = c.looks = c.holes = c.created = 0;
     vmem__batch_begin(&c.b, ctx, flags & VMEM_MAP_FINE);
     rc = hold(&c, &most);
-    if (!rc && (most > MAX_RESERVE || ctx->created + most > ctx->limit))
+    const bool marks = !rc && n && !backed(&c);
+    if (marks && (most > MAX_RESERVE || ctx->created + most > ctx->limit))
         rc = check_holes(&c);
-    if (!rc)
+    if (marks && !rc)
         rc = mark(&c);
     if (!rc && c.holes) {
         rc = create(&c, flags & VMEM_CREATE_ZERO);
