@@ -250,6 +250,8 @@ MUTANTS = [
          "test_kv_pool"),
         ("what others wait for is budget to spare", "pool/claim.c", "MAX(spare, pool_less(least, pages))", "most - pages",
          "test_kv_share"),
+        ("a job is compared with another number", "kv/thread/worker.c", "&& vmem__kv_used(kv) != used;",
+         "&& vmem__kv_used(kv) != used + did;", "test_kv_model"),
         ("who gave a part has only its minimum", "pool/balance.c", "(r->has > r->min || r->needs)",
          "(r->why == VMEM_KV_IN_USE || r->needs)", "test_pool_member"),
         ("an owner is not asked to evict", "pool/balance.c", "    if (evict) // the next", "    if (0) // the next",

@@ -163,6 +163,7 @@ struct kv_ledger {
     uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
     uint64_t watermark_pages;   // of the budget, new requests leave so many, or
     uint32_t watermark_percent; // so large a part: the larger of both
+    bool disturbed;             // VMEM_KV_CHECK: a job of the worker changed how many pages are used
 };
 
 // Of a pool's member.

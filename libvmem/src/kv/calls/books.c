@@ -41,6 +41,8 @@ int vmem__kv_check_books(vmem_kv *kv)
     if (kv->ledger.held > kv->ledger.ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->ledger.held, kv->ledger.budget);
     kv->ledger.ceiling = KV_MAX(kv->ledger.held, kv->ledger.budget);
+    if (kv->ledger.disturbed)
+        return vmem__error(-EFAULT, "the background thread changed how many pages are used");
     uint32_t waiting = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];

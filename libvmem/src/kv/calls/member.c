@@ -115,7 +115,7 @@ static void state(void *self, struct vmem__lend_state *out)
     const uint64_t fixed = vmem__kv_fixed(kv);
     *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
                                      .held = kv->ledger.held,
-                                     .used = kv_less(kv->ledger.held, vmem__kv_reclaimable(kv)),
+                                     .used = vmem__kv_used(kv),
                                      .giving = kv->lend.giving,
                                      .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
                                      .fixed = fixed,

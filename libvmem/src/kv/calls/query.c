@@ -44,7 +44,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
     bool held = vmem__kv_hold_to_count(kv);
-    info.free_pages = kv_less(vmem__kv_reach(kv), kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv));
+    info.free_pages = kv_less(vmem__kv_reach(kv), vmem__kv_used(kv));
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);

@@ -56,8 +56,7 @@ int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     bool held = vmem__kv_hold_to_count(kv);
     vmem__kv_claim_for(kv, pages);
-    uint64_t limit = vmem__kv_limit(kv, pages),
-             want = kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv) + pages;
+    uint64_t limit = vmem__kv_limit(kv, pages), want = vmem__kv_used(kv) + pages;
     int rc = 0;
     vmem__kv_enough();
     if (pages && want > limit)

@@ -14,7 +14,7 @@ void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages)
 {
     if (!kv->lend.member || !pages || kv->ledger.held + pages <= kv->ledger.budget)
         return;
-    if (!kv->lend.giving || kv->ledger.held - vmem__kv_reclaimable(kv) + pages > kv->ledger.budget)
+    if (!kv->lend.giving || vmem__kv_used(kv) + pages > kv->ledger.budget)
         claim(kv, kv->ledger.held + pages - kv->ledger.budget,
               kv->ledger.held + pages + kv->ledger.held / 2 - kv->ledger.budget);
 }

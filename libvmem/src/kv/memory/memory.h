@@ -39,6 +39,9 @@ bool vmem__kv_hold_to_count(vmem_kv *kv);
 // Pages that could be reclaimed from a slot: kept, ahead of need, or passed by a window.
 uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
 uint64_t vmem__kv_reclaimable(const vmem_kv *kv);
+// The other pages: what requests use, and what is held beyond them and cannot be evicted. Calls change this number. No job
+// of the background thread does, nor does it depend on how far a job has come: what the thread maps or unmaps is not used.
+uint64_t vmem__kv_used(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
 // need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
 struct kv_victim {

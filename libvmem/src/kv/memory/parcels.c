@@ -51,6 +51,8 @@ uint64_t vmem__kv_reclaimable(const vmem_kv *kv)
     return pages + vmem__kv_evictable(kv) + kv->doomed.n;
 }
 
+uint64_t vmem__kv_used(const vmem_kv *kv) { return kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv); }
+
 uint64_t vmem__kv_spare(const vmem_kv *kv)
 {
     uint64_t pages = kv->ledger.pending + vmem__kv_reclaimable(kv) - vmem__kv_evictable(kv);

@@ -54,7 +54,7 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
         return 0;
     vmem__kv_claim_for(kv, pages);
     vmem__kv_worker_hold(kv);
-    uint64_t want = kv->ledger.held - vmem__kv_reclaimable(kv) + pages;
+    uint64_t want = vmem__kv_used(kv) + pages;
     int rc = 0;
     if (want > kv->ledger.budget) {
         rc = vmem__kv_short_of_budget(kv, want, missing);

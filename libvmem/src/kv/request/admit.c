@@ -57,7 +57,7 @@ int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
         return 0;
     bool held = vmem__kv_hold_to_count(kv);
-    uint64_t others = kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv), limit = vmem__kv_reach(kv);
+    uint64_t others = vmem__kv_used(kv), limit = vmem__kv_reach(kv);
     if (slot < 0)
         limit = kv_less(limit, kept_back(kv));
     for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {

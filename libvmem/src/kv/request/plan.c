@@ -146,8 +146,7 @@ void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
 uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
 {
     vmem__kv_plan_protect(kv, plan);
-    // What the worker is mapping now is either counted as missing here or can be reclaimed.
-    uint64_t want = kv->ledger.held - kv->ledger.pending - vmem__kv_reclaimable(kv) + plan->missing;
+    uint64_t want = vmem__kv_used(kv) + plan->missing;
     vmem__kv_plan_unprotect(kv, plan);
     return want;
 }

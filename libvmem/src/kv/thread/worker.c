@@ -418,6 +418,25 @@ static void rest(vmem_kv *kv)
         kv->slots[s].stuck = false;
 }
 
+static bool do_job(vmem_kv *kv)
+{
+    ask_device(kv);
+    vmem__kv_claim_plenty(kv);
+    // What the next steps need comes first.
+    return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
+           swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
+}
+
+// VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and the
+// job is not checked then.
+static bool do_checked_job(vmem_kv *kv)
+{
+    const uint64_t used = vmem__kv_used(kv), calls = kv->gate.calls;
+    const bool did = do_job(kv);
+    kv->ledger.disturbed |= kv->gate.calls == calls && !kv->gate.called && vmem__kv_used(kv) != used;
+    return did;
+}
+
 static void *work(void *arg)
 {
     vmem_kv *kv = arg;
@@ -429,12 +448,7 @@ static void *work(void *arg)
         }
         kv->worker.gave = kv->worker.idle_once = false;
         kv->turn.working = true;
-        ask_device(kv);
-        vmem__kv_claim_plenty(kv);
-        // What the next steps need comes first.
-        bool did = evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) ||
-                   release_one(kv) || swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) ||
-                   clear_one(kv);
+        const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);
         kv->turn.working = false;
         if (!did)
             rest(kv);
