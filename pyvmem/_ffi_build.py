@@ -31,8 +31,8 @@ def relative(paths: Iterable[Path]) -> list[str]:
 
 
 def headers() -> list[Path]:
-    """vmem.h first: the others include it."""
-    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name))
+    """Those that others include come first."""
+    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name != "vmem_kv.h", p.name))
     return public + sorted(NATIVE.glob("*.h"))
 
 

@@ -22,6 +22,7 @@ from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.owned import Reservation, _Owned, as_buffer
 
 if TYPE_CHECKING:
+    from pyvmem.kv_pool import KVPool
     from pyvmem.tensor import VirtualTensor
 
 __all__ = ["BOARD_WORDS", "BlockRange", "Blocks", "BlocksStats"]
@@ -99,8 +100,9 @@ class Blocks(_Owned):
     board : buffer of uint64, optional
         `BOARD_WORDS` words, such as a numpy array over shared memory, where the native thread writes for other
         processes: the last answered order, the orders refused so far, bytes held, most bytes held, blocks backed,
-        blocks that wait to be given up, the budget, 0. After these 8 words come answers: that to order ``s`` is at
-        ``8 + s % 256``, ``2 * s`` if it was carried out and ``2 * s + 1`` if it was refused.
+        blocks that wait to be given up, the budget, and what other members of its pool want the bytes held to fall to
+        (0: nothing; `offer`). After these 8 words come answers: that to order ``s`` is at ``8 + s % 256``, ``2 * s``
+        if it was carried out and ``2 * s + 1`` if it was refused.
 
     Raises
     ------
@@ -270,6 +272,41 @@ class Blocks(_Owned):
     def set_budget(self, bytes: SupportsIndex) -> None:
         """Limit the bytes of pages; 0 for no limit. Pages beyond a lower limit stay; only further backing fails."""
         _check(lib.vmem_blocks_set_budget(self._use(), uint("bytes", bytes)))
+
+    # ---- pools -----------------------------------------------------------------------------------------------
+
+    def join(self, pool: KVPool, *, name: str = "blocks", min: SupportsIndex = 0, max: SupportsIndex = 0) -> None:
+        """Become a member of a pool, which sets the budget from then on. Closing leaves the pool.
+
+        min, max : bytes that are guaranteed, and that are possible at most; max 0: the pool's budget.
+
+        Raises `OutOfMemory` (the minimums of all members, or the pages that are held, exceed the pool's budget) and
+        `InvalidArgument` (they are in a pool already, or on another device than its members).
+        """
+        text = ffi.new("char[]", name.encode(errors="replace")[:63])
+        _check(lib.vmem_blocks_join(self._use(), pool._use(), text, uint("min", min), uint("max", max)))
+
+    def set_share(self, min: SupportsIndex, max: SupportsIndex) -> None:
+        """Change what the pool guarantees and allows, in bytes. Pages beyond `max` stay until they are given up."""
+        _check(lib.vmem_blocks_set_share(self._use(), uint("min", min), uint("max", max)))
+
+    def ask(self, bytes: SupportsIndex) -> int:
+        """Ask for a budget of `bytes` beyond what is held; returns the bytes that are not there yet.
+
+        Takes what is free in the pool, and asks other members for the rest. Returns at once. A question lapses after
+        250 ms unless it is repeated. Raises `OutOfMemory` if no member can give them now.
+        """
+        missing = ffi.new("uint64_t *")
+        _check(lib.vmem_blocks_ask(self._use(), uint("bytes", bytes), missing))
+        return int(missing[0])
+
+    def offer(self, bytes: SupportsIndex) -> None:
+        """Say that `bytes` of what is held can be given up if other members ask.
+
+        If they do, the board's word 7 says how many bytes to hold at most. Backing does not take that memory again. It
+        lapses 100 ms after the last question, at the next call.
+        """
+        _check(lib.vmem_blocks_offer(self._use(), uint("bytes", bytes)))
 
     def stats(self) -> BlocksStats:
         """Return `BlocksStats` at this moment."""

@@ -20,7 +20,7 @@
 #ifndef VMEM_BLOCKS_H
 #define VMEM_BLOCKS_H
 
-#include "vmem.h"
+#include "vmem_kv.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -52,8 +52,8 @@ struct vmem_blocks_board {
     uint64_t held, most_held;
     uint64_t backed, leaving; // blocks; those that wait for their fence are among the backed
     uint64_t budget;          // 0: none
-    uint64_t reserved;
-    uint64_t answers[256]; // VMEM_BLOCKS_ANSWERS: of order s at [s % 256], 2 * s, or 2 * s + 1 if it was refused
+    uint64_t shrink_to;       // what others of the pool want `held` to fall to; 0: they want nothing
+    uint64_t answers[256];    // VMEM_BLOCKS_ANSWERS: of order s at [s % 256], 2 * s, or 2 * s + 1 if it was refused
 };
 
 struct vmem_blocks_config {
@@ -119,7 +119,30 @@ int vmem_blocks_flush(vmem_blocks *blocks);
 int vmem_blocks_query(vmem_blocks *blocks, const uint32_t *ids, uint32_t n, uint8_t *states);
 
 // Limits the bytes of pages; 0: no limit but the context's. If more exist, they stay, and only further backing fails.
+// -EINVAL: the blocks are in a pool, which sets the budget.
 int vmem_blocks_set_budget(vmem_blocks *blocks, uint64_t bytes);
+
+// ---- pools --------------------------------------------------------------------------------------------------
+//
+// As a member of a pool (vmem_kv.h), the blocks lend what they do not hold to KV caches and other blocks on the device,
+// in this process and in others, and borrow from them. Backing takes what the pool has free. An engine that needs more
+// asks for it, and gives blocks up when the board says that others ask.
+
+// Joins a pool, which sets the budget from then on: at least `min` bytes are guaranteed, at most `max` (0: all of the
+// pool's) possible. vmem_blocks_destroy leaves it. What others see is `name` (NULL: "blocks"). -ENOMEM: the minimums, or
+// the pages that are held, exceed the pool's budget. -ENOSPC: the pool has no place for another member. -EINVAL: the
+// blocks are in a pool already, or on another device than its members.
+int vmem_blocks_join(vmem_blocks *blocks, vmem_kv_pool *pool, const char *name, uint64_t min, uint64_t max);
+// Changes min and max. Pages beyond a lower max stay until they are given up.
+int vmem_blocks_set_share(vmem_blocks *blocks, uint64_t min, uint64_t max);
+// Asks for a budget of `bytes` more than the pages that are held: takes what is free in the pool, and asks other members
+// for the rest. Returns at once; backing succeeds once the memory is there. A question lapses after 250 ms unless it is
+// repeated. 0 asks for nothing. *missing (if not NULL) receives the bytes that are not there yet. -ENOMEM: no member can
+// give them now.
+int vmem_blocks_ask(vmem_blocks *blocks, uint64_t bytes, uint64_t *missing);
+// Says that the engine can give up `bytes` of what is held if others ask. The board's shrink_to then says what to shrink
+// to, and backing does not take that memory again. It lapses when nobody has asked for 100 ms, at the next call.
+int vmem_blocks_offer(vmem_blocks *blocks, uint64_t bytes);
 
 struct vmem_blocks_stats {
     uint32_t size; // sizeof(struct vmem_blocks_stats), set by the caller

@@ -7,11 +7,12 @@ import copy
 import gc
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from pyvmem import Context, InvalidArgument, OutOfMemory, VmemError
+from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
 
 
@@ -194,3 +195,118 @@ def test_a_forked_child_cannot_use_them():
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         assert blocks.backed().tolist() == [1]
+
+
+# ---- pools ----------------------------------------------------------------------------------------------------------
+
+SHRINK_TO = 7  # on the board
+
+
+@pytest.fixture
+def two(context):
+    """Two members, of 40 blocks of a page, of a pool of 32 pages."""
+    page = min(context.page_sizes)
+    pool, made = KVPool(32 * page), []
+    for name in ("a", "b"):
+        board = np.zeros(BOARD_WORDS, np.uint64)
+        blocks = Blocks(context.reserve(40 * page), [BlockRange(0, page, page)], 40, board=board)
+        blocks.join(pool, name=name, min=4 * page)
+        blocks.board, blocks.page = board, page
+        made.append(blocks)
+    yield made
+    for blocks in made:
+        blocks.close()
+    assert pool.free == pool.budget
+    pool.close()
+
+
+def soon(what, seconds=20):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_members_take_what_is_free_and_no_more(two):
+    a, b = two
+    assert a.back(range(20)) == 20
+    assert b.back(range(12)) == 12
+    with pytest.raises(OutOfMemory, match="exceed the budget"):
+        b.back([12])
+    a.unback(range(10))
+    a.flush()
+    soon(lambda: b.ask(8 * b.page) == 0)  # the unused budget comes without an offer
+    assert b.back(range(12, 20)) == 8
+    with pytest.raises(InvalidArgument, match="in a pool"):
+        a.set_budget(1 << 30)
+    with pytest.raises(InvalidArgument, match="member of a pool already"):
+        a.join(KVPool(32 * a.page))
+
+
+def test_a_member_gives_up_what_it_offers_when_another_asks(two):
+    a, b = two
+    a.back(range(28))
+    with pytest.raises(OutOfMemory, match="exceed the budget"):
+        b.back(range(5))
+
+    def refused():
+        try:
+            b.ask(6 * b.page)
+        except OutOfMemory as error:
+            return "no member of the pool can give" in str(error)
+        return False
+
+    soon(refused)  # nothing is offered
+    a.offer(20 * a.page)
+    missing = []
+
+    def asked():
+        try:
+            missing.append(b.ask(6 * b.page))
+        except OutOfMemory:
+            pass
+        return a.board[SHRINK_TO] != 0
+
+    soon(asked)
+    keep = int(a.board[SHRINK_TO]) // a.page
+    assert 20 <= keep <= 26
+    a.unback(range(keep, 28))
+    a.flush()
+    with pytest.raises(OutOfMemory, match="exceed the budget"):
+        a.back(range(keep, 28))  # it is promised
+    soon(lambda: b.ask(6 * b.page) == 0)
+    assert b.back(range(6)) == 6
+    assert a.stats().held + b.stats().held <= 32 * a.page
+
+    def lapsed():
+        a.offer(0)
+        return a.board[SHRINK_TO] == 0
+
+    soon(lapsed)
+
+
+def test_a_minimum_is_kept(two):
+    a, b = two
+    a.back(range(28))
+    a.offer(28 * a.page)
+    b.set_share(0, 0)
+    b.back(range(4))
+
+    for _ in range(40):
+        try:
+            b.ask(26 * b.page)
+        except OutOfMemory:
+            pass
+        time.sleep(0.005)
+        if keep := int(a.board[SHRINK_TO]) // a.page:
+            assert keep >= 4
+            a.unback(range(keep, 28))
+            a.flush()
+    assert a.stats().held >= 4 * a.page
+
+
+def test_blocks_in_no_pool_refuse_its_calls(make):
+    blocks = make()
+    for call in (lambda: blocks.ask(1), lambda: blocks.offer(1), lambda: blocks.set_share(0, 0)):
+        with pytest.raises(InvalidArgument, match="in no pool"):
+            call()

@@ -143,6 +143,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
     b->n_blocks = cfg.blocks;
     b->n_ranges = cfg.n_ranges;
     b->budget = cfg.budget ? cfg.budget >> b->page_shift : UINT64_MAX;
+    b->shrink_to = UINT64_MAX;
     b->board = cfg.board;
     b->orders_end = &b->orders;
     b->fences_end = &b->fences;
@@ -191,7 +192,13 @@ void vmem_blocks_destroy(vmem_blocks *b)
     pthread_cond_signal(&b->work);
     pthread_mutex_unlock(&b->lock);
     pthread_join(b->thread, NULL);
+    if (b->lender)
+        b->lender->leave(b->member, b->held);
     vmem__blocks_clear(b);
+    if (b->lender) {
+        vmem__trim_to(b->ctx, 0, NULL);
+        b->lender->left(b->member);
+    }
     b->held = b->stats.backed = b->stats.leaving = 0;
     vmem__blocks_show(b);
     free_all(b);
@@ -200,7 +207,7 @@ void vmem_blocks_destroy(vmem_blocks *b)
 
 // ---- calls ------------------------------------------------------------------------------------------------------
 
-static int enter(vmem_blocks *b)
+int vmem__blocks_enter(vmem_blocks *b)
 {
     if (!b)
         return vmem__error(-EINVAL, "blocks is NULL");
@@ -211,7 +218,7 @@ static int enter(vmem_blocks *b)
     return 0;
 }
 
-static int leave(vmem_blocks *b, int rc)
+int vmem__blocks_leave(vmem_blocks *b, int rc)
 {
     if (!--b->calls)
         pthread_cond_broadcast(&b->change);
@@ -266,13 +273,13 @@ static uint32_t begin(vmem_blocks *b, struct call *c)
 // Begins a call with a list of blocks.
 static int enter_with(vmem_blocks *b, const uint32_t *ids, uint32_t n, struct call **c)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     pthread_mutex_unlock(&b->lock); // `calls` keeps the object
     rc = call_new(b, ids, n, c);
     pthread_mutex_lock(&b->lock);
-    return rc ? leave(b, rc) : 0;
+    return rc ? vmem__blocks_leave(b, rc) : 0;
 }
 
 int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t flags, uint32_t *fresh)
@@ -291,7 +298,7 @@ int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t f
     if (!rc && fresh)
         *fresh = missing;
     vmem__blocks_show(b);
-    return leave(b, rc);
+    return vmem__blocks_leave(b, rc);
 }
 
 int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t *seq)
@@ -307,7 +314,7 @@ int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t 
     *b->orders_end = c;
     b->orders_end = &c->next;
     pthread_cond_signal(&b->work);
-    return leave(b, 0);
+    return vmem__blocks_leave(b, 0);
 }
 
 static int not_made(const vmem_blocks *b, uint64_t fence)
@@ -323,7 +330,7 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
         return rc;
     if (fence > b->fence) {
         free(c);
-        return leave(b, not_made(b, fence));
+        return vmem__blocks_leave(b, not_made(b, fence));
     }
     n = 0;
     c->fence = fence;
@@ -347,7 +354,7 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
     else
         free(c);
     vmem__blocks_show(b);
-    return leave(b, 0);
+    return vmem__blocks_leave(b, 0);
 }
 
 // ---- fences -----------------------------------------------------------------------------------------------------
@@ -357,7 +364,7 @@ enum kind { AT_ONCE, BY_HAND, BY_EVENT };
 static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fence)
 {
     if (!fence)
-        return leave(b, vmem__error(-EINVAL, "fence is NULL"));
+        return vmem__blocks_leave(b, vmem__error(-EINVAL, "fence is NULL"));
     struct fence *f = b->spare;
     int rc = 0;
     if (f)
@@ -373,7 +380,7 @@ static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fe
         b->spare = f;
     }
     if (rc)
-        return leave(b, rc);
+        return vmem__blocks_leave(b, rc);
     f->by_hand = kind == BY_HAND;
     f->passed = kind == AT_ONCE;
     f->next = NULL;
@@ -381,49 +388,49 @@ static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fe
     *b->fences_end = f;
     b->fences_end = &f->next;
     vmem__blocks_advance(b);
-    return leave(b, 0);
+    return vmem__blocks_leave(b, 0);
 }
 
 int vmem_blocks_record(vmem_blocks *b, void *stream, uint64_t *fence)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     return rc ? rc : make_fence(b, b->ctx->b.ops->record ? BY_EVENT : AT_ONCE, stream, fence);
 }
 
 int vmem_blocks_fence(vmem_blocks *b, uint64_t *fence)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     return rc ? rc : make_fence(b, BY_HAND, NULL, fence);
 }
 
 int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     if (!fence || fence > b->fence)
-        return leave(b, not_made(b, fence));
+        return vmem__blocks_leave(b, not_made(b, fence));
     for (struct fence *f = b->fences; f && f->number <= fence; f = f->next)
         f->passed |= f->by_hand;
     vmem__blocks_advance(b);
-    return leave(b, 0);
+    return vmem__blocks_leave(b, 0);
 }
 
 // ---- answers ----------------------------------------------------------------------------------------------------
 
 int vmem_blocks_done(vmem_blocks *b, uint64_t *seq)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     if (seq)
         *seq = b->done;
-    return leave(b, seq ? 0 : vmem__error(-EINVAL, "seq is NULL"));
+    return vmem__blocks_leave(b, seq ? 0 : vmem__error(-EINVAL, "seq is NULL"));
 }
 
 int vmem_blocks_answer(vmem_blocks *b, uint64_t seq)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     if (!seq || seq > b->seq || seq + VMEM_BLOCKS_ANSWERS <= b->done)
@@ -434,12 +441,12 @@ int vmem_blocks_answer(vmem_blocks *b, uint64_t seq)
     else if (b->answers[seq % VMEM_BLOCKS_ANSWERS])
         rc = vmem__error(b->answers[seq % VMEM_BLOCKS_ANSWERS], "order %" PRIu64 " was refused: %s", seq,
                          strerror(-b->answers[seq % VMEM_BLOCKS_ANSWERS]));
-    return leave(b, rc);
+    return vmem__blocks_leave(b, rc);
 }
 
 int vmem_blocks_flush(vmem_blocks *b)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     const uint64_t seq = b->seq;
@@ -448,33 +455,35 @@ int vmem_blocks_flush(vmem_blocks *b)
     vmem__blocks_ask(b);
     while (b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed))
         pthread_cond_wait(&b->change, &b->lock);
-    return leave(b, 0);
+    return vmem__blocks_leave(b, 0);
 }
 
 int vmem_blocks_query(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint8_t *states)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     rc = n && !states ? vmem__error(-EINVAL, "states is NULL") : check_ids(b, ids, n);
     for (uint32_t i = 0; i < n && !rc; i++)
         states[i] = b->blocks[ids[i]].state != BLOCK_IN ? 0 : b->blocks[ids[i]].leave ? 2 : 1;
-    return leave(b, rc);
+    return vmem__blocks_leave(b, rc);
 }
 
 int vmem_blocks_set_budget(vmem_blocks *b, uint64_t bytes)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
+    if (b->lender)
+        return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in a pool, which sets their budget"));
     b->budget = bytes ? bytes >> b->page_shift : UINT64_MAX;
     vmem__blocks_show(b);
-    return leave(b, 0);
+    return vmem__blocks_leave(b, 0);
 }
 
 int vmem_blocks_get_stats(vmem_blocks *b, struct vmem_blocks_stats *out)
 {
-    int rc = enter(b);
+    int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
     struct vmem_blocks_stats s = b->stats;
@@ -485,5 +494,6 @@ int vmem_blocks_get_stats(vmem_blocks *b, struct vmem_blocks_stats *out)
     s.blocks = b->n_blocks;
     s.orders = b->seq;
     s.waiting = b->seq - b->done;
-    return leave(b, out ? vmem__struct_give(out, &s, sizeof s, "out") : vmem__error(-EINVAL, "out is NULL"));
+    return vmem__blocks_leave(b,
+                              out ? vmem__struct_give(out, &s, sizeof s, "out") : vmem__error(-EINVAL, "out is NULL"));
 }

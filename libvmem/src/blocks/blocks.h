@@ -13,6 +13,7 @@
 #define VMEM_BLOCKS_STATE_H
 
 #include "core/core.h"
+#include "lend.h"
 #include "vmem_blocks.h"
 
 #define PAGE_BUSY 0x80000000u
@@ -101,6 +102,11 @@ struct vmem_blocks {
     struct fence *fences, **fences_end, *spare;
     uint64_t fence, passed; // the last made; the last that passed
     struct work *stuck;
+    const struct vmem__lender *lender; // of a pool's member; else NULL
+    struct vmem__member *member;
+    uint64_t offer;                   // pages that the engine would give up
+    uint64_t shrink_to;               // pages that others of the pool have left it; UINT64_MAX: they want nothing
+    uint64_t shrink_until;            // ns: then it lapses
     int answers[VMEM_BLOCKS_ANSWERS]; // of order s at [s % VMEM_BLOCKS_ANSWERS]
     struct vmem_blocks_stats stats;   // counts
 };
@@ -115,6 +121,14 @@ bool vmem__blocks_take(vmem_blocks *b);
 void vmem__blocks_retry(vmem_blocks *b);
 // Unmaps everything.
 void vmem__blocks_clear(vmem_blocks *b);
+
+// member.c. What a pool knows of its member.
+extern const struct vmem__member_ops vmem__blocks_member_ops;
+// With the lock held: takes up to so many pages of what the pool has free.
+void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most);
+// Between calls: locks the blocks. A negative errno if they cannot be used.
+int vmem__blocks_enter(vmem_blocks *b);
+int vmem__blocks_leave(vmem_blocks *b, int rc);
 
 // queue.c. With the lock held.
 //

@@ -229,7 +229,10 @@ static int map_work(vmem_blocks *b, const struct call *c, struct work *w)
         return 0;
     b->held += w->n;
     int rc = 0;
-    if (b->held > b->budget && !(c->flags & VMEM_BLOCKS_OVER))
+    const bool over = c->flags & VMEM_BLOCKS_OVER;
+    if (b->lender && b->held > b->budget)
+        vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
+    if (b->held > (b->budget < b->shrink_to ? b->budget : b->shrink_to) && !over)
         rc = vmem__error(-ENOMEM, "%" PRIu64 " pages more exceed the budget of %" PRIu64 ": %" PRIu64 " are held", w->n,
                          b->budget, b->held - w->n);
     if (!rc) {
@@ -399,6 +402,8 @@ bool vmem__blocks_take(vmem_blocks *b)
     }
     b->unbacking--;
     pthread_cond_broadcast(&b->change);
+    if (b->lender)
+        b->lender->wake(b->member);
     return !rc;
 }
 

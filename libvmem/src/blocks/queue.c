@@ -127,6 +127,8 @@ void vmem__blocks_show(vmem_blocks *b)
     __atomic_store_n(&board->backed, b->stats.backed, __ATOMIC_RELAXED);
     __atomic_store_n(&board->leaving, b->stats.leaving, __ATOMIC_RELAXED);
     __atomic_store_n(&board->budget, b->budget == UINT64_MAX ? 0 : b->budget << b->page_shift, __ATOMIC_RELAXED);
+    __atomic_store_n(&board->shrink_to, b->shrink_to == UINT64_MAX ? 0 : b->shrink_to << b->page_shift,
+                     __ATOMIC_RELAXED);
     __atomic_store_n(&board->refused, b->stats.refused, __ATOMIC_RELAXED);
     __atomic_store_n(&board->done, b->done, __ATOMIC_RELEASE);
 }

@@ -1,0 +1,126 @@
+// Blocks as a member of a pool: what lend.h asks of a member. Every page belongs to some block, so the member shrinks only
+// as the engine gives blocks up, which it does when it reads shrink_to on its board.
+//
+// SPDX-License-Identifier: MIT
+#include <time.h>
+
+#include "blocks/blocks.h"
+#include "core/memory.h"
+
+#define LAPSE_NS 100000000 // after the pool last asked for pages
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+}
+
+static uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+// ---- what the pool's thread calls -------------------------------------------------------------------------------
+
+static void lock(void *blocks) { pthread_mutex_lock(&((vmem_blocks *)blocks)->lock); }
+static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)->lock); }
+
+static void state(void *blocks, struct vmem__lend_state *out)
+{
+    const vmem_blocks *b = blocks;
+    *out = (struct vmem__lend_state){
+        .budget = b->budget,
+        .held = b->held,
+        .used = b->held,
+        .after = b->budget,
+        .fixed = b->held,
+        .evictable = b->offer < b->held ? b->offer : b->held,
+    };
+}
+
+static void raise(void *blocks, uint64_t pages)
+{
+    vmem_blocks *b = blocks;
+    b->budget += pages;
+    vmem__blocks_show(b);
+}
+
+static void give_down_to(void *blocks, uint64_t pages)
+{
+    vmem_blocks *b = blocks;
+    b->budget = pages;
+    vmem__blocks_show(b);
+}
+
+static void trim(void *blocks) { vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, NULL); }
+
+static void evict(void *blocks, uint64_t pages)
+{
+    vmem_blocks *b = blocks;
+    pthread_mutex_lock(&b->lock);
+    const uint64_t to = less(b->held, pages);
+    b->shrink_to = to ? to : 1;
+    b->shrink_until = now_ns() + LAPSE_NS;
+    vmem__blocks_show(b);
+    pthread_mutex_unlock(&b->lock);
+}
+
+const struct vmem__member_ops vmem__blocks_member_ops = {
+    .lock = lock,
+    .unlock = unlock,
+    .state = state,
+    .raise = raise,
+    .give_down_to = give_down_to,
+    .trim = trim,
+    .evict = evict,
+};
+
+// ---- what the engine calls --------------------------------------------------------------------------------------
+
+void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most)
+{
+    b->budget += b->lender->claim(b->member, b->budget, least, most);
+}
+
+static int no_member(vmem_blocks *b)
+{
+    return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in no pool"));
+}
+
+int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
+{
+    int rc = vmem__blocks_enter(b);
+    if (rc)
+        return rc;
+    if (!b->lender)
+        return no_member(b);
+    const uint64_t want = (bytes >> b->page_shift) + (bytes & (b->page_size - 1) ? 1 : 0) + b->held;
+    uint32_t why;
+    if (want > b->budget)
+        vmem__blocks_claim(b, want - b->budget, want - b->budget);
+    const uint64_t lacks = less(want, b->budget);
+    if (!lacks)
+        b->lender->unask(b->member);
+    else if (!b->lender->ask(b->member, b->held, lacks, &why))
+        rc = vmem__error(-ENOMEM, "no member of the pool can give %" PRIu64 " pages now", lacks);
+    if (missing)
+        *missing = lacks << b->page_shift;
+    vmem__blocks_show(b);
+    return vmem__blocks_leave(b, rc);
+}
+
+int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
+{
+    int rc = vmem__blocks_enter(b);
+    if (rc)
+        return rc;
+    if (!b->lender)
+        return no_member(b);
+    const uint64_t before = b->offer;
+    b->offer = bytes >> b->page_shift;
+    if (b->shrink_to != UINT64_MAX && now_ns() > b->shrink_until) {
+        b->shrink_to = UINT64_MAX;
+        vmem__blocks_show(b);
+    }
+    if (b->offer > before)
+        b->lender->wake(b->member);
+    return vmem__blocks_leave(b, 0);
+}
