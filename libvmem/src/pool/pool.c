@@ -265,7 +265,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     return 0;
 }
 
-void vmem__pool_leave(struct vmem__member *m, uint64_t held)
+static void leave(struct vmem__member *m, uint64_t held)
 {
     vmem_kv_pool *pool = m->pool;
     pthread_mutex_lock(&pool->lock);
@@ -282,7 +282,7 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     pthread_mutex_unlock(&pool->lock);
 }
 
-void vmem__pool_left(struct vmem__member *m)
+static void left(struct vmem__member *m)
 {
     struct vmem__member **at;
     vmem_kv_pool *pool = m->pool;
@@ -321,20 +321,6 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
     m->asked_at = pool_now();
     return m->row.answer;
 }
-
-static void wake(const struct vmem__member *m) { pool_ring(m->pool); }
-
-const struct vmem__lender vmem__pool_lender = {
-    .claim = vmem__pool_claim,
-    .claimable = vmem__pool_claimable,
-    .ask = vmem__pool_ask,
-    .unask = vmem__pool_unask,
-    .foresee = vmem__pool_foresee,
-    .wake = wake,
-    .show = vmem__pool_show,
-    .leave = vmem__pool_leave,
-    .left = vmem__pool_left,
-};
 
 // ---- the pool as others see it -----------------------------------------------------------------------------------
 
@@ -396,7 +382,7 @@ static void show(const struct pool_row *r, struct vmem_kv_pool_member *out)
     memcpy(out->name, r->name, sizeof(out->name));
 }
 
-void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
+static void show_member(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
 {
     pthread_mutex_lock(&m->pool->lock);
     show(&m->row, out);
@@ -446,3 +432,19 @@ int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *con
     *found = rc ? 0 : n;
     return rc;
 }
+
+// ---- what members call -------------------------------------------------------------------------------------------
+
+static void wake(const struct vmem__member *m) { pool_ring(m->pool); }
+
+const struct vmem__lender vmem__pool_lender = {
+    .claim = vmem__pool_claim,
+    .claimable = vmem__pool_claimable,
+    .ask = vmem__pool_ask,
+    .unask = vmem__pool_unask,
+    .foresee = vmem__pool_foresee,
+    .wake = wake,
+    .show = show_member,
+    .leave = leave,
+    .left = left,
+};

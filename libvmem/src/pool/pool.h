@@ -114,10 +114,6 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
                     const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
 // With the pool's lock held: waits at most `ms` for the answer to the member's last request.
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
-// With no lock held. As `leave` and `left` of struct vmem__lender.
-void vmem__pool_leave(struct vmem__member *m, uint64_t held);
-void vmem__pool_left(struct vmem__member *m);
-void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
 
 // ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
 
