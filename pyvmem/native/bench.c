@@ -175,15 +175,17 @@ int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64
                                   .length = page_size,
                                   .flags = UVM_VMEM_TAKEOVER | (page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0)};
         struct uvm_vmem_op take = {.va = put.va, .length = page_size};
-        rc = TIME(create[i], vmem__kmod_create(&k, page_size, 1, &put.handle));
+        uint64_t handle;
+        rc = TIME(create[i], vmem__kmod_create(&k, page_size, 1, &handle));
         if (rc)
             break;
+        put.handle = handle;
         rc = TIME(map[i], vmem__kmod_batch(&k, UVM_VMEM_MAP, &put, 1, &failed));
         if (!rc)
             rc = TIME(unmap[i], vmem__kmod_batch(&k, UVM_VMEM_UNMAP, &take, 1, &failed));
         if (!rc)
             rc = vmem__kmod_batch(&k, UVM_VMEM_MAP, &put, 1, &failed);
-        int released = TIME(release[i], vmem__kmod_release(&k, put.handle, 1, &done));
+        int released = TIME(release[i], vmem__kmod_release(&k, handle, 1, &done));
         rc = rc ? rc : released;
     }
     vmem__kmod_close(&k);
