@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "backend/traced.h"
 #include "core/core.h"
 #include "core/struct.h"
 
@@ -96,6 +97,8 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
         pthread_mutex_init(&ctx->lock, NULL);
         pthread_cond_init(&ctx->idle, NULL);
         rc = ops->open(&ctx->b, opts);
+        if (!rc && (rc = vmem__trace_backend(&ctx->b)))
+            ops->close(&ctx->b, false);
         vmem__limit(ctx, opts->budget);
     }
     if (rc) {

@@ -1,6 +1,7 @@
 // Turns: calls and the background thread take turns at a slot.
 //
 // SPDX-License-Identifier: MIT
+#include "core/trace.h"
 #include "kv/book/book.h"
 
 void (*vmem__kv_hook)(enum vmem__kv_point point);
@@ -9,7 +10,9 @@ static void wait_for_worker(vmem_kv *kv)
 {
     if (vmem__kv_hook)
         vmem__kv_hook(KV_CALL_WAITS);
+    const uint64_t start = vmem__trace_start();
     pthread_cond_wait(&kv->turn.done, &kv->gate.state);
+    vmem__trace_end("wait for the background thread", start, "\"step\":%llu", (unsigned long long)kv->fence.step);
     if (vmem__kv_hook)
         vmem__kv_hook(KV_CALL_WAITED);
 }

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <time.h>
 
+#include "core/trace.h"
 #include "kv/calls/calls.h"
 #include "kv/run/hash.h"
 
@@ -104,8 +105,12 @@ int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
 {
+    const uint64_t start = vmem__trace_start();
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_step(kv, lengths, n, missing));
+    if (!rc)
+        rc = vmem__kv_leave(kv, vmem__kv_step(kv, lengths, n, missing));
+    vmem__trace_end("step", start, "\"result\":%d", rc);
+    return rc;
 }
 
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
@@ -121,8 +126,12 @@ int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
 
 int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
 {
+    const uint64_t start = vmem__trace_start();
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_commit(kv, missing));
+    if (!rc)
+        rc = vmem__kv_leave(kv, vmem__kv_commit(kv, missing));
+    vmem__trace_end("commit", start, "\"result\":%d", rc);
+    return rc;
 }
 
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)

@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "core/core.h"
+#include "core/trace.h"
 #include "kv/thread/thread.h"
 
 // Between these two the worker has dropped the lock. pages: those of kv->ledger.held that it maps, unmaps or releases meanwhile.
@@ -448,7 +449,10 @@ static void *work(void *arg)
         }
         kv->worker.gave = kv->worker.idle_once = false;
         kv->turn.working = true;
+        const uint64_t start = vmem__trace_start();
         const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);
+        if (did)
+            vmem__trace_end("background work", start, "\"after step\":%llu", (unsigned long long)kv->fence.step);
         kv->turn.working = false;
         if (!did)
             rest(kv);
