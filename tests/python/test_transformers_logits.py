@@ -161,19 +161,23 @@ REFUSED = (
 @pytest.mark.parametrize("family", [f for f in names() if ALL or f[1] in SOME], ids=lambda f: f[2])
 def test_a_family_is_equal_or_refused(family, make, device):
     """Each model, with transformers' caches and with ours: the stock attention's logits, or an error of one line."""
-    try:
-        model = small_model(*family[1:]).to(device)
-        own, attention = transformers.DynamicCache, stock(model)
-        if model.config.is_encoder_decoder:
-            pytest.skip("test_encoder_and_decoder tries these")
-        theirs = run(model, own(config=model.config), attention, vocabulary=VOCABULARY, device=device)
-    except Exception as error:
-        pytest.skip(f"no small model of this family with transformers alone: {type(error).__name__}: {str(error):.80}")
-    tried = 0
+    model, wanted, why = None, {}, ""
     for side in ("none", "left", "right"):
-        theirs = run(model, own(config=model.config), attention, side, vocabulary=VOCABULARY, device=device)
-        if any(bool(x.isnan().any()) for x in theirs):
-            continue  # a query that sees nothing
+        try:
+            model = model or small_model(*family[1:]).to(device)
+            own, attention = transformers.DynamicCache, stock(model)
+            if model.config.is_encoder_decoder:
+                pytest.skip("test_encoder_and_decoder tries these")
+            theirs = run(model, own(config=model.config), attention, side, vocabulary=VOCABULARY, device=device)
+        except Exception as error:  # of transformers alone: RecurrentGemma of 5.18 to 5.22, say, takes no padding
+            why = f"{type(error).__name__}: {str(error):.80}"
+            continue
+        if not any(bool(x.isnan().any()) for x in theirs):  # else a query sees nothing
+            wanted[side] = theirs
+    if not wanted:
+        pytest.skip(f"no small model of this family with transformers alone: {why}")
+    tried = 0
+    for side, theirs in wanted.items():
         for cache, kind in ((own(config=model.config), "vmem"), (None, attention), (None, "vmem")):
             try:
                 cache = make(model) if cache is None else cache
