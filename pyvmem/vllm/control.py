@@ -35,13 +35,13 @@ RING = 1 << 15  # words
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # What the scheduler publishes. Blocks, unless it says otherwise.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION) = range(16, 35)  # fmt: skip
+ PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED) = range(16, 37)  # fmt: skip
 # What each worker publishes, in its own column.
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES,
  NULL) = range(64, 64 + 8 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
-DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, _BUDGET, _RESERVED, _FIRST_ANSWER = range(9)
+DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)
 _BOARDS = 1024
 _RING = _BOARDS + RANKS * BOARD_WORDS
 WORDS = _RING + RING
@@ -257,3 +257,35 @@ def engines() -> list[tuple[Engine, Page]]:
             page = Page(words, path)
             found.append((Engine.of(name[1], int(name[2]), page), page))
     return found
+
+
+def change(page: Page, **settings: int | bool | None) -> None:
+    """Set what an engine's owner may set, all or nothing.
+
+    limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
+        needs is always allowed.
+    max : as a limit, which stays; 0: none.
+    min : bytes that are not lent to other engines of its pool; 0: all may be.
+    priority : engines of the pool with a lower one give way if this one lacks memory.
+    lend : whether the engine gives up every block. Its requests wait, and later compute their rows again.
+
+    Raises `ValueError` and `TypeError`, naming the setting.
+    """
+    words = {"limit": LIMIT, "min": MIN, "max": MAX, "priority": PRIORITY, "lend": LEND}
+    values = {}
+    for name, value in settings.items():
+        if name not in words:
+            raise ValueError(f"unknown setting {name}: there are {', '.join(words)}")
+        if name == "limit" and value is None:
+            value = NO_LIMIT
+        if (name == "lend") != isinstance(value, bool) or not isinstance(value, int):
+            kind = "true or false" if name == "lend" else "a whole number"
+            raise TypeError(f"{name} {value!r} must be {kind}")
+        if not 0 <= value <= NO_LIMIT:
+            raise ValueError(f"{name} {value} must be 0 to {NO_LIMIT}")
+        values[name] = int(value)
+    least, most = values.get("min", page[MIN]), values.get("max", page[MAX])
+    if most and least > most:
+        raise ValueError(f"min {least} is over max {most}")
+    for name, value in values.items():
+        page[words[name]] = value

@@ -24,7 +24,7 @@ from pyvmem.vllm.control import Page
 
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
-RETRY = 0.1  # seconds until memory that was refused is asked for again
+RETRY = 0.03  # seconds until memory that was refused is asked for again
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
@@ -116,6 +116,7 @@ class Keeper:
         self._n_coming = 0
         self._orders = 0
         self._retry = 0.0
+        self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
         self._less, self._fitted, self._most = 0, 0.0, 0
         self.step = 0
@@ -143,11 +144,22 @@ class Keeper:
         """Blocks in use or in the free queue."""
         return int(self.total - self.held)
 
+    @property
+    def coming(self) -> int:
+        """Blocks that workers are backing."""
+        return self._n_coming
+
     def allowed(self) -> int:
         """Blocks that may circulate now."""
         if self.lent:
             return 0
-        return int(min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total))
+        most = min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total)
+        if self.page[control.POOL]:
+            boards = self.page.boards(self.ranks)
+            for rank in boards[:, control.SHRINK_TO].nonzero()[0]:  # others of the pool ask
+                left = int(boards[rank, control.SHRINK_TO]) - self.page[control.NULL + int(rank)]
+                most = min(most, max(left // self.block_bytes, 0))
+        return int(most)
 
     def _most_bytes(self) -> int:
         """The most that blocks may take: the smaller of limit and maximum."""
@@ -222,7 +234,8 @@ class Keeper:
 
     def _want(self, n: int) -> None:
         if n > 0 and self._out and time.monotonic() >= self._retry:
-            self._order += [heapq.heappop(self._out) for _ in range(min(n, len(self._out)))]
+            n = min(n, len(self._out), self._most_order)
+            self._order += [heapq.heappop(self._out) for _ in range(n)]
 
     def _enter(self) -> None:
         while self._coming:
@@ -237,11 +250,13 @@ class Keeper:
             if (told[attached] > 0).any():
                 self.page[control.REFUSED] += 1
                 self._retry = time.monotonic() + RETRY
+                self._most_order = max(len(ids) // 2, 1)
                 self._gone += ids  # other workers may have backed them
                 self._put_out(ids)
             else:
                 # The lowest number first in the queue, so that blocks in use stay close together.
                 self.pool.free_blocks(self.pool.blocks[i] for i in ids)
+                self._most_order = max(self._most_order, min(2 * len(ids), self.total))
 
     # ---- between steps ---------------------------------------------------------------------------------------
 
@@ -277,10 +292,16 @@ class Keeper:
                 return
             time.sleep(1e-4)
 
-    def publish(self, wanted: int = 0) -> None:
-        """Write the numbers of the control page."""
+    def publish(self, wanted: int = 0, yields: bool = False) -> None:
+        """Write the numbers of the control page.
+
+        wanted : blocks that requests lack. yields: whether requests give way to another engine's.
+        """
         page, free, spare = self.page, int(self.pool.get_num_free_blocks()), self.spare
         page[control.ALLOWED], page[control.OUT] = self.allowed(), len(self._out)
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
         page[control.USED], page[control.WANTED] = self.circulating - free, wanted
+        minimum = -(-page[control.MIN] // self.block_bytes)
+        # Without `yields`, others get what no request uses; with it, vLLM preempts requests for them.
+        page[control.OFFERED] = max(min(self.circulating if yields else free, self.circulating - minimum), 0)
         page[control.LENT] = self.lent

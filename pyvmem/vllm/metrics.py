@@ -34,7 +34,7 @@ def started_by(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
-def _server() -> int:
+def server() -> int:
     """The process that the user started: this one, or the one that started it as one of several API servers."""
     parent = multiprocessing.parent_process()
     return os.getpid() if parent is None or parent.pid is None else parent.pid
@@ -47,9 +47,9 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        server = _server()
+        here = server()
         for engine, _ in control.engines():
-            if not started_by(engine.pid, server):
+            if not started_by(engine.pid, here):
                 continue
             for name, value in asdict(engine).items():
                 if name not in COUNTS and name not in BYTES or value is None:
@@ -61,6 +61,15 @@ class Collector:
                                           labels=("engine",))  # fmt: skip
                 families[name].add_metric((str(engine.rank),), value)
         return families.values()
+
+
+def text() -> bytes:
+    """The metrics of this server's engines alone, in Prometheus' format."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    return generate_latest(registry)
 
 
 def register(registry: Any = None) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from pyvmem.vllm import check, control, geometry, settings
+from pyvmem.vllm import check, control, geometry, lease, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.vmem")
 
 LOOK = 0.05  # seconds between looks at the control page while no step runs
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
-LENT_STEP = 0.005  # seconds that a step takes while everything is lent
+LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
 KEEP = 64 << 20  # bytes of spare blocks that an idle engine keeps for the next request
 
 
@@ -68,8 +68,10 @@ class SchedulerMemory:
         if chosen.limit is not None:
             page[control.LIMIT] = chosen.limit
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
-        page[control.PRIORITY] = chosen.priority
+        page[control.PRIORITY], page[control.POOL] = chosen.priority, lease.number_of(chosen.pool)
         control.claim(page)
+        self._neighbours = lease.Neighbours(page)
+        self._short = False  # whether requests wait for other engines' memory, and none runs
         block = geometry.bytes_of(config) // config.num_blocks
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
@@ -85,7 +87,8 @@ class SchedulerMemory:
     def before(self) -> None:
         """A step is about to be scheduled."""
         self._busy = time.monotonic()
-        if self.keeper.lent:
+        self._obey()
+        if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         if not self._scheduler.running and self._scheduler.has_unfinished_requests() and not self.keeper.circulating:
             self.keeper.wait(0.01)  # nothing can run before memory has come
@@ -97,36 +100,50 @@ class SchedulerMemory:
         gone, ahead, order = keeper.take()
         keeper.page[control.PREEMPTED] += len(output.preempted_req_ids or ())
         output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order)
-        keeper.publish()
+        self._publish()
+
+    def _publish(self) -> None:
+        keeper, wanted = self.keeper, 0
+        if self.page[control.POOL] and not keeper.lent:
+            wanted = lease.lacking(self._scheduler, keeper.coming, keeper.allowed() - keeper.circulating)
+        self._short = wanted > 0 and not self._scheduler.running
+        keeper.publish(wanted, self._neighbours.yields())
+
+    def _obey(self) -> None:
+        """Lend everything, or stop to, as the owner says."""
+        if self.page[control.LEND] and not self.keeper.lent:
+            self.lend()
+        elif not self.page[control.LEND] and self.keeper.lent:
+            self.keeper.lent = False  # the next step orders memory
 
     def lend(self) -> bool:
         """Give up every block; running requests go back to the waiting ones, and later compute their rows again.
 
-        vLLM must be paused (mode ``keep``), or at least run no step. Returns False if blocks are still in use.
+        It must come between steps. Returns False if blocks are still in use.
         """
         with self.lock:
-            if not self._scheduler.reset_prefix_cache(reset_running_requests=bool(self._scheduler.running)):
+            try:
+                if not self._scheduler.reset_prefix_cache(reset_running_requests=bool(self._scheduler.running)):
+                    return False
+            except RuntimeError:  # vLLM's word for blocks that something else uses
                 return False
             self.keeper.lent = True
             self.keeper.between(True)
-            self.keeper.publish()
+            self._publish()
         return True
 
     def _tend(self) -> None:
         failure = ""
         while not self._stop.wait(LOOK):
             try:
-                if not self.page[control.LEND] and self.keeper.lent:
-                    self.keeper.lent = False  # the next step orders memory
                 if time.monotonic() - self._busy < LOOK:
                     continue
                 with self.lock:
-                    if self.page[control.LEND] and not self.keeper.lent:
-                        self.lend()
+                    self._obey()
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
                     self.keeper.between(idle, KEEP // self.keeper.block_bytes)
-                    self.keeper.publish()
+                    self._publish()
             except Exception as error:
                 if str(error) != failure:  # the next step does what was not done
                     failure = str(error)

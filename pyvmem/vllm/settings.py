@@ -24,6 +24,8 @@ class Settings:
     minimum: int = 0
     maximum: int = 0
     priority: int = 0
+    pool: str = ""
+    pool_size: int = 0
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -54,6 +56,12 @@ def _flag(name: str, text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
+def _name(name: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,59}", text):
+        raise _wrong(name, text, "at most 60 letters, digits, _, . and -")
+    return text
+
+
 def _layout(name: str, text: str) -> str:
     if text not in LAYOUTS:
         raise _wrong(name, text, f"one of {', '.join(LAYOUTS)}")
@@ -75,6 +83,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         ("VMEM_VLLM_MIN", "minimum", _bytes),
         ("VMEM_VLLM_MAX", "maximum", _bytes),
         ("VMEM_VLLM_PRIORITY", "priority", _whole),
+        ("VMEM_VLLM_POOL", "pool", _name),
+        ("VMEM_VLLM_POOL_SIZE", "pool_size", _bytes),
     ):
         if text := _text(environ, name):
             given[field] = parse(name, text)

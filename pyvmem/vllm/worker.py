@@ -6,7 +6,9 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from pyvmem import Context
 from pyvmem.blocks import Blocks
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv_pool import KVPool
 from pyvmem.tensor import VirtualTensor
-from pyvmem.vllm import control, geometry, refuse
+from pyvmem.vllm import control, geometry, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
 
@@ -23,6 +27,7 @@ logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
 SMALL = 64 << 10
+ASK, GIVE = 0.06, 0.2  # seconds in which an engine that runs requests asks others for memory, and then gives
 
 
 class Allocation(TorchFunctionMode):
@@ -59,6 +64,9 @@ class WorkerMemory:
         self._page, self._rank = page, rank
         self._tensor: VirtualTensor | None = None
         self._blocks: Blocks | None = None
+        self._pool: KVPool | None = None
+        self._pool_size, self._share = 0, (0, 0)
+        self._asking = self._resume = 0.0
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._finished = 0  # the last step that was executed
@@ -100,6 +108,7 @@ class WorkerMemory:
         self._blocks.back(0)
         alone, block = self._blocks.stats().held, tensor.nbytes / config.num_blocks
         self._page[control.NULL + self._rank] = alone
+        self._join(tensor.context)
         self._page[control.ATTACHED + self._rank] = 1
         threading.Thread(target=self._poll, name="vmem", daemon=True).start()
         self.publish()
@@ -114,6 +123,50 @@ class WorkerMemory:
                 "%d KiB. Memory follows the load less closely than with pages of 64 KiB (backends stock and uvm).",
                 block / 1024, alone / 1024, tensor.context.backend, tensor.page_size >> 10,
             )  # fmt: skip
+
+    def _join(self, context: Context) -> None:
+        """Become a member of the pool that the environment names, if it names one."""
+        asked = settings.read()
+        if not asked.pool or self._blocks is None:
+            return
+        device = context.info().device_uuid.hex() if context.backend != "host" else ""
+        name = f"{asked.pool}-{device[:12]}" if device else asked.pool  # a pool for each GPU
+        try:
+            self._pool = KVPool(asked.pool_size or None, name=name)
+            self._pool_size, self._share = self._pool.budget, (asked.minimum, asked.maximum)
+            self._blocks.join(self._pool, name=f"vllm {os.getpid()}", min=asked.minimum, max=asked.maximum)
+        except (OSError, ValueError, MemoryError) as error:
+            raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error} (or unset VMEM_VLLM_POOL)") from error
+
+    def _lease(self) -> None:
+        """Tell the pool what the scheduler offers and wants."""
+        page, blocks = self._page, self._blocks
+        if self._pool is None or blocks is None or not page[control.PID]:
+            return
+        share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX])
+        if share != self._share:
+            self._share = share
+            blocks.set_share(*share)
+        blocks.offer(page[control.OFFERED] * page[control.BLOCK_BYTES])
+        most = min(page[control.MAX] or self._pool_size, self._pool_size)
+        held = int(page.boards(control.RANKS)[self._rank, control.HELD])
+        wanted = min(page[control.WANTED] * page[control.BLOCK_BYTES], most - held)
+        self._ask(wanted, page[control.USED] > 0)
+
+    def _ask(self, wanted: int, runs: bool) -> None:
+        """Ask the pool. An engine that runs requests asks for a while, then lets others ask: who asks gives nothing."""
+        assert self._blocks is not None
+        now = time.monotonic()
+        if wanted <= 0 or now < self._resume:
+            return
+        try:
+            missing = self._blocks.ask(wanted)
+        except OutOfMemory:
+            missing = wanted
+        self._asking = (self._asking or now) if missing and runs else 0.0
+        if self._asking and now >= self._asking + ASK:
+            self._blocks.ask(0)
+            self._asking, self._resume = 0.0, now + GIVE
 
     @property
     def active(self) -> bool:
@@ -195,6 +248,7 @@ class WorkerMemory:
                 if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
                     with self._lock:
                         self._ring(self._page[control.POSITION])
+                self._lease()
                 self.publish()
             except Exception as error:
                 if self._stop.is_set():
@@ -246,6 +300,8 @@ class WorkerMemory:
             self._synchronize()
             with self._lock:
                 self._blocks.close()
+        if self._pool is not None:
+            self._pool.close()
         self._page[control.ATTACHED + self._rank] = 0
 
 

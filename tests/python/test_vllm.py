@@ -1,6 +1,8 @@
 """Parts of vLLM on vMem that need no vLLM: settings, the control page, where blocks lie, and their pages."""
 
+import asyncio
 import collections
+import json
 import multiprocessing
 import os
 import random
@@ -11,7 +13,7 @@ from kv_caches import run_top
 
 from pyvmem import Context
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
-from pyvmem.vllm import control, doors, geometry, layout, plugin, refuse, settings
+from pyvmem.vllm import control, doors, geometry, http, layout, lease, plugin, refuse, settings
 
 PAGE = 64 << 10
 
@@ -305,3 +307,85 @@ def test_layouts():
     assert layout.order(names, [PAGE + 8192] * 4) == ["BLHNC", "BLNHC", "LBHNC", "LBNHC"]
     assert layout.order(names, [PAGE + 8192, 8192]) == names
     assert layout.order(["LBHNC"], [8192]) == ["LBHNC"]
+
+
+# ---- HTTP -----------------------------------------------------------------------------------------------------------
+
+
+def ask(method, body=b"", path="/vmem/limit"):
+    async def passed_on(scope, receive, send):
+        await send({"passed": scope["path"]})
+
+    async def receive():
+        return {"body": body}
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(http.Limits(passed_on)({"type": "http", "path": path, "method": method}, receive, send))
+    return sent[0] if len(sent) == 1 else (sent[0]["status"], json.loads(sent[1]["body"]))
+
+
+def test_limits_over_http():
+    page = engine()
+    assert ask("GET", path="/health") == {"passed": "/health"}
+    status, told = ask("GET")
+    assert status == 200 and [e["name"] for e in told["engines"]] == ["abc"] and told["engines"][0]["limit"] is None
+    status, told = ask("POST", json.dumps(dict(limit=40 << 20, min=1 << 20, max=60 << 20, priority=2)).encode())
+    assert status == 200 and told["engines"][0]["limit"] == page[control.LIMIT] == 40 << 20
+    assert (page[control.MIN], page[control.MAX], page[control.PRIORITY]) == (1 << 20, 60 << 20, 2)
+    assert ask("POST", b'{"limit": null, "lend": true}')[0] == 200
+    assert page[control.LIMIT] == control.NO_LIMIT and page[control.LEND] == 1
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"limits": 1}', "unknown setting limits"),
+        (b'{"limit": "16G"}', "limit '16G' must be a whole number"),
+        (b'{"limit": true}', "limit True must be a whole number"),
+        (b'{"lend": 1}', "lend 1 must be true or false"),
+        (b'{"min": -1}', "min -1 must be 0 to"),
+        (b'{"limit": 5, "min": 9, "max": 8}', "min 9 is over max 8"),
+        (b'{"rank": 7, "limit": 5}', "rank 7 is not here"),
+        (b" " * (1 << 17), "may have 65536 bytes"),
+    ],
+)
+def test_wrong_settings_over_http_change_nothing(body, says):
+    page = engine()
+    status, told = ask("POST", body)
+    assert status == 400 and says in told["error"]
+    assert page[control.LIMIT] == control.NO_LIMIT and page[control.MIN] == page[control.MAX] == 0
+    assert ask("DELETE")[0] == 405
+
+
+# ---- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_pool():
+    def read(text):
+        return settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_POOL": text, "VMEM_VLLM_POOL_SIZE": "2G"})
+
+    assert (read("gpu-0").pool, read("gpu-0").pool_size) == ("gpu-0", 2 << 30)
+    for wrong in ("../x", ".x", "a b", "x" * 61):
+        with pytest.raises(ValueError, match="VMEM_VLLM_POOL=.* must be at most 60 letters"):
+            read(wrong)
+    assert lease.number_of("gpu-0") != lease.number_of("gpu-1") and lease.number_of("") == 0
+
+
+def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_memory(monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0)
+    monkeypatch.setattr(lease, "FIND", 0)
+    mine, other = engine(POOL=5), engine("def", POOL=5, PRIORITY=1)
+    neighbours = lease.Neighbours(mine)
+    assert not neighbours.yields()  # it lacks nothing
+    other[control.WANTED] = 3
+    assert neighbours.yields() and not lease.Neighbours(other).yields()
+    other[control.POOL] = 6
+    assert not neighbours.yields()
+    other[control.POOL], mine[control.PRIORITY] = 5, 1
+    assert not neighbours.yields()

@@ -22,29 +22,87 @@ def prompts_of(n=24, longest=500):
     return [{"prompt_token_ids": p} for p in made]
 
 
-def in_child(function, *args, vmem, seconds=300, **kwargs):
-    """What `function` returns in a forked child with VMEM_VLLM set or not. Raises what it raised, as text."""
-    read, write = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        signal.alarm(seconds)
-        os.environ.update(VMEM_VLLM="1" if vmem else "0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        try:
-            told = dict(result=function(*args, **kwargs))
-        except BaseException:
-            told = dict(error=traceback.format_exc())
-        with os.fdopen(write, "w") as file:
-            json.dump(told, file)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        text = file.read()
-    _, status = os.waitpid(child, 0)
-    told = json.loads(text) if text else dict(error=f"the engine's process ended with status {status}")
-    if "error" in told:
-        raise RuntimeError(told["error"])
-    return told["result"]
+class Child:
+    """A forked process with VMEM_VLLM set or not, which calls `function`."""
+
+    def __init__(self, function, *args, vmem, seconds=300, environ=(), **kwargs):
+        read, write = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            signal.alarm(seconds)
+            os.environ.update(environ, VMEM_VLLM="1" if vmem else "0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+            try:
+                told = dict(result=function(*args, **kwargs))
+            except BaseException:
+                told = dict(error=traceback.format_exc())
+            with os.fdopen(write, "w") as file:
+                json.dump(told, file)
+            os._exit(0)
+        os.close(write)
+        self._read = read
+
+    def result(self):
+        """What it returned. Raises what it raised, as text."""
+        with os.fdopen(self._read) as file:
+            text = file.read()
+        _, status = os.waitpid(self.pid, 0)
+        told = json.loads(text) if text else dict(error=f"the engine's process ended with status {status}")
+        if "error" in told:
+            raise RuntimeError(told["error"])
+        return told["result"]
+
+
+def in_child(function, *args, **kwargs):
+    """What `function` returns in a `Child`."""
+    return Child(function, *args, **kwargs).result()
+
+
+class Told(Child):
+    """An engine that serves all prompts each time it is told to."""
+
+    def __init__(self, folder, environ, **options):
+        go, self._go = os.pipe()
+        self._done, done = os.pipe()
+        super().__init__(serve_when_told, folder, (go, self._go, self._done, done), options, vmem=True, environ=environ)
+        os.close(go)
+        os.close(done)
+        self.wait()
+
+    def go(self):
+        os.write(self._go, b".")
+
+    def wait(self):
+        assert os.read(self._done, 1) == b".", "the engine's process has ended"
+
+    def ended(self):
+        """It has no more to do: what it tells."""
+        os.write(self._go, b"x")  # a later engine's process has the pipe, too, so closing it would not do
+        return self.result()
+
+    def page(self):
+        return page_of(self.pid)
+
+
+def serve_when_told(folder, pipes, options):
+    from vllm import SamplingParams
+
+    go, others_go, others_done, done = pipes
+    os.close(others_go)
+    os.close(others_done)
+    llm, prompts, tokens = make(folder, **options), prompts_of(), []
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    os.write(done, b".")
+    while os.read(go, 1) == b".":
+        tokens.append([list(a.outputs[0].token_ids) for a in llm.generate(prompts, params, use_tqdm=False)])
+        os.write(done, b".")
+    return dict(tokens=tokens, **idle_state(llm, page_of(os.getpid())))
+
+
+def page_of(pid):
+    from pyvmem.vllm import control
+
+    return next(page for engine, page in control.engines() if engine.pid == pid)
 
 
 def make(folder, **options):

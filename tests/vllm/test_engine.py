@@ -1,5 +1,9 @@
 """vLLM itself on host memory, with and without vMem: equal tokens, limits that move, what an idle engine holds."""
 
+import threading
+import time
+import uuid
+
 import engines
 import models
 import pytest
@@ -130,3 +134,110 @@ def refusal(folder, **options):
 def test_what_cannot_work_is_refused_with_one_line(model, options, says):
     told = engines.in_child(refusal, model("llama"), vmem=True, **options)
     assert told.startswith("pyvmem: VMEM_VLLM=1: ") and says in told and "\n" not in told
+
+
+# ---- engines that lend each other memory ----------------------------------------------------------------------------
+
+POOL = 40 << 20  # one engine of them can use 23 at a time
+
+
+class Watch(threading.Thread):
+    """Looks what each of several engines holds."""
+
+    def __init__(self, pages):
+        super().__init__(daemon=True)
+        self.pages, self.stop, self.together = pages, threading.Event(), 0
+        self.most = [0] * len(pages)
+        self.start()
+
+    def held(self):
+        from pyvmem.vllm import control
+
+        return [int(page.boards(1)[0, control.HELD]) for page in self.pages]
+
+    def run(self):
+        while not self.stop.wait(0.001):
+            held = self.held()
+            self.most = [max(pair) for pair in zip(self.most, held)]
+            self.together = max(self.together, sum(held))
+
+    def most_since(self):
+        """The most that each held since the last call."""
+        most, self.most = self.most, self.held()
+        return most
+
+
+@pytest.fixture
+def pool(model):
+    """Two engines in a pool of `POOL` bytes: (engines, their pages, a `Watch`)."""
+    made = []
+
+    def start(**environ):
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        common = dict(VMEM_VLLM_POOL=name, VMEM_VLLM_POOL_SIZE=str(POOL), **environ)
+        both = [engines.Told(model("llama"), common) for _ in range(2)]
+        pages = [engine.page() for engine in both]
+        made.append(Watch(pages))
+        return both, pages, made[-1]
+
+    yield start
+    for watch in made:
+        watch.stop.set()
+
+
+def soon(what, seconds=60):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_two_engines_lend_each_other_memory(model, pool):
+    from pyvmem.vllm import control
+
+    own = engines.in_child(engines.serve, model("llama"), vmem=False, turns=1)["tokens"]
+    both, pages, watch = pool()
+    for one, other in ((0, 1), (1, 0), (0, 1)):  # the prefixes that one has cached go to the other
+        watch.most_since()
+        both[one].go()
+        both[one].wait()
+        assert watch.most_since()[one] > 0.7 * POOL
+    for engine in both:
+        engine.go()
+    soon(lambda: all(page[control.USED] for page in pages))
+    for page in pages:  # everything, with requests running, and back
+        page[control.LEND] = 1
+        soon(lambda p=page: p[control.LENT] and p.boards(1)[0, control.HELD] == p[control.NULL])
+        page[control.LEND] = 0
+    for engine in both:
+        engine.wait()
+    told = [engine.ended() for engine in both]
+    watch.stop.set()
+    assert watch.together <= POOL
+    for each in told:
+        assert each["tokens"] == [own] * len(each["tokens"])
+        assert each["idle"]["step_maps"] == 0
+    assert [len(each["tokens"]) for each in told] == [3, 2]
+
+
+def test_a_minimum_is_not_lent_and_a_higher_priority_gets_more(model, pool):
+    from pyvmem.vllm import control
+
+    both, pages, watch = pool()
+    least = pages[0][control.LEAST] * pages[0][control.BLOCK_BYTES]
+    pages[0][control.MIN] = least + (1 << 20)
+    pages[1][control.PRIORITY] = 1
+    both[0].go()
+    both[0].wait()
+    assert watch.held()[0] > 0.7 * POOL  # cached
+    both[1].go()
+    soon(lambda: watch.held()[1] > POOL / 2)
+    both[0].go()
+    for engine in both:
+        engine.wait()
+    assert watch.held()[0] >= least
+    assert watch.most_since()[1] <= POOL - pages[0][control.MIN]
+    for engine in both:
+        engine.ended()
+    watch.stop.set()
+    assert watch.together <= POOL

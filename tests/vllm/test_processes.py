@@ -75,7 +75,7 @@ def server(model):
         [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port",
          str(port), "--served-model-name", "tiny", "--max-model-len", str(engines.MOST), "--max-num-seqs", "8",
          "--enforce-eager", "--enable-prefix-caching", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype",
-         "float32", "--kv-cache-memory-bytes", str(256 << 20)],
+         "float32", "--kv-cache-memory-bytes", str(256 << 20), "--middleware", "pyvmem.vllm.http.Limits"],
         env=on_vmem(), start_new_session=True,
     )  # fmt: skip
     try:
@@ -110,8 +110,11 @@ def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
     assert serve() == own
     found, page = max(control.engines(), key=lambda e: e[1][control.STARTED])
     assert found.steps > 0 and found.resident > 0
-    page[control.LIMIT] = 2 * found.least  # as `pyvmem top --limit`
+    told = post(f"{server}/vmem/limit", dict(limit=2 * found.least))["engines"]
+    assert [(e["name"], e["limit"]) for e in told] == [(found.name, 2 * found.least)]
     assert serve() == own
     now = control.Engine.of("", 0, page)
     assert now.allowed == 2 * found.least
-    assert "vllm:vmem_kv_" in get(f"{server}/metrics")
+    assert [e["steps"] for e in json.loads(get(f"{server}/vmem/limit"))["engines"]] == [now.steps]
+    for path in ("/metrics", "/vmem/metrics"):
+        assert "vllm:vmem_kv_" in get(server + path)

@@ -1,0 +1,84 @@
+"""Limits over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``.
+
+``GET /vmem/limit`` tells what the engines of this server hold, a JSON object for each data-parallel rank.
+``POST /vmem/limit`` sets what its JSON object names (`control.change`; with ``rank``, on one of them), and answers the
+same. ``GET /vmem/metrics`` has the metrics of this server, however many API servers it runs. No key is asked
+for, so do not let strangers reach these paths.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from pyvmem.vllm import control
+from pyvmem.vllm.metrics import server, started_by, text
+
+PATH, METRICS = "/vmem/limit", "/vmem/metrics"
+MOST_BODY = 1 << 16  # bytes
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+def _mine() -> list[tuple[control.Engine, control.Page]]:
+    here = server()
+    return [(engine, page) for engine, page in control.engines() if started_by(engine.pid, here)]
+
+
+def _change(body: bytes) -> None:
+    try:
+        asked = json.loads(body)
+    except ValueError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise ValueError("the body must be a JSON object")
+    rank = asked.pop("rank", None)
+    pages = [page for engine, page in _mine() if rank is None or engine.rank == rank]
+    if not pages:
+        raise ValueError(f"rank {json.dumps(rank)} is not here: GET {PATH} lists the engines")
+    for page in pages:
+        control.change(page, **asked)
+
+
+async def _answer(send: Send, status: int, body: bytes, kind: bytes) -> None:
+    headers = [(b"content-type", kind)] + ([(b"allow", b"GET, POST")] if status == 405 else [])
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Limits:
+    """ASGI middleware that serves `PATH` and `METRICS`, and passes everything else on."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in (PATH, METRICS):
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] == METRICS:
+            await _answer(send, 200, text(), b"text/plain; version=0.0.4; charset=utf-8")
+            return
+        status: int = 200
+        told: dict[str, Any] = {}
+        if scope["method"] == "POST":
+            body, more = b"", True
+            while more and len(body) <= MOST_BODY:
+                message = await receive()
+                body, more = body + message.get("body", b""), message.get("more_body", False)
+            try:
+                if len(body) > MOST_BODY:
+                    raise ValueError(f"the body may have {MOST_BODY} bytes")
+                _change(body)
+            except (ValueError, TypeError) as error:
+                status, told = 400, {"error": str(error)}
+        elif scope["method"] != "GET":
+            status, told = 405, {"error": f"{PATH} takes GET and POST"}
+        told = told or {"engines": [asdict(engine) for engine, _ in _mine()]}
+        await _answer(send, status, json.dumps(told).encode(), b"application/json")
