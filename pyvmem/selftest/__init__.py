@@ -254,7 +254,12 @@ def run_selftest(
     started = time.monotonic()
     if not record("preflight", "the backend opens", _preflight(backend, device, shared), time.monotonic() - started):
         return _end(report, say, touched=False)
-    canary = _Canary(device)
+    try:
+        canary = _Canary(device)
+    except VmemError as error:
+        result = {"ok": False, "what": "the canary", "seen": str(error), "expected": "memory that can be written"}
+        record("canary", "", result, 0)
+        return _end(report, say)
     try:
         report["simulated"] = canary.slow
         report["canary_bytes"] = canary.bytes

@@ -181,3 +181,14 @@ def test_the_ioctls_are_timed_themselves(tmp_path):
     assert timed == {(f"{call}, ioctl", size << 10) for call in calls for size in (64, 128, 256, 2048)}
     refused = run([*arguments, "--backend", "stock"], tmp_path)
     assert refused.returncode and "--direct times the ioctls of the uvm backend; this is stock" in refused.stderr
+
+
+def test_a_canary_that_cannot_be_made_is_a_failure(tmp_path):
+    code = (
+        "from pyvmem import selftest as s; from pyvmem.errors import VmemError\n"
+        "def fails(self, device): raise VmemError(14, 'zero: CUDA error 700')\n"
+        "s._Canary.__init__ = fails\n"
+        "r = s.run_selftest('uvm'); last = r['stages'][-1]\n"
+        "print(r['passed'], last['stage'], 'CUDA error 700' in last['seen'])"
+    )
+    assert said(code, tmp_path).splitlines()[-1] == "False canary True"

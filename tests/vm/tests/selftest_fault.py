@@ -11,7 +11,7 @@ import sys
 
 os.environ["XDG_STATE_HOME"] = "/tmp/fault"  # no stamp of the system's goes
 
-from pyvmem.selftest import run_selftest  # noqa: E402
+from pyvmem import selftest  # noqa: E402
 
 POST = 1 << 3  # writes of copy engines wait for a membar; without membars, no entry would ever be written
 MODE = 3 << 30 | 16 << 16 | ord("s") << 8 | 15
@@ -24,11 +24,20 @@ def mode(set, clear):
 
 def main():
     bit, stage = int(sys.argv[1], 0), sys.argv[2]
-    mode(bit, POST)
-    try:
-        report = run_selftest("uvm")
-    finally:
-        mode(POST, bit)
+    child = selftest._child
+
+    def beside_a_fault(of, *rest):
+        """Only in that stage: memory that others hold, the canary's too, must be right."""
+        if of.name != stage:
+            return child(of, *rest)
+        mode(bit, POST)
+        try:
+            return child(of, *rest)
+        finally:
+            mode(POST, bit)
+
+    selftest._child = beside_a_fault
+    report = selftest.run_selftest("uvm")
     failed = [row["stage"] for row in report["stages"] if not row["ok"]]
     if report["passed"] or failed != [stage]:
         print(f"not ok selftest_fault - {failed or 'no stage'} failed, not {stage}")
