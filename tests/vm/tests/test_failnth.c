@@ -110,17 +110,17 @@ static NV_STATUS query(void)
 }
 
 static const struct scenario scenarios[] = {
-    {"query", nothing, query, nothing},
-    {"create_small", nothing, create_small, undo_create_small},
-    {"create_huge", nothing, create_huge, undo_create_huge},
-    {"map_no_overlay", close_overlays, map_some, undo_map},
-    {"map", open_overlays, map_some, undo_map},
-    {"map_huge", close_overlays, map_huge, undo_map_huge},
-    {"split_huge", huge_mapped, split, undo_map},
-    {"unmap", some_mapped, unmap, nothing},
+    {"query", nothing, query, nothing, false},
+    {"create_small", nothing, create_small, undo_create_small, false},
+    {"create_huge", nothing, create_huge, undo_create_huge, false},
+    {"map_no_overlay", close_overlays, map_some, undo_map, false},
+    {"map", open_overlays, map_some, undo_map, false},
+    {"map_huge", close_overlays, map_huge, undo_map_huge, false},
+    {"split_huge", huge_mapped, split, undo_map, false},
+    {"unmap", some_mapped, unmap, nothing, false},
     {"release", release_mapped, release, released, true},
     {"release_huge", release_huge, release, released, true},
-    {"takeover", foreign, takeover, undo_foreign},
+    {"takeover", foreign, takeover, undo_foreign, false},
 };
 
 static void arm_memory(uint32_t nth, struct failmem *was)
