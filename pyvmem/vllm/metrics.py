@@ -69,7 +69,8 @@ def text() -> bytes:
 
     registry = CollectorRegistry()
     registry.register(Collector())
-    return generate_latest(registry)
+    written: bytes = generate_latest(registry)
+    return written
 
 
 def register(registry: Any = None) -> None:
