@@ -89,7 +89,7 @@ class TensorParallelKVCache:
     Raises
     ------
     ValueError, TypeError
-        The cache was created without ``same_slots``, or is none.
+        The cache was created without ``same_slots``, or is not a KVCache.
     RuntimeError
         The ranks' caches differ, or the ranks make different calls. Or a rank has ended or does not answer: then every
         further call but `close` raises the same.
@@ -314,8 +314,8 @@ class TensorParallelKVCache:
         """As `KVCache.step`: 0 on every rank, or -1 on every rank, in which case nothing changed on any.
 
         A step asks the other ranks unless all of them know from an earlier one that it fits: they agree on 32
-        further tokens for each request where every rank has the memory for these in its hands, and else on what the
-        pages of the requests hold. They ask at least every 32 steps. Only then a rank takes over a budget that
+        further tokens for each request if every rank already holds the memory; otherwise on what the pages of the
+        requests hold. They ask at least every 32 steps. Only then a rank takes over a budget that
         ``pyvmem top --limit`` requests.
 
         Raises

@@ -171,5 +171,5 @@ def options_of(given: KVCacheOptions | None, keywords: dict[str, Any]) -> KVCach
         raise TypeError(f"options must be KVCacheOptions, not {given!r}")
     for name in keywords:
         if name not in _NAMES:
-            raise TypeError(f"{name} is no option of a KVCache; the options are {', '.join(sorted(_NAMES))}")
+            raise TypeError(f"unknown KVCache option {name}: the options are {', '.join(sorted(_NAMES))}")
     return KVCacheOptions(**{**(vars(given) if given else {}), **keywords})

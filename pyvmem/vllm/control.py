@@ -275,7 +275,7 @@ def change(page: Page, **settings: int | bool | None) -> None:
     values = {}
     for name, value in settings.items():
         if name not in words:
-            raise ValueError(f"unknown setting {name}: there are {', '.join(words)}")
+            raise ValueError(f"unknown setting {name}: the settings are {', '.join(words)}")
         if name == "limit" and value is None:
             value = NO_LIMIT
         if (name == "lend") != isinstance(value, bool) or not isinstance(value, int):

@@ -146,7 +146,7 @@ static void test_groups(void)
     CHECK_EQ(g.tokens, 64);
     CHECK_EQ(g.free_pages, 18);
     CHECK_EQ(g.free_tokens, 18 * 16);
-    ERR(vmem_kv_get_group(kv, 2, &g), EINVAL, "group 2: there are 2");
+    ERR(vmem_kv_get_group(kv, 2, &g), EINVAL, "group 2 is out of range: the cache has 2 groups");
     ERR(vmem_kv_get_group(kv, 0, NULL), EINVAL, "out must not be NULL");
     OK(vmem_kv_free(kv, slot));
     vmem_kv_destroy(kv);

@@ -41,7 +41,7 @@ static void test_grow(uint32_t flags)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
     ERR(vmem_kv_grow(kv, 0, 1, NULL), EINVAL, "slot 0 is free");
-    ERR(vmem_kv_grow(kv, SLOTS, 1, NULL), EINVAL, "slot 3: there are 3");
+    ERR(vmem_kv_grow(kv, SLOTS, 1, NULL), EINVAL, "slot 3 is out of range: the cache has 3 slots");
     for (uint32_t s = 0; s < SLOTS; s++)
         OK(vmem_kv_alloc(kv, 0, &slot));
     OK(vmem_kv_grow(kv, 0, 33, &missing));

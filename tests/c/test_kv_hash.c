@@ -246,7 +246,7 @@ static void test_misuse(void)
     CHECK_EQ(added, 0);
     ERR(vmem_kv_hash_add(kv, slot, UINT32_MAX, hashes_of(0), 1, NULL), EINVAL, "first 4294967295");
     ERR(vmem_kv_hash_add(kv, slot, 1, hashes_of(0), 1, NULL), EINVAL, "hashes[0] is that of block 0");
-    ERR(vmem_kv_hash_add(kv, SLOTS, 0, hashes_of(0), 1, NULL), EINVAL, "slot 4: there are 4");
+    ERR(vmem_kv_hash_add(kv, SLOTS, 0, hashes_of(0), 1, NULL), EINVAL, "slot 4 is out of range: the cache has 4 slots");
     ERR(vmem_kv_hash_add(kv, slot, 0, NULL, 1, NULL), EINVAL, "hashes must not be NULL");
     ERR(vmem_kv_hash_peek(kv, hashes_of(0), 1, NULL), EINVAL, "tokens must not be NULL");
     ERR(vmem_kv_hash_evicted(kv, NULL, 0, NULL), EINVAL, "got must not be NULL");

@@ -55,8 +55,8 @@ static void errors(vmem_context *ctx)
     OK(vMemUnmap(ctx, addr, 64 * MIB));
     ERR(vmem_query(ctx, addr, NULL, NULL), EINVAL, "page is NULL");
     vmem_page none;
-    ERR(vmem_query(ctx, addr - 1, &none, NULL), EINVAL, "in no reservation");
-    ERR(vmem_query(ctx, addr + 64 * MIB, &none, NULL), EINVAL, "in no reservation");
+    ERR(vmem_query(ctx, addr - 1, &none, NULL), EINVAL, "no reservation contains addr");
+    ERR(vmem_query(ctx, addr + 64 * MIB, &none, NULL), EINVAL, "no reservation contains addr");
 }
 
 // Pages that follow one another, to the end of a reservation and beyond.

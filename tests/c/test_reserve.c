@@ -60,7 +60,7 @@ static void many(vmem_context *ctx)
         int k = (i * 77) % N;
         OK(vMemFree(ctx, addr[k]));
         vmem_page page;
-        ERR(vmem_query(ctx, addr[k], &page, NULL), EINVAL, "in no reservation");
+        ERR(vmem_query(ctx, addr[k], &page, NULL), EINVAL, "no reservation contains addr");
     }
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }

@@ -171,7 +171,11 @@ def misuse(engine, first):
     for call in (blocks.peek, blocks.check_attach, lambda h: blocks.alloc(100, h), lambda h: blocks.evict(1, h)):
         refused(lambda call=call: call(7 if first else []), (RuntimeError, TypeError), "")
     refused(lambda: blocks.evict(1 if first else 2), RuntimeError, "different calls")
-    refused(lambda: blocks.attach(SLOTS, [b"\0" * 16]), ValueError, f"slot {SLOTS}: there are {SLOTS}")
+    refused(
+        lambda: blocks.attach(SLOTS, [b"\0" * 16]),
+        ValueError,
+        f"slot {SLOTS} is out of range: the cache has {SLOTS} slots",
+    )
     engine.same(tp.stats().active_slots)
 
 

@@ -32,7 +32,7 @@ def test_options_as_an_object_and_by_name(backend):
 
 def test_wrong_options_are_named(backend):
     for wrong, name in (
-        ({"tile_row": 1}, "tile_row is no option of a KVCache; the options are ahead_min, "),
+        ({"tile_row": 1}, "unknown KVCache option tile_row: the options are ahead_min, "),
         ({"options": {"tile_rows": 1}}, "options must be KVCacheOptions"),
         ({"overlap": "no"}, "overlap must be True or False, not 'no'"),
         ({"context": backend}, "context must be a Context"),

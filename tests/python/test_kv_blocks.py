@@ -61,10 +61,10 @@ def test_bind_is_all_or_nothing(cache):
     "call, text",
     [
         (lambda n, s: n.bind([s], [2], [0]), "index 2: slot . was not stepped"),
-        (lambda n, s: n.bind([s], [0], [10]), "block 10: there are 10"),
+        (lambda n, s: n.bind([s], [0], [10]), "block 10 is out of range: the cache has 10 blocks"),
         (lambda n, s: n.bind([9], [0], [0]), "slot 9"),
         (lambda n, s: n.attach(s, [0]), "not newly allocated"),
-        (lambda n, s: n.drop([10]), "block 10: there are 10"),
+        (lambda n, s: n.drop([10]), "block 10 is out of range: the cache has 10 blocks"),
         (lambda n, s: n.bind([s], [0, 1], [0]), "1, 2 and 1 elements"),
     ],
 )

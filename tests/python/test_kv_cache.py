@@ -119,7 +119,7 @@ def test_a_request_can_have_the_slot_it_wants(backend):
         with pytest.raises(pyvmem.VmemError, match="slot 2 is taken") as caught:
             cache.alloc_reqid(10, slot=2)
         assert caught.value.errno == errno.EBUSY
-        with pytest.raises(ValueError, match="slot 4: there are 4"):
+        with pytest.raises(ValueError, match="slot 4 is out of range: the cache has 4 slots"):
             cache.alloc_reqid(10, slot=4)
         assert sorted(cache.alloc_reqid() for _ in range(2)) == [1, 3]
         assert cache.alloc_reqid() == -1

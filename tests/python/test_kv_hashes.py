@@ -439,7 +439,7 @@ def test_wrong_arguments_are_named(cache):
         blocks.add(slot, [b"12"])
     with pytest.raises(ValueError, match="slot 5 is free"):
         blocks.add(5, [b"12"])
-    with pytest.raises(ValueError, match="slot 6: there are 6"):
+    with pytest.raises(ValueError, match="slot 6 is out of range: the cache has 6 slots"):
         blocks.attach(6, [b"12"])
     lengths = [0] * 6
     lengths[slot] = 20

@@ -301,5 +301,5 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
         }
     }
     vmem__end(ctx);
-    return s ? 0 : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
+    return s ? 0 : vmem__error(-EINVAL, "no reservation contains addr 0x%" PRIx64, addr);
 }

@@ -24,7 +24,7 @@ int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reserva
                                               .mapped = s->mapped};
     vmem__end(ctx);
     return s ? vmem__struct_give(out, &info, sizeof info, "out")
-             : vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in no reservation", addr);
+             : vmem__error(-EINVAL, "no reservation contains addr 0x%" PRIx64, addr);
 }
 
 int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out)

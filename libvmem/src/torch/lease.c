@@ -318,7 +318,7 @@ static int back(struct lease *l, const struct slot *only, uint32_t ms)
 static int enter(uint32_t place, struct lease **out)
 {
     if (place >= VMEM_TORCH_PLACES)
-        return vmem__error(-EINVAL, "place %u: there are %u", place, VMEM_TORCH_PLACES);
+        return vmem__error(-EINVAL, "place %u is out of range: there are %u places", place, VMEM_TORCH_PLACES);
     struct lease *l = *out = &leases[place];
     const pid_t pid = l->pid;
     if (pid && pid != getpid())

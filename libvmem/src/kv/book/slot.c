@@ -61,7 +61,7 @@ const char *vmem__kv_state_name(uint8_t state)
 int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states)
 {
     if (slot >= kv->n_slots)
-        return vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+        return vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
     if (!(states >> kv->slots[slot].state & 1))
         return vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
     return 0;

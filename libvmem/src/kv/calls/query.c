@@ -11,7 +11,7 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
     if (!kv || !out)
         return vmem__error(-EINVAL, "kv and out must not be NULL");
     if (tensor >= kv->n_tensors)
-        return vmem__error(-EINVAL, "tensor %u: there are %u", tensor, kv->n_tensors);
+        return vmem__error(-EINVAL, "tensor %u is out of range: the cache has %u tensors", tensor, kv->n_tensors);
     uint32_t i = kv->order[tensor], j = 0;
     while (i >= kv->groups[j].first + kv->groups[j].n)
         j++;
@@ -35,7 +35,8 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
     if (!out)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "out must not be NULL"));
     if (group >= kv->n_groups)
-        return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u: there are %u", group, kv->n_groups));
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u is out of range: the cache has %u groups", group,
+                                              kv->n_groups));
     const struct kv_group *g = &kv->groups[group];
     struct vmem_kv_group_info info = {.groups = kv->n_groups,
                                       .tensors = g->n,

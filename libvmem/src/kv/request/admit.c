@@ -213,7 +213,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
             vmem__error(-EINVAL, "%s %u is over max_tokens, %u", o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens",
                         KV_MAX(o.tokens, o.prefix_tokens), kv->max_tokens);
     else if (wanted && o.slot >= kv->n_slots)
-        rc = vmem__error(-EINVAL, "slot %u: there are %u", o.slot, kv->n_slots);
+        rc = vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", o.slot, kv->n_slots);
     else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
         rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
     if (rc)

@@ -187,7 +187,7 @@ int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     if (!lengths)
         return vmem__error(-EINVAL, "lengths must not be NULL");
     if (n != kv->n_slots)
-        return vmem__error(-EINVAL, "n %u: there are %u slots", n, kv->n_slots);
+        return vmem__error(-EINVAL, "n %u is out of range: the cache has %u slots", n, kv->n_slots);
     return 0;
 }
 

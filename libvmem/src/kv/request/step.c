@@ -254,7 +254,7 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing
     if (missing)
         *missing = 0;
     if (slot >= kv->n_slots)
-        rc = vmem__error(-EINVAL, "slot %u: there are %u", slot, kv->n_slots);
+        rc = vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
     else if (tokens > kv->max_tokens)
         rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
     else if (tokens && kv->slots[slot].state != VMEM_KV_ACTIVE)

@@ -20,7 +20,7 @@ vmem_page *vmem__kv_block_named(const vmem_kv *kv, uint32_t id)
 int vmem__kv_block_check(const vmem_kv *kv, uint32_t id)
 {
     if (id >= kv->blocks.n)
-        return vmem__error(-EINVAL, "block %u: there are %u", id, kv->blocks.n);
+        return vmem__error(-EINVAL, "block %u is out of range: the cache has %u blocks", id, kv->blocks.n);
     return 0;
 }
 
