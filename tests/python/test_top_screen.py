@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -173,3 +174,14 @@ def test_every_statistic_has_a_help_line():
         families = list(parser.text_string_to_metric_families(text))
         assert all(f.documentation and f.type in ("gauge", "counter") for f in families)
         assert len(families) == len(kv_view.STATS)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    pytest.importorskip("prometheus_client")
+    from pyvmem.metrics import Collector
+
+    text = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"\$\{prefix\}(\w+)", text))
+    with make():
+        names = {sample.name for family in Collector().collect() for sample in family.samples}
+    assert asked and {f"pyvmem_kv_{name}" for name in asked} <= names
