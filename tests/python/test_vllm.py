@@ -247,6 +247,55 @@ def test_top_shows_engines_and_sets_their_limits():
         run_top("--once", "--limit", "abc=120%")
 
 
+# ---- a rank without requests ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences():
+    """With data parallelism and experts, vLLM runs batches without requests, which read the null block, beside kernels
+    that still read the blocks of requests that have ended."""
+    torch = pytest.importorskip("torch")
+    from pyvmem.vllm.orders import StepOrders
+    from pyvmem.vllm.worker import WorkerMemory
+
+    class Memory(WorkerMemory):
+        def _fence(self):
+            self.fences.append(self._blocks.fence())
+            return self.fences[-1]
+
+    def step(number, named=(), gone=()):
+        return types.SimpleNamespace(
+            scheduled_new_reqs=[types.SimpleNamespace(block_ids=[list(named)])] if named else [],
+            scheduled_cached_reqs=types.SimpleNamespace(new_block_ids=[]), new_block_ids_to_zero=None,
+            kv_cache_block_copies=None, vmem=StepOrders(number, 0, list(gone), [], 0))  # fmt: skip
+
+    memory = Memory(control.open_page("abc", 0), 0)
+    memory.fences = []
+    flat = memory.allocate(10 * PAGE, torch.device("cpu"))
+    memory.start(kv_config((1, PAGE, PAGE, PAGE, 0), size=10 * PAGE))
+    try:
+        assert memory._tensor.resident_bytes == PAGE
+        flat[:PAGE].fill_(7)
+        for output in (step(1, range(1, 10)), step(2, gone=range(1, 10))):
+            memory.begin(output)
+            memory.end(output)
+        for _ in range(3):
+            memory.dummy()
+        memory._blocks.flush()
+        assert memory._tensor.resident_bytes == 10 * PAGE
+        flat[PAGE:] = 5  # kernels of the first step still run
+        memory._blocks.passed(memory.fences[-1])
+        memory._blocks.flush()
+        assert memory._tensor.resident_bytes == PAGE
+        memory.dummy()
+        assert (flat[:PAGE] == 7).all()
+        memory.sleep()
+        memory.dummy()
+        assert memory._tensor.resident_bytes == PAGE
+        assert (flat[:PAGE] == 7).all()
+    finally:
+        memory.close()
+
+
 # ---- where blocks lie -----------------------------------------------------------------------------------------------
 
 
