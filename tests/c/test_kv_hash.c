@@ -232,6 +232,39 @@ static void test_sharing_does_not_depend_on_what_is_cut(void)
     CHECK(added[0] < 320 / BLOCK);
 }
 
+// A truncation after which no kernel reads what the last step kept for the one before lets go of shared rows. Were they
+// left to the background thread, the next call would find its work on the used pages (VMEM_KV_CHECK).
+static void test_truncation_passes_windows(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_CHECK | VMEM_KV_OVERLAP,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = 40 * test_page};
+    const struct vmem_kv_hash_config hashes = {.size = sizeof hashes, .block_tokens = BLOCK};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(vmem_kv_hash_init(kv, &hashes));
+    const uint32_t slot = start(80);
+    for (int32_t n = 81; n < 200; n++) {
+        int32_t lengths[SLOTS] = {0};
+        lengths[slot] = n;
+        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+        OK(vmem_kv_hash_add(kv, slot, 0, hashes_of(3), (size_t)n / BLOCK, NULL));
+        OK(vmem_kv_truncate(kv, slot, (uint32_t)n));
+        pthread_mutex_lock(&kv->gate.state);
+        const uint64_t used = vmem__kv_used(kv);
+        vmem__kv_worker_wake(kv);
+        vmem__kv_wait_idle(kv);
+        CHECK_EQ(vmem__kv_used(kv), used);
+        pthread_mutex_unlock(&kv->gate.state);
+    }
+    vmem_kv_destroy(kv);
+}
+
 static void test_misuse(void)
 {
     struct vmem_kv_hash_config c = {.size = sizeof c, .block_tokens = BLOCK};
@@ -294,6 +327,7 @@ int main(int argc, char **argv)
     test_engines_order();
     test_priorities();
     test_sharing_does_not_depend_on_what_is_cut();
+    test_truncation_passes_windows();
     test_misuse();
     vmem_context_destroy(ctx);
     return 0;

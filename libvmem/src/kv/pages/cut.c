@@ -131,6 +131,27 @@ int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
+static bool passed(const vmem_kv *kv, const struct kv_span *sp)
+{
+    return sp->lo < sp->keep_lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
+}
+
+int vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        if (!passed(kv, sp))
+            continue;
+        vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
+        if (!passed(kv, sp))
+            continue;
+        rc = vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
+        kv->stats.window_pages += rc ? 0 : kv->cut.n_pages;
+    }
+    return rc;
+}
+
 // ---- freed slots ----------------------------------------------------------------------------------------------
 
 // How a slot's span shares rows, for freeing the slot.

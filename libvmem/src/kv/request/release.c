@@ -201,6 +201,7 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     s->steady = 0;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
     kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
+    vmem__kv_pass_windows(kv, slot); // if it fails, the next step does it
     return 0;
 }
 

@@ -100,28 +100,6 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
     return 0;
 }
 
-static bool passed(const vmem_kv *kv, const struct kv_span *sp)
-{
-    return sp->lo < sp->keep_lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
-}
-
-// Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
-static int pass_windows(vmem_kv *kv, uint32_t slot)
-{
-    int rc = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        if (!passed(kv, sp))
-            continue;
-        vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
-        if (!passed(kv, sp))
-            continue;
-        rc = vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
-        kv->stats.window_pages += rc ? 0 : kv->cut.n_pages;
-    }
-    return rc;
-}
-
 // Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
 static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
 {
@@ -156,7 +134,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
         sl->fresh = sl->skip = sl->stuck = false;
         due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
         if (kv->windows) {
-            pass_windows(kv, s); // if it fails, the next step does it
+            vmem__kv_pass_windows(kv, s); // if it fails, the next step does it
             for (uint32_t i = 0; i < kv->n_groups; i++)
                 due |= kv_span(kv, s, i)->lo < kv_span(kv, s, i)->keep_lo;
         }
