@@ -55,8 +55,17 @@ CLASSES = {
                      routed_scaling_factor=1.0, rope_theta=10000),
     "gptoss": dict(BASE, architectures=["GptOssForCausalLM"], model_type="gpt_oss", intermediate_size=1024,
                    num_key_value_heads=4, head_dim=64, num_attention_heads=16, num_local_experts=4,
-                   num_experts_per_tok=2, sliding_window=128,
+                   num_experts_per_tok=2, sliding_window=128, initializer_range=0.08,
                    layer_types=["sliding_attention", "full_attention"] * 2),
+    "mistral": dict(BASE, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=256),
+    "gemma2": dict(BASE, architectures=["Gemma2ForCausalLM"], model_type="gemma2", num_key_value_heads=4,
+                   sliding_window=256, query_pre_attn_scalar=128, hidden_activation="gelu_pytorch_tanh",
+                   layer_types=["sliding_attention", "full_attention"] * 2),
+    "mixtral": dict(BASE, architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=4,
+                    num_experts_per_tok=2, intermediate_size=1024),
+    "falconh1": dict(BASE, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", num_key_value_heads=2,
+                     mamba_d_ssm=1024, mamba_n_heads=16, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=64,
+                     mamba_d_conv=4, mamba_chunk_size=256, initializer_range=0.08),
     "qwen2moe": dict(BASE, **EXPERTS, architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe"),
     "next": dict(BASE, **EXPERTS, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", num_hidden_layers=8,
                  num_key_value_heads=2, head_dim=256, full_attention_interval=4, linear_num_value_heads=8,
@@ -64,9 +73,10 @@ CLASSES = {
                  linear_conv_kernel_dim=4, rms_norm_eps=1e-6, partial_rotary_factor=0.25),
 }  # fmt: skip
 FEW = ("llama", "gemma3", "deepseek", "gptoss", "next", "qwen2moe", "llama-graphs")
+OPTIONS = {"next": dict(additional_config={"gdn_prefill_backend": "triton"})}  # the other kernel is FlashInfer's
 
 
-def requests_of(n=96):
+def requests_of(n):
     draw = random.Random(0).randrange
     prefixes = [[draw(10, 30000) for _ in range(300)] for _ in range(4)]
     prompts = []
@@ -76,18 +86,22 @@ def requests_of(n=96):
     return [{"prompt_token_ids": p} for p in prompts]
 
 
-def engine(name, folder, device_memory):
+def engine(name, folder, device_memory, requests):
     """In a process of its own: serve the requests; prints one line of JSON."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     begin = time.perf_counter()
-    llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, seed=0,
+    weights = "auto" if "initializer_range" in CLASSES[name] else "dummy"
+    llm = LLM(folder, load_format=weights, skip_tokenizer_init=True, max_model_len=4096, seed=0,
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=device_memory, max_num_seqs=64,
               enforce_eager=not name.endswith("graphs"), enable_prefix_caching=True,
-              max_num_batched_tokens=2048)  # fmt: skip
+              max_num_batched_tokens=2048, **OPTIONS.get(name, {}))  # fmt: skip
     told = dict(start=time.perf_counter() - begin, tokens=[], seconds=[], cached=0)
-    prompts, params = requests_of(), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    prompts, params = (
+        requests_of(requests),
+        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False),
+    )
 
     def serve():
         begin = time.perf_counter()
@@ -102,10 +116,14 @@ def engine(name, folder, device_memory):
     print("RESULT " + json.dumps(told), flush=True)
 
 
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def on_vmem(llm, serve, tokens):
     from pyvmem.vllm import control
 
-    (found, page), = [e for e in control.engines() if e[0].pid == os.getpid()]  # fmt: skip
+    (found, page), = [e for e in control.engines() if os.getpid() in (e[0].pid, parent(e[0].pid))]  # fmt: skip
     plain = found.step_maps
     stop = threading.Event()
 
@@ -134,18 +152,29 @@ def on_vmem(llm, serve, tokens):
                 all_mib=found.blocks * found.block_bytes >> 20)  # fmt: skip
 
 
-def start(name, vmem, folder, plugin, seconds, device_memory, log):
+def start(name, vmem, folder, plugin, seconds, device_memory, requests, log):
     environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
                        DO_NOT_TRACK="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
     root = str(Path(__file__).resolve().parents[2])
     paths = [*([str(plugin)] if plugin else []), root, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = ["timeout", "-k", "5", str(seconds), sys.executable, __file__, "--engine", name, str(folder),
-               str(device_memory)]  # fmt: skip
+               str(device_memory), str(requests)]  # fmt: skip
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
-def compare(name, seconds, device_memory, logs):
+def write_weights(config, folder):
+    """For a class that says how: those that vLLM makes up give every request the same tokens."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    about = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **about))
+    made.to(torch.bfloat16).save_pretrained(folder)
+
+
+def compare(name, seconds, device_memory, requests, logs):
     """One line about a class, and whether all tokens are equal."""
     with tempfile.TemporaryDirectory() as folder:
         config = dict(
@@ -158,9 +187,12 @@ def compare(name, seconds, device_memory, logs):
         )
         config.setdefault("hidden_act", "silu")
         Path(folder, "config.json").write_text(json.dumps(config))
+        if "initializer_range" in config:
+            write_weights(config, folder)
         plugin = write(Path(folder, "plugin")) if needed() else None
         told, files = {}, [open(Path(logs, f"{name}-{kind}.log"), "w") for kind in ("own", "vmem")]
-        ran = [start(name, vmem, folder, plugin, seconds, device_memory, files[vmem]) for vmem in (False, True)]
+        ran = [start(name, vmem, folder, plugin, seconds, device_memory, requests, files[vmem])
+               for vmem in (False, True)]  # fmt: skip
         for vmem, process in enumerate(ran):
             out = process.communicate()[0]
             lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
@@ -175,10 +207,11 @@ def compare(name, seconds, device_memory, logs):
         return f"{name}: {kind} failed (exit {[p.returncode for p in ran]}): {' '.join(last)[:300]}", False
     own, on = told[0], told[1]
     same = sum(a == b for a, b in zip(own["tokens"], on["tokens"]))
-    again = sum(a == b for a, b in zip(own["tokens"], own["tokens"][96:]))
+    again = sum(a == b for a, b in zip(own["tokens"], own["tokens"][requests:]))
     distinct = len({tuple(t) for t in own["tokens"]})
-    return (f"{name}: {same} of {len(own['tokens'])} equal ({again} of 96 of vLLM's own are when cached, {distinct} "
-            f"distinct); limit moving: {on['moved']} of 96, {on['preempted']} preempted, {on['refused']} refused; "
+    return (f"{name}: {same} of {len(own['tokens'])} equal ({again} of {requests} of vLLM's own are when cached, "
+            f"{distinct} distinct); limit moving: {on['moved']} of {requests}, {on['preempted']} preempted, "
+            f"{on['refused']} refused; "
             f"blocks mapped in steps {on['maps']}, with limits {on['moved_maps']}, of {on['steps']} steps; "
             f"idle {on['idle_mib']} MiB for {on['cached_mib']} cached, reset {on['reset_mib']} of {on['all_mib']}; "
             f"seconds {'/'.join(f'{s:.1f}' for s in on['seconds'])} "
@@ -188,18 +221,22 @@ def compare(name, seconds, device_memory, logs):
 
 def main():
     if sys.argv[1:2] == ["--engine"]:
-        return engine(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        return engine(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[], help=", ".join(CLASSES))
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=240, help="for one engine")
+    parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--kv-mib", type=int, default=1024)
     parser.add_argument("--logs", default=tempfile.gettempdir())
     args = parser.parse_args()
     wrong = 0
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for done in concurrent.futures.as_completed(
-            [pool.submit(compare, name, args.seconds, args.kv_mib << 20, args.logs) for name in args.names or FEW]
+            [
+                pool.submit(compare, name, args.seconds, args.kv_mib << 20, args.requests, args.logs)
+                for name in args.names or FEW
+            ]
         ):
             line, equal = done.result()
             wrong += not equal
