@@ -24,6 +24,7 @@ from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
 from pyvmem.bench.vllm_engine import SHAPES
 from pyvmem.bench.vllm_plots import draw
+from pyvmem.vllm.settings import LAYOUTS
 
 if TYPE_CHECKING:
     from pyvmem.bench.session import Session
@@ -55,6 +56,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=whole, default=256, metavar="B", help="as in vLLM (256)")
     group.add_argument("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
     group.add_argument("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
+    group.add_argument(
+        "--layout", choices=LAYOUTS, default="auto", help="VMEM_VLLM_LAYOUT of the engines on vMem (auto)"
+    )
     group.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
     group.add_argument(
         "--output", type=whole, default=200, metavar="N", help="tokens that each request of a fixed shape gets (200)"
@@ -142,7 +146,7 @@ class Engine:
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=0.4,
             tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
         )  # fmt: skip
-        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0",
+        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
                            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         if args.tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -38,10 +38,12 @@ class WorkerDoor:
         if self._vmem is None:
             from pyvmem.vllm.worker import WorkerMemory
 
-            parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-            page = control.open_page(self._vmem_engine, parallel.data_parallel_index)
-            self._vmem = WorkerMemory(page, self.rank)  # type: ignore[attr-defined]
+            self._vmem = WorkerMemory(*self._vmem_place())
         return self._vmem
+
+    def _vmem_place(self) -> tuple[control.Page, int]:
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        return control.open_page(self._vmem_engine, parallel.data_parallel_index), self.rank  # type: ignore[attr-defined]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag == "kv_cache":
@@ -58,15 +60,23 @@ class WorkerDoor:
         return layout.preferred(names, self)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        from pyvmem.vllm import slots
+
+        made = slots.choose(kv_cache_config, self, self._vmem_place)
+        if made is None:
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        else:  # to the model runner, slots are a cache with more blocks
+            self._vmem, config = made
+            super().initialize_from_config(config)  # type: ignore[misc]
+            self.model_runner.kv_cache_config.num_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
+            self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
         self._vmem_memory().start(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         memory = self._vmem
         if memory is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        memory.begin(scheduler_output)
-        result = super().execute_model(scheduler_output)  # type: ignore[misc]
+        result = super().execute_model(memory.begin(scheduler_output))  # type: ignore[misc]
         memory.end(scheduler_output)
         return result
 

@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import uuid
@@ -65,6 +66,12 @@ def install(vllm_config: Any) -> None:
     metrics.register()
 
 
+@functools.cache
+def _say(text: str, *values: Any) -> None:
+    """Log a line once per process."""
+    logger.info(text, *values)
+
+
 class Platform(_Base):  # type: ignore[misc]
     """The platform that vLLM found, on vMem."""
 
@@ -75,3 +82,21 @@ class Platform(_Base):  # type: ignore[misc]
             install(vllm_config)
         except (refuse.Refused, ValueError) as error:
             sys.exit(f"pyvmem: {error}")
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """Attention by slots, where it was asked for, the user named no backend and vLLM chooses FlashAttention 3."""
+        chosen: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        flash = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+        if selected_backend is not None or settings.read().layout != "slots" or chosen != flash:
+            return chosen
+        from pyvmem.vllm import attention
+
+        reasons = attention.unsupported(attn_selector_config)
+        if reasons:
+            _say("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
+            return chosen
+        _say("Attention by slots on vMem in place of FLASH_ATTN")
+        return "pyvmem.vllm.attention.SlotsBackend"

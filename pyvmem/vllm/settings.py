@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LAYOUTS = ("auto", "vllm")
+LAYOUTS = ("auto", "vllm", "slots")
 MOST = 10**15 - 1
 
 

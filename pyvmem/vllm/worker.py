@@ -138,7 +138,7 @@ class WorkerMemory:
         except (OSError, ValueError, MemoryError) as error:
             raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error} (or unset VMEM_VLLM_POOL)") from error
 
-    def _lease(self) -> None:
+    def _between(self) -> None:
         """Tell the pool what the scheduler offers and wants."""
         page, blocks = self._page, self._blocks
         if self._pool is None or blocks is None or not page[control.PID]:
@@ -175,11 +175,11 @@ class WorkerMemory:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
-    def begin(self, output: Any) -> None:
-        """A step is about to run: carry out its orders, and back every block that it names."""
+    def begin(self, output: Any) -> Any:
+        """A step is about to run: carry out its orders, and back every block that it names. Returns what to run."""
         blocks = self._blocks
         if blocks is None:
-            return
+            return output
         orders: StepOrders | None = getattr(output, "vmem", None)
         with self._lock:
             if self._asleep is not None:  # vLLM runs a step only if it is awake
@@ -190,7 +190,7 @@ class WorkerMemory:
                     blocks.unback(self._in(), self._fence())
                 self._ring(orders.position)
                 if orders.gone:
-                    blocks.unback(orders.gone, self._fence())
+                    self._give_up(orders.gone)
                 if orders.ahead and blocks.order(orders.ahead) != orders.order:
                     raise RuntimeError(f"worker {self._rank} lost count of the orders: step {orders.step} has order "
                                        f"{orders.order}")  # fmt: skip
@@ -200,11 +200,12 @@ class WorkerMemory:
             if orders is not None and late:
                 self._page.words[control.LATE + self._rank] += 1
                 self._page.words[control.STEP_MAPS + self._rank] += late
+        return output
 
     def end(self, output: Any) -> None:
         """The step has been given to the device."""
         orders: StepOrders | None = getattr(output, "vmem", None)
-        if self._blocks is not None and orders is not None:
+        if self.active and orders is not None:
             self._finished = orders.step
             self._page[control.FINISHED + self._rank] = orders.step
             self.publish()
@@ -232,7 +233,6 @@ class WorkerMemory:
 
     def _ring(self, upto: int) -> None:
         """Give up what the scheduler gave up between steps, as far as the steps before have run."""
-        assert self._blocks is not None
         for step, ids in self._page.pull(self._rank, upto):
             if step > self._finished:
                 break
@@ -240,22 +240,29 @@ class WorkerMemory:
                 gone = set(ids)
                 self._asleep = [i for i in self._asleep if i not in gone]
             else:
-                self._blocks.unback(ids, self._fence())
+                self._give_up(ids)
+
+    def _give_up(self, ids: list[int]) -> None:
+        """These blocks no longer circulate."""
+        assert self._blocks is not None
+        self._blocks.unback(ids, self._fence())
 
     def _poll(self) -> None:
         while not self._stop.wait(POLL):
-            try:
-                if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
-                    with self._lock:
-                        self._ring(self._page[control.POSITION])
-                self._lease()
-                self.publish()
-            except Exception as error:
-                if self._stop.is_set():
-                    return
-                if str(error) != self._failure:  # the next step does what was not done
-                    self._failure = str(error)
-                    logger.exception("vMem: the background thread failed and goes on")
+            self._look()
+
+    def _look(self) -> None:
+        """What is done between steps."""
+        try:
+            if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
+                with self._lock:
+                    self._ring(self._page[control.POSITION])
+            self._between()
+            self.publish()
+        except Exception as error:
+            if not self._stop.is_set() and str(error) != self._failure:  # the next step does what was not done
+                self._failure = str(error)
+                logger.exception("vMem: the background thread failed and goes on")
 
     def publish(self) -> None:
         """Write this worker's column of the control page; libvmem writes the board."""

@@ -46,7 +46,7 @@ def test_sizes():
         ("VMEM_VLLM_LIMIT", "-1", "a size in bytes, such as 16G"),
         ("VMEM_VLLM_MIN", "1G2", "a size in bytes, such as 16G"),
         ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {settings.MOST}"),
-        ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm"),
+        ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm, slots"),
         ("VMEM_VLLM_STRICT", "2", "0 or 1"),
     ],
 )

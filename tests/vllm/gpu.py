@@ -1,10 +1,12 @@
 """vLLM and vLLM on vMem on one GPU, class of model by class, with made-up weights: one line for each.
 
     python tests/vllm/gpu.py llama gemma3 deepseek --jobs 3 --seconds 240
+    python tests/vllm/gpu.py --layout slots --jobs 2
 
 For each class two engines run at the same time, one of them on vMem. Both answer the same requests twice (the second
 time from the prefix cache). Their tokens are compared. Then the engine on vMem serves them again while its limit moves
-ten times a second, and is left idle. Without names, all classes run.
+ten times a second, and is left idle. Without names, the most important classes run. With `--layout slots`, a class
+fails whose KV cache is not in slots.
 """
 
 import argparse
@@ -43,6 +45,8 @@ EXPERTS = dict(
 CLASSES = {
     "llama": dict(BASE, architectures=["LlamaForCausalLM"], model_type="llama"),
     "llama-graphs": dict(BASE, architectures=["LlamaForCausalLM"], model_type="llama"),
+    "llama-random": dict(BASE, architectures=["LlamaForCausalLM"], model_type="llama", num_key_value_heads=2,
+                         initializer_range=0.08),
     "qwen3": dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_key_value_heads=2),
     "gemma3": dict(BASE, architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", num_hidden_layers=12,
                    num_key_value_heads=4, sliding_window=512, sliding_window_pattern=6, query_pre_attn_scalar=128,
@@ -72,6 +76,7 @@ CLASSES = {
                  linear_num_key_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
                  linear_conv_kernel_dim=4, rms_norm_eps=1e-6, partial_rotary_factor=0.25),
 }  # fmt: skip
+SLOTS = ("llama", "llama-graphs", "llama-random", "qwen3", "qwen2moe")
 FEW = ("llama", "gemma3", "deepseek", "gptoss", "next", "qwen2moe", "llama-graphs")
 OPTIONS = {"next": dict(additional_config={"gdn_prefill_backend": "triton"})}  # the other kernel is FlashInfer's
 
@@ -121,7 +126,7 @@ def parent(pid):
 
 
 def on_vmem(llm, serve, tokens):
-    from pyvmem.vllm import control
+    from pyvmem.vllm import control, slots
 
     (found, page), = [e for e in control.engines() if os.getpid() in (e[0].pid, parent(e[0].pid))]  # fmt: skip
     plain = found.step_maps
@@ -146,15 +151,16 @@ def on_vmem(llm, serve, tokens):
     time.sleep(1.5)
     reset = control.Engine.of("", 0, page)
     half = len(moved)
-    return dict(moved=sum(a == b for a, b in zip(moved, tokens[:half])), maps=plain, moved_maps=idle.step_maps - plain,
-                preempted=idle.preempted, refused=idle.refused, idle_mib=idle.resident >> 20,
+    return dict(slots=slots.active, moved=sum(a == b for a, b in zip(moved, tokens[:half])), maps=plain,
+                moved_maps=idle.step_maps - plain, preempted=idle.preempted, refused=idle.refused,
+                idle_mib=idle.resident >> 20,
                 cached_mib=idle.cached >> 20, reset_mib=reset.resident >> 20, steps=idle.steps,
                 all_mib=found.blocks * found.block_bytes >> 20)  # fmt: skip
 
 
-def start(name, vmem, folder, plugin, seconds, device_memory, requests, log):
+def start(name, vmem, folder, plugin, seconds, device_memory, requests, log, layout):
     environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-                       DO_NOT_TRACK="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
+                       DO_NOT_TRACK="1", VLLM_USE_FLASHINFER_SAMPLER="0", VMEM_VLLM_LAYOUT=layout)  # fmt: skip
     root = str(Path(__file__).resolve().parents[2])
     paths = [*([str(plugin)] if plugin else []), root, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -174,7 +180,7 @@ def write_weights(config, folder):
     made.to(torch.bfloat16).save_pretrained(folder)
 
 
-def compare(name, seconds, device_memory, requests, logs):
+def compare(name, seconds, device_memory, requests, logs, layout):
     """One line about a class, and whether all tokens are equal."""
     with tempfile.TemporaryDirectory() as folder:
         config = dict(
@@ -191,7 +197,7 @@ def compare(name, seconds, device_memory, requests, logs):
             write_weights(config, folder)
         plugin = write(Path(folder, "plugin")) if needed() else None
         told, files = {}, [open(Path(logs, f"{name}-{kind}.log"), "w") for kind in ("own", "vmem")]
-        ran = [start(name, vmem, folder, plugin, seconds, device_memory, requests, files[vmem])
+        ran = [start(name, vmem, folder, plugin, seconds, device_memory, requests, files[vmem], layout)
                for vmem in (False, True)]  # fmt: skip
         for vmem, process in enumerate(ran):
             out = process.communicate()[0]
@@ -206,6 +212,8 @@ def compare(name, seconds, device_memory, requests, logs):
         last = Path(logs, f"{name}-{'vmem' if not told[1] else 'own'}.log").read_text().strip().splitlines()[-1:]
         return f"{name}: {kind} failed (exit {[p.returncode for p in ran]}): {' '.join(last)[:300]}", False
     own, on = told[0], told[1]
+    if layout == "slots" and not on["slots"]:
+        return f"{name}: the KV cache is not in slots", False
     same = sum(a == b for a, b in zip(own["tokens"], on["tokens"]))
     again = sum(a == b for a, b in zip(own["tokens"], own["tokens"][requests:]))
     distinct = len({tuple(t) for t in own["tokens"]})
@@ -224,6 +232,7 @@ def main():
         return engine(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[], help=", ".join(CLASSES))
+    parser.add_argument("--layout", default="auto", choices=("auto", "vllm", "slots"))
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=240, help="for one engine")
     parser.add_argument("--requests", type=int, default=96)
@@ -234,8 +243,8 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for done in concurrent.futures.as_completed(
             [
-                pool.submit(compare, name, args.seconds, args.kv_mib << 20, args.requests, args.logs)
-                for name in args.names or FEW
+                pool.submit(compare, name, args.seconds, args.kv_mib << 20, args.requests, args.logs, args.layout)
+                for name in args.names or (SLOTS if args.layout == "slots" else FEW)
             ]
         ):
             line, equal = done.result()

@@ -72,6 +72,45 @@ def test_tokens_are_vllms_while_limits_move(model, case):
     check_idle(on)
 
 
+SLOTS = dict(VMEM_VLLM_LAYOUT="slots")
+AHEAD = 4  # blocks of 128 tokens, as KVCacheOptions.eager_tokens
+IN_SLOTS = {
+    "llama": dict(),
+    "qwen3": dict(),
+    "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
+    "n-grams": CASES["n-grams"],
+}
+
+
+def serve_in_slots(*args, **kwargs):
+    from pyvmem.vllm import slots
+
+    return dict(engines.serve(*args, **kwargs), slots=slots.active)
+
+
+@pytest.mark.parametrize("limits", [(), (1, 2, 4, 20)])
+@pytest.mark.parametrize("case", IN_SLOTS)
+def test_tokens_are_vllms_in_slots(model, case, limits):
+    chosen = dict(IN_SLOTS[case])
+    folder = model(chosen.pop("model", case))
+    own = engines.in_child(engines.serve, folder, vmem=False, **chosen)
+    on = engines.in_child(serve_in_slots, folder, vmem=True, environ=SLOTS, limits=limits, **chosen)
+    assert on["slots"]
+    assert on["tokens"] == own["tokens"]
+    block, idle = on["idle"]["block_bytes"], on["idle"]
+    assert idle["used"] == 0 and on["reset_done"]
+    # The null block, and what the next request will find.
+    assert idle["resident"] <= idle["cached"] + idle["spare"] + block + AHEAD * block
+
+
+def test_a_model_that_does_not_fit_slots_is_in_blocks(model):
+    folder = model("gemma3")
+    own = engines.in_child(engines.serve, folder, vmem=False, turns=1)
+    on = engines.in_child(serve_in_slots, folder, vmem=True, environ=SLOTS, turns=1)
+    assert not on["slots"]
+    assert on["tokens"] == own["tokens"]
+
+
 # Where vLLM's own tokens depend on which requests share a step, only equal steps give equal tokens.
 BFLOAT16 = dict(options=dict(dtype="bfloat16"))  # on some CPUs, vLLM's kernels for experts take no float32
 ALIKE = {

@@ -1,0 +1,268 @@
+"""Requests in slots: where the blocks of each of vLLM's requests lie in a KV cache.
+
+This module does not import vLLM. While a request runs, it has a slot of the cache, in which its rows follow each other.
+vLLM's scheduler names the blocks of each request. A new block is bound to the pages at its place in the slot. Blocks
+of the prefix cache are mapped at the slot as well.
+
+Steps and fences: vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin` marks fence k behind all
+kernels enqueued so far, and waits for fence k - 1, which has long been passed if vLLM runs one step ahead. A slot whose
+request ends in step k may be freed when fence k is passed.
+
+Slots linger: to free a slot whose blocks the prefix cache still has, the driver must unmap them, and it must map the
+pages of the next request. So an ended request's slot is freed when most of its blocks are forgotten. Its pages then
+stay where they are for the next request, and no call to the driver is made.
+
+SPDX-License-Identifier: MIT
+"""
+
+import collections
+import errno
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv import KVCache
+from pyvmem.kv_blocks import BlockNames
+
+WAIT = 30.0  # seconds that a step waits for memory that another process uses before it fails
+
+# (slot, first block, names of the blocks, how many of them exist already)
+Operation = tuple[int, int, Sequence[int], int]
+
+
+def in_order(ops: list[Operation]) -> Iterator[list[Operation]]:
+    """A step's operations in groups, each of which shares only blocks that exist or that groups before it write.
+
+    vLLM's scheduler lists resumed requests after new ones, although a new one may share what a resumed one writes.
+    """
+    while ops:
+        unwritten = {i for _, _, ids, hits in ops for i in ids[hits:]}
+        waits = [not unwritten.isdisjoint(ids[:hits]) for _, _, ids, hits in ops]
+        ready = [op for op, later in zip(ops, waits) if not later]
+        yield ready or ops
+        ops = [op for op, later in zip(ops, waits) if later] if ready else []
+
+
+class Fences(Protocol):
+    """Marks in the order of the kernels, numbered from 1."""
+
+    def mark(self) -> int:
+        """Place a mark behind all kernels enqueued so far, and return its number."""
+
+    def wait(self, n: int) -> None:
+        """Wait until the kernels before mark n have ended."""
+
+    def done(self, n: int) -> bool:
+        """Whether the kernels before mark n have ended."""
+
+
+@dataclass
+class Writer:
+    """A request as the one that wrote blocks: how many, and how many of these still have a name."""
+
+    slot: int
+    wrote: int = 0
+    named: int = 0
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether most of its blocks have no name any more."""
+        return 2 * self.named <= self.wrote
+
+
+class Requests:
+    """The requests of one worker. Who calls holds a lock.
+
+    Parameters
+    ----------
+    cache : KVCache
+        Has more slots than requests run, because slots of ended requests wait for their fence.
+    tokens : int
+        Tokens of a block.
+    names : int
+        How many blocks the scheduler has.
+    most : int
+        The most requests.
+    fences : Fences
+    """
+
+    def __init__(self, cache: KVCache, tokens: int, names: int, most: int, fences: Fences) -> None:
+        self.cache, self.tokens, self._fences = cache, tokens, fences
+        self.blocks_per_slot = cache.layout(0)[3] // tokens
+        self._names = BlockNames(cache, names, tokens)
+        self._slots: dict[str, int] = {}
+        self._blocks: dict[str, int] = {}  # of each request
+        self._lengths = np.zeros(cache.slots, np.int32)
+        self._ops: list[Operation] = []  # of this step
+        self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
+        self._lingering: dict[int, Writer] = {}  # slots of ended requests, the first to end first
+        self._writers = [Writer(slot) for slot in range(cache.slots)]  # the slots' last requests
+        self._named: dict[int, Writer] = {}  # blocks whose names have pages
+        self._most_lingering = (cache.slots - most) // 2
+        self._now = 0
+        # Steps without requests, and entries that a graph does not use, read block 0: slot 0 is theirs.
+        if cache.alloc_reqid(tokens, slot=0):
+            raise AssertionError("slot 0 is taken")
+        self._lengths[0] = tokens
+        self._step()
+
+    # ---- a step, in this order ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._now = self._fences.mark()
+        self._fences.wait(self._now - 1)
+        self._reap()
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """The scheduler has given up these blocks. Pages that no slot has are released."""
+        gone = [i for i in ids if i in self._named]
+        if not gone:
+            return
+        self._names.drop(np.array(gone, np.uint32))
+        for i in gone:
+            writer = self._named.pop(i)
+            writer.named -= 1
+            if writer.forgotten and self._lingering.get(writer.slot) is writer:
+                self._free(writer.slot)
+
+    def finish(self, name: str) -> None:
+        """A request has ended or is preempted. Kernels of the previous step may still use its slot."""
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            self._ops = [op for op in self._ops if op[0] != slot]
+            self._retiring.append((self._now, slot))
+
+    def finish_all(self) -> None:
+        """No request runs."""
+        for name in list(self._slots):
+            self.finish(name)
+
+    def start(self, name: str, ids: Sequence[int], computed: int) -> list[int]:
+        """Start a request with these blocks; `computed` tokens have rows already. Returns the numbers for its table."""
+        self.finish(name)
+        hits = min(-(-computed // self.tokens), len(ids))
+        slot = self._alloc(len(ids) * self.tokens, hits * self.tokens)
+        self._slots[name], self._blocks[name] = slot, 0
+        self._writers[slot] = Writer(slot)
+        return self._add(name, ids, hits)
+
+    def extend(self, name: str, ids: Sequence[int]) -> list[int]:
+        """Add the request's next blocks. Returns the numbers to add to its table."""
+        return self._add(name, ids, 0)
+
+    def back(self) -> int:
+        """Back everything that the step's kernels access. Returns how many times the driver mapped pages for it."""
+        if not self._ops and self._now % 64:
+            return 0
+        # Reassigned names are dropped before anything is backed, because the scheduler counts on their pages.
+        ops, self._ops = self._ops, []
+        before = self.cache.step_maps
+        self.forget([i for _, _, ids, hits in ops for i in ids[hits:]])
+        for group in in_order(ops) if ops else ([],):
+            self._back(group)
+        return self.cache.step_maps - before
+
+    # ---- between steps -----------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs and no kernel reads an ended one's slot."""
+        self._reap()
+        return not self._slots and not self._retiring
+
+    def shrink(self) -> None:
+        """Give back what only ended requests have, but for named blocks."""
+        while self._lingering:
+            self._free(next(iter(self._lingering)))
+        self.cache.expect(())
+        self.cache.wait()  # otherwise the background thread could still back the next slot
+        self.cache.reclaim()
+        self._names.compact()
+
+    def reset(self) -> None:
+        """Discard all requests and names. No kernel may be running."""
+        self.finish_all()
+        self.forget(list(self._named))
+        self._reap()
+        self.shrink()
+
+    # ---- the rest ----------------------------------------------------------------------------------------------
+
+    def _add(self, name: str, ids: Sequence[int], hits: int) -> list[int]:
+        slot, first = self._slots[name], self._blocks[name]
+        self._ops.append((slot, first, ids, hits))
+        self._blocks[name] = first + len(ids)
+        start = slot * self.blocks_per_slot + first
+        return list(range(start, start + len(ids)))
+
+    def _back(self, group: list[Operation]) -> None:
+        slots: list[int] = []
+        index: list[int] = []
+        ids: list[int] = []
+        for slot, first, blocks, hits in group:
+            if hits:
+                self._names.attach(slot, blocks[:hits])
+            n = len(blocks)
+            self._lengths[slot] = (first + n) * self.tokens
+            slots += [slot] * (n - hits)
+            index += range(first + hits, first + n)
+            ids += blocks[hits:]
+        self._step()
+        if ids:
+            self._names.bind(*np.array((slots, index, ids), np.uint32))
+            for slot, _, blocks, hits in group:
+                writer, new = self._writers[slot], blocks[hits:]
+                self._named.update(dict.fromkeys(new, writer))
+                writer.wrote += len(new)
+                writer.named += len(new)
+
+    def _free(self, slot: int) -> None:
+        """Free a slot that no kernel accesses."""
+        self._lingering.pop(slot, None)
+        self.cache.free_reqid(slot)
+
+    def _alloc(self, tokens: int, prefix_tokens: int) -> int:
+        while (slot := self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)) < 0:
+            if not self._make_room():
+                raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
+        return slot
+
+    def _make_room(self) -> bool:
+        """Free the slot of an ended request. Returns whether there was one."""
+        if not self._lingering and self._retiring:
+            self._fences.wait(self._retiring[0][0])
+            self._reap(True)
+            return True
+        if self._lingering:
+            self._free(next(iter(self._lingering)))
+            return True
+        return False
+
+    def _reap(self, free: bool = False) -> None:
+        """Free the slots whose kernels have ended, or let them linger."""
+        while self._retiring and self._fences.done(self._retiring[0][0]):
+            _, slot = self._retiring.popleft()
+            self._lengths[slot] = 0
+            writer = self._writers[slot]
+            if free or writer.forgotten:
+                self._free(slot)
+            else:
+                self._lingering[slot] = writer
+        while len(self._lingering) > self._most_lingering:
+            self._free(next(iter(self._lingering)))
+
+    def _step(self) -> None:
+        deadline = None
+        while self.cache.step(self._lengths) == -1:
+            if self._make_room():
+                continue
+            now = time.monotonic()
+            deadline = now + WAIT if deadline is None else deadline
+            if now >= deadline:
+                raise OutOfMemory(errno.ENOMEM, f"no memory for a step within {WAIT:.0f} s: {self.cache.shortage}")
+            time.sleep(0.001)  # another process uses the memory

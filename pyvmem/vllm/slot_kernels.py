@@ -1,0 +1,166 @@
+"""Decode attention by slots, in Triton. Triton compiles the kernels from this file.
+
+Each request's rows are contiguous, so a program computes the address of a row and reads no block table. The tiles of
+all requests form one sequence, which is cut into equal parts, one per program. This is the idea of stream-K (Osama et
+al., 2023) and LeanAttention (Sanovar et al., 2024): no program waits for another that has a longer request. Loads are
+masked and read no row past a length, so pages can be mapped there while a kernel runs. With APPEND, each request's last
+row comes from `k_new` and `v_new`. The program that has the row's tile stores it, and no program reads it. The last
+program that has a part of a request's head joins the parts.
+
+SPDX-License-Identifier: MIT
+"""
+
+import triton
+import triton.language as tl
+
+
+# Compiled once for all numbers of requests: CUDA graphs are captured for many.
+@triton.jit(do_not_specialize=["requests"])
+def plan(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where each request's tiles end in the sequence, for one head. REQUESTS: a power of 2, at least `requests`."""
+    r = tl.arange(0, REQUESTS)
+    rows = tl.load(lengths + r, mask=r < requests, other=0)
+    if window > 0:
+        rows = tl.minimum(rows, window)
+    tl.store(ends + r, tl.cumsum(tl.cdiv(rows, BLOCK_N), 0), mask=r < requests)
+
+
+@triton.jit
+def _scaled(s, scale_log2, softcap, SOFTCAP: tl.constexpr):
+    """Products of q and k as scores for exp2."""
+    s = s * scale_log2
+    if SOFTCAP:  # scale_log2 is the scale alone then; tanh(x) = 1 - 2 / (exp(2x) + 1)
+        s = (softcap * 1.4426950408889634) * (1 - 2 / (tl.exp2(s * (2.8853900817779268 / softcap)) + 1))
+    return s
+
+
+@triton.jit
+def _joined(partial, lse, first, final, start, tiles, programs, g, d,
+            GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # fmt: skip
+    """What the programs from `first` to `final` have computed of the head whose tiles begin with `start`."""
+    best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for program in range(first, final + 1):
+        # The head is the program's first, unless the program begins with another.
+        part = tl.where(program * tiles // programs < start, 1, 0)
+        slot = (program * 2 + part) * GROUP
+        # With fewer tiles than programs some have none, and what stands in their place is another step's.
+        has = g < tl.where((program + 1) * tiles // programs > program * tiles // programs, GROUP, 0)
+        # Not from the L1 cache: a program before on this multiprocessor may have read these lines too early.
+        logs = tl.load(lse + slot + g, mask=has, other=float("-inf"), cache_modifier=".cg")
+        logs = tl.where(g < GROUP, logs, 0.0)
+        ok = has[:, None] & (d < DIM)[None, :]
+        values = tl.load(partial + (slot + g)[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
+        new = tl.maximum(best, logs)
+        old = tl.exp2(best - new)
+        weight = tl.exp2(logs - new)
+        acc = acc * old[:, None] + values * weight[:, None]
+        total = total * old + weight
+        best = new
+    return acc / total[:, None]
+
+
+@triton.jit(do_not_specialize=["requests"])
+def decode(
+    q, kv, out, k_new, v_new, places, partial, lse, ended, table, lengths, ends,
+    scale_log2, softcap, window, requests,
+    q_token, q_head, k_token, k_head, v_token, v_head, table_row, kv_block, kv_row, kv_head, v_offset, o_token, o_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REQUESTS: tl.constexpr,
+    APPEND: tl.constexpr,
+):  # fmt: skip
+    """Compute one part of the sequence of tiles.
+
+    The sequence has all requests' tiles of the first KV head, then those of the next. Neighbouring programs therefore
+    read rows of the same tokens, which are adjacent.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
+    r = tl.arange(0, REQUESTS)
+    all_ends = tl.load(ends + r, mask=r < requests, other=0)
+    tiles_of_head = tl.max(all_ends, 0)
+    tiles = tiles_of_head.to(tl.int64) * HEADS
+    tile = (program * tiles // programs).to(tl.int32)
+    last = ((program + 1) * tiles // programs).to(tl.int32)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    d_ok = d < DIM
+    ok = (g < GROUP)[:, None] & d_ok[None, :]
+    part = 0
+    while tile < last:
+        head = tile // tiles_of_head
+        passed = all_ends <= tile % tiles_of_head
+        request = tl.sum((passed & (r < requests)).to(tl.int32), 0)
+        before = tl.max(tl.where(passed, all_ends, 0), 0)
+        each = tl.min(tl.where(passed, 2147483647, all_ends), 0) - before  # tiles of the request and one head
+        start = head * tiles_of_head + before  # where they begin in the row
+        stop = tl.minimum(start + each, last)
+        length = tl.load(lengths + request)
+        first = 0  # the row that the head's tiles begin with
+        if WINDOW:
+            first = tl.maximum(length - window, 0)
+        begin = first + (tile - start) * BLOCK_N
+        stored = length - 1 if APPEND else length
+        end = tl.minimum(first + (stop - start) * BLOCK_N, stored)
+        base = tl.load(table + request.to(tl.int64) * table_row).to(tl.int64)
+        heads_at = head * GROUP + g
+        qs = tl.load(q + request.to(tl.int64) * q_token + heads_at[:, None] * q_head + d[None, :], mask=ok, other=0.0)
+        best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        at_head = kv + head.to(tl.int64) * kv_head
+        for n in range(begin, end, BLOCK_N):
+            rows = n + tl.arange(0, BLOCK_N)
+            seen = rows < end
+            at = (base + rows // TOKENS) * kv_block + (rows % TOKENS).to(tl.int64) * kv_row
+            ks = tl.load(at_head + at[None, :] + d[:, None], mask=seen[None, :] & d_ok[:, None], other=0.0)
+            s = tl.where(seen[None, :], _scaled(tl.dot(qs, ks), scale_log2, softcap, SOFTCAP), float("-inf"))
+            new = tl.maximum(best, tl.max(s, 1))
+            p = tl.exp2(s - new[:, None])
+            old = tl.exp2(best - new)
+            vs = tl.load(at_head + v_offset + at[:, None] + d[None, :], mask=seen[:, None] & d_ok[None, :], other=0.0)
+            acc = acc * old[:, None] + tl.dot(p.to(vs.dtype), vs)
+            total = total * old + tl.sum(p, 1)
+            best = new
+        if APPEND:
+            if stop == start + each:
+                k1 = tl.load(k_new + request.to(tl.int64) * k_token + head * k_head + d, mask=d_ok, other=0.0)
+                v1 = tl.load(v_new + request.to(tl.int64) * v_token + head * v_head + d, mask=d_ok, other=0.0)
+                place = tl.load(places + request)  # negative: not stored, as in vLLM's own kernel
+                k1 = k1.to(kv.dtype.element_ty)
+                v1 = v1.to(kv.dtype.element_ty)
+                to = at_head + (place // TOKENS) * kv_block + (place % TOKENS) * kv_row
+                stored_dims = d < tl.where(place >= 0, DIM, 0)
+                tl.store(to + d, k1, mask=stored_dims)
+                tl.store(to + v_offset + d, v1, mask=stored_dims)
+                s1 = _scaled(tl.sum(qs.to(tl.float32) * k1.to(tl.float32)[None, :], 1), scale_log2, softcap, SOFTCAP)
+                new = tl.maximum(best, s1)
+                p1 = tl.exp2(s1 - new)
+                old = tl.exp2(best - new)
+                acc = acc * old[:, None] + p1[:, None] * v1.to(tl.float32)[None, :]
+                total = total * old + p1
+                best = new
+        result = acc / total[:, None]
+        if (tile == start) & (stop == start + each):
+            tl.store(out + request.to(tl.int64) * o_token + heads_at[:, None] * o_head + d[None, :],
+                     result.to(out.dtype.element_ty), mask=ok)  # fmt: skip
+        else:  # the beginning or the end of a head that other programs have the rest of
+            slot = (program * 2 + part) * GROUP
+            tl.store(partial + (slot + g)[:, None] * DIM + d[None, :], result, mask=ok)
+            tl.store(lse + slot + g, best + tl.log2(total), mask=g < GROUP)
+            tl.debug_barrier()  # the stores of every thread come before the count
+            count = ended + request * HEADS + head
+            at = start.to(tl.int64)
+            # A program with a tile of the head has a part. With fewer tiles than programs, each tile is a part.
+            opening = ((at + 1) * programs - 1) // tiles
+            closing = ((at + each) * programs - 1) // tiles
+            parts = tl.where(tiles < programs, each, closing - opening + 1)
+            if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(count, 0)  # for the next launch
+                whole = _joined(partial, lse, opening, closing, at, tiles, programs, g, d, GROUP, GROUP_PAD, DIM,
+                                DIM_PAD)  # fmt: skip
+                tl.store(out + request.to(tl.int64) * o_token + heads_at[:, None] * o_head + d[None, :],
+                         whole.to(out.dtype.element_ty), mask=ok)  # fmt: skip
+        part = 1
+        tile = stop
