@@ -133,7 +133,7 @@ class SlotsMemory(WorkerMemory):
         super().__init__(page, rank)
         self._cache: KVCache | None = None
         self._requests: Requests | None = None
-        self._orders: collections.deque[tuple[int, int]] = collections.deque()  # (order, blocks)
+        self._orders: collections.deque[int] = collections.deque()
         self._due = threading.Event()
         self._count = 0  # blocks that circulate
         self._dirty, self._began = False, 0.0
@@ -163,7 +163,8 @@ class SlotsMemory(WorkerMemory):
             [TensorSpec("kv", (block // tokens,), torch.int8)], slots, rows, budget, context=context,
             page_size=max(fitting), lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name=None,
         )  # fmt: skip
-        self._context = context
+        self._context, self._most = context, budget // cache.page_size * cache.page_size
+        self._budget = self._most
         fences: Fences = CudaFences(device) if gpu else self._fences()
         self._requests = Requests(cache, tokens, config.num_blocks, most, fences)
         places = self._requests.blocks_per_slot * slots
@@ -218,7 +219,7 @@ class SlotsMemory(WorkerMemory):
                 self._give_up(orders.gone)
                 if orders.ahead:
                     self._count += len(orders.ahead)
-                    self._orders.append((orders.order, len(orders.ahead)))
+                    self._orders.append(orders.order)
                     self._due.set()
             output = self._translated(output)
             maps = requests.back()
@@ -256,8 +257,9 @@ class SlotsMemory(WorkerMemory):
 
     def _give_up(self, ids: list[int]) -> None:
         assert self._requests is not None
-        self._count -= len(ids)
-        self._requests.forget(ids)
+        if ids:
+            self._count, self._dirty = self._count - len(ids), True
+            self._requests.forget(ids)
 
     # ---- between steps ---------------------------------------------------------------------------------------
 
@@ -266,9 +268,10 @@ class SlotsMemory(WorkerMemory):
         cache, requests = self._cache, self._requests
         assert cache is not None and requests is not None
         while self._orders:
-            order, n = self._orders.popleft()
+            order = self._orders.popleft()
             refused = 0
             try:
+                self._fit()
                 self._context.prealloc(max(self._count * self._block - self._context.stats().created, 0))
             except OutOfMemory:
                 refused = 1
@@ -276,6 +279,7 @@ class SlotsMemory(WorkerMemory):
             self._board[control.DONE] = order
         if not self._real or not self._dirty:  # what vLLM captures in graphs forbids calls in another thread
             return
+        self._fit()
         with self._lock:
             idle = time.monotonic() - self._began > IDLE
             if idle and not self._page[control.USED]:  # the next step, which says who has ended, may be far away
@@ -284,8 +288,15 @@ class SlotsMemory(WorkerMemory):
             if idle and requests.idle:
                 self._dirty = False
                 requests.shrink()
-            elif self._context.stats().created > (self._count + SLACK) * self._block:
-                requests.shrink()
+
+    def _fit(self) -> None:
+        """Hold the cache to what circulates."""
+        assert self._cache is not None
+        budget = min((self._count + 1 + SLACK) * self._block, self._most)
+        if budget != self._budget:
+            with self._lock:
+                self._cache.set_budget(budget)
+            self._budget = budget
 
     def _poll(self) -> None:
         while not self._stop.is_set():
