@@ -142,7 +142,7 @@ class SlotsMemory(WorkerMemory):
 
     def prepare(self, config: Any, vllm_config: Any, device: torch.device) -> Any:
         """Reserve the slots. Returns the configuration for vLLM's model runner, or a reason against slots."""
-        gpu = device.type == "cuda"
+        self._device, gpu = device, device.type == "cuda"
         context = Context(device=device.index or 0) if gpu else Context("host")
         refuse.backend(context.backend, device.type)
         self._block = block = config.kv_cache_tensors[0].block_stride
@@ -310,6 +310,10 @@ class SlotsMemory(WorkerMemory):
         self._page.words[control.RESIDENT + self._rank] = stats.created + stats.overhead
 
     # ---- sleep and the end -----------------------------------------------------------------------------------
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def sleep(self) -> None:
         with self._lock:
