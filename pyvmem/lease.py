@@ -198,14 +198,15 @@ class _Pools:
 class Lease(_Owned):
     """Memory for PyTorch out of a `KVPool`, lent for the time of a ``with`` block. Made by `torch_pool`.
 
-    Within the block, PyTorch allocates in the lease. When the block is entered, the pages of all its segments are there
-    again; exactly what is missing comes from what the pool's KV caches can spare. When it is left, the pages go back,
-    except those of a segment in which a tensor lives. What was there is lost. Addresses stay.
+    Within the block, PyTorch allocates in the lease. When the block is entered, the pages of all its segments are
+    there; exactly what is missing comes from what the pool's KV caches can spare. When it is left, the pages of
+    segments in which no tensor lives are offered to the pool, which takes them when another member asks. What was there
+    is lost. Addresses stay.
 
     Notes
     -----
-    Leaving the block waits until all kernels of the device have ended. A tensor that was passed to ``record_stream``
-    inside the block is reused only after the block, as in every ``torch.cuda.MemPool``.
+    Neither entering nor leaving waits for kernels. The pool's thread does so before it takes pages. A tensor that was
+    passed to ``record_stream`` inside the block is reused only after the block, as in every ``torch.cuda.MemPool``.
 
     While PyTorch is out of memory in the block, it does not empty its caches. Leave the block and call `reset`.
     """
@@ -305,13 +306,11 @@ class Lease(_Owned):
         for pool in (pools.eager, pools.graphs):
             if pool is None or (self._doors.is_shared(pool) and not self._lose_graphs):
                 continue
-            # A block that waits for another stream's event is idle, too: libvmem waits for all kernels below.
+            # A block that waits for another stream's event is idle, too: libvmem waits for all kernels before pages go.
             for segment in self._doors.snapshot(pool):
                 if all(block["state"] != "active_allocated" for block in segment["blocks"]):
                     idle.append(segment["address"])
-        rc = lib.vmem_torch_park(self._place, ffi.new("uint64_t[]", idle), len(idle), ffi.NULL)
-        if rc != -errno.EBUSY:  # another thread captures a graph: the pages stay until the next block is left
-            _check(rc)
+        _check(lib.vmem_torch_park(self._place, ffi.new("uint64_t[]", idle), len(idle), ffi.NULL))
 
     def _out_of_memory(self, missing: int) -> OutOfMemory:
         shortage = self.shortage
@@ -391,7 +390,11 @@ class Lease(_Owned):
         return sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
 
     def trim(self) -> None:
-        """Return device memory that the lease does not use to the system, for users outside the `KVPool`."""
+        """Give back the pages of all parked segments now, and return device memory that the lease does not use to the
+        system, for users outside the `KVPool`. Waits until all kernels of the device have ended.
+
+        Raises `VmemError` (EBUSY) while a CUDA graph is being captured.
+        """
         self._owned()
         _check(lib.vmem_torch_trim(self._place))
 
@@ -448,7 +451,7 @@ def torch_pool(
             loss = model(batch)
             loss.backward()
             optimizer.step()
-        # pages go, if no tensor of the lease lives
+        # others may have the pages, if no tensor of the lease lives
 
     Parameters
     ----------

@@ -6,9 +6,10 @@
 // can spare, never from their requests.
 //
 // A segment is a range of addresses that stays with PyTorch until PyTorch frees it. Its pages may go meanwhile:
-// vmem_torch_park gives back the pages of segments in which no block is in use, and vmem_torch_unpark backs all of them
-// again at the same addresses, with undefined contents. PyTorch's free lists stay valid across both. In between, no
-// kernel may access a parked segment, and PyTorch must not allocate in the lease.
+// vmem_torch_park offers the pages of segments in which no block is in use to the pool, which takes them when another
+// member asks, and vmem_torch_unpark backs all of them again at the same addresses, with undefined contents. PyTorch's
+// free lists stay valid across both. In between, no new kernel may access a parked segment, and PyTorch must not allocate
+// in the lease.
 //
 // Errors are as in vmem.h: 0, or a negative errno and vmem_last_error(). Nothing here calls back into Python, waits
 // without a limit, or ends the process. Any thread may call any function.
@@ -50,18 +51,18 @@ int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_tor
 // From now on, the lease allocates nothing. Memory of segments that PyTorch still has stays until PyTorch frees them.
 int vmem_torch_close(uint32_t place);
 
-// Gives back the pages of these segments: each element is the address that the allocation returned. The caller knows
-// that none of them has a block in use. Waits until all kernels of the device have ended. Segments that are already
-// parked are skipped. *bytes (NULL is allowed) receives the bytes given back.
-// -EINVAL: no segment begins at one of the addresses; nothing was parked. -EBUSY: a CUDA graph is being
-// captured; nothing was parked. Another error: pages of these segments may stay, but
-// all of the segments are parked; call it again.
+// Offers the pages of these segments to the pool: each element is the address that the allocation returned. The caller
+// knows that none of them has a block in use. Kernels may still use them: the pool's thread waits until all kernels of
+// the device have ended before it takes pages, and takes none while a CUDA graph is being captured. Segments that are
+// already parked are skipped. *bytes (NULL is allowed) receives the bytes of the others.
+// -EINVAL: no segment begins at one of the addresses; nothing was parked.
 int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *bytes);
 // Backs all parked segments again, or none. Waits at most wait_ms for what other members give back. -ENOMEM: *missing
 // (NULL is allowed) receives the bytes that did not become free; vmem_torch_last_shortage says why.
 int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing);
-// Returns device memory that the lease does not use to the system. It otherwise stays in the context for the next user
-// of the context, until another member of the pool asks for it.
+// Gives back the pages of all parked segments now, and returns device memory that the lease does not use to the system.
+// It otherwise stays for the next block and the next user of the context, until another member of the pool asks for it.
+// Waits until all kernels of the device have ended. -EBUSY: a CUDA graph is being captured; nothing was done.
 int vmem_torch_trim(uint32_t place);
 
 struct vmem_torch_stats {

@@ -77,19 +77,36 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def parking(session: Session, context: Context, page_size: int, amount: int, turns: int) -> list[Record]:
-    """Park and unpark segments of `amount` in all, and make new ones, through the functions that PyTorch calls."""
+    """Park and unpark segments of `amount` in all, and make new ones, through the functions that PyTorch calls.
+
+    Each turn parks twice: nobody asks, and a second lease of the pool takes the parked pages and gives them back.
+    """
     from pyvmem.kv_pool import KVPool
 
-    times: dict[str, list[float]] = {"park": [], "unpark": []}
+    times: dict[str, list[float]] = {"park": [], "unpark": [], "give parked pages": [], "take them back": []}
     new: dict[int, list[float]] = {size: [] for size in NEW if size <= amount}
-    with KVPool(2 * amount) as pool, Segments(pool, context, 2 * amount, page_size) as lease:
+    with (
+        KVPool(amount + 16 * MIB) as pool,
+        Segments(pool, context, amount, page_size) as lease,
+        Segments(pool, context, amount, page_size) as other,
+    ):
         addrs = [lease.alloc(SEGMENT) for _ in range(amount // SEGMENT)]
         raw = ffi.new("uint64_t[]", [int(ffi.cast("uintptr_t", a)) for a in addrs])
         for i in range(turns + 1):
             park, unpark = timed(lambda: lease.park(raw)), timed(lease.unpark)
+            lease.park(raw)
+            start = perf_counter()
+            taken = other.alloc(amount)
+            give = (perf_counter() - start) * 1e3
+            other.free(taken)
+            back = timed(lease.unpark)
             if i:  # the first turn makes page tables
-                times["park"].append(park)
-                times["unpark"].append(unpark)
+                for name, sample in zip(times, (park, unpark, give, back)):
+                    times[name].append(sample)
+        for addr in addrs:
+            lease.free(addr)
+    with KVPool(2 * amount) as pool, Segments(pool, context, 2 * amount, page_size) as lease:
+        held = lease.alloc(SEGMENT)  # the first one makes page tables
         for size, samples in new.items():
             for i in range(turns + 1):
                 start = perf_counter()
@@ -97,15 +114,18 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
                 if i:
                     samples.append((perf_counter() - start) * 1e6)
                 lease.free(addr)
-        for addr in addrs:
-            lease.free(addr)
+        lease.free(held)
     gib = amount / GIB
     records = [
         session.record([t / gib for t in samples], context, f"{name} a GiB", "ms", page_size=page_size)
         for name, samples in times.items()
     ]
-    both = [a + b for a, b in zip(*times.values())]
-    records.append(session.record(both, context, f"park and unpark {size_text(amount)}", "ms", page_size=page_size))
+    for what, (first, second) in (
+        ("park and unpark", ("park", "unpark")),
+        ("give and take back", ("give parked pages", "take them back")),
+    ):
+        both = [a + b for a, b in zip(times[first], times[second])]
+        records.append(session.record(both, context, f"{what} {size_text(amount)}", "ms", page_size=page_size))
     for size, samples in new.items():
         records.append(session.record(samples, context, f"new segment of {size_text(size)}", "us", page_size=page_size))
     return records

@@ -72,6 +72,7 @@ static uint32_t members(void)
 }
 
 static int park(void *addr) { return vmem_torch_park(place, &(uint64_t){at(addr)}, 1, NULL); }
+static int trim(void) { return vmem_torch_trim(place); }
 
 // Everything has gone back.
 static void close_all(void)
@@ -256,6 +257,9 @@ static void test_addresses_stay(void)
     CHECK_EQ(stats().held_bytes, 14 * test_page);
     OK(vmem_torch_park(place, all + 1, 2, &bytes));
     CHECK_EQ(bytes, 13 * test_page);
+    CHECK_EQ(stats().held_bytes, 14 * test_page);
+    verify(a[1], 10, 1000); // until somebody asks
+    OK(trim());
     CHECK(backed(a[0], 1) && !backed(a[1], 10) && !backed(a[2], 3));
     CHECK_EQ(stats().parked_bytes, 13 * test_page);
     CHECK_EQ(stats().held_bytes, test_page);
@@ -305,6 +309,7 @@ static void test_large_segments(void)
     verify(b, slots + 1, 5000);
     verify(c, 1, 9000);
     OK(park(b));
+    OK(trim());
     CHECK(!backed(b, slots + 1));
     OK(vmem_torch_unpark(place, 0, NULL));
     CHECK(backed(b, slots + 1));
@@ -365,6 +370,41 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
 }
 
 // A closed lease lives until PyTorch has given all back, and gives nothing more.
+// Parked segments keep their pages until a neighbour asks, and it gets no more of them than it asks for.
+static void test_parked_pages_go_when_somebody_asks(void)
+{
+    open_pool(120);
+    open_kv(0, 0);
+    open_lease(0, 60000);
+    char *a = get(50 * test_page), *b = get(50 * test_page);
+    mark(a, 50, 1);
+    mark(b, 50, 1000);
+    OK(vmem_torch_park(place, (uint64_t[]){at(a), at(b)}, 2, NULL));
+    const long before = fakegpu_waits ? fakegpu_waits() : 0;
+    const uint32_t first = kv_request(20, 1); // 10 pages of the 20 that nobody has
+    OK(vmem_torch_unpark(place, 0, NULL));
+    verify(a, 50, 1);
+    verify(b, 50, 1000);
+    CHECK_EQ(stats().waits, 0);
+    CHECK(!fakegpu_waits || fakegpu_waits() == before); // nobody waited for a kernel
+    OK(vmem_torch_park(place, (uint64_t[]){at(a), at(b)}, 2, NULL));
+    const uint32_t second = kv_request(60, 500); // 30 more
+    CHECK(backed(a, 50) != backed(b, 50));
+    CHECK(!fakegpu_waits || fakegpu_waits() == before + 1);
+    CHECK_EQ(stats().parked_segments, 2);
+    ERR(vmem_torch_unpark(place, 0, NULL), ENOMEM, "missing");
+    verify_rows(first, 20, 1);
+    verify_rows(second, 60, 500);
+    OK(vmem_kv_free(kv, second));
+    OK(vmem_torch_unpark(place, 60000, NULL));
+    CHECK(backed(a, 50) && backed(b, 50));
+    verify_rows(first, 20, 1);
+    put(a);
+    put(b);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
 static void test_close_with_segments(void)
 {
     open_pool(100);
@@ -421,18 +461,22 @@ static void test_kernels_are_waited_for(void)
     char *a = get(3 * test_page), *b = get(2 * test_page);
     const long before = fakegpu_waits();
     OK(park(a));
+    CHECK_EQ(fakegpu_waits(), before);
+    OK(trim());
     CHECK_EQ(fakegpu_waits(), before + 1);
     put(b);
     CHECK_EQ(fakegpu_waits(), before + 2);
-    put(a); // parked: nothing is there that a kernel could use
+    put(a); // its pages have gone: nothing is there that a kernel could use
     CHECK_EQ(fakegpu_waits(), before + 2);
     a = get(3 * test_page);
     b = get(2 * test_page);
     mark(a, 3, 7);
     mark(b, 2, 7);
     fakegpu_capture(1);
-    ERR(park(a), EBUSY, "graph");
-    CHECK_EQ(stats().parked_segments, 0);
+    OK(park(a));
+    ERR(trim(), EBUSY, "graph");
+    CHECK(backed(a, 3));
+    OK(vmem_torch_unpark(place, 0, NULL));
     put(b);
     verify(a, 3, 7);
     CHECK(backed(b, 2)); // a kernel may still use it
@@ -440,7 +484,7 @@ static void test_kernels_are_waited_for(void)
     CHECK(c && c != b);
     fakegpu_capture(0);
     put(c); // its place comes back with the next call that looks
-    OK(park(a));
+    OK(trim());
     CHECK(!backed(b, 2));
     CHECK_EQ(stats().bytes, 3 * test_page);
     put(a);
@@ -493,7 +537,6 @@ static int do_free(void)
         put(a);
     return a ? 0 : -ENOMEM;
 }
-static int do_trim(void) { return vmem_torch_trim(place); }
 static int do_open(void)
 {
     struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
@@ -511,8 +554,8 @@ static const struct {
     bool parked; // at its start
 } calls[] = {{"alloc", do_alloc, 0}, {"a segment of two slots", do_large_alloc, 0},
              {"park", do_park, 0},   {"unpark", do_unpark, 1},
-             {"free", do_free, 0},   {"trim", do_trim, 0},
-             {"open", do_open, 0}};
+             {"free", do_free, 0},   {"trim", trim, 0},
+             {"trim", trim, 1},      {"open", do_open, 0}};
 
 // The n-th fault point of the call fails. Nothing else changes, and the call works when it is repeated.
 static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), bool (*failed)(void))
@@ -525,6 +568,8 @@ static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), b
     }
     if (calls[i].parked)
         OK(do_park());
+    if (calls[i].call == do_unpark)
+        OK(trim());
     fail(n);
     int rc = calls[i].call();
     const bool hit = failed();
@@ -532,8 +577,7 @@ static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), b
     if (rc && !hit)
         FAIL("%s: %s", calls[i].name, vmem_last_error());
     verify(held[0], 2, 0);
-    const bool moves = calls[i].call == do_park || calls[i].call == do_unpark;
-    if (!moves) {
+    if (!calls[i].parked) {
         verify(held[1], 3, 100);
         verify(held[2], 4, 200);
     } else if (calls[i].call == do_unpark && rc) {
@@ -739,6 +783,7 @@ int main(int argc, char **argv)
     test_addresses_stay();
     test_large_segments();
     test_kept_pages_come_and_a_request_keeps_its_own();
+    test_parked_pages_go_when_somebody_asks();
     test_close_with_segments();
     test_a_child_gets_nothing();
     test_kernels_are_waited_for();

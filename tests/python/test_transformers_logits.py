@@ -5,6 +5,7 @@ Tokens hide small errors: a query that sees a few rows too many rarely changes t
 SPDX-License-Identifier: MIT
 """
 
+import inspect
 import os
 import re
 
@@ -38,6 +39,11 @@ def test_every_cache_of_transformers(name, kind, device):
         cache(model.config)
     except (ImportError, ValueError) as error:
         pytest.skip(f"transformers: {error}")
+    if "offloaded" in kind and device != "cpu":
+        if "prefetch_stream.wait_stream" not in inspect.getsource(transformers.Cache.update):
+            pytest.skip("this release reads a layer back before its copy to the CPU has ended, with sdpa, too")
+        if all(cache(model.config).is_sliding):
+            pytest.skip("transformers offloads no layer with a window, and fails where it finds no other")
     for side in ("none", "left"):
         ours, theirs = (run(model, cache(model.config), a, side, device=device) for a in ("vmem", stock(model)))
         assert difference(ours, theirs) == 0, side

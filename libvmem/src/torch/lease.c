@@ -2,8 +2,9 @@
 //
 // A lease is a KV cache whose slots are pieces of address space and whose tokens are pages. A segment is a run of
 // consecutive slots, which are consecutive in addresses, too. A slot whose pages are there is a request of the cache:
-// the pool therefore takes none of them. To park a segment is to end its requests; its addresses stay, as nobody else
-// asks this cache for slots. Only the functions under "the cache" below call it.
+// the pool therefore takes none of them. To give up a segment's pages is to end its requests; its addresses stay, as
+// nobody else asks this cache for slots. A parked segment is first IDLE: its pages are offered to the pool, and go when
+// somebody asks for them, in give(). Only the functions under "the cache" below call the cache.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -35,6 +36,7 @@ enum state {
     NO_SEGMENT,
     COMING,  // its pages are being asked for
     LIVE,    // PyTorch has it, and its pages are there
+    IDLE,    // PyTorch has it and uses no block of it. Its pages are there, and offered
     PARKED,  // PyTorch has it. Slots that are active anyway have pages that could not be given back
     FREEING, // a thread waits for kernels before it gives the pages back
     ENDED,   // PyTorch has freed it, but its pages could not be given back: `sweep` tries again
@@ -54,6 +56,8 @@ struct lease {
     _Atomic pid_t pid; // of the process that opened it; 0: the place is free
     bool closing;
     bool moving;    // a thread parks or unparks
+    uint64_t moves; // how often one began
+    uint64_t idle;  // bytes of IDLE segments
     uint32_t users; // calls that use the lease without the lock
     vmem_context *ctx;
     vmem_kv *kv;
@@ -83,6 +87,8 @@ static uint64_t now_ms(void)
 
 // ---- the cache: every call of vmem_kv.h, with the lease's lock held but where it says otherwise ------------------------
 
+static uint64_t give(void *lease, uint64_t pages);
+
 static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint32_t flags)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = l->page_size};
@@ -96,7 +102,7 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
         .page_size = l->page_size,
         .budget = l->page_size,
     };
-    const struct vmem_kv_share share = {.size = sizeof share, .max = l->most, .name = name};
+    const struct vmem_kv_share share = {.size = sizeof share, .max = l->most, .name = name, .evict = give, .arg = l};
     struct vmem_kv_layout layout = {.size = sizeof layout};
     int rc = vmem_kv_create(l->ctx, &cfg, &l->kv);
     if (rc)
@@ -174,6 +180,8 @@ static bool cache_wait(struct lease *l, uint32_t ms)
     return !rc && answer != VMEM_KV_REFUSED && !l->closing;
 }
 
+static void cache_offer(struct lease *l) { vmem_kv_pool_offer(l->kv, l->idle); }
+
 static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, NULL); }
 
 static uint64_t cache_held(struct lease *l)
@@ -193,7 +201,7 @@ static struct slot *segment_at(const struct lease *l, uint64_t addr)
     if (slot >= l->n_slots || address(l, (uint32_t)slot) != addr)
         return NULL;
     struct slot *s = &l->slots[slot];
-    return s->state == LIVE || s->state == PARKED ? s : NULL;
+    return s->state == LIVE || s->state == IDLE || s->state == PARKED ? s : NULL;
 }
 
 static bool fits(const struct lease *l, uint32_t first, uint32_t length)
@@ -271,6 +279,26 @@ static void drop(struct lease *l, struct slot *s)
 
 // The kernels that use segments which PyTorch freed may run: while a graph is captured, nobody can tell.
 static int wait_for_kernels(const struct lease *l) { return l->gpu ? vmem__torch_wait_for_kernels(l->device) : 0; }
+
+// The pages of an IDLE segment go. Its kernels have ended.
+static int give_up(struct lease *l, struct slot *s)
+{
+    s->state = PARKED;
+    l->idle -= s->bytes;
+    return end_all(l, s);
+}
+
+// Of all of them.
+static int give_up_all(struct lease *l)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < l->n_slots; i++) {
+        const int failed = l->slots[i].state == IDLE ? give_up(l, &l->slots[i]) : 0;
+        rc = rc ? rc : failed;
+    }
+    cache_offer(l);
+    return rc;
+}
 
 // Tries again to give back what could not be given back before.
 static void sweep(struct lease *l)
@@ -382,6 +410,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     l->n_slots = (uint32_t)(l->most / l->slot_bytes + 1) * 4 + EXTRA_SLOTS;
     l->users = l->n_ended = 0;
     l->moving = l->closing = false;
+    l->moves = l->idle = 0;
     l->stats = (struct vmem_torch_stats){0};
     l->shortage = (struct vmem_kv_shortage){0};
     l->ended = c->ended;
@@ -508,11 +537,15 @@ void vmem__torch_free(uint32_t place, void *addr)
     }
     int rc = 0;
     l->stats.frees++;
-    if (s->state == PARKED) {
+    const enum state was = s->state;
+    if (was != LIVE) {
         l->stats.parked_segments--;
         l->stats.parked_bytes -= s->bytes;
-    } else {
+    }
+    if (was != PARKED) {
         s->state = FREEING;
+        l->idle -= was == IDLE ? s->bytes : 0;
+        cache_offer(l);
         l->users++;
         pthread_mutex_unlock(&l->lock);
         rc = wait_for_kernels(l);
@@ -537,6 +570,7 @@ static int begin_move(struct lease *l)
     l->users--;
     int rc = check_open(l);
     l->moving = !rc;
+    l->moves += !rc;
     return rc;
 }
 
@@ -567,48 +601,75 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
         leave(l);
         return rc;
     }
-    l->users++;
-    pthread_mutex_unlock(&l->lock);
-    const int busy = wait_for_kernels(l); // before the lock: other threads may free segments meanwhile
-    pthread_mutex_lock(&l->lock);
-    l->users--;
-    for (size_t i = 0; i < n && busy != -EBUSY; i++) {
+    for (size_t i = 0; i < n; i++) {
         struct slot *s = segment_at(l, idle[i]);
-        if (!s)
+        if (s->state != LIVE)
             continue;
-        const bool was_live = s->state == LIVE;
-        const int failed = end_all(l, s);
-        rc = rc ? rc : failed;
-        s->state = PARKED;
-        l->stats.parks += was_live;
-        l->stats.parked_segments += was_live;
-        l->stats.parked_bytes += was_live ? s->bytes : 0;
-        gone += was_live && !failed ? s->bytes : 0;
+        s->state = IDLE;
+        l->idle += s->bytes;
+        l->stats.parks++;
+        l->stats.parked_segments++;
+        l->stats.parked_bytes += s->bytes;
+        gone += s->bytes;
     }
+    cache_offer(l);
     end_move(l);
-    if (busy == -EBUSY)
-        rc = busy;
-    else
-        sweep(l);
     leave(l);
     if (bytes)
         *bytes = gone;
-    return rc;
+    return 0;
+}
+
+// Waits for the kernels that use IDLE segments, without the lock. -EAGAIN: a thread has parked or unparked meanwhile.
+static int wait_for_idle(struct lease *l)
+{
+    const uint64_t moves = l->moves;
+    l->users++;
+    pthread_mutex_unlock(&l->lock);
+    const int rc = wait_for_kernels(l);
+    pthread_mutex_lock(&l->lock);
+    l->users--;
+    if (rc == -EBUSY)
+        return rc;
+    return l->moving || l->moves != moves ? vmem__error(-EAGAIN, "the lease is in use") : 0;
+}
+
+// For the pool's thread: other members ask for pages. It must not wait for the lock, because a thread that holds the lock
+// may wait for the pool's. The pool asks again.
+static uint64_t give(void *lease, uint64_t pages)
+{
+    struct lease *l = lease;
+    uint64_t gone = 0;
+    if (pthread_mutex_trylock(&l->lock))
+        return 0;
+    if (!l->moving && l->idle && !wait_for_idle(l))
+        for (uint32_t i = 0; i < l->n_slots && gone < pages * l->page_size; i++)
+            if (l->slots[i].state == IDLE) {
+                gone += l->slots[i].bytes;
+                give_up(l, &l->slots[i]); // what cannot be unmapped stays with the cache
+            }
+    cache_offer(l);
+    pthread_mutex_unlock(&l->lock);
+    return gone / l->page_size;
 }
 
 static int unpark(struct lease *l, uint32_t wait_ms)
 {
     int rc = 0;
+    bool some = false;
     for (uint32_t i = 0; i < l->n_slots && !rc; i++)
-        if (l->slots[i].state == PARKED)
+        if (l->slots[i].state == PARKED) {
             rc = begin_all(l, &l->slots[i]);
-    rc = rc ? rc : back(l, NULL, wait_ms);
+            some = true;
+        }
+    rc = rc || !some ? rc : back(l, NULL, wait_ms);
     for (uint32_t i = 0; i < l->n_slots; i++) {
         struct slot *s = &l->slots[i];
-        if (s->state != PARKED)
+        if (s->state != PARKED && s->state != IDLE)
             continue;
         if (rc) {
-            end_all(l, s); // what cannot be given back now is given back by the next call
+            if (s->state == PARKED)
+                end_all(l, s); // what cannot be given back now is given back by the next call
             continue;
         }
         s->state = LIVE;
@@ -616,6 +677,8 @@ static int unpark(struct lease *l, uint32_t wait_ms)
         l->stats.parked_segments--;
         l->stats.parked_bytes -= s->bytes;
     }
+    l->idle = rc ? l->idle : 0;
+    cache_offer(l);
     return rc;
 }
 
@@ -645,8 +708,21 @@ int vmem_torch_trim(uint32_t place)
     int rc = enter(place, &l);
     if (rc)
         return rc;
-    sweep(l);
-    rc = cache_trim(l);
+    rc = begin_move(l);
+    if (!rc) {
+        l->users++;
+        pthread_mutex_unlock(&l->lock);
+        rc = wait_for_kernels(l);
+        pthread_mutex_lock(&l->lock);
+        l->users--;
+        end_move(l);
+        if (rc != -EBUSY) {
+            const int failed = give_up_all(l);
+            sweep(l);
+            rc = cache_trim(l);
+            rc = rc ? rc : failed;
+        }
+    }
     leave(l);
     return rc;
 }

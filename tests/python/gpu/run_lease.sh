@@ -21,7 +21,7 @@ part() { # part SECONDS NAME COMMAND...
 
 tests() { # tests SECONDS BACKEND EXPRESSION
     part "$1" "tests-$2-$3" env VMEM_TEST_BACKENDS="$2" .venv/bin/python -m pytest -v -s --tb=short -p no:cacheprovider \
-        -p no:xdist tests/python/gpu/test_lease.py -k "$4"
+        -p no:xdist tests/python/gpu/test_lease_gpu.py -k "$4"
     grep -E 'PASSED|FAILED|ERROR|SKIPPED|^peak|^E  ' "$out/tests-$2-$3.log" | cut -c1-180
 }
 

@@ -173,6 +173,7 @@ struct kv_lend {
     struct vmem__member *left;                    // the same while the cache is destroyed
     uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
     void *evict_arg;
+    uint64_t offered; // pages of requests that evict would release
     bool giving;      // other members wait for what is beyond give_to; the budget falls as it goes
     bool foresees;    // the cache has said what requests that wait will need
     uint64_t give_to; // pages

@@ -83,6 +83,23 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
     return vmem__kv_leave(kv, 0);
 }
 
+int vmem_kv_pool_offer(vmem_kv *kv, uint64_t bytes)
+{
+    struct vmem__member *m;
+    int rc = vmem__kv_member_begin(kv, &m);
+    if (rc)
+        return rc;
+    const uint64_t before = kv->lend.offered;
+    if (!kv->lend.evict)
+        rc = vmem__error(-EINVAL, "the member has no evict");
+    else
+        kv->lend.offered = bytes >> kv->page_shift;
+    if (kv->lend.offered > before)
+        vmem__kv_pool_wake(kv);
+    vmem__kv_member_end(kv);
+    return rc;
+}
+
 // ---- the table of functions ------------------------------------------------------------------------------------------
 
 static void lock(void *self)
@@ -109,6 +126,11 @@ static bool has_taken_slots(const vmem_kv *kv)
     return false;
 }
 
+static uint64_t evictable(const vmem_kv *kv)
+{
+    return kv->lend.evict ? kv->refs.only + kv->lend.offered : vmem__kv_evictable(kv);
+}
+
 static void state(void *self, struct vmem__lend_state *out)
 {
     vmem_kv *kv = self;
@@ -119,7 +141,7 @@ static void state(void *self, struct vmem__lend_state *out)
                                      .giving = kv->lend.giving,
                                      .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
                                      .fixed = fixed,
-                                     .evictable = kv->lend.evict ? kv->refs.only : vmem__kv_evictable(kv),
+                                     .evictable = KV_MIN(evictable(kv), fixed),
                                      .margin = has_taken_slots(kv) ? fixed / 32 : 0};
 }
 
