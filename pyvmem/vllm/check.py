@@ -64,10 +64,10 @@ SIGNATURES = (
 
 # (file, class, fields)
 FIELDS = (
-    (_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "scheduled_cached_reqs", "preempted_req_ids",
-                                  "new_block_ids_to_zero", "kv_cache_block_copies")),
-    (_OUTPUT, "NewRequestData", ("block_ids",)),
-    (_OUTPUT, "CachedRequestData", ("new_block_ids",)),
+    (_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids",
+                                  "preempted_req_ids", "new_block_ids_to_zero", "kv_cache_block_copies")),
+    (_OUTPUT, "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
+    (_OUTPUT, "CachedRequestData", ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens")),
     (_INTERFACE, "KVCacheTensor", ("size", "layers", "layer_stride", "block_stride", "offset")),
     (_INTERFACE, "KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     (_UTILS, "KVCacheBlock", ("block_id", "ref_cnt", "is_null")),

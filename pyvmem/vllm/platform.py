@@ -84,17 +84,15 @@ class Platform(_Base):  # type: ignore[misc]
             sys.exit(f"pyvmem: {error}")
 
     @classmethod
-    def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
+    def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **more: Any) -> str:
         """Attention by slots, where it was asked for, the user named no backend and vLLM chooses FlashAttention 3."""
-        chosen: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        chosen: str = super().get_attn_backend_cls(selected_backend, *args, **more)
         flash = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
         if selected_backend is not None or settings.read().layout != "slots" or chosen != flash:
             return chosen
         from pyvmem.vllm import attention
 
-        reasons = attention.unsupported(attn_selector_config)
+        reasons = attention.unsupported(args[0] if args else more["attn_selector_config"])
         if reasons:
             _say("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
             return chosen

@@ -166,6 +166,7 @@ def idle_state(llm, page):
     from pyvmem.vllm import control
 
     page[control.LIMIT] = control.NO_LIMIT
+    time.sleep(0.5)  # until the engine counts as idle
 
     def look():
         before = None
@@ -183,4 +184,4 @@ def idle_state(llm, page):
 
 
 if __name__ == "__main__":  # in processes that vLLM starts by itself
-    print("RESULT " + json.dumps(serve(sys.argv[1], limits=(1, 2, 4, 20))), flush=True)
+    print("RESULT " + json.dumps(serve(sys.argv[1], json.loads(sys.argv[2]), (1, 2, 4, 20))), flush=True)

@@ -41,15 +41,18 @@ def left(pid):
     return [e for e, _ in control.engines() if e.pid == pid]
 
 
-def test_a_spawned_engine_core_gives_vllms_tokens_while_limits_move(model, own):
-    ran = subprocess.run([sys.executable, engines.__file__, str(model)], env=on_vmem(), stdout=subprocess.PIPE,
-                         text=True, timeout=SECONDS)  # fmt: skip
+@pytest.mark.parametrize("ranks, layout", [(1, "auto"), (2, "auto"), (2, "slots")])
+def test_a_spawned_engine_core_gives_vllms_tokens_while_limits_move(model, own, ranks, layout):
+    options = json.dumps(dict(tensor_parallel_size=ranks))
+    ran = subprocess.run([sys.executable, engines.__file__, str(model), options], text=True, timeout=SECONDS,
+                         env=dict(on_vmem(), VMEM_VLLM_LAYOUT=layout), stdout=subprocess.PIPE)  # fmt: skip
     results = [line[7:] for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
     assert ran.returncode == 0 and len(results) == 1, ran.stdout[-2000:]
     told = json.loads(results[0])
     assert told["core"] != told["here"]
     assert told["tokens"] == own + own
-    assert told["idle"]["used"] == 0 and told["idle"]["step_maps"] == 0
+    assert told["idle"]["used"] == 0 and told["idle"]["workers"] == ranks
+    assert told["idle"]["step_maps"] == 0 or layout == "slots"
     assert told["reset_done"] and told["reset"]["cached"] == 0
     assert not left(told["core"])
 
