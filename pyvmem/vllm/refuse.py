@@ -13,7 +13,8 @@ class Refused(ValueError):
 
 def _config(c: Any) -> Iterator[str]:
     parallel = c.parallel_config
-    if getattr(c, "kv_transfer_config", None) is not None:
+    offloads = getattr(getattr(c, "cache_config", None), "kv_offloading_size", None) is not None
+    if offloads or getattr(c, "kv_transfer_config", None) is not None:  # which vLLM makes later from the former
         yield ("KV connectors register KV memory and would see unbacked addresses; unset --kv-transfer-config and "
                "--kv-offloading-size")  # fmt: skip
     if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):

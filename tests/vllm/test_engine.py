@@ -165,6 +165,7 @@ def refusal(folder, **options):
     "options, says",
     [
         (dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")), "--kv-transfer-config"),
+        (dict(kv_offloading_size=1.0), "--kv-offloading-size"),
     ],
 )
 def test_what_cannot_work_is_refused_with_one_line(model, options, says):
