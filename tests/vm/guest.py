@@ -29,10 +29,10 @@ COMPLAINT = re.compile(
 MARK = re.compile(r"vmem step (\d+) (begins|ended): ")
 
 # An emulated guest on a busy machine loses the processor for a while: its timers then look broken, and its watchdogs
-# see stalls that are none. A guest that hangs is found by the time limit of its step.
+# see stalls that are none. A guest that hangs is found by the time limit of its step. KASAN reports more than once.
 PATIENCE = (
     "no_timer_check tsc=reliable printk.devkmsg=on rcupdate.rcu_cpu_stall_timeout=300 watchdog_thresh=60 "
-    "workqueue.watchdog_thresh=300 sysctl.kernel.hung_task_timeout_secs=600"
+    "workqueue.watchdog_thresh=300 sysctl.kernel.hung_task_timeout_secs=600 kasan_multi_shot"
 )
 
 
