@@ -106,7 +106,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
         for addr in addrs:
             lease.free(addr)
     with KVPool(2 * amount) as pool, Segments(pool, context, 2 * amount, page_size) as lease:
-        held = lease.alloc(SEGMENT)  # the first one makes page tables
+        addrs = [lease.alloc(SEGMENT) for _ in range(amount // SEGMENT)]  # page tables are made
         for size, samples in new.items():
             for i in range(turns + 1):
                 start = perf_counter()
@@ -114,7 +114,8 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
                 if i:
                     samples.append((perf_counter() - start) * 1e6)
                 lease.free(addr)
-        lease.free(held)
+        for addr in addrs:
+            lease.free(addr)
     gib = amount / GIB
     records = [
         session.record([t / gib for t in samples], context, f"{name} a GiB", "ms", page_size=page_size)
@@ -284,6 +285,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
             def inside() -> None:
                 with lease:
                     training_step(model, optimizer, ids)
+                torch.cuda.synchronize()
 
             def plain() -> None:
                 training_step(model, optimizer, ids)

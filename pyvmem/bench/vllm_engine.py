@@ -278,6 +278,8 @@ def main() -> None:
             model = folder
             settings.update(load_format="dummy", skip_tokenizer_init=True)
         llm = LLM(model=model, disable_log_stats=False, **settings)
+        if os.environ.get("VMEM_VLLM") == "1" and own_engine() is None:
+            sys.exit("the engine runs without vMem: pyvmem is not installed where vLLM looks for its plugins")
         blocks = llm.llm_engine.vllm_config.cache_config
         profile = None
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # otherwise the steps run in another process
