@@ -502,9 +502,9 @@ struct vmem_kv_share {
     uint32_t pad;      // 0
     uint64_t min, max; // bytes; max 0: the pool's budget
     const char *name;  // what others see; NULL: "kv"
-    // Optional. Releases about `pages` pages that the owner can spare, of prefixes or of what it has offered, and returns
-    // their number. The pool's thread calls it, with no lock held, if others need more than kept pages. It may make any
-    // call but one that destroys the cache, which waits for it. Blocks with hashes need no such function.
+    // Optional. Releases about `pages` pages of prefixes that the owner can spare, and returns their number. The pool's
+    // thread calls it, with no lock held, if others need more than kept pages. It may make any call but one that
+    // destroys the cache, which waits for it. Blocks with hashes need no such function.
     uint64_t (*evict)(void *arg, uint64_t pages);
     void *arg;
 };
@@ -516,8 +516,6 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_shar
 // Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: at once if
 // no request needs it, otherwise when these requests end.
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
-// Says how many bytes of its requests' pages the owner would release if `evict` asked. -EINVAL: the member has no evict.
-int vmem_kv_pool_offer(vmem_kv *kv, uint64_t bytes);
 // Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
 // what is free in the pool, and the other members are asked for the rest. The pool's thread takes device memory for it
 // as it comes. vmem_kv_fit does the same for the requests that it is given, as far as the member's maximum allows. Each

@@ -19,6 +19,7 @@
 
 #include "core/error.h"
 #include "core/struct.h"
+#include "kv/calls/member.h"
 #include "torch/device.h"
 #include "torch/pairs.h"
 #include "vmem_torch.h"
@@ -85,7 +86,7 @@ static uint64_t now_ms(void)
     return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
 }
 
-// ---- the cache: every call of vmem_kv.h, with the lease's lock held but where it says otherwise ------------------------
+// ---- the cache: every call of it, with the lease's lock held but where it says otherwise ------------------------
 
 static uint64_t give(void *lease, uint64_t pages);
 
@@ -180,7 +181,7 @@ static bool cache_wait(struct lease *l, uint32_t ms)
     return !rc && answer != VMEM_KV_REFUSED && !l->closing;
 }
 
-static void cache_offer(struct lease *l) { vmem_kv_pool_offer(l->kv, l->idle); }
+static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle); }
 
 static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, NULL); }
 

@@ -83,21 +83,16 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
     return vmem__kv_leave(kv, 0);
 }
 
-int vmem_kv_pool_offer(vmem_kv *kv, uint64_t bytes)
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes)
 {
     struct vmem__member *m;
-    int rc = vmem__kv_member_begin(kv, &m);
-    if (rc)
-        return rc;
+    if (vmem__kv_member_begin(kv, &m))
+        return;
     const uint64_t before = kv->lend.offered;
-    if (!kv->lend.evict)
-        rc = vmem__error(-EINVAL, "the member has no evict");
-    else
-        kv->lend.offered = bytes >> kv->page_shift;
+    kv->lend.offered = bytes >> kv->page_shift;
     if (kv->lend.offered > before)
         vmem__kv_pool_wake(kv);
     vmem__kv_member_end(kv);
-    return rc;
 }
 
 // ---- the table of functions ------------------------------------------------------------------------------------------

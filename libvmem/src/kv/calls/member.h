@@ -1,4 +1,4 @@
-// A KV cache as a member of a pool: what pool/join_kv.c uses of the manager.
+// A KV cache as a member of a pool: what pool/join_kv.c and torch/lease.c use of the manager.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_MEMBER_H
@@ -25,5 +25,9 @@ int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined);
 // Finds the membership. If begin succeeds, the cache does not leave its pool before end.
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m);
 void vmem__kv_member_end(vmem_kv *kv);
+
+// For a lease: so many bytes of its requests' pages would be released if the member's evict asked, beside those of
+// prefixes.
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes);
 
 #endif
