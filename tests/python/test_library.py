@@ -54,7 +54,8 @@ def test_each_room_knows_only_the_one_below_it():
     """torch, pool, blocks and kv, core, backend, driver, from the top. No backend includes another.
 
     torch calls kv through its public header, and offers pages to the pool by member.h. The pool and its members know
-    each other by lend.h; its files join_kv.c and join_blocks.c alone know what a member is. .ci/circles.py looks at the floors inside of kv.
+    each other by lend.h; its files join_kv.c and join_blocks.c alone know what a member is. .ci/circles.py looks at the
+    floors inside of kv.
     """
     below = {"torch": "core", "pool": "core", "blocks": "core", "kv": "core", "core": "backend", "backend": "driver"}
     everybodys = {"core/error.h", "core/trace.h", "lend.h"}
