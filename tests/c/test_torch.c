@@ -369,8 +369,7 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     close_all();
 }
 
-// A closed lease lives until PyTorch has given all back, and gives nothing more.
-// Parked segments keep their pages until a neighbour asks, and it gets no more of them than it asks for.
+// Parked segments keep their pages until a neighbour asks, and no more segments go than it needs.
 static void test_parked_pages_go_when_somebody_asks(void)
 {
     open_pool(120);
@@ -405,6 +404,7 @@ static void test_parked_pages_go_when_somebody_asks(void)
     close_all();
 }
 
+// A closed lease lives until PyTorch has given all back, and gives nothing more.
 static void test_close_with_segments(void)
 {
     open_pool(100);

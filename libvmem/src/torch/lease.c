@@ -56,6 +56,7 @@ struct lease {
     pthread_cond_t moved;
     _Atomic pid_t pid; // of the process that opened it; 0: the place is free
     bool closing;
+    bool giving;    // the pool's thread is in give()
     bool moving;    // a thread parks or unparks
     uint64_t moves; // how often one began
     uint64_t idle;  // bytes of IDLE segments
@@ -364,6 +365,8 @@ static void leave(struct lease *l)
 {
     void (*ended)(void *) = NULL;
     void *arg = l->arg;
+    while (l->giving && l->closing && !l->stats.segments) // the end waits for the pool's thread, so that cannot end it
+        pthread_cond_wait(&l->moved, &l->lock);
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
         vmem_kv_destroy(l->kv);
@@ -410,7 +413,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     l->slot_pages = (uint32_t)(l->slot_bytes / l->page_size);
     l->n_slots = (uint32_t)(l->most / l->slot_bytes + 1) * 4 + EXTRA_SLOTS;
     l->users = l->n_ended = 0;
-    l->moving = l->closing = false;
+    l->moving = l->giving = l->closing = false;
     l->moves = l->idle = 0;
     l->stats = (struct vmem_torch_stats){0};
     l->shortage = (struct vmem_kv_shortage){0};
@@ -643,6 +646,7 @@ static uint64_t give(void *lease, uint64_t pages)
     uint64_t gone = 0;
     if (pthread_mutex_trylock(&l->lock))
         return 0;
+    l->giving = true;
     if (!l->moving && l->idle && !wait_for_idle(l))
         for (uint32_t i = 0; i < l->n_slots && gone < pages * l->page_size; i++)
             if (l->slots[i].state == IDLE) {
@@ -650,6 +654,8 @@ static uint64_t give(void *lease, uint64_t pages)
                 give_up(l, &l->slots[i]); // what cannot be unmapped stays with the cache
             }
     cache_offer(l);
+    l->giving = false;
+    pthread_cond_broadcast(&l->moved);
     pthread_mutex_unlock(&l->lock);
     return gone / l->page_size;
 }
