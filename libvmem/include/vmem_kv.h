@@ -187,8 +187,8 @@ int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Quiet. Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied.
-// -ENODATA: a window has given up rows that the next token reads. Also rows that the window of the shorter request has
-// passed are given up.
+// The rows that the window of the shorter request has passed go, too.
+// -ENODATA: a window has given up rows that the next token reads.
 // If the call fails, rows from `tokens` onward may be lost, but none before; call it again.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // Returns what vmem_kv_truncate would return now, and changes nothing.

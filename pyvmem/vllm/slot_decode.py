@@ -4,20 +4,16 @@ SPDX-License-Identifier: MIT
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
 
+from pyvmem.attention.kernel import multiprocessors
+from pyvmem.attention.triton import LOG2E, _power
 from pyvmem.vllm import slot_kernels as kernels
 
 LEAST = 32  # requests in a step; with fewer, FlashAttention is faster
 BLOCK_N = 64  # rows that are loaded together
-LOG2E = math.log2(math.e)
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 class Work:
@@ -54,8 +50,7 @@ class Work:
 @functools.cache
 def _parts(device: torch.device, group: int, dim: int) -> Any:
     """(programs, results of parts, logarithms of their sums). All layers use the same buffers in turn."""
-    gpu = device.type == "cuda"
-    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 6
+    programs = 2 * multiprocessors(device.index) if device.type == "cuda" else 6
     shape = (2 * programs, group)
     return programs, torch.empty(*shape, dim, device=device), torch.empty(*shape, device=device)
 

@@ -13,6 +13,8 @@ SPDX-License-Identifier: MIT
 import triton
 import triton.language as tl
 
+from pyvmem.attention.triton_kernels import _scaled
+
 
 # Compiled once for all numbers of requests: CUDA graphs are captured for many.
 @triton.jit(do_not_specialize=["requests"])
@@ -23,15 +25,6 @@ def plan(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.co
     if window > 0:
         rows = tl.minimum(rows, window)
     tl.store(ends + r, tl.cumsum(tl.cdiv(rows, BLOCK_N), 0), mask=r < requests)
-
-
-@triton.jit
-def _scaled(s, scale_log2, softcap, SOFTCAP: tl.constexpr):
-    """Products of q and k as scores for exp2."""
-    s = s * scale_log2
-    if SOFTCAP:  # scale_log2 is the scale alone then; tanh(x) = 1 - 2 / (exp(2x) + 1)
-        s = (softcap * 1.4426950408889634) * (1 - 2 / (tl.exp2(s * (2.8853900817779268 / softcap)) + 1))
-    return s
 
 
 @triton.jit

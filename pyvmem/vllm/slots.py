@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from pyvmem import Context
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv import KVCache, TensorSpec
 from pyvmem.vllm import control, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.requests import Fences, Requests
-from pyvmem.vllm.worker import POLL, WorkerMemory
+from pyvmem.vllm.worker import POLL, WorkerMemory, context_on
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -142,9 +141,8 @@ class SlotsMemory(WorkerMemory):
 
     def prepare(self, config: Any, vllm_config: Any, device: torch.device) -> Any:
         """Reserve the slots. Returns the configuration for vLLM's model runner, or a reason against slots."""
-        self._device, gpu = device, device.type == "cuda"
-        context = Context(device=device.index or 0) if gpu else Context("host")
-        refuse.backend(context.backend, device.type)
+        self._device = device
+        context = context_on(device)
         self._block = block = config.kv_cache_tensors[0].block_stride
         tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
         fitting = [size for size in context.page_sizes if block % size == 0]
@@ -165,7 +163,7 @@ class SlotsMemory(WorkerMemory):
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most
-        fences: Fences = CudaFences(device) if gpu else self._fences()
+        fences: Fences = CudaFences(device) if device.type == "cuda" else NoFences()
         self._requests = Requests(cache, tokens, config.num_blocks, most, fences)
         places = self._requests.blocks_per_slot * slots
         tensors = [dataclasses.replace(t, size=places * block) for t in config.kv_cache_tensors]
@@ -175,9 +173,6 @@ class SlotsMemory(WorkerMemory):
             cache.page_size >> 10, config.num_blocks * block / 2**30, config.kv_cache_layout,
         )  # fmt: skip
         return dataclasses.replace(config, num_blocks=places, kv_cache_tensors=tensors)
-
-    def _fences(self) -> Fences:
-        return NoFences()
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         assert self._cache is not None
@@ -190,16 +185,11 @@ class SlotsMemory(WorkerMemory):
     def start(self, config: Any) -> None:
         self.publish()
         self._page[control.NULL + self._rank] = int(self._board[control.HELD])
-        self._page[control.ATTACHED + self._rank] = 1
-        threading.Thread(target=self._poll, name="vmem", daemon=True).start()
+        self._attach()
 
     @property
     def active(self) -> bool:
         return self._requests is not None
-
-    @property
-    def _board(self) -> Any:
-        return self._page.boards(control.RANKS)[self._rank]
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -223,9 +213,8 @@ class SlotsMemory(WorkerMemory):
                     self._due.set()
             output = self._translated(output)
             maps = requests.back()
-        if maps and orders is not None:
-            self._page.words[control.LATE + self._rank] += 1
-            self._page.words[control.STEP_MAPS + self._rank] += maps
+        if orders is not None:
+            self._count_maps(maps)
         return output
 
     def _translated(self, output: Any) -> Any:
@@ -251,9 +240,6 @@ class SlotsMemory(WorkerMemory):
                 tables.append((requests.extend(name, ids[0]),) if ids is not None else None)
         return dataclasses.replace(output, scheduled_new_reqs=new,
                                    scheduled_cached_reqs=dataclasses.replace(cached, new_block_ids=tables))  # fmt: skip
-
-    def dummy(self) -> None:
-        self._page.words[control.DUMMIES + self._rank] += 1
 
     def _give_up(self, ids: list[int]) -> None:
         assert self._requests is not None

@@ -46,6 +46,13 @@ class Allocation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def context_on(device: torch.device) -> Context:
+    """A context for the KV memory of a worker. Raises `refuse.Refused` for a backend that cannot hold it."""
+    context = Context(device=device.index or 0) if device.type == "cuda" else Context("host")
+    refuse.backend(context.backend, device.type)
+    return context
+
+
 class WorkerMemory:
     """The KV memory of one worker.
 
@@ -82,9 +89,7 @@ class WorkerMemory:
         if self._tensor is not None:
             raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
-        gpu = device.type == "cuda"
-        context = Context(device=device.index or 0) if gpu else Context("host")
-        refuse.backend(context.backend, device.type)
+        context = context_on(device)
         self._tensor = VirtualTensor((size,), torch.int8, device, page_size=min(context.page_sizes), zero=True,
                                      context=context)  # fmt: skip
         return self._tensor.tensor
@@ -103,15 +108,12 @@ class WorkerMemory:
             wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {geometry.bytes_of(config)}"
             raise refuse.Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
                                  "(or unset VMEM_VLLM)")  # fmt: skip
-        board = self._page.boards(control.RANKS)[self._rank]
-        self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=board)
+        self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=self._board)
         self._blocks.back(0)
         alone, block = self._blocks.stats().held, tensor.nbytes / config.num_blocks
         self._page[control.NULL + self._rank] = alone
         self._join(tensor.context)
-        self._page[control.ATTACHED + self._rank] = 1
-        threading.Thread(target=self._poll, name="vmem", daemon=True).start()
-        self.publish()
+        self._attach()
         logger.info(
             "KV cache on vMem: backend %s, %d blocks of %.1f KiB in pages of %d KiB, %.2f GiB at most, layout %s",
             tensor.context.backend, config.num_blocks - 1, tensor.nbytes / config.num_blocks / 1024,
@@ -123,6 +125,12 @@ class WorkerMemory:
                 "%d KiB. Memory follows the load less closely than with pages of 64 KiB (backends stock and uvm).",
                 block / 1024, alone / 1024, tensor.context.backend, tensor.page_size >> 10,
             )  # fmt: skip
+
+    def _attach(self) -> None:
+        """The memory is there: tell the scheduler, and start the thread."""
+        self._page[control.ATTACHED + self._rank] = 1
+        threading.Thread(target=self._poll, name="vmem", daemon=True).start()
+        self.publish()
 
     def _join(self, context: Context) -> None:
         """Become a member of the pool that the environment names, if it names one."""
@@ -149,7 +157,7 @@ class WorkerMemory:
             blocks.set_share(*share)
         blocks.offer(page[control.OFFERED] * page[control.BLOCK_BYTES])
         most = min(page[control.MAX] or self._pool_size, self._pool_size)
-        held = int(page.boards(control.RANKS)[self._rank, control.HELD])
+        held = int(self._board[control.HELD])
         wanted = min(page[control.WANTED] * page[control.BLOCK_BYTES], most - held)
         self._ask(wanted, page[control.USED] > 0)
 
@@ -172,6 +180,11 @@ class WorkerMemory:
     def active(self) -> bool:
         """Whether vLLM's KV cache is here."""
         return self._blocks is not None
+
+    @property
+    def _board(self) -> Any:
+        """This worker's row of the boards."""
+        return self._page.boards(control.RANKS)[self._rank]
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -197,10 +210,15 @@ class WorkerMemory:
         named = named_blocks(output)
         if named:
             late = blocks.back(named, over=True)
-            if orders is not None and late:
-                self._page.words[control.LATE + self._rank] += 1
-                self._page.words[control.STEP_MAPS + self._rank] += late
+            if orders is not None:
+                self._count_maps(late)
         return output
+
+    def _count_maps(self, n: int) -> None:
+        """A step of the scheduler's had to map this often itself."""
+        if n:
+            self._page.words[control.LATE + self._rank] += 1
+            self._page.words[control.STEP_MAPS + self._rank] += n
 
     def end(self, output: Any) -> None:
         """The step has been given to the device."""
@@ -212,7 +230,7 @@ class WorkerMemory:
 
     def dummy(self) -> None:
         """vLLM runs a step without requests, beside ranks that have some. It reads the null block alone."""
-        if self._blocks is not None:
+        if self.active:
             self._page.words[control.DUMMIES + self._rank] += 1
 
     def _in(self) -> list[int]:

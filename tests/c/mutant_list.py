@@ -302,7 +302,7 @@ MUTANTS = [
         ("an unpark that fails leaves segments without pages", _L, "        if (rc) {\n            if (s->state",
          "        if (0) {\n            if (s->state", "test_torch"),
         ("a parked segment that is freed stays counted", _L, "    if (was != LIVE) {", "    if (0) {", "test_torch"),
-        ("all parked pages go at once", _L, "gone < pages * l->page_size; i++)", "gone < UINT64_MAX; i++)", "test_torch"),
+        ("all parked pages go at once", _L, "give_up(l, pages * l->page_size, &gone)", "give_up(l, UINT64_MAX, &gone)", "test_torch"),
         ("a place ends without a word", _L, "        ended = l->ended;\n", "", "test_torch"),
         # blocks
         ("a shared page goes with the first block", "blocks/pages.c", "return page == PAGE_MAPPED;", "return page & PAGE_MAPPED;",

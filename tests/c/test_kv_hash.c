@@ -184,9 +184,8 @@ static void test_priorities(void)
     vmem_kv_destroy(kv);
 }
 
-// What is shared of a windowed tensor does not depend on whether somebody has already cut the rows that its window has
-// passed: the background thread does so when it comes to it, and ranks would disagree.
-static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
+// One tensor with a window of two pages, and a background thread.
+static void make_windowed(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
     const struct vmem_kv_config cfg = {.size = sizeof cfg,
@@ -199,10 +198,17 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
                                        .budget = 40 * test_page};
     const struct vmem_kv_hash_config hashes = {.size = sizeof hashes, .block_tokens = BLOCK};
     OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(vmem_kv_hash_init(kv, &hashes));
+}
+
+// What is shared of a windowed tensor does not depend on whether somebody has already cut the rows that its window has
+// passed: the background thread does so when it comes to it, and ranks would disagree.
+static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
+{
+    make_windowed();
     pthread_mutex_lock(&kv->gate.state);
     vmem__kv_worker_hold(kv); // for ever: it cuts nothing by itself
     pthread_mutex_unlock(&kv->gate.state);
-    OK(vmem_kv_hash_init(kv, &hashes));
     const uint32_t slot = start(320);
     for (int32_t n = 321; n < 324; n++) { // the window has passed most of the prompt
         int32_t lengths[SLOTS] = {0};
@@ -236,18 +242,7 @@ static void test_sharing_does_not_depend_on_what_is_cut(void)
 // left to the background thread, the next call would find its work on the used pages (VMEM_KV_CHECK).
 static void test_truncation_passes_windows(void)
 {
-    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK | VMEM_KV_OVERLAP,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = SLOTS,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = 40 * test_page};
-    const struct vmem_kv_hash_config hashes = {.size = sizeof hashes, .block_tokens = BLOCK};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
-    OK(vmem_kv_hash_init(kv, &hashes));
+    make_windowed();
     const uint32_t slot = start(80);
     for (int32_t n = 81; n < 200; n++) {
         int32_t lengths[SLOTS] = {0};

@@ -166,14 +166,15 @@ def idle_state(llm, page):
     from pyvmem.vllm import control
 
     page[control.LIMIT] = control.NO_LIMIT
-    time.sleep(0.5)  # until the engine counts as idle
 
     def look():
-        before = None
-        for _ in range(100):  # until it holds still
+        before, still = None, 0
+        for _ in range(100):  # until it holds still for longer than it takes to count as idle
             time.sleep(0.1)
             now = dataclasses.asdict(control.Engine.of("", 0, page))
-            if now == before and now["used"] == 0 and page[control.RING_DONE] == page[control.POSITION]:
+            done = now["used"] == 0 and page[control.RING_DONE] == page[control.POSITION]
+            still = still + 1 if now == before and done else 0
+            if still == 5:
                 break
             before = now
         return now

@@ -87,7 +87,7 @@ static uint64_t now_ms(void)
     return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
 }
 
-// ---- the cache: every call of it, with the lease's lock held but where it says otherwise ------------------------
+// ---- the cache: every call of it, with the lease's lock held but where it says otherwise ------------------------------
 
 static uint64_t give(void *lease, uint64_t pages);
 
@@ -282,20 +282,31 @@ static void drop(struct lease *l, struct slot *s)
 // The kernels that use segments which PyTorch freed may run: while a graph is captured, nobody can tell.
 static int wait_for_kernels(const struct lease *l) { return l->gpu ? vmem__torch_wait_for_kernels(l->device) : 0; }
 
-// The pages of an IDLE segment go. Its kernels have ended.
-static int give_up(struct lease *l, struct slot *s)
+// The same without the lock.
+static int unlock_for_kernels(struct lease *l)
 {
-    s->state = PARKED;
-    l->idle -= s->bytes;
-    return end_all(l, s);
+    l->users++;
+    pthread_mutex_unlock(&l->lock);
+    const int rc = wait_for_kernels(l);
+    pthread_mutex_lock(&l->lock);
+    l->users--;
+    return rc;
 }
 
-// Of all of them.
-static int give_up_all(struct lease *l)
+// The pages of IDLE segments go until so many bytes have; their kernels have ended. What cannot be unmapped stays with the
+// cache. *gone: bytes of the segments.
+static int give_up(struct lease *l, uint64_t bytes, uint64_t *gone)
 {
     int rc = 0;
-    for (uint32_t i = 0; i < l->n_slots; i++) {
-        const int failed = l->slots[i].state == IDLE ? give_up(l, &l->slots[i]) : 0;
+    *gone = 0;
+    for (uint32_t i = 0; i < l->n_slots && *gone < bytes; i++) {
+        struct slot *s = &l->slots[i];
+        if (s->state != IDLE)
+            continue;
+        s->state = PARKED;
+        l->idle -= s->bytes;
+        *gone += s->bytes;
+        const int failed = end_all(l, s);
         rc = rc ? rc : failed;
     }
     cache_offer(l);
@@ -365,7 +376,7 @@ static void leave(struct lease *l)
 {
     void (*ended)(void *) = NULL;
     void *arg = l->arg;
-    while (l->giving && l->closing && !l->stats.segments) // the end waits for the pool's thread, so that cannot end it
+    while (l->giving && l->closing && !l->stats.segments) // in give(), the cache cannot end
         pthread_cond_wait(&l->moved, &l->lock);
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
@@ -548,13 +559,11 @@ void vmem__torch_free(uint32_t place, void *addr)
     }
     if (was != PARKED) {
         s->state = FREEING;
-        l->idle -= was == IDLE ? s->bytes : 0;
-        cache_offer(l);
-        l->users++;
-        pthread_mutex_unlock(&l->lock);
-        rc = wait_for_kernels(l);
-        pthread_mutex_lock(&l->lock);
-        l->users--;
+        if (was == IDLE) {
+            l->idle -= s->bytes;
+            cache_offer(l);
+        }
+        rc = unlock_for_kernels(l);
     }
     if (rc == -EBUSY) {
         s->state = ENDED;
@@ -624,20 +633,6 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
     return 0;
 }
 
-// Waits for the kernels that use IDLE segments, without the lock. -EAGAIN: a thread has parked or unparked meanwhile.
-static int wait_for_idle(struct lease *l)
-{
-    const uint64_t moves = l->moves;
-    l->users++;
-    pthread_mutex_unlock(&l->lock);
-    const int rc = wait_for_kernels(l);
-    pthread_mutex_lock(&l->lock);
-    l->users--;
-    if (rc == -EBUSY)
-        return rc;
-    return l->moving || l->moves != moves ? vmem__error(-EAGAIN, "the lease is in use") : 0;
-}
-
 // For the pool's thread: other members ask for pages. It must not wait for the lock, because a thread that holds the lock
 // may wait for the pool's. The pool asks again.
 static uint64_t give(void *lease, uint64_t pages)
@@ -647,13 +642,9 @@ static uint64_t give(void *lease, uint64_t pages)
     if (pthread_mutex_trylock(&l->lock))
         return 0;
     l->giving = true;
-    if (!l->moving && l->idle && !wait_for_idle(l))
-        for (uint32_t i = 0; i < l->n_slots && gone < pages * l->page_size; i++)
-            if (l->slots[i].state == IDLE) {
-                gone += l->slots[i].bytes;
-                give_up(l, &l->slots[i]); // what cannot be unmapped stays with the cache
-            }
-    cache_offer(l);
+    const uint64_t moves = l->moves;
+    if (!l->moving && l->idle && unlock_for_kernels(l) != -EBUSY && !l->moving && l->moves == moves)
+        give_up(l, pages * l->page_size, &gone);
     l->giving = false;
     pthread_cond_broadcast(&l->moved);
     pthread_mutex_unlock(&l->lock);
@@ -663,13 +654,11 @@ static uint64_t give(void *lease, uint64_t pages)
 static int unpark(struct lease *l, uint32_t wait_ms)
 {
     int rc = 0;
-    bool some = false;
     for (uint32_t i = 0; i < l->n_slots && !rc; i++)
-        if (l->slots[i].state == PARKED) {
+        if (l->slots[i].state == PARKED)
             rc = begin_all(l, &l->slots[i]);
-            some = true;
-        }
-    rc = rc || !some ? rc : back(l, NULL, wait_ms);
+    if (!rc && l->stats.parked_bytes > l->idle)
+        rc = back(l, NULL, wait_ms);
     for (uint32_t i = 0; i < l->n_slots; i++) {
         struct slot *s = &l->slots[i];
         if (s->state != PARKED && s->state != IDLE)
@@ -717,14 +706,11 @@ int vmem_torch_trim(uint32_t place)
         return rc;
     rc = begin_move(l);
     if (!rc) {
-        l->users++;
-        pthread_mutex_unlock(&l->lock);
-        rc = wait_for_kernels(l);
-        pthread_mutex_lock(&l->lock);
-        l->users--;
+        uint64_t gone;
+        rc = unlock_for_kernels(l);
         end_move(l);
         if (rc != -EBUSY) {
-            const int failed = give_up_all(l);
+            const int failed = give_up(l, UINT64_MAX, &gone);
             sweep(l);
             rc = cache_trim(l);
             rc = rc ? rc : failed;
