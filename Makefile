@@ -114,7 +114,7 @@ test-python: lib venv ## Python tests, on every backend that works on this machi
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
 	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python --ignore=tests/python/gpu
 
-TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0
+TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0
 test-transformers-releases: venv ## The cache of generate() with every supported release of transformers (12 minutes)
 	$(Q)for release in $(TRANSFORMERS_RELEASES); do \
 	    folder=build/transformers/$$release; echo "transformers $$release"; \

@@ -11,7 +11,7 @@ import os as _os
 from pathlib import Path as _Path
 
 # The layers follow transformers' own closely, and those change within a major version, for example in 5.19 and 5.23.
-_FIRST, _LAST = "5.17", "5.23"
+_FIRST, _LAST = "5.17", "5.24"
 
 try:
     import transformers as _transformers

@@ -30,7 +30,8 @@ from pyvmem.transformers.plan import Plan, follow
 from pyvmem.transformers.rows import Rows
 
 _SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
-_TAKEN = {"input_ids", "attention_mask", "position_ids", "past_key_values", *_SETTINGS}
+_CACHE = ("cache", "past_key_values")  # the cache's name since transformers 5.24, and before
+_TAKEN = {"input_ids", "attention_mask", "position_ids", *_CACHE, *_SETTINGS}
 _LEAST = 1024  # the fewest rows that a graph's kernels are launched for; further graphs double them
 
 
@@ -81,6 +82,10 @@ class CudaGraph:
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def _name_of_cache(kwargs: dict[str, Any]) -> str:
+    return next((name for name in _CACHE if kwargs.get(name) is not None), _CACHE[-1])
 
 
 class _Step:
@@ -183,7 +188,7 @@ class DecodeGraphs:
         self.refused = self._stops(args, kwargs)
         if self.refused is not None:
             return self._forward(*args, **kwargs)
-        cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs.get("attention_mask")
+        cache, ids, mask = kwargs[_name_of_cache(kwargs)], kwargs["input_ids"], kwargs.get("attention_mask")
         rows, start = cache.rows, cache.layers[0].length
         if mask is not None:
             mask = mask.to(rows.device, torch.bool)
@@ -210,7 +215,7 @@ class DecodeGraphs:
 
     def _stops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call cannot be a captured step; None if it can."""
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = kwargs.get(_name_of_cache(kwargs)), kwargs.get("input_ids")
         if self._failed is not None:
             return self._failed
         if args or not isinstance(cache, VMemCache) or ids is None:
@@ -262,12 +267,11 @@ class DecodeGraphs:
 
     def _capture(self, step: _Step, cache: VMemCache, start: int, kwargs: dict[str, Any]) -> bool:
         given = {name: kwargs[name] for name in _SETTINGS if name in kwargs}
+        given[_name_of_cache(kwargs)] = cache
         cache.rows.capturing = True
         try:
             step.output = step.recorder.capture(
-                lambda: self._forward(
-                    input_ids=step.ids, position_ids=step.positions, attention_mask=None, past_key_values=cache, **given
-                )
+                lambda: self._forward(input_ids=step.ids, position_ids=step.positions, attention_mask=None, **given)
             )
         except RuntimeError as error:  # CUDA refuses an operation during capture
             if self._recorder is CudaGraph and "captur" not in str(error):

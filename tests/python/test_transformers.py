@@ -626,13 +626,13 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "5.24.0.dev0", "6.0.0rc1"])
+@pytest.mark.parametrize("version", ["5.16.2", "5.25.0.dev0", "6.0.0rc1"])
 def test_another_release_of_transformers_is_refused_in_one_line(version, tmp_path, monkeypatch):
     monkeypatch.delenv("VMEM_TRANSFORMERS_FORCE", raising=False)
     (tmp_path / "transformers.py").write_text(f'__version__ = "{version}"\n')
     done = python("import pyvmem.transformers", check=False, env={"PYTHONPATH": str(tmp_path)})
     last = done.stderr.splitlines()[-1]
-    assert done.returncode != 0 and version in last and "5.17 to 5.23" in last and "VMEM_TRANSFORMERS_FORCE" in last
+    assert done.returncode != 0 and version in last and "5.17 to 5.24" in last and "VMEM_TRANSFORMERS_FORCE" in last
 
 
 def test_a_newer_release_is_judged_by_the_functions_in_use(tmp_path, monkeypatch):
