@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import inspect
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,8 @@ class Bench:
         self.device = torch.device("cuda", session.args.device) if self.gpu else torch.device("cpu")
         self.model = llama(self.device, small=not self.gpu)
         self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        takes = inspect.signature(self.model.forward).parameters
+        self.named = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.24
 
     def wait(self) -> None:
         import torch
@@ -158,8 +161,8 @@ class Bench:
         start = perf_counter()
         with DecodeGraphs(self.model) if graphs else contextlib.nullcontext():
             self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
-                stopping_criteria=StoppingCriteriaList([clock]), disable_compile=True, **options,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+                stopping_criteria=StoppingCriteriaList([clock]), disable_compile=True, **{self.named: cache}, **options,
             )  # fmt: skip
         pages = 0
         if kind == "VMemCache":
