@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pyvmem import KVCache, attention
-from pyvmem.kv_prefix import PrefixCache
+from pyvmem.kv.prefix import PrefixCache
 
 
 @dataclass

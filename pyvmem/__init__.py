@@ -24,10 +24,10 @@ from pyvmem.paper import (
 )
 
 if _TYPE_CHECKING:
-    from pyvmem.distributed import TensorParallelKVCache
-    from pyvmem.kv import KVCache, KVCacheOptions, TensorSpec, model_specs
-    from pyvmem.kv_pool import KVPool
-    from pyvmem.kv_prefix import PrefixCache
+    from pyvmem.parallel.cache import TensorParallelKVCache
+    from pyvmem.kv.cache import KVCache, KVCacheOptions, TensorSpec, model_specs
+    from pyvmem.kv.pool import KVPool
+    from pyvmem.kv.prefix import PrefixCache
     from pyvmem.lease import torch_pool
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
@@ -78,14 +78,14 @@ __all__ = [
 
 # torch is imported where tensors are made, and only then.
 _NEED_TORCH = {
-    "KVCache": "kv",
-    "KVCacheOptions": "kv",
-    "KVPool": "kv_pool",
-    "PrefixCache": "kv_prefix",
-    "TensorParallelKVCache": "distributed",
-    "TensorSpec": "kv",
+    "KVCache": "kv.cache",
+    "KVCacheOptions": "kv.options",
+    "KVPool": "kv.pool",
+    "PrefixCache": "kv.prefix",
+    "TensorParallelKVCache": "parallel.cache",
+    "TensorSpec": "kv.types",
     "VirtualTensor": "tensor",
-    "model_specs": "kv",
+    "model_specs": "kv.types",
     "torch_pool": "lease",
     "virtual_empty": "tensor",
 }

@@ -5,6 +5,6 @@ SPDX-License-Identifier: MIT
 
 import sys
 
-from pyvmem.cli import main
+from pyvmem.tools.cli import main
 
 sys.exit(main())

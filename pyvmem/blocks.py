@@ -22,7 +22,7 @@ from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.owned import Reservation, _Owned, as_buffer
 
 if TYPE_CHECKING:
-    from pyvmem.kv_pool import KVPool
+    from pyvmem.kv.pool import KVPool
     from pyvmem.tensor import VirtualTensor
 
 __all__ = ["BOARD_WORDS", "BlockRange", "Blocks", "BlocksStats"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem._ffi import ffi, lib
 
 if TYPE_CHECKING:
-    from pyvmem.kv_types import Shortage
+    from pyvmem.kv.types import Shortage
 
 
 class VmemError(Exception):

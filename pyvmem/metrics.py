@@ -14,7 +14,7 @@ SPDX-License-Identifier: MIT
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pyvmem.kv_view import GAUGES, View, describe, read_views
+from pyvmem.kv.view import GAUGES, View, describe, read_views
 
 
 class Collector:

@@ -111,7 +111,7 @@ def prose(lines):
 
 def cli():
     os.environ["COLUMNS"] = "100"
-    from pyvmem import cli as command
+    from pyvmem.tools import cli as command
     from pyvmem.bench import all_benchmarks
 
     parser = command._parser(all_benchmarks())

@@ -72,7 +72,7 @@ def output_file(text: str) -> str:
 
 
 def trace(parser: argparse._ActionsContainer) -> None:
-    """Add the arguments of a benchmark that runs the requests of a trace (`pyvmem.traces`)."""
+    """Add the arguments of a benchmark that runs the requests of a trace (`pyvmem.bench.traces`)."""
     formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
     parser.add_argument("--trace", type=input_file, metavar="FILE", help=formats)
     parser.add_argument("--requests", type=whole(1), metavar="N", help="only the first N requests")

@@ -19,7 +19,7 @@ from pyvmem.bench import argtypes, benchmark, plots
 from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
-from pyvmem.traces import read_trace, synthetic_trace
+from pyvmem.bench.traces import read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
     from pyvmem.core import Context
-    from pyvmem.kv import KVCache
-    from pyvmem.traces import Trace
+    from pyvmem.kv.cache import KVCache
+    from pyvmem.bench.traces import Trace
 
 
 # (model, workers, page size in KiB): tokens per page, and worst waste of a request in MB, from the paper.
@@ -64,7 +64,7 @@ def table_8(model: Model, workers: int, page_size: int) -> Any:
 
 def measure_table_8(context: Context, model: Model, workers: int, page_size: int) -> Any:
     """The same, measured in a cache of one worker: when a second page is mapped, and how much memory that takes."""
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
     tokens = page_size // model.row_bytes(workers)
     budget = 2 * model.layers * 2 * page_size
@@ -124,7 +124,7 @@ def run_table_8(session: Session, context: Context, page_sizes: Sequence[int]) -
 def _cache(
     context: Context, model: Model, layers: int, slots: int, longest: int, budget: int, page_size: int, **options: Any
 ) -> KVCache:
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
     return KVCache.for_model(
         layers, model.kv_heads, model.head_dim, slots, longest, budget, context=context, page_size=page_size, name=None,

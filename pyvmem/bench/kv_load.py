@@ -17,8 +17,8 @@ from pyvmem.core import MIB
 
 if TYPE_CHECKING:
     from pyvmem.core import Context
-    from pyvmem.kv import KVCache
-    from pyvmem.traces import Trace
+    from pyvmem.kv.cache import KVCache
+    from pyvmem.bench.traces import Trace
 
 
 @dataclass(frozen=True)

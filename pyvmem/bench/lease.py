@@ -24,7 +24,7 @@ from pyvmem.owned import _Owned
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
-    from pyvmem.kv_pool import KVPool
+    from pyvmem.kv.pool import KVPool
 
 GIB = 1 << 30
 SEGMENT = 64 * MIB  # of what is parked
@@ -81,7 +81,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
 
     Each turn parks twice: nobody asks, and a second lease of the pool takes the parked pages and gives them back.
     """
-    from pyvmem.kv_pool import KVPool
+    from pyvmem.kv.pool import KVPool
 
     times: dict[str, list[float]] = {"park": [], "unpark": [], "give parked pages": [], "take them back": []}
     new: dict[int, list[float]] = {size: [] for size in NEW if size <= amount}
@@ -219,7 +219,7 @@ def blocks(session: Session, context: Context, page_size: int, amount: int, turn
     """Leaving and entering a block whose segments have `amount` in all, PyTorch's part included."""
     import torch
 
-    from pyvmem.kv_pool import KVPool
+    from pyvmem.kv.pool import KVPool
     from pyvmem.lease import torch_pool
 
     leave, enter = [], []
@@ -243,8 +243,8 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
     """A training step within a lease beside a serving cache, and with PyTorch's own allocator, in turns."""
     import torch
 
-    from pyvmem.kv import KVCache
-    from pyvmem.kv_pool import KVPool
+    from pyvmem.kv.cache import KVCache
+    from pyvmem.kv.pool import KVPool
     from pyvmem.lease import torch_pool
 
     gc.collect()

@@ -19,13 +19,13 @@ import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
-from pyvmem.traces import read_trace, synthetic_trace
+from pyvmem.bench.traces import read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record, Samples
     from pyvmem.bench.session import Session
     from pyvmem.core import Context
-    from pyvmem.traces import Trace
+    from pyvmem.bench.traces import Trace
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
-from pyvmem.kv_view import read_view, read_views
+from pyvmem.kv.view import read_view, read_views
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record

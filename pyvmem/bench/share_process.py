@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pyvmem.kv import KVCache
-from pyvmem.kv_pool import KVPool
+from pyvmem.kv.cache import KVCache
+from pyvmem.kv.pool import KVPool
 
 HEADS, DIM = 8, 128
 AHEAD = 8  # tokens that the last page has room for: the background thread need not back more at once

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyvmem.bench.records import Record, Samples
     from pyvmem.bench.session import Session
     from pyvmem.core import Context
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +150,7 @@ def decode(
     overlap: bool,
 ) -> list[Record]:
     """Records of one decode run."""
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
     gpu = "gpu" in context.info().capabilities
     longest = -(-(load.prompts[1] + load.output[1]) // 1024) * 1024
@@ -226,7 +226,7 @@ def prefill(
     session: Session, context: Context, model: Model, layers: int, page_size: int, tokens: int, repeats: int
 ) -> list[Record]:
     """Records of the time to back one prompt, by allocation strategy (Figure 10)."""
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
     strategies: dict[str, dict[str, Any]] = {
         "synchronous": {"overlap": False, "defer": False, "eager": False},

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from pyvmem import doctor
+from pyvmem.tools import doctor
 from pyvmem.bench.session import number_text, size_text
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ def requests_of(load: Any) -> Any:
                 tokens(rng.integers(low, high + 1))  # fmt: skip
             made.append((prompt, int(rng.integers(load["output"][0], load["output"][1] + 1))))
         return made
-    from pyvmem.traces import HASHED_TOKENS, read_trace
+    from pyvmem.bench.traces import HASHED_TOKENS, read_trace
 
     trace = read_trace(load["path"]).head(load["batch"])
     most = load.get("most_output", 1000)

@@ -19,8 +19,8 @@ from transformers.cache_utils import (
 )
 
 from pyvmem._checks import uint
-from pyvmem.kv import KVCache, KVStats
-from pyvmem.kv_options import options_of
+from pyvmem.kv.cache import KVCache, KVStats
+from pyvmem.kv.options import options_of
 from pyvmem.transformers.layers import (
     VMemHybridLayer,
     VMemHybridSlidingLayer,

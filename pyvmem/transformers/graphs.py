@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from pyvmem.attention import Batch
 from pyvmem.attention.table import KERNELS, choose
-from pyvmem.kv import KVCache
+from pyvmem.kv.cache import KVCache
 from pyvmem.transformers.attention import decode_shape
 from pyvmem.transformers.cache import VMemCache
 from pyvmem.transformers.layers import VMemLayer

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv import KVCache, Lengths
+from pyvmem.kv.cache import KVCache, Lengths
 
 POOL_SECONDS = 5.0  # that a call waits for the memory of other members of its pool
 

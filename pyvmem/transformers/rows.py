@@ -17,8 +17,8 @@ import torch
 
 from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.kv_pool import KVPool
+from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
 from pyvmem.transformers.cudnn import keep_off
 from pyvmem.transformers.memory import default_budget, leave_pool, try_step, what_helps, with_pool

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pyvmem.errors import VmemError
-from pyvmem.kv import KVCache
+from pyvmem.kv.cache import KVCache
 
 SECONDS = 1.0  # that a cache is kept
 BYTES = 1 << 30  # of pages that all of them keep

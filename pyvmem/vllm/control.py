@@ -1,6 +1,6 @@
 """The control page of an engine: shared memory in which its scheduler, its workers and its owner meet.
 
-The page is a file in the folder of `pyvmem.kv_view`, ``ENGINE-RANK.vllm``, which holds 64-bit integers:
+The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.vllm``, which holds 64-bit integers:
 
 - what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
 - what the scheduler publishes: blocks used, cached, spare and wanted;
@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem.kv_view import _started, view_folder
+from pyvmem.kv.view import _started, view_folder
 
 MAGIC, VERSION = 0x6D656D76_6C6C6D00, 2
 RANKS = 64  # workers of one engine that have a column in the page

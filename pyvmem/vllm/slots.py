@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.vllm import control, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders

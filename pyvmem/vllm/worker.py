@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pyvmem import Context
 from pyvmem.blocks import Blocks
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv_pool import KVPool
+from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import control, geometry, refuse, settings
 from pyvmem.vllm.control import Page

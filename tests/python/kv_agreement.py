@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 import pyvmem
-from pyvmem import kv_view
-from pyvmem.distributed import TensorParallelKVCache, init_cache
-from pyvmem.distributed_pledge import AHEAD
-from pyvmem.kv import KVCache
-from pyvmem.kv_blocks import BlockNames
-from pyvmem.kv_hashes import BlockHashes
-from pyvmem.kv_prefix import PrefixCache
+from pyvmem.kv import view as kv_view
+from pyvmem.parallel.cache import TensorParallelKVCache, init_cache
+from pyvmem.parallel.pledge import AHEAD
+from pyvmem.kv.cache import KVCache
+from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.hashes import BlockHashes
+from pyvmem.kv.prefix import PrefixCache
 
 SLOTS, TOKENS = 16, 600
 

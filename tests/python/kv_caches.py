@@ -9,8 +9,8 @@ from argparse import ArgumentParser
 import torch
 
 import pyvmem
-from pyvmem import top
-from pyvmem.kv import KVCache
+from pyvmem.tools import top
+from pyvmem.kv.cache import KVCache
 
 PAGE_TOKENS = 128
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from kv_agreement import join, refused, same
 
 import pyvmem
-from pyvmem.distributed import TensorParallelKVCache
-from pyvmem.distributed_hashes import TensorParallelBlockHashes
-from pyvmem.kv import KVCache
-from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
+from pyvmem.parallel.cache import TensorParallelKVCache
+from pyvmem.parallel.hashes import TensorParallelBlockHashes
+from pyvmem.kv.cache import KVCache
+from pyvmem.kv.hashes import KEEP, BlockHashes, block_hashes
 from kv_hash_caches import ALIKE, MIXED, PAGE
 
 SLOTS, TOKENS, BLOCK = 6, 400, 16
@@ -163,7 +163,7 @@ class Engine:
 def misuse(engine, first):
     """What one rank does wrong is refused on all of them."""
     tp, blocks = engine.tp, engine.blocks
-    refused(lambda: BlockHashes(tp, 16), TypeError, "pyvmem.distributed_hashes")
+    refused(lambda: BlockHashes(tp, 16), TypeError, "pyvmem.parallel.hashes")
     refused(lambda: TensorParallelBlockHashes(tp, 16), ValueError, "hashes already, of 16 tokens each")
     refused(lambda: blocks.peek([(b"1" if first else b"2") * 16]), RuntimeError, "different calls")
     refused(lambda: blocks.alloc(100, ["x" if first else b"x" * 16]), (RuntimeError, TypeError), "")

@@ -5,8 +5,8 @@ SPDX-License-Identifier: MIT
 
 import torch
 
-from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.kv_hashes import block_hashes
+from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.hashes import block_hashes
 
 PAGE = 65536
 HALF = torch.float16

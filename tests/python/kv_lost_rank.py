@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pyvmem.distributed import init_cache
-from pyvmem.distributed_hashes import TensorParallelBlockHashes
-from pyvmem.distributed_pledge import AHEAD
+from pyvmem.parallel.cache import init_cache
+from pyvmem.parallel.hashes import TensorParallelBlockHashes
+from pyvmem.parallel.pledge import AHEAD
 
 
 def main(rank, world, folder, how, asks):

@@ -12,7 +12,7 @@ import textwrap
 
 import torch
 
-from pyvmem.kv import KVCache
+from pyvmem.kv.cache import KVCache
 
 MIB = 1 << 20
 TOKENS = 1024  # a request: 4 MiB

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from pyvmem import cli
+from pyvmem.tools import cli
 from pyvmem.bench import Benchmark, vllm, vllm_engine, vllm_pair, vllm_plots
 from pyvmem.bench.records import Record
 

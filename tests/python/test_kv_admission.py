@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conftest import BACKENDS
 import pyvmem
 from pyvmem import KVCacheOptions
-from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, TensorSpec
 
 PAGE = 65536
 HALF = torch.float16

@@ -1,11 +1,11 @@
-"""Names for pages of a KV cache: pyvmem.kv_blocks."""
+"""Names for pages of a KV cache: pyvmem.kv.blocks."""
 
 import pytest
 import torch
 
 from pyvmem.errors import InvalidArgument, VmemError
-from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.kv_blocks import BlockNames
+from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.blocks import BlockNames
 
 TOKENS, PAGE = 8, 64 << 10
 ROW = PAGE // TOKENS

@@ -11,8 +11,8 @@ from inspect import signature
 import pytest
 
 import pyvmem
-from pyvmem.distributed_hashes import TensorParallelBlockHashes
-from pyvmem.kv_hashes import BlockHashes
+from pyvmem.parallel.hashes import TensorParallelBlockHashes
+from pyvmem.kv.hashes import BlockHashes
 from test_kv_distributed import STEPS, needs_two_gpus, ranks_agree
 
 CALLS = sorted(name for name in vars(BlockHashes) if callable(getattr(BlockHashes, name)) and name[:1] != "_")

@@ -12,7 +12,7 @@ import torch
 import pyvmem
 from kv_caches import Event
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, TensorSpec
 
 ROWS = 16384  # float32 of a row: one page
 

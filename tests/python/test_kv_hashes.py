@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyvmem import KVPool
-from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
+from pyvmem.kv.hashes import KEEP, BlockHashes, block_hashes
 from kv_hash_caches import PAGE, known, make, serve
 
 

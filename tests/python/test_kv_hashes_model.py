@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pyvmem import VmemError
-from pyvmem.kv_hashes import KEEP, BlockHashes, block_hashes
+from pyvmem.kv.hashes import KEEP, BlockHashes, block_hashes
 
 from kv_draws import NUMBERS, pick, when
 from kv_hash_caches import ALIKE, MIXED, PAGE, make

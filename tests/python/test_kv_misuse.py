@@ -13,10 +13,10 @@ from kv_caches import Event
 
 import pyvmem
 from pyvmem.errors import InvalidArgument, OutOfMemory
-from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.kv_blocks import BlockNames
-from pyvmem.kv_hashes import BlockHashes
-from pyvmem.kv_prefix import PrefixCache
+from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.hashes import BlockHashes
+from pyvmem.kv.prefix import PrefixCache
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pyvmem
 from conftest import BACKENDS
-from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, TensorSpec
 
 SLOTS, TOKENS = 4, 300
 SHAPES = {

@@ -17,7 +17,8 @@ import pytest
 from kv_caches import run_top
 from kv_pools import MIB, TOKENS, Child, free, load, make, member
 
-from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError, kv_view
+from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError
+from pyvmem.kv import view as kv_view
 
 
 @pytest.fixture(autouse=True)

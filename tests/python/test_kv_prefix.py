@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pyvmem.kv import KVCache, TensorSpec
-from pyvmem.kv_prefix import PrefixCache
+from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.prefix import PrefixCache
 
 PAGE = 65536
 TOKENS = 32  # of 2 KiB to a page

@@ -17,8 +17,8 @@ import torch
 from kv_caches import run_top
 
 from conftest import python
-from pyvmem import kv_view
-from pyvmem.kv import KVCache, TensorSpec
+from pyvmem.kv import view as kv_view
+from pyvmem.kv.cache import KVCache, TensorSpec
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def test_a_cache_shows_its_statistics_to_others():
         cache.step([700 if s == slot else 0 for s in range(4)])
         cache.wait()
         code = """
-            from pyvmem import kv_view
+            from pyvmem.kv import view as kv_view
             (v,) = kv_view.read_views()
             print(v.name, v.pid, v.stats["live_bytes"], v.stats["steps"])
         """
@@ -65,7 +65,7 @@ def test_views_are_for_the_user_alone(folder):
 def test_a_dead_process_leaves_no_view(folder):
     code = """
         import os, signal
-        from pyvmem.kv import KVCache
+        from pyvmem.kv.cache import KVCache
         cache = KVCache.for_model(1, 1, 64, 1, 100, 1 << 20, backend="host")
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -166,7 +166,7 @@ def test_a_cache_that_is_closed_meanwhile_is_gone(monkeypatch, capsys):
             closed.close()
             kv_view.want_budget(view, size)
 
-        monkeypatch.setattr("pyvmem.top.want_budget", want)
+        monkeypatch.setattr("pyvmem.tools.top.want_budget", want)
         run_top("--limit", "closed=16M", "--limit", "alive=16M", "--wait", "60")
         said = capsys.readouterr().err
         assert "closed: gone: " in said and "alive: applied: 16 MiB" in said
@@ -250,7 +250,7 @@ def test_a_process_may_have_a_number_that_another_had(folder):
 def test_a_process_that_has_ended_but_was_not_waited_for_is_gone(folder):
     code = """
         import os
-        from pyvmem.kv import KVCache
+        from pyvmem.kv.cache import KVCache
         cache = KVCache.for_model(1, 1, 64, 1, 100, 1 << 20, backend="host")
         print("made", flush=True)
         os._exit(0)
@@ -265,7 +265,7 @@ def test_a_process_that_has_ended_but_was_not_waited_for_is_gone(folder):
 
 def test_a_cache_that_cannot_be_published_works(monkeypatch, folder):
     """As on a full disk, or where the folder went away meanwhile."""
-    monkeypatch.setattr("pyvmem.kv.new_view_path", lambda: str(folder / "gone" / "1-1-1.kv"))
+    monkeypatch.setattr("pyvmem.kv.cache.new_view_path", lambda: str(folder / "gone" / "1-1-1.kv"))
     with make("name of \udcff") as cache:
         cache.alloc_reqid()
         assert cache.step([50, 0, 0, 0]) == 0

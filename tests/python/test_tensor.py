@@ -368,5 +368,5 @@ def test_other_libraries_take_it_by_dlpack(empty, device):
 
 
 def test_pyvmem_alone_does_not_import_torch():
-    code = "import sys, pyvmem, pyvmem.cli; pyvmem.Context('host').reserve(1 << 21); assert 'torch' not in sys.modules"
-    python(code)
+    reserve = "import sys, pyvmem, pyvmem.tools.cli; pyvmem.Context('host').reserve(1 << 21)"
+    python(f"{reserve}; assert 'torch' not in sys.modules")

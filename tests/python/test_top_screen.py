@@ -20,9 +20,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pyvmem import kv_view, picture
-from pyvmem.kv import KVCache
-from pyvmem.kv_types import KVStats
+from pyvmem.kv import picture
+from pyvmem.kv import view as kv_view
+from pyvmem.kv.cache import KVCache
+from pyvmem.kv.types import KVStats
 
 pytest.importorskip("rich")
 MIB = 1 << 20
@@ -103,8 +104,8 @@ def test_no_line_is_wider_than_the_terminal(columns):
     with make("a-name-that-is-longer-than-the-column-for-it"), make("b"):
         from rich.console import Console
 
-        from pyvmem.top import Rates
-        from pyvmem.top_screen import Screen
+        from pyvmem.tools.top import Rates
+        from pyvmem.tools.top_screen import Screen
 
         with open(os.devnull, "w", encoding="utf-8") as out:
             console = Console(file=out, width=columns, height=24, record=True, force_terminal=True)

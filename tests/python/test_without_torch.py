@@ -37,7 +37,7 @@ def test_the_command_and_its_benchmarks():
     said = python(
         BLOCK
         + """
-from pyvmem.cli import main
+from pyvmem.tools.cli import main
 sys.argv = ["pyvmem", "bench", "vmm", "--backend", "host", "--quick"]
 raise SystemExit(main())
 """

@@ -13,7 +13,7 @@ from pyvmem._checks import flag, uint
 from pyvmem._ffi import lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv_pool import KVPool
+from pyvmem.kv.pool import KVPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Prefixes by hash over tensor-parallel ranks.
 
-Each rank's manager finds, holds and evicts blocks as `pyvmem.kv_hashes` describes. A rank with less memory evicts more,
+Each rank's manager finds, holds and evicts blocks as `pyvmem.kv.hashes` describes. A rank with less memory evicts more,
 so the ranks may know different blocks. A request therefore begins with the blocks that every rank knows, and the ranks
 agree on them before any of them changes anything.
 
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 from pyvmem._checks import elements, uint
-from pyvmem.distributed import TensorParallelKVCache
+from pyvmem.parallel.cache import TensorParallelKVCache
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv_admission import Request
-from pyvmem.kv_hashes import KEEP, BlockHashes, Hash
+from pyvmem.kv.admission import Request
+from pyvmem.kv.hashes import KEEP, BlockHashes, Hash
 
 
 def _sum_of(hashes: Any) -> int:

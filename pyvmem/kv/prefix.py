@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem._checks import uint
 from pyvmem.errors import VmemError
-from pyvmem.kv_hashes import block_hashes, token_array
+from pyvmem.kv.hashes import block_hashes, token_array
 
 if TYPE_CHECKING:
-    from pyvmem.kv import KVCache, Lengths, Prefix
+    from pyvmem.kv.cache import KVCache, Lengths, Prefix
 
 
 @dataclass

@@ -20,7 +20,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check
 
 if TYPE_CHECKING:
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
 Hash: TypeAlias = "bytes | int"
 

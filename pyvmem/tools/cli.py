@@ -66,7 +66,7 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
         "--prove", action="store_true", help="stock: also end a process by a GPU fault, to show that faults are noticed"
     )
     test.add_argument("--shared", action="store_true", help="test although other processes use the GPU")
-    from pyvmem import top
+    from pyvmem.tools import top
 
     top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
     completion = commands.add_parser("completion", help="print the completion of this command for a shell")
@@ -176,7 +176,7 @@ def _run(argv: Sequence[str] | None) -> int:
     benchmarks = all_benchmarks()
     args = _parser(benchmarks).parse_args(argv)
     if args.command == "doctor":
-        from pyvmem.doctor import doctor, selftest
+        from pyvmem.tools.doctor import doctor, selftest
 
         if not args.selftest and (args.backend or args.prove or args.shared):
             raise ValueError("--backend, --prove and --shared need --selftest")
@@ -186,7 +186,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if args.command == "completion":
         return _completion(args.shell, benchmarks)
     if args.command == "top":
-        from pyvmem.top import top
+        from pyvmem.tools.top import top
 
         return top(args)
     return _bench(args, benchmarks)

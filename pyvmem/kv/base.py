@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check, structure
-from pyvmem.kv_types import KVStats, Shortage, TensorSpec
-from pyvmem.kv_view import REASONS, STATS
+from pyvmem.kv.types import KVStats, Shortage, TensorSpec
+from pyvmem.kv.view import REASONS, STATS
 from pyvmem.owned import _Owned
 
 if TYPE_CHECKING:
-    from pyvmem.kv_hashes import BlockHashes
+    from pyvmem.kv.hashes import BlockHashes
 
 _log = logging.getLogger("pyvmem")
 _REASONS = (None, "budget", "device", "mappings", "slots")
@@ -184,7 +184,7 @@ class KVBase(_Owned):
         slots: draw the pages of at most so many slots, those with the most pages. title: what stands above.
         Returns the picture as SVG, which a notebook shows for the cache itself.
         """
-        from pyvmem import picture
+        from pyvmem.kv import picture
 
         stats = asdict(self.stats())
         text = picture.svg(stats, picture.slots_of(self, uint("slots", slots)), title)
@@ -202,6 +202,6 @@ class KVBase(_Owned):
 
     def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
         """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""
-        from pyvmem.kv_view import prometheus
+        from pyvmem.kv.view import prometheus
 
         return prometheus(asdict(self.stats()), prefix, labels)

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from pyvmem._checks import elements, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import _check, structure
-from pyvmem.kv_base import KVBase
-from pyvmem.kv_types import GroupInfo
+from pyvmem.kv.base import KVBase
+from pyvmem.kv.types import GroupInfo
 
 if TYPE_CHECKING:
-    from pyvmem.kv_hashes import BlockHashes, Hash
+    from pyvmem.kv.hashes import BlockHashes, Hash
 
 # A waiting request: the tokens of its first step; or these, and how many of them a prefix provides, or its hashes.
 Request = SupportsIndex | tuple[SupportsIndex, "SupportsIndex | Sequence[Hash]"]

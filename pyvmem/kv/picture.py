@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyvmem.kv_types import SlotInfo
+    from pyvmem.kv.types import SlotInfo
 
 PARTS = ("used", "shared", "cached", "ahead", "kept", "unused")
 # Paul Tol's bright scheme, in which colour-blind readers tell any two apart; the terminal's nearest; the characters.

@@ -13,7 +13,7 @@ from pyvmem.errors import _check
 from pyvmem.owned import no_index
 
 if TYPE_CHECKING:
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
 
 def _numbers(name: str, values: npt.ArrayLike) -> tuple[Any, int]:

@@ -12,8 +12,8 @@ import torch
 from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check, structure
-from pyvmem.kv_base import KVBase
-from pyvmem.kv_types import Prefix
+from pyvmem.kv.base import KVBase
+from pyvmem.kv.types import Prefix
 
 
 class KVSharing(KVBase):

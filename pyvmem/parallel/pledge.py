@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._ffi import lib
-from pyvmem.kv import KVCache
+from pyvmem.kv.cache import KVCache
 
 AHEAD = 32  # tokens past a step's lengths that the ranks agree on with it; and the most steps between two agreements
 

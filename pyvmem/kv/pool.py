@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import VmemError, _check, structure
-from pyvmem.kv_view import ANSWERS, PoolMember, pool_member, view_folder
+from pyvmem.kv.view import ANSWERS, PoolMember, pool_member, view_folder
 from pyvmem.owned import _Owned
 
 if TYPE_CHECKING:
     from pyvmem.core import Context
-    from pyvmem.kv import KVCache
+    from pyvmem.kv.cache import KVCache
 
 
 class KVPool(_Owned):

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from pyvmem._checks import elements, shown, uint
-from pyvmem.distributed_pledge import Pledge
+from pyvmem.parallel.pledge import Pledge
 from pyvmem.errors import OutOfMemory, _error
-from pyvmem.kv import KVCache, Lengths, Prefix
-from pyvmem.kv_admission import Request
+from pyvmem.kv.cache import KVCache, Lengths, Prefix
+from pyvmem.kv.admission import Request
 
 if TYPE_CHECKING:
-    from pyvmem.distributed_hashes import TensorParallelBlockHashes
+    from pyvmem.parallel.hashes import TensorParallelBlockHashes
 
 # Attributes and calls that each rank answers for itself, because no decision depends on them. The others are methods of
 # TensorParallelKVCache; tests/python/test_kv_distributed.py compares both with KVCache.
@@ -124,7 +124,7 @@ class TensorParallelKVCache:
         if name == "_use":  # of BlockNames, BlockHashes and KVPool, which each rank would decide on by itself
             raise TypeError(
                 "blocks, hashes and pools need a KVCache, not a TensorParallelKVCache: ranks would part "
-                "(pyvmem.distributed_hashes has hashes for all ranks)"
+                "(pyvmem.parallel.hashes has hashes for all ranks)"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

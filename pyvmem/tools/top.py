@@ -1,7 +1,7 @@
 """``pyvmem top``: the KV caches and vLLM engines of this user's processes, what they hold, and their limits.
 
-On a terminal it is a live picture by rich, with keys (`pyvmem.top_screen`). Into a pipe or a file, with --once, or
-without rich, it prints tables without escape codes.
+On a terminal it is a live picture by rich, with keys (`pyvmem.tools.top_screen`). Into a pipe or a file, with --once,
+or without rich, it prints tables without escape codes.
 
 SPDX-License-Identifier: MIT
 """
@@ -21,7 +21,7 @@ from typing import TextIO
 from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv_view import View, budget_answer, check_budget, read_views, want_budget
+from pyvmem.kv.view import View, budget_answer, check_budget, read_views, want_budget
 from pyvmem.vllm import control
 
 COLUMNS = (
@@ -213,7 +213,7 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
         return 0
     if terminal and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         with contextlib.suppress(ModuleNotFoundError):  # rich is an extra
-            from pyvmem.top_screen import Screen
+            from pyvmem.tools.top_screen import Screen
 
             return Screen(args.interval, args.wait).run()
     rate = Rates()

@@ -1,8 +1,8 @@
 """The KV cache of a serving engine: request slots in virtual tensors, backed by pages as requests grow.
 
 The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3). The manager itself is native
-(vmem_kv.h): each step makes one native call, without the GIL. `pyvmem.kv_prefix` provides prefix caching by token
-hashes, and `pyvmem.distributed` tensor parallelism.
+(vmem_kv.h): each step makes one native call, without the GIL. `pyvmem.kv.prefix` provides prefix caching by token
+hashes, and `pyvmem.parallel.cache` tensor parallelism.
 
 SPDX-License-Identifier: MIT
 """
@@ -22,11 +22,11 @@ from pyvmem._checks import elements, one_of, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check, structure
-from pyvmem.kv_admission import KVAdmission
-from pyvmem.kv_options import KVCacheOptions, options_of
-from pyvmem.kv_sharing import KVSharing
-from pyvmem.kv_types import GroupInfo, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
-from pyvmem.kv_view import new_view_path
+from pyvmem.kv.admission import KVAdmission
+from pyvmem.kv.options import KVCacheOptions, options_of
+from pyvmem.kv.sharing import KVSharing
+from pyvmem.kv.types import GroupInfo, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
+from pyvmem.kv.view import new_view_path
 from pyvmem.tensor import tensor_at
 
 __all__ = [
