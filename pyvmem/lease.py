@@ -24,9 +24,8 @@ from pyvmem._checks import flag, one_of, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import OutOfMemory, VmemError, _check, structure
-from pyvmem.kv.base import shortage_of
 from pyvmem.kv.pool import KVPool
-from pyvmem.kv.types import Shortage
+from pyvmem.kv.types import Shortage, shortage_of
 from pyvmem.owned import _Owned
 
 __all__ = ["Lease", "LeaseStats", "torch_pool"]

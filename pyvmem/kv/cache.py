@@ -7,27 +7,44 @@ hashes, and `pyvmem.parallel.cache` tensor parallelism.
 SPDX-License-Identifier: MIT
 """
 
-import array
 import errno
+import json
+import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeVar
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyvmem._checks import elements, one_of, uint, uint32s
+from pyvmem._checks import elements, one_of, shown, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check, structure
-from pyvmem.kv.admission import KVAdmission
+from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
 from pyvmem.kv.options import KVCacheOptions, options_of
-from pyvmem.kv.sharing import KVSharing
-from pyvmem.kv.types import GroupInfo, KVStats, Prefix, Shortage, SlotInfo, TensorSpec, model_specs
-from pyvmem.kv.view import new_view_path
+from pyvmem.kv.types import (
+    GroupInfo,
+    KVStats,
+    Prefix,
+    Shortage,
+    SlotInfo,
+    TensorSpec,
+    model_specs,
+    shortage_of,
+)
+from pyvmem.kv.view import STATS, new_view_path
+from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
+
+if TYPE_CHECKING:
+    from pyvmem.kv.hashes import BlockHashes
 
 __all__ = [
     "GroupInfo",
@@ -42,44 +59,14 @@ __all__ = [
     "model_specs",
 ]
 
-# The lengths that a step takes: one token count per slot.
-Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Cache = TypeVar("Cache", bound="KVCache")
 
-_INT32 = np.dtype(np.int32)
+_log = logging.getLogger("pyvmem")
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
+_GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
 
-def _config(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tuple[Any, Any]:
-    """Build a struct vmem_kv_config and the array it points to. Both must stay alive until the call returns."""
-    kinds: dict[torch.dtype, int] = {}
-    raw = ffi.new("struct vmem_kv_tensor[]", len(specs))
-    for spec, tensor in zip(specs, raw):
-        tensor.row_bytes = uint("row_bytes", spec.row_bytes)
-        tensor.max_tokens = uint("max_tokens", spec.max_tokens, 32)
-        tensor.window = uint("window", spec.window, 32)
-        tensor.kind = kinds.setdefault(spec.dtype, len(kinds))
-    config = ffi.new("struct vmem_kv_config *")
-    config.size = ffi.sizeof("struct vmem_kv_config")
-    config.flags = flags
-    config.tensors, config.n_tensors = raw, len(specs)
-    fields = dict(ffi.typeof("struct vmem_kv_config").fields)
-    for name, value in numbers.items():
-        setattr(config, name, uint(name, value, 8 * ffi.sizeof(fields[name].type)))
-    return config, raw
-
-
-def _not_lengths(lengths: Iterable[Any]) -> Exception:
-    """Return an exception that names the first invalid length."""
-    for i, value in enumerate(lengths):
-        if not hasattr(value, "__index__"):
-            return TypeError(f"lengths must be integers; lengths[{i}] is {value!r}")
-        if not -(2**31) <= value < 2**31:
-            return InvalidArgument(errno.EINVAL, f"lengths[{i}] {value} must lie between 0 and max_tokens")
-    return TypeError("lengths must be integers")
-
-
-class KVCache(KVAdmission, KVSharing):
+class KVCache(_Owned):
     """A KV cache of `slots` requests of at most `max_tokens` tokens.
 
     Parameters
@@ -140,7 +127,15 @@ class KVCache(KVAdmission, KVSharing):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> None:
-        super().__init__()
+        self.missing_pages = 0
+        self._raw_stats: Any = None
+        self._reported: KVStats | None = None  # the statistics that were read last
+        self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
+        self._polling = threading.RLock()
+        self._hashes: BlockHashes | None = None
+        self._closing: tuple[int, Any, Any] | None = None  # (step, owner, pointer) of a cache closed after a step
+        self._swapped: dict[int, torch.Tensor] = {}
+        self._stop_copying: Any = None
         self.options = options = options_of(options, keywords)
         self.specs = elements("specs", specs)
         for spec in self.specs:
@@ -161,7 +156,7 @@ class KVCache(KVAdmission, KVSharing):
             pool, most = options.pool, uint("budget", budget)
             if options.pool_min > most:
                 raise InvalidArgument(errno.EINVAL, f"pool_min {options.pool_min} is over budget, {most}")
-            config, _tensors = _config(
+            config, _tensors = config_of(
                 self.specs, options._flags(self.sharing), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
                 budget=most if pool is None or most < self.page_size else self.page_size, **options._numbers(),
             )  # fmt: skip
@@ -262,6 +257,21 @@ class KVCache(KVAdmission, KVSharing):
         self._use()
         return self._tensor(tensor, flat=True)
 
+    def groups(self) -> list[GroupInfo]:
+        """Return a `GroupInfo` for each group of tensors with the same row size, window and max_tokens."""
+        raw, kv = structure("vmem_kv_group_info"), self._use()
+        layout: Any = structure("vmem_kv_layout")
+        members: dict[int, list[int]] = {}
+        for i in range(len(self.specs)):
+            _check(lib.vmem_kv_get_layout(kv, i, layout))
+            members.setdefault(layout.group, []).append(i)
+        found = []
+        for number, tensors in sorted(members.items()):
+            _check(lib.vmem_kv_get_group(kv, number, raw))
+            numbers = {name: int(getattr(raw, name)) for name in _GROUP}
+            found.append(GroupInfo(tuple(tensors), self.page_size, self.tile_rows, **numbers))
+        return found
+
     # ---- requests --------------------------------------------------------------------------------------------
 
     def alloc_reqid(
@@ -349,7 +359,7 @@ class KVCache(KVAdmission, KVSharing):
             0, or -1 if memory is short. Nothing has changed then, and the step can succeed only once `missing_pages`
             more pages are free: free or swap out a request.
         """
-        return self._answer(lib.pv_kv_step(self._ready(), self._raw(lengths), self.slots))
+        return self._answer(lib.pv_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
         """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
@@ -372,28 +382,7 @@ class KVCache(KVAdmission, KVSharing):
         Requests that are ending count as running: after -1, the step may still find that they have ended. After 0, a
         `lazy` cache or a member of a pool may find that others, such as another process, have taken the memory.
         """
-        return self._answer(lib.pv_kv_check(self._ready(), self._raw(lengths), self.slots))
-
-    def _raw(self, lengths: Lengths) -> Any:
-        if type(lengths) is list:
-            if len(lengths) != self.slots:
-                raise ValueError(f"lengths has {len(lengths)} elements, not {self.slots}")
-            try:
-                return ffi.from_buffer("int32_t[]", array.array("i", lengths))
-            except (OverflowError, TypeError) as error:
-                raise _not_lengths(lengths) from error
-        if not isinstance(lengths, np.ndarray):
-            lengths = lengths.numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
-        if lengths.shape != (self.slots,):
-            raise ValueError(f"lengths has shape {lengths.shape}, not ({self.slots},)")
-        if lengths.dtype == _INT32 and lengths.flags.c_contiguous:
-            return ffi.from_buffer("int32_t[]", lengths)
-        if lengths.dtype.kind not in "iu":
-            raise _not_lengths(lengths.tolist())
-        narrow = lengths.astype(np.int32)
-        if (narrow != lengths).any():
-            raise _not_lengths(lengths.tolist())
-        return ffi.from_buffer("int32_t[]", narrow)
+        return self._answer(lib.pv_kv_check(self._ready(), lengths_of(lengths, self.slots), self.slots))
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
         """Discard rows from `tokens` onward (rejected speculation).
@@ -446,6 +435,252 @@ class KVCache(KVAdmission, KVSharing):
             rows.append(raw.tokens if raw.state == 1 else 0)
         return rows
 
+    # ---- when memory is short --------------------------------------------------------------------------------
+
+    def _answer(self, answer: int) -> int:
+        """Return what a call that may lack memory returns: 0, or -1 if `answer` is a number of missing pages."""
+        if not answer:
+            return 0
+        if answer < 0:
+            _check(answer)
+        self.missing_pages = answer
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%r: %s", self, self.shortage)
+        return -1
+
+    @property
+    def shortage(self) -> Shortage:
+        """The `Shortage` of this thread's last call that found too little memory or no slot, on whichever cache.
+
+        Read it right after that call: later calls may reset it.
+        """
+        raw = structure("vmem_kv_shortage")
+        _check(lib.vmem_kv_last_shortage(raw))
+        return shortage_of(raw)
+
+    # ---- admission -------------------------------------------------------------------------------------------
+
+    def fit(self, requests: Iterable[Request]) -> int:
+        """Return how many of these new requests, in this order, would find a slot and memory; changes nothing.
+
+        The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step
+        together with all growth that is staged, unless others take the memory before (see `KVCache.check`). The next
+        request would not fit: `shortage` says why, and `missing_pages` how much it lacks. New requests must leave the
+        watermark free (`set_watermark`).
+
+        Parameters
+        ----------
+        requests : sequence of int, (int, int) or (int, hashes)
+            Tokens of the first step, at least 1; or these, and how many of them a prefix or named blocks provide; or
+            the hashes of the blocks that a request begins with as far as they are known
+            (`pyvmem.kv.hashes.BlockHashes`). As in `BlockHashes.alloc`, the last token always remains to be computed.
+        """
+        raw, _kept = requests_of(requests, self._hashes)
+        fit = ffi.new("size_t *")
+        data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
+        rc = lib.pv_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit)
+        if rc == -errno.ENOSPC:
+            self.missing_pages = 0
+        else:
+            self._answer(rc)
+        return int(fit[0])
+
+    def room(self, slot: SupportsIndex | None = None) -> int:
+        """Return the most tokens the slot could have in the next step if it alone took part.
+
+        0: there is no memory for a step to the length that it has. None: a new request, which must leave the watermark
+        free.
+        """
+        tokens = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_room(self._ready(), -1 if slot is None else uint("slot", slot, 31), tokens))
+        return int(tokens[0])
+
+    def set_watermark(self, bytes: SupportsIndex = 0, *, percent: SupportsIndex = 0) -> None:
+        """Set the memory that new requests leave free for running ones: `bytes` or `percent` of the budget, if more.
+
+        `fit` and `room` take it into account; `step` and the growth of running requests do not. While no request is
+        active, a new one may use everything. vLLM has the same watermark.
+        """
+        _check(lib.vmem_kv_set_watermark(self._use(), uint("bytes", bytes), uint("percent", percent, 32)))
+
+    # ---- fences ----------------------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last successful step, counted from 1: the fence of its kernels. 0 before the first step."""
+        number = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_last_step(self._use(), number))
+        return int(number[0])
+
+    def retire(self, step: SupportsIndex | None = None) -> None:
+        """Declare that the kernels of all steps up to this one (None: of every step) have ended.
+
+        Without this call, a step's kernels count as ended once the steps that may be in flight have been called after
+        it. This is the only call that may follow ``close(after=step)``: it frees the memory.
+        """
+        closing = self._closing
+        if closing is not None:
+            if step is None or uint("step", step) >= closing[0]:
+                self._end()
+            return
+        _check(lib.pv_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
+
+    def _fence(self, after: Any) -> int:
+        return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
+
+    def _watch(self, after: Any, number: int) -> None:
+        """If `after` is an event, retire the step once the event has completed."""
+        if callable(getattr(after, "query", None)):
+            self._events.append((after, number))
+
+    def _ready(self) -> Any:
+        """As `_use`, for a call that takes or returns a slot or memory: completed events may have made some free."""
+        if self._events:
+            self._poll()
+        return self._use()
+
+    def _poll(self) -> None:
+        """Retire the steps whose events have completed."""
+        with self._polling:
+            while self._events:
+                first = self._events[0]
+                if not first[0].query():
+                    break
+                self.retire(first[1])
+                if self._events and self._events[0] is first:  # a signal handler may have polled, too
+                    del self._events[0]
+
+    # ---- prefixes --------------------------------------------------------------------------------------------
+
+    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
+        """Save the slot's first `tokens` rows for other requests. Returns a `Prefix`.
+
+        Kernels in flight may still be writing the rows: see `attach_prefix`.
+        """
+        prefix = ffi.new("uint64_t *")
+        slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
+        _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
+        info = self._prefix_info(prefix[0])
+        return Prefix(prefix[0], info.tokens, info.min_tokens)
+
+    def _prefix_info(self, id: int) -> Any:
+        info = structure("vmem_kv_prefix_info")
+        _check(lib.vmem_kv_prefix_query(self._use(), id, info))
+        return info
+
+    @staticmethod
+    def _of_prefix(prefix: Prefix, tokens: SupportsIndex | None) -> tuple[int, int]:
+        if not isinstance(prefix, Prefix):
+            raise TypeError(f"prefix must be a Prefix, not {prefix!r}")
+        return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
+
+    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
+        """Return (pages held, pages without another holder). Dropping the prefix frees the latter."""
+        info = self._prefix_info(self._of_prefix(prefix, None)[0])
+        return info.pages, info.own_pages
+
+    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
+        """Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
+
+        Full pages are mapped, not copied. Kernels that write their rows may still be in flight, provided that kernels
+        that read the rows in this slot run after them. Rows in a partial last page are copied, so they must have been
+        written. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has
+        the rows that the next token reads.
+        """
+        id, tokens = self._of_prefix(prefix, tokens)
+        return self._answer(lib.pv_kv_attach(self._ready(), id, uint("slot", slot, 32), tokens))
+
+    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
+        """Return 0 if `attach_prefix` would find memory, or -1 as `step` does."""
+        id, tokens = self._of_prefix(prefix, tokens)
+        return self._answer(lib.pv_kv_attach_check(self._ready(), id, tokens))
+
+    def drop_prefix(self, prefix: Prefix) -> None:
+        """Drop a prefix. Pages without another holder are released."""
+        _check(lib.vmem_kv_prefix_drop(self._use(), self._of_prefix(prefix, None)[0]))
+
+    # ---- swapping -------------------------------------------------------------------------------------------
+
+    def swap_size(self, slot: SupportsIndex) -> int:
+        """Return the bytes of CPU memory that `swap_out` needs for the slot as it is now."""
+        size = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_swap_size(self._use(), uint("slot", slot, 32), size))
+        return int(size[0])
+
+    def _swap_memory(self, slot: int, size: int, host: torch.Tensor | None) -> torch.Tensor:
+        """CPU memory for the slot's rows: the caller's if it can be used."""
+        pinned = self._pinned
+        if host is None:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        if not isinstance(host, torch.Tensor):
+            raise TypeError(f"host must be a CPU tensor, not {shown(host)}")
+        wrong = None
+        if host.device.type != "cpu":
+            wrong = f"is on {host.device}, not on the CPU"
+        elif host.layout != torch.strided or not host.is_contiguous():
+            wrong = "is not contiguous"
+        elif host.nbytes < size:
+            wrong = f"has {host.nbytes} bytes: slot {slot} needs {size}"
+        elif pinned and not host.is_pinned():
+            wrong = "is not pinned (torch.empty(..., pin_memory=True))"
+        begin = 0 if wrong else host.data_ptr()
+        for other, taken in () if wrong else self._swapped.copy().items():  # other threads swap, too
+            if begin < taken.data_ptr() + taken.nbytes and taken.data_ptr() < begin + size:
+                wrong = f"overlaps the memory of slot {other}, which is swapped out"
+        if wrong:
+            raise InvalidArgument(errno.EINVAL, f"host {wrong}")
+        return host.detach().view(-1).view(torch.uint8)[:size]
+
+    def swap_out(self, slot: SupportsIndex, after: Any = None, host: torch.Tensor | None = None) -> None:
+        """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
+
+        Quiet, unless `after` is given, as in `free_reqid`. The call then returns at once, and the rows are copied when
+        the kernels up to that point have ended, by the background thread if the cache has one (`overlap`). Until all
+        rows are copied, the slot's state is "swapping", and `swap_in` takes it back without a copy. Then the state is
+        "swapped". Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
+        itself.
+
+        The CPU memory is allocated, pinned for a cache on a GPU, which may take milliseconds. `host` avoids that: a
+        contiguous CPU tensor of `swap_size` bytes or more, which must be pinned for a cache on a GPU. The cache keeps a
+        reference, and nobody else may write to it until the request has been swapped in or has ended.
+        """
+        kv, slot = self._use(), uint("slot", slot, 32)
+        number = 0 if after is None else self._fence(after)
+        size = self.swap_size(slot)
+        if slot in self._swapped:
+            raise InvalidArgument(errno.EINVAL, f"slot {slot} is swapped out, or being swapped out")
+        memory = self._swap_memory(slot, size, host)
+        data = ffi.cast("void *", memory.data_ptr())
+        if after is None:
+            _check(lib.vmem_kv_swap_out(kv, slot, data, size))
+            self._swapped[slot] = memory
+            return
+        if self._stop_copying is None:  # a view of a tensor may outlive the cache and keep the background thread alive
+            self._stop_copying = weakref.finalize(self, lib.pv_kv_close, kv, 0)
+        self._swapped[slot] = memory
+        try:
+            _check(lib.vmem_kv_swap_out_after(kv, slot, data, size, number))
+        except Exception:
+            self._swapped.pop(slot, None)  # close() in another thread may have taken it
+            raise
+        self._watch(after, number)
+
+    def swap_in(self, slot: SupportsIndex) -> int:
+        """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""
+        kv, slot = self._ready(), uint("slot", slot, 32)
+        host = self._swapped.get(slot)
+        if host is None:
+            raise ValueError(f"slot {slot} is not swapped out")
+        data = ffi.cast("void *", host.data_ptr())
+        if self._answer(lib.pv_kv_swap_in(kv, slot, data, host.numel())):
+            return -1
+        self._swapped.pop(slot, None)  # close() in another thread may have taken it
+        return 0
+
+    def check_swap_in(self, slot: SupportsIndex) -> int:
+        """Return 0 if `swap_in` would find memory, or -1 as `step` does."""
+        return self._answer(lib.pv_kv_swap_check(self._ready(), uint("slot", slot, 32)))
+
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def set_budget(self, bytes: SupportsIndex) -> None:
@@ -463,6 +698,65 @@ class KVCache(KVAdmission, KVSharing):
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_kv_reclaim(self._ready(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
         return int(freed[0])
+
+    # ---- metrics ---------------------------------------------------------------------------------------------
+
+    @property
+    def step_maps(self) -> int:
+        """The number of steps so far that had to map pages themselves. `stats` includes it, but this is faster."""
+        if self._raw_stats is None:
+            self._raw_stats = structure("vmem_kv_stats")
+        _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
+        return int(self._raw_stats.step_maps)
+
+    def stats(self) -> KVStats:
+        """Return the current `KVStats`."""
+        raw = structure("vmem_kv_stats")
+        _check(lib.vmem_kv_get_stats(self._use(), raw))
+        stats = KVStats(**{name: int(getattr(raw, name)) for name in STATS})
+        self._report(stats)
+        return stats
+
+    def _report(self, now: KVStats) -> None:
+        """Log what has happened in the background since the statistics were read before."""
+        before, self._reported = self._reported, now
+        if before is None:
+            return
+        if now.worker_errors != before.worker_errors:
+            errors = now.worker_errors - before.worker_errors
+            _log.warning("%r: %d operations of the background thread failed; a step does them again", self, errors)
+        if now.budget_pages != before.budget_pages:
+            mib = [n * now.page_size >> 20 for n in (before.budget_pages, now.budget_pages)]
+            _log.info("%r: the budget changed from %d to %d MiB", self, *mib)
+
+    def picture(self, path: str | os.PathLike[str] | None = None, *, slots: int = 32, title: str = "") -> str:
+        """Draw who owns the cache's pages: requests, prefixes, memory mapped ahead or kept, and what is unused.
+
+        path: a file to write: .svg, .png or .pdf (the last two need matplotlib, and draw the budget alone).
+        slots: draw the pages of at most so many slots, those with the most pages. title: what stands above.
+        Returns the picture as SVG, which a notebook shows for the cache itself.
+        """
+        from pyvmem.kv import picture
+
+        stats = asdict(self.stats())
+        text = picture.svg(stats, picture.slots_of(self, uint("slots", slots)), title)
+        if path is not None:
+            picture.save(text, path, stats, title)
+        return text
+
+    def _repr_html_(self) -> str | None:
+        """The picture, for notebooks; None for a closed cache, which leaves its repr."""
+        return None if self._thing is None else self.picture()
+
+    def metrics_json(self) -> str:
+        """Return the statistics as a JSON object."""
+        return json.dumps(asdict(self.stats()))
+
+    def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
+        """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""
+        from pyvmem.kv.view import prometheus
+
+        return prometheus(asdict(self.stats()), prefix, labels)
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
@@ -489,6 +783,26 @@ class KVCache(KVAdmission, KVSharing):
         self.__dict__.pop("values", None)
         self._swapped.clear()
 
+    def _close_after(self, after: Any) -> None:
+        number = 0 if after is None else self._fence(after)
+        ended = lib.pv_kv_close(self._use(), number)
+        if ended < 0 and ended != -errno.EPERM:  # EPERM: a forked child of the cache's process has nothing to end
+            _check(ended)
+        self._closing = number, self._owner, self._thing
+        self._events.clear()
+        self._drop()
+        if ended:
+            self._end()
+        elif callable(getattr(after, "query", None)):
+            threading.Thread(target=self._end_after, args=(after,), name="pyvmem close").start()
+
+    def _end_after(self, event: Any) -> None:
+        lib.pv_beside_captures()
+        with suppress(Exception):  # if the CUDA context is lost, no kernel runs any more
+            while not event.query():
+                time.sleep(0.001)
+        self._end()
+
     def _end(self) -> None:
-        super()._end()
+        self._closing = None
         self._close_context()

@@ -6,11 +6,13 @@ SPDX-License-Identifier: MIT
 import errno
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pyvmem._checks import one_of, uint
 from pyvmem.errors import InvalidArgument
+from pyvmem.kv.view import REASONS
 
 LAYOUTS = ("separate", "fused", "token-major")
 
@@ -338,3 +340,15 @@ def model_specs(
     if layout == "fused":
         return [TensorSpec(f"kv{i}", (2, kv_heads, head_dim), dtype, window) for i in range(layers)]
     return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
+
+
+_REASONS = (None, "budget", "device", "mappings", "slots")
+
+
+def shortage_of(raw: Any) -> Shortage:
+    """The `Shortage` of a struct vmem_kv_shortage."""
+    numbers = (
+        raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages,
+        raw.step,
+    )  # fmt: skip
+    return Shortage(_REASONS[raw.reason], *numbers, refusal=REASONS[raw.refusal])

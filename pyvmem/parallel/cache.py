@@ -25,7 +25,7 @@ from pyvmem._checks import elements, shown, uint
 from pyvmem.parallel.pledge import Pledge
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv.cache import KVCache, Lengths, Prefix
-from pyvmem.kv.admission import Request
+from pyvmem.kv.arguments import Request
 
 if TYPE_CHECKING:
     from pyvmem.parallel.hashes import TensorParallelBlockHashes

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 from pyvmem._checks import elements, uint
 from pyvmem.parallel.cache import TensorParallelKVCache
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv.admission import Request
+from pyvmem.kv.arguments import Request
 from pyvmem.kv.hashes import KEEP, BlockHashes, Hash
 
 

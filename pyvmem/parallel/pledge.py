@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._ffi import lib
+from pyvmem.kv.arguments import lengths_of
 from pyvmem.kv.cache import KVCache
 
 AHEAD = 32  # tokens past a step's lengths that the ranks agree on with it; and the most steps between two agreements
@@ -40,7 +41,8 @@ class Pledge:
         """Whether this rank has the memory for all requests to grow by `AHEAD` tokens."""
         further = np.minimum(lengths + AHEAD, self.cache.max_tokens)
         self.ahead = np.where(lengths > 0, further, self.most)
-        return not lib.vmem_kv_assured(self.cache._use(), self.cache._raw(self.ahead), self.cache.slots)
+        raw = lengths_of(self.ahead, self.cache.slots)
+        return not lib.vmem_kv_assured(self.cache._use(), raw, self.cache.slots)
 
     def agree(self, lengths: npt.NDArray[Any], ahead: bool) -> None:
         """Record a step. ahead: every rank has the memory for the next ones."""

@@ -1,6 +1,6 @@
 """Mode "slots": each request's rows follow each other in memory, so attention needs no block table.
 
-The scheduler's side is that of mode "blocks". The worker's KV memory is a `pyvmem.kv.KVCache`, in which a request has a
+The scheduler's side is that of mode "blocks". The worker's KV memory is a `pyvmem.KVCache`, in which a request has a
 slot. vLLM's blocks are names of pages there, and each step's block numbers are replaced by those of their places in the
 requests' slots before vLLM's model runner sees them. To vLLM's kernels, the slots are one cache with many more blocks.
 

@@ -274,8 +274,8 @@ def test_a_shortage_says_why(backend):
         cache.free_reqid(slot)
         lengths = [10 * PAGE_TOKENS if s == 0 else 0 for s in range(4)]
         assert cache.step(lengths) == -1
-        assert cache.shortage == pyvmem.kv.Shortage("budget", cache.missing_pages, 4, 3)
-        assert "drop prefixes" in str(pyvmem.kv.ffi.string(pyvmem.kv.lib.vmem_last_error()))
+        assert cache.shortage == pyvmem.kv.types.Shortage("budget", cache.missing_pages, 4, 3)
+        assert "drop prefixes" in str(pyvmem.kv.cache.ffi.string(pyvmem.kv.cache.lib.vmem_last_error()))
         assert str(cache.shortage) == (
             f"{cache.missing_pages} pages are missing: the budget is used up; drop prefixes, which hold 4, or end or "
             "swap out a request, or raise the budget"
