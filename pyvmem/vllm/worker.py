@@ -19,7 +19,7 @@ from pyvmem.blocks import Blocks
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
-from pyvmem.vllm import control, geometry, refuse, settings
+from pyvmem.vllm import control, geometry, open_pool, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
 
@@ -137,10 +137,8 @@ class WorkerMemory:
         asked = settings.read()
         if not asked.pool or self._blocks is None:
             return
-        device = context.info().device_uuid.hex() if context.backend != "host" else ""
-        name = f"{asked.pool}-{device[:12]}" if device else asked.pool  # a pool for each GPU
         try:
-            self._pool = KVPool(asked.pool_size or None, name=name)
+            self._pool = open_pool(context)
             self._pool_size, self._share = self._pool.budget, (asked.minimum, asked.maximum)
             self._blocks.join(self._pool, name=f"vllm {os.getpid()}", min=asked.minimum, max=asked.maximum)
         except (OSError, ValueError, MemoryError) as error:

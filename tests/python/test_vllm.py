@@ -11,9 +11,9 @@ import types
 import pytest
 from kv_caches import run_top
 
-from pyvmem import Context
+from pyvmem import Context, InvalidArgument, KVPool
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
-from pyvmem.vllm import control, doors, geometry, http, layout, lease, plugin, refuse, settings
+from pyvmem.vllm import control, doors, geometry, http, layout, lease, open_pool, plugin, refuse, settings
 
 PAGE = 64 << 10
 
@@ -424,6 +424,24 @@ def test_the_name_of_a_pool():
         with pytest.raises(ValueError, match="VMEM_VLLM_POOL=.* must be at most 60 letters"):
             read(wrong)
     assert lease.number_of("gpu-0") != lease.number_of("gpu-1") and lease.number_of("") == 0
+
+
+def test_a_pool_is_opened_by_its_name_for_each_gpu(monkeypatch, folder):
+    on_gpu = types.SimpleNamespace(backend="stock", info=lambda: types.SimpleNamespace(device_uuid=bytes(range(16))))
+    with Context("host") as context:
+        with pytest.raises(ValueError, match="VMEM_VLLM_POOL must name a pool, and VMEM_VLLM must be 1"):
+            open_pool(context)
+        for name, value in (("", "1"), ("_POOL", "gpu-0")):
+            monkeypatch.setenv(f"VMEM_VLLM{name}", value)
+        with pytest.raises(InvalidArgument, match="budget 0: there is no pool"):
+            open_pool(context)
+        monkeypatch.setenv("VMEM_VLLM_POOL_SIZE", "2M")
+        with open_pool(context) as first, open_pool(on_gpu) as second, KVPool(name="gpu-0-000102030405") as same:
+            assert os.path.basename(first.path) == "gpu-0.pool"
+            assert second.path == same.path and same.budget == 2 << 20
+        monkeypatch.setenv("VMEM_VLLM", "0")
+        with pytest.raises(ValueError, match="VMEM_VLLM must be 1"):
+            open_pool(context)
 
 
 def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_memory(monkeypatch):
