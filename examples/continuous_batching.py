@@ -65,7 +65,7 @@ class Engine:
         """Give waiting requests slots; what is known of their prompts is in them already."""
         while self.waiting and not self.full:
             slot, cached = self.prefixes.alloc(self.waiting[0].tokens)
-            if slot < 0:
+            if slot is None:
                 return
             request = self.waiting.popleft()
             request.slot, request.done = slot, cached
@@ -74,7 +74,7 @@ class Engine:
     def release(self, request, back=False):
         """Take a request's slot; with `back`, it waits to be computed anew."""
         self.running.remove(request)
-        self.cache.free_reqid(request.slot)
+        self.cache.free(request.slot)
         self.full = back
         if back:
             self.waiting.appendleft(request)
@@ -88,7 +88,7 @@ class Engine:
             lengths = [0] * self.cache.slots
             for request, count in batch:
                 lengths[request.slot] = request.done + count
-            if self.prefixes.step(lengths) == 0:
+            if self.prefixes.step(lengths):
                 return batch
             if len(self.running) == 1:
                 raise MemoryError(f"request {self.running[0].id} alone needs more than the budget")

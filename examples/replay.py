@@ -200,8 +200,8 @@ class Memory:
     def begin(self, request):
         """A slot with the pages of the blocks that are cached; never all of the prompt: its last token is computed."""
         keys = self.cached.match(request.keys[: (request.known - 1) // self.block])
-        slot = self.kv.alloc_reqid(request.known, prefix_tokens=len(keys) * self.block)
-        if slot < 0:
+        slot = self.kv.alloc(request.known, prefix_tokens=len(keys) * self.block)
+        if slot is None:
             self.cached.leave(keys)
             return -1
         if keys:
@@ -218,7 +218,7 @@ class Memory:
             lengths[self.slot[request]] = request.done + n
         while len(self.in_flight) > self.IN_FLIGHT - 1:
             self.in_flight.popleft().synchronize()
-        while self.kv.step(lengths):
+        while not self.kv.step(lengths):
             if self.kv.shortage.ending_pages:  # they come back when the kernels in flight have ended
                 self.drain()
             elif self.cached.unused:
@@ -298,7 +298,7 @@ class Memory:
             self.read([(slot, 0, request.done)])
             self.launched()
             self.drain()
-        self.kv.free_reqid(slot, after=self.kv.last_step)
+        self.kv.free(slot, after=self.kv.last_step)
         self.cached.leave(self.keys.pop(request))
         self.begun.discard(request)
 

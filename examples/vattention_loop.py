@@ -2,7 +2,7 @@
 
 That extension has one cache per process, and functions. An engine that was written for it takes `VAttention()` in the
 place of the module: names, arguments and order stay. What a request is differs, and is translated here: there, a
-request lives as long as its length is not 0; here, from `alloc_reqid` to `free_reqid`. docs/engine.md has both loops
+request lives as long as its length is not 0; here, from `alloc` to `free`. docs/engine.md has both loops
 side by side.
 
     python examples/vattention_loop.py                      # on CPU memory
@@ -50,15 +50,16 @@ class VAttention:
 
     def alloc_new_batch_idx(self, tokens):
         """An id for a request of `tokens` tokens, or -1: no id is free."""
-        slot = self.kv.alloc_reqid(tokens)
-        if slot >= 0:
-            self.live.add(slot)
+        slot = self.kv.alloc(tokens)
+        if slot is None:
+            return -1
+        self.live.add(slot)
         return slot
 
     def free_batch_idx(self, id):
         """End a request. Its pages are kept until they are needed elsewhere. The model's kernels may still run."""
         self.live.discard(id)
-        self.kv.free_reqid(id, after=self.kv.last_step)
+        self.kv.free(id, after=self.kv.last_step)
 
     def step(self, lengths, eager_reclaim=False):
         """Back the rows of the coming iteration. The caller has waited for the kernels of the last one."""
@@ -78,8 +79,8 @@ class VAttention:
             if id in self.live and not tokens:  # there, this ends a request; here, it would pause, and keep its pages
                 self.free_batch_idx(id)
             elif id not in self.live and tokens:  # an id that the caller has chosen
-                self.live.add(self.kv.alloc_reqid(tokens, slot=id))
-        if self.kv.step(lengths):
+                self.live.add(self.kv.alloc(tokens, slot=id))
+        if not self.kv.step(lengths):
             raise MemoryError(f"{self.kv.missing_pages} pages are missing; nothing has changed")
 
     def set_deferred_reclamation(self, deferred):

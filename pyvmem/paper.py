@@ -1,16 +1,21 @@
-"""The calls of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 2) under their own names.
+"""The calls of the vAttention paper (Prabhu et al., ASPLOS 2025) under their own names.
 
-Addresses and page handles are plain integers; `Context`, `Reservation` and `Pages` are the same as objects.
+Table 2: addresses and page handles are plain integers; `Context`, `Reservation` and `Pages` are the same as objects.
+Table 3: what a serving engine calls, with the paper's answers 0 and -1; the first argument is a `pyvmem.KVCache`.
 
 SPDX-License-Identifier: MIT
 """
 
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pyvmem._checks import UInts, flag, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import _check
+
+if TYPE_CHECKING:
+    from pyvmem.kv.arguments import Lengths
+    from pyvmem.kv.cache import KVCache
 
 
 def _context(context: Context) -> Context:
@@ -63,3 +68,19 @@ def vMemRelease(context: Context, pages: Any) -> None:
 
 
 vMemReleaseBatch = vMemRelease
+
+
+def alloc_reqid(cache: "KVCache", tokens: SupportsIndex = 0) -> int:
+    """`KVCache.alloc`: a request's number, or -1 if all are taken."""
+    slot = cache.alloc(tokens)
+    return -1 if slot is None else slot
+
+
+def free_reqid(cache: "KVCache", slot: SupportsIndex) -> None:
+    """`KVCache.free`, after the kernels of every step so far."""
+    cache.free(slot, after=cache.last_step)
+
+
+def step(cache: "KVCache", lengths: "Lengths") -> int:
+    """`KVCache.step`: 0, or -1 if memory is short."""
+    return 0 if cache.step(lengths) else -1

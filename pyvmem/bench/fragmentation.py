@@ -72,7 +72,8 @@ def measure_table_8(context: Context, model: Model, workers: int, page_size: int
         model.layers, model.kv_heads // workers, model.head_dim, 1, 2 * tokens, budget, context=context,
         page_size=page_size, overlap=False, generous=False, lazy=True, name=None,
     ) as cache:  # fmt: skip
-        slot = cache.alloc_reqid()
+        slot = 0
+        cache.alloc(slot=slot)
         low, high = 1, 2 * tokens  # search for the longest request that needs one page per tensor
         while low < high:
             middle = (low + high + 1) // 2

@@ -79,7 +79,7 @@ class Server:
         return int(np.count_nonzero(self.goal))
 
     def _end(self, slot: int) -> None:
-        self.cache.free_reqid(int(slot))
+        self.cache.free(int(slot))
         self.lengths[slot] = self.goal[slot] = 0
         self.request[slot] = -1
 
@@ -98,13 +98,13 @@ class Server:
             prompt = int(self.trace.prompt[request])
             if self.active == self.cache.slots or self.cache.room() < prompt + 1:
                 break
-            slot = self.cache.alloc_reqid(prompt)
-            if slot < 0:
+            slot = self.cache.alloc(prompt)
+            if slot is None:
                 break
             prefill = np.zeros_like(self.lengths)
             prefill[slot] = prompt
-            if self.cache.step(prefill):
-                self.cache.free_reqid(slot)
+            if not self.cache.step(prefill):
+                self.cache.free(slot)
                 break
             self.queue.pop()
             self._clock += 1
@@ -117,7 +117,7 @@ class Server:
         """One iteration: every request grows by a token. Preempts requests until there is memory."""
         while True:
             lengths = np.where(self.goal > 0, self.lengths + 1, 0).astype(np.int32)
-            if self.cache.step(lengths) == 0:
+            if self.cache.step(lengths):
                 self.lengths = lengths
                 return
             victim = int(np.argmax(np.where(self.goal > 0, self.admitted, -1)))

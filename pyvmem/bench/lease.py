@@ -270,15 +270,16 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         lease = torch_pool(pool, context=context)
         row = 16 * 2 * 8 * 64 * 2
         lengths = [0] * slots
-        held = [cache.alloc_reqid(tokens) for _ in range(min(slots, budget * 9 // 10 // (tokens * row)))]
+        held = list(range(min(slots, budget * 9 // 10 // (tokens * row))))
         for slot in held:
+            cache.alloc(tokens, slot=slot)
             lengths[slot] = tokens
-        served = cache.step(lengths) == 0
+        served = cache.step(lengths)
         for slot in held:
             cache.keys[0][slot, :tokens] = slot % 100
         running = held[: len(held) // 2]
         for slot in held[len(running) :]:
-            cache.free_reqid(slot)
+            cache.free(slot)
         ours, own, peak = [], [], 0
         for i in range(turns + 1):
 

@@ -38,7 +38,7 @@ class Loop:
             page_size=about["page_size"], name=about["name"], pool=self.pool, pool_min=about["min"],
         )  # fmt: skip
         self.lengths = [0] * self.cache.slots
-        self.small = self.cache.alloc_reqid(1)
+        self.small = self._slot(1)
         self.lengths[self.small] = 1
         self.loaded: list[int] = []
         self.steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=5000)
@@ -49,18 +49,23 @@ class Loop:
             if time.perf_counter() - begin > 30:
                 raise RuntimeError(f"memory did not come in 30 s: {self.cache.shortage}, {self.pool.members()}")
 
-    def timed(self) -> tuple[int, float]:
-        """Make a step. Returns its answer, and the milliseconds that it took."""
+    def _slot(self, tokens: int) -> int:
+        slot = self.cache.alloc(tokens)
+        assert slot is not None, "there are more slots than requests"
+        return slot
+
+    def timed(self) -> tuple[bool, float]:
+        """Make a step. Returns whether it had memory, and the milliseconds that it took."""
         begin = time.perf_counter()
-        answer = self.cache.step(self.lengths)
+        ready = self.cache.step(self.lengths)
         took = (time.perf_counter() - begin) * 1e3
         self.steps.append((begin, took))
-        return answer, took
+        return ready, took
 
     def decode(self) -> None:
         """Make a step of the small request, and write numbers to its new row."""
         length = self.lengths[self.small]
-        if self.timed()[0]:
+        if not self.timed()[0]:
             return  # the memory is on its way
         self.cache.keys[0][self.small, length - 1] = length % 251
         self.cache.values[-1][self.small, length - 1] = (length + 7) % 251
@@ -98,12 +103,12 @@ class Loop:
         self.cache.fit([self.tokens] * self.requests)  # as a scheduler asks; so the pool hears of the whole need
         fit_ms = (time.perf_counter() - need) * 1e3
         for n in range(self.requests):
-            slot = self.cache.alloc_reqid(self.tokens)
+            slot = self._slot(self.tokens)
             self.lengths[slot] = self.tokens
             while True:
-                answer, took = self.timed()
-                steps.append((self.steps[-1][0], took, not answer, self.allocated()))
-                if not answer:
+                ready, took = self.timed()
+                steps.append((self.steps[-1][0], took, ready, self.allocated()))
+                if ready:
                     break
                 if time.perf_counter() - need > 30:
                     raise RuntimeError(f"memory did not come in 30 s: {self.cache.shortage}, {self.pool.members()}")
@@ -121,7 +126,7 @@ class Loop:
         if self.cache.tensors[0].is_cuda:
             torch.cuda.synchronize()
         for slot in self.loaded:
-            self.cache.free_reqid(slot)
+            self.cache.free(slot)
         self.loaded.clear()
 
     def drop(self) -> None:

@@ -86,11 +86,11 @@ class Decode:
 
     def _admit(self) -> None:
         prompt = int(self.rng.integers(*self.prompts))
-        slot = self.cache.alloc_reqid(prompt)
+        slot = self.cache.alloc(prompt)
         only = np.zeros_like(self.lengths)
         only[slot] = prompt
         mapped = self.cache.stats().step_mapped_pages
-        if self.cache.step(only):
+        if not self.cache.step(only):
             raise MemoryError(f"{self.cache.missing_pages} pages are missing for a batch of {self.cache.slots}")
         self.prefill_pages += self.cache.stats().step_mapped_pages - mapped
         if self.attention:
@@ -102,7 +102,7 @@ class Decode:
         if len(done) and self.attention:
             self.attention.wait(everything=True)
         for slot in done:
-            self.cache.free_reqid(int(slot))
+            self.cache.free(int(slot))
             self.lengths[slot] = 0
         for _ in done:
             self._admit()
@@ -120,9 +120,9 @@ class Decode:
                 if self.attention:
                     self.attention.wait()
                 start = perf_counter_ns()
-                rc = self.cache.step(self.lengths)
+                ready = self.cache.step(self.lengths)
                 steps[i] = perf_counter_ns() - start
-                if rc:
+                if not ready:
                     raise MemoryError(f"{self.cache.missing_pages} pages are missing in iteration {i}")
                 if self.attention:
                     self.attention.run(self.lengths)
@@ -246,14 +246,15 @@ def prefill(
             samples = []
             for i in range(repeats + 1):
                 cache.wait()
-                slot = cache.alloc_reqid(tokens)
+                slot = cache.alloc(tokens)
+                assert slot is not None
                 lengths = np.zeros(4, np.int32)
                 lengths[slot] = tokens
                 start = perf_counter_ns()
-                if cache.step(lengths):
+                if not cache.step(lengths):
                     raise MemoryError(f"{cache.missing_pages} pages are missing for a prompt of {tokens} tokens")
                 samples.append(perf_counter_ns() - start)
-                cache.free_reqid(slot)
+                cache.free(slot)
         metric = f"prompt of {tokens} tokens backed, {layers} layers, {name}"
         records.append(session.record(np.array(samples[1:]) / 1e6, context, metric, "ms", page_size=page_size))
     return records

@@ -94,7 +94,7 @@ class KVCache(_Owned):
     context : Context
         The context that provides the memory.
     missing_pages : int
-        How many pages the last call that returned -1 was short of; `shortage` gives the reason.
+        How many pages the last call that found too little memory was short of; `shortage` gives the reason.
     options : KVCacheOptions
         The options given, with the keywords applied.
     sharing : bool
@@ -274,10 +274,10 @@ class KVCache(_Owned):
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    def alloc_reqid(
-        self, tokens: SupportsIndex = 0, slot: SupportsIndex | None = None, *, prefix_tokens: SupportsIndex = 0
-    ) -> int:
-        """Allocate a slot for a new request; returns -1 if all slots are taken.
+    def alloc(
+        self, tokens: SupportsIndex = 0, *, slot: SupportsIndex | None = None, prefix_tokens: SupportsIndex = 0
+    ) -> int | None:
+        """Allocate a slot for a new request; returns None if all slots are taken.
 
         Chooses the free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
 
@@ -303,7 +303,7 @@ class KVCache(_Owned):
         rc = lib.vmem_kv_alloc_with(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
         if rc == -errno.ENOSPC:
             self.missing_pages = 0
-            return -1
+            return None
         _check(rc)
         return int(chosen[0])
 
@@ -326,7 +326,7 @@ class KVCache(_Owned):
         behind = ffi.NULL if prefix_tokens is None else ffi.from_buffer("uint32_t[]", prefixes)
         _check(lib.vmem_kv_expect_behind(self._use(), ffi.from_buffer("uint32_t[]", sizes), behind, sizes.size))
 
-    def free_reqid(self, slot: SupportsIndex, after: Any = None) -> None:
+    def free(self, slot: SupportsIndex, after: Any = None) -> None:
         """End a request. Its pages are kept for the next one while memory allows.
 
         Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()``, such as a
@@ -344,50 +344,49 @@ class KVCache(_Owned):
             raise
         self._watch(after, number)
 
-    def step(self, lengths: Lengths) -> int:
+    def step(self, lengths: Lengths) -> bool:
         """Back the rows of the coming iteration.
 
         Parameters
         ----------
         lengths : sequence, numpy array or torch CPU tensor of `slots` ints
             Tokens of each slot once the iteration has run; 0 for slots that take no part. With `zero_ends`, 0 ends an
-            active request, as `free_reqid` does after the last step that it took part in.
+            active request, as `free` does after the last step that it took part in.
 
         Returns
         -------
-        int
-            0, or -1 if memory is short. Nothing has changed then, and the step can succeed only once `missing_pages`
-            more pages are free: free or swap out a request.
+        bool
+            False: memory is short. Nothing has changed then, and the step can succeed only once `missing_pages` more
+            pages are free: free or swap out a request.
         """
         return self._answer(lib.pv_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots))
 
-    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
+    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
         """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
 
-        Returns 0 if there is memory for a step with all staged growth. Otherwise returns -1 and does not stage this
-        growth.
+        Returns whether there is memory for a step with all staged growth. If not, this growth is not staged.
         """
         return self._answer(lib.pv_kv_grow(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
 
-    def commit(self) -> int:
+    def commit(self) -> bool:
         """Perform a `step` with the growth that `grow` staged; other slots take no part.
 
         Raises ValueError if no growth is staged.
         """
         return self._answer(lib.pv_kv_commit(self._ready()))
 
-    def check(self, lengths: Lengths) -> int:
+    def check(self, lengths: Lengths) -> bool:
         """Return what `step` would return now, and change nothing.
 
-        Requests that are ending count as running: after -1, the step may still find that they have ended. After 0, a
-        `lazy` cache or a member of a pool may find that others, such as another process, have taken the memory.
+        Requests that are ending count as running: after False, the step may still find that they have ended. After
+        True, a `lazy` cache or a member of a pool may find that others, such as another process, have taken the memory.
         """
         return self._answer(lib.pv_kv_check(self._ready(), lengths_of(lengths, self.slots), self.slots))
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
         """Discard rows from `tokens` onward (rejected speculation).
 
-        Quiet, unless `after` is given, as in `free_reqid`: kernels up to that point may still touch the rows. Raises
+        Quiet, unless `after` is given, as in `free`: kernels up to that point may still touch the rows. Raises
         `OutOfMemory` if there is no memory to copy a shared page (`check_truncate`), and `VmemError` (EBUSY) if shared
         rows would have to be copied before those kernels end. In both cases, nothing changes.
         """
@@ -399,8 +398,8 @@ class KVCache(_Owned):
             _check(lib.vmem_kv_truncate_after(kv, slot, tokens, number))
             self._watch(after, number)
 
-    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
-        """Return 0 if `truncate` would succeed, or -1 if there is no memory to copy a shared page."""
+    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
+        """Return whether `truncate` would find the memory to copy a shared page."""
         return self._answer(lib.pv_kv_truncate_check(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
 
     def wait(self) -> None:
@@ -437,16 +436,16 @@ class KVCache(_Owned):
 
     # ---- when memory is short --------------------------------------------------------------------------------
 
-    def _answer(self, answer: int) -> int:
-        """Return what a call that may lack memory returns: 0, or -1 if `answer` is a number of missing pages."""
+    def _answer(self, answer: int) -> bool:
+        """Return what a call that may lack memory returns: whether it found enough. `answer`: the pages missing."""
         if not answer:
-            return 0
+            return True
         if answer < 0:
             _check(answer)
         self.missing_pages = answer
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%r: %s", self, self.shortage)
-        return -1
+        return False
 
     @property
     def shortage(self) -> Shortage:
@@ -579,19 +578,19 @@ class KVCache(_Owned):
         info = self._prefix_info(self._of_prefix(prefix, None)[0])
         return info.pages, info.own_pages
 
-    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
+    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> bool:
         """Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
 
         Full pages are mapped, not copied. Kernels that write their rows may still be in flight, provided that kernels
         that read the rows in this slot run after them. Rows in a partial last page are copied, so they must have been
-        written. Returns 0, or -1 as `step` does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has
+        written. Returns False as `step` does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has
         the rows that the next token reads.
         """
         id, tokens = self._of_prefix(prefix, tokens)
         return self._answer(lib.pv_kv_attach(self._ready(), id, uint("slot", slot, 32), tokens))
 
-    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
-        """Return 0 if `attach_prefix` would find memory, or -1 as `step` does."""
+    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> bool:
+        """Return whether `attach_prefix` would find memory."""
         id, tokens = self._of_prefix(prefix, tokens)
         return self._answer(lib.pv_kv_attach_check(self._ready(), id, tokens))
 
@@ -634,7 +633,7 @@ class KVCache(_Owned):
     def swap_out(self, slot: SupportsIndex, after: Any = None, host: torch.Tensor | None = None) -> None:
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
-        Quiet, unless `after` is given, as in `free_reqid`. The call then returns at once, and the rows are copied when
+        Quiet, unless `after` is given, as in `free`. The call then returns at once, and the rows are copied when
         the kernels up to that point have ended, by the background thread if the cache has one (`overlap`). Until all
         rows are copied, the slot's state is "swapping", and `swap_in` takes it back without a copy. Then the state is
         "swapped". Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
@@ -665,20 +664,20 @@ class KVCache(_Owned):
             raise
         self._watch(after, number)
 
-    def swap_in(self, slot: SupportsIndex) -> int:
-        """Copy a swapped slot back to the same addresses. Returns 0, or -1 as `step` does."""
+    def swap_in(self, slot: SupportsIndex) -> bool:
+        """Copy a swapped slot back to the same addresses. Returns False as `step` does."""
         kv, slot = self._ready(), uint("slot", slot, 32)
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
         data = ffi.cast("void *", host.data_ptr())
-        if self._answer(lib.pv_kv_swap_in(kv, slot, data, host.numel())):
-            return -1
+        if not self._answer(lib.pv_kv_swap_in(kv, slot, data, host.numel())):
+            return False
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
-        return 0
+        return True
 
-    def check_swap_in(self, slot: SupportsIndex) -> int:
-        """Return 0 if `swap_in` would find memory, or -1 as `step` does."""
+    def check_swap_in(self, slot: SupportsIndex) -> bool:
+        """Return whether `swap_in` would find memory."""
         return self._answer(lib.pv_kv_swap_check(self._ready(), uint("slot", slot, 32)))
 
     # ---- memory ----------------------------------------------------------------------------------------------
@@ -767,7 +766,7 @@ class KVCache(_Owned):
     def close(self, after: Any = None) -> None:
         """Free the memory, now or when the last view of a tensor is gone. No other call may follow.
 
-        Quiet, unless `after` is given, as in `free_reqid`. The call then returns at once, and the memory is freed when
+        Quiet, unless `after` is given, as in `free`. The call then returns at once, and the memory is freed when
         the kernels have ended. If `after` is an event, a thread queries it every millisecond, and the interpreter waits
         for that thread before it exits. If `after` is a step's number, `retire` declares the end. Keep the cache until
         then: garbage collection frees its memory.

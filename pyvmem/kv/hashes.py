@@ -163,52 +163,52 @@ class BlockHashes:
         _check(lib.vmem_kv_hash_peek(self.cache._use(), raw, n, tokens))
         return int(tokens[0])
 
-    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
+    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int | None:
         """Start a newly allocated slot, which no kernel accesses, with the known ones of these blocks.
 
-        Returns the tokens that the slot then has, 0 if no block is known, or -1, as `KVCache.step` does, if there is no
-        memory to copy the last, partial page. The next token must be computed, so leave out the hash of a block that
+        Returns the tokens that the slot then has, 0 if no block is known, or None if there is no memory to copy the
+        last, partial page. The next token must be computed, so leave out the hash of a block that
         ends the prompt.
         """
         raw, n = self._raw(hashes)
         tokens = ffi.new("uint32_t *")
         rc = lib.pv_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, tokens)
-        return self.cache._answer(rc) or int(tokens[0])
+        return int(tokens[0]) if self.cache._answer(rc) else None
 
-    def check_attach(self, hashes: Iterable[Hash]) -> int:
-        """Return what `attach` would return now: tokens, or -1. The slot need not be allocated yet. Changes nothing."""
+    def check_attach(self, hashes: Iterable[Hash]) -> int | None:
+        """Return what `attach` would return now, and change nothing. The slot need not be allocated yet."""
         tokens, short = self._look(hashes)
-        return -1 if short else tokens
+        return None if short else tokens
 
     def _look(self, hashes: Iterable[Hash]) -> tuple[int, bool]:
         """How many tokens are known, and whether memory is too short to begin with them."""
         raw, n = self._raw(hashes)
         tokens = ffi.new("uint32_t *")
-        short = self.cache._answer(lib.pv_kv_hash_check(self.cache._ready(), raw, n, tokens)) < 0
+        short = not self.cache._answer(lib.pv_kv_hash_check(self.cache._ready(), raw, n, tokens))
         return int(tokens[0]), short
 
-    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
+    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """Allocate a slot for a prompt of `tokens` tokens, and start it with the known ones of its blocks.
 
-        Returns (slot, tokens that it already has). The slot is -1 if all slots are taken or memory is short; `shortage`
-        says which. The last token always remains to be computed.
+        Returns (slot, tokens that it already has). The slot is None if all slots are taken or memory is short;
+        `shortage` says which. The last token always remains to be computed.
         """
         hashes, length = elements("hashes", hashes), uint("tokens", tokens, 32)
         del hashes[max(length - 1, 0) // self.tokens :]
-        slot = self.cache.alloc_reqid(length, prefix_tokens=self.peek(hashes))
-        if slot < 0:
-            return -1, 0
+        slot = self.cache.alloc(length, prefix_tokens=self.peek(hashes))
+        if slot is None:
+            return None, 0
         try:
             cached = self.attach(slot, hashes)
         except BaseException:
-            self.cache.free_reqid(slot)
+            self.cache.free(slot)
             raise
-        if cached >= 0:
+        if cached is not None:
             return slot, cached
         missing, self.cache.missing_pages = self.cache.missing_pages, 0
-        self.cache.free_reqid(slot)
+        self.cache.free(slot)
         self.cache.missing_pages = missing
-        return -1, 0
+        return None, 0
 
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
         """Add the slot's blocks first, first + 1, ..., whose rows are written and will not change.

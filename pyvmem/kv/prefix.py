@@ -81,25 +81,25 @@ class PrefixCache:
                     return prefix, count * self.block_tokens
         return None, 0
 
-    def alloc(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def alloc(self, tokens: Sequence[int]) -> tuple[int | None, int]:
         """Allocate a slot for a request and attach the longest known prefix of its prompt.
 
         Returns
         -------
-        (slot, cached) : (int, int)
-            cached: how many of the prompt's tokens the slot already has. The slot is -1 if all slots are taken, or if
+        (slot, cached) : (int or None, int)
+            cached: how many of the prompt's tokens the slot already has. The slot is None if all slots are taken, or if
             there is no memory to copy a partial page.
         """
         length = token_array(tokens).size
         prefix, cached = self.match(tokens)
-        slot = self.cache.alloc_reqid(length, prefix_tokens=cached)
-        if slot < 0 or prefix is None:
-            self.misses += slot >= 0
+        slot = self.cache.alloc(length, prefix_tokens=cached)
+        if slot is None or prefix is None:
+            self.misses += slot is not None
             return slot, 0
-        while self.cache.attach_prefix(prefix, slot, cached):
+        while not self.cache.attach_prefix(prefix, slot, cached):
             if not self.evict(self.cache.missing_pages, spare=prefix.id):
-                self.cache.free_reqid(slot)
-                return -1, 0
+                self.cache.free(slot)
+                return None, 0
         self.hits += 1
         self.hit_tokens += cached
         return slot, cached
@@ -161,12 +161,12 @@ class PrefixCache:
             freed += before - self.cache.stats().prefix_pages
         return freed
 
-    def step(self, lengths: "Lengths") -> int:
-        """Perform `KVCache.step`, dropping prefixes while memory is short. Returns -1 if that is not enough."""
-        while self.cache.step(lengths):
+    def step(self, lengths: "Lengths") -> bool:
+        """Perform `KVCache.step`, dropping prefixes while memory is short. Returns False if that is not enough."""
+        while not self.cache.step(lengths):
             if not self.evict(self.cache.missing_pages):
-                return -1
-        return 0
+                return False
+        return True
 
     def clear(self) -> None:
         """Drop every prefix."""

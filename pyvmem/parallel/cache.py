@@ -80,7 +80,7 @@ class TensorParallelKVCache:
     Attributes
     ----------
     missing_pages : int
-        After a call that returned -1: the pages missing on the rank that lacks most.
+        After a call that found too little memory: the pages missing on the rank that lacks most.
     short_rank : int or None
         That rank, in the group.
     agreements : int
@@ -267,9 +267,9 @@ class TensorParallelKVCache:
         self._vote(what, check, *args)
         return not self.missing_pages
 
-    def _done(self, answer: int) -> int:
+    def _done(self, answer: bool) -> bool:
         """The result of a call that the ranks agreed on."""
-        if answer:
+        if not answer:
             raise OutOfMemory(errno.ENOMEM, f"on this rank only, although the ranks agreed: {self.cache.shortage}")
         return answer
 
@@ -285,33 +285,33 @@ class TensorParallelKVCache:
         what = f"fit({len(found)} requests)"
         return -self._vote(what, self.cache.fit, found, number=lambda fit: -fit)[1]
 
-    def admit(self, tokens: int) -> int:
-        """A slot for a request of `tokens` tokens if every rank has room for it, else -1."""
-        return self.alloc_reqid(tokens) if self.room() >= tokens else -1
+    def admit(self, tokens: int) -> int | None:
+        """A slot for a request of `tokens` tokens if every rank has room for it, else None."""
+        return self.alloc(tokens) if self.room() >= tokens else None
 
-    def alloc_reqid(
-        self, tokens: SupportsIndex = 0, slot: SupportsIndex | None = None, *, prefix_tokens: SupportsIndex = 0
-    ) -> int:
-        """As `KVCache.alloc_reqid`: the same slot on every rank."""
-        call = self.cache.alloc_reqid
-        chosen = int(self._note("alloc_reqid", call, tokens, slot, prefix_tokens=prefix_tokens))
-        if chosen >= 0:
+    def alloc(
+        self, tokens: SupportsIndex = 0, *, slot: SupportsIndex | None = None, prefix_tokens: SupportsIndex = 0
+    ) -> int | None:
+        """As `KVCache.alloc`: the same slot on every rank."""
+        call = self.cache.alloc
+        chosen: int | None = self._note("alloc", call, tokens, slot=slot, prefix_tokens=prefix_tokens)
+        if chosen is not None:
             self._active.add(chosen)
         return chosen
 
-    def free_reqid(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
-        """As `KVCache.free_reqid`. `after` must be a step's number: events complete at different times on each rank."""
+    def free(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
+        """As `KVCache.free`. `after` must be a step's number: events complete at different times on each rank."""
         fence = None if after is None else uint("after", after)
-        self._note(f"free_reqid({slot}, {fence})", self.cache.free_reqid, slot, fence)
+        self._note(f"free({slot}, {fence})", self.cache.free, slot, fence)
         self._ends(slot)
 
-    def check(self, lengths: Lengths) -> int:
+    def check(self, lengths: Lengths) -> bool:
         """What `step` would return now, without doing anything."""
         self._pledge.clear()  # it takes over a budget that another process requested
-        return 0 if self._fits(f"check({_sum_of(lengths)})", self.cache.check, lengths) else -1
+        return self._fits(f"check({_sum_of(lengths)})", self.cache.check, lengths)
 
-    def step(self, lengths: Lengths) -> int:
-        """As `KVCache.step`: 0 on every rank, or -1 on every rank, in which case nothing changed on any.
+    def step(self, lengths: Lengths) -> bool:
+        """As `KVCache.step`: True on every rank, or False on every rank, in which case nothing changed on any.
 
         A step asks the other ranks unless all of them know from an earlier one that it fits: they agree on 32
         further tokens for each request if every rank already holds the memory; otherwise on what the pages of the
@@ -330,7 +330,7 @@ class TensorParallelKVCache:
             answer = self._take("step", numbers, self.cache.step, lengths)
         else:
             answer = self._ask_and_take("step", numbers, lengths, self.cache.step, lengths)
-        if self._staged and numbers is not None and not answer:
+        if self._staged and numbers is not None and answer:
             self._staged = {slot: tokens for slot, tokens in self._staged.items() if not numbers[slot]}
         return answer
 
@@ -350,28 +350,27 @@ class TensorParallelKVCache:
             # Lengths that a rank refuses end nothing.
             self._vote(f"step({_sum_of(lengths)})", self.cache.check, lengths)
             for slot in sorted(absent):
-                self.free_reqid(slot, self.cache.last_step)
+                self.free(slot, self.cache.last_step)
 
-    def _take(self, what: str, numbers: npt.NDArray[Any], call: Callable[..., int], *args: Any) -> int:
+    def _take(self, what: str, numbers: npt.NDArray[Any], call: Callable[..., bool], *args: Any) -> bool:
         """Make a step that is known to fit on every rank."""
         answer = self._done(self._note(f"{what}({_sum_of(numbers)})", call, *args))
         self._pledge.took(numbers)
         return answer
 
     def _ask_and_take(
-        self, what: str, numbers: npt.NDArray[Any] | None, lengths: Any, call: Callable[..., int], *args: Any
-    ) -> int:
+        self, what: str, numbers: npt.NDArray[Any] | None, lengths: Any, call: Callable[..., bool], *args: Any
+    ) -> bool:
         """Make a step if it fits on every rank, and agree on how far the next ones can go."""
         pledge = self._pledge
 
         def check() -> bool:
-            fits = not self.cache.check(lengths)
-            return fits and numbers is not None and pledge.assured(numbers)
+            return self.cache.check(lengths) and numbers is not None and pledge.assured(numbers)
 
         ahead = self._vote(f"{what}({_sum_of(lengths)})", check, number=lambda assured: not assured)[1] == 0
         if self.missing_pages:
             pledge.clear()
-            return -1
+            return False
         answer = self._done(self._note(what, call, *args))
         if numbers is not None:
             pledge.agree(numbers, ahead)
@@ -383,7 +382,7 @@ class TensorParallelKVCache:
         self._staged.pop(int(slot), None)
         self._pledge.end(int(slot))
 
-    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
+    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
         """As `KVCache.grow`, on every rank or on none. Asks the other ranks as `step` does."""
         what = f"grow({slot}, {tokens})"
         at, length = self._argument(what, lambda: (uint("slot", slot, 32), uint("tokens", tokens, 32)))
@@ -393,18 +392,18 @@ class TensorParallelKVCache:
             if length and self._pledge.covers(lengths):
                 self._done(self._note(what, self.cache.grow, at, length))
                 self._staged[at] = length
-                return 0
+                return True
 
-        def undo(answer: int) -> None:
-            if not answer:
+        def undo(answer: bool) -> None:
+            if answer:
                 self.cache.grow(at, self._staged.get(at, 0))
 
         answer, _ = self._vote(what, self.cache.grow, at, length, undo=undo)
         if self.missing_pages:
             undo(answer)
-            return -1
+            return False
         self._staged[at] = length
-        return 0
+        return True
 
     def _staged_lengths(self) -> npt.NDArray[Any]:
         lengths = np.zeros(self.slots, np.int64)
@@ -412,32 +411,32 @@ class TensorParallelKVCache:
             lengths[slot] = tokens
         return lengths
 
-    def commit(self) -> int:
+    def commit(self) -> bool:
         """As `KVCache.commit`, on every rank or on none: a budget may have changed since `grow`."""
         lengths = self._staged_lengths()
         if self._pledge.covers(lengths):
             answer = self._take("commit", lengths, self.cache.commit)
         else:
             answer = self._ask_and_take("commit", lengths, lengths, self.cache.commit)
-        if not answer:
+        if answer:
             self._staged.clear()
         return answer
 
-    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> int:
+    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> bool:
         """As `KVCache.check_attach`, for all ranks."""
         what = f"check_attach({self._name(prefix)}, {tokens})"
-        return 0 if self._fits(what, self.cache.check_attach, prefix, tokens) else -1
+        return self._fits(what, self.cache.check_attach, prefix, tokens)
 
     def _name(self, prefix: Prefix) -> str:
         """A prefix by the number that it has on every rank."""
         return f"prefix {self._prefixes.get(prefix.id)}" if isinstance(prefix, Prefix) else "no prefix"
 
-    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> int:
+    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> bool:
         """As `KVCache.attach_prefix`, on every rank or on none."""
         self._pledge.clear()
         what = f"attach_prefix({self._name(prefix)}, {slot}, {tokens})"
         if not self._fits(what, self.cache.check_attach, prefix, tokens):
-            return -1
+            return False
         return self._done(self.cache.attach_prefix(prefix, slot, tokens))
 
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
@@ -457,15 +456,15 @@ class TensorParallelKVCache:
         fewest = self._vote(what, call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
         return -fewest >> 31, -fewest & (1 << 31) - 1
 
-    def check_swap_in(self, slot: SupportsIndex) -> int:
+    def check_swap_in(self, slot: SupportsIndex) -> bool:
         """As `KVCache.check_swap_in`, for all ranks."""
-        return 0 if self._fits(f"check_swap_in({slot})", self.cache.check_swap_in, slot) else -1
+        return self._fits(f"check_swap_in({slot})", self.cache.check_swap_in, slot)
 
-    def swap_in(self, slot: SupportsIndex) -> int:
+    def swap_in(self, slot: SupportsIndex) -> bool:
         """As `KVCache.swap_in`, on every rank or on none."""
         self._pledge.clear()
         if not self._fits(f"swap_in({slot})", self.cache.check_swap_in, slot):
-            return -1
+            return False
         answer = self._done(self.cache.swap_in(slot))
         self._active.add(int(slot))
         return answer
@@ -490,9 +489,9 @@ class TensorParallelKVCache:
         self._vote(f"swap_out({slot}, {after})", call, undo=undo)
         self._ends(slot)
 
-    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> int:
+    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
         """As `KVCache.check_truncate`, for all ranks."""
-        return 0 if self._fits(f"check_truncate({slot}, {tokens})", self.cache.check_truncate, slot, tokens) else -1
+        return self._fits(f"check_truncate({slot}, {tokens})", self.cache.check_truncate, slot, tokens)
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: SupportsIndex | None = None) -> None:
         """As `KVCache.truncate`. Raises `OutOfMemory` on every rank if one of them cannot copy a shared page.

@@ -122,23 +122,23 @@ class TensorParallelBlockHashes:
 
     def _begin(self, slot: SupportsIndex, hashes: list[Hash]) -> int:
         tokens = self._blocks.attach(slot, hashes)
-        if tokens != len(hashes) * self.tokens:
+        if tokens is None or tokens != len(hashes) * self.tokens:
             why = self.cache.shortage
             raise OutOfMemory(errno.ENOMEM, f"on this rank only, although the ranks agreed: {why}")
         return tokens
 
-    def check_attach(self, hashes: Iterable[Hash]) -> int:
+    def check_attach(self, hashes: Iterable[Hash]) -> int | None:
         """As `BlockHashes.check_attach`, for all ranks."""
         agreed = self._agree("check_attach", self._elements("check_attach", hashes))
-        return -1 if agreed is None else len(agreed) * self.tokens
+        return None if agreed is None else len(agreed) * self.tokens
 
-    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int:
+    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int | None:
         """As `BlockHashes.attach`, on every rank or on none."""
         self.cache._pledge.clear()
         agreed = self._agree(f"attach({slot})", self._elements("attach", hashes))
-        return -1 if agreed is None else self._begin(slot, agreed)
+        return None if agreed is None else self._begin(slot, agreed)
 
-    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int, int]:
+    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """As `BlockHashes.alloc`: the same slot and the same blocks on every rank."""
         hashes, length = (
             self._elements("alloc", hashes),
@@ -148,9 +148,9 @@ class TensorParallelBlockHashes:
         self.cache._pledge.clear()
         agreed = self._agree(f"alloc({length})", hashes)
         if agreed is None:
-            return -1, 0
-        slot = self.cache.alloc_reqid(length, prefix_tokens=len(agreed) * self.tokens)
-        return (slot, self._begin(slot, agreed)) if slot >= 0 else (-1, 0)
+            return None, 0
+        slot = self.cache.alloc(length, prefix_tokens=len(agreed) * self.tokens)
+        return (None, 0) if slot is None else (slot, self._begin(slot, agreed))
 
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
         """As `BlockHashes.add`. Returns how many blocks were new on this rank."""

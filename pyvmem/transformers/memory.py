@@ -25,30 +25,31 @@ def default_budget(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def try_step(kv: KVCache, lengths: Lengths) -> int:
-    """0, or the number of missing pages."""
+def try_step(kv: KVCache, lengths: Lengths) -> bool:
+    """`KVCache.step`, also where the device has less memory than the budget: False."""
     try:
-        return kv.missing_pages if kv.step(lengths) else 0
+        return kv.step(lengths)
     except OutOfMemory:
-        return 1
+        kv.missing_pages = 1  # at least
+        return False
 
 
-def with_pool(kv: KVCache, attempt: Callable[[], int]) -> int:
-    """What an attempt returns, repeated while other members of the cache's pool give memory back. 0: it had enough."""
+def with_pool(kv: KVCache, attempt: Callable[[], bool]) -> bool:
+    """Whether an attempt found enough memory, repeated while other members of the cache's pool give memory back."""
     pool = kv.options.pool
-    short, until = attempt(), time.monotonic() + POOL_SECONDS
-    while short and pool and kv.shortage.coming_pages and (left := until - time.monotonic()) > 0:
+    fits, until = attempt(), time.monotonic() + POOL_SECONDS
+    while not fits and pool and kv.shortage.coming_pages and (left := until - time.monotonic()) > 0:
         if pool.wait(kv, left) == "refused":
             break
-        short = attempt()
-    return short
+        fits = attempt()
+    return fits
 
 
 def leave_pool(kv: KVCache) -> None:
     """Give a member's memory to the others. Views of its rows may keep the cache for longer."""
     if kv.options.pool:
         for slot in range(kv.slots):
-            kv.free_reqid(slot)
+            kv.free(slot)
         kv.reclaim()
 
 

@@ -178,7 +178,7 @@ class Rows:
             kv.close()
             raise ValueError(f"backend {backend} has no memory on {self.device}, the model's device")
         for slot in range(slots):
-            kv.alloc_reqid(slot=slot)
+            kv.alloc(slot=slot)
         return kv, (key, spares.users(kv)) if key else None
 
     def _most(self) -> int:
@@ -311,7 +311,7 @@ class Rows:
             self._order_steps()
             # A run of pages is mapped as fast as one page: a prompt takes what the first decode steps need with it.
             ahead = AHEAD if tokens > 1 and not any(self.windows) else 0
-            if not ahead or try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
+            if not ahead or not try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
                 self._back(self.kv, want)
             self._lengths = want
         if any(self.windows):
@@ -416,19 +416,20 @@ class Rows:
         self._fence = fence
 
     def _back(self, kv: KVCache, lengths: Int32s) -> None:
-        short = try_step(kv, lengths)
-        if short:
+        fits = try_step(kv, lengths)
+        if not fits:
             spares.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory that torch caches can become pages
-            short = with_pool(kv, partial(try_step, kv, lengths))
-        if short:
+            fits = with_pool(kv, partial(try_step, kv, lengths))
+        if not fits:
             live, stats = int((lengths > 0).sum()), kv.stats()
+            pages = kv.missing_pages, stats.held_pages, stats.budget_pages
+            missing, held, budget = (n * kv.page_size / MIB for n in pages)
             raise OutOfMemory(
                 errno.ENOMEM,
-                f"{live} sequences of up to {int(lengths.max())} tokens: {short * kv.page_size / MIB:.1f} MiB of pages "
-                f"are missing ({stats.held_pages * kv.page_size / MIB:.1f} MiB held, budget "
-                f"{stats.budget_pages * kv.page_size / MIB:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
+                f"{live} sequences of up to {int(lengths.max())} tokens: {missing:.1f} MiB of pages are missing "
+                f"({held:.1f} MiB held, budget {budget:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
                 f"{what_helps(kv)}; the cache is unchanged",
             )
 
@@ -467,8 +468,8 @@ class Rows:
         self._bind(self.batch if batch is None else batch)
 
     def _empty(self, slot: int) -> None:
-        self.kv.free_reqid(slot)
-        self.kv.alloc_reqid(slot=slot)
+        self.kv.free(slot)
+        self.kv.alloc(slot=slot)
         self._lengths[slot] = 0
 
     def select(self, sources: list[int], in_order: bool = True) -> None:
@@ -545,7 +546,7 @@ class Rows:
                     self._empty(slot)
                 if not lengths[s]:
                     continue
-                if with_pool(self.kv, partial(self.kv.attach_prefix, prefixes[s], slot)):
+                if not with_pool(self.kv, partial(self.kv.attach_prefix, prefixes[s], slot)):
                     raise OutOfMemory(
                         errno.ENOMEM,
                         f"{self.kv.missing_pages} pages are missing for {len(new)} sequences of up to {max(lengths)} "
@@ -575,7 +576,7 @@ class Rows:
         for slot in np.flatnonzero(self._lengths).tolist():
             if self.kv.slot(slot).state != "swapped":
                 continue
-            if with_pool(self.kv, partial(self.kv.swap_in, slot)):
+            if not with_pool(self.kv, partial(self.kv.swap_in, slot)):
                 raise OutOfMemory(
                     errno.ENOMEM,
                     f"{self.kv.missing_pages} pages are missing to move {self.batch} sequences back from CPU memory: "

@@ -91,8 +91,8 @@ def take(key: Any) -> KVCache | None:
         if users(spare.kv) == spare.users:
             try:
                 for slot in range(spare.kv.slots):
-                    spare.kv.free_reqid(slot)
-                    spare.kv.alloc_reqid(slot=slot)
+                    spare.kv.free(slot)
+                    spare.kv.alloc(slot=slot)
                 return spare.kv
             except VmemError:
                 pass

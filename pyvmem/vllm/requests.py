@@ -105,7 +105,7 @@ class Requests:
         self._most_lingering = (cache.slots - most) // 2
         self._now = 0
         # Steps without requests, and entries that a graph does not use, read block 0: slot 0 is theirs.
-        if cache.alloc_reqid(tokens, slot=0):
+        if cache.alloc(tokens, slot=0) is None:
             raise AssertionError("slot 0 is taken")
         self._lengths[0] = tokens
         self._step()
@@ -224,10 +224,10 @@ class Requests:
     def _free(self, slot: int) -> None:
         """Free a slot that no kernel accesses."""
         self._lingering.pop(slot, None)
-        self.cache.free_reqid(slot)
+        self.cache.free(slot)
 
     def _alloc(self, tokens: int, prefix_tokens: int) -> int:
-        while (slot := self.cache.alloc_reqid(tokens, prefix_tokens=prefix_tokens)) < 0:
+        while (slot := self.cache.alloc(tokens, prefix_tokens=prefix_tokens)) is None:
             if not self._make_room():
                 raise RuntimeError(f"all {self.cache.slots} slots of the KV cache are taken")
         return slot
@@ -258,7 +258,7 @@ class Requests:
 
     def _step(self) -> None:
         deadline = None
-        while self.cache.step(self._lengths) == -1:
+        while not self.cache.step(self._lengths):
             if self._make_room():
                 continue
             now = time.monotonic()

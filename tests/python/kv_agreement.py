@@ -42,7 +42,7 @@ def join(backend):
 
 def same(device, *values):
     """Fail unless the values are equal on all ranks."""
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    mine = torch.tensor([-1 if v is None else int(v) for v in values], device=device)
     most, least = mine.clone(), mine.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -51,13 +51,13 @@ def same(device, *values):
 
 def full_house(tp, device, _starved):
     """With all slots taken, a swapped request comes back; a cache that chooses slots by its pages is refused."""
-    slots = [tp.alloc_reqid(1) for _ in range(SLOTS)]
+    slots = [tp.alloc(1) for _ in range(SLOTS)]
     same(device, *slots)
-    assert tp.step([1] * SLOTS) == 0
+    assert tp.step([1] * SLOTS)
     tp.swap_out(slots[3])
-    assert tp.swap_in(slots[3]) == 0
+    assert tp.swap_in(slots[3])
     for slot in slots:
-        tp.free_reqid(slot)
+        tp.free(slot)
     with KVCache.for_model(1, 1, 64, 2, 10, 1 << 22, backend="host", name=None) as other:
         try:
             TensorParallelKVCache(other)
@@ -87,58 +87,58 @@ def part_ways(tp, device, rank):
     refused(lambda: tp.set_budget(tp.stats().budget_pages * tp.page_size if first else 1), pyvmem.VmemError, "")
     for local in (lambda: BlockNames(tp, 1, 64), lambda: BlockHashes(tp, 64)):
         refused(local, TypeError, "need a KVCache")
-    slot = tp.alloc_reqid(10)
-    refused(lambda: tp.free_reqid(slot, after=torch.cuda.Event), TypeError, "after must be an integer")
-    assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
+    slot = tp.alloc(10)
+    refused(lambda: tp.free(slot, after=torch.cuda.Event), TypeError, "after must be an integer")
+    assert tp.step([10 if s == slot else 0 for s in range(SLOTS)])
     same(device, tp.stats().active_slots, tp.slot(slot).tokens)
     # A refusal names the rank, and what the others did meanwhile is undone: growth that was staged is staged again.
-    assert tp.grow(slot, 20) == 0
+    assert tp.grow(slot, 20)
     text = "" if first else "failed on rank 0"
     refused(lambda: tp.swap_out(slot, None, torch.empty(0) if first else None), ValueError, text)
     refused(lambda: tp.truncate(slot, 5, tp.last_step if first else None), RuntimeError, "rank 0: truncate")
     refused(lambda: tp.truncate(slot, 5, tp.last_step + first), (RuntimeError, ValueError), "")
     assert tp.slot(slot).tokens == 10
     refused(lambda: tp.fit(None if first else [1]), (RuntimeError, TypeError), "")
-    assert tp.commit() == 0 and tp.slot(slot).tokens == 20
+    assert tp.commit() and tp.slot(slot).tokens == 20
     prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
-    other = tp.alloc_reqid(10)
+    other = tp.alloc(10)
     refused(lambda: tp.attach_prefix(prefixes[first], other), RuntimeError, "rank 0: attach_prefix")
     refused(lambda: tp.check_attach(prefixes[first]), RuntimeError, "rank 0: check_attach")
     refused(lambda: tp.prefix_pages(prefixes[first]), RuntimeError, "rank 0: prefix_pages")
-    assert tp.attach_prefix(prefixes[0], other) == 0
+    assert tp.attach_prefix(prefixes[0], other)
     for prefix in prefixes:
         tp.drop_prefix(prefix)
-    tp.free_reqid(other)
-    tp.free_reqid(slot)
+    tp.free(other)
+    tp.free(slot)
 
 
 def older_prefix(tp, device, starved):
     """A prefix that one rank no longer has, or never had, is attached on none."""
-    slot = tp.alloc_reqid(40)
-    assert tp.step([40 if s == slot else 0 for s in range(SLOTS)]) == 0
+    slot = tp.alloc(40)
+    assert tp.step([40 if s == slot else 0 for s in range(SLOTS)])
     prefix, gone = tp.save_prefix(slot, 40), tp.save_prefix(slot, 30)
     if starved:
         tp.cache.drop_prefix(gone)
-    other = tp.alloc_reqid(40, prefix_tokens=30)
+    other = tp.alloc(40, prefix_tokens=30)
     same(device, slot, other)
     refused(lambda: tp.attach_prefix(gone, other), pyvmem.VmemError, "")
-    assert tp.attach_prefix(prefix, other) == 0
+    assert tp.attach_prefix(prefix, other)
     same(device, tp.slot(other).tokens)
     tp.drop_prefix(prefix)
     if not starved:
         tp.cache.drop_prefix(gone)
-    tp.free_reqid(slot)
-    tp.free_reqid(other)
+    tp.free(slot)
+    tp.free(other)
 
 
 def steady(tp, device, starved):
     """Steps that all ranks know will fit ask nobody; a limit on one rank is taken over when they ask again."""
     lengths = [20] * 4 + [0] * (SLOTS - 4)
     for tokens in lengths[:4]:
-        tp.alloc_reqid(tokens)
+        tp.alloc(tokens)
     before, steps = tp.agreements, 4 * AHEAD
     for _ in range(steps):
-        assert tp.step(lengths) == 0
+        assert tp.step(lengths)
         lengths = [n + 1 if n else 0 for n in lengths]
     asked = tp.agreements - before
     page_tokens = tp.page_size // tp.specs[0].row_bytes
@@ -147,16 +147,16 @@ def steady(tp, device, starved):
     budget = tp.stats().budget_pages * tp.page_size
     if starved:
         kv_view.want_budget(own_view(), 8 * tp.page_size)
-    tried, rc = 0, 0
-    while rc == 0 and tried <= 4 * AHEAD:
+    tried, fits = 0, True
+    while fits and tried <= 4 * AHEAD:
         tried += 1
-        rc = tp.step(lengths)
-        same(device, rc, tp.missing_pages)
+        fits = tp.step(lengths)
+        same(device, fits, tp.missing_pages)
         lengths = [n + 1 if n else 0 for n in lengths]
-    assert rc == -1 and tp.short_rank == dist.get_world_size() - 1
+    assert not fits and tp.short_rank == dist.get_world_size() - 1
     assert tp.shortage.reason == ("budget" if starved else tp.shortage.reason)
     for slot in range(4):
-        tp.free_reqid(slot)
+        tp.free(slot)
     tp.set_budget(budget)
 
 
@@ -167,9 +167,9 @@ def prefix_cache(tp, device, starved):
         slot, cached = prefixes.alloc(prompt[:tokens])
         same(device, slot, cached)
         assert cached == found
-        assert prefixes.step([tokens if s == slot else 0 for s in range(SLOTS)]) == 0
+        assert prefixes.step([tokens if s == slot else 0 for s in range(SLOTS)])
         prefixes.insert(slot, prompt[:tokens])
-        tp.free_reqid(slot)
+        tp.free(slot)
     same(device, prefixes.evict(2), len(prefixes))
     prefixes.clear()
 
@@ -179,10 +179,10 @@ def zero_ends(context, device, world):
     page = min(context.page_sizes)
     options = {"context": context, "dtype": torch.float16, "name": None, "zero_ends": True}
     with init_cache(1, 2 * world, 256, 4, TOKENS, 10 * page, **options) as tp:
-        a, b = tp.alloc_reqid(100), tp.alloc_reqid(100)
+        a, b = tp.alloc(100), tp.alloc(100)
         lengths = [0] * 4
         lengths[a] = lengths[b] = 100
-        assert tp.step(lengths) == 0
+        assert tp.step(lengths)
         lengths[a], lengths[b] = 0, 200
         refused(lambda: tp.step([*lengths[:2], TOKENS + 1, 0]), ValueError, "max_tokens")
         # What only one rank refuses ends nothing on the others either, which do not wait for it.
@@ -190,11 +190,11 @@ def zero_ends(context, device, world):
         refused(lambda: tp.step([*lengths[:2], wrong, 0]), (ValueError, RuntimeError), "")
         assert tp.slot(a).state == "active"
         tp.retire()
-        assert tp.step(lengths) == tp.step(lengths) == 0
-        same(device, tp.alloc_reqid(10, slot=a))
+        assert tp.step(lengths) and tp.step(lengths)
+        same(device, tp.alloc(10, slot=a))
         lengths[a] = 10
         before = tp.agreements
-        assert tp.step(lengths) == 0 and tp.agreements > before  # nobody knew of the new request
+        assert tp.step(lengths) and tp.agreements > before  # nobody knew of the new request
         same(device, tp.slot(a).tokens, tp.slot(b).tokens)
 
 
@@ -204,11 +204,11 @@ def own_view():
 
 def parts(tp, rank):
     """Ranks that made different calls while they asked nobody: the next question shows it, and every one after it."""
-    slot = tp.alloc_reqid(5, slot=rank)
+    slot = tp.alloc(5, slot=rank)
     for _ in range(2):
         refused(tp.room, RuntimeError, "cannot agree any more")
     refused(lambda: tp.step([0] * SLOTS), RuntimeError, "cannot agree any more")
-    refused(lambda: tp.alloc_reqid(), RuntimeError, "cannot agree any more")
+    refused(lambda: tp.alloc(), RuntimeError, "cannot agree any more")
     assert slot == rank
     tp.close()
 
@@ -230,8 +230,8 @@ def interrupted(tp, rank):
 
 def dropped(tp, rank):
     """Ranks that drop different prefixes part."""
-    slot = tp.alloc_reqid(10)
-    assert tp.step([10 if s == slot else 0 for s in range(SLOTS)]) == 0
+    slot = tp.alloc(10)
+    assert tp.step([10 if s == slot else 0 for s in range(SLOTS)])
     prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
     tp.drop_prefix(prefixes[rank == 0])
     refused(tp.room, RuntimeError, "cannot agree any more")
@@ -247,32 +247,32 @@ def differ(context, rank):
 
 def staged(tp, device, starved):
     """What one rank has no memory for stays as it was staged; a budget that shrinks meanwhile is seen by all."""
-    cache, slot = tp.cache, tp.alloc_reqid(10)
+    cache, slot = tp.cache, tp.alloc(10)
     before = cache.stats().budget_pages * cache.page_size
     if starved:
         cache.set_budget(4 * cache.page_size)
-    assert tp.grow(slot, 10) == 0
-    assert tp.grow(slot, TOKENS) == -1
-    assert tp.commit() == 0
+    assert tp.grow(slot, 10)
+    assert not tp.grow(slot, TOKENS)
+    assert tp.commit()
     same(device, tp.slot(slot).tokens)
     assert tp.slot(slot).tokens == 10
     # A step makes the growth of its requests void. What a rank refuses afterwards does not bring it back.
-    assert tp.grow(slot, 20) == 0
-    assert tp.step([20 if s == slot else 0 for s in range(SLOTS)]) == 0
-    assert tp.grow(slot, TOKENS) == -1
+    assert tp.grow(slot, 20)
+    assert tp.step([20 if s == slot else 0 for s in range(SLOTS)])
+    assert not tp.grow(slot, TOKENS)
     refused(tp.commit, ValueError, "no growth is staged")
     tp.truncate(slot, 10)
     tp.set_budget(before)
-    assert tp.grow(slot, TOKENS) == 0
+    assert tp.grow(slot, TOKENS)
     if starved:
         view = next(v for v in kv_view.read_views() if v.pid == os.getpid() and v.name == "tp")
         kv_view.want_budget(view, 4 * cache.page_size)
-    assert tp.commit() == -1
+    assert not tp.commit()
     assert tp.slot(slot).tokens == 10
     tp.set_budget(before)
-    assert tp.commit() == 0
+    assert tp.commit()
     same(device, tp.slot(slot).tokens)
-    tp.free_reqid(slot)
+    tp.free(slot)
 
 
 def share(tp, device, rng, lengths, prefixes):
@@ -285,14 +285,14 @@ def share(tp, device, rng, lengths, prefixes):
         prefixes.append((tp.save_prefix(slot, tokens), tokens))
     elif choice == 1 and prefixes:
         prefix, tokens = rng.choice(prefixes)
-        slot = tp.alloc_reqid(tokens, prefix_tokens=tokens)
+        slot = tp.alloc(tokens, prefix_tokens=tokens)
         same(device, slot)
-        if slot >= 0:
-            rc = tp.attach_prefix(prefix, slot)
-            same(device, rc, tp.missing_pages)
-            lengths[slot] = 0 if rc else tokens
-            if rc:
-                tp.free_reqid(slot)
+        if slot is not None:
+            fits = tp.attach_prefix(prefix, slot)
+            same(device, fits, tp.missing_pages)
+            lengths[slot] = tokens if fits else 0
+            if not fits:
+                tp.free(slot)
     elif choice == 2 and running:
         slot = rng.choice(running)
         tokens = rng.randint(1, lengths[slot])
@@ -300,7 +300,7 @@ def share(tp, device, rng, lengths, prefixes):
             tp.truncate(slot, tokens)
         except pyvmem.VmemError as error:
             same(device, error.errno)
-            tp.free_reqid(slot)
+            tp.free(slot)
             lengths[slot] = 0
         else:
             same(device, 0)
@@ -361,47 +361,46 @@ def serve(tp, device, starved, steps, seed):
             tp.set_budget(some if starved else plenty)
         elif choice < 0.004:
             for slot in running:
-                tp.free_reqid(slot)
+                tp.free(slot)
             lengths = [0] * SLOTS
         elif choice < 0.1:
             prompt = rng.randint(1, TOKENS // 2)
             slot = tp.admit(prompt)
             same(device, slot)
-            if slot >= 0:
+            if slot is not None:
                 prefill = [0] * SLOTS
                 prefill[slot] = prompt
-                rc = tp.step(prefill)
-                same(device, rc)
-                assert rc == 0 or starved or tp.missing_pages, "admitted, and then there is no room"
-                if rc:  # a limit came between
-                    tp.free_reqid(slot)
+                fits = tp.step(prefill)
+                same(device, fits)
+                assert fits or starved or tp.missing_pages, "admitted, and then there is no room"
+                if not fits:  # a limit came between
+                    tp.free(slot)
                 else:
                     lengths[slot] = prompt
                 done += 1
         elif choice < 0.13 and running:
             slot = rng.choice(running)
-            tp.free_reqid(slot, after=tp.last_step if choice < 0.115 else None)
+            tp.free(slot, after=tp.last_step if choice < 0.115 else None)
             lengths[slot] = 0
         elif choice < 0.2:
             share(tp, device, rng, lengths, prefixes)
         elif running:
             grown = [min(n + 1, TOKENS) if n else 0 for n in lengths]
             if choice < 0.3:
-                rc = next((-1 for s in running if tp.grow(s, grown[s])), None)
-                rc = tp.commit() if rc is None else rc
-                if rc:
+                fits = all(tp.grow(s, grown[s]) for s in running) and tp.commit()
+                if not fits:
                     for slot in running:
                         tp.grow(slot, 0)
             else:
-                rc = tp.step(grown)
-            same(device, rc, tp.missing_pages)
+                fits = tp.step(grown)
+            same(device, fits, tp.missing_pages)
             done += 1
-            if rc == 0:
+            if fits:
                 lengths = grown
             else:  # preempt the longest
                 failed += 1
                 slot = max(running, key=lambda s: lengths[s])
-                tp.free_reqid(slot)
+                tp.free(slot)
                 lengths[slot] = 0
             if choice < 0.5:
                 same(device, tp.room())
@@ -409,7 +408,7 @@ def serve(tp, device, starved, steps, seed):
     assert tp.stats().worker_errors == 0
     for slot in range(SLOTS):
         if lengths[slot]:
-            tp.free_reqid(slot)
+            tp.free(slot)
     for prefix, _ in prefixes:
         tp.drop_prefix(prefix)
     return failed

@@ -29,10 +29,10 @@ def view_dim(cache):
 
 def start(cache, tokens, slot=None):
     """A request of `tokens` tokens, in this slot if one is named; returns (slot, lengths)."""
-    slot = cache.alloc_reqid(tokens, slot)
+    slot = cache.alloc(tokens, slot=slot)
     values = [0] * cache.slots
     values[slot] = tokens
-    assert cache.step(values) == 0
+    assert cache.step(values)
     return slot, values
 
 

@@ -61,22 +61,22 @@ class Engine:
         if self.rng.random() < 0.5:
             slot, cached = self.blocks.alloc(len(tokens), hashes)
         else:
-            slot, cached = self.tp.alloc_reqid(len(tokens), prefix_tokens=peeked), -1
-            if slot >= 0:
+            slot, cached = self.tp.alloc(len(tokens), prefix_tokens=peeked), None
+            if slot is not None:
                 cached = self.blocks.attach(slot, hashes)
-                if cached < 0:
-                    self.tp.free_reqid(slot)
-                    slot, cached = -1, 0
+                if cached is None:
+                    self.tp.free(slot)
+                    slot, cached = None, 0
         self.same(fits, peeked, would, slot, cached, self.tp.missing_pages)
-        if slot < 0:
+        if slot is None:
             self.refused += 1
             return
         assert cached == peeked == would
-        rc = self.tp.step([len(tokens) if s == slot else 0 for s in range(SLOTS)])
-        self.same(rc)
-        assert rc == 0 or not fits
-        if rc:
-            self.tp.free_reqid(slot)
+        ran = self.tp.step([len(tokens) if s == slot else 0 for s in range(SLOTS)])
+        self.same(ran)
+        assert ran or not fits
+        if not ran:
+            self.tp.free(slot)
             return
         self.hits += cached
         self.write(slot, cached, tokens)
@@ -89,9 +89,9 @@ class Engine:
         for slot, tokens in self.rows.items():
             grown[slot] = (tokens + [self.rng.randrange(4)])[:TOKENS]
             lengths[slot] = len(grown[slot])
-        rc = self.tp.step(lengths)
-        self.same(rc, self.tp.missing_pages)
-        if rc:
+        ran = self.tp.step(lengths)
+        self.same(ran, self.tp.missing_pages)
+        if not ran:
             self.end()
             return
         self.steps += 1
@@ -102,7 +102,7 @@ class Engine:
     def end(self):
         slot = self.rng.choice(sorted(self.rows))
         del self.rows[slot]
-        self.tp.free_reqid(slot, after=self.rng.choice([None, self.tp.last_step]))
+        self.tp.free(slot, after=self.rng.choice([None, self.tp.last_step]))
 
     def add(self):
         slot = self.rng.choice(sorted(self.rows))
@@ -120,7 +120,7 @@ class Engine:
             self.same(error.errno, self.tp.slot(slot).tokens)
             if after is None:
                 del self.rows[slot]
-                self.tp.free_reqid(slot)
+                self.tp.free(slot)
         else:
             self.same(0, self.tp.slot(slot).tokens)
             self.rows[slot] = self.rows[slot][:tokens]
@@ -187,22 +187,22 @@ def one_evicts(context, starved):
     hashes = block_hashes(tokens, BLOCK)
     slot, cached = blocks.alloc(72, hashes)
     engine.same(slot, cached)
-    assert cached == 0 and tp.step([72 if s == slot else 0 for s in range(SLOTS)]) == 0
+    assert cached == 0 and tp.step([72 if s == slot else 0 for s in range(SLOTS)])
     engine.write(slot, 0, tokens)
     assert blocks.add(slot, hashes) == 4
-    tp.free_reqid(slot)
+    tp.free(slot)
     if starved:
         blocks._blocks.drop(hashes[3:])
     assert blocks.peek(hashes) == blocks.check_attach(hashes) == 48
-    before, other = tp.cache.stats().budget_pages, tp.alloc_reqid(64)
-    assert tp.step([64 if s == other else 0 for s in range(SLOTS)]) == 0
+    before, other = tp.cache.stats().budget_pages, tp.alloc(64)
+    assert tp.step([64 if s == other else 0 for s in range(SLOTS)])
     if starved:
         tp.cache.set_budget(8 * PAGE)  # of the blocks, and of that request: nothing is left for a copy
     agreements = tp.agreements
-    assert blocks.check_attach(hashes) == -1 and tp.missing_pages and tp.short_rank == dist.get_world_size() - 1
-    assert blocks.alloc(72, hashes) == (-1, 0) and tp.stats().active_slots == 1
-    slot = tp.alloc_reqid(72)
-    assert blocks.attach(slot, hashes) == -1 and tp.slot(slot).tokens == 0
+    assert blocks.check_attach(hashes) is None and tp.missing_pages and tp.short_rank == dist.get_world_size() - 1
+    assert blocks.alloc(72, hashes) == (None, 0) and tp.stats().active_slots == 1
+    slot = tp.alloc(72)
+    assert blocks.attach(slot, hashes) is None and tp.slot(slot).tokens == 0
     assert tp.agreements == agreements + 6
     tp.set_budget(before * PAGE)
     engine.same(blocks.peek(hashes))

@@ -37,10 +37,10 @@ def serve(blocks, tokens, add=True):
     cache = blocks.cache
     hashes = block_hashes(tokens, blocks.tokens)
     slot, cached = blocks.alloc(len(tokens), hashes)
-    assert slot >= 0
+    assert slot is not None
     lengths = [0] * cache.slots
     lengths[slot] = len(tokens)
-    assert cache.step(lengths) == 0
+    assert cache.step(lengths)
     for tensor in cache.tensors:
         rows = tensor[slot, : len(tokens)]
         rows[cached:] = torch.tensor(tokens[cached:]).half().view(-1, 1, 1)

@@ -26,8 +26,8 @@ def main(rank, world, folder, how, asks):
     options = {"backend": "host", "dtype": torch.float16, "name": None, "group": group}
     tp = init_cache(1, world, 64, 4, 1000, 1 << 24, **options)
     blocks, hashes = TensorParallelBlockHashes(tp, 4), [b"1", b"2"]
-    slot = tp.alloc_reqid(10)
-    assert tp.step([10 if s == slot else 0 for s in range(4)]) == 0
+    slot = tp.alloc(10)
+    assert tp.step([10 if s == slot else 0 for s in range(4)])
     done = folder / "done"
     if rank == world - 1:
         if how == "dies":
@@ -49,7 +49,7 @@ def main(rank, world, folder, how, asks):
     tp.cache.wait()
     before = tp.cache.stats()
     calls = (
-        tp.room, lambda: tp.step([0] * 4), lambda: tp.free_reqid(slot), lambda: blocks.peek(hashes), blocks.evicted,
+        tp.room, lambda: tp.step([0] * 4), lambda: tp.free(slot), lambda: blocks.peek(hashes), blocks.evicted,
         lambda: blocks.alloc(12, hashes), lambda: blocks.add(slot, hashes), lambda: blocks.drop(hashes),
     )  # fmt: skip
     for call in calls:  # at once, of every call

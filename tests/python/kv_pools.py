@@ -30,13 +30,13 @@ def load(cache, requests, pool=None):
     """Start requests, waiting for the pool where there is one; returns their slots."""
     slots = []
     for _ in range(requests):
-        slot = cache.alloc_reqid(TOKENS)
+        slot = cache.alloc(TOKENS)
         lengths = [0] * cache.slots
         lengths[slot] = TOKENS
-        while cache.step(lengths):
+        while not cache.step(lengths):
             assert pool is not None and cache.shortage.reason == "budget"
             if not cache.shortage.coming_pages or pool.wait(cache, 60) == "refused":
-                cache.free_reqid(slot)
+                cache.free(slot)
                 return slots
         cache.keys[0][slot, :TOKENS] = slot + 1
         slots.append(slot)
@@ -45,7 +45,7 @@ def load(cache, requests, pool=None):
 
 def free(cache, slots):
     for slot in slots:
-        cache.free_reqid(slot)
+        cache.free(slot)
 
 
 CHILD = f"""

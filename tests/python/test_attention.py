@@ -27,13 +27,13 @@ def make(kv_heads=4, head_dim=64, dtype=torch.float32, layout="separate", length
     """A cache whose slots hold random rows up to the lengths, in slots that stand in no order."""
     cache = KVCache.for_model(2, kv_heads, head_dim, len(lengths) + 2, max_tokens, 64 << 20, dtype=dtype, layout=layout,
                               backend="host", name=None, lazy=True, **options)  # fmt: skip
-    taken = [cache.alloc_reqid(1) for _ in range(cache.slots)]
+    taken = [cache.alloc(1) for _ in range(cache.slots)]
     slots = [taken[(5 * i + 3) % cache.slots] for i in range(len(lengths))]
     assert len(set(slots)) == len(slots)
     wanted = [0] * cache.slots
     for slot, length in zip(slots, lengths):
         wanted[slot] = length
-    assert cache.step(wanted) == 0
+    assert cache.step(wanted)
     generator = torch.Generator().manual_seed(1)
     for slot, length in zip(slots, lengths):
         for x in (*cache.keys, *cache.values):
@@ -215,7 +215,7 @@ def test_err_names_the_argument_and_its_limit(text, monkeypatch):
         free = next(s for s in range(cache.slots) if s not in slots)
         given = {"q": queries(2, 8, 64), "layer": 0, "slots": [slots[7], slots[8]], "lengths": [300, 512]} | WRONG[text]
         if given["slots"] == "free":
-            cache.free_reqid(free)
+            cache.free(free)
             given.update(slots=[free, slots[8]], lengths=[5, 5])
         with pytest.raises(ValueError, match=text) as raised:
             attention.decode(given.pop("q"), cache, **given)
@@ -276,7 +276,7 @@ def test_err_rows_of_a_freed_slot():
     cache, slots = make()
     with cache:
         batch = attention.Batch(cache, slots[:2], LENGTHS[:2])
-        cache.free_reqid(slots[1])
+        cache.free(slots[1])
         with pytest.raises(ValueError, match=rf"lengths\[1\] 63: slot {slots[1]} is not in use"):
             batch.update(slots[:2], LENGTHS[:2])
 
@@ -402,7 +402,7 @@ def test_the_cache_knows_the_rows_of_its_slots():
     with cache:
         assert cache.tokens(slots) == list(LENGTHS)
         cache.swap_out(slots[3])
-        cache.free_reqid(slots[4])
+        cache.free(slots[4])
         assert cache.tokens(slots[3:5]) == [0, 0]
 
 

@@ -18,22 +18,22 @@ def lengths_of(cache, wanted):
 
 def test_a_request_that_waits_is_reported_and_kept(backend):
     with make(backend) as cache:
-        a, b = cache.alloc_reqid(10), cache.alloc_reqid(10)
+        a, b = cache.alloc(10), cache.alloc(10)
         assert cache.absent_slots() == [] and cache.stats().absent_slots == 0
-        assert cache.step(lengths_of(cache, {a: 10, b: 10})) == 0
+        assert cache.step(lengths_of(cache, {a: 10, b: 10}))
         for n in range(11, 15):
-            assert cache.step(lengths_of(cache, {a: n})) == 0
+            assert cache.step(lengths_of(cache, {a: n}))
         assert cache.absent_slots() == [b] == cache.absent_slots(4) and cache.absent_slots(5) == []
         assert (cache.slot(a).absent_steps, cache.slot(b).absent_steps) == (0, 4)
         assert cache.stats().absent_slots == 1
-        c = cache.alloc_reqid(10)
+        c = cache.alloc(10)
         assert cache.absent_slots() == [b]  # the new one had no step yet
-        assert cache.grow(b, 20) == 0 and cache.commit() == 0
+        assert cache.grow(b, 20) and cache.commit()
         assert cache.absent_slots() == [a, c] and cache.slot(b).tokens == 20
-        cache.free_reqid(a)
+        cache.free(a)
         cache.swap_out(b)
         assert cache.absent_slots() == [c]
-        assert cache.swap_in(b) == 0 and cache.absent_slots() == [c]
+        assert cache.swap_in(b) and cache.absent_slots() == [c]
         for wrong in (0, -1, 1 << 32):
             with pytest.raises(ValueError, match="steps"):
                 cache.absent_slots(wrong)
@@ -41,37 +41,37 @@ def test_a_request_that_waits_is_reported_and_kept(backend):
 
 def test_a_length_of_zero_ends_a_request(backend):
     with make(backend, zero_ends=True, steps_in_flight=2) as cache:
-        a, b, c = (cache.alloc_reqid(100) for _ in range(3))
-        assert cache.step(lengths_of(cache, {a: 100, b: 100, c: 100})) == 0
+        a, b, c = (cache.alloc(100) for _ in range(3))
+        assert cache.step(lengths_of(cache, {a: 100, b: 100, c: 100}))
         cache.swap_out(c)
-        assert cache.step(lengths_of(cache, {a: 101})) == 0
+        assert cache.step(lengths_of(cache, {a: 101}))
         assert [cache.slot(s).state for s in (a, b, c)] == ["active", "ending", "swapped"]
-        assert cache.step(lengths_of(cache, {a: 102})) == 0 and cache.slot(b).state == "ending"
-        assert cache.step(lengths_of(cache, {a: 103})) == 0 and cache.slot(b).state == "free"
+        assert cache.step(lengths_of(cache, {a: 102})) and cache.slot(b).state == "ending"
+        assert cache.step(lengths_of(cache, {a: 103})) and cache.slot(b).state == "free"
         with pytest.raises(ValueError, match="the slot is free"):
             cache.step(lengths_of(cache, {b: 1}))
         assert cache.slot(a).state == "active"  # a step that is refused ends nothing
-        d = cache.alloc_reqid(5)  # never takes part
-        assert cache.grow(a, 104) == 0 and cache.commit() == 0
+        d = cache.alloc(5)  # never takes part
+        assert cache.grow(a, 104) and cache.commit()
         assert cache.slot(d).state == "active"  # a commit names those that take part, and nobody else
-        assert cache.step(lengths_of(cache, {a: 105})) == 0
+        assert cache.step(lengths_of(cache, {a: 105}))
         assert cache.slot(d).state == "free"
         cache.retire()
-        assert cache.step([0] * cache.slots) == 0
+        assert cache.step([0] * cache.slots)
         assert cache.slot(a).state == "free" and cache.stats().active_slots == 0
-        assert cache.swap_in(c) == 0
+        assert cache.swap_in(c)
 
 
 def test_what_ends_makes_room_once_its_kernels_have_ended(backend):
     with make(backend, pages=40, zero_ends=True) as cache:
-        a, b = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step(lengths_of(cache, {a: 1280})) == 0  # all 40 pages; b ends: it had no part
+        a, b = cache.alloc(), cache.alloc()
+        assert cache.step(lengths_of(cache, {a: 1280}))  # all 40 pages; b ends: it had no part
         assert cache.slot(b).state == "free"
-        b = cache.alloc_reqid()
-        assert cache.step(lengths_of(cache, {b: 1280})) == -1  # kernels may still read what a had
+        b = cache.alloc()
+        assert not cache.step(lengths_of(cache, {b: 1280}))  # kernels may still read what a had
         assert cache.slot(a).state == "ending" and cache.shortage.ending_pages == 40
         cache.retire()
-        assert cache.step(lengths_of(cache, {b: 1280})) == 0
+        assert cache.step(lengths_of(cache, {b: 1280}))
 
 
 @pytest.mark.parametrize("zero_ends", [False, True])
@@ -81,18 +81,18 @@ def test_the_demo_of_vattention_does_not_leak(backend, zero_ends):
     with make(backend, zero_ends=zero_ends, slots=8, pages=400) as cache:
         lengths, active = np.zeros(8, np.int32), []
         for i in range(200):
-            assert cache.step(lengths) == 0
+            assert cache.step(lengths)
             cache.retire()  # it waits for the GPU
             if i % 3 == 0 and len(active) < 7:
-                slot = cache.alloc_reqid(100)
-                assert slot >= 0
+                slot = cache.alloc(100)
+                assert slot is not None
                 active.append(slot)
                 lengths[slot] = 100
             if i % 3 == 1 and len(active) > 3:
                 slot = active.pop(rng.randrange(len(active)))
                 lengths[slot] = 0
                 if not zero_ends:
-                    cache.free_reqid(slot, after=cache.last_step)
+                    cache.free(slot, after=cache.last_step)
             lengths[active] += 1
             assert cache.absent_slots(2) == []
         assert cache.stats().active_slots <= len(active) + 1
@@ -100,26 +100,26 @@ def test_the_demo_of_vattention_does_not_leak(backend, zero_ends):
 
 def test_without_the_option_zero_keeps(backend):
     with make(backend, slots=2) as cache:
-        a = cache.alloc_reqid(10)
-        assert cache.step(lengths_of(cache, {a: 10})) == 0
+        a = cache.alloc(10)
+        assert cache.step(lengths_of(cache, {a: 10}))
         for _ in range(5):
-            assert cache.step([0, 0]) == 0
+            assert cache.step([0, 0])
         assert cache.slot(a).tokens == 10 and cache.absent_slots(5) == [a]
 
 
 def test_calls_that_really_lack_memory_are_counted():
     with make("host", pages=40) as cache:
-        a, b = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step(lengths_of(cache, {a: 640})) == 0
+        a, b = cache.alloc(), cache.alloc()
+        assert cache.step(lengths_of(cache, {a: 640}))
         cache.swap_out(a)
-        assert cache.step(lengths_of(cache, {b: 1280})) == 0
-        assert cache.check_swap_in(a) == -1 and cache.stats().short_budget == 0  # a question
-        assert cache.swap_in(a) == -1
+        assert cache.step(lengths_of(cache, {b: 1280}))
+        assert not cache.check_swap_in(a) and cache.stats().short_budget == 0  # a question
+        assert not cache.swap_in(a)
         assert (cache.missing_pages, cache.shortage.reason, cache.stats().short_budget) == (20, "budget", 1)
         prefix = cache.save_prefix(b, 1270)
-        assert cache.check_truncate(b, 1260) == -1 and cache.stats().short_budget == 1
+        assert not cache.check_truncate(b, 1260) and cache.stats().short_budget == 1
         with pytest.raises(pyvmem.OutOfMemory, match="4 pages are missing"):
             cache.truncate(b, 1260)
         assert (cache.shortage.reason, cache.stats().short_budget) == ("budget", 2)
-        assert cache.fit([1]) == 0 and cache.grow(b, 1290) == -1 and cache.stats().short_budget == 2
+        assert cache.fit([1]) == 0 and not cache.grow(b, 1290) and cache.stats().short_budget == 2
         cache.drop_prefix(prefix)

@@ -37,8 +37,8 @@ def make(specs=MIXED[:1], slots=6, max_tokens=400, pages=60, **options):
 def started(cache, *sizes):
     lengths = [0] * cache.slots
     for size in sizes:
-        lengths[cache.alloc_reqid(size)] = size
-    assert cache.step(lengths) == 0
+        lengths[cache.alloc(size)] = size
+    assert cache.step(lengths)
     return lengths
 
 
@@ -53,7 +53,7 @@ def test_how_many_fit_is_how_many_can_begin(backend):
         assert cache.shortage.reason == "slots"
         assert cache.fit([321]) == 0 and cache.missing_pages == 1
         # Staged growth comes first.
-        assert cache.grow(lengths.index(320), 400) == 0  # 13 pages
+        assert cache.grow(lengths.index(320), 400)  # 13 pages
         assert cache.fit([64, 64, 64, 64]) == 3
         assert cache.fit(np.array([64, 64, 64])) == 3
         assert cache.stats().held_pages == 10  # nothing changed
@@ -67,10 +67,10 @@ def test_a_prefix_counts_for_its_rows(backend):
         assert cache.fit([(320, 304)] * 6) == 5
         assert cache.fit([(400, 304)] * 3) == 2 and cache.missing_pages == 2
         for _ in range(2):
-            new = cache.alloc_reqid(400, prefix_tokens=304)
-            assert cache.attach_prefix(prefix, new) == 0
+            new = cache.alloc(400, prefix_tokens=304)
+            assert cache.attach_prefix(prefix, new)
             lengths[new] = 400
-        assert cache.step(lengths) == 0
+        assert cache.step(lengths)
         assert cache.stats().free_pages == 2
 
 
@@ -87,7 +87,7 @@ def test_the_watermark_is_for_those_that_run(backend):
         assert cache.fit([6 * 32 + 1]) == 0
         assert "watermark" not in str(cache.shortage.reason) and cache.shortage.reason == "budget"
         assert cache.fit([400]) == 0 and cache.missing_pages == 7 and cache.shortage.watermark_pages == 4
-        assert cache.room(slot) == 400 and cache.grow(slot, 400) == 0 and cache.commit() == 0
+        assert cache.room(slot) == 400 and cache.grow(slot, 400) and cache.commit()
         cache.set_watermark(percent=51)
         assert cache.stats().watermark_pages == 11 and cache.room() == 0
         cache.set_watermark(2**64 - 1)
@@ -143,18 +143,18 @@ def test_free_tokens_can_be_filled(tile):
     with make([TensorSpec("b", (12, 128), HALF)], max_tokens=2000, pages=40, tile_rows=tile) as cache:
         for size in (100, 333, 17):
             lengths = started(cache, size)
-            cache.free_reqid(lengths.index(size))
+            cache.free(lengths.index(size))
             lengths = started(cache, 50)
             (group,) = cache.groups()
             assert group.free_tokens == cache.room() == group.free_tokens // tile * tile
-            slot = cache.alloc_reqid(group.free_tokens)
+            slot = cache.alloc(group.free_tokens)
             lengths[slot] = group.free_tokens + 1
-            assert cache.check(lengths) == -1
+            assert not cache.check(lengths)
             lengths[slot] = group.free_tokens
-            assert cache.step(lengths) == 0
+            assert cache.step(lengths)
             for s, n in enumerate(lengths):
                 if n:
-                    cache.free_reqid(s)
+                    cache.free(s)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400)), min_size=1, max_size=7)
@@ -174,20 +174,20 @@ def test_an_answer_is_exact(name, specs):
         with make(specs, backend=name, slots=5, pages=pages * len(specs), **chosen) as cache:
             lengths, prefix = [0] * 5, None
             for tokens, _ in first:
-                slot = cache.alloc_reqid(tokens) if cache.room() >= tokens else -1
-                if slot >= 0:
+                slot = cache.alloc(tokens) if cache.room() >= tokens else None
+                if slot is not None:
                     wanted = [tokens if s == slot else 0 for s in range(5)]
-                    assert cache.step(wanted) == 0
+                    assert cache.step(wanted)
                     lengths[slot] = tokens
                     if prefix is None:
                         prefix = cache.save_prefix(slot, data.draw(st.integers(1, tokens)))
             for slot in range(5):
                 if lengths[slot] and data.draw(st.booleans()):
-                    cache.free_reqid(slot)
+                    cache.free(slot)
                     lengths[slot] = 0
                 elif lengths[slot] and data.draw(st.booleans()):
                     grown = data.draw(st.integers(lengths[slot], 400))
-                    if cache.grow(slot, grown) == 0:
+                    if cache.grow(slot, grown):
                         lengths[slot] = grown
             least = prefix.min_tokens if prefix else 0
             asked = []
@@ -200,22 +200,22 @@ def test_an_answer_is_exact(name, specs):
             assert short == (reason is not None)
             slots = []
             for tokens, part in asked[: fits + short]:
-                slot = cache.alloc_reqid(tokens, prefix_tokens=part)
-                if slot < 0:
+                slot = cache.alloc(tokens, prefix_tokens=part)
+                if slot is None:
                     break
                 slots.append(slot)
-                if part and cache.attach_prefix(prefix, slot, part):
-                    cache.free_reqid(slot)
+                if part and not cache.attach_prefix(prefix, slot, part):
+                    cache.free(slot)
                     break
                 lengths[slot] = tokens
             began = sum(lengths[slot] > 0 for slot in slots)
             if short and began > fits:
-                assert cache.check(lengths) == -1 and cache.shortage.missing_pages == missing, (before, asked)
-                cache.free_reqid(slots[fits])
+                assert not cache.check(lengths) and cache.shortage.missing_pages == missing, (before, asked)
+                cache.free(slots[fits])
                 lengths[slots[fits]] = 0
             elif short:
                 assert began == fits and (reason == "slots") == (len(slots) == fits)
-            assert not any(lengths) or cache.step(lengths) == 0
+            assert not any(lengths) or cache.step(lengths)
 
     look()
 

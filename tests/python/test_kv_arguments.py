@@ -75,8 +75,8 @@ def test_numbers_of_blocks_are_named_as_in_python():
 
 def test_a_cache_without_sharing_refuses_it(backend):
     with KVCache.for_model(1, 2, 64, **SMALL, backend=backend, sharing=False, check=True, name=None) as cache:
-        slot = cache.alloc_reqid(50)
-        assert cache.step([50 if s == slot else 0 for s in range(4)]) == 0
+        slot = cache.alloc(50)
+        assert cache.step([50 if s == slot else 0 for s in range(4)])
         cache.keys[0][slot, :50] = 3
         with pytest.raises(VmemError, match="share no pages"):
             cache.save_prefix(slot, 50)
@@ -102,7 +102,7 @@ def test_every_option_is_documented():
 @pytest.mark.parametrize("kind", ["list", "tuple", "int32", "int64", "torch32", "torch64"])
 def test_lengths_of_every_kind(backend, kind):
     with make(backend) as cache:
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         values = [0] * 4
         values[slot] = 50
         given = {
@@ -113,7 +113,7 @@ def test_lengths_of_every_kind(backend, kind):
             "torch32": lambda v: torch.tensor(v, dtype=torch.int32),
             "torch64": torch.tensor,
         }[kind](values)
-        assert cache.step(given) == 0
+        assert cache.step(given)
         assert cache.slot(slot).tokens == 50
 
 
@@ -136,9 +136,9 @@ def test_wrong_arguments_are_named(backend):
         with pytest.raises(ValueError, match="free"):
             cache.step([1] * 4)
         with pytest.raises(ValueError, match="slot 9"):
-            cache.free_reqid(9)
+            cache.free(9)
         with pytest.raises(ValueError, match="free"):
-            cache.free_reqid((slot + 1) % 4)
+            cache.free((slot + 1) % 4)
         with pytest.raises(ValueError, match="not swapped"):
             cache.swap_in(slot)
         with pytest.raises(ValueError, match="newly allocated"):
@@ -178,9 +178,9 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
     with make(backend) as cache:
         start(cache, 10)
         calls = {
-            "slot": (cache.free_reqid, cache.room, cache.slot, cache.swap_out, lambda x: cache.truncate(x, 0),
+            "slot": (cache.free, cache.room, cache.slot, cache.swap_out, lambda x: cache.truncate(x, 0),
                      lambda x: cache.save_prefix(x, 1)),
-            "tokens": (cache.alloc_reqid, lambda x: cache.truncate(0, x), lambda x: cache.save_prefix(0, x)),
+            "tokens": (cache.alloc, lambda x: cache.truncate(0, x), lambda x: cache.save_prefix(0, x)),
             "bytes": (cache.set_budget, cache.reclaim),
             "tensor": (cache.layout, cache.flat),
         }  # fmt: skip

@@ -20,29 +20,29 @@ def cache():
 
 def test_named_pages_outlive_their_slot_and_start_another(cache):
     names = BlockNames(cache, 10, TOKENS)
-    slot = cache.alloc_reqid()
+    slot = cache.alloc()
     lengths = [0] * 4
     lengths[slot] = 3 * TOKENS
-    assert cache.step(lengths) == 0
+    assert cache.step(lengths)
     for i in range(3):
         cache.tensors[0][slot, i * TOKENS : (i + 1) * TOKENS] = i + 1
     names.bind([slot] * 3, [0, 1, 2], [7, 8, 9])
-    cache.free_reqid(slot)
+    cache.free(slot)
     assert cache.stats().prefix_pages == 3
-    other = cache.alloc_reqid()
+    other = cache.alloc()
     names.attach(other, [9, 7])
     view = cache.tensors[0][other]
     assert (view[:TOKENS] == 3).all() and (view[TOKENS : 2 * TOKENS] == 1).all()
     names.drop([7, 8, 9])
     assert cache.stats().held_pages == 2
     assert (view[:TOKENS] == 3).all()
-    cache.free_reqid(other)  # which keeps them now: they are nobody else's
+    cache.free(other)  # which keeps them now: they are nobody else's
     assert cache.stats().held_pages == cache.stats().kept_pages == 2
 
 
 def test_bind_is_all_or_nothing(cache):
     names = BlockNames(cache, 10, TOKENS)
-    slot = cache.alloc_reqid()
+    slot = cache.alloc()
     lengths = [0] * 4
     lengths[slot] = 2 * TOKENS
     cache.step(lengths)
@@ -50,11 +50,11 @@ def test_bind_is_all_or_nothing(cache):
     with pytest.raises(VmemError, match="block 1 has pages already") as raised:
         names.bind([slot, slot], [1, 1], [2, 1])
     assert raised.value.index == 1
-    cache.free_reqid(slot)
+    cache.free(slot)
     assert cache.stats().prefix_pages == 1  # name 2 was not left behind
     assert cache.stats().held_pages == 1 + cache.stats().kept_pages
     with pytest.raises(VmemError, match="block 2 has no pages"):
-        names.attach(cache.alloc_reqid(), [1, 2])
+        names.attach(cache.alloc(), [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_bind_is_all_or_nothing(cache):
 )
 def test_bad_names_are_refused(cache, call, text):
     names = BlockNames(cache, 10, TOKENS)
-    slot = cache.alloc_reqid()
+    slot = cache.alloc()
     lengths = [0] * 4
     lengths[slot] = 2 * TOKENS
     cache.step(lengths)
@@ -98,11 +98,11 @@ def test_the_background_thread_backs_a_growing_request_seldom(plenty):
     with KVCache([TensorSpec("kv", (page // 16,), torch.uint8)], 2, 512, 128 * page, backend="host", page_size=page,
                  lazy=True, eager=False, ahead_tokens=64, ahead_min=64, reclaim_percent=10 if plenty else 50,
                  name=None) as cache:  # fmt: skip
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         lengths = [0, 0]
         for tokens in range(1, 401):
             lengths[slot] = tokens
-            assert cache.step(lengths) == 0
+            assert cache.step(lengths)
             cache.wait()
         stats = cache.stats()
     assert stats.step_maps == 1

@@ -60,11 +60,11 @@ def test_layers_may_differ(backend, device):
         TensorSpec("encoder", (8,), torch.float32, max_tokens=100),
     ]
     with KVCache(specs, 3, 1000, 256 * MIB, backend=backend, check=True, name=None) as cache:
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         for n in (1, 300, 301, 999, 1000):
             values = [0] * 3
             values[slot] = n
-            assert cache.step(values) == 0
+            assert cache.step(values)
             for spec, tensor in zip(specs, cache.tensors):
                 assert tensor.shape == (3, spec.max_tokens or 1000, *spec.shape)
                 tensor[slot, min(n, tensor.shape[1]) - 1] = 1
@@ -77,25 +77,25 @@ def test_a_step_that_fails_says_what_is_missing_and_changes_nothing(backend):
         cache.wait()
         before = cache.slot(slot)
         values[slot] = 10 * PAGE_TOKENS
-        assert cache.step(values) == -1
+        assert not cache.step(values)
         assert cache.missing_pages == 4 * 10 - 20
         assert cache.slot(slot) == before
         values[slot] = 5 * PAGE_TOKENS
-        assert cache.check(values) == 0 and cache.step(values) == 0
-        other = cache.alloc_reqid()
+        assert cache.check(values) and cache.step(values)
+        other = cache.alloc()
         values[other] = 1
-        assert cache.step(values) == -1 and cache.missing_pages == 4
-        cache.free_reqid(slot)
+        assert not cache.step(values) and cache.missing_pages == 4
+        cache.free(slot)
         values[slot] = 0
-        assert cache.step(values) == 0
+        assert cache.step(values)
 
 
 def test_slots_run_out(backend):
     with make(backend) as cache:
-        assert sorted(cache.alloc_reqid() for _ in range(4)) == [0, 1, 2, 3]
-        assert cache.alloc_reqid() == -1
-        cache.free_reqid(2)
-        assert cache.alloc_reqid() == 2
+        assert sorted(cache.alloc() for _ in range(4)) == [0, 1, 2, 3]
+        assert cache.alloc() is None
+        cache.free(2)
+        assert cache.alloc() == 2
 
 
 def test_a_new_request_takes_the_kept_pages_that_fit_best(backend):
@@ -103,7 +103,7 @@ def test_a_new_request_takes_the_kept_pages_that_fit_best(backend):
         page_tokens = PAGE_TOKENS
         slots = {n: start(cache, n * page_tokens)[0] for n in (1, 3, 2)}
         for slot in slots.values():
-            cache.free_reqid(slot)
+            cache.free(slot)
         mapped = cache.stats().step_mapped_pages
         slot, _ = start(cache, 2 * page_tokens)
         assert slot == slots[2]
@@ -114,15 +114,15 @@ def test_a_new_request_takes_the_kept_pages_that_fit_best(backend):
 
 def test_a_request_can_have_the_slot_it_wants(backend):
     with make(backend) as cache:
-        assert cache.alloc_reqid(10, slot=2) == 2
-        assert cache.alloc_reqid(10, 0) == 0
+        assert cache.alloc(10, slot=2) == 2
+        assert cache.alloc(10, slot=0) == 0
         with pytest.raises(pyvmem.VmemError, match="slot 2 is taken") as caught:
-            cache.alloc_reqid(10, slot=2)
+            cache.alloc(10, slot=2)
         assert caught.value.errno == errno.EBUSY
         with pytest.raises(ValueError, match="slot 4 is out of range: the cache has 4 slots"):
-            cache.alloc_reqid(10, slot=4)
-        assert sorted(cache.alloc_reqid() for _ in range(2)) == [1, 3]
-        assert cache.alloc_reqid() == -1
+            cache.alloc(10, slot=4)
+        assert sorted(cache.alloc() for _ in range(2)) == [1, 3]
+        assert cache.alloc() is None
         assert cache.stats().active_slots == 4
 
 
@@ -131,12 +131,12 @@ def test_a_request_with_a_prefix_leaves_kept_pages_to_others(backend):
         first, _ = start(cache, 2 * PAGE_TOKENS)
         prefix = cache.save_prefix(first, 2 * PAGE_TOKENS)
         kept, _ = start(cache, 3 * PAGE_TOKENS)
-        cache.free_reqid(kept)
-        slot = cache.alloc_reqid(3 * PAGE_TOKENS, prefix_tokens=prefix.tokens)
+        cache.free(kept)
+        slot = cache.alloc(3 * PAGE_TOKENS, prefix_tokens=prefix.tokens)
         assert slot != kept
-        assert cache.attach_prefix(prefix, slot) == 0
+        assert cache.attach_prefix(prefix, slot)
         assert cache.stats().kept_pages == 4 * 3
-        assert cache.alloc_reqid(3 * PAGE_TOKENS) == kept
+        assert cache.alloc(3 * PAGE_TOKENS) == kept
 
 
 @pytest.mark.parametrize("defer", [True, False])
@@ -144,7 +144,7 @@ def test_freed_pages_are_kept_only_if_asked(backend, defer):
     with make(backend, defer=defer, overlap=False) as cache:
         slot, _ = start(cache, 100)
         held = cache.stats().held_pages
-        cache.free_reqid(slot)
+        cache.free(slot)
         assert cache.stats().held_pages == (held if defer else 0)
         assert cache.stats().kept_pages == (held if defer else 0)
 
@@ -156,7 +156,7 @@ def test_zero_hides_what_an_earlier_request_left(backend, device):
             cache.keys[0][slot, :200] = 7
             if device != "cpu":
                 torch.cuda.synchronize()
-            cache.free_reqid(slot)
+            cache.free(slot)
             # By name: the background thread may have prepared another slot that fits as well.
             start(cache, 150, slot)
             assert not cache.keys[0][slot, :150].any()
@@ -170,7 +170,7 @@ def test_the_background_thread_maps_what_the_next_steps_need(backend):
         mapped = cache.stats().step_mapped_pages
         for n in range(101, 6000, 50):
             values[slot] = n
-            assert cache.step(values) == 0
+            assert cache.step(values)
             cache.wait()
         assert cache.stats().step_mapped_pages == mapped
         assert cache.stats().ahead_mapped_pages > 0
@@ -182,7 +182,7 @@ def test_kept_pages_give_way_to_a_running_request(backend):
         for _ in range(2):
             slots = [start(cache, tokens)[0] for _ in range(2)]
             for slot in slots:
-                cache.free_reqid(slot)
+                cache.free(slot)
         slot, values = start(cache, 1280)
         assert cache.slot(slot).needed_pages == 40
         assert cache.stats().held_pages == 40
@@ -192,16 +192,16 @@ def test_growth_is_staged_request_by_request(backend):
     with make(backend, pages=20, overlap=False) as cache:
         with pytest.raises(ValueError, match="no growth is staged"):
             cache.commit()
-        slots = [cache.alloc_reqid() for _ in range(4)]
-        assert [cache.grow(s, 2 * PAGE_TOKENS) for s in slots] == [0, 0, -1, -1]
+        slots = [cache.alloc() for _ in range(4)]
+        assert [cache.grow(s, 2 * PAGE_TOKENS) for s in slots] == [True, True, False, False]
         assert cache.missing_pages == 4
-        assert cache.grow(slots[2], PAGE_TOKENS) == 0
+        assert cache.grow(slots[2], PAGE_TOKENS)
         assert cache.stats().held_pages == 0
-        assert cache.commit() == 0
+        assert cache.commit()
         assert [cache.slot(s).tokens for s in slots] == [2 * PAGE_TOKENS, 2 * PAGE_TOKENS, PAGE_TOKENS, 0]
         assert cache.stats().held_pages == 20
-        assert cache.grow(slots[0], 2 * PAGE_TOKENS) == 0
-        cache.free_reqid(slots[0])  # takes its growth back
+        assert cache.grow(slots[0], 2 * PAGE_TOKENS)
+        cache.free(slots[0])  # takes its growth back
         with pytest.raises(ValueError, match="no growth is staged"):
             cache.commit()
         with pytest.raises(ValueError, match="free"):
@@ -212,19 +212,19 @@ def test_a_request_ends_when_its_kernels_have(backend):
     with make(backend, overlap=False, steps_in_flight=2, pages=12) as cache:
         slot, lengths = start(cache, PAGE_TOKENS)
         assert cache.last_step == 1
-        cache.free_reqid(slot, after=cache.last_step)
+        cache.free(slot, after=cache.last_step)
         assert cache.slot(slot).state == "ending"
         with pytest.raises(ValueError, match=f"slot {slot} is being given up"):
-            cache.free_reqid(slot)
+            cache.free(slot)
         with pytest.raises(ValueError, match="being given up"):
             cache.step(lengths)
-        other = cache.alloc_reqid()
+        other = cache.alloc()
         lengths = [3 * PAGE_TOKENS if s == other else 0 for s in range(4)]
-        assert cache.step(lengths) == -1 and cache.shortage.ending_pages == 4
+        assert not cache.step(lengths) and cache.shortage.ending_pages == 4
         for _ in range(2):  # at the third step after its own, its kernels must have ended
             assert cache.slot(slot).state == "ending"
-            assert cache.step([1 if s == other else 0 for s in range(4)]) == 0
-        assert cache.step(lengths) == 0
+            assert cache.step([1 if s == other else 0 for s in range(4)])
+        assert cache.step(lengths)
         assert cache.slot(slot).state == "free"
 
 
@@ -234,7 +234,7 @@ def test_an_event_is_a_fence(backend):
         slot, lengths = start(cache, 10)
         cache.truncate(slot, 5, after=event)
         assert cache.slot(slot).tokens == 5
-        cache.free_reqid(slot, after=event)
+        cache.free(slot, after=event)
         lengths[slot] = 0
         cache.step(lengths)
         assert cache.slot(slot).state == "ending"
@@ -247,7 +247,7 @@ def test_an_event_is_a_fence(backend):
 def test_fences_of_the_future_are_refused(backend):
     with make(backend) as cache:
         slot, _ = start(cache, 10)
-        for call in (cache.retire, lambda n: cache.free_reqid(slot, after=n), lambda n: cache.truncate(slot, 5, n)):
+        for call in (cache.retire, lambda n: cache.free(slot, after=n), lambda n: cache.truncate(slot, 5, n)):
             with pytest.raises(ValueError, match="step 2 was not made yet; the last is 1"):
                 call(2)
         assert cache.slot(slot).tokens == 10 and cache.slot(slot).state == "active"
@@ -265,15 +265,15 @@ def test_fences_of_the_future_are_refused(backend):
 def test_a_shortage_says_why(backend):
     with make(backend, pages=20, overlap=False, generous=False) as cache:
         for _ in range(4):
-            slot = cache.alloc_reqid()
+            slot = cache.alloc()
         cache.missing_pages = 5
-        assert cache.alloc_reqid() == -1 and cache.shortage.reason == "slots" and cache.missing_pages == 0
+        assert cache.alloc() is None and cache.shortage.reason == "slots" and cache.missing_pages == 0
         assert str(cache.shortage) == "all slots are taken: end a request"
-        assert cache.step([PAGE_TOKENS] * 4) == 0
+        assert cache.step([PAGE_TOKENS] * 4)
         saved = cache.save_prefix(slot, PAGE_TOKENS)
-        cache.free_reqid(slot)
+        cache.free(slot)
         lengths = [10 * PAGE_TOKENS if s == 0 else 0 for s in range(4)]
-        assert cache.step(lengths) == -1
+        assert not cache.step(lengths)
         assert cache.shortage == pyvmem.kv.types.Shortage("budget", cache.missing_pages, 4, 3)
         assert "drop prefixes" in str(pyvmem.kv.cache.ffi.string(pyvmem.kv.cache.lib.vmem_last_error()))
         assert str(cache.shortage) == (
@@ -281,19 +281,17 @@ def test_a_shortage_says_why(backend):
             "swap out a request, or raise the budget"
         )
         cache.drop_prefix(saved)
-        cache.free_reqid(0, after=cache.last_step)
+        cache.free(0, after=cache.last_step)
         lengths[1], lengths[0] = lengths[0], 0
-        assert cache.step(lengths) == -1 and "retire the steps of requests that end, which hold 4" in str(
-            cache.shortage
-        )
+        assert not cache.step(lengths) and "retire the steps of requests that end, which hold 4" in str(cache.shortage)
         cache.retire()
         stats = cache.stats()
         assert (stats.short_slots, stats.short_budget, stats.short_device) == (1, 2, 0)
     page = min(pyvmem.default_context(backend).page_sizes)
     with pyvmem.Context(backend, budget=4 * page) as context, make(backend, 20, context=context, lazy=True) as cache:
-        slot = cache.alloc_reqid()
-        assert cache.check([0] * 4) == 0 and str(cache.shortage) == "nothing is short"
-        assert cache.step([2 * PAGE_TOKENS if s == slot else 0 for s in range(4)]) == -1
+        slot = cache.alloc()
+        assert cache.check([0] * 4) and str(cache.shortage) == "nothing is short"
+        assert not cache.step([2 * PAGE_TOKENS if s == slot else 0 for s in range(4)])
         assert "the device has less memory than the budget; free memory elsewhere" in str(cache.shortage)
 
 
@@ -312,7 +310,7 @@ def test_a_check_beside_steps_takes_no_answer_from_them(backend):
         steps = {cache.step(much) for _ in range(2000)}
         stop.set()
         thread.join()
-        assert (answers, steps) == ({0}, {-1})
+        assert (answers, steps) == ({True}, {False})
 
 
 def test_room_is_exact(backend):
@@ -322,15 +320,15 @@ def test_room_is_exact(backend):
         room = cache.room(slot)
         only = [0] * 4
         only[slot] = room
-        assert cache.check(only) == 0
+        assert cache.check(only)
         assert room < 2000
         only[slot] = room + 1
-        assert cache.check(only) == -1
+        assert not cache.check(only)
         new = cache.room()
-        fresh = cache.alloc_reqid()
+        fresh = cache.alloc()
         only = [0] * 4
         only[fresh] = new
-        assert cache.check(only) == 0
+        assert cache.check(only)
 
 
 def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
@@ -350,7 +348,7 @@ def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
             cache.step(values)
         other, _ = start(cache, 500)
         cache.tensors[0][other, :500] = 9
-        assert cache.swap_in(slot) == 0
+        assert cache.swap_in(slot)
         assert views[0].data_ptr() == address
         for i, view in enumerate(views):
             assert torch.equal(view, data + i)
@@ -367,7 +365,7 @@ def test_swapping_to_the_callers_memory(backend, device):
                 cache.swap_out(slot, host=torch.empty_like(host))
         cache.swap_out(slot, host=host)
         assert cache._swapped[slot].data_ptr() == host.data_ptr()
-        assert cache.swap_in(slot) == 0
+        assert cache.swap_in(slot)
         assert (cache.tensors[0][slot, :333] == 7).all()
 
 
@@ -383,13 +381,13 @@ def test_a_prefix_is_shared_and_never_written(backend, device):
         prefix = cache.save_prefix(slot, tokens)
         cache.wait()
         held = cache.stats().held_pages
-        other = cache.alloc_reqid()
-        assert cache.attach_prefix(prefix, other) == 0
+        other = cache.alloc()
+        assert cache.attach_prefix(prefix, other)
         assert cache.stats().attached_pages == tokens // page_tokens * 4
         assert cache.stats().held_pages - held <= 4 + 4 * 32
         values[other] = tokens + 5
         values[slot] = tokens + 3
-        assert cache.step(values) == 0
+        assert cache.step(values)
         for tensor in cache.tensors:
             tensor[other, tokens : tokens + 5] = -1
             tensor[slot, tokens : tokens + 3] = -2
@@ -398,8 +396,8 @@ def test_a_prefix_is_shared_and_never_written(backend, device):
                 assert (tensor[s, :tokens] == i + 1).all()
         with pytest.raises(ValueError, match="shared"):
             cache.step([tokens - 1 if s == other else 0 for s in range(4)])
-        cache.free_reqid(slot)
-        cache.free_reqid(other)
+        cache.free(slot)
+        cache.free(other)
         cache.drop_prefix(prefix)
         assert cache.stats().shared_pages == cache.stats().prefix_pages == 0
 
@@ -415,14 +413,14 @@ def test_truncation_copies_a_shared_page_before_it_is_written_again(backend, dev
         prefix = cache.save_prefix(slot, tokens)
         cache.truncate(slot, tokens - 20)
         values[slot] = tokens
-        assert cache.step(values) == 0
+        assert cache.step(values)
         for tensor in cache.tensors:
             assert (tensor[slot, : tokens - 20] == 5).all()
             tensor[slot, tokens - 20 : tokens] = 6
         if device != "cpu":
             torch.cuda.synchronize()
-        other = cache.alloc_reqid()
-        assert cache.attach_prefix(prefix, other) == 0
+        other = cache.alloc()
+        assert cache.attach_prefix(prefix, other)
         for tensor in cache.tensors:
             assert (tensor[other, :tokens] == 5).all()
 
@@ -430,11 +428,11 @@ def test_truncation_copies_a_shared_page_before_it_is_written_again(backend, dev
 def test_a_window_gives_up_the_front(backend):
     spec = [TensorSpec("w", (4, 64), torch.float16, window=100)]
     with KVCache(spec, 2, 20000, 256 * MIB, backend=backend, check=True, name=None) as cache:
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         for n in range(1, 20000, 90):
             values = [0, 0]
             values[slot] = n
-            assert cache.step(values) == 0
+            assert cache.step(values)
             cache.tensors[0][slot, max(n - 90, 0) : n] = 1
             assert (cache.tensors[0][slot, max(n - 90, 0) : n] == 1).all()
         cache.wait()
@@ -445,24 +443,24 @@ def test_a_window_gives_up_the_front(backend):
 def test_a_budget_shrinks_and_grows_while_requests_run(backend):
     with make(backend, max_tokens=1000) as cache:
         slot, values = start(cache, 500)
-        cache.free_reqid(start(cache, 900)[0])
+        cache.free(start(cache, 900)[0])
         cache.wait()
         needed = cache.slot(slot).needed_pages
         cache.set_budget(needed * cache.page_size)
         assert cache.stats().held_pages == needed
-        assert cache.step(values) == 0
-        other = cache.alloc_reqid()
+        assert cache.step(values)
+        other = cache.alloc()
         values[other] = 500
-        assert cache.step(values) == -1
+        assert not cache.step(values)
         cache.set_budget(1024 * cache.page_size)
-        assert cache.step(values) == 0
+        assert cache.step(values)
 
 
 def test_memory_goes_back_to_the_system(backend):
     with pyvmem.Context(backend) as context:
         with make(backend, context=context, lazy=True) as cache:
             slot, _ = start(cache, 1000)
-            cache.free_reqid(slot)
+            cache.free(slot)
             cache.wait()
             assert cache.reclaim() > 0
             assert context.stats().created == 0
@@ -499,15 +497,15 @@ def test_many_threads_at_once(backend):
             rng = np.random.default_rng(seed)
             try:
                 for _ in range(30):
-                    slot = cache.alloc_reqid(int(rng.integers(1, 500)))
-                    if slot < 0:
+                    slot = cache.alloc(int(rng.integers(1, 500)))
+                    if slot is None:
                         continue
                     values = [0] * 8
                     for n in range(1, int(rng.integers(2, 100)), 7):
                         values[slot] = n
                         cache.step(values)
                     cache.stats()
-                    cache.free_reqid(slot)
+                    cache.free(slot)
             except Exception as error:  # noqa: BLE001 - reported below
                 errors.append(error)
 
@@ -533,7 +531,7 @@ def test_a_forked_child_is_refused_and_harms_nothing(backend):
             os._exit(code)
         assert os.waitpid(pid, 0)[1] == 0
         values[slot] = 700
-        assert cache.step(values) == 0
+        assert cache.step(values)
 
 
 def test_expected_requests_find_their_pages():
@@ -547,8 +545,8 @@ def test_expected_requests_find_their_pages():
         assert cache.stats().eager_pages == 7 + 3 + 32
         lengths = [0] * 8
         for tokens in sizes:
-            lengths[cache.alloc_reqid(tokens)] = tokens
-        assert cache.step(lengths) == 0
+            lengths[cache.alloc(tokens)] = tokens
+        assert cache.step(lengths)
         assert cache.stats().step_maps == 0
 
 
@@ -558,8 +556,8 @@ def test_expected_requests_are_backed_behind_their_prefix():
     with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
                  generous=False, check=True, idle_seconds=math.inf) as cache:  # fmt: skip
         names = BlockNames(cache, 16, 16)
-        first = cache.alloc_reqid(64)
-        assert cache.step([64 if s == first else 0 for s in range(6)]) == 0
+        first = cache.alloc(64)
+        assert cache.step([64 if s == first else 0 for s in range(6)])
         names.bind([first] * 4, range(4), range(4))
         cache.expect([100, 90, 80], [64, 0, 64])
         cache.wait()
@@ -567,11 +565,11 @@ def test_expected_requests_are_backed_behind_their_prefix():
         before = cache.stats()
         lengths = [0] * 6
         for tokens, prefix in ((100, 64), (90, 0), (80, 64)):
-            slot = cache.alloc_reqid(tokens, prefix_tokens=prefix)
+            slot = cache.alloc(tokens, prefix_tokens=prefix)
             if prefix:
                 names.attach(slot, range(4))
             lengths[slot] = tokens
-        assert cache.step(lengths) == 0
+        assert cache.step(lengths)
         after = cache.stats()
         assert (after.attached_pages, after.step_maps) == (8, before.step_maps)
 
@@ -584,8 +582,8 @@ def test_expected_requests_take_nothing_that_is_scarce():
         cache.expect([300] * 8)
         cache.wait()
         assert 0 < cache.stats().held_pages <= 40 - 4
-        slot = cache.alloc_reqid(512)
-        assert cache.step([512 if s == slot else 0 for s in range(8)]) == 0  # what is kept for others goes to it
+        slot = cache.alloc(512)
+        assert cache.step([512 if s == slot else 0 for s in range(8)])  # what is kept for others goes to it
 
 
 def test_expecting_more_than_fits_is_refused():

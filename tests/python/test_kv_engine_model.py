@@ -66,7 +66,7 @@ class Engine(RuleBasedStateMachine):
         self.cache.retire()
         self.running.clear()
         for slot in list(self.rows):
-            self.cache.free_reqid(slot)
+            self.cache.free(slot)
         for prefix, _ in self.prefixes:
             self.cache.drop_prefix(prefix)
         if self.names:
@@ -159,10 +159,10 @@ class Engine(RuleBasedStateMachine):
         taken = self.taken()
         if slot is not None and slot in taken:
             with pytest.raises(pyvmem.VmemError):
-                self.cache.alloc_reqid(tokens, slot)
+                self.cache.alloc(tokens, slot=slot)
             return
-        got = self.cache.alloc_reqid(tokens, slot, prefix_tokens=prefix)
-        if got < 0:
+        got = self.cache.alloc(tokens, slot=slot, prefix_tokens=prefix)
+        if got is None:
             assert len(taken) == SLOTS and self.cache.shortage.reason == "slots"
             return
         assert got not in taken and slot in (None, got)
@@ -176,7 +176,7 @@ class Engine(RuleBasedStateMachine):
         predicted = self.cache.check(lengths)
         number = self.cache.last_step
         answer = self.cache.step(lengths)
-        if answer:
+        if not answer:
             # A step that fails has been called, too: kernels of older steps have ended by then.
             assert self.cache.missing_pages > 0 and self.cache.last_step == number
             self.ended(number - self.flights)
@@ -185,7 +185,7 @@ class Engine(RuleBasedStateMachine):
             self.stepped(wanted)
             for slot in wanted:  # growth staged for those that took part is void
                 self.staged.pop(slot, None)
-        assert answer == predicted or self.ending or not answer  # those that end during the call give pages to it
+        assert answer == predicted or self.ending or answer  # those that end during the call give pages to it
 
     @rule(data=NUMBERS, growth=st.sampled_from([0, 1, 2, 31, 90, 200]))
     @when(lambda self: self.active)
@@ -195,11 +195,11 @@ class Engine(RuleBasedStateMachine):
         tokens = min(len(self.rows[slot]) + growth, TOKENS)
         want = {**self.staged, slot: tokens}
         # What was staged may not fit any more, after a call that took memory: then the commit says so.
-        void = self.staged and self.cache.check(self.lengths(self.staged)) == -1
-        predicted = self.cache.check(self.lengths(want)) if tokens else 0
+        void = self.staged and self.cache.check(self.lengths(self.staged))
+        predicted = self.cache.check(self.lengths(want)) if tokens else True
         answer = self.cache.grow(slot, tokens)
         assert answer == predicted or void
-        if not answer:
+        if answer:
             self.staged[slot] = tokens
             if not tokens:
                 del self.staged[slot]
@@ -214,8 +214,8 @@ class Engine(RuleBasedStateMachine):
         predicted = self.cache.check(self.lengths(self.staged))
         number = self.cache.last_step
         answer = self.cache.commit()
-        assert answer == predicted or self.ending or not answer
-        if answer:
+        assert answer == predicted or self.ending or answer
+        if not answer:
             self.ended(number - self.flights)
         else:
             staged, self.staged = self.staged, {}
@@ -231,19 +231,19 @@ class Engine(RuleBasedStateMachine):
         staged, self.staged = self.staged, {}
         wanted = dict(staged)
         for tokens in sizes[:fit]:
-            slot = self.cache.alloc_reqid(tokens)
-            assert slot >= 0
+            slot = self.cache.alloc(tokens)
+            assert slot is not None
             self.begin(slot, [])
             wanted[slot] = tokens
         if fit < len(sizes):
-            slot = self.cache.alloc_reqid(sizes[fit])
-            if slot >= 0:
+            slot = self.cache.alloc(sizes[fit])
+            if slot is not None:
                 assert missing > 0
                 if not self.watermark:
-                    assert self.cache.check(self.lengths({**wanted, slot: sizes[fit]})) == -1
-                self.cache.free_reqid(slot)
-        if wanted and (fit or self.cache.check(self.lengths(wanted)) == 0):
-            assert self.cache.step(self.lengths(wanted)) == 0, "it was said to fit"
+                    assert not self.cache.check(self.lengths({**wanted, slot: sizes[fit]}))
+                self.cache.free(slot)
+        if wanted and (fit or self.cache.check(self.lengths(wanted))):
+            assert self.cache.step(self.lengths(wanted)), "it was said to fit"
             self.stepped(wanted)
 
     watermark = 0
@@ -261,9 +261,9 @@ class Engine(RuleBasedStateMachine):
         room = self.cache.room(slot)
         assert room >= len(self.rows[slot])
         if room:
-            assert self.cache.check(self.lengths({slot: room})) == 0
+            assert self.cache.check(self.lengths({slot: room}))
         if room < TOKENS:
-            assert self.cache.check(self.lengths({slot: room + 1})) == -1
+            assert not self.cache.check(self.lengths({slot: room + 1}))
 
     @rule(data=NUMBERS, how=st.sampled_from(["quiet", "last", "older", "event", "future"]))
     @when(lambda self: self.rows)
@@ -273,20 +273,20 @@ class Engine(RuleBasedStateMachine):
         fence, event = last, None
         if how == "quiet":
             self.quiet()
-            self.cache.free_reqid(slot)
+            self.cache.free(slot)
         elif how == "future":
             with pytest.raises(ValueError):
-                self.cache.free_reqid(slot, after=last + 1)
+                self.cache.free(slot, after=last + 1)
             return
         elif how == "event":
             event = Event()
-            self.cache.free_reqid(slot, after=event)
+            self.cache.free(slot, after=event)
             self.events.append((fence, event))
         else:
             # No kernel of a later step may touch it.
             touched = [k for k, read in self.running if slot in read]
             fence = max(touched, default=0) if how == "older" else last
-            self.cache.free_reqid(slot, after=fence)
+            self.cache.free(slot, after=fence)
         assert self.cache.slot(slot).state in ("free", "ending")
         self.ending[slot] = (fence, event)
         del self.rows[slot]
@@ -355,7 +355,7 @@ class Engine(RuleBasedStateMachine):
         slot = pick(data, sorted(self.swapped))
         predicted = self.cache.check_swap_in(slot)
         assert self.cache.swap_in(slot) == predicted
-        if not predicted:
+        if predicted:
             self.swapped.discard(slot)
 
     @rule(data=NUMBERS)
@@ -377,12 +377,12 @@ class Engine(RuleBasedStateMachine):
         prefix, numbers = pick(data, self.prefixes)
         tokens = pick(data, range(max(prefix.min_tokens, 1), prefix.tokens + 1))
         predicted = self.cache.check_attach(prefix, tokens)
-        slot = self.cache.alloc_reqid(tokens, prefix_tokens=tokens)
-        if slot < 0:
+        slot = self.cache.alloc(tokens, prefix_tokens=tokens)
+        if slot is None:
             return
         answer = self.cache.attach_prefix(prefix, slot, tokens)
         assert answer == predicted
-        self.begin(slot, [] if answer else numbers[:tokens])
+        self.begin(slot, numbers[:tokens] if answer else [])
 
     @rule(data=NUMBERS)
     @when(lambda self: self.prefixes)
@@ -408,8 +408,8 @@ class Engine(RuleBasedStateMachine):
     def attach_names(self, data):
         self.polled()
         some = [pick(data, sorted(self.named)) for _ in range(pick(data, range(1, 6)))]
-        slot = self.cache.alloc_reqid(len(some) * BLOCK, prefix_tokens=len(some) * BLOCK)
-        if slot >= 0:
+        slot = self.cache.alloc(len(some) * BLOCK, prefix_tokens=len(some) * BLOCK)
+        if slot is not None:
             numbers = [number for name in some for number in self.named[name]]
             if len(set(numbers)) == len(numbers):
                 self.names.attach(slot, some)
@@ -467,12 +467,12 @@ class Engine(RuleBasedStateMachine):
         hashes = self.hashes_of(numbers) + ([12345] if longer else [])
         found = self.hashes.peek(hashes)
         assert found % self.hashes.tokens == 0 and found <= len(numbers)
-        slot = self.cache.alloc_reqid(len(numbers), prefix_tokens=found)
-        if slot < 0:
+        slot = self.cache.alloc(len(numbers), prefix_tokens=found)
+        if slot is None:
             return
         got = self.hashes.attach(slot, hashes)
-        assert got == found or got == -1 and self.cache.missing_pages > 0
-        self.begin(slot, numbers[:got] if got > 0 else [])
+        assert got == found or got is None and self.cache.missing_pages > 0
+        self.begin(slot, numbers[: got or 0])
 
     @rule(data=NUMBERS)
     @when(lambda self: self.known)
@@ -505,7 +505,7 @@ class Engine(RuleBasedStateMachine):
         if slot not in self.taken():
             return
         for call in (
-            lambda: self.cache.free_reqid(slot), lambda: self.cache.step(self.lengths({slot: 1})),
+            lambda: self.cache.free(slot), lambda: self.cache.step(self.lengths({slot: 1})),
             lambda: self.cache.grow(slot, 1), lambda: self.cache.truncate(slot, 0), lambda: self.cache.swap_out(slot),
             lambda: self.cache.save_prefix(slot, 1), lambda: self.cache.room(slot),
         ):  # fmt: skip

@@ -41,14 +41,14 @@ def holds(cache, slot, tokens):
 @pytest.mark.parametrize("kind", ["event", "step"])
 def test_a_request_is_swapped_out_after_its_kernels(context, overlap, kind):
     with make(context, overlap=overlap) as cache:
-        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step([60, 1]) == 0
+        slot, other = cache.alloc(), cache.alloc()
+        assert cache.step([60, 1])
         event = Event()
         cache.swap_out(slot, after=event if kind == "event" else cache.last_step)
         cache.wait()
         assert cache.slot(slot).state == "swapping" and cache.stats().swapped_slots == 1
         write(cache, slot, 60)  # the kernel does
-        assert cache.step([0, 70]) == -1
+        assert not cache.step([0, 70])
         assert cache.shortage.ending_pages >= 60
         if kind == "event":
             event.come = True
@@ -56,40 +56,40 @@ def test_a_request_is_swapped_out_after_its_kernels(context, overlap, kind):
             cache.retire()
         lengths = [0, 0]
         lengths[other] = 70
-        assert cache.step(lengths) == 0
+        assert cache.step(lengths)
         cache.wait()
         assert cache.slot(slot).state == "swapped"
-        cache.free_reqid(other, after=cache.last_step)
+        cache.free(other, after=cache.last_step)
         cache.retire()
-        assert cache.swap_in(slot) == 0
+        assert cache.swap_in(slot)
         assert holds(cache, slot, 60)
 
 
 def test_a_request_comes_back_before_it_was_copied(context):
     with make(context) as cache:
-        slot = cache.alloc_reqid()
-        assert cache.step([60, 0]) == 0
+        slot = cache.alloc()
+        assert cache.step([60, 0])
         write(cache, slot, 60)
         cache.swap_out(slot, after=cache.last_step)
         with pytest.raises(InvalidArgument, match="swapped out"):
             cache.swap_out(slot, after=cache.last_step)
-        assert cache.check_swap_in(slot) == 0
-        assert cache.swap_in(slot) == 0
+        assert cache.check_swap_in(slot)
+        assert cache.swap_in(slot)
         assert cache.slot(slot).state == "active" and holds(cache, slot, 60)
-        assert cache.step([61, 0]) == 0
+        assert cache.step([61, 0])
         cache.retire()
         cache.wait()
         assert cache.stats().swap_out_bytes == 0
         cache.swap_out(slot, after=cache.last_step)
-        cache.free_reqid(slot)
+        cache.free(slot)
         assert cache.slot(slot).state == "free" and not cache._swapped
 
 
 @pytest.mark.parametrize("fenced", [True, False])
 def test_rows_are_copied_to_the_callers_memory(context, fenced):
     with make(context) as cache:
-        slot = cache.alloc_reqid()
-        assert cache.step([60, 0]) == 0
+        slot = cache.alloc()
+        assert cache.step([60, 0])
         write(cache, slot, 60)
         size = cache.swap_size(slot)
         host = torch.full((size // 2 + 100,), -1, dtype=torch.int16)
@@ -102,13 +102,13 @@ def test_rows_are_copied_to_the_callers_memory(context, fenced):
             assert rows[:: rows.numel() // 60].tolist()[:60] == list(range(1, 61))
             assert (host[size // 2 :] == -1).all(), "beyond the rows"
             write(cache, slot, 0)
-            assert cache.swap_in(slot) == 0 and holds(cache, slot, 60) and not cache._swapped
+            assert cache.swap_in(slot) and holds(cache, slot, 60) and not cache._swapped
 
 
 def test_memory_that_a_swap_cannot_use_changes_nothing(context):
     with make(context) as cache:
-        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step([30, 30]) == 0
+        slot, other = cache.alloc(), cache.alloc()
+        assert cache.step([30, 30])
         size = cache.swap_size(slot)
         memory = torch.empty(3 * size, dtype=torch.uint8)
         cache.swap_out(other, host=memory[size : 2 * size])
@@ -126,14 +126,14 @@ def test_memory_that_a_swap_cannot_use_changes_nothing(context):
             cache.swap_out(slot, host=bytearray(size))
         assert cache.slot(slot).state == "active" and list(cache._swapped) == [other]
         cache.swap_out(slot, host=memory[2 * size :])
-        cache.free_reqid(other)
-        assert cache.swap_in(slot) == 0 and not cache._swapped
+        cache.free(other)
+        assert cache.swap_in(slot) and not cache._swapped
 
 
 def test_another_thread_swaps_in_while_memory_is_compared(context):
     with make(context) as cache:
-        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step([30, 30]) == 0
+        slot, other = cache.alloc(), cache.alloc()
+        assert cache.step([30, 30])
         cache.swap_out(other)
         memory = cache._swapped[other]
 
@@ -145,7 +145,7 @@ def test_another_thread_swaps_in_while_memory_is_compared(context):
             def data_ptr(self):
                 if cache._swapped.get(other) is self:
                     cache._swapped[other] = memory
-                    assert cache.swap_in(other) == 0
+                    assert cache.swap_in(other)
                 return memory.data_ptr()
 
         cache._swapped[other] = Watched()
@@ -155,10 +155,10 @@ def test_another_thread_swaps_in_while_memory_is_compared(context):
 
 def test_a_fence_of_the_future_changes_nothing(context):
     with make(context) as cache:
-        slot = cache.alloc_reqid()
-        assert cache.step([60, 0]) == 0
+        slot = cache.alloc()
+        assert cache.step([60, 0])
         for call in (
-            lambda: cache.free_reqid(slot, after=2),
+            lambda: cache.free(slot, after=2),
             lambda: cache.swap_out(slot, after=2),
             lambda: cache.truncate(slot, 5, after=2),
             lambda: cache.close(after=2),
@@ -170,19 +170,19 @@ def test_a_fence_of_the_future_changes_nothing(context):
             with pytest.raises((InvalidArgument, TypeError), match="after"):
                 cache.close(after=wrong)
         assert not cache.closed and cache.slot(slot).tokens == 60 and not cache._swapped
-        assert cache.step([61, 0]) == 0
+        assert cache.step([61, 0])
         with pytest.raises(InvalidArgument, match="no growth is staged"):
             cache.commit()
 
 
 def test_a_slot_that_is_being_given_up_is_left_alone(context):
     with make(context) as cache:
-        slot = cache.alloc_reqid()
-        assert cache.step([60, 0]) == 0
-        cache.free_reqid(slot, after=1)
+        slot = cache.alloc()
+        assert cache.step([60, 0])
+        cache.free(slot, after=1)
         for call in (
-            lambda: cache.free_reqid(slot),
-            lambda: cache.free_reqid(slot, after=1),
+            lambda: cache.free(slot),
+            lambda: cache.free(slot, after=1),
             lambda: cache.swap_out(slot),
             lambda: cache.swap_out(slot, after=1),
             lambda: cache.truncate(slot, 5, after=1),
@@ -206,13 +206,13 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
     """No step, nor another call that would look at the event, comes between."""
     with KVCache([TensorSpec("k", (ROWS // 2,), torch.float32)], 2, 100, 10 * 65536, context=context, name=None,
                  check=True, overlap=False, generous=False, eager=False) as cache:  # fmt: skip
-        slot, other = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step([5, 1]) == 0
+        slot, other = cache.alloc(), cache.alloc()
+        assert cache.step([5, 1])
         cache.save_prefix(slot, 5)
-        assert cache.step([5, 14]) == 0  # no page is left for a copy of the shared ones
-        assert cache.check_truncate(slot, 1) == -1
+        assert cache.step([5, 14])  # no page is left for a copy of the shared ones
+        assert not cache.check_truncate(slot, 1)
         event = Event()
-        cache.free_reqid(other, after=event)
+        cache.free(other, after=event)
         event.come = True
         if call == "reclaim":
             assert cache.reclaim() == 7 * 65536
@@ -223,14 +223,14 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
             cache.truncate(slot, 1)
             assert cache.slot(slot).tokens == 1
         else:
-            assert cache.check_truncate(slot, 1) == 0
+            assert cache.check_truncate(slot, 1)
 
 
 def test_a_cache_closes_after_an_event(context):
     cache, event = make(context), Event()
-    assert cache.step([0, 0]) == 0
-    slot = cache.alloc_reqid()
-    assert cache.step([60 if s == slot else 0 for s in range(2)]) == 0
+    assert cache.step([0, 0])
+    slot = cache.alloc()
+    assert cache.step([60 if s == slot else 0 for s in range(2)])
     cache.swap_out(slot, after=event)
     cache.close(after=event)
     assert cache.closed and context.stats().created >= 60 * 65536
@@ -245,9 +245,9 @@ def test_a_cache_closes_after_an_event(context):
 
 def test_a_cache_closes_after_a_step(context):
     cache = make(context)
-    cache.alloc_reqid()
-    assert cache.step([60, 0]) == 0
-    assert cache.step([61, 0]) == 0
+    cache.alloc()
+    assert cache.step([60, 0])
+    assert cache.step([61, 0])
     cache.close(after=2)
     cache.retire(1)
     assert context.stats().created >= 60 * 65536 and not close_threads()
@@ -256,7 +256,7 @@ def test_a_cache_closes_after_a_step(context):
     with pytest.raises(ValueError, match="closed"):
         cache.retire(2)
     cache = make(context)
-    assert cache.step([0, 0]) == 0
+    assert cache.step([0, 0])
     cache.retire()
     cache.close(after=1)  # its kernels have ended
     assert context.stats().created == 0
@@ -268,7 +268,7 @@ def test_an_event_that_cannot_be_asked_does_not_keep_the_memory(context):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     cache = make(context)
-    assert cache.step([0, 0]) == 0
+    assert cache.step([0, 0])
     cache.close(after=Lost())
     for thread in close_threads():
         thread.join(60)
@@ -279,8 +279,8 @@ def test_an_event_that_cannot_be_asked_does_not_keep_the_memory(context):
 def test_nothing_is_copied_once_the_cache_is_gone(context, end):
     """A view of a tensor keeps the memory; what the rows were to be copied to is gone with the cache."""
     cache = make(context)
-    slot = cache.alloc_reqid()
-    assert cache.step([60, 0]) == 0
+    slot = cache.alloc()
+    assert cache.step([60, 0])
     cache.swap_out(slot, after=1)
     host = cache._swapped[slot]
     host.zero_()

@@ -59,16 +59,16 @@ class Engine(RuleBasedStateMachine):
         expected, would = self.blocks.peek(hashes), self.blocks.check_attach(hashes)
         full = self.cache.stats().active_slots + ending + self.cache.stats().swapped_slots == 4
         slot, cached = self.blocks.alloc(length, hashes)
-        assert self.overlap or full or (would < 0) == (slot < 0)
-        if slot < 0:
+        assert self.overlap or full or (would is None) == (slot is None)
+        if slot is None:
             assert not fits
             return
         # Making room for the copy of a page may have evicted others, but none of those: only the background thread can.
         assert cached == expected or (cached < expected and self.overlap)
         lengths = [length if s == slot else 0 for s in range(4)]
-        if self.cache.step(lengths):
+        if not self.cache.step(lengths):
             assert not fits
-            self.cache.free_reqid(slot)
+            self.cache.free(slot)
             return
         assert fits or ending  # which the step ended
         self.write(slot, cached, tokens)
@@ -82,8 +82,8 @@ class Engine(RuleBasedStateMachine):
         lengths = [len(tokens) if s == slot else 0 for s in range(4)]
         expected, ending = self.cache.check(lengths), self.cache.stats().ending_slots
         answer = self.cache.step(lengths)
-        assert answer == expected or (ending and not answer)
-        if answer == 0:
+        assert answer == expected or (ending and answer)
+        if answer:
             self.write(slot, len(self.rows[slot]), tokens)
             self.rows[slot] = tokens
 
@@ -101,7 +101,7 @@ class Engine(RuleBasedStateMachine):
     def free(self, data):
         slot = pick(data, sorted(self.rows))
         del self.rows[slot]
-        self.cache.free_reqid(slot, pick(data, [None, self.cache.last_step]))
+        self.cache.free(slot, pick(data, [None, self.cache.last_step]))
         if pick(data, [False, True]):
             self.cache.retire()
 
@@ -114,12 +114,12 @@ class Engine(RuleBasedStateMachine):
         try:
             would = self.cache.check_truncate(slot, tokens)
             self.cache.truncate(slot, tokens)
-            assert self.overlap or would == 0
+            assert self.overlap or would
         except (VmemError, MemoryError) as error:
             assert error.errno in (61, 12)
-            assert self.overlap or would == (-1 if error.errno == 12 else None)
+            assert self.overlap or would is (False if error.errno == 12 else None)
             if error.errno == 12:
-                self.cache.free_reqid(slot)
+                self.cache.free(slot)
                 del self.rows[slot]
         else:
             self.rows[slot] = self.rows[slot][:tokens]
@@ -172,8 +172,8 @@ class Engine(RuleBasedStateMachine):
         except VmemError as error:
             assert error.errno == 61
             return
-        if self.cache.swap_in(slot):
-            self.cache.free_reqid(slot)
+        if not self.cache.swap_in(slot):
+            self.cache.free(slot)
             del self.rows[slot]
 
     @invariant()

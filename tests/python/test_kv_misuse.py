@@ -49,28 +49,28 @@ def test_what_is_no_number_is_named(cache, wrong):
 
 
 def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
-    running, fresh = cache.alloc_reqid(), cache.alloc_reqid()
+    running, fresh = cache.alloc(), cache.alloc()
     lengths = [0] * 4
     lengths[running] = 200
-    assert cache.step(lengths) == 0
-    ending = cache.alloc_reqid(slot=3)
+    assert cache.step(lengths)
+    ending = cache.alloc(slot=3)
     lengths[3] = 10
-    assert cache.step(lengths) == 0
-    cache.free_reqid(ending, after=cache.last_step)
+    assert cache.step(lengths)
+    cache.free(ending, after=cache.last_step)
     free = next(slot for slot in range(4) if cache.slot(slot).state == "free")
     hashes, prefix = BlockHashes(cache, 16), cache.save_prefix(running, 64)
     cases = {
         "step 5 was not made yet; the last is 2": [
-            lambda: cache.free_reqid(running, after=5), lambda: cache.truncate(running, 5, after=5),
+            lambda: cache.free(running, after=5), lambda: cache.truncate(running, 5, after=5),
             lambda: cache.swap_out(running, after=5), lambda: cache.close(after=5), lambda: cache.retire(5),
         ],
         f"slot {ending} is being given up": [
-            lambda: cache.free_reqid(ending), lambda: cache.grow(ending, 20), lambda: cache.truncate(ending, 1),
+            lambda: cache.free(ending), lambda: cache.grow(ending, 20), lambda: cache.truncate(ending, 1),
             lambda: cache.swap_out(ending), lambda: cache.save_prefix(ending, 1), lambda: cache.room(ending),
             lambda: hashes.add(ending, [b"1"]),
         ],
         f"slot {free} is free": [
-            lambda: cache.free_reqid(free), lambda: cache.grow(free, 20), lambda: cache.attach_prefix(prefix, free),
+            lambda: cache.free(free), lambda: cache.grow(free, 20), lambda: cache.attach_prefix(prefix, free),
             lambda: hashes.attach(free, [b"1"]),
         ],
         f"slot {running} is not newly allocated": [
@@ -102,14 +102,14 @@ def test_numbers_out_of_range_are_named(cache):
         with pytest.raises(InvalidArgument, match="tokens"):
             cache.expect(wrong)
     with pytest.raises(InvalidArgument, match="tokens 2147483648 is over max_tokens, 1024"):
-        cache.grow(cache.alloc_reqid(), 2**31)
+        cache.grow(cache.alloc(), 2**31)
     with pytest.raises(InvalidArgument, match="row_bytes"):
         KVCache([TensorSpec("x", (2**40, 2**40), torch.int8)], 1, 10, MIB, backend="host", name=None)
 
 
 def test_block_names_are_not_rounded(cache):
     names = BlockNames(cache, 16, 128)
-    slot = cache.alloc_reqid()
+    slot = cache.alloc()
     cache.step([256 if s == slot else 0 for s in range(4)])
     names.bind([slot, slot], [0, 1], [1, 2])
     for wrong in ([1.5], np.array([1.0]), "1"):
@@ -152,20 +152,20 @@ def test_budgets_beyond_all_memory_are_refused_beside_another_cache():
 # ---- events ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["alloc_reqid", "room", "check", "grow"])
+@pytest.mark.parametrize("call", ["alloc", "room", "check", "grow"])
 def test_calls_that_want_slots_or_memory_look_at_events(call):
     """An engine whose requests have all ended makes no step any more."""
     with make(slots=2) as cache:
-        first, second = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step([1024, 10]) == 0
+        first, second = cache.alloc(), cache.alloc()
+        assert cache.step([1024, 10])
         event = Event()
-        cache.free_reqid(first, after=event)
+        cache.free(first, after=event)
         cache.set_budget(cache.slot(first).pages * cache.page_size + 16 * cache.page_size)
         wanted = {
-            "alloc_reqid": lambda: cache.alloc_reqid() == first,
+            "alloc": lambda: cache.alloc() == first,
             "room": lambda: cache.room(second) == 1024,
-            "check": lambda: cache.check([0, 1024]) == 0,
-            "grow": lambda: cache.grow(second, 1024) == 0,
+            "check": lambda: cache.check([0, 1024]),
+            "grow": lambda: cache.grow(second, 1024),
         }[call]
         assert not wanted()
         event.come = True
@@ -175,8 +175,8 @@ def test_calls_that_want_slots_or_memory_look_at_events(call):
 def test_two_threads_do_not_take_each_others_events():
     """One asks an event while the other takes it off the list: what it then takes off has not come."""
     with make(slots=3) as cache:
-        slots = [cache.alloc_reqid() for _ in range(3)]
-        assert cache.step([10, 10, 10]) == 0
+        slots = [cache.alloc() for _ in range(3)]
+        assert cache.step([10, 10, 10])
         asked, go_on, other_came = threading.Event(), threading.Event(), threading.Event()
 
         class Polling:
@@ -206,7 +206,7 @@ def test_two_threads_do_not_take_each_others_events():
         cache._polling = Polling()
         slow, late = Slow(), Event()
         thread = threading.Thread(target=cache.check, args=([0] * 3,))
-        cache.free_reqid(slots[0], after=slow)
+        cache.free(slots[0], after=slow)
         assert cache.slot(slots[0]).state == "ending"
         cache._events.append((late, cache.last_step))
         thread.start()
@@ -228,23 +228,23 @@ def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows():
             """In place of the cache's: another thread runs where a freed slot's rows are dropped."""
 
             def pop(self, *args):
-                slot = -1 if taken else cache.alloc_reqid()
-                if slot >= 0:
+                slot = None if taken else cache.alloc()
+                if slot is not None:
                     taken.append(slot)
-                    assert cache.step([10]) == 0
+                    assert cache.step([10])
                     cache.swap_out(slot)
                 return super().pop(*args)
 
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         cache._swapped = Swapped()
-        cache.free_reqid(slot)
-        for slot in taken or [cache.alloc_reqid()]:
+        cache.free(slot)
+        for slot in taken or [cache.alloc()]:
             if not taken:
-                assert cache.step([10]) == 0
+                assert cache.step([10])
                 cache.swap_out(slot)
-            assert cache.swap_in(slot) == 0
+            assert cache.swap_in(slot)
         with pytest.raises(InvalidArgument, match="slot 7"):
-            cache.free_reqid(7)
+            cache.free(7)
 
 
 def test_a_cache_that_is_closed_while_steps_are_retired_ends_once():
@@ -267,27 +267,27 @@ def test_a_signal_handler_may_call_while_events_are_queried(cache):
         def query(self):
             self.calls += 1
             if self.calls == 1:  # as a handler would
-                assert cache.alloc_reqid() >= 0
+                assert cache.alloc() is not None
             return True
 
-    slot = cache.alloc_reqid()
-    assert cache.step([1 if s == slot else 0 for s in range(4)]) == 0
-    cache.free_reqid(slot, after=Interrupted())
-    assert cache.step([0] * 4) == 0
+    slot = cache.alloc()
+    assert cache.step([1 if s == slot else 0 for s in range(4)])
+    cache.free(slot, after=Interrupted())
+    assert cache.step([0] * 4)
     assert not cache._events
 
 
 def test_what_is_no_event_is_named(cache):
-    slot = cache.alloc_reqid()
+    slot = cache.alloc()
     cache.step([10, 0, 0, 0])
 
     class Answer:
         query = "a string"
 
     with pytest.raises(TypeError, match="after must be an integer"):
-        cache.free_reqid(slot, after=Answer())
+        cache.free(slot, after=Answer())
     with pytest.raises(InvalidArgument, match="slot 9"):
-        cache.free_reqid(9, after=Event())
+        cache.free(9, after=Event())
     assert cache._events == []
 
 

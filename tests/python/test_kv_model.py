@@ -77,9 +77,9 @@ class Requests(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(0, TOKENS))
     def alloc(self, tokens):
-        slot = self.cache.alloc_reqid(tokens)
-        assert (slot == -1) == (len(self.rows) == SLOTS)
-        if slot >= 0:
+        slot = self.cache.alloc(tokens)
+        assert (slot is None) == (len(self.rows) == SLOTS)
+        if slot is not None:
             assert slot not in self.rows
             self.rows[slot] = []
 
@@ -87,7 +87,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         slot = data.draw(st.sampled_from(sorted(self.rows)))
-        self.cache.free_reqid(slot)
+        self.cache.free(slot)
         del self.rows[slot]
         self.swapped.discard(slot)
 
@@ -98,9 +98,9 @@ class Requests(RuleBasedStateMachine):
             if growth[slot]:
                 lengths[slot] = min(len(self.rows[slot]) + growth[slot], TOKENS)
         expected, before = self.cache.check(lengths), [self.cache.slot(s).tokens for s in range(SLOTS)]
-        rc = self.cache.step(lengths)
-        assert rc == expected
-        if rc:
+        stepped = self.cache.step(lengths)
+        assert stepped == expected
+        if not stepped:
             assert self.cache.missing_pages > 0
             assert [self.cache.slot(s).tokens for s in range(SLOTS)] == before
             return
@@ -135,7 +135,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_in(self, data):
         slot = data.draw(st.sampled_from(sorted(self.swapped)))
-        if self.cache.swap_in(slot) == 0:
+        if self.cache.swap_in(slot):
             self.swapped.discard(slot)
 
     @precondition(lambda self: any(self.rows[s] for s in self.running))
@@ -154,14 +154,14 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def attach(self, data):
         prefix, numbers = data.draw(st.sampled_from(self.prefixes))
-        slot = self.cache.alloc_reqid()
-        if slot < 0:
+        slot = self.cache.alloc()
+        if slot is None:
             return
         tokens = data.draw(st.integers(max(prefix.min_tokens, 1), prefix.tokens))
         if self.cache.attach_prefix(prefix, slot, tokens):
-            self.cache.free_reqid(slot)
-        else:
             self.rows[slot] = numbers[:tokens]
+        else:
+            self.cache.free(slot)
 
     @precondition(lambda self: self.prefixes)
     @rule(data=st.data())
@@ -238,27 +238,27 @@ def test_same_calls_give_same_decisions():
         if choice < 0.15:
             tokens = int(rng.integers(1, TOKENS))
             if alike(lambda c: c.room()) >= tokens:
-                slot = alike(lambda c: c.alloc_reqid(tokens))
+                slot = alike(lambda c: c.alloc(tokens))
                 only = np.zeros(8, np.int32)
                 only[slot] = tokens
-                assert alike(lambda c: c.step(only)) == 0
+                assert alike(lambda c: c.step(only))
                 lengths[slot] = tokens
         elif choice < 0.2 and len(running):
             slot = int(rng.choice(running))
-            alike(lambda c: c.free_reqid(slot))
+            alike(lambda c: c.free(slot))
             lengths[slot] = 0
         elif choice < 0.22:
             caches[int(rng.integers(3))].wait()
         elif len(running):
             grown = np.where(lengths > 0, np.minimum(lengths + 1, TOKENS), 0).astype(np.int32)
-            rc = alike(lambda c: (c.step(grown), c.missing_pages))[0]
-            seen.add(rc)
-            if rc:
+            stepped = alike(lambda c: (c.step(grown), c.missing_pages))[0]
+            seen.add(stepped)
+            if not stepped:
                 slot = int(np.argmax(lengths))
-                alike(lambda c: c.free_reqid(slot))
+                alike(lambda c: c.free(slot))
                 lengths[slot] = 0
             else:
                 lengths = grown
-    assert seen == {0, -1}
+    assert seen == {False, True}
     for cache in caches:
         cache.close()

@@ -103,10 +103,10 @@ def test_checks_count_what_is_free_in_the_pool():
     with make(pool) as cache:
         assert cache.room() == TOKENS
         assert cache.stats().free_pages == 64 * 16
-        slot = cache.alloc_reqid(TOKENS)
+        slot = cache.alloc(TOKENS)
         lengths = [TOKENS if s == slot else 0 for s in range(8)]
-        assert cache.check(lengths) == 0
-        assert cache.grow(slot, TOKENS) == 0 and cache.commit() == 0
+        assert cache.check(lengths)
+        assert cache.grow(slot, TOKENS) and cache.commit()
 
 
 def test_asking_before_it_is_needed():
@@ -345,14 +345,14 @@ def test_a_process_that_is_stopped_holds_up_no_step(tmp_path):
     with make(pool) as cache, open(tmp_path / "pool", "r+b") as file:
         whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, whole)
-        slot = cache.alloc_reqid(TOKENS)
+        slot = cache.alloc(TOKENS)
         lengths = [TOKENS if s == slot else 0 for s in range(8)]
-        assert cache.step(lengths) == -1
+        assert not cache.step(lengths)
         assert cache.shortage.coming_pages
         with pytest.raises(VmemError, match="another process holds the pool's lock"):
             pool.members()
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_UNLCK, 0, 0, 1, 0))
-        while cache.step(lengths):
+        while not cache.step(lengths):
             assert pool.wait(cache, 60) != "refused"
 
 
@@ -440,9 +440,9 @@ def test_a_spoilt_file_ends_the_pool_and_no_process(tmp_path, how):
         mine = load(cache, 3, pool)
         spoil(path, how)
         for _ in range(3):
-            slot = cache.alloc_reqid(TOKENS)
+            slot = cache.alloc(TOKENS)
             cache.step([TOKENS if s == slot else 0 for s in range(8)])
-            cache.free_reqid(slot)
+            cache.free(slot)
             pool.wait(cache, 0.02)
         if how != "gone":
             with pytest.raises(VmemError, match="no table of a pool"):
@@ -450,9 +450,9 @@ def test_a_spoilt_file_ends_the_pool_and_no_process(tmp_path, how):
             # Nobody will read what the cache asks for: an engine that waits for the answer must hear so.
             lengths = [TOKENS if s in mine else 0 for s in range(8)]
             for slot in range(8):
-                if slot not in mine and cache.alloc_reqid(TOKENS, slot) == slot:
+                if slot not in mine and cache.alloc(TOKENS, slot=slot) == slot:
                     lengths[slot] = TOKENS
-            assert cache.step(lengths) == -1 and pool.wait(cache, 60) == "refused"
+            assert not cache.step(lengths) and pool.wait(cache, 60) == "refused"
         assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in mine)
 
 
@@ -557,21 +557,21 @@ def test_a_shortage_says_why_the_pool_gives_no_more():
     with KVPool(32 * MIB) as pool, make(pool, budget=8 * MIB) as cache, make(pool, "other", pool_min=28 * MIB) as other:
         load(cache, 1)
         assert load(cache, 1, pool) == [] or cache.slot(1).state == "active"
-        assert cache.step([TOKENS] * 1 + [0] * 7) == 0
+        assert cache.step([TOKENS] * 1 + [0] * 7)
         for maximum, refusal, helps in (
             (4, "at maximum", "raise its share's maximum"),
             (32, "at minimum", "use a pool with a larger budget, or lower the minimum of another member"),
         ):
             pool.set_share(cache, 0, maximum * MIB)
             assert load(cache, 1, pool) == []
-            slot = cache.alloc_reqid(TOKENS)
+            slot = cache.alloc(TOKENS)
             while True:  # a refusal stands for a moment, and then a step asks again
-                assert cache.step([TOKENS if s == slot else 0 for s in range(8)]) == -1
+                assert not cache.step([TOKENS if s == slot else 0 for s in range(8)])
                 if cache.shortage.refusal:
                     break
                 assert pool.wait(cache, 60) != "applied"
             assert cache.shortage.refusal == refusal and str(cache.shortage).endswith(helps)
-            cache.free_reqid(slot)
+            cache.free(slot)
         with pytest.raises(OutOfMemory, match="raise the cache's share of the pool"):
             cache.save_prefix(0, TOKENS - 1)
             cache.truncate(0, TOKENS - 1)
@@ -583,7 +583,7 @@ def test_a_closed_cache_holds_no_more_of_the_budget_than_memory():
     with KVPool(32 * MIB) as pool, make(pool) as other:
         cache = make(pool, pool_min=24 * MIB)
         view, slots = cache.keys[0], load(cache, 2)
-        cache.free_reqid(slots[0])
+        cache.free(slots[0])
         cache.reclaim()
         cache.close()
         assert [(m.has, m.min) for m in pool.members() if m.held or m.has] == [(4 * MIB, 0)]

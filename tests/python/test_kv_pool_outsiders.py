@@ -40,12 +40,12 @@ def serve(cache, pool, requests):
     """The engine's loop of docs/kv-cache.md; returns the slots that it could begin, and why there are no more."""
     slots = []
     while len(slots) < requests:
-        slot = cache.alloc_reqid(TOKENS)
+        slot = cache.alloc(TOKENS)
         lengths = [TOKENS if s == slot else 0 for s in range(cache.slots)]
-        while (short := cache.step(lengths)) and cache.shortage.coming_pages and pool.wait(cache, 0.1) != "refused":
+        while not (fits := cache.step(lengths)) and cache.shortage.coming_pages and pool.wait(cache, 0.1) != "refused":
             pass
-        if short:
-            cache.free_reqid(slot)
+        if not fits:
+            cache.free(slot)
             return slots, member_reason(pool)
         cache.keys[0][slot, :TOKENS] = slot + 1
         slots.append(slot)
@@ -54,9 +54,9 @@ def serve(cache, pool, requests):
 
 def shortage(cache):
     """What a step is told while the refusal stands; its slot stays."""
-    slot = cache.alloc_reqid(TOKENS)
+    slot = cache.alloc(TOKENS)
     while not cache.shortage.refusal:
-        assert cache.step([TOKENS if s == slot else 0 for s in range(cache.slots)]) == -1
+        assert not cache.step([TOKENS if s == slot else 0 for s in range(cache.slots)])
     return cache.shortage
 
 

@@ -31,10 +31,10 @@ def serve(prefixes, tokens, keep=True):
     """Run a prompt: every row holds its token's number. Returns (slot, cached tokens)."""
     cache = prefixes.cache
     slot, cached = prefixes.alloc(tokens)
-    assert slot >= 0
+    assert slot is not None
     lengths = [0] * cache.slots
     lengths[slot] = len(tokens)
-    assert prefixes.step(lengths) == 0
+    assert prefixes.step(lengths)
     for tensor in cache.tensors:
         tensor[slot, cached : len(tokens)] = torch.tensor(tokens[cached:]).half().view(-1, 1, 1)
         assert torch.equal(tensor[slot, : len(tokens), 0, 0], torch.tensor(tokens).half())
@@ -47,7 +47,7 @@ def test_a_known_beginning_is_not_computed_again(cache, prefixes):
     prompt = list(range(100))
     slot, cached = serve(prefixes, prompt)
     assert cached == 0
-    cache.free_reqid(slot)
+    cache.free(slot)
     before = cache.stats()
     assert serve(prefixes, prompt + [7, 8])[1] == 96
     assert serve(prefixes, prompt[:50] + [3] * 50)[1] == 48
@@ -71,17 +71,17 @@ def test_equal_tokens_after_different_beginnings_are_different(prefixes):
 def test_a_prefix_lives_on_when_its_request_has_ended(cache, prefixes):
     prompt = list(range(200))
     slot, _ = serve(prefixes, prompt)
-    cache.free_reqid(slot)
+    cache.free(slot)
     for i in range(5):  # others take slots and pages
         slot, _ = serve(prefixes, [500 + i] * 150, keep=False)
-        cache.free_reqid(slot)
+        cache.free(slot)
     assert serve(prefixes, prompt + [1])[1] == 192
 
 
 def test_the_least_recently_used_goes_first(cache, prefixes):
     prompts = [[100 * i + j for j in range(64)] for i in range(3)]
     for prompt in prompts:
-        cache.free_reqid(serve(prefixes, prompt)[0])
+        cache.free(serve(prefixes, prompt)[0])
     assert prefixes.match(prompts[0])[1] == 48  # used again
     assert prefixes.evict(1) > 0
     assert [prefixes.match(p)[1] for p in prompts] == [48, 0, 48]
@@ -90,13 +90,13 @@ def test_the_least_recently_used_goes_first(cache, prefixes):
 
 def test_prefixes_give_way_to_requests(cache, prefixes):
     for i in range(8):
-        cache.free_reqid(serve(prefixes, [i * 90 + j for j in range(320)])[0])
+        cache.free(serve(prefixes, [i * 90 + j for j in range(320)])[0])
     assert cache.stats().prefix_pages == 8 * 20
     slot, cached = prefixes.alloc([1] * 990)
     lengths = [0] * 6
     lengths[slot] = 990
-    assert cache.step(lengths) == -1
-    assert prefixes.step(lengths) == 0
+    assert not cache.step(lengths)
+    assert prefixes.step(lengths)
     assert 0 < len(prefixes) < 8
     prefixes.clear()
     assert cache.stats().prefix_pages == 0 and not prefixes._blocks
@@ -104,21 +104,21 @@ def test_prefixes_give_way_to_requests(cache, prefixes):
 
 def test_prefixes_that_share_all_their_pages_can_be_given_up(cache, prefixes):
     prompt = list(range(320))
-    cache.free_reqid(serve(prefixes, prompt)[0])
+    cache.free(serve(prefixes, prompt)[0])
     slot, _ = serve(prefixes, prompt + list(range(500, 532)))
-    cache.free_reqid(slot)
+    cache.free(slot)
     lengths = [0] * 6
-    slots = [cache.alloc_reqid() for _ in range(3)]
+    slots = [cache.alloc() for _ in range(3)]
     for slot in slots:
         lengths[slot] = 1000
-    assert prefixes.step(lengths) == 0
+    assert prefixes.step(lengths)
     assert cache.stats().prefix_pages == 0
 
 
 def test_no_more_entries_than_asked_for(cache):
     prefixes = PrefixCache(cache, block_tokens=16, max_entries=2)
     for i in range(4):
-        cache.free_reqid(serve(prefixes, [i] * 64)[0])
+        cache.free(serve(prefixes, [i] * 64)[0])
     assert len(prefixes) == 2 and prefixes.match([3] * 64)[1] == 48 and prefixes.match([0] * 64)[1] == 0
 
 
@@ -138,21 +138,21 @@ def test_windows_limit_what_can_be_attached():
     specs = [TensorSpec("f", (8, 128), torch.float16), TensorSpec("w", (8, 128), torch.float16, window=64)]
     with KVCache(specs, 4, 2000, 400 * PAGE, backend="host", check=True, name=None) as cache:
         prefixes = PrefixCache(cache, block_tokens=16)
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         lengths = np.zeros(4, np.int32)
         for n in range(100, 1001, 100):
             lengths[slot] = n
-            assert cache.step(lengths) == 0
+            assert cache.step(lengths)
         cache.wait()
         prompt = list(range(1000))
         assert prefixes.insert(slot, prompt)
-        cache.free_reqid(slot)
+        cache.free(slot)
         assert prefixes.match(prompt[:500])[1] == 0  # the window is past there
         other, cached = prefixes.alloc(prompt + [1, 2])
         assert cached == 992
         lengths[:] = 0
         lengths[other] = 1002
-        assert cache.step(lengths) == 0
+        assert cache.step(lengths)
 
 
 def test_wrong_arguments_are_named(cache):

@@ -36,7 +36,7 @@ def make(name="kv", **options):
 
 def test_a_cache_shows_its_statistics_to_others():
     with make("chat") as cache:
-        slot = cache.alloc_reqid()
+        slot = cache.alloc()
         cache.step([700 if s == slot else 0 for s in range(4)])
         cache.wait()
         code = """
@@ -105,9 +105,9 @@ def test_nobody_can_cut_a_view_short(folder):
         for size in (0, 1 << 20):
             with pytest.raises(PermissionError):
                 os.truncate(file, size)
-        slot = cache.alloc_reqid(10)
-        assert cache.step([10 if s == slot else 0 for s in range(4)]) == 0
-        cache.free_reqid(slot)
+        slot = cache.alloc(10)
+        assert cache.step([10 if s == slot else 0 for s in range(4)])
+        cache.free(slot)
         assert kv_view.read_views()[0].stats["allocs"] == 1
 
 
@@ -146,8 +146,8 @@ def test_an_idle_cache_answers_without_a_step(capsys):
 
 def test_a_budget_below_what_requests_hold_says_so(capsys):
     with make(overlap=False) as cache:
-        slot = cache.alloc_reqid(1000)
-        assert cache.step([1000 if s == slot else 0 for s in range(4)]) == 0
+        slot = cache.alloc(1000)
+        assert cache.step([1000 if s == slot else 0 for s in range(4)])
         view = kv_view.read_views()[0]
         kv_view.want_budget(view, MIB)
         cache.check([0] * 4)
@@ -267,8 +267,8 @@ def test_a_cache_that_cannot_be_published_works(monkeypatch, folder):
     """As on a full disk, or where the folder went away meanwhile."""
     monkeypatch.setattr("pyvmem.kv.cache.new_view_path", lambda: str(folder / "gone" / "1-1-1.kv"))
     with make("name of \udcff") as cache:
-        cache.alloc_reqid()
-        assert cache.step([50, 0, 0, 0]) == 0
+        cache.alloc()
+        assert cache.step([50, 0, 0, 0])
 
 
 def test_the_command_line_has_top():

@@ -99,14 +99,14 @@ def test_kernels_that_lag_behind(module, tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args, **options: (calls.append(name), call(*args, **options))[1])
 
     noted(module.Memory, "read")
-    noted(module.KVCache, "free_reqid")
+    noted(module.KVCache, "free")
     trace = shared_prompts(tmp_path)
     real, ideal, memory, _ = module.replay(trace, 24, 512, budget=8 << 20, check=True, event=Event, **SETTING)
     assert not late and real.preemptions > 0
     agree(real, ideal, memory, len(trace))
     assert (real.iterations, real.preemptions) == (ideal.iterations, ideal.preemptions)
     # The fence of a request that ends is an event behind the last kernel that reads its rows.
-    last = [next(c for c in reversed(calls[:i]) if c != "free_reqid") for i, c in enumerate(calls) if c == "free_reqid"]
+    last = [next(c for c in reversed(calls[:i]) if c != "free") for i, c in enumerate(calls) if c == "free"]
     assert last and set(last) == {"event"}
 
 

@@ -37,8 +37,8 @@ def folder(tmp_path, monkeypatch):
 def make(name="chat", **options):
     options = {"idle_seconds": math.inf, "overlap": False, **options}
     cache = KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name, **options)
-    slot = cache.alloc_reqid(700)
-    assert cache.step([700 if s == slot else 0 for s in range(4)]) == 0
+    slot = cache.alloc(700)
+    assert cache.step([700 if s == slot else 0 for s in range(4)])
     return cache
 
 

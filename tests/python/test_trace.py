@@ -18,10 +18,10 @@ import os, signal, sys, torch, pyvmem
 specs = pyvmem.model_specs(2, 2, 64, torch.float16)
 cache = pyvmem.KVCache(specs, 4, 4096, 64 << 20, backend="host", overlap=OVERLAP)
 for _ in range(4):
-    cache.alloc_reqid()
+    cache.alloc()
 for length in (100, 2000, 4096):
     cache.step([length] * 4)
-cache.free_reqid(0)
+cache.free(0)
 cache.step([0, 4096, 4096, 4096])
 cache.reclaim()
 print(cache.context.stats().map_runs)

@@ -45,8 +45,9 @@ def cache() -> list[int]:
         prompts = PrefixCache(kv)
         slot, cached = prompts.alloc([1, 2, 3, 4])
         lengths = [0] * kv.slots
+        assert slot is not None
         lengths[slot] = 4 + cached
-        missing: int = kv.missing_pages if kv.step(lengths) else 0
+        missing: int = 0 if kv.step(lengths) else kv.missing_pages
         rows: torch.Tensor = kv.keys[0][slot, :4]
         return [missing, rows.numel(), kv.stats().held_pages, *kv.tokens([slot])]
 

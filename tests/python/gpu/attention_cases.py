@@ -149,11 +149,11 @@ def graph(backend, kernel):
         1, 8, 128, 4, MAX_TOKENS, 64 << 20, backend=backend, tile_rows=tile, name=None
     ) as cache:
         for _ in range(4):
-            cache.alloc_reqid(10)
+            cache.alloc(10)
         first, then = ([0, 2, 3], [40, 700, 1]), ([3, 1, 0], [1000, 129, 400])
         lengths = np.zeros(4, np.int32)
         lengths[first[0]] = first[1]
-        assert cache.step(lengths) == 0
+        assert cache.step(lengths)
         for x in (cache.keys[0], cache.values[0]):
             for slot, length in zip(*first):
                 x[slot, :length] = torch.randn(length, 8, 128, device="cuda").to(BF16)
@@ -174,7 +174,7 @@ def graph(backend, kernel):
             torch.cuda.synchronize()
             lengths[:] = 0
             lengths[slots] = wanted
-            assert cache.step(lengths) == 0
+            assert cache.step(lengths)
             for x in (cache.keys[0], cache.values[0]):
                 for slot, length in zip(slots, wanted):
                     x[slot, :length] = torch.randn(length, 8, 128, device="cuda").to(BF16)

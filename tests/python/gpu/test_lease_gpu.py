@@ -46,10 +46,10 @@ def serving(pool, context, requests, slots=64):
 
 
 def start(cache, pool):
-    slot = cache.alloc_reqid(TOKENS)
+    slot = cache.alloc(TOKENS)
     lengths = [0] * cache.slots
     lengths[slot] = TOKENS
-    while cache.step(lengths):
+    while not cache.step(lengths):
         assert cache.shortage.coming_pages and pool.wait(cache, 60) != "refused", cache.shortage
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values)):
         k[slot] = slot + 1 + layer
@@ -134,7 +134,7 @@ def test_twenty_steps_are_bit_equal_beside_a_serving_cache(context, threads):
             running, ended = slots[:20], slots[20:]
             lease = torch_pool(pool, context=context, threads=threads)
             for slot in ended:
-                cache.free_reqid(slot)
+                cache.free(slot)
             with Peak() as peak:
                 base = torch.cuda.mem_get_info()
                 got = losses(lease)
@@ -169,7 +169,7 @@ def test_both_stay_within_the_budget_by_the_drivers_count(context):
             for turn in range(10):
                 slots = [start(cache, pool) for _ in range(30 if turn % 2 else 50)]
                 for slot in slots:
-                    cache.free_reqid(slot)
+                    cache.free(slot)
                 with lease:
                     tensors = [torch.ones(32 * MIB, device="cuda") for _ in range(20 if turn % 2 else 28)]
                     assert all(bool((x == 1).all()) for x in tensors)
@@ -214,7 +214,7 @@ def test_kept_pages_are_taken_and_come_back(context, fine):
         running, ended = slots[:16], slots[16:]
         lease = torch_pool(pool, context=context, fine=fine)
         for slot in ended:
-            cache.free_reqid(slot)
+            cache.free(slot)
         with lease:
             x = [torch.full((64 * MIB,), i, dtype=torch.int32, device="cuda") for i in range(8)]  # 2 GiB
             assert all(bool((x[i] == i).all()) for i in range(8))
@@ -228,7 +228,7 @@ def test_kept_pages_are_taken_and_come_back(context, fine):
             lease.__enter__()
         assert raised.value.shortage.missing_pages > 0
         for slot in more:
-            cache.free_reqid(slot)
+            cache.free(slot)
         with lease:
             assert lease.stats().parked_segments == 0
         assert intact(cache, running)
