@@ -14,9 +14,9 @@ from pyvmem.vllm import settings
 def open_pool(context: Context) -> KVPool:
     """Open the pool in which engines of vLLM's lend each other memory on a context's device.
 
-    VMEM_VLLM_POOL and VMEM_VLLM_POOL_SIZE in the environment name it, with VMEM_VLLM=1. There is one for each GPU, whose
-    name ends in ``-`` and the first 12 hex digits of the device's UUID, and one for the memory of the host. Caches and
-    leases of this process that join it (`pyvmem.torch_pool`, ``KVCache(pool=)``) share the engines' budget.
+    VMEM_VLLM_POOL and VMEM_VLLM_POOL_SIZE in the environment name it, with VMEM_VLLM=1. There is one for each GPU,
+    whose name ends in ``-`` and the first 12 hex digits of the device's UUID, and one for the memory of the host.
+    Caches and leases of this process that join it (`pyvmem.torch_pool`, ``KVCache(pool=)``) share the engines' budget.
 
     Parameters
     ----------
