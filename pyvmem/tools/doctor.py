@@ -110,7 +110,7 @@ def _backend(name: str, device: int) -> dict[str, Any]:
 
 def _claim(release: str) -> str | None:
     """What kernel-open/verified.list says of a driver release, where pyvmem runs from its repository."""
-    text = _read(os.path.join(os.path.dirname(__file__), "..", "kernel-open", "verified.list"))
+    text = _read(os.path.join(os.path.dirname(__file__), "..", "..", "kernel-open", "verified.list"))
     if text is None:
         return None
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]

@@ -163,8 +163,7 @@ class SlotsMemory(WorkerMemory):
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most
-        fences: Fences = CudaFences(device) if device.type == "cuda" else NoFences()
-        self._requests = Requests(cache, tokens, config.num_blocks, most, fences)
+        self._requests = Requests(cache, tokens, config.num_blocks, most, self._fences())
         places = self._requests.blocks_per_slot * slots
         tensors = [dataclasses.replace(t, size=places * block) for t in config.kv_cache_tensors]
         logger.info(
@@ -173,6 +172,9 @@ class SlotsMemory(WorkerMemory):
             cache.page_size >> 10, config.num_blocks * block / 2**30, config.kv_cache_layout,
         )  # fmt: skip
         return dataclasses.replace(config, num_blocks=places, kv_cache_tensors=tensors)
+
+    def _fences(self) -> Fences:
+        return CudaFences(self._device) if self._device.type == "cuda" else NoFences()
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         assert self._cache is not None

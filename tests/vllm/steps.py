@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pyvmem.vllm import control, doors
+from pyvmem.vllm.slots import SlotsMemory
 from pyvmem.vllm.worker import WorkerMemory
 
 TOKENS, MOST, REQUESTS, WINDOW, VOCABULARY = 16, 256, 6, 40, 1000
@@ -23,23 +24,31 @@ class Gpu:
     """Runs what is enqueued, in order, when a fence is waited for."""
 
     def __init__(self):
-        self.queue, self.marked, self.passed, self.lock = collections.deque(), 0, 0, threading.Lock()
+        self.queue, self.marked, self.passed, self.lock = collections.deque(), 0, 0, threading.RLock()
+        self.failed = None  # in whichever thread
 
     def enqueue(self, kernel):
         self.queue.append(kernel)
 
     def mark(self):
-        self.marked += 1
-        self.queue.append(self.marked)
-        return self.marked
+        with self.lock:
+            self.marked += 1
+            self.queue.append(self.marked)
+            return self.marked
 
     def wait(self, n):
-        while self.passed < n:
-            item = self.queue.popleft()
-            if callable(item):
-                item()
-            else:
-                self.passed = item
+        with self.lock:
+            while self.passed < n:
+                item = self.queue.popleft()
+                if not callable(item):
+                    self.passed = item
+                elif self.failed is None:
+                    try:
+                        item()
+                    except AssertionError as error:
+                        self.failed = error
+            if self.failed is not None:
+                raise self.failed
 
 
 class Memory(WorkerMemory):
@@ -52,6 +61,35 @@ class Memory(WorkerMemory):
             fence = self._blocks.fence()
             self.gpu.enqueue(lambda: self._blocks.passed(fence))
         return fence
+
+
+class GpuFences:
+    """The fences of mode "slots" on the `Gpu`."""
+
+    def __init__(self, gpu):
+        self.gpu, self.at = gpu, [0]
+
+    def mark(self):
+        self.at.append(self.gpu.mark())
+        return len(self.at) - 1
+
+    def wait(self, n):
+        self.gpu.wait(self.at[n])
+
+    def done(self, n):
+        return self.gpu.passed >= self.at[n]
+
+
+class Slots(SlotsMemory):
+    """A worker's memory in slots on the host, with the fences of the `Gpu`."""
+
+    gpu = None
+
+    def _fences(self):
+        return GpuFences(self.gpu)
+
+    def _synchronize(self):
+        self.gpu.wait(self.gpu.mark())
 
 
 def value(tokens):
@@ -121,10 +159,12 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
 class Worker:
     """One worker: it backs blocks as the product does, and computes rows on the `Gpu`."""
 
-    def __init__(self, page, rank, kv, kinds, size, depth):
+    def __init__(self, page, rank, kv, kinds, size, depth, slots):
         self.gpu, self.depth, self.kinds = Gpu(), depth, kinds
-        self.memory = Memory(page, rank)
+        self.memory = Slots(page, rank) if slots else Memory(page, rank)
         self.memory.gpu = self.gpu
+        if slots:
+            kv = self.memory.prepare(kv, slots, torch.device("cpu"))
         blocks = kv.num_blocks
         flat = self.memory.allocate(blocks * size, torch.device("cpu"))
         self.memory.start(kv)
@@ -133,8 +173,8 @@ class Worker:
         self.read = self.states = 0
         self.resident = []
 
-    def execute(self, output, seed=11):
-        self.memory.begin(output)
+    def execute(self, scheduled, seed=11):
+        output = self.memory.begin(scheduled)
         fence = self.gpu.mark()
         for i in output.new_block_ids_to_zero or ():
             self.gpu.enqueue(lambda i=i: self.rows[i].fill(0))
@@ -164,8 +204,8 @@ class Worker:
         if work:
             self.gpu.enqueue(lambda: [self._write(*w) for w in work] + [self._check(*w) for w in work])
         self.gpu.wait(fence - self.depth)  # so many steps are in flight
-        self.memory.end(output)
-        self.resident.append(self.memory._tensor.resident_bytes)
+        self.memory.end(scheduled)
+        self.resident.append(int(self.memory._board[control.HELD]))
         return sampled
 
     def _write(self, tokens, first, tables):
@@ -199,12 +239,13 @@ class Engine:
     """A scheduler and its workers, as vLLM's engine core joins them."""
 
     def __init__(self, folder, blocks=400, kinds=("full", "window"), page=64 << 10, seed=3, depth=1, queue=2, ranks=1,
-                 **options):  # fmt: skip
+                 slots=False, **options):  # fmt: skip
         self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, page, ranks=ranks, **options)
         self.keeper = self.scheduler._vmem.keeper
         self.page, self.random, self.queue = self.scheduler._vmem.page, random.Random(seed), queue
         name, rank = self.page.path.stem.rsplit("-", 1)
-        self.workers = [Worker(control.open_page(name, int(rank)), r, self.kv, kinds, page, depth)
+        config = self.scheduler.vllm_config if slots else None
+        self.workers = [Worker(control.open_page(name, int(rank)), r, self.kv, kinds, page, depth, config)
                         for r in range(ranks)]  # fmt: skip
         self.preempted = self.steps = 0
         self.every = lambda: None  # called before each step
@@ -261,7 +302,8 @@ class Engine:
             self.step()
         for worker in self.workers:
             worker.finish()
-            worker.memory._blocks.flush()
+            if worker.memory._blocks:
+                worker.memory._blocks.flush()
 
     def idle(self):
         """The engine has been without requests for a while."""

@@ -5,7 +5,7 @@ import os
 import pytest
 from steps import Engine
 
-from pyvmem.vllm import control, keeper
+from pyvmem.vllm import control, keeper, slots
 
 
 @pytest.fixture
@@ -54,6 +54,54 @@ def test_rows_are_right_and_no_step_maps(engine, case, limit):
         assert most <= max(70, e.keeper.least) + 3  # the null block, and pages that blocks share
     if "mamba" in CASES[case].get("kinds", ()):
         assert e.workers[0].states > 100
+
+
+SLOTS = {
+    "plenty": dict(),
+    "no cache": dict(caching=False),
+    "blocks of 128 KiB": dict(page=128 << 10),
+    "not asynchronous": dict(asynchronous=False, queue=1),
+    "two workers": dict(ranks=2),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 1, "moves"])
+@pytest.mark.parametrize("case", SLOTS)
+def test_rows_are_right_in_slots(engine, case, limit):
+    e = engine(kinds=("full",), slots=True, **SLOTS[case])
+    if limit == "moves":
+        e.every = lambda: e.random.random() < 0.05 and e.limit(e.random.choice([60, 80, 110, 200, 400]))
+    elif limit:
+        e.limit(limit)  # the least that is possible
+    e.run(60)
+    assert e.read > 20_000
+    assert limit != 1 or e.preempted > 0
+    for worker in e.workers:
+        assert worker.memory._cache.stats().active_slots < worker.memory._cache.slots
+
+
+def test_slots_of_ended_requests_wait_for_their_kernels(engine, monkeypatch):
+    monkeypatch.setattr(slots, "SLACK", 0)  # a step needs their memory at once
+    e = engine(kinds=("full",), slots=True, caching=False)
+    e.limit(1)
+    e.run(60, abort=0.2)
+    assert e.read > 5000 and e.preempted > 0
+
+
+def test_the_check_sees_a_seeded_fault_in_slots(engine):
+    """Slots are reused, and names dropped, before the steps that use them have run."""
+    child = os.fork()
+    if not child:
+        try:
+            e = engine(kinds=("full",), slots=True, depth=3, queue=3)
+            fences = e.workers[0].memory._requests._fences
+            fences.wait, fences.done = lambda n: None, lambda n: True
+            e.every = lambda: e.limit(e.random.choice([40, 400]))
+            e.run(60)
+        except AssertionError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] != 0
 
 
 def test_a_tight_limit_preempts_and_every_request_ends(engine):
