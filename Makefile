@@ -29,7 +29,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .DEFAULT_GOAL := all
 .PHONY: all help lib install uninstall venv bench lint format docs notebook wheel clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
-.PHONY: test-cross test-gpu-c test-gpu-python test-transformers-releases
+.PHONY: figures test-cross test-gpu-c test-gpu-python test-transformers-releases
 .PHONY: test-vllm-cpu check-vllm-releases
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
@@ -131,6 +131,9 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	$(Q)$(PY) -m pytest -q tests/python/test_selftest.py
 
 test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends; JOBS=6 at once
+
+figures: venv ## Figures of one GPU, those that tell most first, into build/figures (20 to 50 minutes; T="step vmm": these)
+	$(Q)$(PY) .ci/figures.py $(T)
 
 JOBS ?= 6
 test-gpu-c: lib # two programs make fewer steps than on the host, where a step takes no system call

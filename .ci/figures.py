@@ -1,0 +1,72 @@
+"""Makes the figures of docs/results that one GPU can give, those that tell most first: `make figures`.
+
+T="step vmm" chooses some. Each ends in its own time, and the next one runs whatever became of it. What they print is in build/figures.
+VLLM_TRACE names a CSV file of request lengths for the workload "azure".
+
+SPDX-License-Identifier: MIT
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "figures"
+PYVMEM = [sys.executable, "-m", "pyvmem"]
+
+
+def figures() -> list[tuple[str, int, list[str]]]:
+    """(name, seconds at most, command), in the order in which they run."""
+    stock, cuda = (["--backend", name, "--page-size", "2M"] for name in ("stock", "cuda"))
+    made = [
+        ("lease-stock", 180, [*PYVMEM, "bench", "lease", *stock]),
+        ("lease-cuda", 180, [*PYVMEM, "bench", "lease", *cuda]),
+        ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock", "--prove"]),
+        ("step", 240, [*PYVMEM, "bench", "step", "--quick"]),
+        ("vmm", 120, [*PYVMEM, "bench", "vmm", "--quick"]),
+        ("share", 180, [*PYVMEM, "bench", "share", "--quick"]),
+    ]
+    if importlib.util.find_spec("vllm"):
+        trace = os.environ.get("VLLM_TRACE")
+        loads = ["--load", "decode", "--load", "decode-short"]
+        if trace:
+            loads = ["--load", "azure:512", "--trace", trace, *loads]
+        made[2:2] = [
+            (f"vllm-{layout}", 600, [*PYVMEM, "bench", "vllm", "--layout", layout, "--turns", "2", *loads])
+            for layout in ("auto", "slots")
+        ] + [("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"])]
+    return [*made, ("tests", 600, ["make", "test-gpu", "JOBS=6"])]
+
+
+def main(chosen: list[str]) -> int:
+    OUT.mkdir(parents=True, exist_ok=True)
+    with_entry_point = OUT / "plugin"  # vLLM finds pyvmem only where it is installed, or by this
+    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+    from entry_point import write
+
+    with_entry_point.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(write(with_entry_point)), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    failed = 0
+    for name, seconds, command in figures():
+        if chosen and name not in chosen:
+            continue
+        begin = time.monotonic()
+        with open(OUT / f"{name}.txt", "wb") as out:
+            process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=path), stdout=out,
+                                       stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with the engines that it has started
+                process.wait()
+        failed += process.returncode != 0
+        print(f"{name}: {time.monotonic() - begin:.0f} s, exit status {process.returncode}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
