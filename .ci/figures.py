@@ -1,7 +1,7 @@
 """Makes the figures of docs/results that one GPU can give, those that tell most first: `make figures`.
 
-T="step vmm" chooses some. Each ends in its own time, and the next one runs whatever became of it. What they print is in build/figures.
-VLLM_TRACE names a CSV file of request lengths for the workload "azure".
+T="step vmm" chooses some. Each ends in its own time, and the next one runs whatever became of it. What they print is in
+build/figures. VLLM_TRACE names a CSV file of request lengths for the workload "azure".
 
 SPDX-License-Identifier: MIT
 """
