@@ -6,7 +6,7 @@ continues them where the last one stopped. The weights of the engine stay, too, 
 would need `llm.reset_prefix_cache()`.
 
     python examples/rollout_vllm.py                                  # made-up weights: nothing is downloaded
-    python examples/rollout_vllm.py --model Qwen/Qwen3-0.6B --pool 24G
+    python examples/rollout_vllm.py --model Qwen/Qwen3-0.6B --pool 24576
     python examples/rollout_vllm.py --no-lease                       # PyTorch's own memory; the tokens must be the same
 
 SPDX-License-Identifier: MIT
@@ -23,7 +23,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pyvmem import Context, OutOfMemory, torch_pool
+from pyvmem import Context, torch_pool
 from pyvmem.vllm import open_pool
 
 MIB = 1 << 20
@@ -96,7 +96,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_model(folder, *((8, 1024) if cuda else (2, 128)))
-        options = dict(dtype="bfloat16") if cuda else dict(dtype="float32", block_size=16)
+        options = dict(dtype="bfloat16") if cuda else dict(dtype="float32", block_size=32, enforce_eager=True)
         most = args.prompt + (args.rounds + 1) * args.new
         llm = start_engine(model, (args.pool or (8192 if cuda else 64)) * MIB, max_model_len=most, **options)
         dtype = torch.bfloat16 if cuda else torch.float32

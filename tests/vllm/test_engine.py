@@ -278,3 +278,37 @@ def test_a_minimum_is_not_lent_and_a_higher_priority_gets_more(model, pool):
         engine.ended()
     watch.stop.set()
     assert watch.together <= POOL
+
+
+def borrow(tokens):
+    """A neighbour of the engines, such as a trainer: it takes memory for `tokens` rows of 1 KiB, and gives it back."""
+    from pyvmem import Context, KVCache
+    from pyvmem.vllm import open_pool
+
+    with Context("host") as context, open_pool(context) as pool, KVCache.for_model(
+        2, 2, 64, 1, tokens, POOL, pool=pool, context=context, name=None
+    ) as cache:  # fmt: skip
+        cache.alloc(tokens)
+        while not cache.step([tokens]):
+            assert pool.wait(cache, 60) != "refused", cache.shortage
+        return cache.stats().held_pages * cache.page_size, sum(member.has for member in pool.members())
+
+
+def test_a_neighbour_borrows_what_no_request_needs(model):
+    """The engine is idle meanwhile. It gives up the least recently used prefixes, and keeps the others."""
+    from pyvmem.vllm import control
+
+    own = engines.in_child(engines.serve, model("llama"), vmem=False, turns=1)["tokens"]
+    common = dict(VMEM_VLLM_POOL=f"test-{uuid.uuid4().hex[:8]}", VMEM_VLLM_POOL_SIZE=str(POOL))
+    engine = engines.Told(model("llama"), common)
+    page = engine.page()
+    engine.go()
+    engine.wait()
+    cached = page[control.CACHED]
+    held, together = engines.in_child(borrow, POOL // 2 >> 10, vmem=True, environ=common)
+    assert held >= POOL // 2 and together <= POOL
+    assert 0 < page[control.CACHED] < cached
+    engine.go()
+    engine.wait()
+    told = engine.ended()
+    assert told["tokens"] == [own, own] and told["idle"]["step_maps"] == 0
