@@ -17,7 +17,7 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pyvmem import KVPool, torch_pool
+from pyvmem import KVPool, OutOfMemory, torch_pool
 from pyvmem.transformers import VMemCache
 
 MIB = 1 << 20
@@ -85,7 +85,7 @@ def main():
             try:
                 with lease if cuda else contextlib.nullcontext():  # pages come here, and go at the end
                     loss = train(policy, optimizer, sequences, advantages)
-            except torch.OutOfMemoryError:
+            except (OutOfMemory, torch.OutOfMemoryError):  # on entering the block, or within
                 help = f"a --pool of more than {budget} bytes, fewer --sequences or a shorter --prompt"
                 raise SystemExit(f"no memory for the training step; what helps: {help}") from None
             trained = time.perf_counter()

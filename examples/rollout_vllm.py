@@ -23,7 +23,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pyvmem import Context, torch_pool
+from pyvmem import Context, OutOfMemory, torch_pool
 from pyvmem.vllm import open_pool
 
 MIB = 1 << 20
@@ -119,10 +119,9 @@ def main():
             with lease:  # pages come here, and go at the end
                 loss = train(policy, optimizer, tensor, advantages)
                 has = ", ".join(f"{m.name} {m.held / MIB:.1f}" for m in pool.members())
-        except torch.OutOfMemoryError:
-            raise SystemExit(
-                "no memory for the training step; what helps: a larger --pool or a shorter --prompt"
-            ) from None
+        except (OutOfMemory, torch.OutOfMemoryError):  # on entering the block, or within
+            help = "a larger --pool, fewer --sequences or a shorter --prompt"
+            raise SystemExit(f"no memory for the training step; what helps: {help}") from None
         trained = time.perf_counter()
         before = sum(map(len, sequences))
         sequences, known = generate(llm, sequences, args.new)
