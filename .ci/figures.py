@@ -38,7 +38,10 @@ def figures() -> list[tuple[str, int, list[str]]]:
         made[2:2] = [
             (f"vllm-{layout}", 600, [*PYVMEM, "bench", "vllm", "--layout", layout, "--turns", "2", *loads])
             for layout in ("auto", "slots")
-        ] + [("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"])]
+        ] + [
+            ("vllm-bursts", 900, [*PYVMEM, "bench", "vllm", "--bursts", "--turns", "1", "--load", "hot:600"]),
+            ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
+        ]
     return [*made, ("tests", 600, ["make", "test-gpu", "JOBS=6"])]
 
 

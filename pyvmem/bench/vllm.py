@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="two engines on vMem, loaded by turns, compared with one engine on the whole GPU and two static halves",
     )
     group.add_argument(
+        "--bursts",
+        action="store_true",
+        help="three engines on vMem under bursts that alternate and overlap: alone, in static thirds, and in one pool",
+    )
+    group.add_argument(
         "--kernels",
         action="store_true",
         help="one more turn of each workload, which adds the times of the GPU's kernels to --raw",
@@ -137,16 +143,18 @@ def loads(args: argparse.Namespace) -> Any:
 class Engine:
     """An engine's process."""
 
-    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any) -> None:
-        """vmem: on vMem, or unmodified vLLM."""
+    def __init__(
+        self, args: argparse.Namespace, vmem: bool, log: Any, more: Mapping[str, str] = {}, share: float = 0.4
+    ) -> None:
+        """vmem: on vMem, or unmodified vLLM. more: variables of its environment. share: of the device's memory."""
         down, up = os.pipe(), os.pipe()
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=8192, enforce_eager=args.eager, enable_prefix_caching=args.prefix_caching,
-            kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=0.4,
+            kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=share,
             tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
         )  # fmt: skip
-        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
+        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout, **more,
                            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         if args.tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -166,9 +174,12 @@ class Engine:
             raise RuntimeError(answer["error"])
         return answer
 
-    def ask(self, load: Any) -> Any:
+    def tell(self, load: Any) -> None:
         self._sink.write(json.dumps(load) + "\n")
         self._sink.flush()
+
+    def ask(self, load: Any) -> Any:
+        self.tell(load)
         return self.answer()
 
     def close(self) -> None:
@@ -319,13 +330,18 @@ def run(session: Session) -> list[Record]:
         from pyvmem.bench.vllm_pair import Pair
 
         kind: type[Engines] = Pair
+    elif args.bursts:
+        from pyvmem.bench.vllm_bursts import Bursts
+
+        kind = Bursts
     else:
         kind = Engines
     import torch
 
     log = os.environ.get("VMEM_VLLM_LOG", os.devnull)
+    device = torch.cuda.get_device_name(args.device) if torch.cuda.is_available() else "CPU"
     with open(log, "a", encoding="utf-8") as file:
-        turns = kind(args, torch.cuda.get_device_name(args.device), file)
+        turns = kind(args, device, file)
         try:
             turns.measure(chosen, lambda work: session.track(work, "workloads"))
         finally:

@@ -98,7 +98,7 @@ class Sampler:
     def used(self) -> int:
         import torch
 
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return total - free
 
     def kv(self) -> Any:
@@ -175,18 +175,29 @@ class Request:
         return [b - a for a, b in itertools.pairwise(self.at)]
 
 
-def serve(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | None = None) -> list[Request]:
+def serve(
+    llm: Any,
+    prompts: list[Any],
+    params: list[Any],
+    concurrency: int | None = None,
+    arrivals: list[float] | None = None,
+) -> list[Request]:
     """Run requests, in the order of the prompts. `params` must ask for output kind DELTA.
 
     concurrency: requests at a time; None for all at once.
+    arrivals: when each request arrives, in seconds from now, in order; None for at once.
     """
     engine, run, running = llm.llm_engine, next(_runs), 0
     made = [Request() for _ in prompts]
-    waiting = collections.deque(range(len(prompts)))
+    waiting, begin = collections.deque(range(len(prompts))), time.perf_counter()
     while waiting or running:
+        if arrivals and waiting and not running:
+            time.sleep(max(begin + arrivals[waiting[0]] - time.perf_counter(), 0))
         while waiting and (not concurrency or running < concurrency):
+            if arrivals and time.perf_counter() < begin + arrivals[waiting[0]]:
+                break
             i = waiting.popleft()
-            made[i].arrived = time.perf_counter()
+            made[i].arrived = begin + arrivals[i] if arrivals else time.perf_counter()
             engine.add_request(f"{run}-{i}", prompts[i], params[i])
             running += 1
         outputs = engine.step()
@@ -216,7 +227,8 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    wanted = requests_of(load)
+    vocabulary = min(30000, llm.llm_engine.vllm_config.model_config.get_vocab_size())
+    wanted = requests_of({"vocabulary": vocabulary, **load})
     prompts = [{"prompt_token_ids": p} for p, _ in wanted]
     params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False,
                              output_kind=RequestOutputKind.DELTA) for _, o in wanted]  # fmt: skip
@@ -226,8 +238,9 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
     preempted = preemptions(llm)
     gc.collect()
     with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
+        time.sleep(max(load.get("begin", 0) - time.time(), 0))  # engines begin together
         begin = time.perf_counter()
-        made = serve(llm, prompts, params, load.get("concurrency"))
+        made = serve(llm, prompts, params, load.get("concurrency"), load.get("arrivals"))
         seconds = time.perf_counter() - begin
         kv_after = idle_memory(memory)
         idle, kv_idle, state = memory.used(), memory.kv(), kv_state()

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from pyvmem.tools import cli
-from pyvmem.bench import Benchmark, vllm, vllm_engine, vllm_pair, vllm_plots
+from pyvmem.bench import Benchmark, vllm, vllm_bursts, vllm_engine, vllm_pair, vllm_plots
 from pyvmem.bench.records import Record
 
 
@@ -15,7 +15,7 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, raw=None, kernels=False, output=200,
+        code=None, offline=None, pair=False, bursts=False, raw=None, kernels=False, output=200,
         warm_up=1, stop_after=None,
     ), **changes})  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_so_many_requests_at_a_time_and_each_gap(concurrency):
 class FakeEngine:
     """Answers as an engine's process does: on vMem, faster with more memory."""
 
-    def __init__(self, args, vmem, log):
+    def __init__(self, args, vmem, log, more=None, share=None):
         self.vmem, self.asked = vmem, []
         self.limit = args.kv_memory
 
@@ -121,7 +121,7 @@ class FakeEngine:
             self.limit = load["limit"]
             return load
         return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0, cached=0, preemptions=0,
-                    tokens=[[1, 2], [3, len(self.asked)]])  # fmt: skip
+                    tokens=[[1, 2], [3, len(self.asked)]], ttft=[0.5], gaps=[[0.25, 0.75]])  # fmt: skip
 
     def close(self):
         pass
@@ -141,6 +141,46 @@ def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
         (vllm_pair.FIRST, "by turns")]  # fmt: skip
     seeds = [load["seed"] for load in pair.engines[vllm_pair.FIRST].asked if "seed" in load]
     assert len(set(seeds)) == len(seeds)  # or the prefix cache would know the prompts
+
+
+class FakeTold(FakeEngine):
+    """It is told its load, and answers later."""
+
+    def tell(self, load):
+        self.asked.append(load)
+
+    def answer(self):
+        return super().ask(self.asked.pop()) if self.asked and "begin" in self.asked[-1] else super().answer()
+
+
+def test_bursts_alternate_and_overlap():
+    n, burst = 600, 10.0
+    each = [vllm_bursts.arrivals(n, engine, burst, seed=1) for engine in range(3)]
+    assert each[0] == vllm_bursts.arrivals(n, 0, burst, seed=1)
+    for engine, times in enumerate(each):
+        assert len(times) == n and times == sorted(times)
+        first, second = (sum(30 * r + b <= t < 30 * r + b + 15 for t in times) for r, b in ((0, 10 * engine), (1, 0)))
+        assert min(first, second) >= 90  # of 100
+
+
+def test_three_engines_alone_in_thirds_and_in_a_pool(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_bursts, "Engine", FakeTold)
+    raw = tmp_path / "raw.json"
+    bursts = vllm_bursts.Bursts(arguments(turns=1, raw=str(raw)), "gpu", None)
+    bursts.measure({"hot": dict(kind="hot", batch=12)})
+    found = {r.metric: (r.median, r.n) for r in bursts.records}
+    assert found["hot, alone: output"] == found["hot, a pool: output"] == (100, 3)
+    assert found["hot, static thirds: output"] == (60, 3)
+    assert found["hot, a pool: time to first token"] == (500, 3)
+    turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
+    assert [t["how"] for t in turns] == ["alone"] * 3 + ["static thirds"] * 3 + ["a pool"] * 3
+
+
+def test_requests_come_when_they_arrive():
+    llm, when = Llm(), [0.0, 0.0, 0.05]
+    requests = vllm_engine.serve(llm, [0, 1, 2], [1, 1, 1], arrivals=when)
+    assert llm.most == 2 and requests[2].arrived - requests[0].arrived == pytest.approx(0.05)
+    assert requests[2].at[0] >= requests[2].arrived
 
 
 def test_kernels_are_watched_in_a_turn_of_their_own(monkeypatch):
