@@ -633,11 +633,11 @@ class KVCache(_Owned):
     def swap_out(self, slot: SupportsIndex, after: Any = None, host: torch.Tensor | None = None) -> None:
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
-        Quiet, unless `after` is given, as in `free`. The call then returns at once, and the rows are copied when
-        the kernels up to that point have ended, by the background thread if the cache has one (`overlap`). Until all
-        rows are copied, the slot's state is "swapping", and `swap_in` takes it back without a copy. Then the state is
-        "swapped". Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
-        itself.
+        Quiet, unless `after` is given, as in `free`. The call then returns at once, and the rows are copied when the
+        kernels up to that point have ended, by the background thread if the cache has one (`overlap`). Rows of a slot
+        that shares some with others are copied by the call that finds the kernels ended. Until all rows are copied, the
+        slot's state is "swapping", and `swap_in` takes it back without a copy. Then the state is "swapped". Once the
+        kernels have ended, the pages count as free: a step that finds no others copies the rest itself.
 
         The CPU memory is allocated, pinned for a cache on a GPU, which may take milliseconds. `host` avoids that: a
         contiguous CPU tensor of `swap_size` bytes or more, which must be pinned for a cache on a GPU. The cache keeps a

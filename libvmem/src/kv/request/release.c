@@ -74,6 +74,26 @@ int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     return rc;
 }
 
+static bool shares_rows(const vmem_kv *kv, uint32_t slot)
+{
+    bool shares = false;
+    for (uint32_t i = 0; i < kv->n_groups && !shares; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        shares = vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->hi, sp->shared_hi)) != 0;
+    }
+    return shares;
+}
+
+static int swap_now(vmem_kv *kv, uint32_t slot)
+{
+    vmem__kv_worker_hold(kv);
+    int rc = kv_swap_due(kv, slot) ? vmem__kv_swap_rest(kv, slot) : 0;
+    if (!rc && kv->slots[slot].state == VMEM_KV_SWAPPED)
+        rc = vmem__kv_cut_slot(kv, slot);
+    vmem__kv_worker_release(kv);
+    return rc;
+}
+
 int vmem__kv_end_requests(vmem_kv *kv)
 {
     int rc = 0;
@@ -82,13 +102,12 @@ int vmem__kv_end_requests(vmem_kv *kv)
         if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
             vmem__kv_wait_slot(kv, s);
             failed = end_now(kv, s);
-        } else if (kv_swap_due(kv, s) && kv->turn.has_worker) {
+        } else if (kv_swap_due(kv, s) && kv->turn.has_worker && !shares_rows(kv, s)) {
             kv->slots[s].skip = kv->slots[s].stuck = false;
             vmem__kv_worker_wake(kv);
         } else if (kv_swap_due(kv, s)) {
-            failed = vmem__kv_swap_rest(kv, s);
-            if (!failed)
-                failed = vmem__kv_cut_slot(kv, s);
+            // What others free by leaving shared rows must not depend on the worker's progress.
+            failed = swap_now(kv, s);
         }
         rc = rc ? rc : failed;
     }
