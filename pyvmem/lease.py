@@ -473,8 +473,7 @@ def torch_pool(
     wait : float
         The most seconds that entering a block waits for what the KV caches give back. An allocation waits 1 s.
     context : Context, optional
-        By default, that of a KV cache of this process in the pool, or else a new one. Members with one context
-        exchange pages without allocating device memory.
+        By default, that of a KV cache of this process in the pool, or else a new one.
     device : int
         CUDA device ordinal, if a new context is created.
     name : str
