@@ -378,9 +378,10 @@ int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes);
 // Quiet. Copies the slot's rows to host (pinned memory is faster) and releases its pages. The slot stays taken.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes);
 // Not quiet. vmem_kv_swap_out once the kernels of all steps up to this one have ended. The background thread copies;
-// without OVERLAP, or if the slot shares rows, the step or vmem_kv_retire that finds the kernels ended. The slot is VMEM_KV_SWAPPING until host has
-// all rows, then VMEM_KV_SWAPPED (vmem_kv_get_slot; vmem_kv_wait waits for the thread). host must stay valid until then,
-// or until vmem_kv_swap_in, free, free_after or destroy_after of the slot returns, which end the copying.
+// without OVERLAP, or if the slot shares rows, the step or vmem_kv_retire that finds the kernels ended. The slot is
+// VMEM_KV_SWAPPING until host has all rows, then VMEM_KV_SWAPPED (vmem_kv_get_slot; vmem_kv_wait waits for the thread).
+// host must stay valid until then, or until vmem_kv_swap_in, free, free_after or destroy_after of the slot returns, which
+// end the copying.
 //
 // Once the kernels have ended, the pages count as free: a step that finds no others copies the rest itself. A copy that
 // fails loses nothing: the slot stays SWAPPING and is tried again at the next step; a step that needs its pages returns

@@ -65,6 +65,7 @@ static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t g
 }
 // How many rows of [from, to) of a span others hold as well.
 uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group); // of the whole span
 // How many shared rows of a span nobody else needs. Slots looked at since vmem_kv.mark was raised count as gone.
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable);
 // Whether another slot has a page of rows from `tokens` on, which must not be written then.

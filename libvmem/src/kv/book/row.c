@@ -152,3 +152,9 @@ uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, 
         n += kv_row(kv, slot, group, p) != NULL;
     return n;
 }
+
+uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    return vmem__kv_rows_shared(kv, slot, group, sp->lo, KV_MIN(sp->hi, sp->shared_hi));
+}

@@ -79,7 +79,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         const struct kv_span *sp = kv_span(kv, slot, i);
         info.pages += (uint64_t)(sp->hi - sp->lo) * g->n;
         info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
-        info.shared_pages += (uint64_t)vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->shared_hi, sp->hi)) * g->n;
+        info.shared_pages += (uint64_t)vmem__kv_span_shared(kv, slot, i) * g->n;
     }
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
 }

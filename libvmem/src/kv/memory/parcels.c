@@ -29,7 +29,7 @@ uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
         uint64_t n = 0;
         if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot)) {
             // The remaining pages of a swapped slot are about to be unmapped, or their unmap failed.
-            n = s->hi - s->lo - vmem__kv_rows_shared(kv, slot, i, s->lo, KV_MIN(s->hi, s->shared_hi));
+            n = s->hi - s->lo - vmem__kv_span_shared(kv, slot, i);
         } else {
             const uint32_t from = tail(kv, slot, i, 0);
             n = s->hi - from;

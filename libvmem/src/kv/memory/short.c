@@ -22,7 +22,7 @@ static uint64_t coming(vmem_kv *kv, uint64_t step)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            const uint64_t shared = vmem__kv_rows_shared(kv, s, i, sp->lo, KV_MIN(sp->hi, sp->shared_hi));
+            const uint64_t shared = vmem__kv_span_shared(kv, s, i);
             pages += (sp->hi - sp->lo - shared + vmem__kv_rows_left(kv, s, i, evictable)) * kv->groups[i].n;
         }
         pages -= vmem__kv_reclaimable_in(kv, s);

@@ -76,12 +76,10 @@ int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 
 static bool shares_rows(const vmem_kv *kv, uint32_t slot)
 {
-    bool shares = false;
-    for (uint32_t i = 0; i < kv->n_groups && !shares; i++) {
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        shares = vmem__kv_rows_shared(kv, slot, i, sp->lo, KV_MIN(sp->hi, sp->shared_hi)) != 0;
-    }
-    return shares;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        if (vmem__kv_span_shared(kv, slot, i))
+            return true;
+    return false;
 }
 
 static int swap_now(vmem_kv *kv, uint32_t slot)
@@ -106,8 +104,7 @@ int vmem__kv_end_requests(vmem_kv *kv)
             kv->slots[s].skip = kv->slots[s].stuck = false;
             vmem__kv_worker_wake(kv);
         } else if (kv_swap_due(kv, s)) {
-            // What others free by leaving shared rows must not depend on the worker's progress.
-            failed = swap_now(kv, s);
+            failed = swap_now(kv, s); // when shared rows become free must not depend on the worker's progress
         }
         rc = rc ? rc : failed;
     }
