@@ -15,13 +15,13 @@ import contextlib
 import time
 
 import torch
+from reinforce import train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pyvmem import KVPool, OutOfMemory, torch_pool
 from pyvmem.transformers import VMemCache
 
 MIB = 1 << 20
-MICRO_BATCH = 4  # sequences that are trained on at once: activations grow with it, and not with all sequences
 
 
 def small_model(layers, width):
@@ -38,20 +38,6 @@ def generate(model, cache, sequences, new):
     return model.generate(
         sequences, attention_mask=torch.ones_like(sequences), past_key_values=cache, max_new_tokens=new, do_sample=True,
     )  # fmt: skip
-
-
-def train(policy, optimizer, sequences, advantages):
-    """One step of REINFORCE, whose gradients add up over micro-batches."""
-    total = 0.0
-    for some, advantage in zip(sequences.split(MICRO_BATCH), advantages.split(MICRO_BATCH)):
-        logits = policy(some[:, :-1], use_cache=False).logits
-        chosen = torch.log_softmax(logits.float(), -1).gather(-1, some[:, 1:, None])[..., 0]
-        loss = -(advantage[:, None] * chosen).mean() * (len(some) / len(sequences))
-        loss.backward()
-        total += float(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total
 
 
 def main():

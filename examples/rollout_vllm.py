@@ -21,13 +21,13 @@ import tempfile
 import time
 
 import torch
+from reinforce import train
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pyvmem import Context, OutOfMemory, torch_pool
 from pyvmem.vllm import open_pool
 
 MIB = 1 << 20
-MICRO_BATCH = 4  # sequences that are trained on at once
 
 
 def write_model(folder, layers, width):
@@ -66,20 +66,6 @@ def lease_of(pool, context):
         return torch_pool(pool, context=context)
     print("on a CPU, PyTorch has no memory pools: the training step allocates outside the pool")
     return contextlib.nullcontext()
-
-
-def train(policy, optimizer, sequences, advantages):
-    """One step of REINFORCE, whose gradients add up over micro-batches."""
-    total = 0.0
-    for some, advantage in zip(sequences.split(MICRO_BATCH), advantages.split(MICRO_BATCH)):
-        logits = policy(some[:, :-1], use_cache=False).logits
-        chosen = torch.log_softmax(logits.float(), -1).gather(-1, some[:, 1:, None])[..., 0]
-        loss = -(advantage[:, None] * chosen).mean() * (len(some) / len(sequences))
-        loss.backward()
-        total += float(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total
 
 
 def main():

@@ -7,6 +7,7 @@ import importlib.util
 import random
 import re
 import sys
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def example(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", TOP / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with unittest.mock.patch.object(sys, "path", [str(TOP / "examples"), *sys.path]):  # as for a script
+        spec.loader.exec_module(module)
     return module
 
 
