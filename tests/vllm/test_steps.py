@@ -25,6 +25,28 @@ def maps_in_steps(engine):
     return sum(int(engine.page.words[control.STEP_MAPS + w.memory._rank]) for w in engine.workers)
 
 
+def set_limit(e, limit):
+    """limit: blocks, None, or "moves"."""
+    if limit == "moves":
+        e.every = lambda: e.random.random() < 0.05 and e.limit(e.random.choice([60, 80, 110, 200, 400]))
+    elif limit:
+        e.limit(limit)
+
+
+def fails_in_a_child(make):
+    """Whether the engine that `make` makes reads a wrong row, or faults, under a limit that moves in every step."""
+    child = os.fork()
+    if not child:
+        try:
+            e = make()
+            e.every = lambda: e.limit(e.random.choice([40, 400]))
+            e.run(60)
+        except AssertionError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
 CASES = {
     "plenty": dict(),
     "one group": dict(kinds=("full",)),
@@ -42,10 +64,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_right_and_no_step_maps(engine, case, limit):
     e = engine(**CASES[case])
-    if limit == "moves":
-        e.every = lambda: e.random.random() < 0.05 and e.limit(e.random.choice([60, 80, 110, 200, 400]))
-    elif limit:
-        e.limit(limit)
+    set_limit(e, limit)
     e.run(40)
     assert e.read > 20_000
     assert maps_in_steps(e) == 0
@@ -69,10 +88,7 @@ SLOTS = {
 @pytest.mark.parametrize("case", SLOTS)
 def test_rows_are_right_in_slots(engine, case, limit):
     e = engine(kinds=("full",), slots=True, **SLOTS[case])
-    if limit == "moves":
-        e.every = lambda: e.random.random() < 0.05 and e.limit(e.random.choice([60, 80, 110, 200, 400]))
-    elif limit:
-        e.limit(limit)  # the least that is possible
+    set_limit(e, limit)  # 1: the least that is possible
     e.run(60)
     assert e.read > 20_000
     assert limit != 1 or e.preempted > 0
@@ -90,18 +106,14 @@ def test_slots_of_ended_requests_wait_for_their_kernels(engine, monkeypatch):
 
 def test_the_check_sees_a_seeded_fault_in_slots(engine):
     """Slots are reused, and names dropped, before the steps that use them have run."""
-    child = os.fork()
-    if not child:
-        try:
-            e = engine(kinds=("full",), slots=True, depth=3, queue=3)
-            fences = e.workers[0].memory._requests._fences
-            fences.wait, fences.done = lambda n: None, lambda n: True
-            e.every = lambda: e.limit(e.random.choice([40, 400]))
-            e.run(60)
-        except AssertionError:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] != 0
+
+    def broken():
+        e = engine(kinds=("full",), slots=True, depth=3, queue=3)
+        fences = e.workers[0].memory._requests._fences
+        fences.wait, fences.done = lambda n: None, lambda n: True
+        return e
+
+    assert fails_in_a_child(broken)
 
 
 def test_a_tight_limit_preempts_and_every_request_ends(engine):
@@ -254,14 +266,10 @@ def test_all_memory_is_lent_and_requests_go_on(engine):
 
 def test_the_check_sees_a_seeded_fault(engine):
     """Pages go before the steps that still read them have run: a row is wrong, or its address faults."""
-    child = os.fork()
-    if not child:
-        try:
-            e = engine(depth=3, queue=3)
-            e.workers[0].memory._fence = lambda: None
-            e.every = lambda: e.limit(e.random.choice([40, 400]))
-            e.run(60)
-        except AssertionError:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] != 0
+
+    def broken():
+        e = engine(depth=3, queue=3)
+        e.workers[0].memory._fence = lambda: None
+        return e
+
+    assert fails_in_a_child(broken)
