@@ -21,46 +21,47 @@ PYVMEM = [sys.executable, "-m", "pyvmem"]
 
 def figures() -> list[tuple[str, int, list[str]]]:
     """(name, seconds at most, command), in the order in which they run."""
-    stock, cuda = (["--backend", name, "--page-size", "2M"] for name in ("stock", "cuda"))
-    made = [
-        ("lease-stock", 180, [*PYVMEM, "bench", "lease", *stock]),
-        ("lease-cuda", 180, [*PYVMEM, "bench", "lease", *cuda]),
+    lease = [*PYVMEM, "bench", "lease", "--page-size", "2M", "--backend"]
+    return [
+        ("lease-stock", 180, [*lease, "stock"]),
+        ("lease-cuda", 180, [*lease, "cuda"]),
+        *(with_vllm() if importlib.util.find_spec("vllm") else ()),
         ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock", "--prove"]),
         ("step", 240, [*PYVMEM, "bench", "step", "--quick"]),
         ("vmm", 120, [*PYVMEM, "bench", "vmm", "--quick"]),
         ("share", 180, [*PYVMEM, "bench", "share", "--quick"]),
+        ("tests", 600, ["make", "test-gpu", "JOBS=6"]),
     ]
-    if importlib.util.find_spec("vllm"):
-        trace = os.environ.get("VLLM_TRACE")
-        loads = ["--load", "decode", "--load", "decode-short"]
-        if trace:
-            loads = ["--load", "azure:512", "--trace", trace, *loads]
-        made[2:2] = [
-            (f"vllm-{layout}", 600, [*PYVMEM, "bench", "vllm", "--layout", layout, "--turns", "2", *loads])
-            for layout in ("auto", "slots")
-        ] + [
-            ("vllm-bursts", 900, [*PYVMEM, "bench", "vllm", "--bursts", "--turns", "1", "--load", "hot:600"]),
-            ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
-        ]
-    return [*made, ("tests", 600, ["make", "test-gpu", "JOBS=6"])]
+
+
+def with_vllm() -> list[tuple[str, int, list[str]]]:
+    """The figures that need vLLM."""
+    vllm, trace = [*PYVMEM, "bench", "vllm", "--turns"], os.environ.get("VLLM_TRACE")
+    loads = ["--load", "azure:512", "--trace", trace] if trace else []
+    loads += ["--load", "decode", "--load", "decode-short"]
+    return [
+        ("vllm-auto", 600, [*vllm, "2", "--layout", "auto", *loads]),
+        ("vllm-slots", 600, [*vllm, "2", "--layout", "slots", *loads]),
+        ("vllm-bursts", 900, [*vllm, "1", "--bursts", "--load", "hot:600"]),
+        ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
+    ]
 
 
 def main(chosen: list[str]) -> int:
     OUT.mkdir(parents=True, exist_ok=True)
-    with_entry_point = OUT / "plugin"  # vLLM finds pyvmem only where it is installed, or by this
     sys.path.insert(0, str(ROOT / "tests" / "vllm"))
     from entry_point import write
 
-    with_entry_point.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(write(with_entry_point)), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    failed = 0
+    plugin = write(OUT / "plugin")  # vLLM finds pyvmem only where it is installed, or by this
+    path = os.pathsep.join([str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment, failed = dict(os.environ, PYTHONPATH=path), 0
     for name, seconds, command in figures():
         if chosen and name not in chosen:
             continue
         begin = time.monotonic()
         with open(OUT / f"{name}.txt", "wb") as out:
-            process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=path), stdout=out,
-                                       stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+                                       start_new_session=True)  # fmt: skip
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:

@@ -416,22 +416,22 @@ class Rows:
         self._fence = fence
 
     def _back(self, kv: KVCache, lengths: Int32s) -> None:
-        fits = try_step(kv, lengths)
-        if not fits:
-            spares.clear()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # memory that torch caches can become pages
-            fits = with_pool(kv, partial(try_step, kv, lengths))
-        if not fits:
-            live, stats = int((lengths > 0).sum()), kv.stats()
-            pages = kv.missing_pages, stats.held_pages, stats.budget_pages
-            missing, held, budget = (n * kv.page_size / MIB for n in pages)
-            raise OutOfMemory(
-                errno.ENOMEM,
-                f"{live} sequences of up to {int(lengths.max())} tokens: {missing:.1f} MiB of pages are missing "
-                f"({held:.1f} MiB held, budget {budget:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
-                f"{what_helps(kv)}; the cache is unchanged",
-            )
+        if try_step(kv, lengths):
+            return
+        spares.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory that torch caches can become pages
+        if with_pool(kv, partial(try_step, kv, lengths)):
+            return
+        live, stats = int((lengths > 0).sum()), kv.stats()
+        pages = kv.missing_pages, stats.held_pages, stats.budget_pages
+        missing, held, budget = (n * kv.page_size / MIB for n in pages)
+        raise OutOfMemory(
+            errno.ENOMEM,
+            f"{live} sequences of up to {int(lengths.max())} tokens: {missing:.1f} MiB of pages are missing "
+            f"({held:.1f} MiB held, budget {budget:.1f} MiB): lower the batch, the beams or max_new_tokens, or "
+            f"{what_helps(kv)}; the cache is unchanged",
+        )
 
     # ---- sequences -------------------------------------------------------------------------------------------
 
