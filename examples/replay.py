@@ -23,9 +23,9 @@ import torch
 
 from pyvmem import KVCache
 from pyvmem.bench import argtypes
-from pyvmem.kv.cache import TensorSpec
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.bench.traces import HASHED_TOKENS, read_trace, synthetic_trace
+from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import TensorSpec
 
 
 @dataclass(eq=False)

@@ -24,11 +24,11 @@ from pyvmem.paper import (
 )
 
 if _TYPE_CHECKING:
-    from pyvmem.parallel.cache import TensorParallelKVCache
     from pyvmem.kv.cache import KVCache, KVCacheOptions, TensorSpec, model_specs
     from pyvmem.kv.pool import KVPool
     from pyvmem.kv.prefix import PrefixCache
     from pyvmem.lease import torch_pool
+    from pyvmem.parallel.cache import TensorParallelKVCache
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from pyvmem.bench import argtypes, benchmark, plots
 from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
+from pyvmem.bench.traces import read_trace, synthetic_trace
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
-from pyvmem.bench.traces import read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pyvmem.bench.kv_load import Model
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
+    from pyvmem.bench.traces import Trace
     from pyvmem.core import Context
     from pyvmem.kv.cache import KVCache
-    from pyvmem.bench.traces import Trace
 
 
 # (model, workers, page size in KiB): tokens per page, and worst waste of a request in MB, from the paper.

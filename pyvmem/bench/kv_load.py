@@ -16,9 +16,9 @@ from pyvmem.bench import argtypes
 from pyvmem.core import MIB
 
 if TYPE_CHECKING:
+    from pyvmem.bench.traces import Trace
     from pyvmem.core import Context
     from pyvmem.kv.cache import KVCache
-    from pyvmem.bench.traces import Trace
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
-from pyvmem.core import MIB
 from pyvmem.bench.traces import read_trace, synthetic_trace
+from pyvmem.core import MIB
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record, Samples
     from pyvmem.bench.session import Session
-    from pyvmem.core import Context
     from pyvmem.bench.traces import Trace
+    from pyvmem.core import Context
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

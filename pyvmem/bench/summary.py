@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.tools import doctor
 from pyvmem.bench.session import number_text, size_text
+from pyvmem.tools import doctor
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record

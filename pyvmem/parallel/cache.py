@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from pyvmem._checks import elements, shown, uint
-from pyvmem.parallel.pledge import Pledge
 from pyvmem.errors import OutOfMemory, _error
-from pyvmem.kv.cache import KVCache, Lengths, Prefix
 from pyvmem.kv.arguments import Request
+from pyvmem.kv.cache import KVCache, Lengths, Prefix
+from pyvmem.parallel.pledge import Pledge
 
 if TYPE_CHECKING:
     from pyvmem.parallel.hashes import TensorParallelBlockHashes

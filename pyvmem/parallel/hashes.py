@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 from pyvmem._checks import elements, uint
-from pyvmem.parallel.cache import TensorParallelKVCache
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.arguments import Request
 from pyvmem.kv.hashes import KEEP, BlockHashes, Hash
+from pyvmem.parallel.cache import TensorParallelKVCache
 
 
 def _sum_of(hashes: Any) -> int:

@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pyvmem.kv.view import View, budget_answer, read_views, want_budget
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
+from pyvmem.kv.view import View, budget_answer, read_views, want_budget
 from pyvmem.tools.top import ENGINE_COLUMNS, Rates, engine_rows, limit, pool_rows, set_engine
 from pyvmem.vllm import control
 

@@ -25,8 +25,8 @@ from typing import Protocol
 import numpy as np
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv.cache import KVCache
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache
 
 WAIT = 30.0  # seconds that a step waits for memory that another process uses before it fails
 

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 import pyvmem
 from pyvmem.kv import view as kv_view
-from pyvmem.parallel.cache import TensorParallelKVCache, init_cache
-from pyvmem.parallel.pledge import AHEAD
-from pyvmem.kv.cache import KVCache
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache
 from pyvmem.kv.hashes import BlockHashes
 from pyvmem.kv.prefix import PrefixCache
+from pyvmem.parallel.cache import TensorParallelKVCache, init_cache
+from pyvmem.parallel.pledge import AHEAD
 
 SLOTS, TOKENS = 16, 600
 

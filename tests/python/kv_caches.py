@@ -9,8 +9,8 @@ from argparse import ArgumentParser
 import torch
 
 import pyvmem
-from pyvmem.tools import top
 from pyvmem.kv.cache import KVCache
+from pyvmem.tools import top
 
 PAGE_TOKENS = 128
 

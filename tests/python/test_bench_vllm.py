@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from pyvmem.tools import cli
 from pyvmem.bench import Benchmark, vllm, vllm_bursts, vllm_engine, vllm_pair, vllm_plots
 from pyvmem.bench.records import Record
+from pyvmem.tools import cli
 
 
 def arguments(**changes):

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import pyvmem
-from pyvmem.tools import cli, doctor
 from pyvmem.bench import all_benchmarks, session, summary
 from pyvmem.bench import records as form
 from pyvmem.bench.replay import Cache, replay
 from pyvmem.bench.session import parse_size, size_text
 from pyvmem.bench.traces import Trace, read_trace, synthetic_trace
+from pyvmem.tools import cli, doctor
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -13,8 +13,8 @@ from kv_caches import make, start
 
 import pyvmem
 from pyvmem import KVCacheOptions, VmemError
-from pyvmem.kv.cache import KVCache, model_specs
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache, model_specs
 from pyvmem.kv.hashes import BlockHashes
 
 SMALL = {"slots": 4, "max_tokens": 100, "budget": 64 << 20}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pyvmem.errors import InvalidArgument, VmemError
-from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache, TensorSpec
 
 TOKENS, PAGE = 8, 64 << 10
 ROW = PAGE // TOKENS

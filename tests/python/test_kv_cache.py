@@ -16,8 +16,8 @@ from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 
 import pyvmem
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache, TensorSpec
 
 MIB = 1 << 20
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyvmem.parallel import cache as distributed
 from pyvmem.kv.cache import KVCache
+from pyvmem.parallel import cache as distributed
 
 HERE = Path(__file__).parent
 

@@ -18,8 +18,8 @@ from kv_caches import Event
 from kv_draws import NUMBERS, pick, when
 
 import pyvmem
-from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.hashes import BlockHashes
 
 SLOTS, TOKENS, BLOCK = 5, 300, 32

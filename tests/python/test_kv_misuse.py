@@ -13,8 +13,8 @@ from kv_caches import Event
 
 import pyvmem
 from pyvmem.errors import InvalidArgument, OutOfMemory
-from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.blocks import BlockNames
+from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.hashes import BlockHashes
 from pyvmem.kv.prefix import PrefixCache
 
