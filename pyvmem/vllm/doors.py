@@ -64,6 +64,7 @@ class WorkerDoor:
 
         made = slots.choose(kv_cache_config, self, self._vmem_place)
         if made is None:
+            self._vmem_memory().expect(kv_cache_config)
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         else:  # to the model runner, slots are a cache with more blocks
             self._vmem, config = made

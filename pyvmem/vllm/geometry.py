@@ -9,7 +9,8 @@ This module does not import vLLM: the configuration is vLLM's KVCacheConfig.
 SPDX-License-Identifier: MIT
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pyvmem.blocks import BlockRange
@@ -36,6 +37,15 @@ def ranges_of(config: Any) -> list[BlockRange]:
         else:
             found.append(BlockRange(tensor.offset, size, tensor.block_stride, layers, tensor.layer_stride))
     return list(dict.fromkeys(found))
+
+
+def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:
+    """The largest page of which every part of a block is a whole number; else the smallest page.
+
+    Such pages are never shared, so larger ones hold no more. The device finds the memory of fewer, larger pages faster.
+    """
+    parts = math.gcd(*(n for r in ranges for n in (r.offset, r.bytes, r.stride, r.layer_stride)))
+    return max((size for size in sizes if parts % size == 0), default=min(sizes))
 
 
 def bytes_of(config: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pyvmem import Context
-from pyvmem.blocks import Blocks
+from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
@@ -70,6 +70,7 @@ class WorkerMemory:
                                  "workers (or unset VMEM_VLLM)")  # fmt: skip
         self._page, self._rank = page, rank
         self._tensor: VirtualTensor | None = None
+        self._ranges: list[BlockRange] = []
         self._blocks: Blocks | None = None
         self._pool: KVPool | None = None
         self._pool_size, self._share = 0, (0, 0)
@@ -84,14 +85,18 @@ class WorkerMemory:
 
     # ---- the start -------------------------------------------------------------------------------------------
 
+    def expect(self, config: Any) -> None:
+        """vLLM is about to allocate its KV cache with this configuration."""
+        self._ranges = geometry.ranges_of(config)
+
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         """The tensor for vLLM's KV cache, int8[size], with no page behind it."""
         if self._tensor is not None:
             raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
         context = context_on(device)
-        self._tensor = VirtualTensor((size,), torch.int8, device, page_size=min(context.page_sizes), zero=True,
-                                     context=context)  # fmt: skip
+        page = geometry.page_size(self._ranges, context.page_sizes)
+        self._tensor = VirtualTensor((size,), torch.int8, device, page_size=page, zero=True, context=context)
         return self._tensor.tensor
 
     def start(self, config: Any) -> None:
@@ -102,7 +107,7 @@ class WorkerMemory:
                 raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache where vMem cannot see it "
                                      "(or unset VMEM_VLLM)")  # fmt: skip
             return
-        ranges = geometry.ranges_of(config)
+        ranges = self._ranges
         wrong = geometry.beyond(ranges, config.num_blocks, tensor.nbytes)
         if tensor.nbytes != geometry.bytes_of(config) or wrong:
             wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {geometry.bytes_of(config)}"

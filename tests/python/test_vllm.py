@@ -343,6 +343,18 @@ def test_pages_of_blocks(case):
     assert "blocks end at" in geometry.beyond(ranges, 10, 90_000)
 
 
+@pytest.mark.parametrize("part, page", [(64 << 10, 64 << 10), (2 << 20, 2 << 20), (320 << 10, 64 << 10),
+                                        (1280 << 10, 256 << 10), (40 << 10, 64 << 10)])  # fmt: skip
+def test_pages_are_as_large_as_no_two_blocks_share(part, page):
+    sizes = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
+    blocks_outermost = geometry.ranges_of(kv_config((1, part, part, part, 0)))
+    assert geometry.page_size(blocks_outermost, sizes) == page
+    layers_outermost = geometry.ranges_of(kv_config((2, part, 10 * part, part, 0)))
+    assert geometry.page_size(layers_outermost, sizes) == page
+    apart = geometry.ranges_of(kv_config((1, part, part, part, 0), (1, part, part, part, 1 << 10)))
+    assert geometry.page_size(apart, sizes) == 64 << 10
+
+
 def test_tensors_in_host_memory_are_left_out():
     about = kv_config((1, PAGE, PAGE, PAGE, 0), (1, PAGE, PAGE, PAGE, 0))
     about.kv_cache_tensors[1].host_resident = True
