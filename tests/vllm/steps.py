@@ -165,6 +165,8 @@ class Worker:
         self.memory.gpu = self.gpu
         if slots:
             kv = self.memory.prepare(kv, slots, torch.device("cpu"))
+        else:
+            self.memory.expect(kv)
         blocks = kv.num_blocks
         flat = self.memory.allocate(blocks * size, torch.device("cpu"))
         self.memory.start(kv)
