@@ -53,6 +53,19 @@ uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint3
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
 // Whether a step that needs pages up to hi can continue from what the span has.
 static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
+// The first page, at or after `from`, of the part that can be cut off the end of a span. While kernels run, a block mapped
+// by a 2 MiB entry is cut as a whole or not at all. Pages that go together are always cut as a whole or not at all.
+uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
+// The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
+// accesses, nothing.
+struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
+// Makes [lo, hi) the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the
+// slot's table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
+void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+// Changes a span, and with it its fixed part.
+void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
+// After a change of what kernels access, or of the slot's state: brings the fixed parts up to date.
+void vmem__kv_book(vmem_kv *kv, uint32_t slot);
 
 // ---- row.c
 
@@ -72,11 +85,20 @@ uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evi
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // The entry, made with slots = 1 if there was none; NULL: out of memory.
 struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
+struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page); // of a slot's row
 int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` vmem__kv_ref_get do not fail
-// Adds holders. The entry goes when no prefix and at most one slot holds the row.
-void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes);
-void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
-void vmem__kv_ref_keep(struct kv_refs *r, struct kv_ref *ref, int blocks);  // of these, so many no longer can
+// Adds holders. The entry goes when no prefix and at most one slot holds the row: it is that slot's own then.
+void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, int slots, int prefixes);
+void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
+void vmem__kv_ref_keep(vmem_kv *kv, struct kv_ref *ref, int blocks);  // of these, so many no longer can
+void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots);    // slots that need the row
+// A slot leaves the row, and has a page of its own in its place.
+void vmem__kv_row_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page, struct kv_ref *ref);
+// Whether no call could take the row's pages back: a slot needs it, or something that may not be evicted holds it.
+static inline bool kv_row_fixed(const struct kv_refs *r, const struct kv_ref *ref)
+{
+    return ref->users || ref->prefixes != (r->keeps ? 0 : ref->cached);
+}
 
 // ---- fence.c
 
@@ -87,6 +109,8 @@ void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before th
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_ended(const vmem_kv *kv);
+// The kernels up to this step have ended: what is to be swapped out after them is not fixed any more.
+void vmem__kv_retired(vmem_kv *kv, uint64_t step);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
 // Stages a length for the next step (0: none), which lacks so many pages for it.
 void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages);

@@ -92,12 +92,28 @@ static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
     r->evictable += on ? evictable : -evictable;
 }
 
-static void hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes, int cached)
+struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_ref *ref = kv_row(kv, slot, group, page);
+    if (ref)
+        return ref;
+    ref = vmem__kv_ref_get(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
+    if (ref) // the ledger has counted the page already
+        ref->users = page >= s->fix_lo && page < s->fix_hi;
+    return ref;
+}
+
+static void hold(vmem_kv *kv, struct kv_ref *ref, int slots, int users, int prefixes, int cached)
+{
+    struct kv_refs *r = &kv->refs;
+    const bool fixed = kv_row_fixed(r, ref);
     count(r, ref, false);
     ref->slots += (uint32_t)slots;
+    ref->users += (uint32_t)users;
     ref->prefixes += (uint32_t)prefixes;
     ref->cached += (uint32_t)cached;
+    kv->ledger.fixed += (uint64_t)((kv_row_fixed(r, ref) - fixed) * (int64_t)ref->n);
     if (ref->prefixes || ref->slots > 1) {
         count(r, ref, true);
         return;
@@ -106,14 +122,29 @@ static void hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes,
     remove_entry(r, ref);
 }
 
-void vmem__kv_ref_hold(struct kv_refs *r, struct kv_ref *ref, int slots, int prefixes)
+void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, int slots, int prefixes)
 {
-    hold(r, ref, slots, prefixes, 0);
+    hold(kv, ref, slots, 0, prefixes, 0);
 }
 
-void vmem__kv_ref_cache(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, blocks, blocks); }
+void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks) { hold(kv, ref, 0, 0, blocks, blocks); }
 
-void vmem__kv_ref_keep(struct kv_refs *r, struct kv_ref *ref, int blocks) { hold(r, ref, 0, 0, -blocks); }
+void vmem__kv_ref_keep(vmem_kv *kv, struct kv_ref *ref, int blocks) { hold(kv, ref, 0, 0, 0, -blocks); }
+
+void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots)
+{
+    const bool fixed = kv_row_fixed(&kv->refs, ref);
+    ref->users += (uint32_t)slots;
+    kv->ledger.fixed += (uint64_t)((kv_row_fixed(&kv->refs, ref) - fixed) * (int64_t)ref->n);
+}
+
+void vmem__kv_row_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page, struct kv_ref *ref)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    const bool needed = page >= s->fix_lo && page < s->fix_hi;
+    kv->ledger.fixed += needed ? ref->n : 0; // the page in its place
+    hold(kv, ref, -1, -(int)needed, 0, 0);
+}
 
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {

@@ -37,11 +37,11 @@ struct kv_group {
 // Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
 struct kv_span {
     uint32_t lo, hi;
-    uint32_t need_lo, need_hi;   // what the slot's last step needed; equal: nothing
-    uint32_t keep_lo, keep_hi;   // what kernels in flight access, of the last steps and of the next
-    uint32_t shared_hi;          // pages from here on have no other holder
-    uint32_t coarse_hi;          // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
-    uint32_t stale_lo, stale_hi; // before lo: mappings of shared pages that the slot released when it was freed
+    uint32_t need_lo, need_hi; // what the slot's last step needed; equal: nothing
+    uint32_t keep_lo, keep_hi; // what kernels in flight access, of the last steps and of the next
+    uint32_t fix_lo, fix_hi;   // what no call could take back: the part that kv_ledger.fixed counts
+    uint32_t shared_hi;        // pages from here on have no other holder
+    uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
 };
 
 // Every step reads these structures of all slots, usually from memory that is no longer in the CPU's caches. They are
@@ -53,7 +53,7 @@ struct kv_slot {
     uint32_t steady; // a step to `tokens` or more, up to this, needs the same pages as the last; 0: not known
     uint32_t took;   // the last step that it took part in, or before which it was allocated
     uint8_t state;   // enum vmem_kv_slot_state
-    bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it
+    bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it: steady is 0
     bool skip;       // the worker failed here, and does not try again before the next step
     bool stuck;      // it failed to unmap here, and passes the slot over until it has nothing else to do
     bool busy;       // the worker is changing it
@@ -111,9 +111,10 @@ struct kv_ref {
     vmem_page page; // of the group's first tensor; 0: empty
     uint32_t slots, prefixes;
     uint32_t n;      // pages
+    uint32_t users;  // of the slots, those that need it: it is in the part of their span that is fixed
     uint32_t cached; // of the prefixes, hashed blocks
+    uint32_t seen;   // how often the call saw it
     uint64_t mark;   // vmem_kv.mark of the call that saw it
-    uint32_t seen;   // how often it did
 };
 struct kv_refs {
     struct kv_ref *entries;
@@ -122,6 +123,7 @@ struct kv_refs {
     uint64_t shared;     // of these, with several holders
     uint64_t only;       // of these, held by prefixes alone
     uint64_t evictable;  // of these, by hashed blocks alone
+    bool keeps;          // memory that is short evicts no hashed block
 };
 
 // Parts of spans to back, and the lists for that.
@@ -158,6 +160,7 @@ struct kv_cut {
 struct kv_ledger {
     uint64_t budget;            // the most that may exist
     uint64_t held;              // that exist, including pending ones
+    uint64_t fixed;             // of these, that no call could take back. Moved by span.c and row.c alone
     uint64_t pending;           // of these, that the worker is mapping or unmapping; they become unused or reclaimable
     uint64_t promise;           // that need no memory from the device. Written with report.lock, too
     uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
@@ -294,7 +297,9 @@ struct vmem_kv {
     struct kv_slot *slots;
     struct kv_idle *idle;  // [slot]
     struct kv_span *spans; // [slot][group]
-    uint64_t clock;        // counts the slots that are freed
+    struct kv_past
+        *stale;     // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
+    uint64_t clock; // counts the slots that are freed
     struct kv_refs refs;
     uint64_t mark; // the number of the last call that marked what it saw
     struct kv_ledger ledger;
@@ -324,6 +329,11 @@ struct vmem_kv {
 static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     return &kv->spans[(uint64_t)slot * kv->n_groups + group];
+}
+
+static inline struct kv_past *kv_stale(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return &kv->stale[(uint64_t)slot * kv->n_groups + group];
 }
 
 // The pages of one tensor of the group (index within it) in one slot.

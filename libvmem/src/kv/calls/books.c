@@ -12,7 +12,7 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     for (uint32_t t = 0; t < g->n; t++)
         for (uint32_t p = sp->lo ? sp->lo - 1 : 0; p < KV_MIN(sp->hi + 1, g->slot_pages); p++) {
             vmem_page page, want = p >= sp->lo && p < sp->hi ? kv_table(kv, g, slot, t)[p] : 0;
-            if (p >= sp->stale_lo && p < sp->stale_hi)
+            if (p >= kv_stale(kv, slot, group)->lo && p < kv_stale(kv, slot, group)->hi)
                 continue;
             int rc = vmem_query(kv->ctx, kv_addr(kv, g, slot, t, p), &page, NULL);
             if (rc)
@@ -34,6 +34,45 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
     return n;
 }
 
+// Recounts the pages that no call could take back, from the spans and rows.
+static int check_fixed(vmem_kv *kv)
+{
+    uint64_t fixed = 0, passed = 0;
+    kv->mark++;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            const struct kv_past part = vmem__kv_fixed_part(kv, s, i);
+            if (part.lo != part.hi || sp->fix_lo != sp->fix_hi)
+                if (part.lo != sp->fix_lo || part.hi != sp->fix_hi)
+                    return vmem__error(-EFAULT, "slot %u, group %u: pages [%u, %u) are fixed, not [%u, %u)", s, i,
+                                       part.lo, part.hi, sp->fix_lo, sp->fix_hi);
+            for (uint32_t p = part.lo; p < part.hi; p++) {
+                struct kv_ref *ref = kv_row(kv, s, i, p);
+                if (!ref)
+                    fixed += kv->groups[i].n;
+                else
+                    ref->seen = ref->mark == kv->mark ? ref->seen + 1 : 1;
+                if (ref)
+                    ref->mark = kv->mark;
+            }
+        }
+    for (uint64_t i = 0; i < kv->refs.size; i++) {
+        const struct kv_ref *ref = &kv->refs.entries[i];
+        if (!ref->page)
+            continue;
+        if (ref->users != (ref->mark == kv->mark ? ref->seen : 0))
+            return vmem__error(-EFAULT, "page %#" PRIx64 ": %u slots need the row, not %u", ref->page,
+                               ref->mark == kv->mark ? ref->seen : 0, ref->users);
+        fixed += kv_row_fixed(&kv->refs, ref) ? ref->n : 0;
+        passed += !kv_row_fixed(&kv->refs, ref) && ref->slots ? ref->n : 0;
+    }
+    if (fixed != kv->ledger.fixed || fixed + passed != vmem__kv_used(kv))
+        return vmem__error(-EFAULT, "%" PRIu64 " pages are fixed, not %" PRIu64 "; used %" PRIu64 ", passed %" PRIu64,
+                           fixed, kv->ledger.fixed, vmem__kv_used(kv), passed);
+    return 0;
+}
+
 int vmem__kv_check_books(vmem_kv *kv)
 {
     uint64_t pages = kv->refs.pages + kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
@@ -46,6 +85,8 @@ int vmem__kv_check_books(vmem_kv *kv)
     uint32_t waiting = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
+        if (sl->fresh && sl->steady && sl->state == VMEM_KV_ACTIVE)
+            return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it yet", s);
         waiting += sl->state == VMEM_KV_ENDING || sl->state == VMEM_KV_SWAPPING;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
@@ -74,9 +115,10 @@ int vmem__kv_check_books(vmem_kv *kv)
                 pages += ref ? 0 : g->n;
                 slots += ref != NULL;
             }
-            if (sp->stale_lo < sp->stale_hi && (!sl->stale || (sp->lo < sp->hi && sp->stale_hi > sp->lo)))
-                return vmem__error(-EFAULT, "slot %u, group %u: stale [%u, %u) beside lo %u", s, i, sp->stale_lo,
-                                   sp->stale_hi, sp->lo);
+            const struct kv_past *stale = kv_stale(kv, s, i);
+            if (stale->lo < stale->hi && (!sl->stale || (sp->lo < sp->hi && stale->hi > sp->lo)))
+                return vmem__error(-EFAULT, "slot %u, group %u: stale [%u, %u) beside lo %u", s, i, stale->lo,
+                                   stale->hi, sp->lo);
             int rc = sl->busy ? 0 : check_mapped(kv, s, i);
             if (rc)
                 return rc;
@@ -99,6 +141,7 @@ int vmem__kv_check_books(vmem_kv *kv)
                            kv->refs.shared);
     if (waiting != kv->fence.n_waiting)
         return vmem__error(-EFAULT, "%u slots wait for kernels, not %u", waiting, kv->fence.n_waiting);
-    int rc = vmem__kv_check_hashes(kv);
+    int rc = check_fixed(kv);
+    rc = rc ? rc : vmem__kv_check_hashes(kv);
     return rc ? rc : vmem__kv_check_blocks(kv);
 }

@@ -112,14 +112,15 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
     kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
+    kv->stale = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->stale));
     kv->plan.wants = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->plan.wants));
     kv->plan.changed = calloc(kv->n_slots, sizeof(*kv->plan.changed));
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
     kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));
     kv->staged.pages = calloc(kv->n_slots, sizeof(*kv->staged.pages));
-    if (!kv->slots || !kv->idle || !kv->spans || !kv->plan.wants || !kv->plan.changed || !kv->fence.past ||
-        !kv->staged.lengths || !kv->staged.pages)
+    if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
+        !kv->fence.past || !kv->staged.lengths || !kv->staged.pages)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)
@@ -231,6 +232,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->slots);
     free(kv->idle);
     free(kv->spans);
+    free(kv->stale);
     free(kv->plan.wants);
     free(kv->fence.past);
     free(kv->staged.lengths);

@@ -3,18 +3,6 @@
 // SPDX-License-Identifier: MIT
 #include "kv/memory/memory.h"
 
-// The first page, at or after `from`, of the part that can be cut off the end of a span. While kernels run, a block
-// mapped by a 2 MiB entry is cut as a whole or not at all. Pages that go together are always cut as a whole or not at
-// all.
-static uint32_t tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    from = KV_MAX(from, kv->slots[slot].fresh ? s->keep_hi : KV_MAX(s->keep_hi, s->coarse_hi));
-    while (from < s->hi && kv_joined(kv, slot, group, from))
-        from++;
-    return KV_MIN(from, s->hi);
-}
-
 // The end of the pages that the background thread would map again at once.
 static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
@@ -31,7 +19,7 @@ uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot)
             // The remaining pages of a swapped slot are about to be unmapped, or their unmap failed.
             n = s->hi - s->lo - vmem__kv_span_shared(kv, slot, i);
         } else {
-            const uint32_t from = tail(kv, slot, i, 0);
+            const uint32_t from = vmem__kv_tail(kv, slot, i, 0);
             n = s->hi - from;
             if (from < s->shared_hi) // the request was truncated, and names hold the pages
                 n -= vmem__kv_rows_shared(kv, slot, i, from, KV_MIN(s->hi, s->shared_hi));
@@ -60,7 +48,7 @@ uint64_t vmem__kv_spare(const vmem_kv *kv)
         if (kv->slots[s].state != VMEM_KV_ACTIVE)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const uint32_t spared = tail(kv, s, i, near_end(kv, s, i)) - tail(kv, s, i, 0);
+            const uint32_t spared = vmem__kv_tail(kv, s, i, near_end(kv, s, i)) - vmem__kv_tail(kv, s, i, 0);
             pages -= (uint64_t)spared * kv->groups[i].n;
         }
     }
@@ -118,7 +106,7 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
             const bool grows = spare_ahead && slot->state == VMEM_KV_ACTIVE;
-            const uint32_t from = tail(kv, s, i, grows ? near_end(kv, s, i) : 0);
+            const uint32_t from = vmem__kv_tail(kv, s, i, grows ? near_end(kv, s, i) : 0);
             if (from < sp->hi) {
                 *v = (struct kv_victim){s, i, sp->lo, from};
                 return true;

@@ -51,14 +51,17 @@ int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gr
         lo = hi = 0;
     c->lo = lo;
     c->hi = hi;
-    s->lo = lo;
-    s->hi = hi;
-    s->need_lo = KV_MIN(KV_MAX(s->need_lo, lo), hi);
-    s->need_hi = KV_MIN(KV_MAX(s->need_hi, lo), hi);
-    s->keep_lo = KV_MIN(KV_MAX(s->keep_lo, lo), hi);
-    s->keep_hi = KV_MIN(KV_MAX(s->keep_hi, lo), hi);
-    s->shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0;
-    s->coarse_hi = KV_MIN(s->coarse_hi, hi);
+    const struct kv_span now = {.lo = lo,
+                                .hi = hi,
+                                .need_lo = KV_MIN(KV_MAX(s->need_lo, lo), hi),
+                                .need_hi = KV_MIN(KV_MAX(s->need_hi, lo), hi),
+                                .keep_lo = KV_MIN(KV_MAX(s->keep_lo, lo), hi),
+                                .keep_hi = KV_MIN(KV_MAX(s->keep_hi, lo), hi),
+                                .fix_lo = KV_MIN(KV_MAX(s->fix_lo, lo), hi),
+                                .fix_hi = KV_MIN(KV_MAX(s->fix_hi, lo), hi),
+                                .shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0,
+                                .coarse_hi = KV_MIN(s->coarse_hi, hi)};
+    vmem__kv_span_set(kv, slot, group, &now);
     vmem__kv_set_backed(kv, slot);
     return 0;
 }
@@ -78,7 +81,7 @@ static void let_go(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, ui
     for (uint32_t i = from; i < to; i++) {
         struct kv_ref *ref = kv_row(kv, slot, group, i);
         if (ref)
-            vmem__kv_ref_hold(&kv->refs, ref, -1, 0);
+            vmem__kv_ref_hold(kv, ref, -1, 0);
     }
 }
 
@@ -88,14 +91,17 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
     if (rc) {
         // Steps may have changed need and keep while the worker ran. They lie in the part that was to stay, so they
         // remain valid.
-        struct kv_span *s = kv_span(kv, c->slot, c->group), now = *s;
-        *s = *b;
+        const struct kv_span *now = kv_span(kv, c->slot, c->group);
+        struct kv_span s = *b;
         if (c->lo != c->hi) {
-            s->need_lo = now.need_lo;
-            s->need_hi = now.need_hi;
-            s->keep_lo = now.keep_lo;
-            s->keep_hi = now.keep_hi;
+            s.need_lo = now->need_lo;
+            s.need_hi = now->need_hi;
+            s.keep_lo = now->keep_lo;
+            s.keep_hi = now->keep_hi;
+            s.fix_lo = now->fix_lo;
+            s.fix_hi = now->fix_hi;
         }
+        vmem__kv_span_set(kv, c->slot, c->group, &s);
         vmem__kv_set_backed(kv, c->slot);
         return;
     }
@@ -117,7 +123,7 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
     rc = vmem__kv_cut_run(kv, &kv->cut);
     vmem__kv_cut_end(kv, &kv->cut, rc);
     if (rc)
-        *kv_span(kv, slot, group) = kv->cut.before; // no other thread changed the span, so restore all of it
+        vmem__kv_span_set(kv, slot, group, &kv->cut.before); // no other thread changed it, so restore all of it
     return rc;
 }
 
@@ -205,16 +211,15 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     if (rc)
         return rc;
     kv->ledger.held -= n;
+    vmem__kv_fix(kv, slot, group, s->lo, s->lo);
     let_go(kv, slot, group, s->lo, end);
-    struct kv_span now = {.lo = end, .hi = s->hi, .stale_lo = s->lo, .stale_hi = end, .coarse_hi = s->coarse_hi};
-    if (end == s->lo) { // perhaps the request never began: keep the stale range
-        now.stale_lo = s->stale_lo;
-        now.stale_hi = s->stale_hi;
-    }
+    struct kv_span now = {.lo = end, .hi = s->hi, .coarse_hi = s->coarse_hi};
+    if (end > s->lo) // else the request perhaps never began, and what is stale stays so
+        *kv_stale(kv, slot, group) = (struct kv_past){s->lo, end};
     if (now.lo == now.hi)
         now.lo = now.hi = now.coarse_hi = 0;
-    now.need_lo = now.need_hi = now.keep_lo = now.keep_hi = now.lo;
-    kv->slots[slot].stale |= now.stale_lo < now.stale_hi;
+    now.need_lo = now.need_hi = now.keep_lo = now.keep_hi = now.fix_lo = now.fix_hi = now.lo;
+    kv->slots[slot].stale |= kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi;
     *s = now;
     vmem__kv_set_backed(kv, slot);
     return 0;
@@ -227,11 +232,10 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
     c->before = (struct kv_span){0}; // no span is cut
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_span *s = kv_span(kv, slot, i);
-        for (uint32_t t = 0; t < g->n && s->stale_lo < s->stale_hi; t++)
-            c->ops[c->n_ops++] =
-                (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, s->stale_lo),
-                                       .length = (uint64_t)(s->stale_hi - s->stale_lo) << kv->page_shift};
+        const struct kv_past *s = kv_stale(kv, slot, i);
+        for (uint32_t t = 0; t < g->n && s->lo < s->hi; t++)
+            c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, s->lo),
+                                                        .length = (uint64_t)(s->hi - s->lo) << kv->page_shift};
     }
     return rc;
 }
@@ -244,7 +248,7 @@ int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c)
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        kv_span(kv, slot, i)->stale_lo = kv_span(kv, slot, i)->stale_hi = 0;
+        *kv_stale(kv, slot, i) = (struct kv_past){0};
     kv->slots[slot].stale = false;
 }
 

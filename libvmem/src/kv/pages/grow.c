@@ -205,8 +205,8 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
                                   .need_hi = p->from,
                                   .keep_lo = p->from,
                                   .keep_hi = p->from,
-                                  .stale_lo = s->stale_lo,
-                                  .stale_hi = s->stale_hi};
+                                  .fix_lo = p->from,
+                                  .fix_hi = p->from};
         if (p->to == s->lo && s->lo < s->hi)
             s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step has asked for rows yet
         else

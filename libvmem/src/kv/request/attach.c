@@ -70,6 +70,8 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
                                .need_hi = s.hi,
                                .keep_lo = s.lo,
                                .keep_hi = s.hi,
+                               .fix_lo = sp->fix_lo,
+                               .fix_hi = sp->fix_hi,
                                .shared_hi = s.full > s.lo ? s.full : 0,
                                .coarse_hi = sp->coarse_hi};
         for (uint32_t t = 0; t < g->n; t++)
@@ -77,13 +79,14 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
                    vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
                    (s.full - s.lo) * sizeof(vmem_page));
         for (uint32_t k = s.lo; k < s.full; k++)
-            vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, k), 1, 0);
+            vmem__kv_ref_hold(kv, kv_row(kv, slot, i, k), 1, 0);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = kv->idle[slot].named = tokens;
     }
     sl->tokens = tokens;
     vmem__kv_set_backed(kv, slot);
+    vmem__kv_book(kv, slot);
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is of
@@ -329,16 +332,19 @@ static void commit_named(vmem_kv *kv, uint32_t slot, uint32_t n)
                 to[p] = op->page;
         }
         for (uint32_t p = 0; p < hi; p++)
-            vmem__kv_ref_hold(&kv->refs, kv_row(kv, slot, i, p), 1, 0);
+            vmem__kv_ref_hold(kv, kv_row(kv, slot, i, p), 1, 0);
         kv->stats.attached_pages += (uint64_t)hi * g->n;
         *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi),
                                .need_hi = hi,
                                .keep_hi = hi,
+                               .fix_lo = sp->fix_lo,
+                               .fix_hi = sp->fix_hi,
                                .shared_hi = hi,
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
     }
     sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->blocks.tokens;
     vmem__kv_set_backed(kv, slot);
+    vmem__kv_book(kv, slot);
 }
 
 int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
@@ -408,7 +414,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         return rc;
     }
     kv->ledger.held += g->n;
-    vmem__kv_ref_hold(&kv->refs, row, -1, 0);
+    vmem__kv_row_leave(kv, slot, group, page, row);
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
     return 0;

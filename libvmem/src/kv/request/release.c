@@ -60,6 +60,7 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     kv->slots[slot].state = VMEM_KV_ENDING;
     kv->idle[slot].ends = step;
     kv->fence.n_waiting += !swapping;
+    vmem__kv_book(kv, slot); // one that was due to be copied waits again
     return 0;
 }
 
@@ -134,7 +135,7 @@ int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
-        kv->fence.retired = KV_MAX(vmem__kv_ended(kv), step);
+        vmem__kv_retired(kv, KV_MAX(vmem__kv_ended(kv), step));
         rc = vmem__kv_end_requests(kv);
         vmem__kv_keep_budget(kv);
     }
@@ -197,6 +198,7 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
+    s->steady = 0;
     vmem__kv_enough();
     keep_rows(kv, slot, tokens);
     int rc = vmem__kv_unshare(kv, slot, tokens);
@@ -204,6 +206,7 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         vmem__kv_count_shortage(kv);
     if (rc) {
         restore_kept(kv, slot);
+        vmem__kv_book(kv, slot);
         return rc;
     }
     vmem__kv_forget(kv, slot);
@@ -214,9 +217,9 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         sp->need_hi = sp->keep_hi = hi;
     }
     s->tokens = tokens;
-    s->steady = 0;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
     kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
+    vmem__kv_book(kv, slot);
     vmem__kv_pass_windows(kv, slot); // if it fails, the next step does it
     return 0;
 }
@@ -250,6 +253,7 @@ int vmem__kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_
         sp->need_lo = KV_MIN(sp->need_lo, vmem__kv_need_lo(kv, &kv->groups[i], tokens));
         sp->keep_lo = KV_MIN(sp->keep_lo, sp->need_lo);
     }
+    vmem__kv_book(kv, slot);
     vmem__kv_unstage(kv, slot);
     s->tokens = tokens;
     s->steady = 0;

@@ -112,8 +112,11 @@ static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
         sp->keep_hi = keep_hi;
         sp->need_lo = w->lo;
         sp->need_hi = w->hi;
-        if (w->group + 1 == kv->n_groups)
-            kv->slots[w->slot].steady = vmem__kv_steady(kv, w->slot);
+        if (w->group + 1 < kv->n_groups)
+            continue;
+        kv->slots[w->slot].fresh = false; // before the slot is booked: kernels access it from now on
+        kv->slots[w->slot].steady = vmem__kv_steady(kv, w->slot);
+        vmem__kv_book(kv, w->slot);
     }
 }
 
@@ -131,7 +134,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
             continue;
         sl->tokens = tokens;
         sl->took = step;
-        sl->fresh = sl->skip = sl->stuck = false;
+        sl->skip = sl->stuck = false;
         due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
         if (kv->windows) {
             vmem__kv_pass_windows(kv, s); // if it fails, the next step does it
@@ -153,8 +156,7 @@ static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *leng
     }
     vmem__kv_may_take_long(kv);
     // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
-    kv->fence.retired =
-        KV_MAX(kv->fence.retired, kv->fence.step > kv->steps_in_flight ? kv->fence.step - kv->steps_in_flight : 0);
+    vmem__kv_retired(kv, KV_MAX(kv->fence.retired, kv_less(kv->fence.step, kv->steps_in_flight)));
     vmem__kv_end_requests(kv);
     return 0;
 }

@@ -48,6 +48,7 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
         return rc;
     struct kv_slot *s = &kv->slots[slot];
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
+    s->steady = 0;
     vmem__kv_forget(kv, slot);
     bool gone = false;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
@@ -55,11 +56,14 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
         rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
         gone |= some && !rc;
     }
-    if (rc && !gone)
+    if (rc && !gone) {
+        vmem__kv_book(kv, slot);
         return rc;
+    }
     // Once the first page is gone, only the copy is valid. Pages whose unmap failed are unmapped when the request is
     // swapped in.
     s->state = VMEM_KV_SWAPPED;
+    vmem__kv_book(kv, slot);
     s->shared_tokens = kv->idle[slot].named = 0;
     vmem__kv_worker_wake(kv);
     return 0;
@@ -84,7 +88,7 @@ int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byt
     idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
     idle->ends = step; // fresh slots, too: kernels may still write the attached rows
     kv->fence.n_waiting++;
-    kv->fence.retired = vmem__kv_ended(kv);
+    vmem__kv_retired(kv, vmem__kv_ended(kv));
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
     return 0;
@@ -110,6 +114,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
         s->state = VMEM_KV_ACTIVE;
         s->took = (uint32_t)kv->fence.step; // as if the rows had come back
         kv->fence.n_waiting--;
+        vmem__kv_book(kv, slot);
         return 0;
     }
     if (!rc)
@@ -139,6 +144,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     s->state = VMEM_KV_ACTIVE;
     s->fresh = true;
     s->took = (uint32_t)kv->fence.step;
+    vmem__kv_book(kv, slot);
     return 0;
 }
 

@@ -79,7 +79,7 @@ static void drop(vmem_kv *kv, uint32_t id, vmem_page *unheld, uint64_t *n)
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, row[k]);
             for (uint32_t t = 0; t < ref->n && !ref->slots && ref->prefixes == 1; t++)
                 unheld[(*n)++] = row[t * each + k];
-            vmem__kv_ref_hold(&kv->refs, ref, 0, -1);
+            vmem__kv_ref_hold(kv, ref, 0, -1);
         }
         row += kv->groups[i].n * each;
     }
@@ -163,7 +163,7 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
             for (uint32_t k = 0; k < n; k++, to++) {
                 *to = from[k];
                 if (!t)
-                    vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_get(&kv->refs, from[k], g->n), 0, 1);
+                    vmem__kv_ref_hold(kv, vmem__kv_row_get(kv, slot, i, index * n + k), 0, 1);
             }
         }
         sp->shared_hi = KV_MAX(sp->shared_hi, (index + 1) * n);

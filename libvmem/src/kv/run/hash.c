@@ -134,9 +134,9 @@ static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
             if (kv_keeps(b))
-                vmem__kv_ref_hold(&kv->refs, ref, 0, -1);
+                vmem__kv_ref_hold(kv, ref, 0, -1);
             else
-                vmem__kv_ref_cache(&kv->refs, ref, -1);
+                vmem__kv_ref_cache(kv, ref, -1);
         }
     }
     if (!b->pins)
@@ -338,7 +338,7 @@ static int add_block(vmem_kv *kv, uint32_t slot, uint32_t index, const struct vm
         for (uint32_t t = 0; t < g->n && some; t++)
             memcpy(pages + (uint64_t)t * n, kv_table(kv, g, slot, t) + rows.lo, n * sizeof(*pages));
         for (uint32_t k = 0; k < n && some; k++)
-            vmem__kv_ref_cache(&kv->refs, vmem__kv_ref_get(&kv->refs, pages[k], g->n), 1);
+            vmem__kv_ref_cache(kv, vmem__kv_row_get(kv, slot, j, rows.lo + k), 1);
         if (some)
             sp->shared_hi = KV_MAX(sp->shared_hi, rows.hi);
         pages += (uint64_t)n * g->n;
@@ -427,6 +427,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_hash_config *c)
                             .chains = chains};
     vmem__kv_hash_no_order(h);
     kv->hashes = h;
+    kv->refs.keeps = c->flags & VMEM_KV_HASH_MANUAL;
     return 0;
 }
 
@@ -523,7 +524,7 @@ static void set_priority(vmem_kv *kv, uint32_t block, uint32_t priority)
         const struct kv_past rows = vmem__kv_hash_rows(kv, &kv->groups[j], b->index);
         const vmem_page *pages = vmem__kv_hash_pages(kv, b, j);
         for (uint32_t k = 0; k < rows.hi - rows.lo && pages[k]; k++)
-            vmem__kv_ref_keep(&kv->refs, vmem__kv_ref_find(&kv->refs, pages[k]), kept);
+            vmem__kv_ref_keep(kv, vmem__kv_ref_find(&kv->refs, pages[k]), kept);
     }
     if (!b->pins)
         vmem__kv_hash_unlink(h, block);

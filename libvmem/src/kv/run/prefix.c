@@ -110,7 +110,7 @@ static int save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *id)
         for (uint32_t t = 0; t < kv->groups[i].n; t++)
             memcpy(pages + (uint64_t)t * n, kv_table(kv, &kv->groups[i], slot, t) + p->lo[i], n * sizeof(*pages));
         for (uint32_t k = 0; k < n; k++)
-            vmem__kv_ref_get(&kv->refs, pages[k], kv->groups[i].n);
+            vmem__kv_row_get(kv, slot, i, p->lo[i] + k);
         if (n)
             sp->shared_hi = KV_MAX(sp->shared_hi, p->hi[i]);
     }
@@ -159,7 +159,7 @@ void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
-            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, 1);
+            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, 1);
 }
 
 int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p)
@@ -184,7 +184,7 @@ int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p)
     kv->ledger.held -= n;
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < p->hi[i] - p->lo[i]; k++)
-            vmem__kv_ref_hold(&kv->refs, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, -1);
+            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_prefix_pages(kv, p, i)[k]), 0, -1);
     return 0;
 }
 

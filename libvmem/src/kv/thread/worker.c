@@ -432,9 +432,10 @@ static bool do_job(vmem_kv *kv)
 // job is not checked then.
 static bool do_checked_job(vmem_kv *kv)
 {
-    const uint64_t used = vmem__kv_used(kv), calls = kv->gate.calls;
+    const uint64_t used = vmem__kv_used(kv), fixed = kv->ledger.fixed, calls = kv->gate.calls;
     const bool did = do_job(kv);
-    kv->ledger.disturbed |= kv->gate.calls == calls && !kv->gate.called && vmem__kv_used(kv) != used;
+    kv->ledger.disturbed |=
+        kv->gate.calls == calls && !kv->gate.called && (vmem__kv_used(kv) != used || kv->ledger.fixed != fixed);
     return did;
 }
 
