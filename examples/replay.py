@@ -222,7 +222,7 @@ class Memory:
             if self.kv.shortage.ending_pages:  # they come back when the kernels in flight have ended
                 self.drain()
             elif self.cached.unused:
-                count = min(-(-self.kv.missing_pages // self.block_pages), len(self.cached.unused))
+                count = min(-(-self.kv.shortage.missing_pages // self.block_pages), len(self.cached.unused))
                 names = [self.name.pop(self.cached.evict()) for _ in range(count)]
                 self.names.drop(names)
                 self.free_names += names

@@ -81,7 +81,7 @@ class VAttention:
             elif id not in self.live and tokens:  # an id that the caller has chosen
                 self.live.add(self.kv.alloc(tokens, slot=id))
         if not self.kv.step(lengths):
-            raise MemoryError(f"{self.kv.missing_pages} pages are missing; nothing has changed")
+            raise MemoryError(f"{self.kv.shortage.missing_pages} pages are missing; nothing has changed")
 
     def set_deferred_reclamation(self, deferred):
         """Whether pages of ended requests stay until they are needed. False gives back what is kept now."""

@@ -91,7 +91,9 @@ class Decode:
         only[slot] = prompt
         mapped = self.cache.stats().step_mapped_pages
         if not self.cache.step(only):
-            raise MemoryError(f"{self.cache.missing_pages} pages are missing for a batch of {self.cache.slots}")
+            raise MemoryError(
+                f"{self.cache.shortage.missing_pages} pages are missing for a batch of {self.cache.slots}"
+            )
         self.prefill_pages += self.cache.stats().step_mapped_pages - mapped
         if self.attention:
             self.attention.prefill(slot, prompt)
@@ -123,7 +125,7 @@ class Decode:
                 ready = self.cache.step(self.lengths)
                 steps[i] = perf_counter_ns() - start
                 if not ready:
-                    raise MemoryError(f"{self.cache.missing_pages} pages are missing in iteration {i}")
+                    raise MemoryError(f"{self.cache.shortage.missing_pages} pages are missing in iteration {i}")
                 if self.attention:
                     self.attention.run(self.lengths)
                 else:
@@ -252,7 +254,9 @@ def prefill(
                 lengths[slot] = tokens
                 start = perf_counter_ns()
                 if not cache.step(lengths):
-                    raise MemoryError(f"{cache.missing_pages} pages are missing for a prompt of {tokens} tokens")
+                    raise MemoryError(
+                        f"{cache.shortage.missing_pages} pages are missing for a prompt of {tokens} tokens"
+                    )
                 samples.append(perf_counter_ns() - start)
                 cache.free(slot)
         metric = f"prompt of {tokens} tokens backed, {layers} layers, {name}"

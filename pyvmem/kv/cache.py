@@ -30,6 +30,7 @@ from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
 from pyvmem.kv.options import KVCacheOptions, options_of
 from pyvmem.kv.types import (
+    NO_SHORTAGE,
     GroupInfo,
     KVStats,
     Prefix,
@@ -60,6 +61,18 @@ __all__ = [
 ]
 
 Cache = TypeVar("Cache", bound="KVCache")
+
+# Names that are gone, and what took their place.
+_GONE = {
+    "absent_slots": "slot(i).absent_steps",
+    "alloc_reqid": "alloc, or pyvmem.paper.alloc_reqid",
+    "check": "step(lengths, dry=True)",
+    "check_attach": "attach_prefix(prefix, dry=True)",
+    "check_swap_in": "swap_in(slot, dry=True)",
+    "check_truncate": "truncate(slot, tokens, dry=True)",
+    "free_reqid": "free, or pyvmem.paper.free_reqid",
+    "missing_pages": "shortage.missing_pages",
+}
 
 _log = logging.getLogger("pyvmem")
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
@@ -93,8 +106,8 @@ class KVCache(_Owned):
         As given; `page_size` in bytes, also if none was given.
     context : Context
         The context that provides the memory.
-    missing_pages : int
-        How many pages the last call that found too little memory was short of; `shortage` gives the reason.
+    shortage : Shortage
+        What the last call that needed memory or a slot was short of. Only calls of this cache change it.
     options : KVCacheOptions
         The options given, with the keywords applied.
     sharing : bool
@@ -109,6 +122,11 @@ class KVCache(_Owned):
 
     Notes
     -----
+    A call that finds too little memory, or no slot, returns False, or None where it would return a number. Nothing has
+    changed then, and `shortage` says what is missing and what would help. With ``dry=True``, a call returns what it
+    would return now and changes nothing: others, such as another process, may take the memory of a `lazy` cache or of a
+    pool before the call itself.
+
     Between one step and the next, kernels may access the rows that the step backed. A call marked *Quiet* requires that
     no kernel in flight accesses the slot.
     """
@@ -127,7 +145,7 @@ class KVCache(_Owned):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> None:
-        self.missing_pages = 0
+        self.shortage = NO_SHORTAGE
         self._raw_stats: Any = None
         self._reported: KVStats | None = None  # the statistics that were read last
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
@@ -222,6 +240,12 @@ class KVCache(_Owned):
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
 
+    if not TYPE_CHECKING:  # which would otherwise find every name
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{text}: use {_GONE[name]}" if name in _GONE else text, name=name, obj=self)
+
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"<pyvmem.KVCache {self.slots} slots of {self.max_tokens} tokens on {self.context.backend}{state}>"
@@ -301,11 +325,7 @@ class KVCache(_Owned):
             options["flags"], options["slot"] = lib.VMEM_KV_ALLOC_SLOT, uint("slot", slot, 32)
         chosen = ffi.new("uint32_t *")
         rc = lib.vmem_kv_alloc_with(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
-        if rc == -errno.ENOSPC:
-            self.missing_pages = 0
-            return None
-        _check(rc)
-        return int(chosen[0])
+        return int(chosen[0]) if self._answer(rc) else None
 
     def expect(self, tokens: npt.ArrayLike, prefix_tokens: npt.ArrayLike | None = None) -> None:
         """Announce the requests that will be allocated next, by the tokens of their first step.
@@ -344,7 +364,7 @@ class KVCache(_Owned):
             raise
         self._watch(after, number)
 
-    def step(self, lengths: Lengths) -> bool:
+    def step(self, lengths: Lengths, *, dry: bool = False) -> bool:
         """Back the rows of the coming iteration.
 
         Parameters
@@ -352,14 +372,18 @@ class KVCache(_Owned):
         lengths : sequence, numpy array or torch CPU tensor of `slots` ints
             Tokens of each slot once the iteration has run; 0 for slots that take no part. With `zero_ends`, 0 ends an
             active request, as `free` does after the last step that it took part in.
+        dry : bool
+            Only answer. Requests that are ending count as running: after False, the step itself may find that they have
+            ended.
 
         Returns
         -------
         bool
-            False: memory is short. Nothing has changed then, and the step can succeed only once `missing_pages` more
-            pages are free: free or swap out a request.
+            False: memory is short. If `shortage.step` is not 0, wait for the kernels of that step, `retire` it and try
+            again; otherwise free or swap out a request.
         """
-        return self._answer(lib.pv_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots))
+        call = lib.pv_kv_check if dry else lib.pv_kv_step
+        return self._answer(call(self._ready(), lengths_of(lengths, self.slots), self.slots))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
         """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
@@ -375,32 +399,23 @@ class KVCache(_Owned):
         """
         return self._answer(lib.pv_kv_commit(self._ready()))
 
-    def check(self, lengths: Lengths) -> bool:
-        """Return what `step` would return now, and change nothing.
-
-        Requests that are ending count as running: after False, the step may still find that they have ended. After
-        True, a `lazy` cache or a member of a pool may find that others, such as another process, have taken the memory.
-        """
-        return self._answer(lib.pv_kv_check(self._ready(), lengths_of(lengths, self.slots), self.slots))
-
-    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> None:
+    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None, *, dry: bool = False) -> bool:
         """Discard rows from `tokens` onward (rejected speculation).
 
-        Quiet, unless `after` is given, as in `free`: kernels up to that point may still touch the rows. Raises
-        `OutOfMemory` if there is no memory to copy a shared page (`check_truncate`), and `VmemError` (EBUSY) if shared
-        rows would have to be copied before those kernels end. In both cases, nothing changes.
+        Quiet, unless `after` is given, as in `free`: kernels up to that point may still touch the rows. Returns False
+        if there is no memory to copy a shared page. Raises `VmemError` (EBUSY), and changes nothing, if shared rows
+        would have to be copied before those kernels end.
         """
         kv, slot, tokens = self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)
+        number = 0 if after is None else self._fence(after)
+        if dry:
+            return self._answer(lib.pv_kv_truncate_check(kv, slot, tokens))
         if after is None:
-            _check(lib.vmem_kv_truncate(kv, slot, tokens))
-        else:
-            number = self._fence(after)
-            _check(lib.vmem_kv_truncate_after(kv, slot, tokens, number))
-            self._watch(after, number)
-
-    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
-        """Return whether `truncate` would find the memory to copy a shared page."""
-        return self._answer(lib.pv_kv_truncate_check(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
+            return self._answer(lib.vmem_kv_truncate(kv, slot, tokens))
+        if not self._answer(lib.vmem_kv_truncate_after(kv, slot, tokens, number)):
+            return False
+        self._watch(after, number)
+        return True
 
     def wait(self) -> None:
         """Wait until the background thread has nothing left to do."""
@@ -414,17 +429,6 @@ class KVCache(_Owned):
         pages = (raw.pages, raw.shared_pages, raw.needed_pages)
         return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps)
 
-    def absent_slots(self, steps: SupportsIndex = 1) -> list[int]:
-        """Return the active slots that took part in none of the last `steps` steps, nor were allocated or swapped in
-        since.
-
-        Their requests are waiting, or have ended without being freed. ``stats().absent_slots`` counts the slots that
-        were absent from the last step.
-        """
-        raw, count = ffi.new("uint32_t[]", self.slots), ffi.new("uint32_t *")
-        _check(lib.vmem_kv_absent_slots(self._use(), uint("steps", steps, 32), raw, self.slots, count))
-        return list(raw[0 : count[0]])
-
     def tokens(self, slots: Iterable[int]) -> list[int]:
         """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
         raw, kv, get = structure("vmem_kv_slot_info"), self._use(), lib.vmem_kv_get_slot
@@ -437,22 +441,23 @@ class KVCache(_Owned):
     # ---- when memory is short --------------------------------------------------------------------------------
 
     def _answer(self, answer: int) -> bool:
-        """Return what a call that may lack memory returns: whether it found enough. `answer`: the pages missing."""
-        if not answer:
+        """Return whether a call found memory and a slot, and note what it was short of. `answer`: pages, or -errno."""
+        if not answer and not self.shortage.reason:
             return True
-        if answer < 0:
+        if answer < 0 and answer not in (-errno.ENOMEM, -errno.ENOSPC):
             _check(answer)
-        self.missing_pages = answer
+        if not answer:
+            self.shortage = NO_SHORTAGE
+            return True
+        self.shortage = self._short()
+        if not self.shortage.reason:  # such as ENOMEM of the system
+            _check(answer)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%r: %s", self, self.shortage)
         return False
 
-    @property
-    def shortage(self) -> Shortage:
-        """The `Shortage` of this thread's last call that found too little memory or no slot, on whichever cache.
-
-        Read it right after that call: later calls may reset it.
-        """
+    def _short(self) -> Shortage:
+        """What the call that has just returned was short of."""
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))
         return shortage_of(raw)
@@ -463,9 +468,8 @@ class KVCache(_Owned):
         """Return how many of these new requests, in this order, would find a slot and memory; changes nothing.
 
         The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step
-        together with all growth that is staged, unless others take the memory before (see `KVCache.check`). The next
-        request would not fit: `shortage` says why, and `missing_pages` how much it lacks. New requests must leave the
-        watermark free (`set_watermark`).
+        together with all growth that is staged, unless others take the memory before. The next request would not fit,
+        and `shortage` says what it lacks. New requests must leave the watermark free (`set_watermark`).
 
         Parameters
         ----------
@@ -477,11 +481,7 @@ class KVCache(_Owned):
         raw, _kept = requests_of(requests, self._hashes)
         fit = ffi.new("size_t *")
         data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
-        rc = lib.pv_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit)
-        if rc == -errno.ENOSPC:
-            self.missing_pages = 0
-        else:
-            self._answer(rc)
+        self._answer(lib.pv_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit))
         return int(fit[0])
 
     def room(self, slot: SupportsIndex | None = None) -> int:
@@ -578,21 +578,25 @@ class KVCache(_Owned):
         info = self._prefix_info(self._of_prefix(prefix, None)[0])
         return info.pages, info.own_pages
 
-    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> bool:
+    def attach_prefix(
+        self,
+        prefix: Prefix,
+        slot: SupportsIndex | None = None,
+        tokens: SupportsIndex | None = None,
+        *,
+        dry: bool = False,
+    ) -> bool:
         """Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
 
         Full pages are mapped, not copied. Kernels that write their rows may still be in flight, provided that kernels
         that read the rows in this slot run after them. Rows in a partial last page are copied, so they must have been
         written. Returns False as `step` does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has
-        the rows that the next token reads.
+        the rows that the next token reads. With `dry`, the slot is ignored and may be left out.
         """
         id, tokens = self._of_prefix(prefix, tokens)
+        if dry:
+            return self._answer(lib.pv_kv_attach_check(self._ready(), id, tokens))
         return self._answer(lib.pv_kv_attach(self._ready(), id, uint("slot", slot, 32), tokens))
-
-    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> bool:
-        """Return whether `attach_prefix` would find memory."""
-        id, tokens = self._of_prefix(prefix, tokens)
-        return self._answer(lib.pv_kv_attach_check(self._ready(), id, tokens))
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """Drop a prefix. Pages without another holder are released."""
@@ -664,9 +668,11 @@ class KVCache(_Owned):
             raise
         self._watch(after, number)
 
-    def swap_in(self, slot: SupportsIndex) -> bool:
+    def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
         """Copy a swapped slot back to the same addresses. Returns False as `step` does."""
         kv, slot = self._ready(), uint("slot", slot, 32)
+        if dry:
+            return self._answer(lib.pv_kv_swap_check(kv, slot))
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
@@ -675,10 +681,6 @@ class KVCache(_Owned):
             return False
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return True
-
-    def check_swap_in(self, slot: SupportsIndex) -> bool:
-        """Return whether `swap_in` would find memory."""
-        return self._answer(lib.pv_kv_swap_check(self._ready(), uint("slot", slot, 32)))
 
     # ---- memory ----------------------------------------------------------------------------------------------
 

@@ -163,22 +163,20 @@ class BlockHashes:
         _check(lib.vmem_kv_hash_peek(self.cache._use(), raw, n, tokens))
         return int(tokens[0])
 
-    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int | None:
+    def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
         """Start a newly allocated slot, which no kernel accesses, with the known ones of these blocks.
 
         Returns the tokens that the slot then has, 0 if no block is known, or None if there is no memory to copy the
         last, partial page. The next token must be computed, so leave out the hash of a block that
-        ends the prompt.
+        ends the prompt. With `dry`, nothing changes, and the slot is ignored and may be None.
         """
+        if dry:
+            tokens, short = self._look(hashes)
+            return None if short else tokens
         raw, n = self._raw(hashes)
-        tokens = ffi.new("uint32_t *")
-        rc = lib.pv_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, tokens)
-        return int(tokens[0]) if self.cache._answer(rc) else None
-
-    def check_attach(self, hashes: Iterable[Hash]) -> int | None:
-        """Return what `attach` would return now, and change nothing. The slot need not be allocated yet."""
-        tokens, short = self._look(hashes)
-        return None if short else tokens
+        found = ffi.new("uint32_t *")
+        rc = lib.pv_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, found)
+        return int(found[0]) if self.cache._answer(rc) else None
 
     def _look(self, hashes: Iterable[Hash]) -> tuple[int, bool]:
         """How many tokens are known, and whether memory is too short to begin with them."""
@@ -205,9 +203,7 @@ class BlockHashes:
             raise
         if cached is not None:
             return slot, cached
-        missing, self.cache.missing_pages = self.cache.missing_pages, 0
         self.cache.free(slot)
-        self.cache.missing_pages = missing
         return None, 0
 
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:

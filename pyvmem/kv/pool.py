@@ -49,7 +49,7 @@ class KVPool(_Owned):
     Notes
     -----
     A step that needs more than its budget takes what is free in the pool at once. If that is too little, it returns
-    -1, and the pool asks the other members; `KVCache.shortage` says how much may come (``coming_pages``), and `wait`
+    False, and the pool asks the other members; `KVCache.shortage` says how much may come (``coming_pages``), and `wait`
     waits for the answer. The pool's thread gives back what another member needs: unused budget, kept pages and pages
     ahead of need, but never what a request needs.
     """

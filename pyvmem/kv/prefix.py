@@ -97,7 +97,7 @@ class PrefixCache:
             self.misses += slot is not None
             return slot, 0
         while not self.cache.attach_prefix(prefix, slot, cached):
-            if not self.evict(self.cache.missing_pages, spare=prefix.id):
+            if not self.evict(self.cache.shortage.missing_pages, spare=prefix.id):
                 self.cache.free(slot)
                 return None, 0
         self.hits += 1
@@ -164,7 +164,7 @@ class PrefixCache:
     def step(self, lengths: "Lengths") -> bool:
         """Perform `KVCache.step`, dropping prefixes while memory is short. Returns False if that is not enough."""
         while not self.cache.step(lengths):
-            if not self.evict(self.cache.missing_pages):
+            if not self.evict(self.cache.shortage.missing_pages):
                 return False
         return True
 

@@ -13,6 +13,7 @@ import errno
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from pyvmem._checks import elements, shown, uint
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv.arguments import Request
-from pyvmem.kv.cache import KVCache, Lengths, Prefix
+from pyvmem.kv.cache import _GONE, KVCache, Lengths
+from pyvmem.kv.types import NO_SHORTAGE, Prefix, Shortage
 from pyvmem.parallel.pledge import Pledge
 
 if TYPE_CHECKING:
@@ -34,13 +36,15 @@ if TYPE_CHECKING:
 # TensorParallelKVCache; tests/python/test_kv_distributed.py compares both with KVCache.
 _LOCAL = frozenset(
     (
-        "absent_slots closed context expect flat groups keys last_step layout max_tokens metrics_json "
-        "metrics_prometheus options page_size picture same_slots set_watermark sharing shortage slot slots specs stats "
-        "step_maps swap_size tensors tile_rows tokens values wait"
+        "closed context expect flat groups keys last_step layout max_tokens metrics_json metrics_prometheus options "
+        "page_size picture same_slots set_watermark sharing slot slots specs stats step_maps swap_size tensors "
+        "tile_rows tokens values wait"
     ).split()
 )
 
 _RANKS = 1 << 12  # at most; the agreement packs a rank beside the pages that it lacks
+_NEVER = 1 << 62  # the step of a shortage that no kernel's end makes good
+_REASONS = (None, "budget", "device", "mappings", "slots")
 _OTHER = 1 << 20  # reported by a rank whose call raised an exception without an errno
 
 
@@ -79,10 +83,10 @@ class TensorParallelKVCache:
 
     Attributes
     ----------
-    missing_pages : int
-        After a call that found too little memory: the pages missing on the rank that lacks most.
-    short_rank : int or None
-        That rank, in the group.
+    shortage : Shortage
+        As in `KVCache`, and equal on every rank: `rank` is the rank of the group that lacks most, `reason` and
+        `missing_pages` are its own, and `step` is the step for which all ranks together must wait. The other numbers
+        are the largest of any rank.
     agreements : int
         All-reduces so far.
 
@@ -102,8 +106,7 @@ class TensorParallelKVCache:
             raise ValueError("cache must be created with same_slots=True: otherwise the ranks choose different slots")
         self.cache = cache
         self.group = group
-        self.missing_pages = 0
-        self.short_rank: int | None = None
+        self.shortage = NO_SHORTAGE
         self.agreements = 0
         self._staged: dict[int, int] = {}  # as the ranks agreed on
         self._active: set[int] = set()  # slots of requests that are not swapped out
@@ -126,7 +129,8 @@ class TensorParallelKVCache:
                 "blocks, hashes and pools need a KVCache, not a TensorParallelKVCache: ranks would part "
                 "(pyvmem.parallel.hashes has hashes for all ranks)"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(f"{text}: use {_GONE[name]}" if name in _GONE else text, name=name, obj=self)
 
     def _vote(
         self,
@@ -138,9 +142,9 @@ class TensorParallelKVCache:
     ) -> tuple[Any, int]:
         """Make a call on every rank, and agree on its result by one all-reduce.
 
-        Returns the call's result and the largest `number` of the ranks' results. `missing_pages` becomes the largest of
-        the ranks'. If the call raised on a rank, or the ranks made different calls (`what`), it raises on every rank,
-        after `undo` has undone it on the ranks where it succeeded.
+        Returns the call's result and the largest `number` of the ranks' results, and sets `shortage`. If the call
+        raised on a rank, or the ranks made different calls (`what`), it raises on every rank, after `undo` has undone
+        it on the ranks where it succeeded.
         """
         if self._broken:
             raise RuntimeError(self._broken)
@@ -162,28 +166,33 @@ class TensorParallelKVCache:
     ) -> tuple[Any, int]:
         error: Exception | None = None
         result = None
-        self.cache.missing_pages = 0
+        self.cache.shortage = NO_SHORTAGE
         try:
             result = call(*args)
         except Exception as raised:  # any exception: the other ranks wait for this one's answer
             error = raised
         code = zlib.crc32(what.encode())
         number_of_error = 0 if error is None else getattr(error, "errno", None) or _OTHER
+        mine = self.cache.shortage
+        lacking = mine.missing_pages * len(_REASONS) + _REASONS.index(mine.reason)
         # With the lowest rank of those that lack most, or whose error has the largest number.
-        failed, short = (n * _RANKS + _RANKS - 1 - self._rank for n in (number_of_error, self.cache.missing_pages))
+        failed, short = (n * _RANKS + _RANKS - 1 - self._rank for n in (number_of_error, lacking))
         value = number(result) if number and error is None else -(2**62)
-        words = code, -code, self._past, -self._past, failed, short, value
-        most, least, past, least_past, failed, short, value = self._most(what, words)
+        until = mine.step or _NEVER if mine.reason else 0
+        words = (
+            code, -code, self._past, -self._past, failed, value, short, until, mine.prefix_pages, mine.requests,
+            mine.ending_pages, mine.watermark_pages,
+        )  # fmt: skip
+        most, least, past, least_past, failed, value, short, *others = self._most(what, words)
         calls = self._gathered(what, (what, self._past)) if most != -least or past != -least_past else []
         self._past = 0
-        self.missing_pages = short // _RANKS
-        self.short_rank = _RANKS - 1 - short % _RANKS if self.missing_pages else None
+        self.shortage = self._shortage(short, *others)
         number_of_error, by = failed // _RANKS, _RANKS - 1 - failed % _RANKS
         if error is None and (number_of_error or calls) and undo:
             self._undo(undo, result)
         if past != -least_past:
-            others = ", ".join(str(rank) for rank, (_, before) in enumerate(calls) if before != calls[0][1])
-            self._broken = f"{what}: rank {others} made other calls before than rank 0; they cannot agree any more"
+            parted = ", ".join(str(rank) for rank, (_, before) in enumerate(calls) if before != calls[0][1])
+            self._broken = f"{what}: rank {parted} made other calls before than rank 0; they cannot agree any more"
             raise RuntimeError(self._broken) from error
         if error is not None:
             raise error
@@ -195,6 +204,17 @@ class TensorParallelKVCache:
         if number_of_error:
             raise _error(number_of_error, f"{what} failed on rank {by}")
         return result, value
+
+    @staticmethod
+    def _shortage(short: int, step: int, prefix: int, requests: int, ending: int, watermark: int) -> Shortage:
+        """The shortage that the ranks' largest numbers describe."""
+        missing, reason = divmod(short // _RANKS, len(_REASONS))
+        if not reason:
+            return NO_SHORTAGE
+        step = 0 if step == _NEVER else step
+        return Shortage(
+            _REASONS[reason], missing, prefix, requests, ending, watermark, step=step, rank=_RANKS - 1 - short % _RANKS
+        )
 
     def _argument(self, what: str, make: Callable[[], Any]) -> Any:
         """What `make` makes of an argument. If it raises on this rank, the call raises on every rank."""
@@ -263,9 +283,9 @@ class TensorParallelKVCache:
         return result
 
     def _fits(self, what: str, check: Callable[..., Any], *args: Any) -> bool:
-        """Whether a check of `KVCache` finds memory on every rank."""
-        self._vote(what, check, *args)
-        return not self.missing_pages
+        """Whether a dry call of `KVCache` finds memory on every rank."""
+        self._vote(what, partial(check, *args, dry=True))
+        return not self.shortage.reason
 
     def _done(self, answer: bool) -> bool:
         """The result of a call that the ranks agreed on."""
@@ -295,6 +315,7 @@ class TensorParallelKVCache:
         """As `KVCache.alloc`: the same slot on every rank."""
         call = self.cache.alloc
         chosen: int | None = self._note("alloc", call, tokens, slot=slot, prefix_tokens=prefix_tokens)
+        self.shortage = self.cache.shortage
         if chosen is not None:
             self._active.add(chosen)
         return chosen
@@ -305,12 +326,7 @@ class TensorParallelKVCache:
         self._note(f"free({slot}, {fence})", self.cache.free, slot, fence)
         self._ends(slot)
 
-    def check(self, lengths: Lengths) -> bool:
-        """What `step` would return now, without doing anything."""
-        self._pledge.clear()  # it takes over a budget that another process requested
-        return self._fits(f"check({_sum_of(lengths)})", self.cache.check, lengths)
-
-    def step(self, lengths: Lengths) -> bool:
+    def step(self, lengths: Lengths, *, dry: bool = False) -> bool:
         """As `KVCache.step`: True on every rank, or False on every rank, in which case nothing changed on any.
 
         A step asks the other ranks unless all of them know from an earlier one that it fits: they agree on 32
@@ -323,6 +339,9 @@ class TensorParallelKVCache:
         OutOfMemory
             A device has less memory than its budget. Only with ``lazy``: otherwise memory is allocated at the start.
         """
+        if dry:
+            self._pledge.clear()  # a dry step takes over a budget that another process requested
+            return self._fits(f"step({_sum_of(lengths)}, dry)", self.cache.step, lengths)
         numbers = self._numbers(lengths)
         if numbers is not None and self.cache.options.zero_ends:
             self._end_absent(numbers, lengths)
@@ -348,13 +367,14 @@ class TensorParallelKVCache:
         if absent:
             self._pledge.clear()
             # Lengths that a rank refuses end nothing.
-            self._vote(f"step({_sum_of(lengths)})", self.cache.check, lengths)
+            self._fits(f"step({_sum_of(lengths)})", self.cache.step, lengths)
             for slot in sorted(absent):
                 self.free(slot, self.cache.last_step)
 
     def _take(self, what: str, numbers: npt.NDArray[Any], call: Callable[..., bool], *args: Any) -> bool:
         """Make a step that is known to fit on every rank."""
         answer = self._done(self._note(f"{what}({_sum_of(numbers)})", call, *args))
+        self.shortage = NO_SHORTAGE
         self._pledge.took(numbers)
         return answer
 
@@ -365,10 +385,10 @@ class TensorParallelKVCache:
         pledge = self._pledge
 
         def check() -> bool:
-            return self.cache.check(lengths) and numbers is not None and pledge.assured(numbers)
+            return self.cache.step(lengths, dry=True) and numbers is not None and pledge.assured(numbers)
 
         ahead = self._vote(f"{what}({_sum_of(lengths)})", check, number=lambda assured: not assured)[1] == 0
-        if self.missing_pages:
+        if self.shortage.reason:
             pledge.clear()
             return False
         answer = self._done(self._note(what, call, *args))
@@ -391,6 +411,7 @@ class TensorParallelKVCache:
             lengths[at] = length
             if length and self._pledge.covers(lengths):
                 self._done(self._note(what, self.cache.grow, at, length))
+                self.shortage = NO_SHORTAGE
                 self._staged[at] = length
                 return True
 
@@ -399,7 +420,7 @@ class TensorParallelKVCache:
                 self.cache.grow(at, self._staged.get(at, 0))
 
         answer, _ = self._vote(what, self.cache.grow, at, length, undo=undo)
-        if self.missing_pages:
+        if self.shortage.reason:
             undo(answer)
             return False
         self._staged[at] = length
@@ -422,20 +443,24 @@ class TensorParallelKVCache:
             self._staged.clear()
         return answer
 
-    def check_attach(self, prefix: Prefix, tokens: SupportsIndex | None = None) -> bool:
-        """As `KVCache.check_attach`, for all ranks."""
-        what = f"check_attach({self._name(prefix)}, {tokens})"
-        return self._fits(what, self.cache.check_attach, prefix, tokens)
-
     def _name(self, prefix: Prefix) -> str:
         """A prefix by the number that it has on every rank."""
         return f"prefix {self._prefixes.get(prefix.id)}" if isinstance(prefix, Prefix) else "no prefix"
 
-    def attach_prefix(self, prefix: Prefix, slot: SupportsIndex, tokens: SupportsIndex | None = None) -> bool:
+    def attach_prefix(
+        self,
+        prefix: Prefix,
+        slot: SupportsIndex | None = None,
+        tokens: SupportsIndex | None = None,
+        *,
+        dry: bool = False,
+    ) -> bool:
         """As `KVCache.attach_prefix`, on every rank or on none."""
+        what = f"attach_prefix({self._name(prefix)}, {slot}, {tokens}{', dry' if dry else ''})"
+        if dry:
+            return self._fits(what, self.cache.attach_prefix, prefix, slot, tokens)
         self._pledge.clear()
-        what = f"attach_prefix({self._name(prefix)}, {slot}, {tokens})"
-        if not self._fits(what, self.cache.check_attach, prefix, tokens):
+        if not self._fits(what, self.cache.attach_prefix, prefix, slot, tokens):
             return False
         return self._done(self.cache.attach_prefix(prefix, slot, tokens))
 
@@ -456,14 +481,12 @@ class TensorParallelKVCache:
         fewest = self._vote(what, call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
         return -fewest >> 31, -fewest & (1 << 31) - 1
 
-    def check_swap_in(self, slot: SupportsIndex) -> bool:
-        """As `KVCache.check_swap_in`, for all ranks."""
-        return self._fits(f"check_swap_in({slot})", self.cache.check_swap_in, slot)
-
-    def swap_in(self, slot: SupportsIndex) -> bool:
+    def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
         """As `KVCache.swap_in`, on every rank or on none."""
+        if dry:
+            return self._fits(f"swap_in({slot}, dry)", self.cache.swap_in, slot)
         self._pledge.clear()
-        if not self._fits(f"swap_in({slot})", self.cache.check_swap_in, slot):
+        if not self._fits(f"swap_in({slot})", self.cache.swap_in, slot):
             return False
         answer = self._done(self.cache.swap_in(slot))
         self._active.add(int(slot))
@@ -489,29 +512,28 @@ class TensorParallelKVCache:
         self._vote(f"swap_out({slot}, {after})", call, undo=undo)
         self._ends(slot)
 
-    def check_truncate(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
-        """As `KVCache.check_truncate`, for all ranks."""
-        return self._fits(f"check_truncate({slot}, {tokens})", self.cache.check_truncate, slot, tokens)
-
-    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: SupportsIndex | None = None) -> None:
-        """As `KVCache.truncate`. Raises `OutOfMemory` on every rank if one of them cannot copy a shared page.
+    def truncate(
+        self, slot: SupportsIndex, tokens: SupportsIndex, after: SupportsIndex | None = None, *, dry: bool = False
+    ) -> bool:
+        """As `KVCache.truncate`, on every rank or on none: False if one of them cannot copy a shared page.
 
         `after` must be a step's number, because events complete at different times on each rank.
         """
-        self._pledge.clear()
-        what = f"truncate({slot}, {tokens}, {after})"
-        if not self._fits(what, self.cache.check_truncate, slot, tokens):
-            why = f"{self.missing_pages} pages are missing on rank {self.short_rank} to copy shared pages"
-            raise OutOfMemory(errno.ENOMEM, f"{why}; end or swap out a request there, or raise its budget")
+        what = f"truncate({slot}, {tokens}, {after}{', dry' if dry else ''})"
 
+        def call(dry: bool) -> bool:
+            return self.cache.truncate(slot, tokens, None if after is None else uint("after", after), dry=dry)
+
+        if dry:
+            return self._fits(what, call)
+        self._pledge.clear()
+        if not self._fits(what, call):
+            return False
         if after is not None and self._hashes is not None:
             self._agree_on_sharing(slot, tokens)
-
-        def call() -> None:
-            self.cache.truncate(slot, tokens, None if after is None else uint("after", after))
-
-        self._vote(what, call)
+        self._done(self._vote(what, partial(call, dry=False))[0])
         self._staged.pop(int(slot), None)
+        return True
 
     def _agree_on_sharing(self, slot: SupportsIndex, tokens: SupportsIndex) -> None:
         """Refuse a truncation that some ranks would refuse, because they hold blocks that others have evicted."""

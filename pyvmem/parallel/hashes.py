@@ -27,8 +27,8 @@ def _sum_of(hashes: Any) -> int:
 class TensorParallelBlockHashes:
     """The `BlockHashes` of a `TensorParallelKVCache`: the same calls, which every rank makes with the same arguments.
 
-    A block is known if every rank knows it. `alloc` asks the other ranks once or twice, `attach`, `peek`,
-    `check_attach`, `evict` and `evicted` at least once. `add`, `drop`, `prioritize`, `limit` and `clear` ask nobody.
+    A block is known if every rank knows it. `alloc` asks the other ranks once or twice, `attach`, `peek`, `evict` and
+    `evicted` at least once. `add`, `drop`, `prioritize`, `limit` and `clear` ask nobody.
 
     Parameters
     ----------
@@ -118,24 +118,23 @@ class TensorParallelBlockHashes:
             known = -self.cache._vote(f"{what}, {_sum_of(asked)}", look, number=lambda blocks: -blocks)[1]
             hashes = asked[:known]
             if not known or known == len(asked):
-                return None if known and self.cache.missing_pages else hashes
+                return None if known and self.cache.shortage.reason else hashes
 
-    def _begin(self, slot: SupportsIndex, hashes: list[Hash]) -> int:
+    def _begin(self, slot: SupportsIndex | None, hashes: list[Hash]) -> int:
         tokens = self._blocks.attach(slot, hashes)
         if tokens is None or tokens != len(hashes) * self.tokens:
             why = self.cache.shortage
             raise OutOfMemory(errno.ENOMEM, f"on this rank only, although the ranks agreed: {why}")
         return tokens
 
-    def check_attach(self, hashes: Iterable[Hash]) -> int | None:
-        """As `BlockHashes.check_attach`, for all ranks."""
-        agreed = self._agree("check_attach", self._elements("check_attach", hashes))
-        return None if agreed is None else len(agreed) * self.tokens
-
-    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int | None:
+    def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
         """As `BlockHashes.attach`, on every rank or on none."""
+        found = self._elements("attach", hashes)
+        if dry:
+            agreed = self._agree(f"attach({slot}, dry)", found)
+            return None if agreed is None else len(agreed) * self.tokens
         self.cache._pledge.clear()
-        agreed = self._agree(f"attach({slot})", self._elements("attach", hashes))
+        agreed = self._agree(f"attach({slot})", found)
         return None if agreed is None else self._begin(slot, agreed)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Lengths
+from pyvmem.kv.types import NO_SHORTAGE
 
 POOL_SECONDS = 5.0  # that a call waits for the memory of other members of its pool
 
@@ -30,7 +32,7 @@ def try_step(kv: KVCache, lengths: Lengths) -> bool:
     try:
         return kv.step(lengths)
     except OutOfMemory:
-        kv.missing_pages = 1  # at least
+        kv.shortage = replace(NO_SHORTAGE, reason="device", missing_pages=1)  # at least
         return False
 
 

@@ -424,7 +424,7 @@ class Rows:
         if with_pool(kv, partial(try_step, kv, lengths)):
             return
         live, stats = int((lengths > 0).sum()), kv.stats()
-        pages = kv.missing_pages, stats.held_pages, stats.budget_pages
+        pages = kv.shortage.missing_pages, stats.held_pages, stats.budget_pages
         missing, held, budget = (n * kv.page_size / MIB for n in pages)
         raise OutOfMemory(
             errno.ENOMEM,
@@ -454,7 +454,12 @@ class Rows:
         _wait(self.device)
         for slot, length in zip(self.slots, lengths):
             if length < self._lengths[slot]:
-                self.kv.truncate(slot, length)
+                if not with_pool(self.kv, partial(self.kv.truncate, slot, length)):
+                    raise OutOfMemory(
+                        errno.ENOMEM,
+                        f"crop: {self.kv.shortage.missing_pages} pages are missing to copy what sequences share: lower "
+                        f"the batch, or {what_helps(self.kv)}; crop again",
+                    )
                 self._lengths[slot] = length
 
     def reset(self, batch: int | None = None) -> None:
@@ -549,9 +554,9 @@ class Rows:
                 if not with_pool(self.kv, partial(self.kv.attach_prefix, prefixes[s], slot)):
                     raise OutOfMemory(
                         errno.ENOMEM,
-                        f"{self.kv.missing_pages} pages are missing for {len(new)} sequences of up to {max(lengths)} "
-                        f"tokens: lower the batch, the beams or max_new_tokens, or {what_helps(self.kv)}; the cache is "
-                        "empty now",
+                        f"{self.kv.shortage.missing_pages} pages are missing for {len(new)} sequences of up to "
+                        f"{max(lengths)} tokens: lower the batch, the beams or max_new_tokens, or "
+                        f"{what_helps(self.kv)}; the cache is empty now",
                     )
                 self._lengths[slot] = lengths[s]
         finally:
@@ -579,7 +584,7 @@ class Rows:
             if not with_pool(self.kv, partial(self.kv.swap_in, slot)):
                 raise OutOfMemory(
                     errno.ENOMEM,
-                    f"{self.kv.missing_pages} pages are missing to move {self.batch} sequences back from CPU memory: "
-                    f"free other memory, lower the batch, or {what_helps(self.kv)}",
+                    f"{self.kv.shortage.missing_pages} pages are missing to move {self.batch} sequences back from CPU "
+                    f"memory: free other memory, lower the batch, or {what_helps(self.kv)}",
                 )
         self._swapped = False

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import KVCache
 from pyvmem.kv.hashes import BlockHashes
 from pyvmem.kv.prefix import PrefixCache
+from pyvmem.kv.types import Shortage
 from pyvmem.parallel.cache import TensorParallelKVCache, init_cache
 from pyvmem.parallel.pledge import AHEAD
 
@@ -42,7 +44,8 @@ def join(backend):
 
 def same(device, *values):
     """Fail unless the values are equal on all ranks."""
-    mine = torch.tensor([-1 if v is None else int(v) for v in values], device=device)
+    numbers = [zlib.crc32(repr(v).encode()) if isinstance(v, Shortage) else -1 if v is None else int(v) for v in values]
+    mine = torch.tensor(numbers, device=device)
     most, least = mine.clone(), mine.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -80,7 +83,7 @@ def refused(call, error, text):
 def part_ways(tp, device, rank):
     """What one rank does wrong, or cannot, is refused on all of them, and then they agree as before."""
     first = rank == 0
-    refused(lambda: tp.room() if first else tp.check([0] * SLOTS), RuntimeError, "different calls")
+    refused(lambda: tp.room() if first else tp.step([0] * SLOTS, dry=True), RuntimeError, "different calls")
     refused(lambda: tp.step([0] * SLOTS if first else [0] * (SLOTS - 1)), (RuntimeError, ValueError), "")
     refused(lambda: tp.step([0] * SLOTS if first else ["x"] * SLOTS), (RuntimeError, TypeError), "")
     refused(lambda: tp.swap_out(3 if first else None), (RuntimeError, TypeError, pyvmem.VmemError), "")
@@ -103,7 +106,7 @@ def part_ways(tp, device, rank):
     prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
     other = tp.alloc(10)
     refused(lambda: tp.attach_prefix(prefixes[first], other), RuntimeError, "rank 0: attach_prefix")
-    refused(lambda: tp.check_attach(prefixes[first]), RuntimeError, "rank 0: check_attach")
+    refused(lambda: tp.attach_prefix(prefixes[first], dry=True), RuntimeError, "rank 0: attach_prefix")
     refused(lambda: tp.prefix_pages(prefixes[first]), RuntimeError, "rank 0: prefix_pages")
     assert tp.attach_prefix(prefixes[0], other)
     for prefix in prefixes:
@@ -151,9 +154,9 @@ def steady(tp, device, starved):
     while fits and tried <= 4 * AHEAD:
         tried += 1
         fits = tp.step(lengths)
-        same(device, fits, tp.missing_pages)
+        same(device, fits, tp.shortage)
         lengths = [n + 1 if n else 0 for n in lengths]
-    assert not fits and tp.short_rank == dist.get_world_size() - 1
+    assert not fits and tp.shortage.rank == dist.get_world_size() - 1
     assert tp.shortage.reason == ("budget" if starved else tp.shortage.reason)
     for slot in range(4):
         tp.free(slot)
@@ -261,7 +264,7 @@ def staged(tp, device, starved):
     assert tp.step([20 if s == slot else 0 for s in range(SLOTS)])
     assert not tp.grow(slot, TOKENS)
     refused(tp.commit, ValueError, "no growth is staged")
-    tp.truncate(slot, 10)
+    assert tp.truncate(slot, 10)
     tp.set_budget(before)
     assert tp.grow(slot, TOKENS)
     if starved:
@@ -289,7 +292,7 @@ def share(tp, device, rng, lengths, prefixes):
         same(device, slot)
         if slot is not None:
             fits = tp.attach_prefix(prefix, slot)
-            same(device, fits, tp.missing_pages)
+            same(device, fits, tp.shortage)
             lengths[slot] = tokens if fits else 0
             if not fits:
                 tp.free(slot)
@@ -297,14 +300,14 @@ def share(tp, device, rng, lengths, prefixes):
         slot = rng.choice(running)
         tokens = rng.randint(1, lengths[slot])
         try:
-            tp.truncate(slot, tokens)
+            fits = tp.truncate(slot, tokens)
         except pyvmem.VmemError as error:
             same(device, error.errno)
             tp.free(slot)
             lengths[slot] = 0
         else:
-            same(device, 0)
-            lengths[slot] = tokens
+            same(device, fits, tp.shortage)
+            lengths[slot] = tokens if fits else lengths[slot]
     elif prefixes:
         tp.drop_prefix(prefixes.pop(rng.randrange(len(prefixes)))[0])
 
@@ -372,7 +375,7 @@ def serve(tp, device, starved, steps, seed):
                 prefill[slot] = prompt
                 fits = tp.step(prefill)
                 same(device, fits)
-                assert fits or starved or tp.missing_pages, "admitted, and then there is no room"
+                assert fits or starved or tp.shortage.missing_pages, "admitted, and then there is no room"
                 if not fits:  # a limit came between
                     tp.free(slot)
                 else:
@@ -393,7 +396,7 @@ def serve(tp, device, starved, steps, seed):
                         tp.grow(slot, 0)
             else:
                 fits = tp.step(grown)
-            same(device, fits, tp.missing_pages)
+            same(device, fits, tp.shortage)
             done += 1
             if fits:
                 lengths = grown

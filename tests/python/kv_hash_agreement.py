@@ -57,7 +57,7 @@ class Engine:
         hashes = block_hashes(tokens, BLOCK)[: (len(tokens) - 1) // BLOCK]
         fits = self.tp.fit([(len(tokens), hashes)])
         peeked = self.blocks.peek(hashes)
-        would = self.blocks.check_attach(hashes)
+        would = self.blocks.attach(None, hashes, dry=True)
         if self.rng.random() < 0.5:
             slot, cached = self.blocks.alloc(len(tokens), hashes)
         else:
@@ -67,7 +67,7 @@ class Engine:
                 if cached is None:
                     self.tp.free(slot)
                     slot, cached = None, 0
-        self.same(fits, peeked, would, slot, cached, self.tp.missing_pages)
+        self.same(fits, peeked, would, slot, cached, self.tp.shortage)
         if slot is None:
             self.refused += 1
             return
@@ -90,7 +90,7 @@ class Engine:
             grown[slot] = (tokens + [self.rng.randrange(4)])[:TOKENS]
             lengths[slot] = len(grown[slot])
         ran = self.tp.step(lengths)
-        self.same(ran, self.tp.missing_pages)
+        self.same(ran, self.tp.shortage)
         if not ran:
             self.end()
             return
@@ -115,15 +115,15 @@ class Engine:
         tokens = self.rng.randint(1, len(self.rows[slot]))
         after = self.rng.choice([None, self.tp.last_step])
         try:
-            self.tp.truncate(slot, tokens, after)
+            fits = self.tp.truncate(slot, tokens, after)
         except pyvmem.VmemError as error:
             self.same(error.errno, self.tp.slot(slot).tokens)
             if after is None:
                 del self.rows[slot]
                 self.tp.free(slot)
         else:
-            self.same(0, self.tp.slot(slot).tokens)
-            self.rows[slot] = self.rows[slot][:tokens]
+            self.same(fits, self.tp.shortage, self.tp.slot(slot).tokens)
+            self.rows[slot] = self.rows[slot][:tokens] if fits else self.rows[slot]
 
     def evict(self):
         choice, some = self.rng.randrange(5), []
@@ -168,7 +168,12 @@ def misuse(engine, first):
     refused(lambda: blocks.peek([(b"1" if first else b"2") * 16]), RuntimeError, "different calls")
     refused(lambda: blocks.alloc(100, ["x" if first else b"x" * 16]), (RuntimeError, TypeError), "")
     refused(lambda: blocks.alloc(100 if first else -1, []), (RuntimeError, ValueError), "")
-    for call in (blocks.peek, blocks.check_attach, lambda h: blocks.alloc(100, h), lambda h: blocks.evict(1, h)):
+    for call in (
+        blocks.peek,
+        lambda h: blocks.attach(None, h, dry=True),
+        lambda h: blocks.alloc(100, h),
+        lambda h: blocks.evict(1, h),
+    ):
         refused(lambda call=call: call(7 if first else []), (RuntimeError, TypeError), "")
     refused(lambda: blocks.evict(1 if first else 2), RuntimeError, "different calls")
     refused(
@@ -193,13 +198,14 @@ def one_evicts(context, starved):
     tp.free(slot)
     if starved:
         blocks._blocks.drop(hashes[3:])
-    assert blocks.peek(hashes) == blocks.check_attach(hashes) == 48
+    assert blocks.peek(hashes) == blocks.attach(None, hashes, dry=True) == 48
     before, other = tp.cache.stats().budget_pages, tp.alloc(64)
     assert tp.step([64 if s == other else 0 for s in range(SLOTS)])
     if starved:
         tp.cache.set_budget(8 * PAGE)  # of the blocks, and of that request: nothing is left for a copy
     agreements = tp.agreements
-    assert blocks.check_attach(hashes) is None and tp.missing_pages and tp.short_rank == dist.get_world_size() - 1
+    assert blocks.attach(None, hashes, dry=True) is None and tp.shortage.missing_pages
+    assert tp.shortage.rank == dist.get_world_size() - 1
     assert blocks.alloc(72, hashes) == (None, 0) and tp.stats().active_slots == 1
     slot = tp.alloc(72)
     assert blocks.attach(slot, hashes) is None and tp.slot(slot).tokens == 0

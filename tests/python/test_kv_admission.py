@@ -47,11 +47,11 @@ def test_how_many_fit_is_how_many_can_begin(backend):
         lengths = started(cache, 320)  # 10 pages
         assert cache.fit([]) == 0
         assert cache.fit([64, 64, 64, 64, 64]) == 5
-        assert cache.fit([64, 64, 64, 64, 65]) == 4 and cache.missing_pages == 1
+        assert cache.fit([64, 64, 64, 64, 65]) == 4 and cache.shortage.missing_pages == 1
         assert cache.shortage.reason == "budget" and cache.shortage.watermark_pages == 0
-        assert cache.fit([1] * 6) == 5 and cache.missing_pages == 0
+        assert cache.fit([1] * 6) == 5 and cache.shortage.missing_pages == 0
         assert cache.shortage.reason == "slots"
-        assert cache.fit([321]) == 0 and cache.missing_pages == 1
+        assert cache.fit([321]) == 0 and cache.shortage.missing_pages == 1
         # Staged growth comes first.
         assert cache.grow(lengths.index(320), 400)  # 13 pages
         assert cache.fit([64, 64, 64, 64]) == 3
@@ -65,7 +65,7 @@ def test_a_prefix_counts_for_its_rows(backend):
         slot = lengths.index(320)
         prefix = cache.save_prefix(slot, 304)  # 9 pages, and half of one, which is copied
         assert cache.fit([(320, 304)] * 6) == 5
-        assert cache.fit([(400, 304)] * 3) == 2 and cache.missing_pages == 2
+        assert cache.fit([(400, 304)] * 3) == 2 and cache.shortage.missing_pages == 2
         for _ in range(2):
             new = cache.alloc(400, prefix_tokens=304)
             assert cache.attach_prefix(prefix, new)
@@ -80,13 +80,13 @@ def test_the_watermark_is_for_those_that_run(backend):
         assert cache.stats().watermark_pages == 4
         assert cache.room() == 400 and cache.fit([400]) == 1  # nobody runs
         assert cache.fit([320, 192]) == 2 and cache.fit([320, 193]) == 1
-        assert (cache.missing_pages, cache.shortage.watermark_pages) == (1, 1)
+        assert (cache.shortage.missing_pages, cache.shortage.watermark_pages) == (1, 1)
         lengths = started(cache, 320)
         slot = lengths.index(320)
         assert cache.room() == 6 * 32 and cache.fit([6 * 32]) == 1
         assert cache.fit([6 * 32 + 1]) == 0
         assert "watermark" not in str(cache.shortage.reason) and cache.shortage.reason == "budget"
-        assert cache.fit([400]) == 0 and cache.missing_pages == 7 and cache.shortage.watermark_pages == 4
+        assert cache.fit([400]) == 0 and cache.shortage.missing_pages == 7 and cache.shortage.watermark_pages == 4
         assert cache.room(slot) == 400 and cache.grow(slot, 400) and cache.commit()
         cache.set_watermark(percent=51)
         assert cache.stats().watermark_pages == 11 and cache.room() == 0
@@ -149,7 +149,7 @@ def test_free_tokens_can_be_filled(tile):
             assert group.free_tokens == cache.room() == group.free_tokens // tile * tile
             slot = cache.alloc(group.free_tokens)
             lengths[slot] = group.free_tokens + 1
-            assert not cache.check(lengths)
+            assert not cache.step(lengths, dry=True)
             lengths[slot] = group.free_tokens
             assert cache.step(lengths)
             for s, n in enumerate(lengths):
@@ -196,7 +196,7 @@ def test_an_answer_is_exact(name, specs):
                 asked.append((tokens, part if part >= least else 0))
             before, fits = cache.stats().held_pages, cache.fit(asked)
             short = fits < len(asked)
-            reason, missing = cache.shortage.reason, cache.missing_pages
+            reason, missing = cache.shortage.reason, cache.shortage.missing_pages
             assert short == (reason is not None)
             slots = []
             for tokens, part in asked[: fits + short]:
@@ -210,7 +210,7 @@ def test_an_answer_is_exact(name, specs):
                 lengths[slot] = tokens
             began = sum(lengths[slot] > 0 for slot in slots)
             if short and began > fits:
-                assert not cache.check(lengths) and cache.shortage.missing_pages == missing, (before, asked)
+                assert not cache.step(lengths, dry=True) and cache.shortage.missing_pages == missing, (before, asked)
                 cache.free(slots[fits])
                 lengths[slots[fits]] = 0
             elif short:

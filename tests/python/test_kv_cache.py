@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import threading
 
 import numpy as np
@@ -17,7 +18,7 @@ from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 import pyvmem
 from pyvmem.errors import InvalidArgument
 from pyvmem.kv.blocks import BlockNames
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import _GONE, KVCache, TensorSpec
 
 MIB = 1 << 20
 
@@ -78,13 +79,13 @@ def test_a_step_that_fails_says_what_is_missing_and_changes_nothing(backend):
         before = cache.slot(slot)
         values[slot] = 10 * PAGE_TOKENS
         assert not cache.step(values)
-        assert cache.missing_pages == 4 * 10 - 20
+        assert cache.shortage.missing_pages == 4 * 10 - 20
         assert cache.slot(slot) == before
         values[slot] = 5 * PAGE_TOKENS
-        assert cache.check(values) and cache.step(values)
+        assert cache.step(values, dry=True) and cache.step(values)
         other = cache.alloc()
         values[other] = 1
-        assert not cache.step(values) and cache.missing_pages == 4
+        assert not cache.step(values) and cache.shortage.missing_pages == 4
         cache.free(slot)
         values[slot] = 0
         assert cache.step(values)
@@ -194,7 +195,7 @@ def test_growth_is_staged_request_by_request(backend):
             cache.commit()
         slots = [cache.alloc() for _ in range(4)]
         assert [cache.grow(s, 2 * PAGE_TOKENS) for s in slots] == [True, True, False, False]
-        assert cache.missing_pages == 4
+        assert cache.shortage.missing_pages == 4
         assert cache.grow(slots[2], PAGE_TOKENS)
         assert cache.stats().held_pages == 0
         assert cache.commit()
@@ -232,7 +233,7 @@ def test_an_event_is_a_fence(backend):
     with make(backend) as cache:
         event = Event()
         slot, lengths = start(cache, 10)
-        cache.truncate(slot, 5, after=event)
+        assert cache.truncate(slot, 5, after=event)
         assert cache.slot(slot).tokens == 5
         cache.free(slot, after=event)
         lengths[slot] = 0
@@ -256,7 +257,7 @@ def test_fences_of_the_future_are_refused(backend):
             cache.truncate(slot, 5, after=1)
         assert caught.value.errno == errno.EBUSY
         cache.retire()
-        cache.truncate(slot, 5, after=1)
+        assert cache.truncate(slot, 5, after=1)
         cache.drop_prefix(saved)
         with pytest.raises(ValueError, match="steps_in_flight"):
             make(backend, steps_in_flight=17)
@@ -266,19 +267,18 @@ def test_a_shortage_says_why(backend):
     with make(backend, pages=20, overlap=False, generous=False) as cache:
         for _ in range(4):
             slot = cache.alloc()
-        cache.missing_pages = 5
-        assert cache.alloc() is None and cache.shortage.reason == "slots" and cache.missing_pages == 0
+        assert cache.alloc() is None and cache.shortage.reason == "slots" and cache.shortage.missing_pages == 0
         assert str(cache.shortage) == "all slots are taken: end a request"
         assert cache.step([PAGE_TOKENS] * 4)
         saved = cache.save_prefix(slot, PAGE_TOKENS)
         cache.free(slot)
         lengths = [10 * PAGE_TOKENS if s == 0 else 0 for s in range(4)]
         assert not cache.step(lengths)
-        assert cache.shortage == pyvmem.kv.types.Shortage("budget", cache.missing_pages, 4, 3)
+        assert cache.shortage == pyvmem.kv.types.Shortage("budget", cache.shortage.missing_pages, 4, 3)
         assert "drop prefixes" in str(pyvmem.kv.cache.ffi.string(pyvmem.kv.cache.lib.vmem_last_error()))
         assert str(cache.shortage) == (
-            f"{cache.missing_pages} pages are missing: the budget is used up; drop prefixes, which hold 4, or end or "
-            "swap out a request, or raise the budget"
+            f"{cache.shortage.missing_pages} pages are missing: the budget is used up; drop prefixes, which hold 4, or "
+            "end or swap out a request, or raise the budget"
         )
         cache.drop_prefix(saved)
         cache.free(0, after=cache.last_step)
@@ -290,9 +290,62 @@ def test_a_shortage_says_why(backend):
     page = min(pyvmem.default_context(backend).page_sizes)
     with pyvmem.Context(backend, budget=4 * page) as context, make(backend, 20, context=context, lazy=True) as cache:
         slot = cache.alloc()
-        assert cache.check([0] * 4) and str(cache.shortage) == "nothing is short"
+        assert cache.step([0] * 4, dry=True) and str(cache.shortage) == "nothing is short"
         assert not cache.step([2 * PAGE_TOKENS if s == slot else 0 for s in range(4)])
         assert "the device has less memory than the budget; free memory elsewhere" in str(cache.shortage)
+
+
+def test_a_shortage_is_the_caches_own(backend):
+    """Neither another cache nor another thread changes it, and another thread sees it."""
+    with make(backend, pages=20) as cache, make(backend, pages=40) as other:
+        slot = cache.alloc()
+        lengths = [10 * PAGE_TOKENS if s == slot else 0 for s in range(4)]
+        assert not cache.step(lengths)
+        why = cache.shortage
+        assert (why.reason, why.missing_pages) == ("budget", 20)
+        for _ in range(4):
+            other.alloc()
+        assert other.alloc() is None and other.shortage.reason == "slots" and other.step([1] * 4)
+        assert cache.shortage is why and other.shortage.reason is None
+        seen = []
+
+        def elsewhere():
+            seen.append(cache.shortage)
+            assert other.step([2] * 4) and not other.step([15 * PAGE_TOKENS] * 4)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [why] and cache.shortage is why and other.shortage.missing_pages > 20
+        assert cache.step([1 if s == slot else 0 for s in range(4)]) and cache.shortage.reason is None
+
+
+def test_a_dry_call_answers_and_changes_nothing(backend):
+    with make(backend, pages=20, overlap=False, generous=False) as cache:
+        slot = cache.alloc()
+        only = lambda tokens: [tokens if s == slot else 0 for s in range(4)]  # noqa: E731
+        before = cache.stats().held_pages
+        assert cache.step(only(2 * PAGE_TOKENS), dry=True) and not cache.step(only(10 * PAGE_TOKENS), dry=True)
+        assert cache.shortage.missing_pages == 20
+        assert (cache.stats().held_pages, cache.last_step, cache.slot(slot).tokens) == (before, 0, 0)
+        assert cache.step(only(PAGE_TOKENS + 1))
+        prefix, new = cache.save_prefix(slot, PAGE_TOKENS + 1), cache.alloc()
+        assert cache.attach_prefix(prefix, dry=True) and cache.attach_prefix(prefix, new, dry=True)
+        assert cache.slot(new).tokens == 0
+        assert cache.truncate(slot, 1, dry=True) and cache.slot(slot).tokens == PAGE_TOKENS + 1
+        cache.swap_out(slot)
+        assert cache.swap_in(slot, dry=True) and cache.slot(slot).state == "swapped"
+        with pytest.raises(TypeError, match="slot must be an integer, not None"):
+            cache.attach_prefix(prefix)
+
+
+@pytest.mark.parametrize("name", sorted(_GONE))
+def test_a_name_that_is_gone_names_its_successor(name):
+    with make("host") as cache:
+        with pytest.raises(AttributeError, match=re.escape(_GONE[name])):
+            getattr(cache, name)
+        with pytest.raises(AttributeError, match="no attribute 'chek'"):
+            cache.chek
 
 
 def test_a_check_beside_steps_takes_no_answer_from_them(backend):
@@ -303,7 +356,7 @@ def test_a_check_beside_steps_takes_no_answer_from_them(backend):
 
         def check():
             while not stop.is_set():
-                answers.add(cache.check(lengths))
+                answers.add(cache.step(lengths, dry=True))
 
         thread = threading.Thread(target=check)
         thread.start()
@@ -320,15 +373,15 @@ def test_room_is_exact(backend):
         room = cache.room(slot)
         only = [0] * 4
         only[slot] = room
-        assert cache.check(only)
+        assert cache.step(only, dry=True)
         assert room < 2000
         only[slot] = room + 1
-        assert not cache.check(only)
+        assert not cache.step(only, dry=True)
         new = cache.room()
         fresh = cache.alloc()
         only = [0] * 4
         only[fresh] = new
-        assert cache.check(only)
+        assert cache.step(only, dry=True)
 
 
 def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
@@ -411,7 +464,7 @@ def test_truncation_copies_a_shared_page_before_it_is_written_again(backend, dev
         if device != "cpu":
             torch.cuda.synchronize()
         prefix = cache.save_prefix(slot, tokens)
-        cache.truncate(slot, tokens - 20)
+        assert cache.truncate(slot, tokens - 20)
         values[slot] = tokens
         assert cache.step(values)
         for tensor in cache.tensors:

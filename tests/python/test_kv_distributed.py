@@ -43,7 +43,7 @@ def test_every_call_of_a_cache_is_there():
     options = {"dtype": torch.float16, "backend": "host", "name": None, "same_slots": True}
     with KVCache.for_model(1, 1, 64, 2, 10, 1 << 22, **options) as cache:
         public = {name for name in {*dir(cache), *vars(cache)} if not name.startswith("_")}
-    agreed = set(dir(distributed.TensorParallelKVCache)) | {"missing_pages"}
+    agreed = set(dir(distributed.TensorParallelKVCache)) | {"shortage"}
     assert public - {"for_model"} - agreed == distributed._LOCAL  # init_cache takes the place of for_model
     assert not agreed & distributed._LOCAL
 

@@ -173,12 +173,12 @@ class Engine(RuleBasedStateMachine):
         self.polled()
         wanted = {s: min(len(self.rows[s]) + growth[s], TOKENS) for s in self.active if growth[s]}
         lengths = self.lengths(wanted)
-        predicted = self.cache.check(lengths)
+        predicted = self.cache.step(lengths, dry=True)
         number = self.cache.last_step
         answer = self.cache.step(lengths)
         if not answer:
             # A step that fails has been called, too: kernels of older steps have ended by then.
-            assert self.cache.missing_pages > 0 and self.cache.last_step == number
+            assert self.cache.shortage.missing_pages > 0 and self.cache.last_step == number
             self.ended(number - self.flights)
         else:
             assert self.cache.last_step == number + 1
@@ -195,8 +195,8 @@ class Engine(RuleBasedStateMachine):
         tokens = min(len(self.rows[slot]) + growth, TOKENS)
         want = {**self.staged, slot: tokens}
         # What was staged may not fit any more, after a call that took memory: then the commit says so.
-        void = self.staged and self.cache.check(self.lengths(self.staged))
-        predicted = self.cache.check(self.lengths(want)) if tokens else True
+        void = self.staged and self.cache.step(self.lengths(self.staged), dry=True)
+        predicted = self.cache.step(self.lengths(want), dry=True) if tokens else True
         answer = self.cache.grow(slot, tokens)
         assert answer == predicted or void
         if answer:
@@ -211,7 +211,7 @@ class Engine(RuleBasedStateMachine):
             with pytest.raises(ValueError):
                 self.cache.commit()
             return
-        predicted = self.cache.check(self.lengths(self.staged))
+        predicted = self.cache.step(self.lengths(self.staged), dry=True)
         number = self.cache.last_step
         answer = self.cache.commit()
         assert answer == predicted or self.ending or answer
@@ -225,7 +225,7 @@ class Engine(RuleBasedStateMachine):
     def admit(self, sizes):
         """As many as fit begin at once; one more would not."""
         self.quiet()
-        fit, missing = self.cache.fit(sizes), self.cache.missing_pages
+        fit, missing = self.cache.fit(sizes), self.cache.shortage.missing_pages
         for slot in list(self.staged):
             self.cache.grow(slot, 0)
         staged, self.staged = self.staged, {}
@@ -240,9 +240,9 @@ class Engine(RuleBasedStateMachine):
             if slot is not None:
                 assert missing > 0
                 if not self.watermark:
-                    assert not self.cache.check(self.lengths({**wanted, slot: sizes[fit]}))
+                    assert not self.cache.step(self.lengths({**wanted, slot: sizes[fit]}), dry=True)
                 self.cache.free(slot)
-        if wanted and (fit or self.cache.check(self.lengths(wanted))):
+        if wanted and (fit or self.cache.step(self.lengths(wanted), dry=True)):
             assert self.cache.step(self.lengths(wanted)), "it was said to fit"
             self.stepped(wanted)
 
@@ -261,9 +261,9 @@ class Engine(RuleBasedStateMachine):
         room = self.cache.room(slot)
         assert room >= len(self.rows[slot])
         if room:
-            assert self.cache.check(self.lengths({slot: room}))
+            assert self.cache.step(self.lengths({slot: room}), dry=True)
         if room < TOKENS:
-            assert not self.cache.check(self.lengths({slot: room + 1}))
+            assert not self.cache.step(self.lengths({slot: room + 1}), dry=True)
 
     @rule(data=NUMBERS, how=st.sampled_from(["quiet", "last", "older", "event", "future"]))
     @when(lambda self: self.rows)
@@ -316,13 +316,13 @@ class Engine(RuleBasedStateMachine):
         if not fenced:
             self.quiet()
         try:
-            self.cache.truncate(slot, tokens, after=self.cache.last_step if fenced else None)
+            fits = self.cache.truncate(slot, tokens, after=self.cache.last_step if fenced else None)
         except pyvmem.VmemError as error:
-            assert error.errno in (12, 61, *((16,) if fenced else ()))
-            if not fenced and error.errno == 12:  # rows from there on may be lost
-                self.cut(slot, tokens)
-                self.rows[slot] = self.rows[slot][: self.cache.slot(slot).tokens]
-        else:
+            assert error.errno in (61, *((16,) if fenced else ()))
+            return
+        assert fits or self.cache.shortage.missing_pages > 0
+        assert self.cache.slot(slot).tokens == (tokens if fits else len(self.rows[slot]))
+        if fits:
             self.rows[slot] = self.rows[slot][:tokens]
             self.staged.pop(slot, None)
             self.cut(slot, tokens)
@@ -353,7 +353,7 @@ class Engine(RuleBasedStateMachine):
     def swap_in(self, data):
         self.polled()
         slot = pick(data, sorted(self.swapped))
-        predicted = self.cache.check_swap_in(slot)
+        predicted = self.cache.swap_in(slot, dry=True)
         assert self.cache.swap_in(slot) == predicted
         if predicted:
             self.swapped.discard(slot)
@@ -376,7 +376,7 @@ class Engine(RuleBasedStateMachine):
         self.polled()
         prefix, numbers = pick(data, self.prefixes)
         tokens = pick(data, range(max(prefix.min_tokens, 1), prefix.tokens + 1))
-        predicted = self.cache.check_attach(prefix, tokens)
+        predicted = self.cache.attach_prefix(prefix, None, tokens, dry=True)
         slot = self.cache.alloc(tokens, prefix_tokens=tokens)
         if slot is None:
             return
@@ -471,7 +471,7 @@ class Engine(RuleBasedStateMachine):
         if slot is None:
             return
         got = self.hashes.attach(slot, hashes)
-        assert got == found or got is None and self.cache.missing_pages > 0
+        assert got == found or got is None and self.cache.shortage.missing_pages > 0
         self.begin(slot, numbers[: got or 0])
 
     @rule(data=NUMBERS)

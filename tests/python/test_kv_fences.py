@@ -73,7 +73,7 @@ def test_a_request_comes_back_before_it_was_copied(context):
         cache.swap_out(slot, after=cache.last_step)
         with pytest.raises(InvalidArgument, match="swapped out"):
             cache.swap_out(slot, after=cache.last_step)
-        assert cache.check_swap_in(slot)
+        assert cache.swap_in(slot, dry=True)
         assert cache.swap_in(slot)
         assert cache.slot(slot).state == "active" and holds(cache, slot, 60)
         assert cache.step([61, 0])
@@ -201,7 +201,7 @@ def close_threads():
     return [thread for thread in threading.enumerate() if thread.name == "pyvmem close"]
 
 
-@pytest.mark.parametrize("call", ["reclaim", "check_truncate", "truncate", "set_budget"])
+@pytest.mark.parametrize("call", ["reclaim", "dry truncate", "truncate", "set_budget"])
 def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
     """No step, nor another call that would look at the event, comes between."""
     with KVCache([TensorSpec("k", (ROWS // 2,), torch.float32)], 2, 100, 10 * 65536, context=context, name=None,
@@ -210,7 +210,7 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
         assert cache.step([5, 1])
         cache.save_prefix(slot, 5)
         assert cache.step([5, 14])  # no page is left for a copy of the shared ones
-        assert not cache.check_truncate(slot, 1)
+        assert not cache.truncate(slot, 1, dry=True)
         event = Event()
         cache.free(other, after=event)
         event.come = True
@@ -220,10 +220,10 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
             cache.set_budget(3 * 65536)
             assert cache.stats().held_pages == 3
         elif call == "truncate":
-            cache.truncate(slot, 1)
+            assert cache.truncate(slot, 1)
             assert cache.slot(slot).tokens == 1
         else:
-            assert cache.check_truncate(slot, 1)
+            assert cache.truncate(slot, 1, dry=True)
 
 
 def test_a_cache_closes_after_an_event(context):

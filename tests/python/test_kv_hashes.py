@@ -65,7 +65,7 @@ def test_admission_counts_the_page_of_the_last_token():
         serve(blocks, tokens)
         assert cache.fit([(64, block_hashes(tokens, 32))]) == 1
         serve(blocks, tokens)  # the pages of one block, and two of its own
-        assert cache.fit([(64, block_hashes(tokens, 32))]) == 0 and cache.missing_pages == 2
+        assert cache.fit([(64, block_hashes(tokens, 32))]) == 0 and cache.shortage.missing_pages == 2
 
 
 def test_peeking_changes_nothing(cache):
@@ -97,7 +97,7 @@ def test_blocks_give_way_to_requests(cache):
     assert cache.fit([992, 992, 992, 224]) == 4 and cache.fit([992, 992, 992, 225]) == 3  # 62 pages each
     slots = [cache.alloc(990) for _ in range(3)]
     lengths = [990 if s in slots else 0 for s in range(6)]
-    assert cache.check(lengths) and len(blocks) == 80
+    assert cache.step(lengths, dry=True) and len(blocks) == 80
     assert cache.step(lengths)
     assert len(blocks) == 7 and cache.stats().evictable_pages == 14
     assert len(blocks.evicted()) == 73 == cache.stats().evicted_blocks
@@ -183,7 +183,7 @@ def test_an_engine_evicts_in_its_own_order(cache):
     slot, lengths = cache.alloc(960), [0] * 6
     lengths[slot] = 960
     assert not cache.step(lengths)
-    assert (cache.missing_pages, cache.shortage.reason, cache.shortage.prefix_pages) == (20, "budget", 160)
+    assert (cache.shortage.missing_pages, cache.shortage.reason, cache.shortage.prefix_pages) == (20, "budget", 160)
     blocks.drop([*block_hashes(prompts[2], 32)[10:], b"\0" * 16])  # one is unknown
     assert cache.step(lengths)
     assert [known(blocks, p) for p in prompts] == [640, 640, 320, 640]
@@ -299,7 +299,7 @@ def test_rows_that_are_rejected_after_all(cache):
     lengths[slot] = 41
     with pytest.raises(ValueError, match="rows below 64 are shared; truncate"):
         cache.step(lengths)
-    cache.truncate(slot, 40)
+    assert cache.truncate(slot, 40)
     assert cache.step(lengths)
     for tensor in cache.tensors:
         tensor[slot, 40] = 999
@@ -321,11 +321,11 @@ def test_blocks_of_a_running_request_whose_page_it_has_no_more():
         blocks = BlockHashes(cache, 16)
         tokens = list(range(64))
         slot, _ = serve(blocks, tokens)  # two pages in each tensor, of two blocks each
-        cache.truncate(slot, 40)  # the second is copied; blocks 2 and 3 still hold what it was
+        assert cache.truncate(slot, 40)  # the second is copied; blocks 2 and 3 still hold what it was
         assert cache.stats().evictable_pages == 2 and cache.stats().held_pages == 6
         other = cache.alloc(128)
         lengths = [128 if s == other else 0 for s in range(6)]
-        assert cache.check(lengths) and cache.step(lengths)
+        assert cache.step(lengths, dry=True) and cache.step(lengths)
         assert len(blocks) == 2 and cache.stats().held_pages == 12
 
 
@@ -358,15 +358,16 @@ def test_no_memory_for_a_copy():
         lengths[other] = 64
         assert cache.step(lengths)
         hashes = block_hashes(list(range(48)), 16)
-        assert blocks.check_attach(hashes) is None and cache.missing_pages == 2
-        assert blocks.check_attach(hashes[:2]) == 32 and blocks.check_attach([]) == 0
+        assert blocks.attach(None, hashes, dry=True) is None and cache.shortage.missing_pages == 2
+        assert blocks.attach(None, hashes[:2], dry=True) == 32 and blocks.attach(None, [], dry=True) == 0
         assert blocks.alloc(100, hashes) == (None, 0)
-        assert cache.missing_pages == 2 and cache.shortage.reason == "budget"
+        assert cache.shortage.missing_pages == 2 and cache.shortage.reason == "budget"
         new = cache.alloc(100)
-        assert blocks.attach(new, hashes) is None and cache.missing_pages == 2 and cache.stats().short_budget == 2
+        assert blocks.attach(new, hashes) is None and cache.shortage.missing_pages == 2
+        assert cache.stats().short_budget == 2
         assert blocks.attach(new, hashes[:2]) == 32  # needs no copy
         assert cache.stats().active_slots == 3
-        assert cache.fit([(64, hashes)]) == 0 and cache.missing_pages == 2
+        assert cache.fit([(64, hashes)]) == 0 and cache.shortage.missing_pages == 2
 
 
 def test_what_a_swapped_request_shared_does_not_wait_for_the_thread():

@@ -56,7 +56,7 @@ class Engine(RuleBasedStateMachine):
         tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
         hashes = self.hashes(tokens)[: (length - 1) // self.blocks.tokens]
         fits, ending = self.cache.fit([(length, hashes)]), self.cache.stats().ending_slots
-        expected, would = self.blocks.peek(hashes), self.blocks.check_attach(hashes)
+        expected, would = self.blocks.peek(hashes), self.blocks.attach(None, hashes, dry=True)
         full = self.cache.stats().active_slots + ending + self.cache.stats().swapped_slots == 4
         slot, cached = self.blocks.alloc(length, hashes)
         assert self.overlap or full or (would is None) == (slot is None)
@@ -80,7 +80,7 @@ class Engine(RuleBasedStateMachine):
         slot = pick(data, sorted(self.rows))
         tokens = (self.rows[slot] + [data.next() % 4] * n)[:300]
         lengths = [len(tokens) if s == slot else 0 for s in range(4)]
-        expected, ending = self.cache.check(lengths), self.cache.stats().ending_slots
+        expected, ending = self.cache.step(lengths, dry=True), self.cache.stats().ending_slots
         answer = self.cache.step(lengths)
         assert answer == expected or (ending and answer)
         if answer:
@@ -112,17 +112,15 @@ class Engine(RuleBasedStateMachine):
         tokens = pick(data, range(1, len(self.rows[slot]) + 1))
         would = None
         try:
-            would = self.cache.check_truncate(slot, tokens)
-            self.cache.truncate(slot, tokens)
-            assert self.overlap or would
-        except (VmemError, MemoryError) as error:
-            assert error.errno in (61, 12)
-            assert self.overlap or would is (False if error.errno == 12 else None)
-            if error.errno == 12:
-                self.cache.free(slot)
-                del self.rows[slot]
-        else:
-            self.rows[slot] = self.rows[slot][:tokens]
+            would = self.cache.truncate(slot, tokens, dry=True)
+            fits = self.cache.truncate(slot, tokens)
+        except VmemError as error:
+            assert error.errno == 61
+            assert self.overlap or would is None
+            return
+        assert self.overlap or would is fits
+        assert self.cache.slot(slot).tokens == (tokens if fits else len(self.rows[slot]))
+        self.rows[slot] = self.rows[slot][: self.cache.slot(slot).tokens]
 
     @rule(data=NUMBERS)
     @when(lambda self: self.known)

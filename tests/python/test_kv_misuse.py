@@ -122,7 +122,12 @@ def test_block_names_are_not_rounded(cache):
 
 
 def test_what_is_no_prefix_or_specification_is_named(cache):
-    for call in (cache.check_attach, cache.drop_prefix, cache.prefix_pages, lambda p: cache.attach_prefix(p, 0)):
+    for call in (
+        lambda p: cache.attach_prefix(p, dry=True),
+        cache.drop_prefix,
+        cache.prefix_pages,
+        lambda p: cache.attach_prefix(p, 0),
+    ):
         with pytest.raises(TypeError, match="prefix must be a Prefix, not 7"):
             call(7)
     with pytest.raises(TypeError, match="specs must be a sequence, not None"):
@@ -164,7 +169,7 @@ def test_calls_that_want_slots_or_memory_look_at_events(call):
         wanted = {
             "alloc": lambda: cache.alloc() == first,
             "room": lambda: cache.room(second) == 1024,
-            "check": lambda: cache.check([0, 1024]),
+            "check": lambda: cache.step([0, 1024], dry=True),
             "grow": lambda: cache.grow(second, 1024),
         }[call]
         assert not wanted()
@@ -205,13 +210,13 @@ def test_two_threads_do_not_take_each_others_events():
 
         cache._polling = Polling()
         slow, late = Slow(), Event()
-        thread = threading.Thread(target=cache.check, args=([0] * 3,))
+        thread = threading.Thread(target=cache.step, args=([0] * 3,), kwargs={"dry": True})
         cache.free(slots[0], after=slow)
         assert cache.slot(slots[0]).state == "ending"
         cache._events.append((late, cache.last_step))
         thread.start()
         assert asked.wait(60)
-        other = threading.Thread(target=cache.check, args=([0] * 3,))
+        other = threading.Thread(target=cache.step, args=([0] * 3,), kwargs={"dry": True})
         other.start()
         assert other_came.wait(60)
         go_on.set()

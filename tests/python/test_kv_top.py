@@ -133,7 +133,7 @@ def test_another_process_can_set_the_budget(capsys):
         cache.step([0] * 4)
         assert cache.stats().budget_pages == 256
         run_top("--limit", f"{os.getpid()}=8M", "--wait", "0.01")
-        cache.check([0] * 4)
+        cache.step([0] * 4, dry=True)
         assert cache.stats().budget_pages == 128
 
 
@@ -150,7 +150,7 @@ def test_a_budget_below_what_requests_hold_says_so(capsys):
         assert cache.step([1000 if s == slot else 0 for s in range(4)])
         view = kv_view.read_views()[0]
         kv_view.want_budget(view, MIB)
-        cache.check([0] * 4)
+        cache.step([0] * 4, dry=True)
         held = cache.stats().held_pages * cache.page_size >> 20
         answer = kv_view.budget_answer(view, MIB, 60)
         assert answer == f"applied: 1 MiB; requests hold {held - 1} MiB more until they end"
@@ -228,8 +228,8 @@ def test_a_wrong_limit_leaves_the_others_unasked():
         ):
             with pytest.raises(ValueError, match="--limit"):
                 run_top(*words)
-            cache.check([0] * 4)
-            large.check([0] * 2)
+            cache.step([0] * 4, dry=True)
+            large.step([0] * 2, dry=True)
             assert cache.stats().budget_pages == 512 and large.stats().budget_pages == 32
 
 

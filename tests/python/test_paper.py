@@ -15,7 +15,7 @@ def test_table_3_answers_0_and_minus_1():
         lengths[first] = 10
         assert paper.step(cache, lengths) == 0
         lengths[first] = 4096
-        assert paper.step(cache, lengths) == -1 and cache.missing_pages > 0
+        assert paper.step(cache, lengths) == -1 and cache.shortage.missing_pages > 0
         paper.free_reqid(cache, first)
         cache.retire()
         assert paper.alloc_reqid(cache) == first

@@ -92,7 +92,7 @@ def test_keys():
         top.until("must be PID=SIZE or NAME=SIZE")
         top.press("lchat=1\x7f16M\r")
         top.until("chat: deferred")
-        cache.check([0] * 4)
+        cache.step([0] * 4, dry=True)
         assert cache.stats().budget_pages == 256
         top.until("chat: applied: 16 MiB")
         top.press("q")

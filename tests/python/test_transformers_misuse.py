@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
-from pyvmem import KVCache, KVCacheOptions  # noqa: E402
+from pyvmem import KVCache, KVCacheOptions, OutOfMemory  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
 from pyvmem.transformers.carried import Carried  # noqa: E402
@@ -172,6 +172,19 @@ def test_an_offload_without_cpu_memory_leaves_the_cache_usable(make, device, mon
         cache.offload()
         cache.prefetch()
         assert [cache.kv.slot(slot).state for slot in range(3)] == ["active"] * 3
+
+
+def test_a_crop_without_memory_says_so_and_can_be_repeated(make, device, monkeypatch):
+    model, ids = tiny_model("llama", device=device), prompts(2, device=device)
+    cache = make(model)
+    generate(model, ids, cache, "vmem")
+    length = cache.get_seq_length()
+    monkeypatch.setattr(KVCache, "truncate", lambda *_: False)
+    with pytest.raises(OutOfMemory, match="crop: 0 pages are missing"):
+        cache.crop(length - 2)
+    monkeypatch.undo()
+    cache.crop(length - 2)
+    assert cache.get_seq_length() == length - 2 == cache.kv.slot(cache.rows.slots[0]).tokens
 
 
 def test_sinks_of_each_query():

@@ -47,7 +47,7 @@ def cache() -> list[int]:
         lengths = [0] * kv.slots
         assert slot is not None
         lengths[slot] = 4 + cached
-        missing: int = 0 if kv.step(lengths) else kv.missing_pages
+        missing: int = 0 if kv.step(lengths) else kv.shortage.missing_pages
         rows: torch.Tensor = kv.keys[0][slot, :4]
         return [missing, rows.numel(), kv.stats().held_pages, *kv.tokens([slot])]
 
