@@ -234,6 +234,36 @@ static void zeroed(void)
     vmem_context_destroy(ctx);
 }
 
+// Memory that comes from the system shows nothing of its last owner, whether pages are made at once or one by one, of
+// small arenas or of one, and where an arena was used in part before.
+static void fresh_memory(void)
+{
+    enum { N = 70 };
+    for (int small = 0; small < 2; small++) {
+        vmem_context *ctx = test_context(0);
+        uint64_t addr, at = 0;
+        vmem_page pages[N];
+        if (small)
+            vmem__limit_arenas(ctx, VMEM_PAGE_2M);
+        OK(vMemReserve(ctx, N * VMEM_PAGE_2M, 0, &addr));
+        for (int n = 1; at + n <= N; at += n, n *= 2) {
+            OK(vMemCreate(ctx, test_page, n, n == 4 ? VMEM_CREATE_ZERO : 0, pages + at));
+            for (int i = 0; i < n; i++)
+                OK(vMemMap(ctx, addr + (at + i) * test_page, pages[at + i]));
+            CHECK(all_words(ctx, addr, (at + n) * test_page, 0));
+        }
+        OK(vmem_fill(ctx, addr, 0xee, at * test_page));
+        OK(vMemReleaseBatch(ctx, pages, at, NULL));
+        OK(vmem_trim(ctx, NULL));
+        CHECK(!ctx->arenas);
+        OK(vMemCreate(ctx, test_page, at, 0, pages));
+        for (uint64_t i = 0; i < at; i++)
+            OK(vMemMap(ctx, addr + i * test_page, pages[i]));
+        CHECK(all_words(ctx, addr, at * test_page, 0));
+        vmem_context_destroy(ctx);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -247,5 +277,6 @@ int main(int argc, char **argv)
     goes_on_behind();
     mixed();
     zeroed();
+    fresh_memory();
     return 0;
 }

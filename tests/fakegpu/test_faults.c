@@ -7,8 +7,8 @@
 #include "fakegpu.h"
 
 #include "../c/harness.h"
+#include "core/core.h"
 
-#define GRANULE (64 * KIB)
 #define SPACE (320 * MIB) // five segments of the stock backend
 #define ENTRIES (SPACE / GRANULE)
 #define MAX_PAGES 3000
@@ -267,9 +267,12 @@ static void demotion(void)
     OK(vMemReleaseBatch(ctx, handles, 32, NULL));
 }
 
-static void model(bool backdrop)
+// small: device memory comes and goes 2 MiB at a time.
+static void model(bool backdrop, bool small)
 {
     ctx = test_context(2 * GIB);
+    if (small)
+        vmem__limit_arenas(ctx, VMEM_PAGE_2M);
     readable = backdrop;
     failed = succeeded = 0;
     memset(pages, 0, sizeof pages);
@@ -290,6 +293,10 @@ static void model(bool backdrop)
             release();
         if (i % 4 == 0)
             check_all();
+        if (small && i % 16 == 0) {
+            maybe_fail(10);
+            worked(vmem_trim(ctx, NULL));
+        }
     }
     fakegpu_fail(0);
     check_all();
@@ -307,7 +314,8 @@ int main(int argc, char **argv)
     steps = getenv("STEPS") ? (unsigned)atoi(getenv("STEPS")) : 1500;
     uint64_t used = fakegpu_used();
     for (int backdrop = 0; backdrop < 2; backdrop++)
-        model(backdrop);
+        model(backdrop, false);
+    model(true, true);
     CHECK_EQ(fakegpu_used(), used);
     // A signal loses nothing.
     fakegpu_interrupt(2);

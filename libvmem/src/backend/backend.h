@@ -30,6 +30,7 @@ struct vmem__reservation {
 struct vmem__arena {
     uint64_t size; // a multiple of 2 MiB
     bool whole;    // no run has a part of it: all of it is mapped at an address, or nothing
+    bool raw;      // set by arena_new(): its memory must go through zero() before it is mapped for the first time
     void *priv;    // the backend's
 };
 
@@ -77,7 +78,7 @@ struct vmem__ops {
     // Optional (NULL: the backdrop always covers the whole reservation).
     int (*backdrop)(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length);
 
-    // Allocates a->size bytes of zeroed physical memory. -ENOMEM if there is none.
+    // Allocates a->size bytes of physical memory, zeroed unless it sets a->raw. -ENOMEM if there is none.
     int (*arena_new)(struct vmem__backend *b, struct vmem__arena *a);
     void (*arena_free)(struct vmem__backend *b, struct vmem__arena *a);
     // Optional. populate() commits the memory of a slice before it is used, and discard() returns it afterwards. If

@@ -280,8 +280,17 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
     vmem__unlock(ctx);
 }
 
+// Zeroes the memory of a new arena now, or leaves that to the call that makes pages of it.
+static int first_zero(struct vmem__backend *b, struct vmem__arena_rec *a, bool now)
+{
+    const struct vmem__run all = {.arena = &a->b, .length = a->b.size};
+    for (uint32_t u = 0; a->b.raw && !now && u < a->granules; u++)
+        a->pages[u].raw = a->pages[u].dirty = 1;
+    return a->b.raw && now ? b->ops->zero(b, &all, 1) : 0;
+}
+
 // A new arena of `size` bytes, or of less, down to `least`, where there is no memory for it.
-static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole)
+static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bool zeroed)
 {
     struct vmem__backend *b = &ctx->b;
     const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
@@ -307,6 +316,8 @@ static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole)
         ctx->committed += lazy ? 0 : size; // before the lock is dropped: other calls must see it
         vmem__unlock(ctx);
         rc = b->ops->arena_new(b, &a->b);
+        if (!rc && (rc = first_zero(b, a, zeroed)))
+            b->ops->arena_free(b, &a->b);
         vmem__lock(ctx);
         if (!rc) {
             rc = blocks_take(ctx, a);
@@ -332,24 +343,24 @@ static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole)
     }
 }
 
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole)
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole, bool zeroed)
 {
     const struct vmem__backend *b = &ctx->b;
     if (whole)
-        return grow(ctx, granules * GRANULE, granules * GRANULE, true);
+        return grow(ctx, granules * GRANULE, granules * GRANULE, true, zeroed);
 
     // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
     uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
     size = size < eighth ? eighth : size;
     size = size < b->arena_min ? b->arena_min : size;
     size = size > b->arena_max ? b->arena_max : size;
-    return grow(ctx, size, round_up(align * GRANULE, BLOCK), false);
+    return grow(ctx, size, round_up(align * GRANULE, BLOCK), false, zeroed);
 }
 
 int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
 {
     const uint64_t size = round_up(granules * GRANULE, BLOCK);
-    return grow(ctx, size, size, false);
+    return grow(ctx, size, size, false, true);
 }
 
 // Whether an arena that has just become empty should go back to the system.

@@ -74,6 +74,7 @@ struct vmem__page {
     uint32_t granules; // GRANULE_PAGE: of the page. GRANULE_REST: back to the page's first. GRANULE_FREE: of the extent
     uint32_t generation : 24, state : 3;
     uint32_t dirty : 1;     // was part of a page since the backend last zeroed it
+    uint32_t raw : 1;       // never zeroed since its arena was made; dirty, too
     uint32_t bound : 1;     // GRANULE_PAGE: made by vmem_commit; freed with its last mapping
     uint32_t doomed : 1;    // GRANULE_PAGE: to be released as soon as possible
     uint32_t committed : 1; // first and last granule of a free extent: it holds device memory
@@ -252,8 +253,9 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
 // An arena of exactly so many granules that is mapped whole; false when there is none.
 bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
-// A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`.
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole);
+// A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`. Unless
+// `zeroed`, the caller zeroes its raw granules.
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole, bool zeroed);
 // A new arena of exactly so many granules in whole blocks. It is ctx->arenas while the caller holds the lock.
 int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of

@@ -44,8 +44,14 @@ void vmem__make_pages(const vmem_context *ctx, const struct vmem__piece *piece, 
     }
 }
 
-// Zeroes the dirty granules of the pieces. Uses few calls, because each may wait for the device.
-static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n)
+// Whether a granule must be zeroed before it becomes part of a page.
+static inline bool unclean(const struct vmem__page *granule, uint32_t flags)
+{
+    return flags & VMEM_CREATE_ZERO ? granule->dirty : granule->raw;
+}
+
+// Zeroes the unclean granules of the pieces. Uses few calls, because each may wait for the device.
+static int zero_unclean(struct vmem__backend *b, const struct vmem__piece *pieces, size_t n, uint32_t flags)
 {
     struct vmem__run runs[64];
     const uint32_t step = (uint32_t)(VMEM__PORTION / GRANULE);
@@ -56,7 +62,7 @@ static int zero_dirty(struct vmem__backend *b, const struct vmem__piece *pieces,
         const struct vmem__piece *p = &pieces[i];
         const struct vmem__page *granule = &p->arena->pages[p->first];
         for (uint32_t u = 0, end; u < p->granules && !rc; u = end) {
-            for (end = u; end < p->granules && end - u < step && granule[end].dirty;)
+            for (end = u; end < p->granules && end - u < step && unclean(&granule[end], flags);)
                 end++;
             if (end == u) {
                 end++;
@@ -94,7 +100,7 @@ static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64
     return rc;
 }
 
-// Commits the memory of pieces without any, and zeroes it if requested. Needs no lock, because this call owns the
+// Commits the memory of pieces without any, and zeroes it if requested or never done. Needs no lock, because this call owns the
 // granules.
 static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size_t n, uint32_t flags)
 {
@@ -106,8 +112,8 @@ static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size
         if (!pieces[done].committed)
             rc = populate(b, &pieces[done], &length);
     }
-    if (!rc && (flags & VMEM_CREATE_ZERO))
-        rc = zero_dirty(b, pieces, n);
+    if (!rc)
+        rc = zero_unclean(b, pieces, n, flags);
     // On failure, discard what was committed here, which may be only a part of the last piece. The caller puts the
     // granules back.
     for (size_t i = 0; rc && i < done; i++) {
@@ -177,7 +183,7 @@ static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whol
     if (ctx->keep && !vmem__convert(ctx, !whole, keep, bytes) && whole)
         vmem__convert(ctx, true, keep, bytes);
     do
-        rc = vmem__grow(ctx, wanted, granules, whole);
+        rc = vmem__grow(ctx, wanted, granules, whole, false);
     while (rc == -ENOMEM && (vmem__convert(ctx, !whole, 0, bytes) || (whole && vmem__convert(ctx, true, 0, bytes))));
     return rc;
 }
@@ -242,8 +248,9 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
             ctx->committed += p->granules * GRANULE;
             ready = false;
         }
-        for (uint32_t u = 0; (part->flags & VMEM_CREATE_ZERO) && ready && u < p->granules; u++)
-            ready = !p->arena->pages[p->first + u].dirty;
+        const bool look = part->flags & VMEM_CREATE_ZERO || p->arena->b.raw;
+        for (uint32_t u = 0; look && ready && u < p->granules; u++)
+            ready = !unclean(&p->arena->pages[p->first + u], part->flags);
         vmem__make_pages(ctx, p, part->granules, part->flags, out);
         out += p->granules >> __builtin_ctz(part->granules);
         part->near = out[-1];
@@ -254,6 +261,9 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
         vmem__unlock(ctx);
         rc = pages_ready(ctx, pieces, n_pieces, part->flags);
         vmem__lock(ctx);
+        for (size_t i = 0; i < n_pieces && !rc; i++)
+            for (uint32_t u = 0; pieces[i].arena->b.raw && u < pieces[i].granules; u++)
+                pieces[i].arena->pages[pieces[i].first + u].raw = 0;
     }
     if (rc) {
         for (size_t i = 0; i < n_pieces; i++) {
@@ -416,9 +426,9 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
         if (!ctx->b.ops->populate ||
             !vmem__take(ctx, false, granules < VMEM__PORTION / GRANULE ? granules : VMEM__PORTION / GRANULE, 1, &p)) {
             const uint64_t most = whole ? ctx->b.whole_max >> GRANULE_SHIFT : 0;
-            rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true) : -ENOMEM;
+            rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true, true) : -ENOMEM;
             if (rc == -ENOMEM)
-                rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false);
+                rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false, true);
             since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
             continue;
         }

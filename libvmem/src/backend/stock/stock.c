@@ -100,7 +100,6 @@ static int stock_backdrop(struct vmem__backend *b, struct vmem__reservation *r, 
 
 static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
-    const struct stock_slice nothing = {0};
     struct stock *s = b->priv;
     struct stock_arena *arena = malloc(sizeof(*arena));
     int rc;
@@ -111,20 +110,13 @@ static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     rc = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
     if (rc)
         goto no_memory;
-    rc = vmem__stock_reservation_new(s, a->size, true, &arena->alias);
+    rc = vmem__stock_alias_new(s, a->size, arena->memory, &arena->alias);
     if (rc)
         goto no_alias;
-    rc = vmem__stock_put(s, &arena->alias, arena->alias.cuda.addr, a->size, (struct stock_slice){arena->memory, 0},
-                         nothing, false);
-    if (!rc)
-        rc = vmem__cuda_fill(&s->gpu.cuda, arena->alias.cuda.addr, 0, a->size);
-    if (rc)
-        goto no_zero;
+    a->raw = true; // what makes pages zeroes many arenas at once: each time, it waits for the kernels that run
     a->priv = arena;
     return 0;
 
-no_zero:
-    vmem__stock_reservation_free(s, &arena->alias);
 no_alias:
     vmem__rm_memory_free(&s->rm, arena->memory);
 no_memory:
@@ -137,7 +129,7 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     struct stock *s = b->priv;
     struct stock_arena *arena = a->priv;
 
-    vmem__stock_reservation_free(s, &arena->alias);
+    vmem__stock_alias_free(s, a->size, arena->memory, &arena->alias);
     atomic_fetch_add(&b->syscalls, 1);
     if (!vmem__rm_memory_free(&s->rm, arena->memory))
         atomic_fetch_add(&b->overhead, a->size); // RM keeps the memory until the context ends; account for it
@@ -148,7 +140,7 @@ static uint64_t alias_of(const struct vmem__run *run)
 {
     const struct stock_arena *arena = run->arena->priv;
 
-    return arena->alias.cuda.addr + run->offset;
+    return arena->alias.addr + run->offset;
 }
 
 static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
@@ -327,6 +319,7 @@ static void stock_close(struct vmem__backend *b, bool forked)
 {
     struct stock *s = b->priv;
 
+    vmem__stock_aliases_end(s, forked);
     if (!forked)
         vmem__backdrop_free(&s->gpu.cuda, &s->gpu.backdrop);
     vmem__rm_close(&s->rm); // also frees the scratch memory
@@ -346,6 +339,7 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
         return vmem__error(-ENOMEM, "no memory for the stock backend");
     b->priv = s;
     s->backend = b;
+    pthread_mutex_init(&s->alias_lock, NULL);
     s->gpu.cuda.syscalls = &b->syscalls;
     s->rm.fd = s->uvm.fd = -1;
     rc = release_abi(opts, b->info.driver, sizeof(b->info.driver), &abi);

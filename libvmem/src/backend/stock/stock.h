@@ -23,6 +23,8 @@ struct stock {
     struct vmem__rm rm;
     struct vmem__uvm_space uvm;
     uint32_t scratch; // RM handle, or 0 if not allocated yet
+    pthread_mutex_t alias_lock;
+    struct stock_shared *shared; // reservations for aliases of small arenas (alias.c)
 };
 
 struct stock_reservation {
@@ -38,10 +40,23 @@ struct stock_reservation {
     uint64_t *fine;
 };
 
-struct stock_arena {
-    uint32_t memory;                // RM handle
-    struct stock_reservation alias; // a second mapping of the whole arena, for zeroing and moving
+// A second mapping of a whole arena, for zeroing and moving.
+struct stock_alias {
+    uint64_t addr;
+    struct stock_reservation *reservation, own;
+    struct stock_shared *shared; // where it is a place in a shared reservation
 };
+
+struct stock_arena {
+    uint32_t memory; // RM handle
+    struct stock_alias alias;
+};
+
+// alias.c. `memory` is an RM handle of `size` bytes.
+int vmem__stock_alias_new(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias);
+void vmem__stock_alias_free(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias);
+// Every arena is gone, or this is a fork's child, which leaves the reservations to its parent.
+void vmem__stock_aliases_end(struct stock *s, bool forked);
 
 int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation);
 void vmem__stock_reservation_free(struct stock *s, struct stock_reservation *reservation);

@@ -1,0 +1,124 @@
+// Second mappings of arenas, through which their memory is zeroed and moved.
+//
+// An address that CUDA accepts takes a reservation and segments of the backdrop, which cost more than the arena itself if
+// that is one block. Aliases of such arenas are therefore places in reservations that they share.
+//
+// SPDX-License-Identifier: MIT
+#include "backend/stock/stock.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#define SHARED_BYTES (UINT64_C(1) << 30)
+#define PLACES (SHARED_BYTES / STOCK_BLOCK)
+
+struct stock_shared {
+    struct stock_reservation reservation;
+    uint64_t taken[PLACES / 64]; // one bit per block
+    uint32_t n_taken;
+    struct stock_shared *next;
+};
+
+// Takes a place in a shared reservation, which it makes if all are full.
+static int take_place(struct stock *s, struct stock_alias *alias)
+{
+    struct stock_shared *shared;
+    int rc = 0;
+
+    pthread_mutex_lock(&s->alias_lock);
+    for (shared = s->shared; shared && shared->n_taken == PLACES;)
+        shared = shared->next;
+    if (!shared) {
+        shared = calloc(1, sizeof(*shared));
+        rc = shared ? vmem__stock_reservation_new(s, SHARED_BYTES, false, &shared->reservation)
+                    : vmem__error(-ENOMEM, "arena: no memory");
+        if (rc) {
+            free(shared);
+        } else {
+            shared->next = s->shared;
+            s->shared = shared;
+        }
+    }
+    if (!rc) {
+        uint64_t place = 0;
+        while (vmem__bit(shared->taken, place))
+            place++;
+        vmem__bit_set(shared->taken, place, true);
+        shared->n_taken++;
+        alias->shared = shared;
+        alias->reservation = &shared->reservation;
+        alias->addr = shared->reservation.cuda.addr + place * STOCK_BLOCK;
+    }
+    pthread_mutex_unlock(&s->alias_lock);
+    return rc;
+}
+
+// Gives the place back. A reservation that has only free places goes, if another one has one.
+static void give_place(struct stock *s, const struct stock_alias *alias)
+{
+    struct stock_shared *shared = alias->shared, **at = &s->shared;
+    bool room = false;
+
+    pthread_mutex_lock(&s->alias_lock);
+    vmem__bit_set(shared->taken, (alias->addr - shared->reservation.cuda.addr) / STOCK_BLOCK, false);
+    shared->n_taken--;
+    for (struct stock_shared *other = s->shared; other; other = other->next)
+        room |= other != shared && other->n_taken < PLACES;
+    if (!shared->n_taken && room) {
+        while (*at != shared)
+            at = &(*at)->next;
+        *at = shared->next;
+    } else {
+        shared = NULL;
+    }
+    pthread_mutex_unlock(&s->alias_lock);
+    if (shared)
+        vmem__stock_reservation_free(s, &shared->reservation);
+    free(shared);
+}
+
+int vmem__stock_alias_new(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias)
+{
+    const struct stock_slice nothing = {0};
+    int rc;
+
+    *alias = (struct stock_alias){0};
+    if (size == STOCK_BLOCK) {
+        rc = take_place(s, alias);
+    } else {
+        rc = vmem__stock_reservation_new(s, size, true, &alias->own);
+        alias->reservation = &alias->own;
+        alias->addr = alias->own.cuda.addr;
+    }
+    if (rc)
+        return rc;
+    rc = vmem__stock_put(s, alias->reservation, alias->addr, size, (struct stock_slice){memory, 0}, nothing, false);
+    if (rc && alias->shared)
+        give_place(s, alias);
+    else if (rc)
+        vmem__stock_reservation_free(s, &alias->own);
+    return rc;
+}
+
+void vmem__stock_alias_free(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias)
+{
+    const struct stock_slice nothing = {0}, all = {memory, 0};
+
+    if (!alias->shared)
+        vmem__stock_reservation_free(s, &alias->own);
+    else if (!vmem__stock_put(s, alias->reservation, alias->addr, size, nothing, all, false))
+        give_place(s, alias); // otherwise the place still shows the memory, and nothing else may come there
+}
+
+void vmem__stock_aliases_end(struct stock *s, bool forked)
+{
+    struct stock_shared *shared;
+
+    while ((shared = s->shared)) {
+        s->shared = shared->next;
+        if (!forked)
+            vmem__stock_reservation_free(s, &shared->reservation);
+        free(shared);
+    }
+    pthread_mutex_destroy(&s->alias_lock);
+}
