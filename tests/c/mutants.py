@@ -46,7 +46,8 @@ def run(mutant):
         objects[Path(mutant.file).with_suffix(".o")] = obj
         for program in mutant.programs.split():
             exe = Path(tmp, program)
-            parts = [BUILD / f"{program}.o", *objects.values(), BUILD / "checked.o"]
+            kernels = [BUILD / "kernels.o"] if program == "test_kv_fences" else []
+            parts = [BUILD / f"{program}.o", *objects.values(), BUILD / "checked.o", *kernels]
             subprocess.run([CC, WRAP, *parts, "-pthread", "-ldl", "-o", exe], check=True)
             try:
                 code = subprocess.run([exe, "host"], timeout=LIMIT, capture_output=True, cwd=tmp).returncode

@@ -100,6 +100,41 @@ static void test_grow(uint32_t flags)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+// What is staged is counted by what the slot has: a prefix that it begins with meanwhile takes no further page.
+static void test_attached(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_CHECK,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = SLOTS,
+                                 .max_tokens = 400,
+                                 .page_size = test_page,
+                                 .budget = 10 * test_page};
+    const struct vmem_kv_request seven = {.tokens = 7 * 32};
+    uint32_t first, slot;
+    uint64_t prefix;
+    size_t fit;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(vmem_kv_alloc(kv, 0, &first));
+    OK(vmem_kv_grow(kv, first, 32, NULL));
+    OK(vmem_kv_commit(kv, NULL));
+    OK(vmem_kv_prefix_save(kv, first, 32, &prefix));
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(vmem_kv_grow(kv, slot, 96, NULL));
+    CHECK_EQ(vmem_kv_fit(kv, &seven, 1, &fit, NULL), -ENOMEM);
+    OK(vmem_kv_prefix_attach(kv, prefix, slot, 32, NULL));
+    OK(vmem_kv_fit(kv, &seven, 1, &fit, NULL));
+    CHECK_EQ(fit, 1);
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(vmem_kv_grow(kv, slot, 7 * 32, NULL));
+    OK(vmem_kv_commit(kv, NULL));
+    CHECK_EQ(stats().held_pages, 10);
+    OK(vmem_kv_prefix_drop(kv, prefix));
+    vmem_kv_destroy(kv);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -108,6 +143,7 @@ int main(int argc, char **argv)
     test_grow(0);
     test_grow(VMEM_KV_LAZY);
     test_grow(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);
+    test_attached();
     vmem_context_destroy(ctx);
     return 0;
 }

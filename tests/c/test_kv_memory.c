@@ -353,6 +353,41 @@ static void test_admission_seldom_asks_the_device(void)
     ctx->b.ops = before;
 }
 
+// Where the memory is at hand, as pages that are kept, nothing is asked, however old the driver's last word is.
+static void test_memory_at_hand_asks_nobody(void)
+{
+    const struct vmem__ops *before = ctx->b.ops;
+    struct vmem__ops ops = *before;
+    ask_device = ops.memory;
+    ops.memory = counted;
+    ctx->b.ops = &ops;
+    vmem_kv *kv = make(VMEM_KV_LAZY | VMEM_KV_DEFER, 2, 400);
+    const struct vmem_kv_request requests[2] = {{.tokens = 32 * 30}, {.tokens = 32 * 20}};
+    int32_t lengths[SLOTS] = {0};
+    uint32_t slot, other;
+    size_t fit;
+    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(step(kv, slot, 32 * 60, NULL));
+    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_alloc(kv, 32 * 60, &slot));
+    OK(vmem_kv_alloc(kv, 0, &other));
+    ctx->device_free.at = 0;
+    const uint64_t asked_before = asked;
+    OK(vmem_kv_fit(kv, requests, 2, &fit, NULL));
+    CHECK_EQ(fit, 2);
+    lengths[slot] = 32 * 40;
+    lengths[other] = 32 * 10; // pages that are kept for the other slot can be had
+    OK(vmem_kv_check(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_grow(kv, slot, 32 * 40, NULL));
+    OK(vmem_kv_grow(kv, other, 32 * 10, NULL));
+    CHECK_EQ(asked, asked_before);
+    OK(vmem_kv_commit(kv, NULL));
+    OK(vmem_kv_grow(kv, other, 32 * 90, NULL)); // more than there was
+    CHECK(asked > asked_before);
+    vmem_kv_destroy(kv);
+    ctx->b.ops = before;
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -362,6 +397,7 @@ int main(int argc, char **argv)
     test_every_cache_keeps_what_it_took_ahead();
     test_a_full_budget_leaves_the_others_theirs();
     test_admission_seldom_asks_the_device();
+    test_memory_at_hand_asks_nobody();
     test_no_mappings();
     test_reclaim_frees_what_it_can();
     test_blocks_are_whole();

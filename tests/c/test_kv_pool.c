@@ -421,11 +421,10 @@ static void hold(enum vmem__kv_point point)
     pthread_mutex_unlock(&gate);
 }
 
-// While a cache gives pages back, its requests still grow into what it has: they neither wait nor reclaim.
-static void test_a_giver_steps_on(void)
+// Member a has a request of 2 pages, and 250 pages that another has left. It is giving these to b, and its background thread
+// is held up in the middle of the first unmap. Returns the request's slot.
+static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
 {
-    vmem_kv_pool *pool = make_pool(600);
-    vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 0, "b");
     uint32_t s = alloc(a, ROWS), t = alloc(a, 0);
@@ -446,6 +445,41 @@ static void test_a_giver_steps_on(void)
     pthread_mutex_unlock(&gate);
     while (row_of(pool, "a").has > 260 * test_page) // what it has beside its pages and a little goes first
         usleep(100);
+    return t;
+}
+
+static void end_giving(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
+{
+    vmem__kv_hook = NULL;
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+}
+
+// Growth that the pages left by others have room for is staged, and keeps that room although it was to be given.
+static void test_a_giver_keeps_what_it_promises(void)
+{
+    vmem_kv_pool *pool = make_pool(600);
+    vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
+    const uint32_t t = begin_to_give(pool, a, b);
+    OK(vmem_kv_grow(a, t, 1920, NULL)); // 120 pages
+    pthread_mutex_lock(&gate);
+    at_gate = OPEN;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&gate);
+    CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
+    CHECK(row_of(pool, "a").has >= 120 * test_page);
+    OK(vmem_kv_commit(a, NULL));
+    CHECK_EQ(stats(a).needed_pages, 120);
+    end_giving(pool, a, b);
+}
+
+// While a cache gives pages back, its requests still grow into what it has: they neither wait nor reclaim.
+static void test_a_giver_steps_on(void)
+{
+    vmem_kv_pool *pool = make_pool(600);
+    vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
+    const uint32_t t = begin_to_give(pool, a, b);
     const struct vmem_kv_stats before = stats(a);
     OK(step(a, t, 96)); // a page more in each tensor than the background thread has backed
     CHECK_EQ(stats(a).reclaims, before.reclaims);
@@ -457,10 +491,7 @@ static void test_a_giver_steps_on(void)
     wait_for(b);
     CHECK(row_of(pool, "a").has >= 20 * test_page);
     CHECK_EQ(stats(a).needed_pages, 6);
-    vmem__kv_hook = NULL;
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_giving(pool, a, b);
 }
 
 // ---- threads ------------------------------------------------------------------------------------------------------
@@ -602,6 +633,7 @@ int main(int argc, char **argv)
     test_a_giver_that_gets_no_more_pages();
     test_a_giver_that_fails_to_unmap();
     test_a_giver_steps_on();
+    test_a_giver_keeps_what_it_promises();
     vmem__pool_ask_ns = 250000000; // as outside of tests
     test_threads(0);
     test_threads(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);

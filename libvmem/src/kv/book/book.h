@@ -53,15 +53,20 @@ uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint3
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
 // Whether a step that needs pages up to hi can continue from what the span has.
 static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
-// The first page, at or after `from`, of the part that can be cut off the end of a span. While kernels run, a block mapped
-// by a 2 MiB entry is cut as a whole or not at all. Pages that go together are always cut as a whole or not at all.
-uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
 struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// Makes [lo, hi) the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the
-// slot's table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
-void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+// Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes as
+// a whole.
+uint32_t vmem__kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running);
+// The first page, at or after `from`, of the part that can be cut off the end of a span.
+uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
+// Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the slot's
+// table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
+void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
+// By how many pages that would raise `fixed`. Shared rows that leave count as if they stayed: other slots may leave them,
+// too, and only then is it known what goes.
+int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
 // Changes a span, and with it its fixed part.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
 // After a change of what kernels access, or of the slot's state: brings the fixed parts up to date.
@@ -76,17 +81,18 @@ static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t g
 {
     return kv->refs.used ? vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
 }
-// How many rows of [from, to) of a span others hold as well.
-uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
-uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group); // of the whole span
-// How many shared rows of a span nobody else needs. Slots looked at since vmem_kv.mark was raised count as gone.
-uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable);
+// How many rows of a span others hold as well.
+uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
+// How many rows of a span's fixed part are fixed for this slot alone. Slots looked at since vmem_kv.mark was raised count
+// as gone.
+uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group);
 // Whether another slot has a page of rows from `tokens` on, which must not be written then.
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
-// The entry, made with slots = 1 if there was none; NULL: out of memory.
-struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n);
-struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page); // of a slot's row
-int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` vmem__kv_ref_get do not fail
+// The entry of a slot's row, made if there was none; NULL: out of memory.
+struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
+// A new entry, of one slot.
+struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n);
+int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` of these do not fail
 // Adds holders. The entry goes when no prefix and at most one slot holds the row: it is that slot's own then.
 void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, int slots, int prefixes);
 void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
@@ -95,9 +101,13 @@ void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots);    // slots t
 // A slot leaves the row, and has a page of its own in its place.
 void vmem__kv_row_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page, struct kv_ref *ref);
 // Whether no call could take the row's pages back: a slot needs it, or something that may not be evicted holds it.
+static inline bool kv_row_kept(const struct kv_refs *r, const struct kv_ref *ref)
+{
+    return ref->prefixes != (r->keeps ? 0 : ref->cached);
+}
 static inline bool kv_row_fixed(const struct kv_refs *r, const struct kv_ref *ref)
 {
-    return ref->users || ref->prefixes != (r->keeps ? 0 : ref->cached);
+    return ref->users || kv_row_kept(r, ref);
 }
 
 // ---- fence.c
@@ -112,8 +122,8 @@ uint64_t vmem__kv_ended(const vmem_kv *kv);
 // The kernels up to this step have ended: what is to be swapped out after them is not fixed any more.
 void vmem__kv_retired(vmem_kv *kv, uint64_t step);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
-// Stages a length for the next step (0: none), which lacks so many pages for it.
-void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages);
+// Stages a length for the next step (0: none), which will raise `fixed` by so many pages for it.
+void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve);
 // Removes a slot's staged growth.
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 // Whether the slot is being swapped out and its kernels have ended: its pages count as free.

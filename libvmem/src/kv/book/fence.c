@@ -55,12 +55,12 @@ int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
     return 0;
 }
 
-void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t pages)
+void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve)
 {
     kv->staged.n += (tokens != 0) - (kv->staged.lengths[slot] != 0);
-    kv->staged.missing += pages - kv->staged.pages[slot];
+    kv->ledger.reserved += reserve - kv->staged.reserve[slot];
     kv->staged.lengths[slot] = tokens;
-    kv->staged.pages[slot] = pages;
+    kv->staged.reserve[slot] = reserve;
 }
 
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)

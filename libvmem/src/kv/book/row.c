@@ -55,11 +55,8 @@ int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more)
     return 0;
 }
 
-struct kv_ref *vmem__kv_ref_get(struct kv_refs *r, vmem_page page, uint32_t n)
+struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n)
 {
-    struct kv_ref *found = vmem__kv_ref_find(r, page);
-    if (found)
-        return found;
     if (vmem__kv_ref_reserve(r, 1))
         return NULL;
     uint64_t i = home(r, page);
@@ -98,7 +95,7 @@ struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint
     struct kv_ref *ref = kv_row(kv, slot, group, page);
     if (ref)
         return ref;
-    ref = vmem__kv_ref_get(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
+    ref = vmem__kv_ref_new(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
     if (ref) // the ledger has counted the page already
         ref->users = page >= s->fix_lo && page < s->fix_hi;
     return ref;
@@ -161,31 +158,26 @@ bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return false;
 }
 
-uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group, bool evictable)
+uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    uint64_t n = 0;
-    for (uint32_t p = s->lo; p < KV_MIN(s->hi, s->shared_hi); p++) {
+    uint64_t n = s->fix_hi - s->fix_lo;
+    for (uint32_t p = s->fix_lo; p < KV_MIN(s->fix_hi, s->shared_hi); p++) {
         struct kv_ref *ref = kv_row(kv, slot, group, p);
         if (!ref)
             continue;
         ref->seen = ref->mark == kv->mark ? ref->seen + 1 : 1;
         ref->mark = kv->mark;
-        n += ref->seen == ref->slots && ref->prefixes == (evictable ? ref->cached : 0);
+        n -= ref->seen != ref->users || kv_row_kept(&kv->refs, ref);
     }
-    return n;
-}
-
-uint32_t vmem__kv_rows_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
-{
-    uint32_t n = 0;
-    for (uint32_t p = from; p < to; p++)
-        n += kv_row(kv, slot, group, p) != NULL;
     return n;
 }
 
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
-    return vmem__kv_rows_shared(kv, slot, group, sp->lo, KV_MIN(sp->hi, sp->shared_hi));
+    uint32_t n = 0;
+    for (uint32_t p = sp->lo; p < KV_MIN(sp->hi, sp->shared_hi); p++)
+        n += kv_row(kv, slot, group, p) != NULL;
+    return n;
 }

@@ -56,13 +56,13 @@ bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
 
 // ---- the fixed part --------------------------------------------------------------------------------------------------
 
-uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
+uint32_t vmem__kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    from = KV_MAX(from, kv->slots[slot].fresh ? s->keep_hi : KV_MAX(s->keep_hi, s->coarse_hi));
-    while (from < s->hi && kv_joined(kv, slot, group, from))
-        from++;
-    return KV_MIN(from, s->hi);
+    hi = running ? KV_MAX(hi, s->coarse_hi) : hi;
+    while (hi < s->hi && kv_joined(kv, slot, group, hi))
+        hi++;
+    return KV_MIN(hi, s->hi);
 }
 
 struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -70,54 +70,82 @@ struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t gr
     const struct kv_span *s = kv_span(kv, slot, group);
     if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot))
         return (struct kv_past){s->lo, s->lo};
-    return (struct kv_past){s->keep_lo, vmem__kv_tail(kv, slot, group, 0)};
+    return (struct kv_past){s->keep_lo, vmem__kv_end_of(kv, slot, group, s->keep_hi, !kv->slots[slot].fresh)};
 }
 
-// Pages [from, to) of a span enter the fixed part (by: 1), or leave it (-1). Those from shared_hi on have no other holder.
-static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to, uint32_t shared_hi, int by)
+uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
-    uint32_t own = from < to ? to - from : 0;
-    for (uint32_t p = from; p < KV_MIN(to, shared_hi); p++) {
-        struct kv_ref *ref = kv_row(kv, slot, group, p);
-        if (!ref)
-            continue;
-        vmem__kv_ref_use(kv, ref, by);
-        own--;
-    }
-    kv->ledger.fixed += (uint64_t)((int64_t)own * kv->groups[group].n * by);
+    return vmem__kv_end_of(kv, slot, group, KV_MAX(from, kv_span(kv, slot, group)->fix_hi), false);
 }
 
-static void move_fixed(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to, uint32_t shared_hi)
+// What leaves the fixed part, in front and behind, and what enters it.
+struct change {
+    uint32_t lo, hi;
+    int by;
+};
+
+static void changes_of(const struct kv_span *s, struct kv_past to, struct change out[4])
+{
+    out[0] = (struct change){s->fix_lo, KV_MIN(s->fix_hi, to.lo), -1};
+    out[1] = (struct change){KV_MAX(s->fix_lo, to.hi), s->fix_hi, -1};
+    out[2] = (struct change){to.lo, KV_MIN(to.hi, s->fix_lo), 1};
+    out[3] = (struct change){KV_MAX(to.lo, s->fix_hi), to.hi, 1};
+}
+
+// Pages from shared_hi on have no other holder.
+static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to, uint32_t shared_hi)
+{
+    struct change changes[4];
+    changes_of(kv_span(kv, slot, group), to, changes);
+    for (const struct change *c = changes; c < changes + 4; c++) {
+        int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
+        for (uint32_t p = c->lo; p < KV_MIN(c->hi, shared_hi); p++) {
+            struct kv_ref *ref = kv_row(kv, slot, group, p);
+            if (!ref)
+                continue;
+            vmem__kv_ref_use(kv, ref, c->by);
+            own--;
+        }
+        kv->ledger.fixed += (uint64_t)(own * c->by * kv->groups[group].n);
+    }
+}
+
+int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    const struct kv_past from = {s->fix_lo, s->fix_hi};
-    if (from.lo == to.lo && from.hi == to.hi)
-        return;
-    weigh(kv, slot, group, from.lo, KV_MIN(from.hi, to.lo), shared_hi, -1);
-    weigh(kv, slot, group, KV_MAX(from.lo, to.hi), from.hi, shared_hi, -1);
-    weigh(kv, slot, group, to.lo, KV_MIN(to.hi, from.lo), shared_hi, 1);
-    weigh(kv, slot, group, KV_MAX(to.lo, from.hi), to.hi, shared_hi, 1);
+    struct change changes[4];
+    int64_t delta = 0;
+    changes_of(s, to, changes);
+    for (const struct change *c = changes; c < changes + 4; c++) {
+        delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;
+        for (uint32_t p = c->lo; p < KV_MIN(c->hi, s->shared_hi); p++) {
+            const struct kv_ref *ref = kv_row(kv, slot, group, p);
+            if (ref && (c->by < 0 || kv_row_fixed(&kv->refs, ref)))
+                delta -= c->by;
+        }
+    }
+    return delta * kv->groups[group].n;
 }
 
-void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    move_fixed(kv, slot, group, (struct kv_past){lo, hi}, s->shared_hi);
-    s->fix_lo = lo;
-    s->fix_hi = hi;
+    if (s->fix_lo == to.lo && s->fix_hi == to.hi)
+        return;
+    weigh(kv, slot, group, to, s->shared_hi);
+    s->fix_lo = to.lo;
+    s->fix_hi = to.hi;
 }
 
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    move_fixed(kv, slot, group, (struct kv_past){now->fix_lo, now->fix_hi}, KV_MAX(s->shared_hi, now->shared_hi));
+    weigh(kv, slot, group, (struct kv_past){now->fix_lo, now->fix_hi}, KV_MAX(s->shared_hi, now->shared_hi));
     *s = *now;
 }
 
 void vmem__kv_book(vmem_kv *kv, uint32_t slot)
 {
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_past part = vmem__kv_fixed_part(kv, slot, i);
-        vmem__kv_fix(kv, slot, i, part.lo, part.hi);
-    }
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        vmem__kv_fix(kv, slot, i, vmem__kv_fixed_part(kv, slot, i));
 }

@@ -79,17 +79,18 @@ struct kv_past {
 // What a step needs of the tensors of a group in a slot.
 struct kv_want {
     uint32_t slot, group;
-    uint32_t lo, hi;           // pages that its kernels access
-    struct kv_past touched;    // the same, and what kernels of the steps in flight access
-    uint32_t keep_lo, keep_hi; // the span's values while the plan protects pages
-    bool extends;              // pages may be missing
+    uint32_t lo, hi;        // pages that its kernels access
+    struct kv_past touched; // the same, and what kernels of the steps in flight access
+    struct kv_past fix;     // the fixed part then, as far as the span has pages for it now
+    bool extends;           // pages may be missing
 };
 // What a step needs, for the slots whose needs differ from the last step's.
 struct kv_plan {
     struct kv_want *wants; // slot by slot, all groups of each
     uint64_t n, missing;   // missing: pages
+    int64_t delta;         // by how many pages kv_ledger.fixed grows, the missing ones included
     uint32_t *changed;     // slots that it examines
-    bool extends, protects;
+    bool extends, entered; // entered: the spans' fixed parts are those of the plan
 };
 
 // An announced request: rows up to `tokens`, the first of which a prefix will provide.
@@ -158,15 +159,16 @@ struct kv_cut {
 
 // Pages.
 struct kv_ledger {
-    uint64_t budget;            // the most that may exist
-    uint64_t held;              // that exist, including pending ones
-    uint64_t fixed;             // of these, that no call could take back. Moved by span.c and row.c alone
-    uint64_t pending;           // of these, that the worker is mapping or unmapping; they become unused or reclaimable
-    uint64_t promise;           // that need no memory from the device. Written with report.lock, too
-    uint64_t ceiling;           // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
-    uint64_t watermark_pages;   // of the budget, new requests leave so many, or
+    uint64_t budget;          // the most that may exist
+    uint64_t held;            // that exist, including pending ones
+    uint64_t fixed;           // of these, that no call could take back. Moved by span.c and row.c alone
+    int64_t reserved;         // by how many pages staged growth will raise it
+    uint64_t pending;         // of `held`, that the worker is mapping or unmapping; they become unused, or can be taken
+    uint64_t promise;         // that need no memory from the device. Written with report.lock, too
+    uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
+    uint64_t watermark_pages; // of the budget, new requests leave so many, or
     uint32_t watermark_percent; // so large a part: the larger of both
-    bool disturbed;             // VMEM_KV_CHECK: a job of the worker changed how many pages are used
+    bool disturbed;             // VMEM_KV_CHECK: a job of the worker changed `fixed`
 };
 
 // Of a pool's member.
@@ -193,8 +195,7 @@ struct kv_fences {
 // vmem_kv_grow: the step to come.
 struct kv_staged {
     int32_t *lengths;
-    uint64_t *pages;  // that each lacked when it was staged
-    uint64_t missing; // their sum
+    int64_t *reserve; // by how many pages each will raise kv_ledger.fixed
     uint32_t n;
 };
 

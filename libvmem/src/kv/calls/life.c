@@ -118,9 +118,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
     kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));
-    kv->staged.pages = calloc(kv->n_slots, sizeof(*kv->staged.pages));
+    kv->staged.reserve = calloc(kv->n_slots, sizeof(*kv->staged.reserve));
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
-        !kv->fence.past || !kv->staged.lengths || !kv->staged.pages)
+        !kv->fence.past || !kv->staged.lengths || !kv->staged.reserve)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)
@@ -237,7 +237,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->fence.past);
     free(kv->staged.lengths);
     free(kv->copy.ops);
-    free(kv->staged.pages);
+    free(kv->staged.reserve);
     free(kv->groups);
     free(kv->order);
     free(kv->addrs);

@@ -78,8 +78,7 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
         return rc;
     if (!kv->lend.member)
         return vmem__kv_leave(kv, not_a_member());
-    const uint64_t want = kv->ledger.held - KV_MIN(vmem__kv_spare(kv), kv->ledger.held) + kv_ceil_pages(bytes, kv);
-    vmem__kv_foresee(kv, want, false);
+    vmem__kv_foresee(kv, vmem__kv_least(kv) + kv_ceil_pages(bytes, kv), false);
     return vmem__kv_leave(kv, 0);
 }
 
@@ -129,10 +128,10 @@ static uint64_t evictable(const vmem_kv *kv)
 static void state(void *self, struct vmem__lend_state *out)
 {
     vmem_kv *kv = self;
-    const uint64_t fixed = vmem__kv_fixed(kv);
+    const uint64_t fixed = vmem__kv_least(kv);
     *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
                                      .held = kv->ledger.held,
-                                     .used = vmem__kv_used(kv),
+                                     .used = kv->ledger.fixed,
                                      .giving = kv->lend.giving,
                                      .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
                                      .fixed = fixed,
@@ -186,7 +185,8 @@ static bool go_on_giving(void *self, uint64_t least)
     give_portion(kv);
     const bool at_work = kv->turn.has_worker && (kv->turn.due || kv->turn.working);
     shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
-    if (kv->ledger.held <= kv->lend.give_to || (!at_work && (kv->turn.has_worker || !vmem__kv_spare(kv)))) {
+    if (kv->ledger.held <= kv->lend.give_to ||
+        (!at_work && (kv->turn.has_worker || kv->ledger.held <= vmem__kv_least(kv)))) {
         shrink_budget(kv,
                       KV_MAX(kv->lend.give_to, kv->ledger.held)); // if pages are left, they cannot be given back now
         kv->lend.giving = false;

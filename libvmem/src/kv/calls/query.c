@@ -44,8 +44,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .window = g->window,
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
-    bool held = vmem__kv_hold_to_count(kv);
-    info.free_pages = kv_less(vmem__kv_reach(kv), vmem__kv_used(kv));
+    info.free_pages = kv_less(vmem__kv_reach_lately(kv), kv->ledger.fixed);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);
@@ -56,8 +55,6 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
         info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
         info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
     }
-    if (held)
-        vmem__kv_worker_release(kv);
     info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
     info.free_tokens -= info.free_tokens % kv->tile_rows;
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));

@@ -52,21 +52,6 @@ void vmem__kv_keep_budget(vmem_kv *kv)
     vmem__kv_worker_release(kv);
 }
 
-int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing)
-{
-    bool held = vmem__kv_hold_to_count(kv);
-    vmem__kv_claim_for(kv, pages);
-    uint64_t limit = vmem__kv_limit(kv, pages), want = vmem__kv_used(kv) + pages;
-    int rc = 0;
-    vmem__kv_enough();
-    if (pages && want > limit)
-        rc = want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want, missing)
-                                      : vmem__kv_short_of_device(kv, want - limit, missing);
-    if (held)
-        vmem__kv_worker_release(kv);
-    return rc;
-}
-
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
     int rc = 0;

@@ -143,42 +143,55 @@ static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
 
-uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages)
+// Pages that there can be without asking the device. Those that the worker makes or releases may count twice: as held, and
+// as memory that no page uses.
+static uint64_t at_hand(const vmem_kv *kv)
 {
     uint64_t room;
-    if (kv->ledger.promise >= kv->ledger.budget || (pages && pages <= spare_pages(kv, &room)))
-        return kv->ledger.budget;
-    uint64_t device = device_pages(kv, DEVICE_NS);
-    if (pages > device) // before a no, ask
-        device = vmem__kv_device_pages(kv);
-    return KV_MIN(kv->ledger.budget, kv->ledger.held + device);
+    return kv->ledger.held - kv->ledger.pending + spare_pages(kv, &room);
 }
 
-uint64_t vmem__kv_reach(const vmem_kv *kv)
+bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want) { return want <= at_hand(kv); }
+
+// How many of `most` there can be.
+static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t age)
 {
-    const uint64_t most = kv->ledger.budget + (kv->lend.member ? vmem__kv_claimable(kv) : 0);
     if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
         return most;
-    uint64_t device = device_pages(kv, DEVICE_NS);
-    if (kv->ledger.held + device < most) // before a no, ask
-        device = vmem__kv_device_pages(kv);
-    return KV_MIN(most, kv->ledger.held + device);
+    return most <= at_hand(kv) ? most : KV_MIN(most, kv->ledger.held - kv->ledger.pending + device_pages(kv, age));
 }
+
+static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
+{
+    if (want > most || (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget))
+        return most;
+    uint64_t there = KV_MIN(at_hand(kv), most);
+    if (there < want)
+        there = count(kv, most, DEVICE_NS);
+    if (there >= want)
+        return there;
+    if (kv->ledger.pending) { // these count as if they were lost
+        vmem__kv_worker_hold(kv);
+        vmem__kv_worker_release(kv);
+    }
+    return count(kv, most, 0);
+}
+
+static uint64_t most_reached(const vmem_kv *kv) { return kv->ledger.budget + vmem__kv_claimable(kv); }
+
+uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want) { return limit(kv, kv->ledger.budget, want); }
+
+uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want) { return limit(kv, most_reached(kv), want); }
+
+uint64_t vmem__kv_reach_lately(const vmem_kv *kv) { return count(kv, most_reached(kv), DEVICE_NS); }
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
+    const uint64_t want = kv->ledger.held + pages;
     if (kv->ledger.promise >= kv->ledger.budget)
         return true;
     vmem__lock(kv->ctx);
     bool some = ahead_of_others(kv);
     vmem__unlock(kv->ctx);
-    return !some || kv->ledger.held + pages <= vmem__kv_limit(kv, pages);
-}
-
-bool vmem__kv_hold_to_count(vmem_kv *kv)
-{
-    bool uncertain = kv->ledger.promise < kv->ledger.budget;
-    if (uncertain)
-        vmem__kv_worker_hold(kv);
-    return uncertain;
+    return !some || want <= count(kv, kv->ledger.budget, DEVICE_NS) || want <= count(kv, kv->ledger.budget, 0);
 }

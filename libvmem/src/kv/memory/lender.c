@@ -10,13 +10,20 @@ static void claim(vmem_kv *kv, uint64_t least, uint64_t most)
     kv->ledger.budget += kv->lend.lender->claim(kv->lend.member, kv->ledger.budget, least, most);
 }
 
-void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages)
+void vmem__kv_claim_for(vmem_kv *kv, uint64_t want, uint64_t pages)
 {
-    if (!kv->lend.member || !pages || kv->ledger.held + pages <= kv->ledger.budget)
+    if (!kv->lend.member || kv->ledger.held + pages <= kv->ledger.budget)
         return;
-    if (!kv->lend.giving || vmem__kv_used(kv) + pages > kv->ledger.budget)
+    if (!kv->lend.giving || want > kv->ledger.budget)
         claim(kv, kv->ledger.held + pages - kv->ledger.budget,
               kv->ledger.held + pages + kv->ledger.held / 2 - kv->ledger.budget);
+}
+
+void vmem__kv_claim_staged(vmem_kv *kv, uint64_t want)
+{
+    const uint64_t less = kv_less(want, kv->ledger.budget);
+    if (kv->lend.member && (less || (kv->lend.giving && want > kv->lend.give_to)))
+        claim(kv, less, less ? less + kv->ledger.held / 2 : 0);
 }
 
 void vmem__kv_claim_plenty(vmem_kv *kv)

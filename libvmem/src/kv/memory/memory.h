@@ -23,38 +23,38 @@ uint64_t vmem__kv_spare_memory(vmem_kv *kv);
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
-// Most pages that there can be: the budget, or less where the device has not as much. pages: how many more are wanted,
-// so that the device is not asked where they are at hand. The device's last word is believed for 100 ms where it says yes,
-// never where it says no. Exact while the worker makes and releases nothing.
-uint64_t vmem__kv_limit(const vmem_kv *kv, uint64_t pages);
+// Whether there can be `want` pages without memory that the device has not given yet.
+bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
+// At least `want` if there can be so many pages within the budget; else how many there can be. The device is asked only
+// where its memory decides: its last word is believed for 100 ms where it says yes, never where it says no. The worker may
+// be waited for before a no.
+uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want);
 // The same, of a pool's member with what is free in the pool.
-uint64_t vmem__kv_reach(const vmem_kv *kv);
+uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want);
+// How many there can be so, by what the device said within 100 ms.
+uint64_t vmem__kv_reach_lately(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
-// Pauses the worker where the device counts; true: to be released.
-bool vmem__kv_hold_to_count(vmem_kv *kv);
 
 // ---- parcels.c
 
-// Pages that could be reclaimed from a slot: kept, ahead of need, or passed by a window.
-uint64_t vmem__kv_reclaimable_in(const vmem_kv *kv, uint32_t slot);
-uint64_t vmem__kv_reclaimable(const vmem_kv *kv);
-// The other pages: what requests use, and what is held beyond them and cannot be evicted. Calls change this number. No job
-// of the background thread does, nor does it depend on how far a job has come: what the thread maps or unmaps is not used.
-uint64_t vmem__kv_used(const vmem_kv *kv);
+// The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again at
+// once. Room for staged growth counts: it was promised.
+uint64_t vmem__kv_least(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
 // need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
 struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
-// Of these, those of slots that would not be mapped again at once.
-uint64_t vmem__kv_spare(const vmem_kv *kv);
 
 // ---- lender.c. With api and state held; without effect on a cache of no pool.
 
-// Before a budget is found too small for so many pages more: takes what is free in the pool, and some to spare.
-void vmem__kv_claim_for(vmem_kv *kv, uint64_t pages);
+// Before a budget is found too small for so many pages more, `want` of them fixed: takes what is free in the pool, and some
+// to spare.
+void vmem__kv_claim_for(vmem_kv *kv, uint64_t want, uint64_t pages);
+// A step with `want` fixed pages is about to be promised: takes what it lacks, and keeps what it needs from the others.
+void vmem__kv_claim_staged(vmem_kv *kv, uint64_t want);
 // Pages that a claim would find.
 uint64_t vmem__kv_claimable(const vmem_kv *kv);
 // The budget lacks so many pages: asks the other members. How many of them may still come.
@@ -75,8 +75,6 @@ void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, ch
 
 // ---- short.c
 
-// Pages that the watermark keeps back while requests run.
-uint64_t vmem__kv_watermark(const vmem_kv *kv);
 // Records shortages for vmem_kv_last_shortage.
 void vmem__kv_enough(void);
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
@@ -88,14 +86,28 @@ int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
+// ---- ledger.c
+
+// Pages that the watermark keeps back while requests run.
+uint64_t vmem__kv_watermark(const vmem_kv *kv);
+// Whether the budget has room if `fixed` grows by delta: -ENOMEM, with what is missing. Where no page is missing (pages: 0),
+// it always has.
+int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages, uint64_t *missing);
+// The same, and whether the device has the memory.
+int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages, uint64_t *missing);
+// Whether there is memory for all that is staged. A pool's member claims it.
+bool vmem__kv_keeps_staged(vmem_kv *kv);
+
 // ---- reclaim.c
 
 // Takes back want pages if there are so many; evict: hashed blocks, too.
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
-// Makes room for `pages` more: 0, or -ENOMEM with what is missing.
+// Makes room for `pages` more, which are to be fixed: 0, or -ENOMEM with what is missing.
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+// The same after vmem__kv_lacks has said that there is.
+int vmem__kv_take_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 // The system has refused mappings: gives up the kept pages of free slots.
@@ -137,7 +149,5 @@ void vmem__kv_keep_budget(vmem_kv *kv);
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 // Takes over the budget that another process asked for, if one did.
 void vmem__kv_take_wanted(vmem_kv *kv);
-// Whether so many pages more could be had, taking back what can be.
-int vmem__kv_would_fit(vmem_kv *kv, uint64_t pages, uint64_t *missing);
 
 #endif

@@ -52,13 +52,15 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
     kv->grow.at = KV_GROW_LISTS;
     if (vmem__kv_has_room(kv, pages))
         return 0;
-    vmem__kv_claim_for(kv, pages);
-    vmem__kv_worker_hold(kv);
-    uint64_t want = vmem__kv_used(kv) + pages;
+    int rc = vmem__kv_lacks(kv, (int64_t)pages, pages, missing);
+    return rc ? rc : vmem__kv_take_room(kv, pages, missing);
+}
+
+int vmem__kv_take_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+{
     int rc = 0;
-    if (want > kv->ledger.budget) {
-        rc = vmem__kv_short_of_budget(kv, want, missing);
-    } else if (kv->ledger.held + pages > kv->ledger.budget) {
+    vmem__kv_worker_hold(kv);
+    if (kv->ledger.held + pages > kv->ledger.budget) {
         rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true, NULL);
         if (!rc && kv->ledger.held + pages > kv->ledger.budget) // reclaiming got less than counted on
             rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages, missing);
@@ -72,7 +74,7 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 {
     vmem__kv_worker_hold(kv);
-    uint64_t device = vmem__kv_device_pages(kv), kept = vmem__kv_reclaimable(kv);
+    uint64_t device = vmem__kv_device_pages(kv), kept = kv_less(kv->ledger.held, kv->ledger.fixed);
     int rc;
     if (pages > device && pages - device > kept)
         rc = vmem__kv_short_of_device(kv, pages - device - kept, missing);

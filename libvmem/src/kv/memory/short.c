@@ -14,19 +14,11 @@ void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 // Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows.
 static uint64_t coming(vmem_kv *kv, uint64_t step)
 {
-    const bool evictable = vmem__kv_evictable(kv) == kv->refs.evictable;
     uint64_t pages = 0;
     kv->mark++;
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        if (!kv_waits(kv, s) || kv->idle[s].ends > step)
-            continue;
-        for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const struct kv_span *sp = kv_span(kv, s, i);
-            const uint64_t shared = vmem__kv_span_shared(kv, s, i);
-            pages += (sp->hi - sp->lo - shared + vmem__kv_rows_left(kv, s, i, evictable)) * kv->groups[i].n;
-        }
-        pages -= vmem__kv_reclaimable_in(kv, s);
-    }
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups && kv_waits(kv, s) && kv->idle[s].ends <= step; i++)
+            pages += vmem__kv_rows_left(kv, s, i) * kv->groups[i].n;
     return pages;
 }
 
@@ -121,10 +113,4 @@ void vmem__kv_count_shortage(vmem_kv *kv)
     kv->stats.short_budget += last.reason == VMEM_KV_SHORT_OF_BUDGET;
     kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
     kv->stats.short_mappings += last.reason == VMEM_KV_SHORT_OF_MAPPINGS;
-}
-
-uint64_t vmem__kv_watermark(const vmem_kv *kv)
-{
-    uint64_t part = (kv->ledger.budget * kv->ledger.watermark_percent + 99) / 100;
-    return KV_MIN(KV_MAX(kv->ledger.watermark_pages, part), kv->ledger.budget);
 }

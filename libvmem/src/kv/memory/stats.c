@@ -32,7 +32,6 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = st->swapped_slots = st->absent_slots = 0;
     st->ending_slots = 0;
-    uint64_t reclaimable = kv->ledger.pending + vmem__kv_evictable(kv) + kv->doomed.n;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
@@ -54,16 +53,14 @@ void vmem__kv_summarise(vmem_kv *kv)
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }
         }
-        reclaimable += vmem__kv_reclaimable_in(kv, s);
     }
-    uint64_t fixed = kv->ledger.held - KV_MIN(reclaimable, kv->ledger.held);
     if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget) {
         kv->report.device_limit = kv->ledger.budget;
     } else if (!kv->report.device_asked) {
         vmem__kv_ask_device(kv, vmem__kv_device_pages(kv));
     }
     uint64_t limit = KV_MIN(kv->report.device_limit, kv->ledger.budget + vmem__kv_claimable(kv));
-    st->free_pages = limit > fixed ? limit - fixed : 0;
+    st->free_pages = kv_less(limit, kv->ledger.fixed);
     st->shared_pages = kv->refs.shared;
     st->prefix_pages = kv->refs.only;
     st->zeroed_bytes = kv->copy.zeroed_bytes;

@@ -211,7 +211,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     if (rc)
         return rc;
     kv->ledger.held -= n;
-    vmem__kv_fix(kv, slot, group, s->lo, s->lo);
+    vmem__kv_fix(kv, slot, group, (struct kv_past){s->lo, s->lo});
     let_go(kv, slot, group, s->lo, end);
     struct kv_span now = {.lo = end, .hi = s->hi, .coarse_hi = s->coarse_hi};
     if (end > s->lo) // else the request perhaps never began, and what is stale stays so

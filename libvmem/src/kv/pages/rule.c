@@ -9,9 +9,9 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
     const struct kv_span *sp = kv_span(kv, slot, group);
     if (s->state == VMEM_KV_FREE || s->state == VMEM_KV_SWAPPED || s->fresh)
         return 0;
-    if (from < sp->keep_hi && to > sp->keep_lo)
+    if (from < sp->fix_hi && to > sp->fix_lo)
         return vmem__error(-EFAULT, "slot %u, pages [%u, %u) change while kernels may touch [%u, %u)", slot, from, to,
-                           sp->keep_lo, sp->keep_hi);
+                           sp->fix_lo, sp->fix_hi);
     if (from < sp->coarse_hi && from % kv->block)
         return vmem__error(-EFAULT, "slot %u, page %u: a part of a 2 MiB entry changes beside kernels", slot, from);
     return 0;

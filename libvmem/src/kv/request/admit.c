@@ -18,28 +18,39 @@ static uint64_t kept_back(const vmem_kv *kv)
     return 0;
 }
 
-// Whether a request could have `tokens` tokens while the `others` pages of other requests stay unavailable.
-static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t others, uint64_t limit)
+// Whether a request could have `tokens` tokens.
+static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
 {
     struct kv_plan *plan = &kv->plan;
     uint64_t own = 0;
     vmem__kv_plan_reset(plan);
-    if (slot < 0) {
-        for (uint32_t i = 0; i < kv->n_groups; i++)
-            own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
-        return others + own <= limit;
+    if (slot >= 0) {
+        vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
+        // Mapped pages suffice, even if the cache exceeds its budget.
+        return !plan->missing || kv->ledger.fixed + (uint64_t)plan->delta <= limit;
     }
-    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
-    if (!plan->missing) // mapped pages suffice, even if the cache exceeds its budget
-        return true;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
-        own += (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
+    return kv->ledger.fixed + own <= limit;
+}
+
+// The most tokens that fit. A longer request never needs fewer pages, so bisection finds them.
+static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
+{
+    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
+    if (slot < 0)
+        limit = kv_less(limit, kept_back(kv));
+    while (least < most) {
+        uint32_t middle = least + (most - least + 1) / 2;
+        if (fits(kv, slot, middle, limit))
+            least = middle;
+        else
+            most = middle - 1;
     }
-    vmem__kv_plan_protect(kv, plan);
-    own -= vmem__kv_reclaimable_in(kv, (uint32_t)slot);
-    vmem__kv_plan_unprotect(kv, plan);
-    return others + own + plan->missing <= limit;
+    // A request that was truncated may lack pages for the length that it has.
+    if (slot >= 0 && least == kv->slots[slot].tokens && !fits(kv, slot, least, limit))
+        least = 0;
+    return least;
 }
 
 int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
@@ -56,30 +67,10 @@ int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     *tokens = 0;
     if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
         return 0;
-    bool held = vmem__kv_hold_to_count(kv);
-    uint64_t others = vmem__kv_used(kv), limit = vmem__kv_reach(kv);
-    if (slot < 0)
-        limit = kv_less(limit, kept_back(kv));
-    for (uint32_t i = 0; i < kv->n_groups && slot >= 0; i++) {
-        const struct kv_span *sp = kv_span(kv, (uint32_t)slot, i);
-        others += i ? 0 : vmem__kv_reclaimable_in(kv, (uint32_t)slot);
-        others -= (uint64_t)(sp->hi - sp->lo) * kv->groups[i].n;
-    }
-    // A longer request never needs fewer pages, so bisection finds the largest length that fits.
-    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
-    while (least < most) {
-        uint32_t middle = least + (most - least + 1) / 2;
-        if (fits(kv, slot, middle, others, limit))
-            least = middle;
-        else
-            most = middle - 1;
-    }
-    // A request that was truncated may lack pages for the length that it has.
-    if (slot >= 0 && least == kv->slots[slot].tokens && !fits(kv, slot, least, others, limit))
-        least = 0;
-    *tokens = least;
-    if (held)
-        vmem__kv_worker_release(kv);
+    const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
+    *tokens = most_tokens(kv, slot, vmem__kv_reach_lately(kv));
+    if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
+        *tokens = most_tokens(kv, slot, vmem__kv_reach(kv, kv->ledger.budget));
     return 0;
 }
 
@@ -120,18 +111,14 @@ static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
 
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
 {
-    struct kv_plan *plan = &kv->plan;
     uint32_t free_slots = 0;
+    int rc = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
         free_slots += kv->slots[s].state == VMEM_KV_FREE;
-    vmem__kv_plan_reset(plan);
-    int rc = kv->staged.n ? vmem__kv_plan(kv, plan, kv->staged.lengths, NULL) : 0;
-    if (rc)
-        return rc;
-    // Prefixes are attached before the step. `before` counts the pages in use at that point, and `want` the pages in
-    // use after the step.
-    uint64_t want = vmem__kv_plan_want(kv, plan), before = want - plan->missing;
-    uint64_t limit = vmem__kv_reach(kv), back = kept_back(kv), most = 0;
+    // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those after
+    // the step, with what is staged.
+    uint64_t before = kv->ledger.fixed, want = before + (uint64_t)kv->ledger.reserved;
+    uint64_t limit = 0, back = kept_back(kv), most = 0;
     kv->mark++;
     // A pool is asked for what all of them need. So those that do not fit are counted, too.
     size_t i = 0;
@@ -151,6 +138,8 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         want += pages_of(kv, r->tokens, prefix_tokens);
         before += prefix_tokens ? pages_of(kv, prefix_tokens, prefix_tokens) : 0;
         most = KV_MAX(want, before + copied) + back;
+        if (!rc && most > limit)
+            limit = vmem__kv_reach(kv, most);
         if (!rc && most > limit)
             rc = vmem__kv_short_beside(kv, most - back, limit, back, missing);
         if (rc && !kv->lend.member)
@@ -175,7 +164,6 @@ int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         rc = check_request(kv, &requests[i], i);
     vmem__kv_enough();
     if (!rc && n) {
-        bool held = vmem__kv_hold_to_count(kv);
         const uint64_t budget = kv->ledger.budget;
         rc = admit(kv, requests, n, &fits, missing);
         // A pool of several processes may have had more than this one knew. The first count has taken it.
@@ -186,8 +174,6 @@ int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
             vmem__kv_enough();
             rc = admit(kv, requests, n, &fits, missing);
         }
-        if (held)
-            vmem__kv_worker_release(kv);
     }
     if (fit)
         *fit = fits;

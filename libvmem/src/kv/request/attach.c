@@ -87,6 +87,7 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
     sl->tokens = tokens;
     vmem__kv_set_backed(kv, slot);
     vmem__kv_book(kv, slot);
+    vmem__kv_restage(kv, slot);
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is of
@@ -106,12 +107,13 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
     return rc;
 }
 
-// Protects the slot's pages that will contain the prefix's rows from being reclaimed during the attach.
-static void hold_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool on)
+// Protects the slot's pages that will contain the prefix's rows from being taken back during the attach.
+static void fix_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
-        sp->keep_hi = on ? KV_MIN(KV_MAX(split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi) : sp->need_hi;
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        const uint32_t hi = KV_MIN(KV_MAX(split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi);
+        vmem__kv_fix(kv, slot, i, (struct kv_past){sp->lo, hi});
     }
 }
 
@@ -134,7 +136,7 @@ static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_
     int rc = keep_tail(kv, slot, tokens, true);
     if (rc)
         return rc;
-    hold_tail(kv, slot, tokens, true);
+    fix_tail(kv, slot, tokens);
     vmem__kv_grow_reset(l);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
@@ -167,7 +169,7 @@ static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_
     }
     if (rc) {
         kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
-        hold_tail(kv, slot, tokens, false);
+        vmem__kv_book(kv, slot);
         vmem__kv_grow_reset(l);
         return rc;
     }
@@ -211,7 +213,8 @@ int vmem__kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_
         *missing = 0;
     struct kv_prefix *p = NULL;
     rc = find_rows(kv, prefix, tokens, &p);
-    return rc ? rc : vmem__kv_would_fit(kv, copies_of(kv, tokens), missing);
+    const uint64_t copies = rc ? 0 : copies_of(kv, tokens);
+    return rc ? rc : vmem__kv_would_fit(kv, (int64_t)copies, copies, missing);
 }
 
 // ---- blocks by hash --------------------------------------------------------------------------------------------------
@@ -278,8 +281,8 @@ int vmem__kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n
     if (copies) { // otherwise attaching only maps pages that are there
         uint64_t copied;
         kv->mark++;
-        copies += vmem__kv_hash_taken(kv, blocks, &copied);
-        rc = vmem__kv_would_fit(kv, copies + copied, missing);
+        copies += vmem__kv_hash_taken(kv, blocks, &copied) + copied;
+        rc = vmem__kv_would_fit(kv, (int64_t)copies, copies, missing);
     }
     return rc;
 }
@@ -345,6 +348,7 @@ static void commit_named(vmem_kv *kv, uint32_t slot, uint32_t n)
     sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->blocks.tokens;
     vmem__kv_set_backed(kv, slot);
     vmem__kv_book(kv, slot);
+    vmem__kv_restage(kv, slot);
 }
 
 int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)

@@ -105,7 +105,7 @@ static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_p
 {
     for (uint64_t i = 0; i < n; i++) {
         vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, *rows[i].name), 0, -1);
-        vmem__kv_ref_hold(kv, vmem__kv_ref_get(&kv->refs, *to, rows[i].n), -1, 1);
+        vmem__kv_ref_hold(kv, vmem__kv_ref_new(&kv->refs, *to, rows[i].n), -1, 1);
         for (uint32_t t = 0; t < rows[i].n; t++)
             rows[i].name[(uint64_t)t * rows[i].stride] = *to++;
     }

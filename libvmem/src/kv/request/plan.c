@@ -56,8 +56,12 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
         w->hi = vmem__kv_need_hi(kv, g, tokens);
         w->touched = vmem__kv_in_flight(kv, slot, i, w->lo, w->hi);
         w->extends = extends(s, tokens);
-        if (w->extends)
-            plan->missing += (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n;
+        const uint64_t missing = w->extends ? (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n : 0;
+        const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), vmem__kv_serves(kv, slot, i, w->hi));
+        w->fix =
+            (struct kv_past){KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi), vmem__kv_end_of(kv, slot, i, hi, !s->fresh)};
+        plan->missing += missing;
+        plan->delta += (int64_t)missing + vmem__kv_fix_delta(kv, slot, i, w->fix);
         if (kv->windows && s->tokens && w->lo < sp->lo)
             rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
     }
@@ -68,7 +72,8 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
 void vmem__kv_plan_reset(struct kv_plan *plan)
 {
     plan->n = plan->missing = 0;
-    plan->extends = false;
+    plan->delta = 0;
+    plan->extends = plan->entered = false;
 }
 
 // Finds the slots for which the step needs other pages than the last one did.
@@ -118,68 +123,36 @@ int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, boo
     return rc;
 }
 
-void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan)
+void vmem__kv_plan_enter(vmem_kv *kv, struct kv_plan *plan)
 {
-    for (uint64_t k = 0; k < plan->n; k++) {
-        struct kv_want *w = &plan->wants[k];
-        struct kv_span *sp = kv_span(kv, w->slot, w->group);
-        w->keep_lo = sp->keep_lo;
-        w->keep_hi = sp->keep_hi;
-        sp->keep_hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), vmem__kv_serves(kv, w->slot, w->group, w->hi));
-        sp->keep_lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), sp->keep_hi);
+    for (const struct kv_want *w = plan->wants; w < plan->wants + plan->n; w++) {
+        const struct kv_span *sp = kv_span(kv, w->slot, w->group); // which a first step may have cut since the plan
+        const uint32_t lo = KV_MIN(KV_MAX(w->fix.lo, sp->lo), sp->hi);
+        vmem__kv_fix(kv, w->slot, w->group, (struct kv_past){lo, KV_MAX(KV_MIN(w->fix.hi, sp->hi), lo)});
     }
-    plan->protects = true;
+    plan->entered = true;
 }
 
-void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan)
+void vmem__kv_plan_leave(vmem_kv *kv, struct kv_plan *plan)
 {
-    for (uint64_t k = 0; k < plan->n && plan->protects; k++) {
-        const struct kv_want *w = &plan->wants[k];
-        struct kv_span *sp = kv_span(kv, w->slot, w->group);
-        // Limit it to the current span: its front and tail may have been released meanwhile.
-        sp->keep_hi = KV_MAX(KV_MIN(w->keep_hi, sp->hi), sp->need_hi);
-        sp->keep_lo = KV_MIN(KV_MAX(w->keep_lo, sp->lo), sp->need_lo);
-    }
-    plan->protects = false;
-}
-
-uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan)
-{
-    vmem__kv_plan_protect(kv, plan);
-    uint64_t want = vmem__kv_used(kv) + plan->missing;
-    vmem__kv_plan_unprotect(kv, plan);
-    return want;
-}
-
-uint64_t vmem__kv_fixed(vmem_kv *kv)
-{
-    struct kv_plan *plan = &kv->plan;
-    vmem__kv_plan_reset(plan);
-    if (kv->staged.n && vmem__kv_plan(kv, plan, kv->staged.lengths, NULL))
-        vmem__kv_plan_reset(plan); // cannot be made any more: it keeps nothing
-    vmem__kv_plan_protect(kv, plan);
-    const uint64_t spare = vmem__kv_spare(kv);
-    vmem__kv_plan_unprotect(kv, plan);
-    return kv->ledger.held - KV_MIN(spare, kv->ledger.held) + plan->missing;
+    for (uint64_t k = 0; k < plan->n && plan->entered; k += kv->n_groups)
+        vmem__kv_book(kv, plan->wants[k].slot);
+    plan->entered = false;
 }
 
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
 {
     struct kv_plan *plan = &kv->plan;
-    bool held = vmem__kv_hold_to_count(kv);
     int rc = vmem__kv_plan(kv, plan, lengths, NULL);
-    vmem__kv_claim_for(kv, plan->missing);
-    uint64_t limit = plan->missing ? vmem__kv_limit(kv, plan->missing) : 0;
-    vmem__kv_enough();
-    if (!rc && plan->missing && kv->ledger.held + plan->missing > limit) {
-        uint64_t want = vmem__kv_plan_want(kv, plan);
-        if (want > limit)
-            rc = want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want, missing)
-                                          : vmem__kv_short_of_device(kv, want - limit, missing);
-    }
-    if (held)
-        vmem__kv_worker_release(kv);
-    return rc;
+    return rc ? rc : vmem__kv_would_fit(kv, plan->delta, plan->missing, missing);
+}
+
+void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
+{
+    const int32_t tokens = kv->staged.lengths[slot];
+    vmem__kv_plan_reset(&kv->plan);
+    if (tokens && !vmem__kv_plan_slot(kv, &kv->plan, slot, (uint32_t)tokens))
+        vmem__kv_stage(kv, slot, tokens, kv->plan.delta);
 }
 
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)

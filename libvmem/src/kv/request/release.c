@@ -155,43 +155,25 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// Between these two calls, nothing reclaims rows that the slot reads when it is truncated to `tokens`, though the window
-// of the longer request has passed them. The plan of the call stores what the spans said.
-static void keep_rows(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+// What is fixed while the slot is truncated to `tokens`, when no kernel accesses it: rows that the window of the longer
+// request has passed are read again.
+static struct kv_past fixed_in_truncation(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t tokens)
 {
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
-        kv->plan.wants[i].keep_lo = sp->keep_lo;
-        sp->keep_lo = KV_MIN(sp->keep_lo, KV_MAX(vmem__kv_need_lo(kv, &kv->groups[i], tokens), sp->lo));
-    }
-}
-
-static void restore_kept(vmem_kv *kv, uint32_t slot)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
-        sp->keep_lo = KV_MIN(kv->plan.wants[i].keep_lo, sp->need_lo);
-    }
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    const uint32_t lo = KV_MAX(vmem__kv_need_lo(kv, &kv->groups[group], tokens), sp->lo);
+    return (struct kv_past){KV_MIN(sp->keep_lo, lo), vmem__kv_end_of(kv, slot, group, sp->keep_hi, false)};
 }
 
 int vmem__kv_would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
 {
-    int rc = 0;
     if (missing)
         *missing = 0;
-    const bool held = vmem__kv_hold_to_count(kv); // from here on, no other thread sees the slot as the truncation would
-    rc = check_truncate(kv, slot, tokens);
-    if (!rc) {
-        const bool fresh = kv->slots[slot].fresh;
-        kv->slots[slot].fresh = true;
-        keep_rows(kv, slot, tokens);
-        rc = vmem__kv_would_fit(kv, vmem__kv_unshare_pages(kv, slot, tokens), missing);
-        restore_kept(kv, slot);
-        kv->slots[slot].fresh = fresh;
-    }
-    if (held)
-        vmem__kv_worker_release(kv);
-    return rc;
+    int rc = check_truncate(kv, slot, tokens);
+    const uint64_t copies = rc ? 0 : vmem__kv_unshare_pages(kv, slot, tokens);
+    int64_t delta = (int64_t)copies;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        delta += vmem__kv_fix_delta(kv, slot, i, fixed_in_truncation(kv, slot, i, tokens));
+    return rc ? rc : vmem__kv_would_fit(kv, delta, copies, missing);
 }
 
 static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
@@ -200,12 +182,12 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
     s->steady = 0;
     vmem__kv_enough();
-    keep_rows(kv, slot, tokens);
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        vmem__kv_fix(kv, slot, i, fixed_in_truncation(kv, slot, i, tokens));
     int rc = vmem__kv_unshare(kv, slot, tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     if (rc) {
-        restore_kept(kv, slot);
         vmem__kv_book(kv, slot);
         return rc;
     }

@@ -14,16 +14,14 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
 // Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes
 // none of the slots that will be extended, and *waited receives whether it had to.
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
-// Pages that cannot be taken from the cache now: what requests need, and what the staged step needs, which was answered
-// with yes. Call it from outside of any other call (kv_lock_cache): it plans anew.
-uint64_t vmem__kv_fixed(vmem_kv *kv);
 // Whether the step would find its memory.
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
-// The fewest pages that would exist with the plan's: those that cannot be reclaimed, and the missing ones.
-uint64_t vmem__kv_plan_want(vmem_kv *kv, struct kv_plan *plan);
-// Between these two calls, nothing reclaims what the step needs or what kernels in flight access.
-void vmem__kv_plan_protect(vmem_kv *kv, struct kv_plan *plan);
-void vmem__kv_plan_unprotect(vmem_kv *kv, struct kv_plan *plan);
+// Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the step
+// do not access any more can be taken.
+void vmem__kv_plan_enter(vmem_kv *kv, struct kv_plan *plan);
+void vmem__kv_plan_leave(vmem_kv *kv, struct kv_plan *plan);
+// Counts again what the slot's staged growth needs.
+void vmem__kv_restage(vmem_kv *kv, uint32_t slot);
 int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 int vmem__kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);

@@ -67,9 +67,14 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint64_t *missing)
 {
     vmem__kv_enough();
-    if (!vmem__kv_has_room(kv, plan->missing)) // reclaim pages, but not those that the step needs
-        vmem__kv_plan_protect(kv, plan);
-    int rc = vmem__kv_make_room(kv, plan->missing, missing);
+    int rc = 0;
+    if (!vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
+        rc = vmem__kv_lacks(kv, plan->delta, plan->missing, missing);
+        if (!rc) {
+            vmem__kv_plan_enter(kv, plan);
+            rc = vmem__kv_take_room(kv, plan->missing, missing);
+        }
+    }
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
         const uint32_t slot = plan->wants[k].slot;
         if (kv->slots[slot].fresh)
@@ -81,8 +86,7 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
     if (total)
         rc = vmem__kv_grow_try(kv, &kv->grow);
     if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
-        if (!plan->protects)
-            vmem__kv_plan_protect(kv, plan);
+        vmem__kv_plan_enter(kv, plan);
         rc = list_parts(kv, plan, 0);
         total = kv->grow.total;
         if (!rc)
@@ -90,10 +94,9 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
     }
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);
-        vmem__kv_plan_unprotect(kv, plan);
+        vmem__kv_plan_leave(kv, plan);
         return rc;
     }
-    plan->protects = false; // from now on the spans' needs protect these pages
     vmem__kv_unask(kv);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
@@ -219,13 +222,22 @@ bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     pthread_mutex_lock(&kv->gate.state);
     const struct kv_slot *s = &kv->slots[slot];
     const bool steady = !kv->gate.called && s->state == VMEM_KV_ACTIVE && tokens && tokens >= s->tokens &&
-                        tokens <= s->steady && tokens >= s->shared_tokens && !kv->staged.pages[slot];
+                        tokens <= s->steady && tokens >= s->shared_tokens;
     if (steady) {
         vmem__kv_stage(kv, slot, (int32_t)tokens, 0);
         kv->gate.calls++;
     }
     pthread_mutex_unlock(&kv->gate.state);
     return steady;
+}
+
+// Whether nothing must be asked for what is staged: neither the device, nor a pool.
+static bool staged_at_hand(const vmem_kv *kv)
+{
+    const struct kv_ledger *l = &kv->ledger;
+    const uint64_t want = l->fixed + (uint64_t)l->reserved;
+    return want <= l->budget && !(kv->lend.giving && want > kv->lend.give_to) &&
+           (l->promise >= l->budget || vmem__kv_at_hand(kv, want));
 }
 
 int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
@@ -246,17 +258,17 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing
         rc = vmem__kv_plan_slot(kv, &kv->plan, slot, tokens);
     if (rc)
         return rc;
-    int32_t before = kv->staged.lengths[slot];
-    uint64_t pages_before = kv->staged.pages[slot];
-    vmem__kv_stage(kv, slot, (int32_t)tokens, kv->plan.missing);
-    // Where the missing pages are at hand, nothing is planned again, and no worker waited for.
-    const uint64_t lacks = tokens ? kv->staged.missing : 0;
-    if (lacks && (lacks > kv_unused(kv) || kv->ledger.held + lacks > vmem__kv_limit(kv, lacks))) {
-        vmem__kv_may_take_long(kv);
-        rc = vmem__kv_plan_check(kv, kv->staged.lengths, missing);
-        if (rc)
-            vmem__kv_stage(kv, slot, before, pages_before);
-    }
+    const int32_t before = kv->staged.lengths[slot];
+    const int64_t reserve = kv->staged.reserve[slot];
+    vmem__kv_stage(kv, slot, (int32_t)tokens, kv->plan.delta);
+    if (!tokens || staged_at_hand(kv))
+        return 0;
+    vmem__kv_may_take_long(kv);
+    if (vmem__kv_keeps_staged(kv))
+        return 0;
+    rc = vmem__kv_plan_check(kv, kv->staged.lengths, missing); // no page may be missing, and it says what is
+    if (rc)
+        vmem__kv_stage(kv, slot, before, reserve);
     return rc;
 }
 
@@ -268,9 +280,9 @@ int vmem__kv_commit(vmem_kv *kv, uint64_t *missing)
     rc = do_step(kv, kv->staged.lengths, kv->n_slots, false, missing);
     if (!rc) {
         memset(kv->staged.lengths, 0, kv->n_slots * sizeof(*kv->staged.lengths));
-        memset(kv->staged.pages, 0, kv->n_slots * sizeof(*kv->staged.pages));
+        memset(kv->staged.reserve, 0, kv->n_slots * sizeof(*kv->staged.reserve));
         kv->staged.n = 0;
-        kv->staged.missing = 0;
+        kv->ledger.reserved = 0;
     }
     return rc;
 }

@@ -163,5 +163,5 @@ int vmem__kv_swap_in_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
         uint32_t tokens = kv->slots[slot].tokens;
         pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
     }
-    return rc ? rc : vmem__kv_would_fit(kv, pages, missing);
+    return rc ? rc : vmem__kv_would_fit(kv, (int64_t)pages, pages, missing);
 }

@@ -242,9 +242,9 @@ static bool release_one(vmem_kv *kv)
         const struct kv_slot *sl = &kv->slots[s];
         for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->stuck; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            if (sp->lo >= sp->keep_lo)
+            if (sp->lo >= sp->fix_lo)
                 continue;
-            v = (struct kv_victim){s, i, sp->keep_lo, sp->hi};
+            v = (struct kv_victim){s, i, sp->fix_lo, sp->hi};
             return cut(kv, &v, &kv->stats.window_pages);
         }
     }
@@ -432,10 +432,9 @@ static bool do_job(vmem_kv *kv)
 // job is not checked then.
 static bool do_checked_job(vmem_kv *kv)
 {
-    const uint64_t used = vmem__kv_used(kv), fixed = kv->ledger.fixed, calls = kv->gate.calls;
+    const uint64_t fixed = kv->ledger.fixed, calls = kv->gate.calls;
     const bool did = do_job(kv);
-    kv->ledger.disturbed |=
-        kv->gate.calls == calls && !kv->gate.called && (vmem__kv_used(kv) != used || kv->ledger.fixed != fixed);
+    kv->ledger.disturbed |= kv->gate.calls == calls && !kv->gate.called && kv->ledger.fixed != fixed;
     return did;
 }
 
