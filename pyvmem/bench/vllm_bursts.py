@@ -62,6 +62,7 @@ class Bursts(Engines):
                     when = {i: arrivals(load["batch"], i, burst, seed) for i in some}
                     answers = self._together(load, when, seed + 100 * k)  # the prefix cache has no prompt yet
                     for i, answer in answers.items():
+                        answer["alternate"] = [t // (3 * burst) % 2 == 0 for t in when[i]]
                         self._keep(engine=NAMES[i], load=name, how=how, turn=turn, burst=burst, **answer)
                         found[how].append(answer)
         for how, answers_of in found.items():
@@ -82,7 +83,9 @@ class Bursts(Engines):
 
     def _note(self, what: str, answers: list[Any]) -> None:
         engine = "vLLM on vMem"
-        self._add(engine, f"{what}: time to first token", "ms", [1e3 * x for a in answers for x in a["ttft"]])
+        for rounds, wanted in (("alternate", True), ("overlap", False)):
+            some = [1e3 * x for a in answers for x, of in zip(a["ttft"], a["alternate"]) if of is wanted]
+            self._add(engine, f"{what}, bursts that {rounds}: time to first token", "ms", some)
         gaps = [1e3 * gap for a in answers for of in a["gaps"] for gap in of]
         self._add(engine, f"{what}: time between tokens", "ms", gaps)
         self._add(engine, f"{what}: output", "tokens/s", [a["output"] / a["seconds"] for a in answers])

@@ -171,7 +171,7 @@ def test_three_engines_alone_in_thirds_and_in_a_pool(monkeypatch, tmp_path):
     found = {r.metric: (r.median, r.n) for r in bursts.records}
     assert found["hot, alone: output"] == found["hot, a pool: output"] == (100, 3)
     assert found["hot, static thirds: output"] == (60, 3)
-    assert found["hot, a pool: time to first token"] == (500, 3)
+    assert found["hot, a pool, bursts that alternate: time to first token"] == (500, 3)
     turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
     assert [t["how"] for t in turns] == ["alone"] * 3 + ["static thirds"] * 3 + ["a pool"] * 3
 
