@@ -121,7 +121,10 @@ class SchedulerDoor:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         with memory.lock:
             memory.before()
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            try:
+                output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                memory.scheduled()
             memory.after(output)
         return output
 

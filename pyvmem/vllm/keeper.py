@@ -25,6 +25,7 @@ from pyvmem.vllm.control import Page
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
+PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
@@ -115,6 +116,7 @@ class Keeper:
         self._coming: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
         self._n_coming = 0
         self._orders = 0
+        self._part = max(PART // block_bytes, -(-2 * low // MOST_ORDERS), 1)
         self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
@@ -194,8 +196,11 @@ class Keeper:
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 
-    def before(self) -> None:
-        """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave."""
+    def before(self, first: int | None = None) -> None:
+        """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
+
+        first : the most blocks to order now, if few are wanted soon.
+        """
         self._enter()
         self.fit()
         allowed = self.allowed()
@@ -204,20 +209,42 @@ class Keeper:
         if beyond > 0:
             self.leave(beyond)
         elif len(self._coming) < MOST_ORDERS:
-            self._want(min(2 * self.low - self.spare - self._n_coming, -beyond))
+            wanted = 2 * self.low - self.spare - self._n_coming
+            if first is not None:
+                self._want(min(wanted, first, -beyond))
+            elif 2 * wanted > self.low:  # not a few in each step: every call of the driver disturbs the device
+                self._want(min(wanted, -beyond))
 
-    def take(self) -> tuple[list[int], list[int], int]:
-        """What the workers must know with this step: (blocks that leave, blocks to back, the order's number)."""
+    def grows(self) -> bool:
+        """Whether blocks are on their way or may be ordered."""
+        return bool(self._coming) or self.circulating < self.allowed()
+
+    def lacks(self, need: int) -> bool:
+        """Whether blocks are on their way, and a step that takes `need` of them now would give up others for them."""
+        return self.spare < need and bool(self._coming or self._order)
+
+    def await_blocks(self, need: int, seconds: float) -> None:
+        """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds."""
+        if not self.page.words[control.ATTACHED : control.ATTACHED + self.ranks].all():
+            return  # their answers are not seen
+        end = time.monotonic() + seconds
+        while self.spare < need and self._coming and time.monotonic() < end:
+            time.sleep(1e-4)
+            self._enter()
+
+    def take(self) -> tuple[list[int], list[list[int]], int]:
+        """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""
         self.step += 1
         self.page[control.STEP] = self.step
         gone, self._gone = self._gone, []
         self._left = self.step if gone else self._left
         ahead, self._order = self._order, []
-        if ahead:
-            self._orders += 1
-            self._coming.append((self._orders, self.step, ahead))
-            self._n_coming += len(ahead)
-        return gone, ahead, self._orders
+        parts = [ahead[i : i + self._part] for i in range(0, len(ahead), self._part)]
+        first = self._orders + 1
+        for self._orders, part in enumerate(parts, first):
+            self._coming.append((self._orders, self.step, part))
+        self._n_coming += len(ahead)
+        return gone, parts, first
 
     def leave(self, n: int) -> int:
         """Take up to `n` free blocks out of circulation; returns how many."""
@@ -273,6 +300,8 @@ class Keeper:
 
     def tell(self) -> None:
         """Send what has left to the workers by the ring. Without the page, workers learn it with the next step."""
+        if len(self._gone) > MOST_LEAVING:
+            self._gone.sort()  # neighbours leave together, by few calls of the driver
         while self._gone and self.page.words[control.ATTACHED : control.ATTACHED + self.ranks].all():
             part = self._gone[:MOST_LEAVING]
             if not self.page.push(self.step, part, self.ranks):
@@ -282,15 +311,6 @@ class Keeper:
     def forgot(self) -> None:
         """vLLM has forgotten the prefix cache: no free block has contents."""
         self._queue.front.update(b.block_id for b in self._queue.get_all_free_blocks())
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the oldest order is done, if there is one."""
-        end = time.monotonic() + seconds
-        while self._coming and time.monotonic() < end:
-            order, _, ids = self._coming[0]
-            if (self.page.answers(order, self.ranks) >= 0).all():
-                return
-            time.sleep(1e-4)
 
     def publish(self, wanted: int = 0, yields: bool = False) -> None:
         """Write the numbers of the control page.

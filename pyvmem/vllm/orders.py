@@ -18,12 +18,14 @@ class StepOrders:
         What the ring held when the step was scheduled: to be carried out before it.
     gone : list of int
         Blocks that no longer circulate.
-    ahead : list of int
-        Blocks to be backed in the background, as order number `order`.
+    ahead : list of list of int
+        Blocks to be backed in the background, one order after the other.
+    order : int
+        The number of the first of these orders.
     """
 
     step: int
     position: int
     gone: list[int] = field(default_factory=list)
-    ahead: list[int] = field(default_factory=list)
+    ahead: list[list[int]] = field(default_factory=list)
     order: int = 0

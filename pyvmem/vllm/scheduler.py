@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ logger = logging.getLogger("vllm.vmem")
 LOOK = 0.05  # seconds between looks at the control page while no step runs
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
+AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
 KEEP = 64 << 20  # bytes of spare blocks that an idle engine keeps for the next request
 
 
@@ -76,6 +78,8 @@ class SchedulerMemory:
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks)  # fmt: skip
+        self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
+        self._tokens = 0  # of a step, while the scheduler is told to schedule none
         self._busy = time.monotonic()
         self._stop = threading.Event()
         threading.Thread(target=self._tend, name="vmem-keeper", daemon=True).start()
@@ -90,9 +94,30 @@ class SchedulerMemory:
         self._obey()
         if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
-        if not self._scheduler.running and self._scheduler.has_unfinished_requests() and not self.keeper.circulating:
-            self.keeper.wait(0.01)  # nothing can run before memory has come
-        self.keeper.before()
+        need = self._need() if self.keeper.spare < self.keeper.low and self.keeper.grows() else 0
+        self.keeper.await_blocks(need, AWAIT)
+        idle = not self._scheduler.running
+        self.keeper.before(need if idle else None)
+        if idle and self.keeper.lacks(need):
+            # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
+            self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
+
+    def _need(self) -> int:
+        """Blocks that the next step may take at most, as far as its requests are known."""
+        scheduler = self._scheduler
+        need, left = 0, scheduler.max_num_scheduled_tokens
+        for request in itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, lease.MOST_WAITING)):
+            tokens = min(max(request.num_tokens - request.num_computed_tokens, 1), left)
+            need += sum(-(-tokens // size) for size in self._sizes)
+            left -= tokens
+            if not left:
+                break
+        return min(need, self.keeper.low)
+
+    def scheduled(self) -> None:
+        """vLLM has scheduled, or failed to."""
+        if self._tokens:
+            self._scheduler.max_num_scheduled_tokens, self._tokens = self._tokens, 0
 
     def after(self, output: Any) -> None:
         """A step was scheduled: send the orders with it."""

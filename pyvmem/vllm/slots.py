@@ -209,9 +209,9 @@ class SlotsMemory(WorkerMemory):
                     requests.reset()
                 self._ring(orders.position)
                 self._give_up(orders.gone)
-                if orders.ahead:
-                    self._count += len(orders.ahead)
-                    self._orders.append(orders.order)
+                for number, ids in enumerate(orders.ahead, orders.order):
+                    self._count += len(ids)
+                    self._orders.append(number)
                     self._due.set()
             output = self._translated(output)
             maps = requests.back()

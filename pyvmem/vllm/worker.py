@@ -207,9 +207,10 @@ class WorkerMemory:
                 self._ring(orders.position)
                 if orders.gone:
                     self._give_up(orders.gone)
-                if orders.ahead and blocks.order(orders.ahead) != orders.order:
-                    raise RuntimeError(f"worker {self._rank} lost count of the orders: step {orders.step} has order "
-                                       f"{orders.order}")  # fmt: skip
+                for number, ids in enumerate(orders.ahead, orders.order):
+                    if blocks.order(ids) != number:
+                        raise RuntimeError(f"worker {self._rank} lost count of the orders: step {orders.step} "
+                                           f"has order {number}")  # fmt: skip
         named = named_blocks(output)
         if named:
             late = blocks.back(named, over=True)

@@ -270,8 +270,10 @@ def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences()
 
     memory = Memory(control.open_page("abc", 0), 0)
     memory.fences = []
+    config = kv_config((1, PAGE, PAGE, PAGE, 0), size=10 * PAGE)
+    memory.expect(config)
     flat = memory.allocate(10 * PAGE, torch.device("cpu"))
-    memory.start(kv_config((1, PAGE, PAGE, PAGE, 0), size=10 * PAGE))
+    memory.start(config)
     try:
         assert memory._tensor.resident_bytes == PAGE
         flat[:PAGE].fill_(7)

@@ -309,6 +309,8 @@ class Engine:
 
     def idle(self):
         """The engine has been without requests for a while."""
+        for worker in self.workers:
+            worker.memory._blocks.flush()  # orders on their way
         with self.scheduler._vmem.lock:
             self.keeper.between(True)
         for worker in self.workers:

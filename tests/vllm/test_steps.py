@@ -1,7 +1,9 @@
 """The keeper and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
 
 import os
+import time
 
+import numpy as np
 import pytest
 from steps import Engine
 
@@ -122,6 +124,26 @@ def test_a_tight_limit_preempts_and_every_request_ends(engine):
     e.run(60)
     assert e.preempted > 0
     assert maps_in_steps(e) == 0
+
+
+@pytest.mark.parametrize("asynchronous, ranks, batch", [(True, 1, 64), (False, 1, 64), (True, 2, 64), (True, 1, 256)])
+def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_late(engine, asynchronous, ranks, batch):
+    e = engine(asynchronous=asynchronous, ranks=ranks, batch=batch, queue=2 if asynchronous else 1)
+    pool, page, evicted, since = e.scheduler.kv_cache_manager.block_pool, e.page, [], {}
+    evict, answers = pool._maybe_evict_cached_block, page.answers
+
+    def late(order, ranks):
+        since.setdefault(order, time.monotonic())
+        return answers(order, ranks) if time.monotonic() > since[order] + 0.004 else np.full(ranks, -1)
+
+    page.answers = late
+    pool._maybe_evict_cached_block = lambda block: evict(block) and (evicted.append(block.block_id) or True)
+    for _ in range(3):
+        e.run(7)
+        e.idle()  # gives up spare blocks: the next requests find none
+        assert e.keeper.spare == 0
+    assert e.cached() > 50 and e.keeper.circulating < e.keeper.total
+    assert not evicted and not e.preempted
 
 
 def test_idle_memory_is_what_is_cached(engine):
