@@ -24,7 +24,7 @@ from pyvmem.paper import (
 )
 
 if _TYPE_CHECKING:
-    from pyvmem.kv.cache import KVCache, KVCacheOptions, TensorSpec, model_specs
+    from pyvmem.kv.cache import KVCache, KVCacheOptions, Spare, TensorSpec, model_specs
     from pyvmem.kv.pool import KVPool
     from pyvmem.kv.prefix import PrefixCache
     from pyvmem.lease import torch_pool
@@ -52,6 +52,7 @@ __all__ = [
     "Pages",
     "PrefixCache",
     "Reservation",
+    "Spare",
     "Stats",
     "TensorParallelKVCache",
     "TensorSpec",
@@ -82,6 +83,7 @@ _NEED_TORCH = {
     "KVCacheOptions": "kv.options",
     "KVPool": "kv.pool",
     "PrefixCache": "kv.prefix",
+    "Spare": "kv.options",
     "TensorParallelKVCache": "parallel.cache",
     "TensorSpec": "kv.types",
     "VirtualTensor": "tensor",

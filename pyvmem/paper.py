@@ -1,7 +1,8 @@
 """The calls of the vAttention paper (Prabhu et al., ASPLOS 2025) under their own names.
 
 Table 2: addresses and page handles are plain integers; `Context`, `Reservation` and `Pages` are the same as objects.
-Table 3: what a serving engine calls, with the paper's answers 0 and -1; the first argument is a `pyvmem.KVCache`.
+Table 3: what a serving engine calls, with the paper's answers 0 and -1. `init` makes a `pyvmem.KVCache`, which the
+others take as their first argument.
 
 SPDX-License-Identifier: MIT
 """
@@ -70,6 +71,15 @@ def vMemRelease(context: Context, pages: Any) -> None:
 vMemReleaseBatch = vMemRelease
 
 
+def init(
+    layers: int, kv_heads: int, head_dim: int, batch: int, max_tokens: int, budget: int, **options: Any
+) -> "KVCache":
+    """`KVCache.for_model`: the first arguments are the paper's N', H, D, B and L; `budget` is in bytes."""
+    from pyvmem.kv.cache import KVCache
+
+    return KVCache.for_model(layers, kv_heads, head_dim, batch, max_tokens, budget, **options)
+
+
 def alloc_reqid(cache: "KVCache", tokens: SupportsIndex = 0) -> int:
     """`KVCache.alloc`: a request's number, or -1 if all are taken."""
     slot = cache.alloc(tokens)
@@ -81,6 +91,16 @@ def free_reqid(cache: "KVCache", slot: SupportsIndex) -> None:
     cache.free(slot, after=cache.last_step)
 
 
-def step(cache: "KVCache", lengths: "Lengths") -> int:
-    """`KVCache.step`: 0, or -1 if memory is short."""
+def step(cache: "KVCache", lengths: "Lengths", *, zero_ends: bool = False) -> int:
+    """`KVCache.step`: 0, or -1 if memory is short.
+
+    zero_ends: an active request of length 0 is over, as in microsoft/vattention. The call first frees it, after the
+    kernels of the last step in which it took part. It stays freed if memory then is short. Without `zero_ends`, the
+    request takes no part and keeps its rows.
+    """
+    if flag("zero_ends", zero_ends):
+        cache.step(lengths, dry=True)  # lengths that it refuses end no request
+        for slot, tokens in enumerate(lengths):
+            if not tokens and (info := cache.slot(slot)).state == "active":
+                cache.free(slot, after=cache.last_step - info.absent_steps)
     return 0 if cache.step(lengths) else -1

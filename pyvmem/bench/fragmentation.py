@@ -64,13 +64,13 @@ def table_8(model: Model, workers: int, page_size: int) -> Any:
 
 def measure_table_8(context: Context, model: Model, workers: int, page_size: int) -> Any:
     """The same, measured in a cache of one worker: when a second page is mapped, and how much memory that takes."""
-    from pyvmem.kv.cache import KVCache
+    from pyvmem.kv.cache import KVCache, Spare
 
     tokens = page_size // model.row_bytes(workers)
     budget = 2 * model.layers * 2 * page_size
     with KVCache.for_model(
         model.layers, model.kv_heads // workers, model.head_dim, 1, 2 * tokens, budget, context=context,
-        page_size=page_size, overlap=False, generous=False, lazy=True, name=None,
+        page_size=page_size, spare=Spare(overlap=False, generous=False), lazy=True, name=None,
     ) as cache:  # fmt: skip
         slot = 0
         cache.alloc(slot=slot)
@@ -201,7 +201,10 @@ def draw(records: list[Record], figure: Figure) -> None:
     ))  # fmt: skip
 
 
-WAYS = {"nothing kept": {"defer": False, "eager": False, "generous": False}, "default": {}}
+WAYS: dict[str, dict[str, bool]] = {
+    "nothing kept": {"defer": False, "eager": False, "generous": False},
+    "default": {},
+}
 
 
 def waste_records(
@@ -209,9 +212,11 @@ def waste_records(
 ) -> list[Record]:
     """Records of the waste of a running batch, by what the cache keeps beyond what requests need."""
     slots, records = session.args.kv_slots, []
-    for how, options in WAYS.items():
+    from pyvmem.kv.cache import Spare
+
+    for how, spare in WAYS.items():
         with session.progress(f"waste, {how}, pages of {page_size >> 10} KiB", len(trace)) as advance:
-            seen = run_waste(context, model, layers, slots, trace, page_size, advance, **options)
+            seen = run_waste(context, model, layers, slots, trace, page_size, advance, spare=Spare(**spare))
         if not len(seen):
             continue
         for metric, unit, samples in (

@@ -14,7 +14,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 class Load:
     """A decode batch of `slots` requests, whose lengths are drawn from ranges of tokens: least, most + 1.
 
-    options: of the cache. iterations: at most; None for no limit.
+    generous: of the cache's `Spare`. iterations: at most; None for no limit.
     """
 
     name: str
     slots: int
     prompts: tuple[int, int]
     output: tuple[int, int]
-    options: dict[str, Any] = field(default_factory=dict)
+    generous: bool = True
     iterations: int | None = None
 
 
@@ -152,7 +152,7 @@ def decode(
     overlap: bool,
 ) -> list[Record]:
     """Records of one decode run."""
-    from pyvmem.kv.cache import KVCache
+    from pyvmem.kv.cache import KVCache, Spare
 
     gpu = "gpu" in context.info().capabilities
     longest = -(-(load.prompts[1] + load.output[1]) // 1024) * 1024
@@ -161,7 +161,7 @@ def decode(
     records = []
     with KVCache.for_model(
         layers, model.kv_heads, model.head_dim, load.slots, longest, budget, context=context, page_size=page_size,
-        lazy=not gpu, name=None, overlap=overlap, **load.options,
+        lazy=not gpu, name=None, spare=Spare(overlap=overlap, generous=load.generous),
     ) as cache:  # fmt: skip
         attention = Attention(cache, model) if gpu else None
         run = Decode(cache, attention, load, session.args.pause_us)
@@ -228,12 +228,12 @@ def prefill(
     session: Session, context: Context, model: Model, layers: int, page_size: int, tokens: int, repeats: int
 ) -> list[Record]:
     """Records of the time to back one prompt, by allocation strategy (Figure 10)."""
-    from pyvmem.kv.cache import KVCache
+    from pyvmem.kv.cache import KVCache, Spare
 
     strategies: dict[str, dict[str, Any]] = {
-        "synchronous": {"overlap": False, "defer": False, "eager": False},
-        "deferred reclamation": {"overlap": False, "defer": True, "eager": False},
-        "eager": {"overlap": True, "defer": False, "eager": True, "eager_tokens": tokens},
+        "synchronous": {"spare": Spare(overlap=False, defer=False, eager=False)},
+        "deferred reclamation": {"spare": Spare(overlap=False, eager=False)},
+        "eager": {"spare": Spare(defer=False, eager_tokens=tokens)},
     }
     if context.backend == "cuda":
         strategies["synchronous, no sharing"] = strategies["synchronous"] | {"sharing": False}
@@ -293,7 +293,7 @@ def run(session: Session) -> list[Record]:
         if not session.quick:
             # Maps ahead only what the next iteration needs, as in the paper.
             name = f"B=32, 4K-8K, {layers} layers, one page at a time"
-            loads.append(Load(name, 32, (4096, 8192), (2500, 2501), {"generous": False}, iterations=2500))
+            loads.append(Load(name, 32, (4096, 8192), (2500, 2501), generous=False, iterations=2500))
         sizes = session.page_sizes(context)
         for page_size in sizes if args.page_size else sorted({sizes[0], sizes[-1]}):
             for overlap in (True, False):

@@ -28,7 +28,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, _check, structure
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
-from pyvmem.kv.options import KVCacheOptions, options_of
+from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import (
     NO_SHORTAGE,
     GroupInfo,
@@ -56,6 +56,7 @@ __all__ = [
     "Prefix",
     "Shortage",
     "SlotInfo",
+    "Spare",
     "TensorSpec",
     "model_specs",
 ]
@@ -186,8 +187,8 @@ class KVCache(_Owned):
             self._close_context()
             raise
         self._own(owner, kv[0])
-        if options.watermark or options.watermark_percent:
-            self.set_watermark(options.watermark, percent=options.watermark_percent)
+        if options.watermark:
+            self.set_watermark(options.watermark)
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         self._pinned = self.tensors[0].is_cuda
         if options.name is not None:
@@ -370,8 +371,7 @@ class KVCache(_Owned):
         Parameters
         ----------
         lengths : sequence, numpy array or torch CPU tensor of `slots` ints
-            Tokens of each slot once the iteration has run; 0 for slots that take no part. With `zero_ends`, 0 ends an
-            active request, as `free` does after the last step that it took part in.
+            Tokens of each slot once the iteration has run; 0 for slots that take no part.
         dry : bool
             Only answer. Requests that are ending count as running: after False, the step itself may find that they have
             ended.
@@ -494,13 +494,14 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_room(self._ready(), -1 if slot is None else uint("slot", slot, 31), tokens))
         return int(tokens[0])
 
-    def set_watermark(self, bytes: SupportsIndex = 0, *, percent: SupportsIndex = 0) -> None:
-        """Set the memory that new requests leave free for running ones: `bytes` or `percent` of the budget, if more.
+    def set_watermark(self, watermark: SupportsIndex | float) -> None:
+        """Set the memory that new requests leave free for running ones.
 
-        `fit` and `room` take it into account; `step` and the growth of running requests do not. While no request is
-        active, a new one may use everything. vLLM has the same watermark.
+        An int is bytes. A float from 0.0 to 1.0 is a part of the budget, and is rounded up to a whole percentage. `fit`
+        and `room` leave it free; `step` and the growth of running requests do not. While no request is active, a new
+        one may use everything. vLLM has the same watermark.
         """
-        _check(lib.vmem_kv_set_watermark(self._use(), uint("bytes", bytes), uint("percent", percent, 32)))
+        _check(lib.vmem_kv_set_watermark(self._use(), *watermark_of(watermark)))
 
     # ---- fences ----------------------------------------------------------------------------------------------
 
@@ -638,9 +639,9 @@ class KVCache(_Owned):
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
         Quiet, unless `after` is given, as in `free`. The call then returns at once, and the rows are copied when the
-        kernels up to that point have ended, by the background thread if the cache has one (`overlap`). Rows of a slot
-        that shares some with others are copied by the call that finds the kernels ended. Until all rows are copied, the
-        slot's state is "swapping", and `swap_in` takes it back without a copy. Then the state is "swapped". Once the
+        kernels up to that point have ended, by the background thread if the cache has one (`Spare.overlap`). Rows of a
+        slot that shares some with others are copied by the call that finds the kernels ended. Until all rows are
+        copied, the slot's state is "swapping", and `swap_in` takes it back without a copy. Once the
         kernels have ended, the pages count as free: a step that finds no others copies the rest itself.
 
         The CPU memory is allocated, pinned for a cache on a GPU, which may take milliseconds. `host` avoids that: a

@@ -6,14 +6,52 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import errno
+import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from pyvmem._checks import flag, uint
+from pyvmem._checks import flag, shown, uint
 from pyvmem._ffi import lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument
 from pyvmem.kv.pool import KVPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spare:
+    """What a `KVCache` does with memory that no request needs at the moment. The defaults suit a server.
+
+    Attributes
+    ----------
+    overlap : bool
+        A background thread maps what the next steps need.
+    defer : bool
+        A freed slot keeps its pages for the next request until they are needed elsewhere.
+    eager : bool
+        The slot that will be allocated next is kept backed for `eager_tokens` tokens. Needs `overlap`.
+    generous : bool
+        While memory is plentiful, whole blocks of 2 MiB are backed. Under pressure, unneeded pages are taken back.
+    ahead_tokens, ahead_min : int
+        Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4). Up to twice
+        as many may be backed.
+    eager_tokens : int
+        Tokens for which the next slot is backed (0: 512).
+    reclaim_percent : int
+        Memory counts as scarce when less than this percentage of the budget is free, at most 50 (0: 10 %).
+    """
+
+    overlap: bool = True
+    defer: bool = True
+    eager: bool = True
+    generous: bool = True
+    ahead_tokens: int = 0
+    ahead_min: int = 0
+    eager_tokens: int = 0
+    reclaim_percent: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("overlap", "defer", "eager", "generous"):
+            flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,47 +73,27 @@ class KVCacheOptions:
         Rows that the attention kernel loads together, also past the length: up to 224 for FlashAttention-3, 128 for
         FlexAttention, 1 for kernels that mask their loads (FlashAttention-2, most Triton kernels).
         `pyvmem.attention.tile_rows` gives the number for a kernel.
-    overlap : bool
-        A background thread maps what the next iterations need.
-    defer : bool
-        A freed slot keeps its pages for the next request until they are needed elsewhere.
-    eager : bool
-        The slot that will be allocated next is kept backed for `eager_tokens` tokens. Needs `overlap`.
-    generous : bool
-        While memory is plentiful, whole blocks of 2 MiB are backed. Under pressure, unneeded pages are taken back.
-    zero : bool
-        Pages are zeroed before another request gets them.
-    same_slots : bool
-        Slots are chosen by the sequence of calls alone, so that caches with the same calls choose the same slots.
-        Tensor parallelism requires it.
-    check : bool
-        Every operation verifies the bookkeeping. Slow; for tests.
-    lazy : bool
-        Device memory is allocated when pages are needed, instead of the whole budget at creation.
+    steps_in_flight : int
+        Steps whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules ahead
+        needs 2 or more.
     sharing : bool or None
         Requests may share pages, through prefixes and block names. False refuses both. The cuda backend then creates,
         maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. On a GPU, unbacked rows
         then have no backdrop: kernels must not read past whole tiles (`tile_rows`), nor free slots. None: False on the
         cuda backend, True on the others; `KVCache.sharing` says which.
-    ahead_tokens, ahead_min : int
-        Tokens that stay backed past a request's length while memory is plentiful (0: 128) or scarce (0: 4). Up to twice
-        as many may be backed.
-    eager_tokens : int
-        Tokens for which the next slot is backed (0: 512).
-    reclaim_percent : int
-        Memory counts as scarce when less than this percentage of the budget is free, at most 50 (0: 10 %).
-    zero_ends : bool
-        A length of 0 in `KVCache.step` ends the request, as in microsoft/vattention. By default, such a request takes
-        no part in the iteration and keeps its rows.
-    watermark, watermark_percent : int
-        Memory that new requests leave free for running ones (`KVCache.set_watermark`): bytes, and a percentage of the
-        budget; the larger applies (0).
-    steps_in_flight : int
-        Iterations whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules
-        ahead needs 2 or more.
+    zero : bool
+        Pages are zeroed before another request gets them.
+    same_slots : bool
+        Slots are chosen by the sequence of calls alone, so that caches with the same calls choose the same slots.
+        Tensor parallelism requires it.
+    lazy : bool
+        Device memory is allocated when pages are needed, instead of the whole budget at creation.
+    watermark : int or float
+        Memory that new requests leave free for running ones: bytes, or a part of the budget as a float from 0.0 to 1.0
+        (`KVCache.set_watermark`).
     idle_seconds : float
         After this time without a request and without a call, a cache returns its kept pages and preallocated memory to
-        the system, and from then on allocates memory when needed. Prefixes stay. inf: never. Needs `overlap`.
+        the system, and from then on allocates memory when needed. Prefixes stay. inf: never. Needs `Spare.overlap`.
     name : str, optional
         The name in ``pyvmem top``; None publishes nothing.
     pool : KVPool, optional
@@ -83,6 +101,10 @@ class KVCacheOptions:
         sets its current budget. Implies `lazy`; excludes `same_slots`.
     pool_min : int
         Bytes of the pool's budget that are guaranteed to this cache.
+    check : bool
+        Every operation verifies the bookkeeping. Slow; for tests.
+    spare : Spare
+        What happens with memory that no request needs at the moment.
     """
 
     context: Context | None = None
@@ -90,27 +112,24 @@ class KVCacheOptions:
     device: int = 0
     page_size: int | None = None
     tile_rows: int = 1
-    overlap: bool = True
-    defer: bool = True
-    eager: bool = True
-    generous: bool = True
+    steps_in_flight: int = 1
+    sharing: bool | None = True
     zero: bool = False
     same_slots: bool = False
-    check: bool = False
     lazy: bool = False
-    sharing: bool | None = True
-    ahead_tokens: int = 0
-    ahead_min: int = 0
-    eager_tokens: int = 0
-    reclaim_percent: int = 0
-    zero_ends: bool = False
-    watermark: int = 0
-    watermark_percent: int = 0
-    steps_in_flight: int = 1
+    watermark: int | float = 0
     idle_seconds: float = 1.0
     name: str | None = "kv"
     pool: KVPool | None = None
     pool_min: int = 0
+    check: bool = False
+    spare: Spare = Spare()
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, **keywords: Any) -> KVCacheOptions:
+            _refuse(keywords)
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.context, Context | None):
@@ -128,10 +147,10 @@ class KVCacheOptions:
         for name in ("tile_rows", "steps_in_flight"):  # in C, 0 is the default
             if not uint(name, getattr(self, name), 32):
                 raise InvalidArgument(errno.EINVAL, f"{name} 0 must be at least 1")
-        uint("watermark", self.watermark)
-        if uint("watermark_percent", self.watermark_percent) > 100:
-            raise InvalidArgument(errno.EINVAL, f"watermark_percent {self.watermark_percent} must be at most 100")
-        for name in _SWITCHES:
+        watermark_of(self.watermark)
+        if not isinstance(self.spare, Spare):
+            raise TypeError(f"spare must be a Spare, not {shown(self.spare)}")
+        for name in ("zero", "same_slots", "lazy", "check"):
             flag(name, getattr(self, name))
         if self.sharing is not None:
             flag("sharing", self.sharing)
@@ -140,14 +159,16 @@ class KVCacheOptions:
         """The switches as C flags."""
         unshared: int = 0 if sharing else lib.VMEM_KV_UNSHARED
         pooled: int = 0 if self.pool is None else lib.VMEM_KV_LAZY
-        flags: int = sum(bit for name, bit in _SWITCHES.items() if getattr(self, name))
+        switches = vars(self) | vars(self.spare)
+        flags: int = sum(bit for name, bit in _SWITCHES.items() if switches[name])
         return flags | unshared | pooled
 
     def _numbers(self) -> dict[str, int]:
         """The numbers for the fields of ``struct vmem_kv_config``."""
         milliseconds = self.idle_seconds * 1000
         idle_ms = round(milliseconds) if milliseconds < 2**32 - 1 else 0
-        return {name: getattr(self, name) for name in _NUMBERS} | {"idle_ms": idle_ms}
+        numbers = vars(self) | vars(self.spare)
+        return {name: numbers[name] for name in _NUMBERS} | {"idle_ms": idle_ms}
 
 
 _SWITCHES = {
@@ -159,17 +180,37 @@ _SWITCHES = {
     "same_slots": lib.VMEM_KV_SAME_SLOTS,
     "check": lib.VMEM_KV_CHECK,
     "lazy": lib.VMEM_KV_LAZY,
-    "zero_ends": lib.VMEM_KV_ZERO_ENDS,
 }
 _NUMBERS = ("tile_rows", "ahead_tokens", "ahead_min", "eager_tokens", "reclaim_percent", "steps_in_flight")
 _NAMES = frozenset(field.name for field in fields(KVCacheOptions))
+_MOVED = {field.name: f"spare=Spare({field.name}=...)" for field in fields(Spare)} | {
+    "watermark_percent": "watermark=0.1 for 10 percent of the budget",
+    "zero_ends": "pyvmem.paper.step(cache, lengths, zero_ends=True)",
+}
+
+
+def _refuse(keywords: dict[str, Any]) -> None:
+    """Refuse unknown options, and say where those are that had another place."""
+    for name in keywords:
+        if name in _MOVED:
+            raise TypeError(f"KVCache has no option {name} any more: use {_MOVED[name]}")
+        if name not in _NAMES:
+            raise TypeError(f"unknown KVCache option {name}: the options are {', '.join(sorted(_NAMES))}")
+
+
+def watermark_of(watermark: SupportsIndex | float) -> tuple[int, int]:
+    """The bytes and the whole percentage of a watermark, which is either."""
+    if not isinstance(watermark, float):
+        return uint("watermark", watermark), 0
+    if not 0 <= watermark <= 1:
+        raise InvalidArgument(
+            errno.EINVAL, f"watermark {watermark} must lie between 0.0 and 1.0, or be an int of bytes"
+        )
+    return 0, math.ceil(round(watermark * 100, 6))
 
 
 def options_of(given: KVCacheOptions | None, keywords: dict[str, Any]) -> KVCacheOptions:
     """The options of a call that takes them as an object, as keywords, or both. Keywords override the object."""
     if not isinstance(given, KVCacheOptions | None):
         raise TypeError(f"options must be KVCacheOptions, not {given!r}")
-    for name in keywords:
-        if name not in _NAMES:
-            raise TypeError(f"unknown KVCache option {name}: the options are {', '.join(sorted(_NAMES))}")
     return KVCacheOptions(**{**(vars(given) if given else {}), **keywords})

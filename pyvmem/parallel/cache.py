@@ -53,8 +53,8 @@ def _decisive(cache: KVCache) -> tuple[Any, ...]:
     options = cache.options
     tensors = [(Fraction(cache.page_size, spec.row_bytes), spec.window, spec.max_tokens) for spec in cache.specs]
     return (
-        cache.slots, cache.max_tokens, cache.tile_rows, options.steps_in_flight, options.defer, options.eager_tokens,
-        options.zero_ends, tensors,
+        cache.slots, cache.max_tokens, cache.tile_rows, options.steps_in_flight, options.spare.defer,
+        options.spare.eager_tokens, tensors,
     )  # fmt: skip
 
 
@@ -109,7 +109,6 @@ class TensorParallelKVCache:
         self.shortage = NO_SHORTAGE
         self.agreements = 0
         self._staged: dict[int, int] = {}  # as the ranks agreed on
-        self._active: set[int] = set()  # slots of requests that are not swapped out
         self._pledge = Pledge(cache)
         self._past = 0  # a checksum of what was called without a question since the last agreement
         self._prefixes: dict[int, int] = {}  # the ranks' number of each prefix, by this rank's
@@ -316,8 +315,6 @@ class TensorParallelKVCache:
         call = self.cache.alloc
         chosen: int | None = self._note("alloc", call, tokens, slot=slot, prefix_tokens=prefix_tokens)
         self.shortage = self.cache.shortage
-        if chosen is not None:
-            self._active.add(chosen)
         return chosen
 
     def free(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:
@@ -343,8 +340,6 @@ class TensorParallelKVCache:
             self._pledge.clear()  # a dry step takes over a budget that another process requested
             return self._fits(f"step({_sum_of(lengths)}, dry)", self.cache.step, lengths)
         numbers = self._numbers(lengths)
-        if numbers is not None and self.cache.options.zero_ends:
-            self._end_absent(numbers, lengths)
         if numbers is not None and self._pledge.covers(numbers):
             answer = self._take("step", numbers, self.cache.step, lengths)
         else:
@@ -360,16 +355,6 @@ class TensorParallelKVCache:
         except (OverflowError, TypeError, ValueError):
             return None
         return numbers.astype(np.int64) if numbers.dtype.kind in "iu" and numbers.shape == (self.slots,) else None
-
-    def _end_absent(self, numbers: npt.NDArray[Any], lengths: Any) -> None:
-        """With ``zero_ends``: before the ranks ask whether there is memory, which these requests give back."""
-        absent = [slot for slot in self._active if not numbers[slot]]
-        if absent:
-            self._pledge.clear()
-            # Lengths that a rank refuses end nothing.
-            self._fits(f"step({_sum_of(lengths)})", self.cache.step, lengths)
-            for slot in sorted(absent):
-                self.free(slot, self.cache.last_step)
 
     def _take(self, what: str, numbers: npt.NDArray[Any], call: Callable[..., bool], *args: Any) -> bool:
         """Make a step that is known to fit on every rank."""
@@ -398,7 +383,6 @@ class TensorParallelKVCache:
 
     def _ends(self, slot: SupportsIndex) -> None:
         """The slot has nothing staged, and cannot grow without a question."""
-        self._active.discard(int(slot))
         self._staged.pop(int(slot), None)
         self._pledge.end(int(slot))
 
@@ -488,9 +472,7 @@ class TensorParallelKVCache:
         self._pledge.clear()
         if not self._fits(f"swap_in({slot})", self.cache.swap_in, slot):
             return False
-        answer = self._done(self.cache.swap_in(slot))
-        self._active.add(int(slot))
-        return answer
+        return self._done(self.cache.swap_in(slot))
 
     def swap_out(
         self, slot: SupportsIndex, after: SupportsIndex | None = None, host: torch.Tensor | None = None

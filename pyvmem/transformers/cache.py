@@ -60,8 +60,8 @@ class VMemCache(Cache):
         Sequences for which addresses are reserved. A larger batch moves the cache to larger tensors.
     options
         Options of `KVCache`: ``pool`` and ``pool_min`` (a `KVPool`: one budget for several models, which moves to the
-        one that generates), ``context``, ``backend``, ``page_size``, ``tile_rows``, ``generous``, ``check``, ``name``
-        and others. A forward pass in a pool waits up to five seconds for memory that other members give back.
+        one that generates), ``context``, ``backend``, ``page_size``, ``tile_rows``, ``check``, ``name`` and others.
+        A forward pass in a pool waits up to five seconds for memory that other members give back.
 
     Raises
     ------

@@ -17,7 +17,7 @@ import torch
 
 from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
 from pyvmem.transformers.cudnn import keep_off
@@ -158,7 +158,8 @@ class Rows:
             # K and V side by side, row by row: half as many tensors, so half as many runs of pages to map.
             parts = {f"kv{i}": (2, *k)} if k == v else {f"k{i}": k, f"v{i}": v}
             specs += [TensorSpec(name, shape, self.dtype, window) for name, shape in parts.items()]
-        options = {"lazy": True, "generous": False, "eager": False, "name": "transformers", **self.options, **more}
+        spare = Spare(generous=False, eager=False)
+        options = {"lazy": True, "spare": spare, "name": "transformers", **self.options, **more}
         if options.get("context") is None and options.get("backend") is None and self.device.type == "cpu":
             options["backend"] = "host"
         if options.get("context") is None:
@@ -169,9 +170,9 @@ class Rows:
         # A pool's memory is for its members that are in use.
         shared = options.get("context") or self.pool
         key = None if shared else (specs, slots, self.max_tokens, self.budget, self.device, options)
-        spare = spares.take(key) if key else None
-        if spare is not None:
-            return spare, (key, spares.users(spare))
+        left = spares.take(key) if key else None
+        if left is not None:
+            return left, (key, spares.users(left))
         kv = KVCache(specs, slots, self.max_tokens, self._most(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.vllm import control, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
@@ -159,7 +159,8 @@ class SlotsMemory(WorkerMemory):
         # A page has only a few tokens, so mapping ahead makes fewer calls for more pages each.
         self._cache = cache = KVCache(
             [TensorSpec("kv", (block // tokens,), torch.int8)], slots, rows, budget, context=context,
-            page_size=max(fitting), lazy=True, reclaim_percent=1, ahead_tokens=64, ahead_min=64, name=None,
+            page_size=max(fitting), lazy=True, name=None,
+            spare=Spare(reclaim_percent=1, ahead_tokens=64, ahead_min=64),
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most

@@ -3,16 +3,26 @@
 SPDX-License-Identifier: MIT
 """
 
+import dataclasses
 import io
 from argparse import ArgumentParser
 
 import torch
 
 import pyvmem
-from pyvmem.kv.cache import KVCache
+from pyvmem.kv.cache import KVCache, Spare
 from pyvmem.tools import top
 
 PAGE_TOKENS = 128
+
+
+_SPARE = {field.name for field in dataclasses.fields(Spare)}
+
+
+def grouped(options):
+    """The options of a cache, of which those of `Spare` are given by their names alone."""
+    spare = {name: value for name, value in options.items() if name in _SPARE}
+    return {name: value for name, value in options.items() if name not in _SPARE} | {"spare": Spare(**spare)}
 
 
 def make(backend, pages=1024, **options):
@@ -20,7 +30,7 @@ def make(backend, pages=1024, **options):
     page = min(pyvmem.default_context(backend).page_sizes)
     options = {"slots": 4, "max_tokens": 2000, "budget": pages * page, "dtype": torch.float16, "check": True,
                "name": None, "backend": backend, **options}  # fmt: skip
-    return KVCache.for_model(2, 4, page // PAGE_TOKENS // 8, **options)
+    return KVCache.for_model(2, 4, page // PAGE_TOKENS // 8, **grouped(options))
 
 
 def view_dim(cache):

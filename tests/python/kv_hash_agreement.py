@@ -20,7 +20,7 @@ from kv_agreement import join, refused, same
 import pyvmem
 from pyvmem.parallel.cache import TensorParallelKVCache
 from pyvmem.parallel.hashes import TensorParallelBlockHashes
-from pyvmem.kv.cache import KVCache
+from pyvmem.kv.cache import KVCache, Spare
 from pyvmem.kv.hashes import KEEP, BlockHashes, block_hashes
 from kv_hash_caches import ALIKE, MIXED, PAGE
 
@@ -186,7 +186,7 @@ def misuse(engine, first):
 
 def one_evicts(context, starved):
     """A rank that has evicted the end of a sequence, or a rank short of memory for a copy, decides for all."""
-    engine = Engine(context, ALIKE, 60, random.Random(1), overlap=False)
+    engine = Engine(context, ALIKE, 60, random.Random(1), spare=Spare(overlap=False))
     engine.hash()
     tp, blocks, tokens = engine.tp, engine.blocks, list(range(72))
     hashes = block_hashes(tokens, BLOCK)
@@ -226,7 +226,7 @@ def main(backend, steps=400, seed=1):
         hits = refusals = 0
         for number, (specs, options, hashes) in enumerate((
             (ALIKE, {}, {}),
-            (ALIKE, {"lazy": True, "generous": False}, {"max_tokens": 600}),
+            (ALIKE, {"lazy": True, "spare": Spare(generous=False)}, {"max_tokens": 600}),
             (MIXED, {"steps_in_flight": 2}, {}),
             (MIXED, {}, {"automatic": False, "max_tokens": 320}),
         )):  # fmt: skip

@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import torch
+from kv_caches import grouped
 
 from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.hashes import block_hashes
@@ -29,7 +30,7 @@ STILL = {
 
 
 def make(specs=ALIKE, slots=6, max_tokens=1000, pages=200, **options):
-    return KVCache(specs, slots, max_tokens, pages * PAGE, **{**STILL, **options})
+    return KVCache(specs, slots, max_tokens, pages * PAGE, **grouped({**STILL, **options}))
 
 
 def serve(blocks, tokens, add=True):

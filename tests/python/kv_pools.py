@@ -11,6 +11,7 @@ import sys
 import textwrap
 
 import torch
+from kv_caches import grouped
 
 from pyvmem.kv.cache import KVCache
 
@@ -22,7 +23,7 @@ def make(pool, name="kv", budget=64 * MIB, pool_min=0, **options):
     options = {"idle_seconds": math.inf, "generous": False, "eager": False, "check": True, **options}
     return KVCache.for_model(
         2, 4, 128, 8, TOKENS, budget, dtype=torch.bfloat16, backend="host", page_size=64 << 10, name=name, pool=pool,
-        pool_min=pool_min, **options,
+        pool_min=pool_min, **grouped(options),
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from kv_caches import make
 
+from pyvmem import paper
+
 
 def lengths_of(cache, wanted):
     return [wanted.get(slot, 0) for slot in range(cache.slots)]
@@ -39,49 +41,54 @@ def test_a_request_that_waits_is_reported_and_kept(backend):
         assert cache.swap_in(b) and absent(cache) == [c]
 
 
+def ends(cache, lengths):
+    """`pyvmem.paper.step` with `zero_ends`."""
+    return paper.step(cache, lengths, zero_ends=True) == 0
+
+
 def test_a_length_of_zero_ends_a_request(backend):
-    with make(backend, zero_ends=True, steps_in_flight=2) as cache:
+    with make(backend, steps_in_flight=2) as cache:
         a, b, c = (cache.alloc(100) for _ in range(3))
-        assert cache.step(lengths_of(cache, {a: 100, b: 100, c: 100}))
+        assert ends(cache, lengths_of(cache, {a: 100, b: 100, c: 100}))
         cache.swap_out(c)
-        assert cache.step(lengths_of(cache, {a: 101}))
+        assert ends(cache, lengths_of(cache, {a: 101}))
         assert [cache.slot(s).state for s in (a, b, c)] == ["active", "ending", "swapped"]
-        assert cache.step(lengths_of(cache, {a: 102})) and cache.slot(b).state == "ending"
-        assert cache.step(lengths_of(cache, {a: 103})) and cache.slot(b).state == "free"
+        assert ends(cache, lengths_of(cache, {a: 102})) and cache.slot(b).state == "ending"
+        assert ends(cache, lengths_of(cache, {a: 103})) and cache.slot(b).state == "free"
         with pytest.raises(ValueError, match="the slot is free"):
-            cache.step(lengths_of(cache, {b: 1}))
+            ends(cache, lengths_of(cache, {b: 1}))
         assert cache.slot(a).state == "active"  # a step that is refused ends nothing
         d = cache.alloc(5)  # never takes part
         assert cache.grow(a, 104) and cache.commit()
         assert cache.slot(d).state == "active"  # a commit names those that take part, and nobody else
-        assert cache.step(lengths_of(cache, {a: 105}))
+        assert ends(cache, lengths_of(cache, {a: 105}))
         assert cache.slot(d).state == "free"
         cache.retire()
-        assert cache.step([0] * cache.slots)
+        assert ends(cache, [0] * cache.slots)
         assert cache.slot(a).state == "free" and cache.stats().active_slots == 0
         assert cache.swap_in(c)
 
 
 def test_what_ends_makes_room_once_its_kernels_have_ended(backend):
-    with make(backend, pages=40, zero_ends=True) as cache:
+    with make(backend, pages=40) as cache:
         a, b = cache.alloc(), cache.alloc()
-        assert cache.step(lengths_of(cache, {a: 1280}))  # all 40 pages; b ends: it had no part
+        assert ends(cache, lengths_of(cache, {a: 1280}))  # all 40 pages; b ends: it had no part
         assert cache.slot(b).state == "free"
         b = cache.alloc()
-        assert not cache.step(lengths_of(cache, {b: 1280}))  # kernels may still read what a had
+        assert not ends(cache, lengths_of(cache, {b: 1280}))  # kernels may still read what a had
         assert cache.slot(a).state == "ending" and cache.shortage.ending_pages == 40
         cache.retire()
-        assert cache.step(lengths_of(cache, {b: 1280}))
+        assert ends(cache, lengths_of(cache, {b: 1280}))
 
 
 @pytest.mark.parametrize("zero_ends", [False, True])
 def test_the_demo_of_vattention_does_not_leak(backend, zero_ends):
     """It adds and removes a request every few steps; with zero_ends, a 0 in its list is all that it does at the end."""
     rng = random.Random(1)
-    with make(backend, zero_ends=zero_ends, slots=8, pages=400) as cache:
+    with make(backend, slots=8, pages=400) as cache:
         lengths, active = np.zeros(8, np.int32), []
         for i in range(200):
-            assert cache.step(lengths)
+            assert paper.step(cache, lengths, zero_ends=zero_ends) == 0
             cache.retire()  # it waits for the GPU
             if i % 3 == 0 and len(active) < 7:
                 slot = cache.alloc(100)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_caches import grouped
 
 from conftest import BACKENDS
 import pyvmem
@@ -31,7 +32,7 @@ def make(specs=MIXED[:1], slots=6, max_tokens=400, pages=60, **options):
     backend = options.get("backend", "host")
     if PAGE not in pyvmem.default_context(backend).page_sizes:
         pytest.skip(f"{backend} has no pages of {PAGE} bytes, of which the shapes here are made")
-    return KVCache(specs, slots, max_tokens, pages * PAGE, **{"backend": "host", **STILL, **options})
+    return KVCache(specs, slots, max_tokens, pages * PAGE, **grouped({"backend": "host", **STILL, **options}))
 
 
 def started(cache, *sizes):
@@ -88,25 +89,29 @@ def test_the_watermark_is_for_those_that_run(backend):
         assert "watermark" not in str(cache.shortage.reason) and cache.shortage.reason == "budget"
         assert cache.fit([400]) == 0 and cache.shortage.missing_pages == 7 and cache.shortage.watermark_pages == 4
         assert cache.room(slot) == 400 and cache.grow(slot, 400) and cache.commit()
-        cache.set_watermark(percent=51)
+        cache.set_watermark(0.505)  # whole percentages
         assert cache.stats().watermark_pages == 11 and cache.room() == 0
         cache.set_watermark(2**64 - 1)
         assert cache.stats().watermark_pages == 20
-        cache.set_watermark()
+        cache.set_watermark(0)
         assert cache.room() == 7 * 32
-        cache.set_watermark(4 * PAGE, percent=1)
+        cache.set_watermark(4 * PAGE)
         cache.set_budget(13 * PAGE)
         assert cache.room() == 0 and cache.fit([1]) == 0
 
 
 def test_the_watermark_as_an_option():
-    with make(pages=20, watermark_percent=10) as cache:
+    with make(pages=20, watermark=0.1) as cache:
         assert cache.stats().watermark_pages == 2
-    with make(pages=20, watermark=3 * PAGE, watermark_percent=10) as cache:
+    for whole in (1, 7, 29, 55, 58, 100):  # of which some are no exact hundredths
+        with make(pages=100, watermark=whole / 100) as cache:
+            assert cache.stats().watermark_pages == whole
+    with make(pages=20, watermark=3 * PAGE) as cache:
         assert cache.stats().watermark_pages == 3
         assert "pyvmem_kv_watermark_pages 3\n" in cache.metrics_prometheus()
-    with pytest.raises(ValueError, match="watermark_percent 101 must be at most 100"):
-        KVCacheOptions(watermark_percent=101)
+    for wrong in (1.01, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=f"watermark {wrong} must lie between 0.0 and 1.0, or be an int of bytes"):
+            KVCacheOptions(watermark=wrong)
     with pytest.raises(ValueError, match="watermark -1"):
         KVCacheOptions(watermark=-1)
 
@@ -237,12 +242,12 @@ def test_wrong_arguments_are_named():
         with pytest.raises(TypeError):
             cache.fit(5)
         for value in (-1, 1 << 64):
-            with pytest.raises(ValueError, match="bytes"):
+            with pytest.raises(ValueError, match="watermark"):
                 cache.set_watermark(value)
-        with pytest.raises(ValueError, match="percent 101 is over 100"):
-            cache.set_watermark(percent=101)
-        with pytest.raises(TypeError, match="percent"):
-            cache.set_watermark(percent=0.5)
+        with pytest.raises(ValueError, match="watermark 1.01 must lie between 0.0 and 1.0"):
+            cache.set_watermark(1.01)
+        with pytest.raises(TypeError, match="watermark must be an integer, not '1'"):
+            cache.set_watermark("1")
         with pytest.raises(ValueError, match="tokens"):
             cache.groups()[0].pages(-1)
     with pytest.raises(ValueError, match="closed"):

@@ -3,18 +3,20 @@
 SPDX-License-Identifier: MIT
 """
 
+import copy
 import dataclasses
 import inspect
+import pickle
 
 import numpy as np
 import pytest
 import torch
-from kv_caches import make, start
+from kv_caches import grouped, make, start
 
 import pyvmem
 from pyvmem import KVCacheOptions, VmemError
 from pyvmem.kv.blocks import BlockNames
-from pyvmem.kv.cache import KVCache, model_specs
+from pyvmem.kv.cache import KVCache, Spare, model_specs
 from pyvmem.kv.hashes import BlockHashes
 
 SMALL = {"slots": 4, "max_tokens": 100, "budget": 64 << 20}
@@ -30,11 +32,23 @@ def test_options_as_an_object_and_by_name(backend):
         assert cache.tile_rows == 16
 
 
+def test_options_can_be_copied_and_read_back():
+    options = KVCacheOptions(name="a", spare=Spare(defer=False, ahead_tokens=7), watermark=0.25)
+    assert pickle.loads(pickle.dumps(options)) == copy.copy(options) == options
+    with pytest.raises(TypeError, match=r"use spare=Spare\(defer=...\)"):
+        KVCacheOptions(defer=False)
+    with pytest.raises(TypeError, match="overlap must be True or False, not 'no'"):
+        Spare(overlap="no")
+
+
 def test_wrong_options_are_named(backend):
     for wrong, name in (
-        ({"tile_row": 1}, "unknown KVCache option tile_row: the options are ahead_min, "),
+        ({"tile_row": 1}, "unknown KVCache option tile_row: the options are backend, "),
         ({"options": {"tile_rows": 1}}, "options must be KVCacheOptions"),
-        ({"overlap": "no"}, "overlap must be True or False, not 'no'"),
+        ({"spare": {"overlap": False}}, "spare must be a Spare, not {'overlap': False}"),
+        ({"overlap": False}, r"no option overlap any more: use spare=Spare\(overlap=...\)"),
+        ({"zero_ends": True}, r"no option zero_ends any more: use pyvmem.paper.step\(cache, lengths, zero_ends=True\)"),
+        ({"watermark_percent": 10}, "no option watermark_percent any more: use watermark=0.1 for 10 percent"),
         ({"context": backend}, "context must be a Context"),
         ({"name": 3}, "name must be a string"),
     ):
@@ -46,8 +60,8 @@ def test_wrong_options_are_named(backend):
     ("tile_rows", 0, "tile_rows 0 must be at least 1"),  # a multiple of every kernel's tile
     ("steps_in_flight", 0, "steps_in_flight 0 must be at least 1"),
     ("steps_in_flight", 17, "steps_in_flight 17 is over 16"),
-    ("reclaim_percent", 51, "reclaim_percent 51 is over 50"),
-    ("watermark_percent", 101, "watermark_percent 101 must be at most 100"),
+    ("spare", Spare(reclaim_percent=51), "reclaim_percent 51 is over 50"),
+    ("watermark", 1.1, "watermark 1.1 must lie between 0.0 and 1.0, or be an int of bytes"),
     ("pool_min", 65 << 20, f"pool_min {65 << 20} is over budget, {64 << 20}"),
 ])  # fmt: skip
 def test_options_outside_their_limits_are_named(option, value, said):
@@ -94,9 +108,10 @@ def test_a_cache_says_what_it_is():
 
 
 def test_every_option_is_documented():
-    text = inspect.getdoc(KVCacheOptions)
-    for field in dataclasses.fields(KVCacheOptions):
-        assert f"\n{field.name} :" in text or f", {field.name} :" in text or f"\n{field.name}, " in text, field.name
+    for options in (KVCacheOptions, Spare):
+        text = inspect.getdoc(options)
+        for field in dataclasses.fields(options):
+            assert f"\n{field.name} :" in text or f", {field.name} :" in text or f"\n{field.name}, " in text, field.name
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "int32", "int64", "torch32", "torch64"])
@@ -169,9 +184,9 @@ def test_a_cache_of_wrong_numbers(backend, name):
     good = {"slots": 4, "max_tokens": 100, "budget": 64 << 20, "backend": backend, "name": None}
     for value in (-1, 1 << 64):
         with pytest.raises(ValueError, match=name):
-            KVCache.for_model(1, 2, 64, **{**good, name: value})
+            KVCache.for_model(1, 2, 64, **grouped({**good, name: value}))
     with pytest.raises(TypeError, match=name):
-        KVCache.for_model(1, 2, 64, **{**good, name: 1.5})
+        KVCache.for_model(1, 2, 64, **grouped({**good, name: 1.5}))
 
 
 def test_calls_with_wrong_numbers_name_the_argument(backend):

@@ -5,7 +5,7 @@ import torch
 
 from pyvmem.errors import InvalidArgument, VmemError
 from pyvmem.kv.blocks import BlockNames
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 
 TOKENS, PAGE = 8, 64 << 10
 ROW = PAGE // TOKENS
@@ -14,7 +14,7 @@ ROW = PAGE // TOKENS
 @pytest.fixture
 def cache():
     with KVCache([TensorSpec("kv", (ROW,), torch.uint8)], 4, 64, 64 * PAGE, backend="host", page_size=PAGE, check=True,
-                 overlap=False, generous=False, eager=False, name=None) as cache:  # fmt: skip
+                 spare=Spare(overlap=False, generous=False, eager=False), name=None) as cache:  # fmt: skip
         yield cache
 
 
@@ -95,9 +95,9 @@ def test_blocks_need_tensors_without_windows():
 def test_the_background_thread_backs_a_growing_request_seldom(plenty):
     """Whole stretches at a time, even where a page is only some tokens."""
     page = 2 << 20
+    spare = Spare(eager=False, ahead_tokens=64, ahead_min=64, reclaim_percent=10 if plenty else 50)
     with KVCache([TensorSpec("kv", (page // 16,), torch.uint8)], 2, 512, 128 * page, backend="host", page_size=page,
-                 lazy=True, eager=False, ahead_tokens=64, ahead_min=64, reclaim_percent=10 if plenty else 50,
-                 name=None) as cache:  # fmt: skip
+                 lazy=True, name=None, spare=spare) as cache:  # fmt: skip
         slot = cache.alloc()
         lengths = [0, 0]
         for tokens in range(1, 401):

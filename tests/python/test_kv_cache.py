@@ -18,7 +18,7 @@ from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 import pyvmem
 from pyvmem.errors import InvalidArgument
 from pyvmem.kv.blocks import BlockNames
-from pyvmem.kv.cache import _GONE, KVCache, TensorSpec
+from pyvmem.kv.cache import _GONE, KVCache, Spare, TensorSpec
 
 MIB = 1 << 20
 
@@ -590,8 +590,8 @@ def test_a_forked_child_is_refused_and_harms_nothing(backend):
 def test_expected_requests_find_their_pages():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
-    with KVCache(specs, 8, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
-                 generous=False, check=True, idle_seconds=math.inf) as cache:  # fmt: skip
+    with KVCache(specs, 8, 512, 200 * page, backend="host", page_size=page, lazy=True, name=None,
+                 spare=Spare(eager=False, generous=False), check=True, idle_seconds=math.inf) as cache:  # fmt: skip
         sizes = [100, 33, 500]
         cache.expect(sizes)
         cache.wait()
@@ -606,8 +606,8 @@ def test_expected_requests_find_their_pages():
 def test_expected_requests_are_backed_behind_their_prefix():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
-    with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
-                 generous=False, check=True, idle_seconds=math.inf) as cache:  # fmt: skip
+    with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, name=None,
+                 spare=Spare(eager=False, generous=False), check=True, idle_seconds=math.inf) as cache:  # fmt: skip
         names = BlockNames(cache, 16, 16)
         first = cache.alloc(64)
         assert cache.step([64 if s == first else 0 for s in range(6)])
@@ -630,8 +630,9 @@ def test_expected_requests_are_backed_behind_their_prefix():
 def test_expected_requests_take_nothing_that_is_scarce():
     page = 65536
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
-    with KVCache(specs, 8, 512, 40 * page, backend="host", page_size=page, lazy=True, eager=False, name=None,
-                 reclaim_percent=10, ahead_tokens=1, ahead_min=1, idle_seconds=math.inf) as cache:  # fmt: skip
+    with KVCache(specs, 8, 512, 40 * page, backend="host", page_size=page, lazy=True, name=None,
+                 spare=Spare(eager=False, reclaim_percent=10, ahead_tokens=1, ahead_min=1),
+                 idle_seconds=math.inf) as cache:  # fmt: skip
         cache.expect([300] * 8)
         cache.wait()
         assert 0 < cache.stats().held_pages <= 40 - 4

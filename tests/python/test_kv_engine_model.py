@@ -19,7 +19,7 @@ from kv_draws import NUMBERS, pick, when
 
 import pyvmem
 from pyvmem.kv.blocks import BlockNames
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.kv.hashes import BlockHashes
 
 SLOTS, TOKENS, BLOCK = 5, 300, 32
@@ -44,8 +44,9 @@ class Engine(RuleBasedStateMachine):
         self.context = pyvmem.Context("host")
         self.budget = pages << 16
         self.cache = KVCache(
-            self.specs, SLOTS, TOKENS, self.budget, context=self.context, tile_rows=tile, overlap=overlap, defer=defer,
-            lazy=lazy, zero=zero, idle_seconds=idle, steps_in_flight=flights, check=True, name=None, page_size=1 << 16,
+            self.specs, SLOTS, TOKENS, self.budget, context=self.context, tile_rows=tile,
+            spare=Spare(overlap=overlap, defer=defer), lazy=lazy, zero=zero, idle_seconds=idle, steps_in_flight=flights,
+            check=True, name=None, page_size=1 << 16,
         )  # fmt: skip
         self.names = BlockNames(self.cache, 12, BLOCK) if shape == "k and v" else None
         self.hashes = BlockHashes(self.cache, hashed, most, automatic=automatic, events=True)
@@ -251,7 +252,7 @@ class Engine(RuleBasedStateMachine):
     @rule(percent=st.sampled_from([0, 0, 10, 30]))
     def set_watermark(self, percent):
         self.watermark = percent
-        self.cache.set_watermark(percent=percent)
+        self.cache.set_watermark(percent / 100)
 
     @rule(data=NUMBERS)
     @when(lambda self: self.active)

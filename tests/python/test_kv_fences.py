@@ -12,7 +12,7 @@ import torch
 import pyvmem
 from kv_caches import Event
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 
 ROWS = 16384  # float32 of a row: one page
 
@@ -40,7 +40,7 @@ def holds(cache, slot, tokens):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("kind", ["event", "step"])
 def test_a_request_is_swapped_out_after_its_kernels(context, overlap, kind):
-    with make(context, overlap=overlap) as cache:
+    with make(context, spare=Spare(overlap=overlap)) as cache:
         slot, other = cache.alloc(), cache.alloc()
         assert cache.step([60, 1])
         event = Event()
@@ -205,7 +205,7 @@ def close_threads():
 def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
     """No step, nor another call that would look at the event, comes between."""
     with KVCache([TensorSpec("k", (ROWS // 2,), torch.float32)], 2, 100, 10 * 65536, context=context, name=None,
-                 check=True, overlap=False, generous=False, eager=False) as cache:  # fmt: skip
+                 check=True, spare=Spare(overlap=False, generous=False, eager=False)) as cache:  # fmt: skip
         slot, other = cache.alloc(), cache.alloc()
         assert cache.step([5, 1])
         cache.save_prefix(slot, 5)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pyvmem
 from conftest import BACKENDS
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 
 SLOTS, TOKENS = 4, 300
 SHAPES = {
@@ -43,8 +43,8 @@ class Requests(RuleBasedStateMachine):
         page = min(self.context.page_sizes)
         self.budget = pages * page
         self.cache = KVCache(
-            self.specs, SLOTS, TOKENS, self.budget, context=self.context, tile_rows=tile, overlap=overlap, defer=defer,
-            generous=generous, zero=zero, check=True, name=None,
+            self.specs, SLOTS, TOKENS, self.budget, context=self.context, tile_rows=tile,
+            spare=Spare(overlap=overlap, defer=defer, generous=generous), zero=zero, check=True, name=None,
         )  # fmt: skip
         self.rows = {}  # slot -> numbers of its tokens
         self.swapped = set()
@@ -221,9 +221,9 @@ def test_same_calls_give_same_decisions():
     """Managers with same_slots decide alike, however far their background threads have come."""
     rng = np.random.default_rng(5)
     specs = SHAPES["k and v"]
-    options = [{"overlap": True}, {"overlap": False}, {"overlap": True, "eager": False, "generous": False}]
+    options = [Spare(), Spare(overlap=False), Spare(eager=False, generous=False)]
     caches = [
-        KVCache(specs, 8, TOKENS, 60 * 65536, backend="host", same_slots=True, check=True, name=None, **o)
+        KVCache(specs, 8, TOKENS, 60 * 65536, backend="host", same_slots=True, check=True, name=None, spare=o)
         for o in options
     ]
     lengths, seen = np.zeros(8, np.int32), set()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.kv.prefix import PrefixCache
 
 PAGE = 65536
@@ -17,7 +17,7 @@ TOKENS = 32  # of 2 KiB to a page
 @pytest.fixture
 def cache():
     specs = [TensorSpec(n, (8, 128), torch.float16) for n in "kv"]
-    still = {"generous": False, "eager": False, "check": True, "name": None}
+    still = {"spare": Spare(generous=False, eager=False), "check": True, "name": None}
     with KVCache(specs, 6, 1000, 200 * PAGE, backend="host", **still) as cache:
         yield cache
 

@@ -18,7 +18,7 @@ from kv_caches import run_top
 
 from conftest import python
 from pyvmem.kv import view as kv_view
-from pyvmem.kv.cache import KVCache, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 
 MIB = 1 << 20
 
@@ -145,7 +145,7 @@ def test_an_idle_cache_answers_without_a_step(capsys):
 
 
 def test_a_budget_below_what_requests_hold_says_so(capsys):
-    with make(overlap=False) as cache:
+    with make(spare=Spare(overlap=False)) as cache:
         slot = cache.alloc(1000)
         assert cache.step([1000 if s == slot else 0 for s in range(4)])
         view = kv_view.read_views()[0]

@@ -3,12 +3,12 @@
 SPDX-License-Identifier: MIT
 """
 
-from pyvmem import KVCache, paper
+from pyvmem import paper
 
 
 def test_table_3_answers_0_and_minus_1():
     pages = 4  # one for each tensor
-    with KVCache.for_model(2, 2, 64, 2, 4096, pages * 65536, backend="host", page_size=65536, name=None) as cache:
+    with paper.init(2, 2, 64, 2, 4096, pages * 65536, backend="host", page_size=65536, name=None) as cache:
         first = paper.alloc_reqid(cache, 10)
         assert sorted((first, paper.alloc_reqid(cache))) == [0, 1] and paper.alloc_reqid(cache) == -1
         lengths = [0, 0]
@@ -19,3 +19,5 @@ def test_table_3_answers_0_and_minus_1():
         paper.free_reqid(cache, first)
         cache.retire()
         assert paper.alloc_reqid(cache) == first
+        assert paper.step(cache, [0, 0]) == 0 and cache.stats().active_slots == 2
+        assert paper.step(cache, [0, 0], zero_ends=True) == 0 and cache.stats().active_slots == 0

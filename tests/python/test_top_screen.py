@@ -22,7 +22,7 @@ import torch
 
 from pyvmem.kv import picture
 from pyvmem.kv import view as kv_view
-from pyvmem.kv.cache import KVCache
+from pyvmem.kv.cache import KVCache, Spare
 from pyvmem.kv.types import KVStats
 
 pytest.importorskip("rich")
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def make(name="chat", **options):
-    options = {"idle_seconds": math.inf, "overlap": False, **options}
+    options = {"idle_seconds": math.inf, "spare": Spare(overlap=False), **options}
     cache = KVCache.for_model(2, 4, 64, 4, 1000, 32 * MIB, dtype=torch.float16, backend="host", name=name, **options)
     slot = cache.alloc(700)
     assert cache.step([700 if s == slot else 0 for s in range(4)])

@@ -15,8 +15,9 @@ pytest.importorskip("torch")
 
 PROGRAM = """
 import os, signal, sys, torch, pyvmem
+from pyvmem.kv.options import Spare
 specs = pyvmem.model_specs(2, 2, 64, torch.float16)
-cache = pyvmem.KVCache(specs, 4, 4096, 64 << 20, backend="host", overlap=OVERLAP)
+cache = pyvmem.KVCache(specs, 4, 4096, 64 << 20, backend="host", spare=Spare(overlap=OVERLAP))
 for _ in range(4):
     cache.alloc()
 for length in (100, 2000, 4096):

@@ -12,6 +12,7 @@ from generations import generate, make_cache, padding, reference, single_thread 
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheOptions, OutOfMemory  # noqa: E402
+from pyvmem.kv.options import Spare  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
 from pyvmem.transformers.carried import Carried  # noqa: E402
@@ -140,10 +141,10 @@ def test_what_a_cache_or_graphs_cannot_be_made_with_is_named_at_once():
     with pytest.raises(TypeError, match="unknown KVCache option bakend"):
         VMemCache(model, bakend="host")
     with pytest.raises(TypeError, match="overlap must be True or False"):
-        VMemCache(model, overlap=1)
+        VMemCache(model, spare=Spare(overlap=1))
     with pytest.raises(TypeError, match="options must be KVCacheOptions"):
         VMemCache(model, options={"overlap": False})
-    VMemCache(model, options=KVCacheOptions(overlap=False)).close()
+    VMemCache(model, options=KVCacheOptions(spare=Spare(overlap=False))).close()
     with pytest.raises(TypeError, match="model must be a model of transformers, not LlamaConfig"):
         DecodeGraphs(model.config)
 
