@@ -22,9 +22,13 @@ PYVMEM = [sys.executable, "-m", "pyvmem"]
 def figures() -> list[tuple[str, int, list[str]]]:
     """(name, seconds at most, command), in the order in which they run."""
     lease = [*PYVMEM, "bench", "lease", "--page-size", "2M", "--backend"]
+    no_training = ["--part", "park", "--part", "block", "--part", "new"]
     return [
-        ("lease-stock", 180, [*lease, "stock"]),
-        ("lease-cuda", 180, [*lease, "cuda"]),
+        ("lease-stock", 60, [*lease, "stock", *no_training]),
+        ("lease-cuda", 60, [*lease, "cuda", *no_training]),
+        ("lease-train", 180, [*lease, "stock", "--part", "train", "--steps", "100"]),
+        ("lease-train-cuda", 120, [*lease, "cuda", "--part", "train"]),
+        ("lease-saver", 60, [*lease, "stock", "--part", "saver"]),
         *(with_vllm() if importlib.util.find_spec("vllm") else ()),
         ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock", "--prove"]),
         ("step", 240, [*PYVMEM, "bench", "step", "--quick"]),
@@ -44,6 +48,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm-slots", 600, [*vllm, "2", "--layout", "slots", *loads]),
         ("vllm-bursts", 900, [*vllm, "1", "--bursts", "--load", "hot:600"]),
         ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
+        ("rollout-vllm-no-lease", 300, [sys.executable, "examples/rollout_vllm.py", "--no-lease"]),
     ]
 
 

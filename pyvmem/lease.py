@@ -473,7 +473,8 @@ def torch_pool(
     wait : float
         The most seconds that entering a block waits for what the KV caches give back. An allocation waits 1 s.
     context : Context, optional
-        By default, that of a KV cache of this process in the pool, or else a new one.
+        By default, that of a KV cache of this process in the pool, or else a new one. Members of one context exchange
+        pages without allocating device memory (on cuda, leases among themselves).
     device : int
         CUDA device ordinal, if a new context is created.
     name : str

@@ -15,7 +15,7 @@
 //   The thread then raises the budget while the other members give, or the question is refused.
 // - It wakes the pool when it has given back pages that others wait for.
 // - Its destruction first calls leave, without its lock and before pages are released; and left once no page exists any more.
-//   Between the two, none of its functions is called.
+//   Between the two, none of its functions is called; leave itself trims.
 //
 // Locks, in this order: a member's lock, the pool's lock, the lock of the pool's file.
 //
@@ -58,8 +58,9 @@ struct vmem__member_ops {
     // Locked, once in every round of the thread; NULL: give_down_to does everything. Goes on giving. `least` is the smallest
     // budget that the pool leaves the member: an idle one may shrink to it. True: there is more to do at once.
     bool (*go_on)(void *self, uint64_t least);
-    // Not locked. Returns memory of pages that are gone to the device. Only then do the other members get the budget.
-    void (*trim)(void *self);
+    // Not locked. Returns memory of pages that are gone to the device; wanted: except what members of the context wait for.
+    // Only then do other members get the budget.
+    void (*trim)(void *self, bool wanted);
 
     // Not locked; NULL: nothing can be evicted. Frees up to so many of the `evictable` pages. The next round gives them.
     void (*evict)(void *self, uint64_t pages);

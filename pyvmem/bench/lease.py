@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.util
 import math
+import threading
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 SEGMENT = 64 * MIB  # of what is parked
 NEW = (2 * MIB, 20 * MIB, 256 * MIB)  # sizes of new segments: PyTorch's two, and one of a large tensor
+PARTS = ("park", "block", "new", "train", "saver")  # all but the first need PyTorch and a GPU
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("lease")
     group.add_argument("--amount", type=argtypes.size, metavar="SIZE", help="memory to park (4G on a GPU, else 256M)")
     group.add_argument("--layers", type=argtypes.whole(1), metavar="N", help="of the model that is trained (16: 1B)")
+    group.add_argument("--steps", type=argtypes.whole(1), metavar="N", help="training steps of each kind (20; quick 5)")
+    group.add_argument("--part", choices=PARTS, action="append", help="only this part; can be repeated")
 
 
 class Segments(_Owned):
@@ -84,6 +88,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
     from pyvmem.kv.pool import KVPool
 
     times: dict[str, list[float]] = {"park": [], "unpark": [], "give parked pages": [], "take them back": []}
+    calls: list[float] = []  # to the driver, in a turn's second half
     new: dict[int, list[float]] = {size: [] for size in NEW if size <= amount}
     with (
         KVPool(amount + 16 * MIB) as pool,
@@ -95,6 +100,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
         for i in range(turns + 1):
             park, unpark = timed(lambda: lease.park(raw)), timed(lease.unpark)
             lease.park(raw)
+            before = context.stats().syscalls
             start = perf_counter()
             taken = other.alloc(amount)
             give = (perf_counter() - start) * 1e3
@@ -103,6 +109,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
             if i:  # the first turn makes page tables
                 for name, sample in zip(times, (park, unpark, give, back)):
                     times[name].append(sample)
+                calls.append(context.stats().syscalls - before)
         for addr in addrs:
             lease.free(addr)
     with KVPool(2 * amount) as pool, Segments(pool, context, 2 * amount, page_size) as lease:
@@ -127,6 +134,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
     ):
         both = [a + b for a, b in zip(times[first], times[second])]
         records.append(session.record(both, context, f"{what} {size_text(amount)}", "ms", page_size=page_size))
+    records.append(session.record(calls, context, "driver calls of that", "", page_size=page_size))
     for size, samples in new.items():
         records.append(session.record(samples, context, f"new segment of {size_text(size)}", "us", page_size=page_size))
     return records
@@ -239,6 +247,31 @@ def blocks(session: Session, context: Context, page_size: int, amount: int, turn
     ]
 
 
+class DriversCount:
+    """The most device memory in use while a block runs, as the driver counts it, sampled every millisecond."""
+
+    def __enter__(self) -> DriversCount:
+        self.most, self._stop = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    @staticmethod
+    def now() -> int:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.001):
+            self.most = max(self.most, self.now())
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def training(session: Session, context: Context, layers: int, turns: int) -> list[Record]:
     """A training step within a lease beside a serving cache, and with PyTorch's own allocator, in turns."""
     import torch
@@ -276,22 +309,27 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
             lengths[slot] = tokens
         served = cache.step(lengths)
         for slot in held:
-            cache.keys[0][slot, :tokens] = slot % 100
+            for rows in (*cache.keys, *cache.values):
+                rows[slot, :tokens] = slot % 100
         running = held[: len(held) // 2]
         for slot in held[len(running) :]:
             cache.free(slot)
         ours, own, peak = [], [], 0
-        for i in range(turns + 1):
 
-            def inside() -> None:
-                with lease:
-                    training_step(model, optimizer, ids)
-                torch.cuda.synchronize()
-
-            def plain() -> None:
+        def inside() -> None:
+            with lease:
                 training_step(model, optimizer, ids)
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
+        def plain() -> None:
+            training_step(model, optimizer, ids)
+            torch.cuda.synchronize()
+
+        torch.cuda.synchronize()
+        base = DriversCount.now() - sum(member.held for member in pool.members())
+        with DriversCount() as count:
+            inside()  # PyTorch's own pool has no activations yet
+        for i in range(turns + 1):
             torch.cuda.synchronize()
             a = timed(inside)
             peak = max(peak, sum(member.has for member in pool.members()))
@@ -301,7 +339,8 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
                 ours.append(a)
                 own.append(b)
         torch.cuda.empty_cache()
-        kept = [slot for slot in running if bool((cache.keys[0][slot, :tokens] == slot % 100).all())]
+        tensors = (*cache.keys, *cache.values)
+        kept = [slot for slot in running if all(bool((rows[slot, :tokens] == slot % 100).all()) for rows in tensors)]
         # What recomputing them would take: prefill of the same model, without gradients.
         with torch.no_grad():
             prompt = torch.randint(0, 32000, (1, tokens), device="cuda")
@@ -327,6 +366,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         record(needs / GIB, context, "activations of a step", "GiB", page_size=2 * MIB),
         record(budget / GIB, context, "budget of cache and lease", "GiB", page_size=2 * MIB),
         record(peak / GIB, context, "most of it that both had", "GiB", page_size=2 * MIB),
+        record((count.most - base) / GIB, context, "the same by the driver's count", "GiB", page_size=2 * MIB),
         record(len(kept) * tokens, context, "tokens that need no recomputation", "tokens", page_size=2 * MIB),
         record(len(running) * tokens, context, "tokens of running requests", "tokens", page_size=2 * MIB),
         record(len(kept) * prefill * 1e3, context, "prefill that this saves", "ms", page_size=2 * MIB),
@@ -373,18 +413,21 @@ def run(session: Session) -> list[Record]:
         amount = min(amount, math.floor(context.info().memory_free / 4)) // SEGMENT * SEGMENT
         if not amount:
             raise MemoryError("the device has no 256 MiB free")
-        for page_size in session.track(session.page_sizes(context), "page sizes"):
+        chosen = args.part or PARTS
+        sizes = session.page_sizes(context) if "park" in chosen else []
+        for page_size in session.track(sizes, "page sizes"):
             records += parking(session, context, page_size, amount, turns)
             session.keep(records)
         if not gpu:
             return records
-        parts: list[Callable[[], list[Record]]] = [
-            lambda: blocks(session, context, 2 * MIB, amount, turns),
-            lambda: torch_segments(session, context, turns),
-            lambda: training(session, context, args.layers or (4 if session.quick else 16), turns),
-            lambda: memory_saver(session, context, amount, turns),
-        ]
-        for part in session.track(parts, "with PyTorch"):
-            records += part()
+        layers, steps = args.layers or (4 if session.quick else 16), args.steps or turns
+        parts: dict[str, Callable[[], list[Record]]] = {
+            "block": lambda: blocks(session, context, 2 * MIB, amount, turns),
+            "new": lambda: torch_segments(session, context, turns),
+            "train": lambda: training(session, context, layers, steps),
+            "saver": lambda: memory_saver(session, context, amount, turns),
+        }
+        for name in session.track([name for name in parts if name in chosen], "with PyTorch"):
+            records += parts[name]()
             session.keep(records)
     return records

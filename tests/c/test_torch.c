@@ -7,6 +7,7 @@
 
 #include "checked.h"
 #include "harness.h"
+#include "pool/pool.h"
 #include "vmem_torch.h"
 #define FAKEGPU_USER
 #include "../fakegpu/fakegpu.h"
@@ -22,7 +23,7 @@ static const struct {
 
 static vmem_context *ctx;
 static vmem_kv_pool *pool;
-static uint32_t place;
+static _Thread_local uint32_t place;
 static atomic_int ended;
 
 static void on_end(void *arg) { *(atomic_int *)arg += 1; }
@@ -48,6 +49,14 @@ static void open_lease(uint64_t most, uint32_t wait_ms)
                                     .arg = &ended};
     ended = 0;
     OK(vmem_torch_open(ctx, pool, &cfg, &place));
+}
+
+// Calls the thread's functions for the lease there; returns the place before.
+static uint32_t use(uint32_t other)
+{
+    const uint32_t before = place;
+    place = other;
+    return before;
 }
 
 static struct vmem_torch_stats stats(void)
@@ -404,6 +413,78 @@ static void test_parked_pages_go_when_somebody_asks(void)
     close_all();
 }
 
+// Device memory that no page uses: of arenas, or populated.
+static uint64_t unused_memory(void)
+{
+    vmem__lock(ctx);
+    const uint64_t bytes = ctx->committed - ctx->created;
+    vmem__unlock(ctx);
+    return bytes;
+}
+
+// What one lease gives another of its context is the same device memory, with what was in it: none goes back and comes.
+static void test_leases_hand_their_memory_over(void)
+{
+    const uint64_t pages = 96;
+    open_pool(pages + 4);
+    open_lease(0, 60000);
+    const uint32_t first = place;
+    open_lease(0, 60000);
+    const uint32_t second = use(first);
+    char *a = get(pages * test_page), *b = NULL;
+    for (int turn = 0; turn < 3; turn++) {
+        mark(a, pages, 1000);
+        OK(park(a));
+        use(second);
+        b = get(pages * test_page);
+        CHECK(b);
+        uint64_t seen[96] = {0};
+        for (uint64_t i = 0; i < pages; i++) {
+            const uint64_t word = get_word(ctx, at(b) + (i + 1) * test_page - 8);
+            CHECK(word >= 1000 && word < 1000 + pages && !seen[word - 1000]++);
+        }
+        mark(b, pages, 5000);
+        put(b);
+        use(first);
+        OK(vmem_torch_unpark(place, 60000, NULL));
+        for (uint64_t i = 0; i < pages; i++) {
+            const uint64_t word = get_word(ctx, at(a) + (i + 1) * test_page - 8);
+            CHECK(word >= 5000 && word < 5000 + pages);
+        }
+    }
+    // With nobody who misses any, what is freed goes back to the device.
+    put(a);
+    OK(trim());
+    CHECK(unused_memory() < 32 * MIB);
+    OK(vmem_torch_close(first));
+    use(second);
+    ended = 0;
+    close_all();
+}
+
+// Nobody comes for the memory that another one has freed for it: it goes back to the device.
+static void test_memory_that_nobody_takes_goes_back(void)
+{
+    const uint64_t before = vmem__pool_ask_ns;
+    vmem__pool_ask_ns = 20000000;
+    open_pool(100);
+    open_kv(0, 0);
+    open_lease(0, 1);
+    char *a = get(90 * test_page);
+    CHECK(a);
+    OK(park(a));
+    uint32_t slot;
+    OK(vmem_kv_alloc(kv, ROWS, &slot));
+    CHECK_EQ(kv_step(slot, ROWS), -ENOMEM); // asks for 80 pages, and never looks again
+    while (stats().held_bytes || unused_memory() >= 32 * MIB)
+        usleep(1000);
+    CHECK_EQ(kv_stats().held_pages, 0);
+    vmem__pool_ask_ns = before;
+    put(a);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
 // A closed lease lives until PyTorch has given all back, and gives nothing more.
 static void test_close_with_segments(void)
 {
@@ -638,10 +719,13 @@ static bool driver_failed(void) { return fakegpu_calls() >= fake_before; }
 static atomic_bool stop;
 static unsigned operations = 10000;
 
+static uint32_t lease_of[THREADS];
+
 // Each thread has segments of its own, and knows what is in them.
 static void *lease_thread(void *arg)
 {
     uint64_t seed = 77 + (uintptr_t)arg;
+    place = lease_of[(uintptr_t)arg];
     struct {
         char *addr;
         uint64_t pages, word;
@@ -743,29 +827,74 @@ static void *kv_thread(void *arg)
     return NULL;
 }
 
+// Never more device memory than the members' rows say. Rows change under the pool's lock, and memory comes after budget.
+static void *watch_thread(void *arg)
+{
+    uint64_t seed = 3, most = 0;
+    // Arenas that are neither pages nor populated page by page have unused parts.
+    const uint64_t slack = test_cpu() ? 0 : !strcmp(test_backend, "cuda") ? 32 * MIB : 256 * MIB;
+    while (!stop) {
+        uint64_t rows = 0;
+        pthread_mutex_lock(&pool->lock);
+        for (const struct vmem__member *m = pool->members; m; m = m->next)
+            rows += m->row.has;
+        vmem__lock(ctx);
+        const uint64_t committed = ctx->committed;
+        vmem__unlock(ctx);
+        pthread_mutex_unlock(&pool->lock);
+        if (committed > rows + slack)
+            FAIL("%" PRIu64 " bytes of device memory, and rows of %" PRIu64, committed, rows);
+        CHECK(rows <= 300 * test_page);
+        most = committed > most ? committed : most;
+        vmem__pool_ask_ns = rnd(&seed) % 4 ? 250000000 : 0; // some questions lapse at once
+        usleep(50);
+    }
+    CHECK(most > 100 * test_page);
+    return arg;
+}
+
+// Two leases and a cache exchange memory.
 static void test_threads(void)
 {
-    pthread_t threads[THREADS], server;
+    pthread_t threads[THREADS], server, watch;
+    const uint64_t ask_ns = vmem__pool_ask_ns;
     open_pool(300);
     open_kv(40, 200);
     open_lease(0, 1);
+    const uint32_t first = place;
+    open_lease(0, 1);
+    for (uint32_t i = 0; i < THREADS; i++)
+        lease_of[i] = i % 2 ? place : first;
     stop = false;
     CHECK_EQ(pthread_create(&server, NULL, kv_thread, NULL), 0);
+    CHECK_EQ(pthread_create(&watch, NULL, watch_thread, NULL), 0);
     for (uintptr_t i = 0; i < THREADS; i++)
         CHECK_EQ(pthread_create(&threads[i], NULL, lease_thread, (void *)i), 0);
     for (int i = 0; i < THREADS; i++)
         CHECK_EQ(pthread_join(threads[i], NULL), 0);
     stop = true;
     CHECK_EQ(pthread_join(server, NULL), 0);
-    const struct vmem_torch_stats st = stats();
-    CHECK_EQ(st.segments, 0);
-    CHECK_EQ(st.parked_segments, 0);
-    CHECK_EQ(st.bytes + st.parked_bytes + st.held_bytes, 0);
-    CHECK_EQ(st.allocs, st.frees);
-    CHECK_EQ(st.strangers, 0);
-    CHECK(st.parks && st.unparks && st.refused);
+    CHECK_EQ(pthread_join(watch, NULL), 0);
+    vmem__pool_ask_ns = ask_ns;
+    uint64_t refused = 0;
+    for (uint32_t i = 0; i < 2; i++) {
+        use(lease_of[i]);
+        const struct vmem_torch_stats st = stats();
+        CHECK_EQ(st.segments, 0);
+        CHECK_EQ(st.parked_segments, 0);
+        CHECK_EQ(st.bytes + st.parked_bytes + st.held_bytes, 0);
+        CHECK_EQ(st.allocs, st.frees);
+        CHECK_EQ(st.strangers, 0);
+        CHECK(st.parks && st.unparks);
+        refused += st.refused;
+    }
+    CHECK(refused);
     vmem_kv_destroy(kv);
+    OK(vmem_torch_close(lease_of[0]));
+    ended = 0;
     close_all();
+    CHECK_EQ(ctx->wanted, 0);
+    CHECK_EQ(ctx->missed, 0);
 }
 
 int main(int argc, char **argv)
@@ -784,6 +913,8 @@ int main(int argc, char **argv)
     test_large_segments();
     test_kept_pages_come_and_a_request_keeps_its_own();
     test_parked_pages_go_when_somebody_asks();
+    test_leases_hand_their_memory_over();
+    test_memory_that_nobody_takes_goes_back();
     test_close_with_segments();
     test_a_child_gets_nothing();
     test_kernels_are_waited_for();

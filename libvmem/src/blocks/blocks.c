@@ -196,7 +196,7 @@ void vmem_blocks_destroy(vmem_blocks *b)
         b->lender->leave(b->member, b->held);
     vmem__blocks_clear(b);
     if (b->lender) {
-        vmem__trim_to(b->ctx, 0, NULL);
+        vmem__trim_to(b->ctx, 0, false, NULL);
         b->lender->left(b->member);
     }
     b->held = b->stats.backed = b->stats.leaving = 0;

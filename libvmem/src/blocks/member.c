@@ -50,7 +50,7 @@ static void give_down_to(void *blocks, uint64_t pages)
     vmem__blocks_show(b);
 }
 
-static void trim(void *blocks) { vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, NULL); }
+static void trim(void *blocks, bool wanted) { vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, wanted, NULL); }
 
 static void evict(void *blocks, uint64_t pages)
 {

@@ -155,7 +155,7 @@ static void give_memory(vmem_blocks *b)
 {
     pthread_mutex_unlock(&b->lock);
     vmem__begin(b->ctx);
-    vmem__shrink(b->ctx);
+    vmem__shrink(b->ctx, true);
     vmem__end(b->ctx);
     pthread_mutex_lock(&b->lock);
 }

@@ -363,13 +363,25 @@ int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
     return grow(ctx, size, size, false, true);
 }
 
+// Whether memory that has just been freed stays, for vmem_prealloc or for those who expect some.
+static bool stays(vmem_context *ctx, uint64_t bytes)
+{
+    const uint64_t expected = ctx->wanted + ctx->missed;
+    if (ctx->committed - bytes < ctx->keep)
+        return true;
+    if (VMEM__LIKELY(!expected) || ctx->committed - bytes >= ctx->created + expected)
+        return false;
+    ctx->waits = true;
+    return true;
+}
+
 // Whether an arena that has just become empty should go back to the system.
-static bool arena_surplus(const vmem_context *ctx, const struct vmem__arena_rec *a)
+static bool arena_surplus(vmem_context *ctx, const struct vmem__arena_rec *a)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
     if (a->worn)
         return true;
-    if (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep)
+    if (lazy ? a->committed != 0 : stays(ctx, a->b.size))
         return false;
     // Hysteresis: free memory stays while it is small compared with the rest.
     uint64_t stay = (ctx->arena_bytes - a->b.size) / 8;
@@ -440,7 +452,8 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
     return a;
 }
 
-void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
+// all: also what is expected goes back.
+static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
 {
     struct vmem__backend *b = &ctx->b;
     struct vmem__arena_rec *gone = NULL, *a;
@@ -448,7 +461,7 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
 
     for (size_t i = 0; i < n; i++) {
         uint64_t bytes = p[i].granules * GRANULE;
-        if (b->ops->discard && p[i].committed && !ctx->undoing && ctx->committed - bytes >= ctx->keep) {
+        if (b->ops->discard && p[i].committed && !ctx->undoing && (all || !stays(ctx, bytes))) {
             ctx->committed -= bytes;
             p[i].committed = false;
             discard = true;
@@ -489,24 +502,29 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n)
     }
 }
 
-void vmem__shrink(vmem_context *ctx)
+void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n) { give(ctx, p, n, false); }
+
+void vmem__shrink(vmem_context *ctx, bool wanted)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
+    const uint64_t waited = wanted && ctx->wanted ? ctx->created + ctx->wanted : 0;
+    const uint64_t keep = ctx->keep > waited ? ctx->keep : waited;
     struct vmem__piece p;
+    ctx->waits = waited != 0;
     // Discards committed extents of a lazy backend and moves them to the other list. It does so in steps, because other
     // threads wait in the kernel meanwhile. An extent that cannot be discarded returns to its list and ends the loop.
-    while (lazy && ctx->committed >= ctx->keep + GRANULE) {
-        const uint64_t granules = (ctx->committed - ctx->keep) / GRANULE, step = VMEM__PORTION / GRANULE;
+    while (lazy && ctx->committed >= keep + GRANULE) {
+        const uint64_t granules = (ctx->committed - keep) / GRANULE, step = VMEM__PORTION / GRANULE;
         if (!vmem__take(ctx, true, granules < step ? granules : step, 1, &p))
             break;
-        vmem__give(ctx, &p, 1);
+        give(ctx, &p, 1, true);
         if (p.committed)
             break;
     }
     struct vmem__arena_rec *a = ctx->arenas, *next, *gone = NULL;
     for (; a; a = next) {
         next = a->next;
-        if (a->used || (lazy ? a->committed != 0 : ctx->committed - a->b.size < ctx->keep))
+        if (a->used || (lazy ? a->committed != 0 : ctx->committed - a->b.size < keep))
             continue;
         if (!lazy)
             ctx->committed -= a->b.size;
@@ -524,7 +542,7 @@ static void *shrink(void *arg)
 {
     vmem_context *ctx = arg;
     vmem__lock(ctx);
-    vmem__shrink(ctx);
+    vmem__shrink(ctx, true);
     ctx->shrinking = false;
     vmem__end(ctx);
     return NULL;
@@ -537,7 +555,7 @@ void vmem__shrink_later(vmem_context *ctx)
         return; // the running thread sees the new state
     ctx->shrinking = !vmem__thread_start(&thread, shrink, ctx);
     if (!ctx->shrinking) {
-        vmem__shrink(ctx);
+        vmem__shrink(ctx, true);
         return;
     }
     ctx->calls++; // the context stays until it has ended

@@ -192,6 +192,9 @@ struct vmem_context {
     uint32_t opid;          // the last operation id given to a call
     uint64_t budget, limit; // most bytes of pages: 0 without a budget; the budget, or otherwise the device's memory
     uint64_t keep;          // bytes of device memory that release keeps: vmem_prealloc
+    uint64_t wanted;        // bytes beyond the pages that callers wait for: vmem__expect. Freed memory stays for them,
+    uint64_t missed;        // and for those who gave up so many, until the next trim
+    bool waits;             // free memory may have stayed for them
     struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
     struct vmem__device_free {
         uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)
@@ -249,7 +252,7 @@ bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first,
                    struct vmem__piece *out);
 // Puts a piece into the free lists. Returns the arena, unlinked, if it is now empty and should be freed.
 struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p);
-// Puts pieces into the free lists, and returns to the system what exceeds ctx->keep and the hysteresis.
+// Puts pieces into the free lists, and returns to the system what exceeds what is kept, expected and the hysteresis.
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
 // An arena of exactly so many granules that is mapped whole; false when there is none.
 bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
@@ -261,8 +264,8 @@ int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of
 // memory remain. Returns how many bytes.
 uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);
-// Returns all free memory beyond ctx->keep to the system, without hysteresis.
-void vmem__shrink(vmem_context *ctx);
+// Returns all free memory beyond ctx->keep, or that and ctx->wanted, to the system, without hysteresis.
+void vmem__shrink(vmem_context *ctx, bool wanted);
 // The same in another thread, for an interrupted call that must return at once. It takes 100 ms or more per GiB.
 void vmem__shrink_later(vmem_context *ctx);
 void vmem__arenas_destroy(vmem_context *ctx);

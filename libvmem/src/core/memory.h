@@ -38,8 +38,11 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
 int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
 // From now on, arenas that hold device memory have so many bytes at most, so that parts of it can go back.
 void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
-// vmem_trim, keeping `ahead` bytes besides the pages that exist.
-int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed);
+// vmem_trim, keeping `ahead` bytes besides the pages that exist; wanted: or as much as callers wait for.
+int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed);
+// From now on, so many bytes more (or less) are waited for, or were given up by somebody who will want them back. Memory that
+// others free meanwhile stays in the context: up to that for the first until nobody waits, for the second until a trim.
+void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed);
 
 // ---- moving what pages contain (move.c) ---------------------------------------------------------------------
 

@@ -175,12 +175,13 @@ static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vme
            vmem__take(ctx, false, left, granules, p);
 }
 
-// A new arena. Arenas of other sizes that hold memory taken ahead give way to it, so that the sum stays what was asked for.
+// A new arena. Arenas of other sizes that hold memory taken ahead, or expected, give way to it, so that the sum stays what
+// was asked for.
 static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
 {
     const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
     int rc;
-    if (ctx->keep && !vmem__convert(ctx, !whole, keep, bytes) && whole)
+    if ((ctx->keep || ctx->waits) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
         vmem__convert(ctx, true, keep, bytes);
     do
         rc = vmem__grow(ctx, wanted, granules, whole, false);
@@ -291,7 +292,7 @@ static void __attribute__((cold)) undo_create(vmem_context *ctx, int rc, uint64_
     if (rc == -EINTR)
         vmem__shrink_later(ctx);
     else if (grown)
-        vmem__shrink(ctx);
+        vmem__shrink(ctx, true);
 }
 
 int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct vmem__stretch *stretches, size_t n,
@@ -443,15 +444,23 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
     }
     if (rc) {
         ctx->keep = kept;
-        rc == -EINTR ? vmem__shrink_later(ctx) : vmem__shrink(ctx);
+        rc == -EINTR ? vmem__shrink_later(ctx) : vmem__shrink(ctx, true);
     }
     vmem__end(ctx);
     return rc;
 }
 
-int vmem_trim(vmem_context *ctx, uint64_t *freed) { return vmem__trim_to(ctx, 0, freed); }
+void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed)
+{
+    vmem__lock(ctx);
+    ctx->wanted += (uint64_t)wanted;
+    ctx->missed += (uint64_t)missed;
+    vmem__unlock(ctx);
+}
 
-int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed)
+int vmem_trim(vmem_context *ctx, uint64_t *freed) { return vmem__trim_to(ctx, 0, false, freed); }
+
+int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed)
 {
     int rc = vmem__enter(ctx);
     if (rc)
@@ -464,7 +473,7 @@ int vmem__trim_to(vmem_context *ctx, uint64_t ahead, uint64_t *freed)
         vmem__begin(ctx);
     }
     ctx->keep = ahead ? ctx->created + ahead : 0;
-    vmem__shrink(ctx);
+    vmem__shrink(ctx, wanted);
     if (freed)
         *freed = before > ctx->committed ? before - ctx->committed : 0;
     vmem__end(ctx);

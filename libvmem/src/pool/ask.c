@@ -55,6 +55,8 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
     }
     const uint64_t bytes = MAX(exact, MIN(exact + (held / 64 << m->page_shift), room));
     const uint64_t coming = ask(m, bytes);
+    if (coming) // and what it has been granted meanwhile
+        vmem__pool_want(m, pool_less(pool_add(m->row.has, bytes), held << m->page_shift));
     *refusal = coming ? 0 : m->row.reason;
     pthread_mutex_unlock(&m->pool->lock);
     return coming ? pages : 0;
@@ -63,6 +65,8 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
 void vmem__pool_unask(struct vmem__member *m)
 {
     pthread_mutex_lock(&m->pool->lock);
+    if (!m->foreseen)
+        vmem__pool_want(m, 0);
     if (m->row.needs && !m->foreseen) {
         m->row.needs = 0;
         m->changed = true;
@@ -83,7 +87,8 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
     if (part)
         want = MIN(want, has + floor_pages(pool_less(m->row.max, m->row.has), m));
     if (want > has) {
-        ask(m, (want - has) << m->page_shift);
+        if (ask(m, (want - has) << m->page_shift))
+            vmem__pool_want(m, pool_less(want << m->page_shift, m->row.held));
         if (!m->prepares) {
             m->prepares =
                 m->row.answer == VMEM_KV_DEFERRED && !busy && m->ops->ready && !m->whole && !m->ctx->b.ops->populate;
@@ -108,6 +113,7 @@ static void forget(struct vmem__member *m)
     pthread_mutex_lock(&m->pool->lock);
     m->foreseen = 0;
     m->prepares = false;
+    vmem__pool_want(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
     if (m->ops->forget)
         m->ops->forget(m->self);

@@ -5,6 +5,10 @@
 // and their memory is back on the device. So the members together never have more than the pool, even if a process dies
 // at any moment.
 //
+// Where another member of the same context waits, the memory need not go to the device and come back. It stays in the
+// context, and in the giver's row as `spare`, until decide() moves it from row to row under the table's lock. What nobody
+// takes there goes back to the device at the next look, and only then leaves the row.
+//
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 #include <poll.h>
@@ -51,6 +55,36 @@ static void keep_to_max(struct vmem__member *m, const struct vmem__lend_state *s
         m->ops->give_down_to(m->self, least);
 }
 
+// What stays in the context for those who wait there and no row states, now that this one has fallen by `fall`.
+static uint64_t stayed(const struct vmem__member *m, uint64_t fall)
+{
+    uint64_t rows = 0;
+    for (const struct vmem__member *o = m->pool->members; o; o = o->next)
+        rows += o->ctx == m->ctx ? o->row.has : 0;
+    vmem__lock(m->ctx);
+    const uint64_t stays = MIN(m->ctx->wanted, pool_less(m->ctx->committed, m->ctx->created));
+    const uint64_t bare = pool_less(m->ctx->committed, rows);
+    vmem__unlock(m->ctx);
+    return MIN(fall, MIN(stays, bare));
+}
+
+// A member that neither asks nor waits any more wants no memory to stay.
+static void stop_wanting(struct vmem__member *m)
+{
+    pthread_mutex_lock(&m->pool->lock);
+    if (!m->waiting && !m->foreseen && pool_now() - m->asked_at > vmem__pool_ask_ns)
+        vmem__pool_want(m, 0);
+    pthread_mutex_unlock(&m->pool->lock);
+}
+
+static bool has_waiting_memory(vmem_context *ctx)
+{
+    vmem__lock(ctx);
+    const bool waits = ctx->waits;
+    vmem__unlock(ctx);
+    return waits;
+}
+
 // Updates a member's row: budget that the member no longer has returns to the pool. Returns true if there is more to do.
 static bool look(struct vmem__member *m)
 {
@@ -60,6 +94,7 @@ static bool look(struct vmem__member *m)
     pthread_mutex_lock(&pool->lock);
     m->saw = pool->table.head.revision;
     pthread_mutex_unlock(&pool->lock);
+    stop_wanting(m);
     ops->lock(m->self);
     const uint64_t wanted = ops->wanted ? ops->wanted(m->self) : 0;
     if (wanted) {
@@ -73,14 +108,18 @@ static bool look(struct vmem__member *m)
     const bool more = ops->go_on && ops->go_on(m->self, least_pages(m, &s));
     ops->state(m->self, &s);
     const uint64_t gone_to = MAX(s.budget, s.held);
-    const bool less = m->taken_ahead || s.held << m->page_shift < m->row.held;
+    // What has stayed may be any member's of the context: this one's row may be what covers it.
+    const bool waits = has_waiting_memory(m->ctx);
+    const bool less = waits || m->taken_ahead || s.held << m->page_shift < m->row.held;
     pthread_mutex_lock(&pool->lock);
-    const bool trim = less && (gone_to << m->page_shift) + m->granted < m->row.has;
+    const bool stale = m->stale, falls = (gone_to << m->page_shift) + m->granted < m->row.has;
+    const bool trim = stale || (waits && m->wanted_less) || (less && falls);
+    m->stale = m->wanted_less = false;
     pthread_mutex_unlock(&pool->lock);
     m->taken_ahead &= !trim;
     ops->unlock(m->self);
     if (trim) // free the memory before the row offers it to the other members
-        ops->trim(m->self);
+        ops->trim(m->self, !stale);
 
     ops->lock(m->self);
     ops->state(m->self, &s);
@@ -90,6 +129,8 @@ static bool look(struct vmem__member *m)
     const struct pool_row before = m->row;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
+    m->spare = trim && !stale ? stayed(m, before.has - m->row.has) : 0;
+    m->row.has += m->spare;
     m->row.held = s.held << m->page_shift;
     m->row.could_give = pool_less(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
     m->row.giving = pool_less(m->row.has - m->granted, s.after << m->page_shift);
@@ -168,6 +209,32 @@ static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
         *head = m->changed = true;
     }
     pool->table.rows[m->place] = *r;
+}
+
+// Grants a member's spare budget, and with it the memory that stayed, to those of its context who wait. Returns true if
+// something is left: another look at the member returns that.
+static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
+{
+    uint64_t left = m->spare;
+    struct pool_row *r = &m->row;
+    if (!left)
+        return false;
+    r->has -= left;
+    pool->table.rows[m->place] = *r;
+    for (struct vmem__member *o = pool->members; o; o = o->next) {
+        const uint64_t before = o->row.has;
+        if (o == m || o->ctx != m->ctx)
+            continue;
+        grant(pool, o, head);
+        left = pool_less(left, o->row.has - before);
+    }
+    r->has += left;
+    r->giving = pool_less(r->giving, m->spare - left);
+    pool->table.rows[m->place] = *r;
+    m->changed = true;
+    m->stale |= left != 0;
+    m->spare = 0;
+    return left;
 }
 
 // Decides how much a member gives, and records its reply. It refuses only questions that are older than the look at its
@@ -251,15 +318,19 @@ static bool decide(vmem_kv_pool *pool)
     }
     listen(pool, t);
     for (struct vmem__member *m = pool->members; m; m = m->next)
+        again |= hand_over(pool, m, &head);
+    for (struct vmem__member *m = pool->members; m; m = m->next)
         grant(pool, m, &head);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         again |= give(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         judge(pool, m);
     vmem__table_end(pool, head);
-    for (struct vmem__member *m = pool->members; m; m = m->next)
+    for (struct vmem__member *m = pool->members; m; m = m->next) {
+        m->stale |= m->changed;         // the table may say that memory which has stayed is free
         if (m->changed && m->row.needs) // no other member can read the question
             refuse(m, VMEM_KV_FILE_DAMAGED);
+    }
     vmem__pool_note(pool);
     return again;
 }

@@ -20,8 +20,19 @@ uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
 
 void vmem__pool_note(vmem_kv_pool *pool) { pool->free = vmem__pool_free(pool, NULL); }
 
+void vmem__pool_want(struct vmem__member *m, uint64_t bytes)
+{
+    if (bytes == m->wants)
+        return;
+    vmem__expect(m->ctx, (int64_t)(bytes - m->wants), 0);
+    m->wanted_less |= !bytes;
+    m->wants = bytes;
+}
+
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
 {
+    if (what == VMEM_KV_REFUSED)
+        vmem__pool_want(m, 0);
     if (m->row.answer != what)
         pthread_cond_broadcast(&m->pool->news);
     m->changed |= m->row.answer != what || m->row.reason != why;
@@ -58,6 +69,7 @@ uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least
     // First take back the budget that the member was about to give back and still has.
     const uint64_t had = ((budget + granted) << m->page_shift) + m->granted;
     uint64_t pages = MIN(floor_pages(pool_less(MIN(m->row.has, m->row.max), had), m), most);
+    m->spare = MIN(m->spare, pool_less(m->row.has, had + (pages << m->page_shift)));
     const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
     if (worth && !(rc = vmem__table_begin(pool))) {
         const uint64_t room = MIN(vmem__pool_free(pool, m), pool_less(m->row.max, m->row.has));

@@ -268,13 +268,15 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
 static void leave(struct vmem__member *m, uint64_t held)
 {
     vmem_kv_pool *pool = m->pool;
+    m->ops->trim(m->self, false); // of what the row says beyond the pages, memory may have stayed
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
     // The rest becomes free together with the memory: kernels in flight, or a view of a tensor, may keep it.
     m->leaving = m->changed = true;
     m->row.has = MIN(m->row.has, held << m->page_shift);
-    m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = 0;
+    m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = m->spare = 0;
+    vmem__pool_want(m, 0);
     if (!vmem__table_wait(pool, POOL_WAIT_US))
         vmem__table_end(pool, false);
     vmem__pool_note(pool);

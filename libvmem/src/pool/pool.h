@@ -80,6 +80,11 @@ struct vmem__member {
     uint64_t ready;   // bytes that the budget can grow by without asking the device for memory
     uint64_t to_give; // bytes that the member is to give back
     uint64_t saw;     // the last question before the thread looked at the member
+    // Members of one context hand device memory over: what one frees stays in the context for those who wait.
+    uint64_t wants;   // bytes beyond its pages that the member waits for, as the context knows it
+    uint64_t spare;   // bytes that the member no longer has and that stayed: its row states them until another's does
+    bool stale;       // memory stayed that no row may state: the next look at this member gives all of it back,
+    bool wanted_less; // or what nobody waits for any more
 };
 
 struct vmem_kv_pool {
@@ -120,6 +125,8 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
 // What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
 uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m);
 void vmem__pool_note(vmem_kv_pool *pool); // the same, for those who have no lock
+// So much of what others free stays in the context from now on.
+void vmem__pool_want(struct vmem__member *m, uint64_t bytes);
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 // Whether the member in that place can have this share; a maximum of 0 or too much becomes the pool's budget.
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);

@@ -70,6 +70,7 @@ struct lease {
     uint32_t slot_pages, n_slots, n_ended;
     struct slot *slots;
     int32_t *lengths; // of a step; all 0 in between
+    uint32_t *list;   // slots that begin or end
     struct vmem_torch_stats stats;
     struct vmem_kv_shortage shortage;
     void (*ended)(void *arg);
@@ -124,20 +125,21 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
     return rc;
 }
 
-// The slot becomes a request without pages. Nothing is asked for before back().
-static int cache_begin(struct lease *l, uint32_t slot)
+// The listed slots become requests without pages. Nothing is asked for before back().
+static int cache_begin(struct lease *l, uint32_t n)
 {
-    const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot};
-    uint32_t got;
-    int rc = l->slots[slot].active ? 0 : vmem_kv_alloc_with(l->kv, &o, &got);
-    l->slots[slot].active |= !rc;
+    int rc = vmem__kv_begin(l->kv, l->list, n);
+    for (uint32_t i = 0; i < n && !rc; i++)
+        l->slots[l->list[i]].active = true;
     return rc;
 }
 
-static int cache_end(struct lease *l, uint32_t slot)
+// Their pages go: all, or none.
+static int cache_end(struct lease *l, const uint32_t *slots, uint32_t n)
 {
-    int rc = l->slots[slot].active ? vmem_kv_free(l->kv, slot) : 0;
-    l->slots[slot].active &= rc != 0;
+    int rc = n ? vmem__kv_end(l->kv, slots, n) : 0;
+    for (uint32_t i = 0; i < n && !rc; i++)
+        l->slots[slots[i]].active = false;
     return rc;
 }
 
@@ -182,7 +184,7 @@ static bool cache_wait(struct lease *l, uint32_t ms)
     return !rc && answer != VMEM_KV_REFUSED && !l->closing;
 }
 
-static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle); }
+static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle, l->stats.parked_bytes - l->idle); }
 
 static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, NULL); }
 
@@ -244,23 +246,36 @@ static uint32_t pages_in(const struct lease *l, const struct slot *s, uint32_t i
     return left < l->slot_pages ? (uint32_t)left : l->slot_pages;
 }
 
-static int begin_all(struct lease *l, struct slot *s)
+// Adds the segment's slots that are active, or are not, to the list.
+static uint32_t list_slots(struct lease *l, const struct slot *s, bool active, uint32_t n)
 {
-    int rc = 0;
-    for (uint32_t i = 0; i < s->length && !rc; i++)
-        rc = cache_begin(l, (uint32_t)(s - l->slots) + i);
-    return rc;
+    for (uint32_t i = 0; i < s->length; i++)
+        if (s[i].active == active)
+            l->list[n++] = (uint32_t)(s - l->slots) + i;
+    return n;
 }
 
-static int end_all(struct lease *l, struct slot *s)
+static int begin_all(struct lease *l, const struct slot *s)
 {
-    int rc = 0;
-    for (uint32_t i = 0; i < s->length; i++) {
-        const int failed = cache_end(l, (uint32_t)(s - l->slots) + i);
+    const uint32_t n = list_slots(l, s, false, 0);
+    return n ? cache_begin(l, n) : 0;
+}
+
+// The listed slots end, together or, if that is refused, one by one.
+static int end_listed(struct lease *l, uint32_t n)
+{
+    int rc = cache_end(l, l->list, n);
+    if (!rc)
+        return 0;
+    rc = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const int failed = cache_end(l, &l->list[i], 1);
         rc = rc ? rc : failed;
     }
     return rc;
 }
+
+static int end_all(struct lease *l, const struct slot *s) { return end_listed(l, list_slots(l, s, true, 0)); }
 
 // Gives the segment's pages and addresses back. If that fails, the segment is ENDED.
 static void drop(struct lease *l, struct slot *s)
@@ -297,7 +312,7 @@ static int unlock_for_kernels(struct lease *l)
 // cache. *gone: bytes of the segments.
 static int give_up(struct lease *l, uint64_t bytes, uint64_t *gone)
 {
-    int rc = 0;
+    uint32_t n = 0;
     *gone = 0;
     for (uint32_t i = 0; i < l->n_slots && *gone < bytes; i++) {
         struct slot *s = &l->slots[i];
@@ -306,9 +321,9 @@ static int give_up(struct lease *l, uint64_t bytes, uint64_t *gone)
         s->state = PARKED;
         l->idle -= s->bytes;
         *gone += s->bytes;
-        const int failed = end_all(l, s);
-        rc = rc ? rc : failed;
+        n = list_slots(l, s, true, n);
     }
+    const int rc = end_listed(l, n);
     cache_offer(l);
     return rc;
 }
@@ -371,6 +386,16 @@ static int enter(uint32_t place, struct lease **out)
     return vmem__error(-EINVAL, "place %u has no lease", place);
 }
 
+static void forget(struct lease *l)
+{
+    free(l->slots);
+    free(l->lengths);
+    free(l->list);
+    l->slots = NULL;
+    l->lengths = NULL;
+    l->list = NULL;
+}
+
 // Unlocks it, and ends it if that was all.
 static void leave(struct lease *l)
 {
@@ -381,10 +406,7 @@ static void leave(struct lease *l)
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
         vmem_kv_destroy(l->kv);
-        free(l->slots);
-        free(l->lengths);
-        l->slots = NULL;
-        l->lengths = NULL;
+        forget(l);
         l->kv = NULL;
         l->closing = false;
         l->pid = 0;
@@ -432,14 +454,11 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     l->arg = c->arg;
     l->slots = calloc(l->n_slots, sizeof(*l->slots));
     l->lengths = calloc(l->n_slots, sizeof(*l->lengths));
-    rc = l->slots && l->lengths ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
+    l->list = calloc(l->n_slots, sizeof(*l->list));
+    rc = l->slots && l->lengths && l->list ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
     rc = rc ? rc : cache_new(l, pool, c->name ? c->name : "torch", c->flags);
-    if (rc) {
-        free(l->slots);
-        free(l->lengths);
-        l->slots = NULL;
-        l->lengths = NULL;
-    }
+    if (rc)
+        forget(l);
     return rc;
 }
 
@@ -559,12 +578,13 @@ void vmem__torch_free(uint32_t place, void *addr)
     }
     if (was != PARKED) {
         s->state = FREEING;
-        if (was == IDLE) {
+        if (was == IDLE)
             l->idle -= s->bytes;
-            cache_offer(l);
-        }
-        rc = unlock_for_kernels(l);
     }
+    if (was != LIVE)
+        cache_offer(l);
+    if (was != PARKED)
+        rc = unlock_for_kernels(l);
     if (rc == -EBUSY) {
         s->state = ENDED;
         l->n_ended++;
@@ -653,21 +673,22 @@ static uint64_t give(void *lease, uint64_t pages)
 
 static int unpark(struct lease *l, uint32_t wait_ms)
 {
-    int rc = 0;
-    for (uint32_t i = 0; i < l->n_slots && !rc; i++)
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < l->n_slots; i++)
         if (l->slots[i].state == PARKED)
-            rc = begin_all(l, &l->slots[i]);
+            n = list_slots(l, &l->slots[i], false, n);
+    int rc = n ? cache_begin(l, n) : 0;
     if (!rc && l->stats.parked_bytes > l->idle)
         rc = back(l, NULL, wait_ms);
-    for (uint32_t i = 0; i < l->n_slots; i++) {
+    n = 0;
+    for (uint32_t i = 0; i < l->n_slots && rc; i++)
+        if (l->slots[i].state == PARKED)
+            n = list_slots(l, &l->slots[i], true, n);
+    end_listed(l, n); // what cannot be given back now is given back by the next call
+    for (uint32_t i = 0; i < l->n_slots && !rc; i++) {
         struct slot *s = &l->slots[i];
         if (s->state != PARKED && s->state != IDLE)
             continue;
-        if (rc) {
-            if (s->state == PARKED)
-                end_all(l, s); // what cannot be given back now is given back by the next call
-            continue;
-        }
         s->state = LIVE;
         l->stats.unparks++;
         l->stats.parked_segments--;

@@ -179,6 +179,7 @@ struct kv_lend {
     uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
     void *evict_arg;
     uint64_t offered; // pages of requests that evict would release
+    uint64_t missed;  // bytes of pages that were taken and will be wanted again
     bool giving;      // other members wait for what is beyond give_to; the budget falls as it goes
     bool foresees;    // the cache has said what requests that wait will need
     uint64_t give_to; // pages

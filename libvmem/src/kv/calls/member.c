@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
+#include "core/memory.h"
 #include "kv/calls/calls.h"
 #include "kv/calls/member.h"
 
@@ -82,7 +83,29 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
     return vmem__kv_leave(kv, 0);
 }
 
-void vmem__kv_offer(vmem_kv *kv, uint64_t bytes)
+int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    uint64_t done = 0;
+    uint32_t got;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    for (; done < n && !rc; done += !rc) {
+        const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slots[done]};
+        rc = vmem__kv_alloc(kv, &o, &got);
+    }
+    if (rc) // they have no pages: this cannot fail
+        vmem__kv_free_slots(kv, slots, done);
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slots(kv, slots, n));
+}
+
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
 {
     struct vmem__member *m;
     if (vmem__kv_member_begin(kv, &m))
@@ -91,6 +114,8 @@ void vmem__kv_offer(vmem_kv *kv, uint64_t bytes)
     kv->lend.offered = bytes >> kv->page_shift;
     if (kv->lend.offered > before)
         vmem__kv_pool_wake(kv);
+    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->lend.missed));
+    kv->lend.missed = missed;
     vmem__kv_member_end(kv);
 }
 
@@ -194,7 +219,7 @@ static bool go_on_giving(void *self, uint64_t least)
     return kv->lend.giving && !kv->turn.has_worker;
 }
 
-static void trim(void *self) { vmem__kv_trim(self); }
+static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
 
 // One portion of hashed blocks in a round, or what the owner of the prefixes can spare.
 static void evict(void *self, uint64_t pages)

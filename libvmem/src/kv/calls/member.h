@@ -26,8 +26,11 @@ int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined);
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m);
 void vmem__kv_member_end(vmem_kv *kv);
 
+// For a lease: begins requests in these slots, without pages, or ends them. All or none, in one call.
+int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n);
+int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // For a lease: so many bytes of its requests' pages would be released if the member's evict asked, beside those of
-// prefixes.
-void vmem__kv_offer(vmem_kv *kv, uint64_t bytes);
+// prefixes; and so many have been, and will be wanted again.
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed);
 
 #endif

@@ -61,7 +61,7 @@ void vmem__kv_part(vmem_kv *kv)
         *at = kv->next;
     vmem__unlock(kv->ctx);
     if (joined)
-        vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL);
+        vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), false, NULL);
 }
 
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
@@ -79,16 +79,16 @@ void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_promise(kv, pages);
     uint64_t own = (pages - KV_MIN(kv->ledger.held, pages)) << kv->page_shift;
-    vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), NULL);
+    vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), false, NULL);
 }
 
-void vmem__kv_trim(vmem_kv *kv) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), NULL); }
+void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), wanted, NULL); }
 
 void vmem__kv_give_all_ahead(vmem_kv *kv)
 {
     vmem__kv_promise(kv, 0);
     pthread_mutex_unlock(&kv->gate.state);
-    vmem__kv_trim(kv);
+    vmem__kv_trim(kv, false);
     pthread_mutex_lock(&kv->gate.state);
 }
 

@@ -1,6 +1,7 @@
 // What the cache asks of the pool that it is a member of.
 //
 // SPDX-License-Identifier: MIT
+#include "core/memory.h"
 #include "kv/memory/memory.h"
 #include "lend.h"
 
@@ -81,6 +82,8 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     struct vmem__member *m = kv->lend.member;
     kv->lend.member = NULL;
     kv->lend.giving = kv->lend.foresees = false;
+    vmem__expect(kv->ctx, 0, -(int64_t)kv->lend.missed);
+    kv->lend.missed = 0;
     if (m) // what it has not used goes back now
         kv->ledger.budget = KV_MIN(kv->ledger.budget, kv->ledger.held);
     const uint64_t held = kv->ledger.held;

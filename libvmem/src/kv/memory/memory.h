@@ -15,8 +15,8 @@ void vmem__kv_part(vmem_kv *kv);
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_promise(vmem_kv *kv, uint64_t pages); // without doing either
-// Returns device memory that nobody uses or took ahead. With no lock held.
-void vmem__kv_trim(vmem_kv *kv);
+// Returns device memory that nobody uses or took ahead; wanted: nor waits for. With no lock held.
+void vmem__kv_trim(vmem_kv *kv, bool wanted);
 // Pages whose memory the device has given and no page uses.
 uint64_t vmem__kv_spare_memory(vmem_kv *kv);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.

@@ -137,6 +137,38 @@ int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
+int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    struct kv_cut *c = &kv->cut;
+    int rc = 0;
+    vmem__kv_wait_cut(kv);
+    c->n_ops = c->n_pages = 0;
+    for (uint64_t k = 0; k < n; k++) {
+        const bool fresh = kv->slots[slots[k]].fresh;
+        kv->slots[slots[k]].fresh = true;
+        for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+            c->slot = slots[k];
+            c->group = i;
+            c->before = *kv_span(kv, slots[k], i);
+            rc = cut_part(kv, c, c->before.lo, c->before.hi);
+        }
+        kv->slots[slots[k]].fresh = fresh;
+    }
+    rc = rc ? rc : vmem__kv_cut_run(kv, c);
+    if (rc)
+        return rc;
+    kv->ledger.held -= c->n_pages;
+    for (uint64_t k = 0; k < n; k++) {
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span before = *kv_span(kv, slots[k], i);
+            vmem__kv_span_set(kv, slots[k], i, &(struct kv_span){0});
+            let_go(kv, slots[k], i, before.lo, KV_MIN(before.hi, before.shared_hi));
+        }
+        vmem__kv_set_backed(kv, slots[k]);
+    }
+    return 0;
+}
+
 static bool passed(const vmem_kv *kv, const struct kv_span *sp)
 {
     return sp->lo < sp->keep_lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);

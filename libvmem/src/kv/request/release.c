@@ -49,6 +49,18 @@ int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot)
     return rc;
 }
 
+int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    int rc = 0;
+    for (uint64_t k = 0; k < n && !rc; k++)
+        rc = vmem__kv_get(kv, slots[k], 1u << VMEM_KV_ACTIVE);
+    rc = rc ? rc : vmem__kv_cut_slots(kv, slots, n);
+    for (uint64_t k = 0; k < n && !rc; k++)
+        rc = end_now(kv, slots[k]);
+    vmem__kv_keep_budget(kv);
+    return rc;
+}
+
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
     const bool swapping = kv->slots[slot].state == VMEM_KV_SWAPPING;

@@ -38,6 +38,8 @@ int vmem__kv_commit(vmem_kv *kv, uint64_t *missing);
 // ---- release.c
 
 int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot);
+int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots,
+                        uint64_t n); // all or none, in one call of the library below
 int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step);
 // VMEM_KV_ZERO_ENDS: ends the requests of length 0, if a step to these lengths is possible.
 int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
