@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from pyvmem._ffi import lib as _lib
-from pyvmem.core import Context, Info, PageInfo, Pages, Reservation, Stats, backends, default_context, probe
+from pyvmem.core import Context, backends, probe
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError
-from pyvmem.paper import (
-    vMemCreate,
-    vMemFree,
-    vMemMap,
-    vMemMapBatch,
-    vMemRelease,
-    vMemReleaseBatch,
-    vMemReserve,
-    vMemUnmap,
-    vMemUnmapBatch,
-)
 
 if _TYPE_CHECKING:
-    from pyvmem.kv.cache import KVCache, KVCacheOptions, Spare, TensorSpec, model_specs
+    from pyvmem.kv.cache import KVCache, KVCacheOptions, Shortage, Spare, TensorSpec, model_specs
     from pyvmem.kv.pool import KVPool
-    from pyvmem.kv.prefix import PrefixCache
     from pyvmem.lease import torch_pool
-    from pyvmem.parallel.cache import TensorParallelKVCache
     from pyvmem.tensor import VirtualTensor, virtual_empty
 
 
@@ -42,37 +29,21 @@ if _lib.vmem_version() != _lib.VMEM_VERSION:
 
 __all__ = [
     "Context",
-    "Info",
     "InvalidArgument",
     "KVCache",
     "KVCacheOptions",
     "KVPool",
     "OutOfMemory",
-    "PageInfo",
-    "Pages",
-    "PrefixCache",
-    "Reservation",
+    "Shortage",
     "Spare",
-    "Stats",
-    "TensorParallelKVCache",
     "TensorSpec",
     "VirtualTensor",
     "VmemError",
     "__version__",
     "backends",
-    "default_context",
     "model_specs",
     "probe",
     "torch_pool",
-    "vMemCreate",
-    "vMemFree",
-    "vMemMap",
-    "vMemMapBatch",
-    "vMemRelease",
-    "vMemReleaseBatch",
-    "vMemReserve",
-    "vMemUnmap",
-    "vMemUnmapBatch",
     "virtual_empty",
 ]
 
@@ -82,20 +53,27 @@ _NEED_TORCH = {
     "KVCache": "kv.cache",
     "KVCacheOptions": "kv.options",
     "KVPool": "kv.pool",
-    "PrefixCache": "kv.prefix",
+    "Shortage": "kv.types",
     "Spare": "kv.options",
-    "TensorParallelKVCache": "parallel.cache",
     "TensorSpec": "kv.types",
     "VirtualTensor": "tensor",
     "model_specs": "kv.types",
     "torch_pool": "lease",
     "virtual_empty": "tensor",
 }
+# Where names are that were here once.
+_MOVED = {
+    **dict.fromkeys(("Info", "PageInfo", "Pages", "Reservation", "Stats", "default_context"), "core"),
+    "PrefixCache": "kv.prefix",
+    "TensorParallelKVCache": "parallel.cache",
+}
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _NEED_TORCH:
-        raise AttributeError(f"module 'pyvmem' has no attribute {name!r}")
+        place = "paper" if name.startswith("vMem") else _MOVED.get(name)
+        text = f"module 'pyvmem' has no attribute {name!r}"
+        raise AttributeError(f"{text}: from pyvmem.{place} import {name}" if place else text)
     try:
         module = _importlib.import_module(f"pyvmem.{_NEED_TORCH[name]}")
     except ModuleNotFoundError as e:

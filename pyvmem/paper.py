@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from pyvmem.kv.cache import KVCache
 
 
+__all__ = [
+    "alloc_reqid",
+    "free_reqid",
+    "init",
+    "step",
+    "vMemCreate",
+    "vMemFree",
+    "vMemMap",
+    "vMemMapBatch",
+    "vMemRelease",
+    "vMemReleaseBatch",
+    "vMemReserve",
+    "vMemUnmap",
+    "vMemUnmapBatch",
+]
+
+
 def _context(context: Context) -> Context:
     if not isinstance(context, Context):
         raise TypeError(f"context must be a Context, not {shown(context)}")

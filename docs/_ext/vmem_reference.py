@@ -14,14 +14,19 @@ TOP = Path(__file__).resolve().parents[2]
 OUT = TOP / "docs/reference"
 
 PYTHON = {
-    "Pages and addresses": ("pyvmem", ("Context", "Reservation", "Pages", "Info", "PageInfo", "Stats", "backends",
+    "Pages and addresses": ("pyvmem.core", ("Context", "Reservation", "Pages", "Info", "PageInfo", "Stats", "backends",
                                        "probe", "default_context")),
     "Tensors": ("pyvmem", ("VirtualTensor", "virtual_empty")),
-    "The KV cache": ("pyvmem", ("KVCache", "KVCacheOptions", "TensorSpec", "model_specs", "KVPool", "PrefixCache",
-                                "TensorParallelKVCache")),
+    "The KV cache": ("pyvmem", ("KVCache", "KVCacheOptions", "Spare", "TensorSpec", "model_specs", "Shortage",
+                                "KVPool")),
+    "Prefixes": ("pyvmem.kv.prefix", ("PrefixCache",)),
+    "Block hashes": ("pyvmem.kv.hashes", ("BlockHashes", "block_hashes")),
+    "Several GPUs": ("pyvmem.parallel.cache", ("TensorParallelKVCache", "init_cache")),
+    "Leases": ("pyvmem", ("torch_pool",)),
     "Errors": ("pyvmem", ("VmemError", "InvalidArgument", "OutOfMemory")),
     "Attention": ("pyvmem.attention", None),
     "transformers": ("pyvmem.transformers", None),
+    "The paper's calls": ("pyvmem.paper", None),
 }  # fmt: skip
 
 
@@ -34,7 +39,8 @@ def write(path, text):
 
 def python():
     listed = {name for _, names in PYTHON.values() if names for name in names}
-    rest = [n for n in importlib.import_module("pyvmem").__all__ if n not in listed and not n.startswith("__")]
+    missing = {n for n in importlib.import_module("pyvmem").__all__ if not n.startswith("__")} - listed
+    assert not missing, f"no page lists {missing}"
     out = [
         "The Python package",
         "==================",
@@ -42,8 +48,7 @@ def python():
         "*For users of the Python package. Generated from its docstrings.*",
         "",
     ]
-    pages = {**PYTHON, "The paper's calls": ("pyvmem", tuple(rest))}
-    for title, (module, names) in pages.items():
+    for title, (module, names) in PYTHON.items():
         out += [title, "-" * len(title), ""]
         found = importlib.import_module(module)
         if names is None:

@@ -61,5 +61,5 @@ def reference(model, ids, new=12, **options):
 @pytest.fixture(name="small_pages")
 def pages_of_64_kib(backend):
     """Skips where the smallest page is 2 MiB, which holds all rows of a small model."""
-    if min(pyvmem.default_context(backend).page_sizes) > 65536:
+    if min(pyvmem.core.default_context(backend).page_sizes) > 65536:
         pytest.skip(f"{backend} has no pages of 64 KiB")

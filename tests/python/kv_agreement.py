@@ -320,7 +320,7 @@ def share(tp, device, rng, lengths, prefixes):
 def main(backend, steps=10_000, seed=1):
     rank = join(backend)
     if backend == "nccl":
-        context, device = pyvmem.default_context("gpu", rank), torch.device("cuda", rank)
+        context, device = pyvmem.core.default_context("gpu", rank), torch.device("cuda", rank)
     else:
         context, device = pyvmem.Context("host"), torch.device("cpu")
     world = dist.get_world_size()

@@ -27,7 +27,7 @@ def grouped(options):
 
 def make(backend, pages=1024, **options):
     """A cache of 4 tensors with `PAGE_TOKENS` tokens to the backend's smallest page."""
-    page = min(pyvmem.default_context(backend).page_sizes)
+    page = min(pyvmem.core.default_context(backend).page_sizes)
     options = {"slots": 4, "max_tokens": 2000, "budget": pages * page, "dtype": torch.float16, "check": True,
                "name": None, "backend": backend, **options}  # fmt: skip
     return KVCache.for_model(2, 4, page // PAGE_TOKENS // 8, **grouped(options))

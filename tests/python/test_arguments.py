@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import pyvmem
+from pyvmem import paper
 
 MIB = 1 << 20
 SIZE = 64 << 10
@@ -53,8 +54,8 @@ CALLS = {
     "Context device": lambda w, x: pyvmem.Context("host", x),
     "Context budget": lambda w, x: pyvmem.Context("host", budget=x),
     "Context unknown_driver": lambda w, x: pyvmem.Context("host", unknown_driver=x),
-    "default_context backend": lambda w, x: pyvmem.default_context(x),
-    "default_context device": lambda w, x: pyvmem.default_context("host", x),
+    "default_context backend": lambda w, x: pyvmem.core.default_context(x),
+    "default_context device": lambda w, x: pyvmem.core.default_context("host", x),
     "reserve length!": lambda w, x: w.c.reserve(x),
     "reserve backdrop": lambda w, x: w.c.reserve(SIZE, backdrop=x),
     "create page_size!": lambda w, x: w.c.create(x),
@@ -100,12 +101,12 @@ CALLS = {
     "Reservation.decommit length": lambda w, x: w.r.decommit(0, x),
     "Reservation.backdrop offset": lambda w, x: w.r.backdrop(x),
     "Reservation.backed offset": lambda w, x: w.r.backed(x),
-    "vMemReserve context!": lambda w, x: pyvmem.vMemReserve(x, SIZE),
-    "vMemReserve length!": lambda w, x: pyvmem.vMemReserve(w.c, x),
-    "vMemCreate context!": lambda w, x: pyvmem.vMemCreate(x, SIZE),
-    "vMemMap addr": lambda w, x: pyvmem.vMemMap(w.c, x, w.h),
-    "vMemMap page": lambda w, x: pyvmem.vMemMap(w.c, w.r.addr, x),
-    "vMemRelease pages": lambda w, x: pyvmem.vMemRelease(w.c, x),
+    "vMemReserve context!": lambda w, x: paper.vMemReserve(x, SIZE),
+    "vMemReserve length!": lambda w, x: paper.vMemReserve(w.c, x),
+    "vMemCreate context!": lambda w, x: paper.vMemCreate(x, SIZE),
+    "vMemMap addr": lambda w, x: paper.vMemMap(w.c, x, w.h),
+    "vMemMap page": lambda w, x: paper.vMemMap(w.c, w.r.addr, x),
+    "vMemRelease pages": lambda w, x: paper.vMemRelease(w.c, x),
 }
 TENSOR_CALLS = {
     "virtual_empty shape": lambda w, x: pyvmem.virtual_empty(x, context=w.c),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pyvmem
+from pyvmem import paper
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -56,11 +57,11 @@ CALLS = {
     "fill value": lambda c, x: c.fill(0, x, 0),
     "fill length": lambda c, x: c.fill(0, 0, x),
     "read length": lambda c, x: c.read(0, x),
-    "vMemReserve length": lambda c, x: pyvmem.vMemReserve(c, x),
-    "vMemFree addr": lambda c, x: pyvmem.vMemFree(c, x),
-    "vMemMap addr": lambda c, x: pyvmem.vMemMap(c, x, 1),
-    "vMemMap page": lambda c, x: pyvmem.vMemMap(c, 0, x),
-    "vMemUnmap length": lambda c, x: pyvmem.vMemUnmap(c, 0, x),
+    "vMemReserve length": lambda c, x: paper.vMemReserve(c, x),
+    "vMemFree addr": lambda c, x: paper.vMemFree(c, x),
+    "vMemMap addr": lambda c, x: paper.vMemMap(c, x, 1),
+    "vMemMap page": lambda c, x: paper.vMemMap(c, 0, x),
+    "vMemUnmap length": lambda c, x: paper.vMemUnmap(c, 0, x),
 }
 
 
@@ -236,19 +237,19 @@ def test_unmap_that_cuts_a_page(context):
 
 
 def test_free_while_mapped(context, page_size):
-    addr = pyvmem.vMemReserve(context, page_size)
+    addr = paper.vMemReserve(context, page_size)
     page = context.create(page_size)
     context.map(addr, page)
-    refused(errno.EBUSY, pyvmem.vMemFree, context, addr)
+    refused(errno.EBUSY, paper.vMemFree, context, addr)
     page.release()
-    pyvmem.vMemFree(context, addr)
-    refused(errno.EINVAL, pyvmem.vMemFree, context, addr)
+    paper.vMemFree(context, addr)
+    refused(errno.EINVAL, paper.vMemFree, context, addr)
 
 
 def test_free_of_what_is_no_reservation(context):
     range_ = context.reserve(2 * MIB)
-    refused(errno.EINVAL, pyvmem.vMemFree, context, range_.addr + 64 * KIB)
-    refused(errno.EINVAL, pyvmem.vMemFree, context, 0)
+    refused(errno.EINVAL, paper.vMemFree, context, range_.addr + 64 * KIB)
+    refused(errno.EINVAL, paper.vMemFree, context, 0)
 
 
 def test_query_outside_every_reservation(context):

@@ -30,7 +30,7 @@ STILL = {"generous": False, "eager": False, "overlap": False, "check": True, "na
 
 def make(specs=MIXED[:1], slots=6, max_tokens=400, pages=60, **options):
     backend = options.get("backend", "host")
-    if PAGE not in pyvmem.default_context(backend).page_sizes:
+    if PAGE not in pyvmem.core.default_context(backend).page_sizes:
         pytest.skip(f"{backend} has no pages of {PAGE} bytes, of which the shapes here are made")
     return KVCache(specs, slots, max_tokens, pages * PAGE, **grouped({"backend": "host", **STILL, **options}))
 

@@ -219,7 +219,7 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
 
 def test_a_cache_for_ranks_that_is_none_is_named():
     """Before any rank is asked: there is no process group here."""
-    from pyvmem import TensorParallelKVCache
+    from pyvmem.parallel.cache import TensorParallelKVCache
 
     with pytest.raises(TypeError, match="cache must be a KVCache, not 5"):
         TensorParallelKVCache(5)

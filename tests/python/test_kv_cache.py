@@ -287,7 +287,7 @@ def test_a_shortage_says_why(backend):
         cache.retire()
         stats = cache.stats()
         assert (stats.short_slots, stats.short_budget, stats.short_device) == (1, 2, 0)
-    page = min(pyvmem.default_context(backend).page_sizes)
+    page = min(pyvmem.core.default_context(backend).page_sizes)
     with pyvmem.Context(backend, budget=4 * page) as context, make(backend, 20, context=context, lazy=True) as cache:
         slot = cache.alloc()
         assert cache.step([0] * 4, dry=True) and str(cache.shortage) == "nothing is short"

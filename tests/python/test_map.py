@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pyvmem
+from pyvmem import paper
 from pyvmem._ffi import lib
 from pyvmem.core import MAP_OP
 from pyvmem.owned import commit_flags
@@ -232,17 +233,17 @@ def test_commit_of_fine_pages(context, page_size):
 
 def test_the_papers_calls(context):
     page_size = min(context.page_sizes)
-    addr = pyvmem.vMemReserve(context, 4 * page_size)
-    pages = pyvmem.vMemCreate(context, page_size, 3)
-    pyvmem.vMemMap(context, addr, pages[0])
-    pyvmem.vMemMapBatch(context, [addr + page_size, addr + 2 * page_size], pages[1:])
+    addr = paper.vMemReserve(context, 4 * page_size)
+    pages = paper.vMemCreate(context, page_size, 3)
+    paper.vMemMap(context, addr, pages[0])
+    paper.vMemMapBatch(context, [addr + page_size, addr + 2 * page_size], pages[1:])
     assert context.stats().mapped == 3 * page_size
-    pyvmem.vMemUnmap(context, addr, page_size)
-    pyvmem.vMemUnmapBatch(context, [addr + page_size], [page_size])
+    paper.vMemUnmap(context, addr, page_size)
+    paper.vMemUnmapBatch(context, [addr + page_size], [page_size])
     assert context.stats().mapped == page_size
-    pyvmem.vMemRelease(context, pages[0])
-    pyvmem.vMemReleaseBatch(context, pages[1:])
-    pyvmem.vMemFree(context, addr)
+    paper.vMemRelease(context, pages[0])
+    paper.vMemReleaseBatch(context, pages[1:])
+    paper.vMemFree(context, addr)
     stats = context.stats()
     assert (stats.reserved, stats.created, stats.mapped) == (0, 0, 0)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import pyvmem
+from pyvmem import paper
 from pyvmem.errors import _NAMES
 
 TOP = Path(__file__).parent.parent.parent
@@ -64,8 +65,15 @@ def test_python_own_messages():
 
 def public():
     """(name, documentation) of everything public, methods and properties too."""
-    for name in pyvmem.__all__:
-        thing = getattr(pyvmem, name)
+    from pyvmem.kv import hashes, prefix
+    from pyvmem.parallel import cache as parallel
+
+    things = {name: getattr(module, name) for module in (pyvmem, pyvmem.core, paper) for name in module.__all__}
+    for thing in (prefix.PrefixCache, hashes.BlockHashes, parallel.TensorParallelKVCache):
+        things[thing.__name__] = thing
+    for name, thing in things.items():
+        if isinstance(thing, str | int):  # the version, and layouts of structures
+            continue
         yield name, inspect.getdoc(thing)
         if inspect.isclass(thing):
             for member, value in vars(thing).items():

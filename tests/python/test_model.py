@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pyvmem
+from pyvmem import paper
 from pyvmem.core import MAP_OP
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -260,7 +261,7 @@ class Memory(RuleBasedStateMachine):
     def use_closed(self, c, r, unit):
         """What is closed does nothing to what has taken its place."""
         thing = self.closed[c % len(self.closed)]
-        if isinstance(thing, pyvmem.Pages):
+        if isinstance(thing, pyvmem.core.Pages):
             calls = [lambda: self.context.release(thing), lambda: self.context.map(0, thing)]
             calls += [lambda: r.reservation.map(thing) for r in self.ranges]
         else:
@@ -354,7 +355,7 @@ class Memory(RuleBasedStateMachine):
         mapped = any(target.units)
         if by_address:  # the bare call refuses while something is mapped
             if mapped:
-                self.attempt({errno.EBUSY}, lambda: pyvmem.vMemFree(self.context, target.addr))
+                self.attempt({errno.EBUSY}, lambda: paper.vMemFree(self.context, target.addr))
             return
         target.reservation.close()
         self.clear(target, 0, len(target.units))

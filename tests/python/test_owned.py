@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pyvmem
+from pyvmem import paper
 from pyvmem._ffi import lib
 from pyvmem.core import MAP_OP
 
@@ -73,8 +74,8 @@ def test_pages_of_another_context_are_refused(backend):
             lambda: range_.map(theirs, [0, size]),
             lambda: one.map([range_.addr, range_.addr + size], theirs),
             lambda: one.release(theirs),
-            lambda: pyvmem.vMemMapBatch(one, [range_.addr, range_.addr + size], theirs),
-            lambda: pyvmem.vMemRelease(one, theirs),
+            lambda: paper.vMemMapBatch(one, [range_.addr, range_.addr + size], theirs),
+            lambda: paper.vMemRelease(one, theirs),
         ):
             with pytest.raises(pyvmem.InvalidArgument, match="another context"):
                 call()
@@ -262,11 +263,11 @@ def test_facts_about_a_context_can_be_copied(context, how):
 @pytest.mark.parametrize("what", [5, None, "host", pyvmem.Context])
 def test_what_is_no_context_is_named(context, what):
     with pytest.raises(TypeError, match="context must be a Context, not "):
-        pyvmem.Pages(what, 65536)
+        pyvmem.core.Pages(what, 65536)
     with pytest.raises(TypeError, match="context must be a Context, not "):
-        pyvmem.Reservation(what, 65536)
+        pyvmem.core.Reservation(what, 65536)
     with context.reserve(2 << 20) as range_, pytest.raises(TypeError, match="context must be a Context, not "):
-        pyvmem.Pages(range_, 65536)
+        pyvmem.core.Pages(range_, 65536)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -438,9 +439,9 @@ def test_a_handler_asks_for_the_default_context():
             signal.raise_signal(signal.SIGALRM)
             return real(*arguments)
 
-        signal.signal(signal.SIGALRM, lambda *arguments: seen.append(pyvmem.default_context("host")))
+        signal.signal(signal.SIGALRM, lambda *arguments: seen.append(pyvmem.core.default_context("host")))
         core.Context = make
-        context = pyvmem.default_context("host")
-        assert seen == [context] and pyvmem.default_context("host") is context
+        context = pyvmem.core.default_context("host")
+        assert seen == [context] and pyvmem.core.default_context("host") is context
         """
     )

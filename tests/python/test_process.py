@@ -152,16 +152,16 @@ def test_a_forked_child_is_refused_and_harms_nothing(context):
 
 
 def test_a_forked_child_has_its_own_default_context():
-    parent = pyvmem.default_context("host")
+    parent = pyvmem.core.default_context("host")
 
     def child():
-        own = pyvmem.default_context("host")
+        own = pyvmem.core.default_context("host")
         assert own is not parent
         with own.reserve(2 * MIB) as range_:
             range_.map(own.create(64 * KIB, 2))
 
     assert in_child(child) == 0
-    assert pyvmem.default_context("host") is parent
+    assert pyvmem.core.default_context("host") is parent
 
 
 # ---- memory and descriptors go back -------------------------------------------------------------------------
@@ -381,7 +381,7 @@ context = pyvmem.Context(sys.argv[1])
 size = min(context.page_sizes)
 range_, pages = context.reserve(64 * size), context.create(size, 4)
 range_.map(pages)
-pyvmem.default_context(sys.argv[1]).reserve(size)
+pyvmem.core.default_context(sys.argv[1]).reserve(size)
 """
     done = python(code + EXITS[how], backend, check=False)
     assert done.stderr == ""

@@ -33,7 +33,7 @@ def said(code, state, **options):
     return found.stdout.strip()
 
 
-CHOSEN = "import pyvmem; print(pyvmem.Context().backend, pyvmem.default_context('gpu').backend)"
+CHOSEN = "import pyvmem; print(pyvmem.Context().backend, pyvmem.core.default_context('gpu').backend)"
 STAMP = "from pyvmem.selftest import stamp_name, stamp_folders as f; print(f()[-1] / stamp_name('uvm', 0))"
 
 
@@ -80,13 +80,13 @@ def test_it_passes_and_leaves_a_stamp(backend, tmp_path):
 
 
 BROKEN = {
-    "memory": "kept = []; pyvmem.Pages.close = lambda self: kept.append(self)",
+    "memory": "kept = []; pyvmem.core.Pages.close = lambda self: kept.append(self)",
     "zeros": """
-real = pyvmem.Reservation.map
+real = pyvmem.core.Reservation.map
 def broken(self, pages, *args, **options):
     real(self, pages, *args, **options)
     if self.context.backend != "cuda": self.context.fill(self.addr + 3 * 65536 + 8, 1, 1)
-pyvmem.Reservation.map = broken""",
+pyvmem.core.Reservation.map = broken""",
     "aliases": """
 real = pyvmem.Context.map
 def broken(self, addrs, pages, **options):

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,16 @@ def test_everything_public_is_shown():
         assert getattr(pyvmem, name) is not None
         assert name in text or name == "__version__"
         assert getattr(pyvmem, name).__doc__
+
+
+@pytest.mark.parametrize("name, place", [
+    ("PrefixCache", "kv.prefix"), ("TensorParallelKVCache", "parallel.cache"), ("Pages", "core"),
+    ("default_context", "core"), ("vMemReserve", "paper"),
+])  # fmt: skip
+def test_a_name_that_has_moved_says_where_it_is(name, place):
+    with pytest.raises(AttributeError, match=f"from pyvmem.{place} import {name}$"):
+        getattr(pyvmem, name)
+    assert name in vars(importlib.import_module(f"pyvmem.{place}"))
 
 
 def test_help_needs_no_torch():

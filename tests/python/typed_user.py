@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 import pyvmem
-from pyvmem import KVCache, OutOfMemory, PrefixCache, Reservation, VirtualTensor
+from pyvmem import KVCache, OutOfMemory, VirtualTensor
+from pyvmem.core import Reservation
+from pyvmem.kv.prefix import PrefixCache
 
 
 def pages(context: pyvmem.Context) -> int:
