@@ -89,7 +89,7 @@ int main(void)
         requests[i] = (struct request){.prompt = prompt, .want = prompt + 40, .slot = -1};
     }
 
-    uint64_t prefix = 0, missing = 0;
+    uint64_t prefix = 0;
     int ended = 0, preemptions = 0, attached = 0;
     int full = 0; // a request was preempted: nobody comes in before somebody has ended
     while (ended < REQUESTS) {
@@ -99,13 +99,14 @@ int main(void)
             if (r->ended || r->slot >= 0)
                 continue;
             uint32_t slot;
-            int rc = vmem_kv_alloc(kv, r->prompt, &slot);
+            const struct vmem_kv_alloc_options about = {.size = sizeof(about), .tokens = r->prompt};
+            int rc = vmem_kv_alloc(kv, &about, &slot);
             if (rc == -ENOSPC)
                 break;
             check(rc, "vmem_kv_alloc");
             r->slot = (int)slot;
             r->done = 0;
-            rc = prefix ? vmem_kv_prefix_attach(kv, prefix, slot, SYSTEM, &missing) : -ENOMEM;
+            rc = prefix ? vmem_kv_prefix_attach(kv, prefix, slot, SYSTEM, 0) : -ENOMEM;
             if (!rc) {
                 r->done = SYSTEM;
                 attached++;
@@ -127,12 +128,12 @@ int main(void)
                 lengths[r->slot] = (int32_t)(r->done + (left < CHUNK ? left : CHUNK));
                 last = i;
             }
-            int rc = vmem_kv_step(kv, lengths, SLOTS, &missing);
+            int rc = vmem_kv_step(kv, lengths, SLOTS, 0);
             if (!rc)
                 break;
             if (rc != -ENOMEM || last < 0)
                 check(rc, "vmem_kv_step");
-            check(vmem_kv_free(kv, (uint32_t)requests[last].slot), "vmem_kv_free");
+            check(vmem_kv_free(kv, (uint32_t)requests[last].slot, 0), "vmem_kv_free");
             requests[last].slot = -1; // it is computed anew later
             preemptions++;
             full = 1;
@@ -147,7 +148,7 @@ int main(void)
             if (!prefix && r->done >= SYSTEM)
                 check(vmem_kv_prefix_save(kv, (uint32_t)r->slot, SYSTEM, &prefix), "vmem_kv_prefix_save");
             if (r->done >= r->want) {
-                check(vmem_kv_free(kv, (uint32_t)r->slot), "vmem_kv_free");
+                check(vmem_kv_free(kv, (uint32_t)r->slot, 0), "vmem_kv_free");
                 r->slot = -1;
                 r->ended = 1;
                 full = 0;
@@ -161,7 +162,7 @@ int main(void)
     printf("%d requests, %d preemptions, %d began with the prefix, %llu iterations, %llu pages of the budget's %llu\n",
            ended, preemptions, attached, (unsigned long long)stats.steps, (unsigned long long)stats.held_pages,
            (unsigned long long)stats.budget_pages);
-    vmem_kv_destroy(kv);
+    check(vmem_kv_destroy(kv, 0), "vmem_kv_destroy");
     vmem_context_destroy(ctx);
     return 0;
 }

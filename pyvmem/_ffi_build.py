@@ -32,7 +32,8 @@ def relative(paths: Iterable[Path]) -> list[str]:
 
 def headers() -> list[Path]:
     """Those that others include come first."""
-    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (p.name != "vmem.h", p.name != "vmem_kv.h", p.name))
+    first = ["vmem.h", "vmem_kv.h", "vmem_kv_pool.h"]
+    public = sorted(INCLUDE.glob("*.h"), key=lambda p: (first.index(p.name) if p.name in first else 3, p.name))
     return public + sorted(NATIVE.glob("*.h"))
 
 

@@ -32,14 +32,14 @@ extern "C" {
 
 // The one place that names the version; the build, pkg-config and pyvmem read it here.
 #define VMEM_VERSION_MAJOR 0
-#define VMEM_VERSION_MINOR 2
+#define VMEM_VERSION_MINOR 3
 #define VMEM_VERSION_PATCH 0
 #define VMEM_VERSION (VMEM_VERSION_MAJOR << 16 | VMEM_VERSION_MINOR << 8 | VMEM_VERSION_PATCH)
 
 // The VMEM_VERSION of the loaded library, which may differ from the header that the program was compiled with. Compare
 // it before using what a later version added. A patch changes nothing in this header, and a minor version adds calls. What
 // may remove or change calls is a minor version before 1.0, and a major version from then on: the shared library's name
-// (libvmem.so.0.2) and the CMake package tell such versions apart.
+// (libvmem.so.0.3) and the CMake package tell such versions apart.
 uint32_t vmem_version(void);
 
 // Page sizes. A backend supports some of them: struct vmem_info.page_sizes.

@@ -20,7 +20,7 @@
 #ifndef VMEM_BLOCKS_H
 #define VMEM_BLOCKS_H
 
-#include "vmem_kv.h"
+#include "vmem_kv_pool.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -10,9 +10,15 @@
 // be running; kernels of earlier iterations must have ended. In each slot that took part, running kernels may access
 // the rows [first, last). `last` is the length rounded up to whole tiles. `first` is 0; in a tensor with a window it is
 // the length before that step minus the window, rounded down to whole tiles. The manager maps and unmaps only outside
-// these rows. A call marked "Quiet" touches more: no kernel in flight may access the slot. A call with a fence, the
-// number of a step (vmem_kv_last_step), needs no quiet: the manager defers whatever kernels up to that step could
-// access, and the caller does not wait.
+// these rows.
+//
+// A call that takes rows away has an argument `after`, the number of a step (vmem_kv_last_step): kernels of the steps up
+// to this one may still access the slot. The call returns at once, and the manager defers whatever these kernels could
+// access. 0: no kernel in flight accesses the slot.
+//
+// A shortage is an ordinary answer. A call that finds too little memory returns -ENOMEM, a call that finds no slot
+// -ENOSPC, and vmem_kv_last_shortage says what is missing and what could help. With VMEM_KV_DRY, a call returns what it
+// would return now, and changes nothing.
 //
 // Backed rows that have not been written hold finite values: zero, or what an earlier request left in a tensor of the
 // same kind (always zero with VMEM_KV_ZERO).
@@ -58,9 +64,6 @@ struct vmem_kv_tensor {
 // request. The cuda backend creates, maps and unmaps a prompt's pages together, up to 32 MiB, as fast as a single page.
 // Other backends always map consecutive pages at once.
 #define VMEM_KV_UNSHARED 0x100u
-// A length of 0 in vmem_kv_step ends the slot's request, as in microsoft/vattention. Without the flag, the request
-// takes no part and keeps its rows.
-#define VMEM_KV_ZERO_ENDS 0x200u
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 // Grows at its end: a field that the caller does not know is 0.
@@ -88,12 +91,11 @@ struct vmem_kv_config {
 
 // Reserves the address space and takes the budget's memory. The context must outlive the manager.
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out);
-// Quiet, for all slots. Frees everything that the manager holds. NULL is allowed.
-void vmem_kv_destroy(vmem_kv *kv);
-// Not quiet. Frees what the manager holds once the kernels of all steps up to this one have ended: now, if they are known
-// to have, else in the vmem_kv_retire that says so. No other call may follow. In either case, that vmem_kv_retire, or
-// vmem_kv_destroy when all is quiet, frees the handle. Once this has returned, no row is swapped out any more.
-int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step);
+// Frees everything that the manager holds, and the handle. NULL is allowed. With `after`, the memory is freed once the
+// kernels of all steps up to this one have ended: now, if they are known to have, else in the vmem_kv_retire that says
+// so. In either case, the handle lives until that vmem_kv_retire, or until vmem_kv_destroy with 0, and no other call may
+// follow. Once this has returned, no row is swapped out any more.
+int vmem_kv_destroy(vmem_kv *kv, uint64_t after);
 
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows *
 // row_bytes equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed
@@ -110,33 +112,30 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
 
 // ---- requests -----------------------------------------------------------------------------------------------
 
-// Allocates a slot for a request whose first step will have about `tokens` tokens (0: unknown; at most max_tokens). Chooses the free slot
-// whose kept pages fit best, and maps nothing. Returns -ENOSPC if all slots are taken.
-int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot);
-
 #define VMEM_KV_ALLOC_SLOT 0x1u // take exactly the slot in the options
 
 // Grows at its end: fields that a caller does not know are 0.
 struct vmem_kv_alloc_options {
     uint32_t size;          // sizeof(struct vmem_kv_alloc_options)
     uint32_t flags;         // VMEM_KV_ALLOC_*
-    uint32_t tokens;        // as in vmem_kv_alloc
+    uint32_t tokens;        // that the first step will have, about; 0: unknown. At most max_tokens
     uint32_t slot;          // with VMEM_KV_ALLOC_SLOT
     uint32_t prefix_tokens; // rows that a prefix will provide: kept pages in their place are useless
 };
-// vmem_kv_alloc with options. Returns -EBUSY if the requested slot is taken.
-int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
-// Announces the requests that will be allocated next, in this order, by the tokens of their first step. It replaces
-// what was announced before. While memory is plentiful, the background thread backs a free slot for each of the first
-// VMEM_KV_EXPECT.
+// Allocates a slot for a request. Chooses the free slot whose kept pages fit best, and maps nothing. options: NULL for
+// the defaults, which are all 0. -ENOSPC: all slots are taken. -EBUSY: the slot in the options is taken.
+int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
+// Announces the requests that will be allocated next, in this order, by the tokens of their first step. The first
+// prefix_tokens[i] rows of a request come from a prefix or from blocks (NULL: of no request). The call replaces what was
+// announced before. While memory is plentiful, the background thread backs a free slot for each of the first
+// VMEM_KV_EXPECT requests, from the row after its prefix.
 #define VMEM_KV_EXPECT 64
-int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n);
-// The same for requests whose first prefix_tokens[i] rows come from a prefix or from blocks. Only the rows after them
-// are backed. NULL: no request has a prefix.
-int vmem_kv_expect_behind(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
-// Quiet. Frees the slot. Its pages are kept for the next request (VMEM_KV_DEFER) or released; shared pages are dropped.
-// If the call fails, the rows are lost anyway; call it again.
-int vmem_kv_free(vmem_kv *kv, uint32_t slot);
+int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
+// Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are dropped.
+// With `after`, the slot is VMEM_KV_ENDING until the kernels up to that step have ended: no call may name it, and the
+// pages that these kernels access stay in use. A slot that no step has accessed is free at once. If the call fails, the
+// rows are lost anyway; call it again.
+int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps are numbered from 1; *step receives the number of the last one, or 0. An iteration's kernels
 // carry the number of its step.
@@ -144,55 +143,44 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Declares that the kernels of all steps up to this one have ended; the caller saw an event or synchronised. Otherwise
 // the manager assumes it once `steps_in_flight` later steps have been called. -EINVAL: no such step yet.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
-// Not quiet. Frees the slot once the kernels of all steps up to this one have ended; at once if no step has accessed it.
-// Until then it is VMEM_KV_ENDING: no call may name it, and the pages that these kernels access stay in use.
-int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step);
-// Not quiet. vmem_kv_truncate while kernels of steps up to this one may access the rows. Returns -EBUSY and changes
-// nothing if shared pages would have to be replaced before those kernels have ended.
-int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
+
+#define VMEM_KV_DRY 0x1u     // return what the call would return now, and change nothing
+#define VMEM_KV_ASSURED 0x2u // dry, and 0 only if the memory cannot be lost to others
 
 // Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
-// that the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: *missing more pages must
-// become free (NULL is allowed); free or swap out a request and try again.
+// that the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: pages are missing; free
+// or swap out a request and try again.
 //
-// With VMEM_KV_ZERO_ENDS, a step first ends every active request of length 0, as vmem_kv_free_after does after the last
-// step in which it took part. They stay ended if the step then finds too little memory. After -EINVAL, none has ended.
-int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+// VMEM_KV_DRY: changes nothing but a budget that another process requested. Requests that are VMEM_KV_ENDING count as
+// running: after -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have
+// taken device memory that the cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free
+// budget of a pool. The same holds for every dry call.
+//
+// VMEM_KV_ASSURED: returns 0 if steps up to these lengths will find memory whatever other processes do, otherwise
+// -ENOMEM. It counts only memory that the cache has allocated from the device, which is none with LAZY or after an idle
+// cache has released its memory. The answer holds while requests grow up to these lengths or end. It becomes invalid
+// after any other call that allocates pages or releases memory (a step beyond these lengths, attaching, truncating,
+// swapping in, reclaiming, another budget), and if the cache may have been idle. With SAME_SLOTS, a budget that another
+// process requested is adopted by VMEM_KV_DRY alone, so ranks can rely on each other's answers from one dry step to the
+// next.
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
 // Builds a step request by request. vmem_kv_grow stages `tokens` tokens for the slot (0 removes it from the step). It
 // returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
 // performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
 // -EINVAL: nothing is staged. Freeing, swapping out or truncating a slot removes its staged growth, and so does a
 // vmem_kv_step in which it takes part.
-int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
-int vmem_kv_commit(vmem_kv *kv, uint64_t *missing);
+int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int vmem_kv_commit(vmem_kv *kv);
 
-// Lists active slots that took part in none of the last `steps` steps (at least 1) and were neither allocated nor swapped
-// in since. Their requests are waiting, or are over and were never freed. slots receives the first n, and *count the total number.
-int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count);
-
-// Returns what vmem_kv_step would return now, and changes nothing but a budget that another process requested. Requests
-// that are VMEM_KV_ENDING count as running, and so do those that VMEM_KV_ZERO_ENDS would end: if it returns -ENOMEM, the
-// step may still find that they have ended. What others take in between, the step does not get: device memory that the
-// cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), and the free budget of a pool. The same holds
-// for all questions.
-int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
-// Returns 0 if steps up to these lengths will find memory whatever other processes do, otherwise -ENOMEM. Changes
-// nothing. It counts only memory that the cache has allocated from the device, which is none with LAZY or after an idle
-// cache has released its memory. The answer holds while requests grow up to these lengths or end. It becomes invalid
-// after any other call that allocates pages or releases memory (a step beyond these lengths, attaching, truncating,
-// swapping in, reclaiming, another budget), and if the cache may have been idle. With SAME_SLOTS, only vmem_kv_check
-// adopts a budget that another process requested, so ranks can rely on each other's answers from one check to the next.
-int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // Returns the most tokens that the slot could have in the next step if it alone took part, or 0 if there is no memory
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
-// Quiet. Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied.
-// The rows that the window of the shorter request has passed go, too.
-// -ENODATA: a window has given up rows that the next token reads.
-// If the call fails, rows from `tokens` onward may be lost, but none before; call it again.
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-// Returns what vmem_kv_truncate would return now, and changes nothing.
-int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
+// Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The
+// rows that the window of the shorter request has passed go, too. flags: VMEM_KV_DRY. -ENODATA: a window has given up
+// rows that the next token reads. -EBUSY, and nothing has changed: kernels up to `after` may access shared pages that
+// would have to be replaced. If the call fails otherwise, rows from `tokens` onward may be lost, but none before; call it
+// again.
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags);
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
@@ -217,10 +205,9 @@ struct vmem_kv_request {
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
 // its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
 // allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
-// lacks: -ENOMEM, with *missing pages (NULL is allowed), or -ENOSPC for a slot. Changes nothing, but a
-// member of a pool takes and asks for what all n need. Requests that are VMEM_KV_ENDING count as running. The step may
-// find that they have ended.
-int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
+// lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes nothing, but a member of a pool takes and asks for what all n
+// need. Requests that are VMEM_KV_ENDING count as running. The step may find that they have ended.
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
 // Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
 // vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is
 // more, and 0 at first. If no request is active, a new one may use everything. Steps and growth ignore the watermark.
@@ -253,8 +240,9 @@ struct vmem_kv_slot_info {
     uint64_t pages;         // mapped, all tensors together
     uint64_t shared_pages;  // of these
     uint64_t needed_pages;  // of these, what the length asks for; the rest can be taken back at any time
-    uint32_t absent_steps;  // active: steps since it took part in one, or was allocated
+    uint32_t absent_steps;  // active: steps since it took part in one, was allocated or was swapped in
     uint32_t pad;           // 0
+    uint64_t swap_bytes;    // of CPU memory that vmem_kv_swap_out needs for it; 0: free or ending
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
@@ -269,10 +257,9 @@ int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *p
 // Starts a newly allocated slot, which no kernel accesses, with the prefix's first `tokens` rows; its length becomes
 // `tokens`. Rows in full pages are mapped: kernels that write them may be in flight, if those that read them here run
 // after them. Rows in a last, partial page are copied by this call and must have been written. -ENODATA: a tensor with a
-// window lacks rows that the next token reads. -ENOMEM as in vmem_kv_step.
-int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing);
-// Returns 0 if attaching would find memory, else -ENOMEM. The slot need not be allocated yet.
-int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing);
+// window lacks rows that the next token reads.
+// flags: VMEM_KV_DRY; the slot need not be allocated yet, and is ignored.
+int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags);
 // Drops the prefix. Pages without another holder are released.
 int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix);
 
@@ -291,7 +278,7 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
 // A new request begins with the longest sequence of known blocks, whichever requests wrote them: full pages are mapped,
 // and the last, partial page is copied. A block need not fill whole pages. If a step needs the memory, it evicts blocks
 // that no request uses: those of the lowest priority first, and of one priority the least recently used. Their pages
-// therefore count as free (vmem_kv_stats.free_pages, vmem_kv_check, vmem_kv_room, vmem_kv_fit). The manager never calls
+// therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit). The manager never calls
 // the engine back to ask what to evict. An engine with an order of its own sets priorities, or evicts itself.
 
 #define VMEM_KV_HASH_EVENTS 0x1u  // record what was evicted, for vmem_kv_hash_evicted
@@ -318,20 +305,17 @@ int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vm
 int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
 // Starts a newly allocated slot, which no kernel accesses, with the known ones of these blocks. Its length becomes
 // *tokens (NULL is allowed), which is 0 if none is known. The next token must be computed, so leave out a block that
-// ends the prompt. -ENOMEM as in vmem_kv_step: there is no memory for the copied page.
-int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
-                        uint64_t *missing);
-// Returns what vmem_kv_hash_attach would return now, with the same *tokens, if its memory sufficed, and *missing. Changes
-// nothing. The slot need not be allocated yet.
-int vmem_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing);
-// Drops blocks, in the engine's own order. Unknown ones are skipped. Requests that use them keep their pages.
-int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n);
-// Evicts blocks, in order of priority and of use, until that many pages are freed or no more can be. UINT64_MAX: all
-// blocks, also those to be kept. *freed (NULL is allowed) receives the number of freed pages.
-int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed);
-// Evicts these blocks, in this order, until that many pages are freed. Unknown blocks, blocks of running requests and
-// blocks to be kept are skipped.
-int vmem_kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed);
+// ends the prompt. -ENOMEM: there is no memory for the copied page. flags: VMEM_KV_DRY; the slot need not be allocated
+// yet, and is ignored. *tokens is then the same as if memory sufficed.
+int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
+                        uint32_t *tokens);
+#define VMEM_KV_UNUSED 0x4u // skip blocks of running requests and blocks to be kept; those that go count as evicted
+#define VMEM_KV_NEXT 0x8u   // hashes is NULL: the next blocks in the order of eviction
+// Drops blocks, in the engine's own order, until they have freed that many pages. Unknown ones are skipped. Requests that
+// use them keep their pages. flags: VMEM_KV_UNUSED, or VMEM_KV_NEXT, with which UINT64_MAX pages means all blocks, also
+// those to be kept. *freed (NULL is allowed) receives the number of freed pages.
+int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t most_pages, uint32_t flags,
+                      uint64_t *freed);
 // Sets the priority of blocks, 0 to 100, and makes them the most recently used ones of it, the last of them the oldest.
 // VMEM_KV_HASH_KEEP: they are not evicted, so their pages do not count as free, until they get another priority, are
 // dropped, or all blocks are evicted. Unknown blocks are skipped. A request finds a block only if it finds those before
@@ -366,32 +350,23 @@ int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index
 int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
 // Drops names; those that are not taken are skipped. Pages without another holder are released.
 int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
-// Returns unused device memory to the system as vmem_kv_reclaim does, and first compacts pages that only names hold
-// where that frees more. If freed is not NULL, *freed receives the bytes of device memory. Call it when idle: it moves up
-// to 256 MiB at a time, and ends early when another call arrives in between.
-int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed);
 
 // ---- swapping -----------------------------------------------------------------------------------------------
 
-// Returns the bytes of CPU memory that vmem_kv_swap_out needs for the slot.
-int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes);
-// Quiet. Copies the slot's rows to host (pinned memory is faster) and releases its pages. The slot stays taken.
-int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes);
-// Not quiet. vmem_kv_swap_out once the kernels of all steps up to this one have ended. The background thread copies;
-// without OVERLAP, or if the slot shares rows, the step or vmem_kv_retire that finds the kernels ended. The slot is
-// VMEM_KV_SWAPPING until host has all rows, then VMEM_KV_SWAPPED (vmem_kv_get_slot; vmem_kv_wait waits for the thread).
-// host must stay valid until then, or until vmem_kv_swap_in, free, free_after or destroy_after of the slot returns, which
-// end the copying.
+// Copies the slot's rows to host (pinned memory is faster), which has at least slot_info.swap_bytes bytes, and releases
+// its pages. The slot stays taken. after 0: the rows are copied when the call returns, and the slot is VMEM_KV_SWAPPED.
 //
+// Otherwise they are copied once the kernels of all steps up to `after` have ended: by the background thread, or, without
+// OVERLAP or if the slot shares rows, by the step or vmem_kv_retire that finds the kernels ended. The slot is
+// VMEM_KV_SWAPPING until host has all rows (vmem_kv_get_slot; vmem_kv_wait waits for the thread). host must stay valid
+// until then, or until vmem_kv_swap_in or vmem_kv_free of the slot, or vmem_kv_destroy, returns, which ends the copying.
 // Once the kernels have ended, the pages count as free: a step that finds no others copies the rest itself. A copy that
 // fails loses nothing: the slot stays SWAPPING and is tried again at the next step; a step that needs its pages returns
 // the error.
-int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step);
-// Copies the rows back to the addresses they had. -ENOMEM as in vmem_kv_step. Shared pages come back as copies. A slot
-// that is still VMEM_KV_SWAPPING goes on as if it had not been swapped out: host is not read.
-int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing);
-// Returns 0 if swapping in would find memory, else -ENOMEM.
-int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
+int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
+// Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is still
+// VMEM_KV_SWAPPING goes on as if it had not been swapped out: host is not read. flags: VMEM_KV_DRY; host is ignored.
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
@@ -399,10 +374,17 @@ int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
 // access none of these. What active requests hold beyond the new budget stays until they end; until then no step gets
 // more pages. Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
-// Releases kept pages (those of free slots and those backed ahead of need), at least `bytes` if there are so many, and
-// returns unused device memory to the system. If freed is not NULL, *freed receives the bytes of pages released. Fewer are
-// where the system has no mappings left to cut them off (host: vm.max_map_count).
-int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
+#define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
+#define VMEM_KV_RUNS 0x2u    // blocks known by hash that no request uses, in the order of eviction
+#define VMEM_KV_COMPACT 0x4u // bring pages that only named blocks hold closer together
+// Releases pages of these kinds, at least `bytes` if there are so many, and returns unused device memory to the system.
+// Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). UINT64_MAX with
+// RUNS: all blocks go, also those to be kept. If freed is not NULL, *freed receives the bytes of pages released; with
+// COMPACT, the bytes of device memory returned.
+//
+// COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 256 MiB at a time, and
+// ends early when another call arrives in between.
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed);
 
 struct vmem_kv_stats {
     uint32_t size; // sizeof(struct vmem_kv_stats), set by the caller
@@ -454,7 +436,7 @@ enum vmem_kv_reason {
 struct vmem_kv_shortage {
     uint32_t size;            // sizeof(struct vmem_kv_shortage), set by the caller
     uint32_t reason;          // enum vmem_kv_reason
-    uint64_t missing_pages;   // as in *missing
+    uint64_t missing_pages;   // must become free before the call can succeed
     uint64_t prefix_pages;    // what dropping all prefixes would free
     uint64_t requests;        // that hold pages
     uint64_t ending_pages;    // of requests that end, or are swapped out, when kernels have: retire steps, or make them
@@ -469,134 +451,9 @@ struct vmem_kv_shortage {
 // Describes the calling thread's last such call; the reason is 0 if it was short of nothing.
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out);
 
-// ---- pools --------------------------------------------------------------------------------------------------
-//
-// A pool is one budget for several caches: a target and its draft, two models, or a user's processes on one device. The
-// budgets of its members never exceed the pool's in total. A member's budget changes automatically between its minimum,
-// which is guaranteed, and its maximum. A step, a check or an admission that needs more immediately takes what is free
-// in the pool. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back unused
-// budget, kept pages and pages ahead of need, down to their minimum, but never pages that a request needs. An idle
-// member (idle_ms) keeps only its minimum. The pool's thread does all this. No step waits for it, and it unmaps in
-// parts of a few ms.
-//
-// With a path, the members may be in several processes. Only this user may access the file at the path. The pool ends
-// with its last member. When a process ends, in whatever way, its budget returns to the pool. There is no daemon.
-
-typedef struct vmem_kv_pool vmem_kv_pool;
-
-#define VMEM_KV_POOL_MEMBERS 32 // the most caches of a pool
-
-// Grows at its end: a field that the caller does not know is 0.
-struct vmem_kv_pool_config {
-    uint32_t size;    // sizeof(struct vmem_kv_pool_config)
-    uint32_t flags;   // 0
-    uint64_t budget;  // bytes of all members together. 0, with a path: as it is there
-    const char *path; // of the pool's file, which is made if it is not there; NULL: for this process alone
-};
-int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **out);
-// In this process, the pool ends when its last member has left. NULL is allowed.
-void vmem_kv_pool_destroy(vmem_kv_pool *pool);
-
-// Grows at its end: a field that the caller does not know is 0.
-struct vmem_kv_share {
-    uint32_t size;     // sizeof(struct vmem_kv_share)
-    uint32_t pad;      // 0
-    uint64_t min, max; // bytes; max 0: the pool's budget
-    const char *name;  // what others see; NULL: "kv"
-    // Optional. Releases about `pages` pages of prefixes that the owner can spare, and returns their number. The pool's
-    // thread calls it, with no lock held, if others need more than kept pages. It may make any call but one that
-    // destroys the cache, which waits for it. Blocks with hashes need no such function.
-    uint64_t (*evict)(void *arg, uint64_t pages);
-    void *arg;
-};
-// Makes a cache a member. From then on, the pool sets its budget, and the cache allocates device memory as with
-// VMEM_KV_LAZY. vmem_kv_destroy leaves the pool. -ENOMEM: the minimums, or the cache's pages, exceed the pool's budget.
-// -ENOSPC: the pool has no place for another member. -EINVAL: the cache is already a member, has VMEM_KV_SAME_SLOTS, or
-// is on another device than the other members.
-int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_share *share);
-// Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: at once if
-// no request needs it, otherwise when these requests end.
-int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
-// Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
-// what is free in the pool, and the other members are asked for the rest. The pool's thread takes device memory for it
-// as it comes. vmem_kv_fit does the same for the requests that it is given, as far as the member's maximum allows. Each
-// call replaces the request of the last one, which lapses after 250 ms.
-int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
-
-// The answer to a member's last request, for memory or for a limit.
-enum vmem_kv_answer {
-    VMEM_KV_UNASKED,
-    VMEM_KV_APPLIED,  // it is granted completely
-    VMEM_KV_DEFERRED, // other members have not yet given back or answered
-    VMEM_KV_REFUSED,  // for the reason given; it is repeated while the member tries
-};
-enum vmem_kv_refusal {
-    VMEM_KV_NOT_REFUSED,
-    VMEM_KV_AT_MAXIMUM,   // the member would exceed its own maximum
-    VMEM_KV_AT_MINIMUM,   // the others have only their minimums
-    VMEM_KV_IN_USE,       // requests of the others need the rest
-    VMEM_KV_NO_MEMORY,    // the device has too little memory
-    VMEM_KV_FILE_DAMAGED, // the pool's file was truncated or overwritten, or cannot be written
-    VMEM_KV_NO_ANSWER,    // another process has not answered for two seconds: it is stopped, or hangs
-};
-// Waits at most `ms` until the member's last request is answered. *answer, or NULL: an enum vmem_kv_answer.
-int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *answer);
-
-struct vmem_kv_pool_member {
-    uint32_t size;     // sizeof(struct vmem_kv_pool_member), set by the caller
-    uint32_t pid;      // of its process
-    uint64_t min, max; // its share
-    uint64_t has;      // bytes of the pool's budget: its own budget, and what it has not yet given back of a larger one
-    uint64_t held;     // bytes of pages
-    uint64_t needs;    // bytes that it asks for
-    uint64_t could_give; // bytes that others could get: unused, kept, ahead of need, and what evict may give
-    uint64_t giving;     // bytes that it is giving back
-    uint64_t asked;      // revision of its last question for memory; 0: none
-    uint64_t looked;     // it has answered the questions of others up to this revision
-    uint32_t answer;     // to its own question: enum vmem_kv_answer
-    uint32_t reason;     // enum vmem_kv_refusal
-    uint32_t reply;      // its answer to the others: applied, deferred (it is giving), refused
-    uint32_t why;        // enum vmem_kv_refusal
-    char name[64];
-};
-struct vmem_kv_pool_info {
-    uint32_t size;     // sizeof(struct vmem_kv_pool_info), set by the caller
-    uint32_t members;  // of all processes
-    uint64_t budget;   // bytes
-    uint64_t free;     // bytes of it that no member has
-    uint64_t revision; // of the last question
-};
-int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
-// Describes the member in that place, which is below VMEM_KV_POOL_MEMBERS. -ENOENT: there is none.
-int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_pool_member *out);
-// Describes all members at one moment. out: VMEM_KV_POOL_MEMBERS structures, of which the first *found are filled.
-int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found);
-
-// ---- what other processes see -------------------------------------------------------------------------------
-
-#define VMEM_KV_VIEW_MAGIC UINT64_C(0x31776569766b6d76) // "vmkview1"
-struct vmem_kv_view {
-    uint64_t magic;
-    uint32_t pid;
-    uint32_t size;     // sizeof(struct vmem_kv_view)
-    uint64_t sequence; // odd while the manager writes
-    char name[64];     // as given
-    char backend[16];
-    int32_t device;
-    uint32_t reserved;
-    // Written by other processes: bytes; 0: none. The next check adopts it, or (not with SAME_SLOTS) the cache does
-    // after the next step. An idle cache, and a pool's member as its maximum, adopt it without a call.
-    uint64_t wanted_budget;
-    uint64_t memory_total; // bytes of the device, the most that a budget can be
-    struct vmem_kv_stats stats;
-    uint64_t answers;                // to wanted budgets so far
-    uint64_t answered_budget;        // bytes that the last answer was about
-    uint32_t answer, reason;         // enum vmem_kv_answer, enum vmem_kv_refusal
-    struct vmem_kv_pool_member pool; // the member's row; size 0: in no pool
-    char pool_path[256];             // where its file is, if it has one; or the end of the path
-};
-// Makes path a link to memory of this process (mode 0600) that holds a struct vmem_kv_view, and updates it at every step
-// and change without system calls. Others open the path and read. vmem_kv_destroy removes the link.
+// Makes path a link to memory of this process (mode 0600) that holds a struct vmem_kv_view (vmem_kv_pool.h), and
+// updates it at every step and change without system calls. Others open the path and read. vmem_kv_destroy removes the
+// link.
 int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name);
 
 #ifdef __cplusplus

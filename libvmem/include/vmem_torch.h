@@ -18,7 +18,7 @@
 #ifndef VMEM_TORCH_H
 #define VMEM_TORCH_H
 
-#include "vmem_kv.h"
+#include "vmem_kv_pool.h"
 
 #ifdef __cplusplus
 extern "C" {

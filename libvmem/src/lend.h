@@ -26,7 +26,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "vmem_kv.h"
+#include "vmem_kv_pool.h"
 
 // A member's entry in a pool. The pool makes it, and frees it in `left`.
 struct vmem__member;
@@ -111,7 +111,7 @@ struct vmem__member_terms {
     uint64_t held; // pages
     bool whole;    // pages go together, in sizes that nobody can foresee: no memory is taken ahead
     const char *name;
-    uint64_t min, max; // bytes, as in struct vmem_kv_share
+    uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
 
 #endif

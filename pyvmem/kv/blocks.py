@@ -68,7 +68,7 @@ class BlockNames:
         Where that frees more memory, pages that only names hold are moved closer together. Call it at idle times.
         """
         freed = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_block_compact(self._cache._use(), freed))
+        _check(lib.vmem_kv_reclaim(self._cache._use(), 0, lib.VMEM_KV_COMPACT, freed))
         return int(freed[0])
 
     def drop(self, ids: npt.ArrayLike) -> None:

@@ -325,7 +325,7 @@ class KVCache(_Owned):
         if slot is not None:
             options["flags"], options["slot"] = lib.VMEM_KV_ALLOC_SLOT, uint("slot", slot, 32)
         chosen = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_alloc_with(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
+        rc = lib.vmem_kv_alloc(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
         return int(chosen[0]) if self._answer(rc) else None
 
     def expect(self, tokens: npt.ArrayLike, prefix_tokens: npt.ArrayLike | None = None) -> None:
@@ -345,7 +345,7 @@ class KVCache(_Owned):
         if prefix_tokens is not None and prefixes.size != sizes.size:
             raise InvalidArgument(errno.EINVAL, f"prefix_tokens has {prefixes.size} elements, tokens {sizes.size}")
         behind = ffi.NULL if prefix_tokens is None else ffi.from_buffer("uint32_t[]", prefixes)
-        _check(lib.vmem_kv_expect_behind(self._use(), ffi.from_buffer("uint32_t[]", sizes), behind, sizes.size))
+        _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), behind, sizes.size))
 
     def free(self, slot: SupportsIndex, after: Any = None) -> None:
         """End a request. Its pages are kept for the next one while memory allows.
@@ -358,7 +358,7 @@ class KVCache(_Owned):
         host = self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
         try:
             number = 0 if after is None else self._fence(after)
-            _check(lib.vmem_kv_free(kv, slot) if after is None else lib.vmem_kv_free_after(kv, slot, number))
+            _check(lib.vmem_kv_free(kv, slot, number))
         except Exception:
             if host is not None:
                 self._swapped[slot] = host
@@ -382,22 +382,22 @@ class KVCache(_Owned):
             False: memory is short. If `shortage.step` is not 0, wait for the kernels of that step, `retire` it and try
             again; otherwise free or swap out a request.
         """
-        call = lib.pv_kv_check if dry else lib.pv_kv_step
-        return self._answer(call(self._ready(), lengths_of(lengths, self.slots), self.slots))
+        flags = lib.VMEM_KV_DRY if dry else 0
+        return self._answer(lib.vmem_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots, flags))
 
     def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
         """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
 
         Returns whether there is memory for a step with all staged growth. If not, this growth is not staged.
         """
-        return self._answer(lib.pv_kv_grow(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
+        return self._answer(lib.vmem_kv_grow(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
 
     def commit(self) -> bool:
         """Perform a `step` with the growth that `grow` staged; other slots take no part.
 
         Raises ValueError if no growth is staged.
         """
-        return self._answer(lib.pv_kv_commit(self._ready()))
+        return self._answer(lib.vmem_kv_commit(self._ready()))
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None, *, dry: bool = False) -> bool:
         """Discard rows from `tokens` onward (rejected speculation).
@@ -408,13 +408,10 @@ class KVCache(_Owned):
         """
         kv, slot, tokens = self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)
         number = 0 if after is None else self._fence(after)
-        if dry:
-            return self._answer(lib.pv_kv_truncate_check(kv, slot, tokens))
-        if after is None:
-            return self._answer(lib.vmem_kv_truncate(kv, slot, tokens))
-        if not self._answer(lib.vmem_kv_truncate_after(kv, slot, tokens, number)):
+        if not self._answer(lib.vmem_kv_truncate(kv, slot, tokens, number, lib.VMEM_KV_DRY if dry else 0)):
             return False
-        self._watch(after, number)
+        if not dry:
+            self._watch(after, number)
         return True
 
     def wait(self) -> None:
@@ -440,18 +437,18 @@ class KVCache(_Owned):
 
     # ---- when memory is short --------------------------------------------------------------------------------
 
-    def _answer(self, answer: int) -> bool:
-        """Return whether a call found memory and a slot, and note what it was short of. `answer`: pages, or -errno."""
-        if not answer and not self.shortage.reason:
+    def _answer(self, rc: int) -> bool:
+        """Return whether a call found memory and a slot, and note what it was short of."""
+        if not rc and not self.shortage.reason:
             return True
-        if answer < 0 and answer not in (-errno.ENOMEM, -errno.ENOSPC):
-            _check(answer)
-        if not answer:
+        if rc not in (0, -errno.ENOMEM, -errno.ENOSPC):
+            _check(rc)
+        if not rc:
             self.shortage = NO_SHORTAGE
             return True
         self.shortage = self._short()
         if not self.shortage.reason:  # such as ENOMEM of the system
-            _check(answer)
+            _check(rc)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%r: %s", self, self.shortage)
         return False
@@ -481,7 +478,7 @@ class KVCache(_Owned):
         raw, _kept = requests_of(requests, self._hashes)
         fit = ffi.new("size_t *")
         data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
-        self._answer(lib.pv_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit))
+        self._answer(lib.vmem_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit))
         return int(fit[0])
 
     def room(self, slot: SupportsIndex | None = None) -> int:
@@ -596,8 +593,8 @@ class KVCache(_Owned):
         """
         id, tokens = self._of_prefix(prefix, tokens)
         if dry:
-            return self._answer(lib.pv_kv_attach_check(self._ready(), id, tokens))
-        return self._answer(lib.pv_kv_attach(self._ready(), id, uint("slot", slot, 32), tokens))
+            return self._answer(lib.vmem_kv_prefix_attach(self._ready(), id, 0, tokens, lib.VMEM_KV_DRY))
+        return self._answer(lib.vmem_kv_prefix_attach(self._ready(), id, uint("slot", slot, 32), tokens, 0))
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """Drop a prefix. Pages without another holder are released."""
@@ -607,9 +604,12 @@ class KVCache(_Owned):
 
     def swap_size(self, slot: SupportsIndex) -> int:
         """Return the bytes of CPU memory that `swap_out` needs for the slot as it is now."""
-        size = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_swap_size(self._use(), uint("slot", slot, 32), size))
-        return int(size[0])
+        raw = structure("vmem_kv_slot_info")
+        _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
+        if raw.state in (lib.VMEM_KV_FREE, lib.VMEM_KV_ENDING):
+            state = "free" if raw.state == lib.VMEM_KV_FREE else "being given up"
+            raise InvalidArgument(errno.EINVAL, f"slot {slot} is {state}")
+        return int(raw.swap_bytes)
 
     def _swap_memory(self, slot: int, size: int, host: torch.Tensor | None) -> torch.Tensor:
         """CPU memory for the slot's rows: the caller's if it can be used."""
@@ -656,14 +656,14 @@ class KVCache(_Owned):
         memory = self._swap_memory(slot, size, host)
         data = ffi.cast("void *", memory.data_ptr())
         if after is None:
-            _check(lib.vmem_kv_swap_out(kv, slot, data, size))
+            _check(lib.vmem_kv_swap_out(kv, slot, data, size, 0))
             self._swapped[slot] = memory
             return
         if self._stop_copying is None:  # a view of a tensor may outlive the cache and keep the background thread alive
             self._stop_copying = weakref.finalize(self, lib.pv_kv_close, kv, 0)
         self._swapped[slot] = memory
         try:
-            _check(lib.vmem_kv_swap_out_after(kv, slot, data, size, number))
+            _check(lib.vmem_kv_swap_out(kv, slot, data, size, number))
         except Exception:
             self._swapped.pop(slot, None)  # close() in another thread may have taken it
             raise
@@ -673,12 +673,12 @@ class KVCache(_Owned):
         """Copy a swapped slot back to the same addresses. Returns False as `step` does."""
         kv, slot = self._ready(), uint("slot", slot, 32)
         if dry:
-            return self._answer(lib.pv_kv_swap_check(kv, slot))
+            return self._answer(lib.vmem_kv_swap_in(kv, slot, ffi.NULL, 0, lib.VMEM_KV_DRY))
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
         data = ffi.cast("void *", host.data_ptr())
-        if not self._answer(lib.pv_kv_swap_in(kv, slot, data, host.numel())):
+        if not self._answer(lib.vmem_kv_swap_in(kv, slot, data, host.numel(), 0)):
             return False
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return True
@@ -697,8 +697,8 @@ class KVCache(_Owned):
 
         Releases at least `bytes` if that much is kept; by default, releases all kept pages.
         """
-        freed = ffi.new("uint64_t *")
-        _check(lib.vmem_kv_reclaim(self._ready(), 2**64 - 1 if bytes is None else uint("bytes", bytes), freed))
+        freed, least = ffi.new("uint64_t *"), 2**64 - 1 if bytes is None else uint("bytes", bytes)
+        _check(lib.vmem_kv_reclaim(self._ready(), least, lib.VMEM_KV_KEPT, freed))
         return int(freed[0])
 
     # ---- metrics ---------------------------------------------------------------------------------------------

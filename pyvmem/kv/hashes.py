@@ -175,14 +175,15 @@ class BlockHashes:
             return None if short else tokens
         raw, n = self._raw(hashes)
         found = ffi.new("uint32_t *")
-        rc = lib.pv_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, found)
+        rc = lib.vmem_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, 0, found)
         return int(found[0]) if self.cache._answer(rc) else None
 
     def _look(self, hashes: Iterable[Hash]) -> tuple[int, bool]:
         """How many tokens are known, and whether memory is too short to begin with them."""
         raw, n = self._raw(hashes)
         tokens = ffi.new("uint32_t *")
-        short = not self.cache._answer(lib.pv_kv_hash_check(self.cache._ready(), raw, n, tokens))
+        rc = lib.vmem_kv_hash_attach(self.cache._ready(), 0, raw, n, lib.VMEM_KV_DRY, tokens)
+        short = not self.cache._answer(rc)
         return int(tokens[0]), short
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
@@ -226,7 +227,7 @@ class BlockHashes:
     def drop(self, hashes: Iterable[Hash]) -> None:
         """Drop blocks. Unknown ones are skipped. Requests that use them keep their pages."""
         raw, n = self._raw(hashes)
-        _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n))
+        _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n, 2**64 - 1, 0, ffi.NULL))
 
     def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
         """Evict blocks until `pages` pages are freed. Returns how many were freed.
@@ -236,10 +237,10 @@ class BlockHashes:
         """
         freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
         if hashes is None:
-            _check(lib.vmem_kv_hash_evict(self.cache._use(), most, freed))
+            _check(lib.vmem_kv_hash_drop(self.cache._use(), ffi.NULL, 0, most, lib.VMEM_KV_NEXT, freed))
         else:
             raw, n = self._raw(hashes)
-            _check(lib.vmem_kv_hash_evict_these(self.cache._use(), raw, n, most, freed))
+            _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n, most, lib.VMEM_KV_UNUSED, freed))
         return int(freed[0])
 
     def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
@@ -254,7 +255,7 @@ class BlockHashes:
 
     def clear(self) -> None:
         """Evict every block, also those to be kept."""
-        _check(lib.vmem_kv_hash_evict(self.cache._use(), 2**64 - 1, ffi.NULL))
+        _check(lib.vmem_kv_hash_drop(self.cache._use(), ffi.NULL, 0, 2**64 - 1, lib.VMEM_KV_NEXT, ffi.NULL))
 
     def limit(self, max_tokens: SupportsIndex) -> None:
         """Set the most tokens of all blocks together (0: what memory allows), and evict what exceeds it."""

@@ -96,7 +96,8 @@ class KVPool(_Owned):
         return found[0] if found else None
 
     def _join(self, kv: Any, min: int, max: int, name: str, context: Context) -> None:
-        share = ffi.new("struct vmem_kv_share *", {"size": ffi.sizeof("struct vmem_kv_share"), "min": min, "max": max})
+        share = structure("vmem_kv_pool_share")
+        share.min, share.max = min, max
         text = ffi.new("char[]", name.encode(errors="replace")[:63])
         share.name = text
         _check(lib.vmem_kv_pool_join(self._use(), kv, share))

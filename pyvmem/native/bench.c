@@ -241,7 +241,7 @@ int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n,
     for (uint64_t i = 0; i < n && !rc; i++) {
         for (uint32_t s = 0; s < slots; s++)
             lengths[s] += lengths[s] > 0;
-        rc = TIME(samples[i], vmem_kv_step(kv, lengths, slots, NULL));
+        rc = TIME(samples[i], vmem_kv_step(kv, lengths, slots, 0));
     }
     return rc;
 }

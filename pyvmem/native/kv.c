@@ -1,13 +1,12 @@
-// The owner of a KV-cache manager, and its calls as Python makes them.
+// The owner of a KV-cache manager, and its end as Python needs it.
 //
 // SPDX-License-Identifier: MIT
 #include <dlfcn.h>
-#include <errno.h>
 
 #include "kv/calls/calls.h"
 #include "native_kv.h"
 
-static void destroy(void *kv) { vmem_kv_destroy(kv); }
+static void destroy(void *kv) { vmem_kv_destroy(kv, 0); }
 
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv)
 {
@@ -26,61 +25,6 @@ int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_
         pv_owner_set(owner, destroy_pool, *pool);
     return rc;
 }
-
-static int64_t answer(int rc, uint64_t missing) { return rc == -ENOMEM && missing ? (int64_t)missing : rc; }
-
-// The answer of a call whose last argument receives the pages that are missing.
-#define ANSWER(call, ...)                       \
-    ({                                          \
-        uint64_t missing_ = 0;                  \
-        int rc_ = call(__VA_ARGS__, &missing_); \
-        answer(rc_, missing_);                  \
-    })
-
-int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n) { return ANSWER(vmem_kv_step, kv, lengths, n); }
-
-int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n) { return ANSWER(vmem_kv_check, kv, lengths, n); }
-
-int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens) { return ANSWER(vmem_kv_grow, kv, slot, tokens); }
-
-int64_t pv_kv_commit(vmem_kv *kv) { return ANSWER(vmem_kv_commit, kv); }
-
-int64_t pv_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
-{
-    return ANSWER(vmem_kv_fit, kv, requests, n, fit);
-}
-
-int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens)
-{
-    return ANSWER(vmem_kv_prefix_attach, kv, prefix, slot, tokens);
-}
-
-int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens)
-{
-    return ANSWER(vmem_kv_prefix_check, kv, prefix, tokens);
-}
-
-int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
-{
-    return ANSWER(vmem_kv_hash_attach, kv, slot, hashes, n, tokens);
-}
-
-int64_t pv_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
-{
-    return ANSWER(vmem_kv_hash_check, kv, hashes, n, tokens);
-}
-
-int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    return ANSWER(vmem_kv_truncate_check, kv, slot, tokens);
-}
-
-int64_t pv_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes)
-{
-    return ANSWER(vmem_kv_swap_in, kv, slot, host, bytes);
-}
-
-int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot) { return ANSWER(vmem_kv_swap_check, kv, slot); }
 
 int pv_kv_close(vmem_kv *kv, uint64_t step)
 {

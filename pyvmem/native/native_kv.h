@@ -1,31 +1,17 @@
-// What pyvmem adds to libvmem's KV-cache manager in C: its owner, its calls as Python makes them, and the loop of its
-// benchmark.
+// What pyvmem adds to libvmem's KV-cache manager in C: its owner, its end as Python needs it, and the loop of
+// its benchmark.
 //
 // SPDX-License-Identifier: MIT
 #ifndef PYVMEM_NATIVE_KV_H
 #define PYVMEM_NATIVE_KV_H
 
 #include "native.h"
-#include "vmem_kv.h"
+#include "vmem_kv_pool.h"
 
 // Create a manager, or a pool, for an owner of nothing. The parent of a manager's owner is its context's. On failure they
 // return a negative errno, and the owner owns nothing.
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
 int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool);
-
-// Calls that may find too little memory. They return 0, the number of missing pages, or a negative errno.
-int64_t pv_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-int64_t pv_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-int64_t pv_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-int64_t pv_kv_commit(vmem_kv *kv);
-int64_t pv_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
-int64_t pv_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
-int64_t pv_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
-int64_t pv_kv_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens);
-int64_t pv_kv_attach_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens);
-int64_t pv_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-int64_t pv_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes);
-int64_t pv_kv_swap_check(vmem_kv *kv, uint32_t slot);
 
 // Closes the manager: no call may follow, and it writes no host memory any more. Returns 1 if the kernels of all steps up
 // to this one have ended, 0 if they may be running, or a negative errno.

@@ -42,7 +42,7 @@ class Pledge:
         further = np.minimum(lengths + AHEAD, self.cache.max_tokens)
         self.ahead = np.where(lengths > 0, further, self.most)
         raw = lengths_of(self.ahead, self.cache.slots)
-        return not lib.vmem_kv_assured(self.cache._use(), raw, self.cache.slots)
+        return not lib.vmem_kv_step(self.cache._use(), raw, self.cache.slots, lib.VMEM_KV_ASSURED)
 
     def agree(self, lengths: npt.NDArray[Any], ahead: bool) -> None:
         """Record a step. ahead: every rank has the memory for the next ones."""

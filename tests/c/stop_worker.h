@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;

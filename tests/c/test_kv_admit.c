@@ -1,8 +1,7 @@
 // Admission by the C interface: requests that wait, the watermark, and groups. pyvmem's tests look at many more cases.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 4
 
@@ -30,9 +29,9 @@ static uint32_t start(uint32_t tokens)
 {
     uint32_t slot;
     int32_t lengths[SLOTS] = {0};
-    OK(vmem_kv_alloc(kv, tokens, &slot));
+    OK(k_alloc(kv, tokens, &slot));
     lengths[slot] = (int32_t)tokens;
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     return slot;
 }
 
@@ -50,32 +49,32 @@ static void test_fit(uint32_t flags)
     uint64_t missing = 99;
     make(30, flags);
     start(64); // 4 + 4 pages
-    OK(vmem_kv_fit(kv, asked, 0, &fit, &missing));
+    OK(k_missing(vmem_kv_fit(kv, asked, 0, &fit), &missing));
     CHECK_EQ(fit, 0);
-    OK(vmem_kv_fit(kv, asked, 3, &fit, &missing)); // 2 + 2, 4 + 4, 4 + 3
+    OK(k_missing(vmem_kv_fit(kv, asked, 3, &fit), &missing)); // 2 + 2, 4 + 4, 4 + 3
     CHECK_EQ(fit, 3);
     CHECK_EQ(missing, 0);
-    CHECK_EQ(vmem_kv_fit(kv, asked, 4, &fit, &missing), -ENOSPC);
+    CHECK_EQ(k_missing(vmem_kv_fit(kv, asked, 4, &fit), &missing), -ENOSPC);
     CHECK_EQ(fit, 3);
     CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_SLOTS);
     OK(vmem_kv_set_watermark(kv, 4 * test_page, 0));
-    CHECK_EQ(vmem_kv_fit(kv, asked, 4, &fit, &missing), -ENOMEM); // 3 are free
+    CHECK_EQ(k_missing(vmem_kv_fit(kv, asked, 4, &fit), &missing), -ENOMEM); // 3 are free
     CHECK_EQ(fit, 2);
     CHECK_EQ(missing, 1);
     CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_BUDGET);
     CHECK_EQ(shortage().watermark_pages, 1);
-    CHECK_EQ(vmem_kv_fit(kv, asked, 4, NULL, NULL), -ENOMEM);
+    CHECK_EQ(vmem_kv_fit(kv, asked, 4, NULL), -ENOMEM);
     ERR(vmem_kv_set_watermark(kv, 0, 101), EINVAL, "percent 101 is over 100");
-    ERR(vmem_kv_fit(kv, NULL, 1, &fit, NULL), EINVAL, "requests must not be NULL");
+    ERR(vmem_kv_fit(kv, NULL, 1, &fit), EINVAL, "requests must not be NULL");
     CHECK_EQ(fit, 0);
     const struct vmem_kv_request wrong[] = {{.tokens = 1}, {.tokens = 401}, {.tokens = 4, .prefix_tokens = 5}};
-    ERR(vmem_kv_fit(kv, wrong, 2, &fit, NULL), EINVAL, "requests[1].tokens 401");
-    ERR(vmem_kv_fit(kv, wrong + 2, 1, &fit, NULL), EINVAL, "requests[0].prefix_tokens 5 is over its tokens, 4");
+    ERR(vmem_kv_fit(kv, wrong, 2, &fit), EINVAL, "requests[1].tokens 401");
+    ERR(vmem_kv_fit(kv, wrong + 2, 1, &fit), EINVAL, "requests[0].prefix_tokens 5 is over its tokens, 4");
     struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.watermark_pages, 4);
     CHECK_EQ(st.short_slots + st.short_budget, 0); // nothing was really needed
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // A request that gives up shared rows lacks the rest of its tile, and has no room where there is no memory for that.
@@ -96,17 +95,17 @@ static void test_room_for_a_tile(void)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     const uint32_t slot = start(40);
     OK(vmem_kv_prefix_save(kv, slot, 40, &prefix));
-    OK(vmem_kv_truncate(kv, slot, 20)); // one page is copied, the other is the prefix's alone
+    OK(vmem_kv_truncate(kv, slot, 20, 0, 0)); // one page is copied, the other is the prefix's alone
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = 20;
-    CHECK_EQ(vmem_kv_check(kv, lengths, SLOTS, NULL), -ENOMEM);
+    CHECK_EQ(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_room(kv, (int32_t)slot, &tokens));
     CHECK_EQ(tokens, 0);
     OK(vmem_kv_set_budget(kv, 4 * test_page));
     OK(vmem_kv_room(kv, (int32_t)slot, &tokens));
     CHECK_EQ(tokens, 64);
     ERR(vmem_kv_room(kv, -2, &tokens), EINVAL, "slot -2");
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // A caller from before the shortage had a watermark.
@@ -148,8 +147,8 @@ static void test_groups(void)
     CHECK_EQ(g.free_tokens, 18 * 16);
     ERR(vmem_kv_get_group(kv, 2, &g), EINVAL, "group 2 is out of range: the cache has 2 groups");
     ERR(vmem_kv_get_group(kv, 0, NULL), EINVAL, "out must not be NULL");
-    OK(vmem_kv_free(kv, slot));
-    vmem_kv_destroy(kv);
+    OK(vmem_kv_free(kv, slot, 0));
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 

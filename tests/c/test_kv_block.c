@@ -3,8 +3,7 @@
 // (VMEM_KV_CHECK) throughout.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 6
 #define PLACES 8 // blocks of a slot
@@ -87,7 +86,7 @@ static void do_start(void)
 {
     uint32_t slot, ids[PLACES], hits = below(PLACES - 1), n = 0;
     size_t bad = 99;
-    if (vmem_kv_alloc(kv, 0, &slot))
+    if (k_alloc(kv, 0, &slot))
         return;
     slots[slot].taken = true;
     slots[slot].n = 0;
@@ -126,7 +125,7 @@ static void do_grow(void)
         return;
     uint32_t more = 1 + below(PLACES - slots[s].n), ids[PLACES], where[PLACES], index[PLACES], n = 0;
     lengths[s] += (int32_t)(more * TOKENS);
-    int rc = vmem_kv_step(kv, lengths, SLOTS, NULL);
+    int rc = vmem_kv_step(kv, lengths, SLOTS, 0);
     if (rc) {
         CHECK(rc == -ENOMEM);
         lengths[s] -= (int32_t)(more * TOKENS);
@@ -176,7 +175,7 @@ static void do_free(void)
     uint32_t s = below(SLOTS);
     if (!slots[s].taken)
         return;
-    OK(vmem_kv_free(kv, s));
+    OK(vmem_kv_free(kv, s, 0));
     slots[s].taken = false;
     lengths[s] = 0;
 }
@@ -215,13 +214,13 @@ static void run(uint32_t flags)
         case 4: do_grow(); break;
         case 5: do_drop(); break;
         case 6: do_free(); break;
-        default: OK(vmem_kv_reclaim(kv, VMEM_PAGE_64K * below(8), NULL)); break;
+        default: OK(vmem_kv_reclaim(kv, VMEM_PAGE_64K * below(8), VMEM_KV_KEPT, NULL)); break;
         }
         if (i % 8 == 0)
             verify();
     }
     verify();
-    vmem_kv_destroy(kv); // with names and slots taken
+    vmem_kv_destroy(kv, 0); // with names and slots taken
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).mapped, 0);
 }

@@ -3,8 +3,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "checked.h"
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 8
 #define PLACES 256 // blocks of a slot
@@ -29,10 +28,10 @@ static uint32_t busy_time(uint32_t *kept)
     uint32_t n = 0, n_kept = 0, n_gone = 0;
     for (uint32_t s = 0; s < SLOTS; s++) {
         uint32_t slot;
-        OK(vmem_kv_alloc(kv, 0, &slot));
+        OK(k_alloc(kv, 0, &slot));
         lengths[s] = PLACES * TOKENS;
     }
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     for (uint32_t s = 0; s < SLOTS; s++)
         for (uint32_t p = 0; p < PLACES; p++, n++) {
             slots[n] = s;
@@ -47,22 +46,22 @@ static uint32_t busy_time(uint32_t *kept)
         }
     OK(vmem_kv_block_bind(kv, slots, index, ids, n, NULL));
     for (uint32_t s = 0; s < SLOTS; s++)
-        OK(vmem_kv_free(kv, s));
+        OK(vmem_kv_free(kv, s, 0));
     OK(vmem_kv_block_drop(kv, gone, n_gone));
     OK(vmem_kv_wait(kv));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
     return n_kept;
 }
 
 static void verify(const uint32_t *kept, uint32_t n)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     OK(vmem_kv_block_attach(kv, slot, kept, n, NULL));
     for (uint32_t i = 0; i < n; i++)
         for (uint32_t t = 0; t < 2; t++)
             CHECK_EQ(get_word(ctx, word_addr(t, slot, i)), kept[i] * 10 + t);
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_wait(kv));
 }
 
@@ -87,7 +86,7 @@ int main(int argc, char **argv)
     struct vmem_kv_stats st = {.size = sizeof st};
     uint64_t freed = 99, own = device_bytes(); // the backend's
     OK(vmem_kv_create(ctx, &config, &kv));
-    OK(vmem_kv_block_compact(kv, &freed)); // no names, nothing held
+    OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed)); // no names, nothing held
     CHECK_EQ(freed, 0);
     OK(vmem_kv_blocks_init(kv, SLOTS * PLACES, TOKENS));
     for (uint32_t t = 0; t < 2; t++) {
@@ -99,11 +98,11 @@ int main(int argc, char **argv)
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.held_pages, n * 3);
     CHECK(before > own + 3 * n * 3 * VMEM_PAGE_64K);
-    OK(vmem_kv_block_compact(kv, &freed));
+    OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed));
     CHECK_EQ(freed, before - device_bytes());
     CHECK(device_bytes() <= own + 64 * MIB); // the smallest arena, into which they fit
     verify(kept, n);
-    OK(vmem_kv_block_compact(kv, &freed));
+    OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed));
     CHECK_EQ(freed, 0);
 
     // Those that are in use stay where they are; the rest moves.
@@ -111,19 +110,19 @@ int main(int argc, char **argv)
     OK(vmem_kv_block_drop(kv, kept, n));
     n = busy_time(kept);
     before = device_bytes();
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     OK(vmem_kv_block_attach(kv, slot, kept, 2, NULL));
-    OK(vmem_kv_block_compact(kv, &freed));
+    OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed));
     CHECK(device_bytes() < before);
     CHECK_EQ(get_word(ctx, word_addr(1, slot, 1)), kept[1] * 10 + 1);
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     verify(kept, n);
 
     // Where the context's budget leaves little beside what there is, they move in small portions.
     OK(vmem_kv_block_drop(kv, kept, n));
     n = busy_time(kept);
     OK(vmem_set_budget(ctx, device_bytes() - own + 4 * MIB));
-    OK(vmem_kv_block_compact(kv, &freed));
+    OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed));
     CHECK(device_bytes() <= own + n * 3 * VMEM_PAGE_64K + 16 * MIB);
     OK(vmem_set_budget(ctx, 0));
     verify(kept, n);
@@ -133,11 +132,11 @@ int main(int argc, char **argv)
     n = busy_time(kept);
     before = device_bytes();
     OK(vmem_set_budget(ctx, test_stats(ctx).created));
-    OK(vmem_kv_block_compact(kv, &freed));
+    OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed));
     CHECK_EQ(freed, 0);
     CHECK_EQ(device_bytes(), before);
     verify(kept, n);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     return 0;

@@ -1,9 +1,8 @@
 // Corners of the KV cache that random calls found: each was wrong once.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
-#include "vmem_kv.h"
 
 #define SLOTS 2
 
@@ -25,7 +24,7 @@ static void make(uint32_t flags, const struct vmem_kv_tensor *tensors, uint32_t 
 
 static void end(void)
 {
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -46,14 +45,14 @@ static struct vmem_kv_stats stats(void)
 static void step(int32_t a, int32_t b)
 {
     int32_t lengths[SLOTS] = {a, b};
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
 }
 
 static uint32_t alloc(uint32_t slot)
 {
     struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot};
     uint32_t chosen;
-    OK(vmem_kv_alloc_with(kv, &o, &chosen));
+    OK(vmem_kv_alloc(kv, &o, &chosen));
     return chosen;
 }
 
@@ -67,12 +66,12 @@ static void test_zero_where_one_tensor_kept_pages(void)
     alloc(0);
     step(1, 0);
     put_word(ctx, row(1, 0, 0), 0x5ec2e7);
-    OK(vmem_kv_free(kv, 0));
-    OK(vmem_kv_reclaim(kv, test_page, NULL));
+    OK(vmem_kv_free(kv, 0, 0));
+    OK(vmem_kv_reclaim(kv, test_page, VMEM_KV_KEPT, NULL));
     OK(vmem_kv_get_slot(kv, 0, &info));
     CHECK_EQ(info.pages, 1);
     alloc(0);
-    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_free(kv, 0, 0));
     alloc(0);
     step(1, 0);
     CHECK_EQ(get_word(ctx, row(1, 0, 0)), 0);
@@ -93,17 +92,24 @@ static void test_blocks_of_others_are_not_written(void)
     step(40, 0);
     put_word(ctx, row(0, 0, 30), 30);
     OK(vmem_kv_block_bind(kv, slots, index, ids, 3, NULL));
-    OK(vmem_kv_step(kv, back, SLOTS, NULL)); // nobody else reads these rows
+    OK(vmem_kv_step(kv, back, SLOTS, 0)); // nobody else reads these rows
     step(40, 0);
     alloc(1);
     ERR_AT(vmem_kv_block_attach(kv, 1, ids + 1, 2, &bad), bad, 1, EINVAL, "named twice");
     OK(vmem_kv_block_attach(kv, 1, ids, 2, NULL));
-    ERR(vmem_kv_step(kv, back, SLOTS, NULL), EINVAL, "truncate the slot first");
-    ERR(vmem_kv_grow(kv, 0, 20, NULL), EINVAL, "truncate the slot first");
+    ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
+    ERR(vmem_kv_grow(kv, 0, 20), EINVAL, "truncate the slot first");
     OK(vmem_kv_last_step(kv, &last));
-    ERR(vmem_kv_truncate_after(kv, 0, 20, last), EBUSY, "are shared");
-    OK(vmem_kv_truncate_after(kv, 0, 32, last));
-    OK(vmem_kv_truncate(kv, 0, 20));
+    ERR(vmem_kv_truncate(kv, 0, 20, last, VMEM_KV_DRY), EBUSY, "are shared");
+    ERR(vmem_kv_truncate(kv, 0, 20, last, 0), EBUSY, "are shared");
+    OK(vmem_kv_truncate(kv, 0, 32, last, VMEM_KV_DRY));
+    OK(vmem_kv_truncate(kv, 0, 20, 0, VMEM_KV_DRY));
+    ERR(vmem_kv_truncate(kv, 0, 20, 0, VMEM_KV_DRY << 1), EINVAL, "unknown bits");
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, 0, &info));
+    CHECK_EQ(info.tokens, 40);
+    OK(vmem_kv_truncate(kv, 0, 32, last, 0));
+    OK(vmem_kv_truncate(kv, 0, 20, 0, 0));
     step(40, 0);
     put_word(ctx, row(0, 0, 30), 31);
     CHECK_EQ(get_word(ctx, row(0, 1, 30)), 30);
@@ -124,12 +130,12 @@ static void test_named_pages_behind_a_request_are_not_free(void)
     OK(vmem_kv_block_bind(kv, slots, index, ids, 5, NULL));
     step(80, 1);
     step(80, 1);
-    CHECK_EQ(vmem_kv_check(kv, (int32_t[SLOTS]){80, 64}, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
-    CHECK_EQ(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
     OK(vmem_kv_block_drop(kv, ids, 2));
-    OK(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, &missing));
+    OK(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, 0), &missing));
     end();
 }
 
@@ -158,12 +164,12 @@ static uint64_t full_device(vmem_context **device)
     OK(vmem_kv_prefix_save(kv, 0, 72, &prefix));
     step(0, 288);
     CHECK_EQ(test_stats(ctx).created, 12 * test_page);
-    OK(vmem_kv_free(kv, 1));
+    OK(vmem_kv_free(kv, 1, 0));
     return prefix;
 }
 static void end_full_device(vmem_context *device)
 {
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_context_destroy(ctx);
     ctx = device;
 }
@@ -173,10 +179,10 @@ static void test_attach_on_a_full_device(void)
 {
     vmem_context *device;
     uint64_t prefix = full_device(&device), missing;
-    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_free(kv, 0, 0));
     alloc(0);
-    OK(vmem_kv_prefix_check(kv, prefix, 72, &missing));
-    OK(vmem_kv_prefix_attach(kv, prefix, 0, 72, &missing));
+    OK(k_missing(vmem_kv_prefix_attach(kv, prefix, 0, 72, VMEM_KV_DRY), &missing));
+    OK(k_missing(vmem_kv_prefix_attach(kv, prefix, 0, 72, 0), &missing));
     CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
     end_full_device(device);
 }
@@ -185,8 +191,8 @@ static void test_truncate_on_a_full_device(void)
     vmem_context *device;
     uint64_t missing;
     full_device(&device);
-    OK(vmem_kv_truncate_check(kv, 0, 70, &missing));
-    OK(vmem_kv_truncate(kv, 0, 70));
+    OK(k_missing(vmem_kv_truncate(kv, 0, 70, 0, VMEM_KV_DRY), &missing));
+    OK(vmem_kv_truncate(kv, 0, 70, 0, 0));
     CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
     end_full_device(device);
 }
@@ -203,10 +209,10 @@ static void test_truncate_on_a_full_budget(void)
     alloc(1);
     step(80, 20);
     OK(vmem_kv_prefix_save(kv, 0, 72, &prefix));
-    OK(vmem_kv_truncate(kv, 1, 10)); // the third tensor's second page is ahead of need
-    CHECK_EQ(vmem_kv_truncate_check(kv, 0, 70, &missing), -ENOMEM);
+    OK(vmem_kv_truncate(kv, 1, 10, 0, 0)); // the third tensor's second page is ahead of need
+    CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 70, 0, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
-    CHECK_EQ(vmem_kv_truncate(kv, 0, 70), -ENOMEM);
+    CHECK_EQ(vmem_kv_truncate(kv, 0, 70, 0, 0), -ENOMEM);
     CHECK_EQ(test_stats(ctx).created, 15 * test_page);
     end();
 }
@@ -236,15 +242,15 @@ static void test_truncate_copies_all_groups_or_none(void)
     hold_by_hash(0, 5);
     const uint64_t held = stats().held_pages;
     OK(vmem_kv_set_budget(kv, (held + 1) * test_page));
-    CHECK_EQ(vmem_kv_truncate_check(kv, 0, 40, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 1);
-    OK(vmem_kv_grow(kv, 0, 80, NULL));
-    CHECK_EQ(vmem_kv_truncate(kv, 0, 40), -ENOMEM);
+    OK(vmem_kv_grow(kv, 0, 80));
+    CHECK_EQ(vmem_kv_truncate(kv, 0, 40, 0, 0), -ENOMEM);
     CHECK_EQ(stats().held_pages, held);
-    OK(vmem_kv_commit(kv, NULL)); // what was staged before still is
+    OK(vmem_kv_commit(kv)); // what was staged before still is
     OK(vmem_kv_set_budget(kv, (held + 2) * test_page));
-    OK(vmem_kv_truncate_check(kv, 0, 40, &missing));
-    OK(vmem_kv_truncate(kv, 0, 40));
+    OK(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing));
+    OK(vmem_kv_truncate(kv, 0, 40, 0, 0));
     end();
 }
 
@@ -268,10 +274,10 @@ static void test_truncate_keeps_what_it_goes_back_to(void)
     hold_by_hash(0, 12);
     alloc(1);
     step(0, 20);
-    OK(vmem_kv_free(kv, 1)); // two kept pages, for the copies
+    OK(vmem_kv_free(kv, 1, 0)); // two kept pages, for the copies
     OK(vmem_kv_set_budget(kv, stats().held_pages * test_page));
-    OK(vmem_kv_truncate_check(kv, 0, 40, &missing));
-    OK(vmem_kv_truncate(kv, 0, 40));
+    OK(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing));
+    OK(vmem_kv_truncate(kv, 0, 40, 0, 0));
     CHECK_EQ(get_word(ctx, row(1, 0, 5)), 5);
     CHECK_EQ(get_word(ctx, row(1, 0, 39)), 39);
     pthread_mutex_lock(&kv->gate.state);
@@ -293,17 +299,17 @@ static void test_a_promise_holds_beside_a_lazy_cache(void)
     vmem_kv *lazy = kv;
     alloc(0);
     const int32_t much[SLOTS] = {8 * 40, 0}, fits[SLOTS] = {8 * 36, 0}, all[SLOTS] = {8 * 64, 0};
-    CHECK_EQ(vmem_kv_check(lazy, much, SLOTS, &predicted), -ENOMEM);
-    CHECK_EQ(vmem_kv_step(lazy, much, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(lazy, much, SLOTS, VMEM_KV_DRY), &predicted), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(lazy, much, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(predicted, 4);
     CHECK_EQ(missing, 4);
-    OK(vmem_kv_step(lazy, fits, SLOTS, NULL));
+    OK(vmem_kv_step(lazy, fits, SLOTS, 0));
     kv = strict;
     alloc(0);
-    OK(vmem_kv_check(strict, all, SLOTS, NULL));
-    OK(vmem_kv_step(strict, all, SLOTS, NULL));
-    vmem_kv_destroy(strict);
-    vmem_kv_destroy(lazy);
+    OK(vmem_kv_step(strict, all, SLOTS, VMEM_KV_DRY));
+    OK(vmem_kv_step(strict, all, SLOTS, 0));
+    vmem_kv_destroy(strict, 0);
+    vmem_kv_destroy(lazy, 0);
     vmem_context_destroy(ctx);
     ctx = device;
 }
@@ -324,16 +330,16 @@ static void test_what_ends_has_nothing_ahead(bool swap)
     alloc(1);
     step(10, 0);
     CHECK_EQ(stats().held_pages, block);
-    OK(vmem_kv_check(kv, fits, SLOTS, NULL));
+    OK(vmem_kv_step(kv, fits, SLOTS, VMEM_KV_DRY));
     if (swap)
-        OK(vmem_kv_swap_out_after(kv, 0, rows, 10 * tensor.row_bytes, 1));
+        OK(vmem_kv_swap_out(kv, 0, rows, 10 * tensor.row_bytes, 1));
     else
-        OK(vmem_kv_free_after(kv, 0, 1));
+        OK(vmem_kv_free(kv, 0, 1));
     CHECK_EQ(stats().needed_pages, 1);
     CHECK_EQ(stats().ahead_pages, block - 1);
     CHECK_EQ(stats().free_pages, 39);
     OK(vmem_kv_set_budget(kv, 32 * test_page));
-    CHECK_EQ(vmem_kv_check(kv, longer, SLOTS, NULL), -ENOMEM);
+    CHECK_EQ(vmem_kv_step(kv, longer, SLOTS, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_last_shortage(&why));
     CHECK_EQ(why.missing_pages, 1);
     CHECK_EQ(why.ending_pages, 1);
@@ -359,29 +365,29 @@ static void test_a_shortage_names_the_step_to_wait_for(void)
     uint64_t prefix;
     OK(vmem_kv_create(ctx, &cfg, &kv));
     alloc(0);
-    OK(vmem_kv_step(kv, first, 3, NULL));
+    OK(vmem_kv_step(kv, first, 3, 0));
     OK(vmem_kv_prefix_save(kv, 0, 32 * 4, &prefix));
     alloc(1);
-    OK(vmem_kv_prefix_attach(kv, prefix, 1, 32 * 4, NULL));
+    OK(vmem_kv_prefix_attach(kv, prefix, 1, 32 * 4, 0));
     OK(vmem_kv_prefix_drop(kv, prefix));
-    OK(vmem_kv_step(kv, both, 3, NULL));
-    OK(vmem_kv_step(kv, second, 3, NULL));
+    OK(vmem_kv_step(kv, both, 3, 0));
+    OK(vmem_kv_step(kv, second, 3, 0));
     alloc(2);
-    CHECK_EQ(vmem_kv_check(kv, third, 3, NULL), -ENOMEM);
+    CHECK_EQ(vmem_kv_step(kv, third, 3, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_last_shortage(&why));
     CHECK_EQ(why.missing_pages, 3);
     CHECK_EQ(why.step, 0); // nobody ends
-    OK(vmem_kv_free_after(kv, 1, 3));
-    OK(vmem_kv_free_after(kv, 0, 2));
-    CHECK_EQ(vmem_kv_check(kv, third, 3, NULL), -ENOMEM);
+    OK(vmem_kv_free(kv, 1, 3));
+    OK(vmem_kv_free(kv, 0, 2));
+    CHECK_EQ(vmem_kv_step(kv, third, 3, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_last_shortage(&why));
     CHECK_EQ(why.missing_pages, 3);
     CHECK_EQ(why.ending_pages, 6); // the four shared rows once
     CHECK_EQ(why.step, 3);
     OK(vmem_kv_retire(kv, 2));
-    CHECK_EQ(vmem_kv_check(kv, third, 3, NULL), -ENOMEM);
+    CHECK_EQ(vmem_kv_step(kv, third, 3, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_retire(kv, 3));
-    OK(vmem_kv_check(kv, third, 3, NULL));
+    OK(vmem_kv_step(kv, third, 3, VMEM_KV_DRY));
     end();
 }
 
@@ -391,9 +397,9 @@ static void test_an_alloc_is_no_longer_than_a_slot(void)
     struct vmem_kv_alloc_options o = {.size = sizeof o, .prefix_tokens = 1001};
     uint32_t slot;
     make(0, &tensor, 1, 12);
-    ERR(vmem_kv_alloc(kv, 1001, &slot), EINVAL, "tokens 1001 is over max_tokens, 1000");
-    ERR(vmem_kv_alloc_with(kv, &o, &slot), EINVAL, "prefix_tokens 1001 is over max_tokens, 1000");
-    OK(vmem_kv_alloc(kv, 1000, &slot));
+    ERR(k_alloc(kv, 1001, &slot), EINVAL, "tokens 1001 is over max_tokens, 1000");
+    ERR(vmem_kv_alloc(kv, &o, &slot), EINVAL, "prefix_tokens 1001 is over max_tokens, 1000");
+    OK(k_alloc(kv, 1000, &slot));
     end();
 }
 

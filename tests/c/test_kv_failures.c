@@ -3,8 +3,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "checked.h"
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 4
 #define TOKENS 300
@@ -48,13 +47,13 @@ static int step(uint32_t slot, uint32_t n)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = (int32_t)n;
-    return vmem_kv_step(kv, lengths, SLOTS, NULL);
+    return vmem_kv_step(kv, lengths, SLOTS, 0);
 }
 
 static void start(uint32_t n)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, n, &slot));
+    OK(k_alloc(kv, n, &slot));
     OK(step(slot, n));
     write_rows(slot, slot, 0, n);
 }
@@ -64,7 +63,7 @@ static void running(void)
 {
     uint32_t slot;
     start(100);
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     start(60);
     CHECK(slot == 1 && tokens[2] == 60);
 }
@@ -72,7 +71,7 @@ static void kept(void) // and slot 3 has kept pages
 {
     running();
     start(150);
-    OK(vmem_kv_free(kv, 3));
+    OK(vmem_kv_free(kv, 3, 0));
 }
 static void saved(void)
 {
@@ -82,7 +81,7 @@ static void saved(void)
 static void swapped(void)
 {
     running();
-    OK(vmem_kv_swap_out(kv, 0, host, host_bytes));
+    OK(vmem_kv_swap_out(kv, 0, host, host_bytes, 0));
 }
 static void tight(void) // no memory but the kept pages
 {
@@ -95,13 +94,13 @@ static void tight(void) // no memory but the kept pages
 static int do_step(void) { return step(0, 280); }
 static int do_shorter_step(void) { return step(0, 230); }
 static int do_first_step(void) { return step(1, 90); }
-static int do_free(void) { return vmem_kv_free(kv, 0); }
+static int do_free(void) { return vmem_kv_free(kv, 0, 0); }
 static int do_save(void) { return vmem_kv_prefix_save(kv, 0, 90, &prefix); }
-static int do_attach(void) { return vmem_kv_prefix_attach(kv, prefix, 1, 99, NULL); }
+static int do_attach(void) { return vmem_kv_prefix_attach(kv, prefix, 1, 99, 0); }
 static int do_drop(void) { return vmem_kv_prefix_drop(kv, prefix); }
-static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91); }
-static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, host_bytes); }
-static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, host_bytes, NULL); }
+static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91, 0, 0); }
+static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, host_bytes, 0); }
+static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, host_bytes, 0); }
 static int do_smaller_budget(void)
 {
     struct vmem_kv_stats before = {.size = sizeof before}, after = before;
@@ -114,7 +113,7 @@ static int do_smaller_budget(void)
         OK(vmem_kv_set_budget(kv, 300 * test_page));
     return rc;
 }
-static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, NULL); }
+static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, VMEM_KV_KEPT, NULL); }
 
 static const struct {
     const char *name;
@@ -198,7 +197,7 @@ static void sweep(size_t i, uint32_t flags)
         }
         if (reached && !rc)
             OK(step(2, 70)); // it coped; so must what follows
-        vmem_kv_destroy(kv);
+        vmem_kv_destroy(kv, 0);
         CHECK_EQ(test_stats(ctx).created, 0);
         CHECK_EQ(test_stats(ctx).reserved, 0);
         if (!reached)
@@ -220,8 +219,8 @@ static void sweep_attach_with_zero(void)
         running();
         OK(step(1, 150));
         OK(vmem_kv_prefix_save(kv, 0, 100, &prefix));
-        OK(vmem_kv_free(kv, 1));
-        OK(vmem_kv_alloc(kv, 150, &slot));
+        OK(vmem_kv_free(kv, 1, 0));
+        OK(k_alloc(kv, 150, &slot));
         CHECK_EQ(slot, 1);
         checked_fail(n);
         int rc = do_attach();
@@ -232,7 +231,7 @@ static void sweep_attach_with_zero(void)
         for (uint32_t t = 0; rc && t < 3; t++)
             for (uint32_t r = 0; r < 100; r++)
                 CHECK_EQ(get_word(ctx, layouts[t].addr + layouts[t].slot_stride + r * layouts[t].row_bytes), 0);
-        vmem_kv_destroy(kv);
+        vmem_kv_destroy(kv, 0);
     }
 }
 
@@ -253,7 +252,7 @@ static void sweep_create(void)
         bool reached = checked_failed();
         checked_fail(0);
         if (!rc)
-            vmem_kv_destroy(kv);
+            vmem_kv_destroy(kv, 0);
         CHECK(!rc || reached);
         CHECK_EQ(test_stats(ctx).reserved, 0);
         if (!reached)

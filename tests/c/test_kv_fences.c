@@ -50,7 +50,7 @@ static bool alloc(uint32_t *slot, uint32_t prefix_tokens)
     const struct vmem_kv_alloc_options o = {.size = sizeof o,
                                             .tokens = (uint32_t)below(K_TOKENS),
                                             .prefix_tokens = prefix_tokens};
-    if (vmem_kv_alloc_with(kv, &o, slot))
+    if (vmem_kv_alloc(kv, &o, slot))
         return false;
     CHECK(!requests[*slot].taken);
     static uint64_t serial;
@@ -62,9 +62,9 @@ static void do_free(uint32_t s)
 {
     struct request *r = &requests[s];
     if (quiet(s) && below(2))
-        OK(vmem_kv_free(kv, s));
+        OK(vmem_kv_free(kv, s, 0));
     else
-        OK(vmem_kv_free_after(kv, s, fence_of(s)));
+        OK(vmem_kv_free(kv, s, fence_of(s)));
     abandon(r);
     *r = (struct request){0};
 }
@@ -77,8 +77,8 @@ static void do_swap(uint32_t s)
         return;
     if (r->swapped) {
         const bool copied = state_of(s) == VMEM_KV_SWAPPED;
-        const int check = vmem_kv_swap_check(kv, s, &missing);
-        const int rc = vmem_kv_swap_in(kv, s, r->host, r->host_bytes, &missing);
+        const int check = k_missing(vmem_kv_swap_in(kv, s, NULL, 0, VMEM_KV_DRY), &missing);
+        const int rc = k_missing(vmem_kv_swap_in(kv, s, r->host, r->host_bytes, 0), &missing);
         if (rc) {
             CHECK(rc == -ENOMEM && missing && (check || !copied));
             return;
@@ -87,10 +87,10 @@ static void do_swap(uint32_t s)
         abandon(r);
         return;
     }
-    OK(vmem_kv_swap_size(kv, s, &r->host_bytes));
+    OK(k_swap_bytes(kv, s, &r->host_bytes));
     r->host = malloc(r->host_bytes);
-    const int rc = quiet(s) && below(2) ? vmem_kv_swap_out(kv, s, r->host, r->host_bytes)
-                                        : vmem_kv_swap_out_after(kv, s, r->host, r->host_bytes, fence_of(s));
+    const int rc = quiet(s) && below(2) ? vmem_kv_swap_out(kv, s, r->host, r->host_bytes, 0)
+                                        : vmem_kv_swap_out(kv, s, r->host, r->host_bytes, fence_of(s));
     if (rc == -ENODATA) { // a truncation asks for rows that the window has given up
         free(r->host);
         r->host = NULL;
@@ -122,10 +122,10 @@ static void do_truncate(uint32_t s)
         return;
     const uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
     drop_names(r, tokens);
-    int rc = quiet(s) && below(2) ? -EBUSY : vmem_kv_truncate_after(kv, s, tokens, fence_of(s));
+    int rc = quiet(s) && below(2) ? -EBUSY : vmem_kv_truncate(kv, s, tokens, fence_of(s), 0);
     if (rc == -EBUSY) {
         land(r->part);
-        rc = vmem_kv_truncate(kv, s, tokens);
+        rc = vmem_kv_truncate(kv, s, tokens, 0, 0);
     }
     if (rc == -ENODATA || rc == -ENOMEM)
         return;
@@ -160,8 +160,8 @@ static void attach(const struct prefix *p)
         land(p->ready);
     if (!alloc(&slot, tokens))
         return;
-    const int check = vmem_kv_prefix_check(kv, p->id, tokens, &missing);
-    const int rc = vmem_kv_prefix_attach(kv, p->id, slot, tokens, &missing);
+    const int check = k_missing(vmem_kv_prefix_attach(kv, p->id, 0, tokens, VMEM_KV_DRY), &missing);
+    const int rc = k_missing(vmem_kv_prefix_attach(kv, p->id, slot, tokens, 0), &missing);
     CHECK(!rc || (rc == -ENOMEM && missing));
     if (rc && !check)
         FAIL("%s: attach %d, check %d: %s", shape->name, rc, check, vmem_last_error());
@@ -252,9 +252,9 @@ static void do_budget(void)
     uint64_t freed;
     switch (below(5)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
-    case 1: OK(vmem_kv_reclaim(kv, below(budget), &freed)); break;
-    case 2: OK(vmem_kv_reclaim(kv, UINT64_MAX, &freed)); break;
-    case 3: OK(vmem_kv_block_compact(kv, NULL)); break;
+    case 1: OK(vmem_kv_reclaim(kv, below(budget), VMEM_KV_KEPT, &freed)); break;
+    case 2: OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed)); break;
+    case 3: OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, NULL)); break;
     default: OK(vmem_kv_set_budget(kv, budget));
     }
 }
@@ -266,7 +266,7 @@ static void do_room(void)
     if (requests[s].taken && !requests[s].swapped)
         OK(vmem_kv_room(kv, (int32_t)s, &room));
     OK(vmem_kv_room(kv, -1, &room));
-    OK(vmem_kv_expect(kv, coming, below(4)));
+    OK(vmem_kv_expect(kv, coming, NULL, below(4)));
 }
 
 static void end_all(void)
@@ -315,18 +315,18 @@ static int step_or_commit(const int32_t *lengths, uint64_t *missing)
 {
     uint32_t staged = 0;
     if (below(3))
-        return vmem_kv_step(kv, lengths, K_SLOTS, missing);
+        return k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), missing);
     for (uint32_t s = 0; s < K_SLOTS; s++) {
         if (!lengths[s])
             continue;
         staged++;
-        if (!vmem_kv_grow(kv, s, (uint32_t)lengths[s], missing))
+        if (!k_missing(vmem_kv_grow(kv, s, (uint32_t)lengths[s]), missing))
             continue;
         while (s--) // the others may need less than they hold
-            OK(vmem_kv_grow(kv, s, 0, NULL));
-        return vmem_kv_step(kv, lengths, K_SLOTS, missing);
+            OK(vmem_kv_grow(kv, s, 0));
+        return k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), missing);
     }
-    return staged ? vmem_kv_commit(kv, missing) : vmem_kv_step(kv, lengths, K_SLOTS, missing);
+    return staged ? k_missing(vmem_kv_commit(kv), missing) : k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), missing);
 }
 
 static void do_step(bool back)
@@ -350,7 +350,7 @@ static void do_step(bool back)
     land_for_step();
     if (steps > in_flight) // what the step finds out itself, so that both answers are of one moment
         OK(vmem_kv_retire(kv, steps - in_flight));
-    const int expect = vmem_kv_check(kv, lengths, K_SLOTS, &predicted);
+    const int expect = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, VMEM_KV_DRY), &predicted);
     const int rc = step_or_commit(lengths, &missing);
     if (back && (rc == -EINVAL || expect == -EINVAL)) // shared, or given up by a window
         return;
@@ -373,27 +373,27 @@ static void do_misuse(uint32_t s)
     char word[8];
     int32_t none[K_SLOTS] = {0};
     ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "was not made yet");
-    ERR(vmem_kv_destroy_after(kv, steps + 1), EINVAL, "was not made yet");
+    ERR(vmem_kv_destroy(kv, steps + 1), EINVAL, "was not made yet");
     if (requests[s].taken && !requests[s].swapped && requests[s].tokens) {
-        ERR(vmem_kv_free_after(kv, s, steps + 1), EINVAL, "was not made yet");
-        ERR(vmem_kv_truncate_after(kv, s, requests[s].tokens, steps + 1), EINVAL, "was not made yet");
-        OK(vmem_kv_swap_size(kv, s, &bytes));
-        ERR(vmem_kv_swap_out_after(kv, s, word, 0, steps), EINVAL, "needs");
+        ERR(vmem_kv_free(kv, s, steps + 1), EINVAL, "was not made yet");
+        ERR(vmem_kv_truncate(kv, s, requests[s].tokens, steps + 1, 0), EINVAL, "was not made yet");
+        OK(k_swap_bytes(kv, s, &bytes));
+        ERR(vmem_kv_swap_out(kv, s, word, 0, steps), EINVAL, "needs");
     }
     const uint32_t state = state_of(s);
     none[s] = 1;
     if (state == VMEM_KV_ENDING || state == VMEM_KV_FREE) {
-        ERR(vmem_kv_free(kv, s), EINVAL, " is ");
-        ERR(vmem_kv_free_after(kv, s, 0), EINVAL, " is ");
-        ERR(vmem_kv_swap_out_after(kv, s, word, 8, steps), EINVAL, " is ");
-        ERR(vmem_kv_swap_in(kv, s, word, 8, NULL), EINVAL, " is ");
+        ERR(vmem_kv_free(kv, s, 0), EINVAL, " is ");
+        ERR(vmem_kv_free(kv, s, 0), EINVAL, " is ");
+        ERR(vmem_kv_swap_out(kv, s, word, 8, steps), EINVAL, " is ");
+        ERR(vmem_kv_swap_in(kv, s, word, 8, 0), EINVAL, " is ");
     }
     if (state != VMEM_KV_ACTIVE) {
-        ERR(vmem_kv_step(kv, none, K_SLOTS, NULL), EINVAL, "but the slot is");
-        ERR(vmem_kv_grow(kv, s, 1, NULL), EINVAL, " is ");
-        ERR(vmem_kv_truncate(kv, s, 0), EINVAL, " is ");
+        ERR(vmem_kv_step(kv, none, K_SLOTS, 0), EINVAL, "but the slot is");
+        ERR(vmem_kv_grow(kv, s, 1), EINVAL, " is ");
+        ERR(vmem_kv_truncate(kv, s, 0, 0, 0), EINVAL, " is ");
     }
-    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
 }
 
 static void iterate(void)
@@ -470,10 +470,10 @@ static void destroy(void)
     const bool running = steps > landed && steps;
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.worker_errors, 0);
-    OK(vmem_kv_destroy_after(kv, steps));
+    OK(vmem_kv_destroy(kv, steps));
     if (running) {
         ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
-        ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, NULL), EINVAL, "is being closed");
+        ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, 0), EINVAL, "is being closed");
         ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "was not made yet");
         OK(vmem_kv_retire(kv, steps - 1));
         for (uint32_t s = 0; s < K_SLOTS; s++)

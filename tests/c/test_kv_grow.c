@@ -2,8 +2,7 @@
 // VMEM_KV_CHECK and without, where growth within the pages of the last step takes a shorter way.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 3
 
@@ -39,64 +38,64 @@ static void test_grow(uint32_t flags)
     uint64_t missing, last;
     uint32_t slot;
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
-    ERR(vmem_kv_grow(kv, 0, 1, NULL), EINVAL, "slot 0 is free");
-    ERR(vmem_kv_grow(kv, SLOTS, 1, NULL), EINVAL, "slot 3 is out of range: the cache has 3 slots");
+    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
+    ERR(vmem_kv_grow(kv, 0, 1), EINVAL, "slot 0 is free");
+    ERR(vmem_kv_grow(kv, SLOTS, 1), EINVAL, "slot 3 is out of range: the cache has 3 slots");
     for (uint32_t s = 0; s < SLOTS; s++)
-        OK(vmem_kv_alloc(kv, 0, &slot));
-    OK(vmem_kv_grow(kv, 0, 33, &missing));
-    OK(vmem_kv_grow(kv, 1, 100, &missing));
-    OK(vmem_kv_commit(kv, &missing));
+        OK(k_alloc(kv, 0, &slot));
+    OK(k_missing(vmem_kv_grow(kv, 0, 33), &missing));
+    OK(k_missing(vmem_kv_grow(kv, 1, 100), &missing));
+    OK(k_missing(vmem_kv_commit(kv), &missing));
     CHECK_EQ(stats().held_pages, 6);
     for (uint32_t n = 34; n <= 64; n++) { // within the second page
         missing = 99;
-        OK(vmem_kv_grow(kv, 0, n, &missing));
+        OK(k_missing(vmem_kv_grow(kv, 0, n), &missing));
         CHECK_EQ(missing, 0);
-        OK(vmem_kv_commit(kv, &missing));
+        OK(k_missing(vmem_kv_commit(kv), &missing));
         CHECK_EQ(tokens_of(0), n);
         CHECK_EQ(stats().held_pages, 6);
     }
-    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
     // Back and forth: the last word counts, and 0 takes it back.
-    OK(vmem_kv_grow(kv, 0, 64, NULL));
-    OK(vmem_kv_grow(kv, 0, 65, NULL));
-    OK(vmem_kv_grow(kv, 0, 64, NULL));
-    OK(vmem_kv_grow(kv, 1, 101, NULL));
-    OK(vmem_kv_grow(kv, 1, 0, NULL));
-    OK(vmem_kv_commit(kv, NULL));
+    OK(vmem_kv_grow(kv, 0, 64));
+    OK(vmem_kv_grow(kv, 0, 65));
+    OK(vmem_kv_grow(kv, 0, 64));
+    OK(vmem_kv_grow(kv, 1, 101));
+    OK(vmem_kv_grow(kv, 1, 0));
+    OK(vmem_kv_commit(kv));
     CHECK_EQ(stats().held_pages, 6);
     CHECK_EQ(tokens_of(1), 100);
     // One after another, until it does not fit with all that is staged.
-    OK(vmem_kv_grow(kv, 0, 64, NULL));
-    OK(vmem_kv_grow(kv, 1, 160, NULL));
-    CHECK_EQ(vmem_kv_grow(kv, 2, 160, &missing), -ENOMEM);
+    OK(vmem_kv_grow(kv, 0, 64));
+    OK(vmem_kv_grow(kv, 1, 160));
+    CHECK_EQ(k_missing(vmem_kv_grow(kv, 2, 160), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
-    OK(vmem_kv_grow(kv, 2, 96, NULL));
-    OK(vmem_kv_commit(kv, NULL));
+    OK(vmem_kv_grow(kv, 2, 96));
+    OK(vmem_kv_commit(kv));
     CHECK_EQ(stats().held_pages, 10);
-    CHECK_EQ(vmem_kv_grow(kv, 0, 65, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_grow(kv, 0, 65), &missing), -ENOMEM);
     CHECK_EQ(missing, 1);
     // A slot that is given up, swapped out or shortened is not staged any more.
-    OK(vmem_kv_grow(kv, 0, 64, NULL));
+    OK(vmem_kv_grow(kv, 0, 64));
     OK(vmem_kv_last_step(kv, &last));
-    OK(vmem_kv_free_after(kv, 0, last));
-    ERR(vmem_kv_grow(kv, 0, 64, NULL), EINVAL, "being given up");
-    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    OK(vmem_kv_free(kv, 0, last));
+    ERR(vmem_kv_grow(kv, 0, 64), EINVAL, "being given up");
+    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
     OK(vmem_kv_retire(kv, last));
-    OK(vmem_kv_grow(kv, 1, 160, NULL));
-    OK(vmem_kv_truncate(kv, 1, 10));
-    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
-    OK(vmem_kv_grow(kv, 1, 11, NULL));
-    OK(vmem_kv_commit(kv, NULL));
+    OK(vmem_kv_grow(kv, 1, 160));
+    OK(vmem_kv_truncate(kv, 1, 10, 0, 0));
+    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
+    OK(vmem_kv_grow(kv, 1, 11));
+    OK(vmem_kv_commit(kv));
     CHECK_EQ(tokens_of(1), 11);
     // Nor is one that has taken part in a step: the commit would set it back.
-    OK(vmem_kv_grow(kv, 1, 12, NULL));
-    OK(vmem_kv_grow(kv, 2, 97, NULL));
-    OK(vmem_kv_step(kv, (int32_t[SLOTS]){0, 40, 0}, SLOTS, NULL));
-    OK(vmem_kv_commit(kv, NULL));
+    OK(vmem_kv_grow(kv, 1, 12));
+    OK(vmem_kv_grow(kv, 2, 97));
+    OK(vmem_kv_step(kv, (int32_t[SLOTS]){0, 40, 0}, SLOTS, 0));
+    OK(vmem_kv_commit(kv));
     CHECK_EQ(tokens_of(1), 40);
     CHECK_EQ(tokens_of(2), 97);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -117,22 +116,22 @@ static void test_attached(void)
     uint64_t prefix;
     size_t fit;
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    OK(vmem_kv_alloc(kv, 0, &first));
-    OK(vmem_kv_grow(kv, first, 32, NULL));
-    OK(vmem_kv_commit(kv, NULL));
+    OK(k_alloc(kv, 0, &first));
+    OK(vmem_kv_grow(kv, first, 32));
+    OK(vmem_kv_commit(kv));
     OK(vmem_kv_prefix_save(kv, first, 32, &prefix));
-    OK(vmem_kv_alloc(kv, 0, &slot));
-    OK(vmem_kv_grow(kv, slot, 96, NULL));
-    CHECK_EQ(vmem_kv_fit(kv, &seven, 1, &fit, NULL), -ENOMEM);
-    OK(vmem_kv_prefix_attach(kv, prefix, slot, 32, NULL));
-    OK(vmem_kv_fit(kv, &seven, 1, &fit, NULL));
+    OK(k_alloc(kv, 0, &slot));
+    OK(vmem_kv_grow(kv, slot, 96));
+    CHECK_EQ(vmem_kv_fit(kv, &seven, 1, &fit), -ENOMEM);
+    OK(vmem_kv_prefix_attach(kv, prefix, slot, 32, 0));
+    OK(vmem_kv_fit(kv, &seven, 1, &fit));
     CHECK_EQ(fit, 1);
-    OK(vmem_kv_alloc(kv, 0, &slot));
-    OK(vmem_kv_grow(kv, slot, 7 * 32, NULL));
-    OK(vmem_kv_commit(kv, NULL));
+    OK(k_alloc(kv, 0, &slot));
+    OK(vmem_kv_grow(kv, slot, 7 * 32));
+    OK(vmem_kv_commit(kv));
     CHECK_EQ(stats().held_pages, 10);
     OK(vmem_kv_prefix_drop(kv, prefix));
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 int main(int argc, char **argv)

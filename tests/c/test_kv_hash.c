@@ -1,9 +1,8 @@
 // Prefixes by hash, by the C interface: what is found, attached, evicted and reported. pyvmem's tests look at more cases.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
-#include "vmem_kv.h"
 
 #define SLOTS 4
 #define BLOCK 16
@@ -58,9 +57,9 @@ static uint32_t start(uint32_t tokens)
 {
     uint32_t slot;
     int32_t lengths[SLOTS] = {0};
-    OK(vmem_kv_alloc(kv, tokens, &slot));
+    OK(k_alloc(kv, tokens, &slot));
     lengths[slot] = (int32_t)tokens;
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     return slot;
 }
 
@@ -88,23 +87,24 @@ static void test_life(void)
     OK(vmem_kv_hash_peek(kv, hashes_of(1) + 1, 2, &tokens)); // at another place
     CHECK_EQ(tokens, 0);
     CHECK_EQ(stats().evictable_pages, 0);
-    OK(vmem_kv_free(kv, first));
+    OK(vmem_kv_free(kv, first, 0));
     CHECK_EQ(stats().evictable_pages, 6);
     CHECK_EQ(stats().free_pages, 24);
 
-    OK(vmem_kv_alloc(kv, 100, &slot));
-    OK(vmem_kv_hash_attach(kv, slot, hashes_of(1), 3, &tokens, &missing)); // a page shared, half of one copied
+    OK(k_alloc(kv, 100, &slot));
+    OK(k_missing(vmem_kv_hash_attach(kv, slot, hashes_of(1), 3, 0, &tokens),
+                 &missing)); // a page shared, half of one copied
     CHECK_EQ(tokens, 48);
     CHECK_EQ(missing, 0);
     CHECK_EQ(stats().copied_pages, 2);
     CHECK_EQ(stats().hit_tokens, 48);
-    ERR(vmem_kv_hash_attach(kv, slot, hashes_of(1), 3, &tokens, &missing), EINVAL, "not newly allocated");
+    ERR(k_missing(vmem_kv_hash_attach(kv, slot, hashes_of(1), 3, 0, &tokens), &missing), EINVAL, "not newly allocated");
     CHECK_EQ(tokens, 0);
-    OK(vmem_kv_free(kv, slot));
-    OK(vmem_kv_alloc(kv, 100, &slot));
-    OK(vmem_kv_hash_attach(kv, slot, hashes_of(2), 3, &tokens, NULL)); // nothing is known
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(k_alloc(kv, 100, &slot));
+    OK(vmem_kv_hash_attach(kv, slot, hashes_of(2), 3, 0, &tokens)); // nothing is known
     CHECK_EQ(tokens, 0);
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
 
     const uint32_t second = start(352); // 22 pages: two are left, of the first rows
     CHECK_EQ(peek(1), 32);
@@ -115,12 +115,12 @@ static void test_life(void)
     CHECK_EQ(got, 1);
     CHECK(!memcmp(gone, hashes_of(1) + 2, sizeof *gone));
     OK(vmem_kv_hash_evicted(kv, NULL, 0, &got));
-    OK(vmem_kv_free(kv, second));
-    OK(vmem_kv_hash_evict(kv, UINT64_MAX, &freed));
+    OK(vmem_kv_free(kv, second, 0));
+    OK(vmem_kv_hash_drop(kv, NULL, 0, UINT64_MAX, VMEM_KV_NEXT, &freed));
     CHECK_EQ(freed, 2);
     CHECK_EQ(stats().hashed_blocks, 0);
     CHECK_EQ(stats().evicted_blocks, 5);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -133,23 +133,23 @@ static void test_engines_order(void)
     for (unsigned i = 0; i < 2; i++) {
         slot = start(64);
         add(slot, i, 4);
-        OK(vmem_kv_free(kv, slot));
+        OK(vmem_kv_free(kv, slot, 0));
     }
-    OK(vmem_kv_alloc(kv, 128, &slot));
+    OK(k_alloc(kv, 128, &slot));
     lengths[slot] = 128; // 8 pages, and 4 are free
     CHECK_EQ(stats().free_pages, 4);
-    CHECK_EQ(vmem_kv_check(kv, lengths, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
-    CHECK_EQ(vmem_kv_step(kv, lengths, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
-    OK(vmem_kv_hash_check(kv, hashes_of(0), 4, &tokens, &missing)); // only maps pages
+    OK(k_missing(vmem_kv_hash_attach(kv, 0, hashes_of(0), 4, VMEM_KV_DRY, &tokens), &missing)); // only maps pages
     CHECK_EQ(tokens, 64);
     CHECK_EQ(missing, 0);
-    OK(vmem_kv_hash_drop(kv, hashes_of(1), 6)); // unknown ones are skipped
+    OK(vmem_kv_hash_drop(kv, hashes_of(1), 6, UINT64_MAX, 0, NULL)); // unknown ones are skipped
     CHECK_EQ(peek(0), 64);
     CHECK_EQ(peek(1), 0);
-    OK(vmem_kv_step(kv, lengths, SLOTS, &missing));
-    vmem_kv_destroy(kv); // with blocks
+    OK(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing));
+    vmem_kv_destroy(kv, 0); // with blocks
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -162,29 +162,29 @@ static void test_priorities(void)
     for (unsigned i = 0; i < 3; i++) {
         const uint32_t slot = start(64);
         add(slot, i, 4);
-        OK(vmem_kv_free(kv, slot));
+        OK(vmem_kv_free(kv, slot, 0));
     }
     OK(vmem_kv_hash_prioritize(kv, hashes_of(0), 2, VMEM_KV_HASH_KEEP)); // its first page
     OK(vmem_kv_hash_prioritize(kv, hashes_of(2), 6, 0));                 // unknown ones are skipped
     CHECK_EQ(stats().evictable_pages, 10);
-    OK(vmem_kv_hash_evict(kv, 1, &freed)); // two blocks to a page
+    OK(vmem_kv_hash_drop(kv, NULL, 0, 1, VMEM_KV_NEXT, &freed)); // two blocks to a page
     CHECK_EQ(freed, 2);
     OK(vmem_kv_hash_evicted(kv, gone, 8, &got));
     CHECK_EQ(got, 2);
     CHECK(!memcmp(&gone[0], &hashes_of(2)[3], sizeof *gone));
-    OK(vmem_kv_hash_evict_these(kv, hashes_of(0), 4, UINT64_MAX, &freed));
+    OK(vmem_kv_hash_drop(kv, hashes_of(0), 4, UINT64_MAX, VMEM_KV_UNUSED, &freed));
     CHECK_EQ(freed, 2);
     CHECK_EQ(peek(0), 32);
-    OK(vmem_kv_hash_evict_these(kv, NULL, 0, 1, NULL));
-    OK(vmem_kv_hash_evict(kv, UINT64_MAX - 1, &freed));
+    OK(vmem_kv_hash_drop(kv, NULL, 0, 1, VMEM_KV_UNUSED, NULL));
+    OK(vmem_kv_hash_drop(kv, NULL, 0, UINT64_MAX - 1, VMEM_KV_NEXT, &freed));
     CHECK_EQ(freed, 6);
     CHECK_EQ(stats().hashed_blocks, 2);
     ERR(vmem_kv_hash_prioritize(kv, hashes_of(0), 1, VMEM_KV_HASH_KEEP + 1), EINVAL, "priority 102 is over 101");
     ERR(vmem_kv_hash_prioritize(kv, NULL, 1, 0), EINVAL, "hashes must not be NULL");
-    ERR(vmem_kv_hash_evict_these(kv, NULL, 1, 0, NULL), EINVAL, "hashes must not be NULL");
-    OK(vmem_kv_hash_evict(kv, UINT64_MAX, &freed));
+    ERR(vmem_kv_hash_drop(kv, NULL, 1, 0, VMEM_KV_UNUSED, NULL), EINVAL, "hashes must not be NULL");
+    OK(vmem_kv_hash_drop(kv, NULL, 0, UINT64_MAX, VMEM_KV_NEXT, &freed));
     CHECK_EQ(freed, 2);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // One tensor with a window of two pages, and a background thread.
@@ -216,10 +216,10 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
     for (int32_t n = 321; n < 324; n++) { // the window has passed most of the prompt
         int32_t lengths[SLOTS] = {0};
         lengths[slot] = n;
-        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     }
     if (cut)
-        OK(vmem_kv_reclaim(kv, 40 * test_page, NULL));
+        OK(vmem_kv_reclaim(kv, 40 * test_page, VMEM_KV_KEPT, NULL));
     uint64_t prefix;
     CHECK_EQ(vmem_kv_prefix_save(kv, slot, 96, &prefix), -ENODATA);
     OK(vmem_kv_hash_add(kv, slot, 0, hashes_of(0), 320 / BLOCK, added));
@@ -227,7 +227,7 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
     pthread_mutex_lock(&kv->gate.state);
     vmem__kv_worker_release(kv);
     pthread_mutex_unlock(&kv->gate.state);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 static void test_sharing_does_not_depend_on_what_is_cut(void)
@@ -250,9 +250,9 @@ static void test_truncation_passes_windows(void)
     for (int32_t n = 81; n < 200; n++) {
         int32_t lengths[SLOTS] = {0};
         lengths[slot] = n;
-        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
         OK(vmem_kv_hash_add(kv, slot, 0, hashes_of(3), (size_t)n / BLOCK, NULL));
-        OK(vmem_kv_truncate(kv, slot, (uint32_t)n));
+        OK(vmem_kv_truncate(kv, slot, (uint32_t)n, 0, 0));
         pthread_mutex_lock(&kv->gate.state);
         const uint64_t used = kv->ledger.fixed;
         vmem__kv_worker_wake(kv);
@@ -260,7 +260,7 @@ static void test_truncation_passes_windows(void)
         CHECK_EQ(kv->ledger.fixed, used);
         pthread_mutex_unlock(&kv->gate.state);
     }
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 static void test_misuse(void)
@@ -283,7 +283,7 @@ static void test_misuse(void)
     ERR(vmem_kv_hash_evicted(kv, NULL, 0, NULL), EINVAL, "got must not be NULL");
     ERR(vmem_kv_hash_limit(kv, 15), EINVAL, "max_tokens 15 is less than a block, 16");
     OK(vmem_kv_hash_limit(kv, 0));
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
     const struct vmem_kv_config cfg = {.size = sizeof cfg,
@@ -307,14 +307,14 @@ static void test_misuse(void)
     c.max_tokens = 0;
     c.size = 4;
     ERR(vmem_kv_hash_init(kv, &c), EINVAL, "size");
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 
     struct vmem_kv_config unshared = cfg;
     unshared.flags = VMEM_KV_UNSHARED;
     c.size = sizeof c;
     OK(vmem_kv_create(ctx, &unshared, &kv));
     ERR(vmem_kv_hash_init(kv, &c), EOPNOTSUPP, "VMEM_KV_UNSHARED");
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 int main(int argc, char **argv)

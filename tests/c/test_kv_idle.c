@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 
 #define SLOTS 4
@@ -68,7 +68,7 @@ static void step(uint32_t slot, int32_t tokens)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = tokens;
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
 }
 
 static void test_kept_pages_and_memory_ahead_go(void)
@@ -77,7 +77,7 @@ static void test_kept_pages_and_memory_ahead_go(void)
     uint64_t prefix;
     const uint64_t own = test_stats(ctx).overhead;
     make(VMEM_KV_EAGER | VMEM_KV_GENEROUS, 1024 * test_page, 0);
-    OK(vmem_kv_alloc(kv, 320, &slot));
+    OK(k_alloc(kv, 320, &slot));
     step(slot, 320);
     may_be_idle();
     // Not beside a request, however long it does nothing.
@@ -85,20 +85,20 @@ static void test_kept_pages_and_memory_ahead_go(void)
     CHECK_EQ(stats().needed_pages, 20);
     CHECK(test_stats(ctx).created + test_stats(ctx).overhead >= own + 1024 * test_page);
     OK(vmem_kv_prefix_save(kv, slot, 64, &prefix));
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     wait_for_looks(6);
     CHECK_EQ(stats().kept_pages, 0);
     CHECK_EQ(stats().held_pages, 4); // what is saved stays
     CHECK(test_stats(ctx).created + test_stats(ctx).overhead < own + 1024 * test_page || test_info.caps & VMEM_CAP_GPU);
     // And it works on.
-    OK(vmem_kv_alloc(kv, 320, &slot));
-    OK(vmem_kv_prefix_attach(kv, prefix, slot, 64, NULL));
+    OK(k_alloc(kv, 320, &slot));
+    OK(vmem_kv_prefix_attach(kv, prefix, slot, 64, 0));
     step(slot, 4000);
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_prefix_drop(kv, prefix));
     wait_for_looks(6);
     CHECK_EQ(stats().held_pages, 0);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -107,7 +107,7 @@ static void test_the_first_look(void)
 {
     make(0, 16 * test_page, 2);
     wait_for_looks(1);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 static void test_a_limit_needs_no_call(void)
@@ -125,15 +125,15 @@ static void test_a_limit_needs_no_call(void)
         CHECK_EQ(stats().budget_pages * test_page, (same ? 1024 : 512) * test_page); // ranks take budgets over together
         if (same) {
             uint32_t slot;
-            OK(vmem_kv_alloc(kv, 10, &slot));
+            OK(k_alloc(kv, 10, &slot));
             step(slot, 10);
             CHECK_EQ(stats().budget_pages, 1024); // they may rely on one another until the next check
             int32_t lengths[SLOTS] = {0};
             lengths[slot] = 11;
-            OK(vmem_kv_check(kv, lengths, SLOTS, NULL));
+            OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
             CHECK_EQ(stats().budget_pages, 512);
         }
-        vmem_kv_destroy(kv);
+        vmem_kv_destroy(kv, 0);
     }
 }
 
@@ -141,7 +141,7 @@ static int assured(uint32_t slot, int32_t tokens)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = tokens;
-    return vmem_kv_assured(kv, lengths, SLOTS);
+    return vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_ASSURED);
 }
 
 static void test_only_memory_in_hand_is_assured(void)
@@ -149,24 +149,24 @@ static void test_only_memory_in_hand_is_assured(void)
     const uint32_t page_tokens = 32, tensors = 2;
     uint32_t slot;
     make(0, 20 * test_page, 0);
-    OK(vmem_kv_alloc(kv, 10, &slot));
+    OK(k_alloc(kv, 10, &slot));
     step(slot, 10);
     OK(assured(slot, 20 / tensors * page_tokens));
     CHECK_EQ(assured(slot, 20 / tensors * page_tokens + 1), -ENOMEM);
-    CHECK_EQ(vmem_kv_assured(kv, NULL, SLOTS), -EINVAL);
-    CHECK_EQ(vmem_kv_assured(kv, (int32_t[SLOTS]){0}, SLOTS - 1), -EINVAL);
-    CHECK_EQ(vmem_kv_assured(NULL, NULL, 0), -EINVAL);
-    OK(vmem_kv_free(kv, slot));
+    CHECK_EQ(vmem_kv_step(kv, NULL, SLOTS, VMEM_KV_ASSURED), -EINVAL);
+    CHECK_EQ(vmem_kv_step(kv, (int32_t[SLOTS]){0}, SLOTS - 1, VMEM_KV_ASSURED), -EINVAL);
+    CHECK_EQ(vmem_kv_step(NULL, NULL, 0, VMEM_KV_ASSURED), -EINVAL);
+    OK(vmem_kv_free(kv, slot, 0));
     may_be_idle();
     wait_for_looks(5); // it has given everything back
-    OK(vmem_kv_alloc(kv, 10, &slot));
+    OK(k_alloc(kv, 10, &slot));
     step(slot, 10);
     CHECK_EQ(assured(slot, 11), -ENOMEM);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     make(VMEM_KV_LAZY, 20 * test_page, 0);
-    OK(vmem_kv_alloc(kv, 10, &slot));
+    OK(k_alloc(kv, 10, &slot));
     CHECK_EQ(assured(slot, 10), -ENOMEM);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 int main(int argc, char **argv)

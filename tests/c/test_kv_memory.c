@@ -4,7 +4,7 @@
 #include "core/core.h"
 #include "core/error.h"
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 
 #define SLOTS 4
@@ -36,7 +36,8 @@ static int step(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t *missing)
     int32_t lengths[SLOTS] = {0};
     uint64_t predicted;
     lengths[slot] = tokens;
-    int expect = vmem_kv_check(kv, lengths, SLOTS, &predicted), rc = vmem_kv_step(kv, lengths, SLOTS, missing);
+    int expect = k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &predicted),
+        rc = k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), missing);
     CHECK_EQ(rc, expect);
     CHECK(!missing || *missing == predicted);
     return rc;
@@ -64,7 +65,7 @@ static void test_a_device_with_less_than_the_budget(void)
     OK(vmem_set_budget(ctx, 100 * test_page));
     vmem_kv *kv = make(VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_LAZY, 4, 1000);
     CHECK_EQ(stats(kv).free_pages, 100);
-    OK(vmem_kv_alloc(kv, 32, &slot));
+    OK(k_alloc(kv, 32, &slot));
     OK(step(kv, slot, 32, &missing)); // 4 pages; 4 blocks of 2 MiB would be more than there are
     CHECK(stats(kv).held_pages <= 100);
     OK(vmem_kv_room(kv, (int32_t)slot, &room));
@@ -74,15 +75,15 @@ static void test_a_device_with_less_than_the_budget(void)
     CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
     CHECK_EQ(stats(kv).short_device, 1);
     OK(step(kv, slot, 25 * 32, &missing));
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     // What is kept gives way, too.
     uint32_t other;
     struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot ^ 1};
-    OK(vmem_kv_alloc_with(kv, &o, &other));
+    OK(vmem_kv_alloc(kv, &o, &other));
     OK(step(kv, other, 20 * 32, &missing));
     OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(step(kv, other, 4000, &missing), 0);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 static void test_every_cache_keeps_what_it_took_ahead(void)
@@ -91,18 +92,18 @@ static void test_every_cache_keeps_what_it_took_ahead(void)
     vmem_kv *a = make(VMEM_KV_DEFER, 2, pages), *b = make(VMEM_KV_DEFER, 2, pages);
     const uint64_t both = test_stats(ctx).overhead; // with the backend's own
     CHECK(both >= 128 * MIB);
-    OK(vmem_kv_reclaim(a, 0, NULL));
+    OK(vmem_kv_reclaim(a, 0, VMEM_KV_KEPT, NULL));
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
     CHECK(test_stats(ctx).overhead <= both - 64 * MIB);
     OK(vmem_kv_set_budget(a, 32 * MIB));
     CHECK(test_stats(ctx).overhead >= 96 * MIB);
-    vmem_kv_destroy(a);
+    vmem_kv_destroy(a, 0);
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
     CHECK(test_stats(ctx).overhead <= both - 64 * MIB);
     uint32_t slot;
-    OK(vmem_kv_alloc(b, 0, &slot));
+    OK(k_alloc(b, 0, &slot));
     OK(step(b, slot, 320, NULL));
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(b, 0);
     CHECK(test_stats(ctx).overhead <= both - 128 * MIB);
 }
 
@@ -112,14 +113,14 @@ static void test_a_full_budget_leaves_the_others_theirs(void)
     const uint64_t pages = 64 * MIB / test_page;
     vmem_kv *a = make(VMEM_KV_DEFER, 2, pages), *b = make(VMEM_KV_DEFER, 2, pages);
     uint32_t slot;
-    OK(vmem_kv_alloc(a, 0, &slot));
+    OK(k_alloc(a, 0, &slot));
     OK(step(a, slot, (int32_t)320, NULL));
     const uint64_t held = stats(a).held_pages;
     OK(vmem_kv_set_budget(a, held * test_page));
     CHECK_EQ(stats(a).budget_pages, stats(a).held_pages);
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
 }
 
 static void test_the_reasons(void)
@@ -128,8 +129,8 @@ static void test_the_reasons(void)
     uint32_t slot;
     vmem_kv *kv = make(VMEM_KV_DEFER, 2, 20);
     for (int i = 0; i < SLOTS; i++)
-        OK(vmem_kv_alloc(kv, 0, &slot));
-    ERR(vmem_kv_alloc(kv, 0, &slot), ENOSPC, "all 4 slots");
+        OK(k_alloc(kv, 0, &slot));
+    ERR(k_alloc(kv, 0, &slot), ENOSPC, "all 4 slots");
     CHECK_EQ(reason(), VMEM_KV_SHORT_OF_SLOTS);
     OK(step(kv, 0, 10, &missing));
     CHECK_EQ(step(kv, 1, 500, &missing), -ENOMEM);
@@ -141,7 +142,7 @@ static void test_the_reasons(void)
     CHECK_EQ(stats(kv).short_slots, 1);
     s.size = 8;
     ERR(vmem_kv_last_shortage(&s), EINVAL, "size");
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // ---- vm.max_map_count -----------------------------------------------------------------------------------------
@@ -186,28 +187,28 @@ static void test_no_mappings(void)
     uint32_t slot;
     vmem_kv *kv = make(VMEM_KV_DEFER, 2, 400);
     for (int i = 0; i < 2; i++)
-        OK(vmem_kv_alloc(kv, 0, &slot));
+        OK(k_alloc(kv, 0, &slot));
     for (int32_t n = 1; n <= 20; n++) { // physically one behind the other, so that every page is a mapping
         OK(step(kv, 0, 32 * n, &missing));
         OK(step(kv, 1, 32 * n, &missing));
     }
-    OK(vmem_kv_free(kv, 1));
+    OK(vmem_kv_free(kv, 1, 0));
     fill(limit);
     for (int32_t n = 21; n <= 30; n++) // the kept pages give their mappings
         OK(step(kv, 0, 32 * n, &missing));
     CHECK(stats(kv).kept_pages < 2 * 20);
     fill(limit);
     int32_t lengths[SLOTS] = {3200};
-    CHECK_EQ(vmem_kv_step(kv, lengths, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(reason(), VMEM_KV_SHORT_OF_MAPPINGS);
     CHECK(missing && strstr(vmem_last_error(), "vm.max_map_count"));
     CHECK_EQ(stats(kv).short_mappings, 1);
     // Ending the request is the way out, and it is one.
-    OK(vmem_kv_free(kv, 0));
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(vmem_kv_free(kv, 0, 0));
+    OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 64, &missing));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, NULL));
-    vmem_kv_destroy(kv);
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
+    vmem_kv_destroy(kv, 0);
     OK(vMemUnmap(ctx, filler, (uint64_t)limit * test_page));
     OK(vMemFree(ctx, filler));
 }
@@ -221,20 +222,20 @@ static void test_reclaim_frees_what_it_can(void)
     if (test_page == VMEM_PAGE_2M)
         return; // a block is a page: nothing is mapped ahead
     vmem_kv *kv = make(VMEM_KV_GENEROUS, 2, 400);
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 32, &missing));
     const uint64_t ahead = stats(kv).ahead_pages;
     CHECK(ahead > 0);
     checked_fail_always(true);
-    const int rc = vmem_kv_reclaim(kv, UINT64_MAX, &freed);
+    const int rc = vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed);
     checked_fail_always(false);
     OK(rc);
     CHECK_EQ(freed, 0);
     CHECK_EQ(stats(kv).ahead_pages, ahead);
     OK(step(kv, slot, 64, &missing));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, &freed));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
     CHECK(freed > 0);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // A request gets whole blocks, which 2 MiB entries can map, although there are parts of blocks, too.
@@ -248,7 +249,7 @@ static void test_blocks_are_whole(void)
     vmem_kv *kv = make(VMEM_KV_LAZY, 4, 1000);
     OK(vmem_trim(ctx, NULL));
     OK(vMemCreate(ctx, test_page, 1, 0, &stray)); // in the smallest arena, of 8 blocks
-    OK(vmem_kv_alloc(kv, 3072, &slot));
+    OK(k_alloc(kv, 3072, &slot));
     OK(step(kv, slot, 3072, NULL)); // 3 blocks in each tensor
     for (uint32_t t = 0; t < 4; t++) {
         struct vmem_kv_layout l = {.size = sizeof l};
@@ -261,7 +262,7 @@ static void test_blocks_are_whole(void)
         }
     }
     OK(vMemRelease(ctx, stray));
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // ---- a device that is almost full --------------------------------------------------------------------------------
@@ -306,12 +307,12 @@ static void test_a_device_with_part_of_a_block_left(void)
     ctx->b.ops = &ops;
     left = 3 * MIB;
     vmem_kv *kv = make(VMEM_KV_LAZY, 1, 1000);
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     CHECK_EQ(step(kv, slot, 33 * 32, &missing), -ENOMEM);
     CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
     CHECK_EQ(missing, 1);
     OK(step(kv, slot, 32 * 32, &missing));
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     ctx->b.ops = inner;
 }
 
@@ -337,19 +338,19 @@ static void test_admission_seldom_asks_the_device(void)
     uint32_t slots[SLOTS], tokens;
     size_t fit;
     for (uint32_t i = 0; i < SLOTS - 1; i++)
-        OK(vmem_kv_alloc(kv, 0, &slots[i]));
+        OK(k_alloc(kv, 0, &slots[i]));
     const uint64_t begin = kv_now(), asked_before = asked;
     for (uint32_t n = 32; n <= 32 * 60; n += 32) {
         OK(vmem_kv_room(kv, -1, &tokens));
-        OK(vmem_kv_fit(kv, &request, 1, &fit, NULL));
+        OK(vmem_kv_fit(kv, &request, 1, &fit));
         for (uint32_t i = 0; i < SLOTS - 1; i++)
-            OK(vmem_kv_grow(kv, slots[i], n, NULL));
-        OK(vmem_kv_commit(kv, NULL));
+            OK(vmem_kv_grow(kv, slots[i], n));
+        OK(vmem_kv_commit(kv));
     }
     CHECK(asked - asked_before <= 2 + 2 * (kv_now() - begin) / 100000000);
     // Nobody is refused by an old figure.
-    CHECK_EQ(vmem_kv_grow(kv, slots[0], 3999, NULL), -ENOMEM); // of the budget
-    vmem_kv_destroy(kv);
+    CHECK_EQ(vmem_kv_grow(kv, slots[0], 3999), -ENOMEM); // of the budget
+    vmem_kv_destroy(kv, 0);
     ctx->b.ops = before;
 }
 
@@ -366,25 +367,25 @@ static void test_memory_at_hand_asks_nobody(void)
     int32_t lengths[SLOTS] = {0};
     uint32_t slot, other;
     size_t fit;
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 32 * 60, NULL));
-    OK(vmem_kv_free(kv, slot));
-    OK(vmem_kv_alloc(kv, 32 * 60, &slot));
-    OK(vmem_kv_alloc(kv, 0, &other));
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(k_alloc(kv, 32 * 60, &slot));
+    OK(k_alloc(kv, 0, &other));
     ctx->device_free.at = 0;
     const uint64_t asked_before = asked;
-    OK(vmem_kv_fit(kv, requests, 2, &fit, NULL));
+    OK(vmem_kv_fit(kv, requests, 2, &fit));
     CHECK_EQ(fit, 2);
     lengths[slot] = 32 * 40;
     lengths[other] = 32 * 10; // pages that are kept for the other slot can be had
-    OK(vmem_kv_check(kv, lengths, SLOTS, NULL));
-    OK(vmem_kv_grow(kv, slot, 32 * 40, NULL));
-    OK(vmem_kv_grow(kv, other, 32 * 10, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
+    OK(vmem_kv_grow(kv, slot, 32 * 40));
+    OK(vmem_kv_grow(kv, other, 32 * 10));
     CHECK_EQ(asked, asked_before);
-    OK(vmem_kv_commit(kv, NULL));
-    OK(vmem_kv_grow(kv, other, 32 * 90, NULL)); // more than there was
+    OK(vmem_kv_commit(kv));
+    OK(vmem_kv_grow(kv, other, 32 * 90)); // more than there was
     CHECK(asked > asked_before);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     ctx->b.ops = before;
 }
 

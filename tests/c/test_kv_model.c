@@ -214,7 +214,7 @@ static void do_alloc(void)
         if (requests[s].taken != (info.state == VMEM_KV_ACTIVE || info.state == VMEM_KV_SWAPPED))
             FAIL("%s: slot %u is in state %u", shape->name, s, info.state);
     }
-    int rc = vmem_kv_alloc(kv, (uint32_t)below(TOKENS), &slot);
+    int rc = k_alloc(kv, (uint32_t)below(TOKENS), &slot);
     if (full != (rc == -ENOSPC) || (rc && !full))
         FAIL("%s: alloc %d: %s", shape->name, rc, vmem_last_error());
     if (rc)
@@ -227,10 +227,10 @@ static void do_alloc(void)
 static void do_free(uint32_t s)
 {
     if (part[s] && below(2)) {
-        OK(vmem_kv_free_after(kv, s, part[s]));
+        OK(vmem_kv_free(kv, s, part[s]));
     } else {
         quiet(s);
-        OK(vmem_kv_free(kv, s));
+        OK(vmem_kv_free(kv, s, 0));
     }
     free(requests[s].host);
     requests[s] = (struct request){0};
@@ -246,16 +246,16 @@ static void stage_all(const int32_t *lengths)
         if (!lengths[s])
             continue;
         sofar[s] = lengths[s];
-        int expect = vmem_kv_check(kv, sofar, SLOTS, &predicted);
-        int rc = vmem_kv_grow(kv, s, (uint32_t)lengths[s], &missing);
+        int expect = k_missing(vmem_kv_step(kv, sofar, SLOTS, VMEM_KV_DRY), &predicted);
+        int rc = k_missing(vmem_kv_grow(kv, s, (uint32_t)lengths[s]), &missing);
         if (rc != expect || missing != predicted)
             FAIL("%s: slot %u: grow %d, check %d, missing %" PRIu64 " and %" PRIu64, shape->name, s, rc, expect,
                  missing, predicted);
         sofar[s] = rc ? 0 : sofar[s];
     }
     for (uint32_t s = 0; s < SLOTS; s++)
-        OK(vmem_kv_grow(kv, s, 0, NULL));
-    CHECK_EQ(vmem_kv_commit(kv, NULL), -EINVAL);
+        OK(vmem_kv_grow(kv, s, 0));
+    CHECK_EQ(vmem_kv_commit(kv), -EINVAL);
 }
 
 static void do_step(bool grow_much)
@@ -274,8 +274,8 @@ static void do_step(bool grow_much)
         OK(vmem_kv_retire(kv, steps - in_flight));
     if (below(4) == 0)
         stage_all(lengths);
-    int expect = vmem_kv_check(kv, lengths, SLOTS, &predicted);
-    int rc = vmem_kv_step(kv, lengths, SLOTS, &missing);
+    int expect = k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &predicted);
+    int rc = k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing);
     if (rc != expect || missing != predicted || (rc && rc != -ENOMEM) || (rc && !missing))
         FAIL("%s: step %d, check %d, missing %" PRIu64 " and %" PRIu64 ": %s", shape->name, rc, expect, missing,
              predicted, vmem_last_error());
@@ -308,17 +308,17 @@ static void do_room(void)
         CHECK(room >= r->tokens);
     } else {
         OK(vmem_kv_room(kv, -1, &room));
-        if (vmem_kv_alloc(kv, room, &s)) // the slots that are not taken are being given up
+        if (k_alloc(kv, room, &s)) // the slots that are not taken are being given up
             return;
     }
     lengths[s] = (int32_t)room;
-    if (room > requests[s].tokens && vmem_kv_check(kv, lengths, SLOTS, NULL))
+    if (room > requests[s].tokens && vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY))
         FAIL("%s: room %u, but %s", shape->name, room, vmem_last_error());
     lengths[s] = (int32_t)room + 1;
-    if (room < TOKENS && vmem_kv_check(kv, lengths, SLOTS, NULL) != -ENOMEM)
+    if (room < TOKENS && vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY) != -ENOMEM)
         FAIL("%s: room %u, and one more is possible", shape->name, room);
     if (!requests[s].taken)
-        OK(vmem_kv_free(kv, s));
+        OK(vmem_kv_free(kv, s, 0));
 }
 
 static void do_swap(uint32_t s)
@@ -328,7 +328,7 @@ static void do_swap(uint32_t s)
     if (!r->taken || !r->tokens)
         return;
     if (r->swapped) {
-        int rc = vmem_kv_swap_in(kv, s, r->host, r->host_bytes, &missing);
+        int rc = k_missing(vmem_kv_swap_in(kv, s, r->host, r->host_bytes, 0), &missing);
         CHECK(!rc || (rc == -ENOMEM && missing));
         if (rc)
             return;
@@ -336,10 +336,10 @@ static void do_swap(uint32_t s)
         r->host = NULL;
         r->swapped = false;
     } else {
-        OK(vmem_kv_swap_size(kv, s, &r->host_bytes));
+        OK(k_swap_bytes(kv, s, &r->host_bytes));
         r->host = malloc(r->host_bytes + 1);
         quiet(s);
-        int rc = vmem_kv_swap_out(kv, s, r->host, r->host_bytes);
+        int rc = vmem_kv_swap_out(kv, s, r->host, r->host_bytes, 0);
         if (rc == -ENODATA) {
             free(r->host);
             r->host = NULL;
@@ -358,13 +358,13 @@ static void do_truncate(uint32_t s)
     uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
     int rc = -EBUSY;
     if (below(2)) {
-        rc = vmem_kv_truncate_after(kv, s, tokens, part[s]);
+        rc = vmem_kv_truncate(kv, s, tokens, part[s], 0);
         for (uint32_t i = 0; i < n_flights && !rc; i++)
             flights[i].valid[s] = flights[i].valid[s] < tokens ? flights[i].valid[s] : tokens;
     }
     if (rc == -EBUSY) {
         quiet(s);
-        rc = vmem_kv_truncate(kv, s, tokens);
+        rc = vmem_kv_truncate(kv, s, tokens, 0, 0);
     }
     if (rc == -ENODATA || rc == -ENOMEM)
         return;
@@ -385,7 +385,7 @@ static void do_step_back(uint32_t s)
     before[s] = r->tokens;
     land(in_flight);
     OK(vmem_kv_get_slot(kv, s, &info));
-    int rc = vmem_kv_step(kv, lengths, SLOTS, NULL);
+    int rc = vmem_kv_step(kv, lengths, SLOTS, 0);
     if ((uint32_t)lengths[s] < info.shared_tokens && rc != -EINVAL)
         FAIL("%s: slot %u went back to %d, %u are shared", shape->name, s, lengths[s], info.shared_tokens);
     if (rc == -EINVAL || rc == -ENOMEM) // for what the window has given up; for what a truncation gave up
@@ -424,14 +424,14 @@ static void do_prefix(void)
         uint32_t slot;
         OK(vmem_kv_prefix_query(kv, p->id, &info));
         CHECK_EQ(info.tokens, p->tokens);
-        if (vmem_kv_alloc(kv, 0, &slot))
+        if (k_alloc(kv, 0, &slot))
             return;
         uint32_t tokens = info.min_tokens + (uint32_t)below(info.tokens - info.min_tokens + 1);
         tokens = tokens ? tokens : 1;
-        int rc = vmem_kv_prefix_attach(kv, p->id, slot, tokens, &missing);
+        int rc = k_missing(vmem_kv_prefix_attach(kv, p->id, slot, tokens, 0), &missing);
         if (rc) {
             CHECK(rc == -ENOMEM && missing);
-            OK(vmem_kv_free(kv, slot));
+            OK(vmem_kv_free(kv, slot, 0));
             return;
         }
         requests[slot].taken = true;
@@ -466,7 +466,7 @@ static void do_budget(void)
     OK(vmem_set_budget(ctx, 0));
     switch (below(4)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
-    case 1: OK(vmem_kv_reclaim(kv, below(budget), &freed)); break;
+    case 1: OK(vmem_kv_reclaim(kv, below(budget), VMEM_KV_KEPT, &freed)); break;
     default: OK(vmem_kv_set_budget(kv, budget));
     }
     if (hard)
@@ -552,14 +552,14 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
             OK(vmem_kv_prefix_drop(kv, prefixes[i].id));
     memset(prefixes, 0, sizeof prefixes);
     OK(vmem_kv_wait(kv)); // or it would back the next slot again
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
     struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.shared_pages, 0);
     CHECK_EQ(st.worker_errors, 0);
     CHECK(st.window_pages < UINT32_MAX && st.reclaimed_pages < UINT32_MAX);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 #include "pool/pool.h"
 
@@ -42,7 +42,10 @@ static vmem_kv_pool *make_pool(uint64_t pages)
 
 static void join(vmem_kv_pool *pool, vmem_kv *kv, uint64_t min, uint64_t max, const char *name)
 {
-    struct vmem_kv_share share = {.size = sizeof share, .min = min * test_page, .max = max * test_page, .name = name};
+    struct vmem_kv_pool_share share = {.size = sizeof share,
+                                       .min = min * test_page,
+                                       .max = max * test_page,
+                                       .name = name};
     OK(vmem_kv_pool_join(pool, kv, &share));
 }
 
@@ -56,7 +59,7 @@ static struct vmem_kv_stats stats(vmem_kv *kv)
 static uint32_t alloc(vmem_kv *kv, uint32_t tokens)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, tokens, &slot));
+    OK(k_alloc(kv, tokens, &slot));
     return slot;
 }
 
@@ -64,7 +67,7 @@ static int step(vmem_kv *kv, uint32_t slot, int32_t tokens)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = tokens;
-    return vmem_kv_step(kv, lengths, SLOTS, NULL);
+    return vmem_kv_step(kv, lengths, SLOTS, 0);
 }
 
 static struct vmem_kv_shortage shortage(void)
@@ -104,10 +107,10 @@ static void test_free_budget_is_had_at_once(void)
     int32_t lengths[SLOTS] = {0};
     uint32_t t = alloc(b, ROWS);
     lengths[t] = ROWS;
-    CHECK_EQ(vmem_kv_step(b, lengths, SLOTS, &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_step(b, lengths, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(stats(a).held_pages, 250);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -127,10 +130,10 @@ static void test_kept_pages_move(uint32_t flags)
         }
         CHECK_EQ(stats(to).needed_pages, 250);
         CHECK(stats(from).budget_pages >= 20 && stats(from).budget_pages <= 50);
-        OK(vmem_kv_free(to, s));
+        OK(vmem_kv_free(to, s, 0));
     }
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -147,11 +150,11 @@ static void test_what_requests_hold_is_refused(void)
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
     ERR(step(b, t, 4000), ENOMEM, "pages are missing"); // over its maximum
     CHECK_EQ(shortage().coming_pages, 0);
-    OK(vmem_kv_free(a, s));
+    OK(vmem_kv_free(a, s, 0));
     while (step(b, t, 2000))
         wait_for(b);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -167,34 +170,34 @@ static void test_staged_growth_is_kept(uint32_t flags)
         if (kept) {
             const uint32_t earlier = alloc(a, ROWS);
             OK(step(a, earlier, ROWS));
-            OK(vmem_kv_free(a, earlier));
+            OK(vmem_kv_free(a, earlier, 0));
         }
         const uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
         for (uint32_t tokens = ROWS / 4; tokens <= ROWS; tokens += ROWS / 4)
-            OK(vmem_kv_grow(a, s, tokens, NULL));
+            OK(vmem_kv_grow(a, s, tokens));
         for (int i = 0; i < 3; i++) {
             CHECK_EQ(step(b, t, ROWS), -ENOMEM);
             CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
         }
-        OK(vmem_kv_commit(a, NULL));
+        OK(vmem_kv_commit(a));
         CHECK_EQ(stats(a).needed_pages, 250);
-        OK(vmem_kv_grow(a, s, ROWS, NULL)); // what is taken back keeps nothing
-        OK(vmem_kv_grow(a, s, 0, NULL));
-        OK(vmem_kv_free(a, s));
+        OK(vmem_kv_grow(a, s, ROWS)); // what is taken back keeps nothing
+        OK(vmem_kv_grow(a, s, 0));
+        OK(vmem_kv_free(a, s, 0));
         const uint32_t u = alloc(a, ROWS);
-        OK(vmem_kv_grow(a, u, ROWS, NULL));
-        OK(vmem_kv_grow(a, u, 0, NULL));
+        OK(vmem_kv_grow(a, u, ROWS));
+        OK(vmem_kv_grow(a, u, 0));
         while (step(b, t, ROWS)) // the last refusal may be repeated until a has been looked at again
             wait_for(b);
-        vmem_kv_destroy(a);
-        vmem_kv_destroy(b);
+        vmem_kv_destroy(a, 0);
+        vmem_kv_destroy(b, 0);
         vmem_kv_pool_destroy(pool);
     }
 }
 
 static void test_shares_hold(void)
 {
-    const struct vmem_kv_share share = {.size = sizeof share};
+    const struct vmem_kv_pool_share share = {.size = sizeof share};
     for (int i = 0; i < 10; i++) {
         vmem_kv_pool *pool = make_pool(300);
         vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
@@ -206,8 +209,8 @@ static void test_shares_hold(void)
         ERR(step(b, alloc(b, ROWS), ROWS), ENOMEM, "pages are missing");
         ERR(step(a, alloc(a, ROWS), ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
         CHECK(stats(a).budget_pages <= 120);
-        vmem_kv_destroy(a);
-        vmem_kv_destroy(b);
+        vmem_kv_destroy(a, 0);
+        vmem_kv_destroy(b, 0);
         vmem_kv_pool_destroy(pool);
     }
 }
@@ -222,7 +225,7 @@ static void test_a_maximum_holds(void)
     ERR(step(a, slot, ROWS), ENOMEM, "pages are missing"); // 250 pages
     CHECK(stats(a).budget_pages <= 120);
     OK(step(a, slot, 1920)); // 120
-    vmem_kv_destroy(a);
+    vmem_kv_destroy(a, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -230,7 +233,7 @@ static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
 {
     struct vmem_kv_pool_member row = {.size = sizeof row};
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (!vmem_kv_pool_get_member(pool, i, &row) && !strcmp(row.name, name))
+        if (!k_member(pool, i, &row) && !strcmp(row.name, name))
             return row;
     CHECK(!"no such member");
     return row;
@@ -247,31 +250,31 @@ static void test_waiting_requests_are_foreseen(uint32_t flags)
     uint32_t s = alloc(a, ROWS), t = alloc(a, ROWS);
     int32_t lengths[SLOTS] = {0};
     lengths[s] = lengths[t] = ROWS;
-    OK(vmem_kv_step(a, lengths, SLOTS, NULL)); // 500 pages
-    OK(vmem_kv_free(a, s));
-    OK(vmem_kv_free(a, t));
+    OK(vmem_kv_step(a, lengths, SLOTS, 0)); // 500 pages
+    OK(vmem_kv_free(a, s, 0));
+    OK(vmem_kv_free(a, t, 0));
     const struct vmem_kv_request waiting[3] = {{.tokens = 300}, {.tokens = ROWS}, {.tokens = 2000}}; // 20 + 250 + 126
     size_t fit;
     uint64_t missing;
-    ERR(vmem_kv_fit(b, waiting, 3, &fit, &missing), ENOMEM, "pages are missing");
+    ERR(k_missing(vmem_kv_fit(b, waiting, 3, &fit), &missing), ENOMEM, "pages are missing");
     CHECK_EQ(fit, 1);
     CHECK(missing && missing <= 250);
     CHECK(shortage().coming_pages >= missing);
     CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
     CHECK(stats(b).budget_pages >= 20 + 250 + 126);
     CHECK(row_of(pool, "a").has >= 20 * test_page && row_of(pool, "a").has <= 210 * test_page);
-    OK(vmem_kv_fit(b, waiting, 3, &fit, NULL));
+    OK(vmem_kv_fit(b, waiting, 3, &fit));
     CHECK_EQ(fit, 3);
     // The pool's thread takes the memory for them before any step does.
     while (test_stats(own).overhead < (20 + 250 + 126) * test_page) {
-        OK(vmem_kv_fit(b, waiting, 3, &fit, NULL));
+        OK(vmem_kv_fit(b, waiting, 3, &fit));
         usleep(100);
     }
     for (size_t i = 0; i < 3; i++)
         OK(step(b, alloc(b, waiting[i].tokens), (int32_t)waiting[i].tokens));
     CHECK(stats(b).held_pages >= 20 + 250 + 126);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_context_destroy(own);
     vmem_kv_pool_destroy(pool);
 }
@@ -287,10 +290,10 @@ static void test_fit_knows_what_a_step_would_get(void)
     pthread_mutex_lock(&pool->lock);
     pool->free = 0;
     pthread_mutex_unlock(&pool->lock);
-    OK(vmem_kv_fit(a, &waiting, 1, &fit, NULL));
+    OK(vmem_kv_fit(a, &waiting, 1, &fit));
     CHECK_EQ(fit, 1);
     OK(step(a, alloc(a, ROWS), ROWS));
-    vmem_kv_destroy(a);
+    vmem_kv_destroy(a, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -313,8 +316,8 @@ static void test_a_step_leaves_the_larger_question(void)
     CHECK_EQ(row_of(pool, "b").needs, needs);
     OK(vmem_kv_pool_ask(b, 0)); // a new question replaces the last
     CHECK_EQ(row_of(pool, "b").needs, 0);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -334,8 +337,8 @@ static void test_a_question_lapses(void)
         usleep(100);
     CHECK_EQ(row_of(pool, "b").answer, VMEM_KV_UNASKED);
     vmem__pool_ask_ns = UINT64_MAX;
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -360,8 +363,8 @@ static void test_a_giver_that_gets_no_more_pages(void)
     OK(vmem_kv_pool_ask(other, 1000 * test_page));
     CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
     CHECK_EQ(stats(giver).held_pages, 58);
-    vmem_kv_destroy(giver);
-    vmem_kv_destroy(other);
+    vmem_kv_destroy(giver, 0);
+    vmem_kv_destroy(other, 0);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(device);
 }
@@ -386,8 +389,8 @@ static void test_a_giver_that_fails_to_unmap(void)
     const uint32_t s = alloc(a, 0), t = alloc(a, 0);
     OK(step(a, s, ROWS));
     OK(step(a, t, 100));
-    OK(vmem_kv_free(a, s)); // its pages go first
-    OK(vmem_kv_free(a, t));
+    OK(vmem_kv_free(a, s, 0)); // its pages go first
+    OK(vmem_kv_free(a, t, 0));
     OK(vmem_kv_wait(a));
     failures = 1;
     vmem__kv_hook = fail;
@@ -397,8 +400,8 @@ static void test_a_giver_that_fails_to_unmap(void)
     CHECK_EQ(failures, 0);
     CHECK_EQ(stats(a).worker_errors, 1);
     CHECK_EQ(stats(a).held_pages, 0);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(device);
 }
@@ -431,9 +434,9 @@ static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
     int32_t lengths[SLOTS] = {0};
     lengths[s] = ROWS;
     lengths[t] = 32; // 2 pages
-    OK(vmem_kv_step(a, lengths, SLOTS, NULL));
+    OK(k_missing(vmem_kv_step(a, lengths, SLOTS, 0), 0));
     OK(vmem_kv_wait(a));
-    OK(vmem_kv_free(a, s));
+    OK(vmem_kv_free(a, s, 0));
     pthread_mutex_lock(&gate);
     at_gate = SHUT;
     pthread_mutex_unlock(&gate);
@@ -451,8 +454,8 @@ static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
 static void end_giving(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
 {
     vmem__kv_hook = NULL;
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -462,14 +465,14 @@ static void test_a_giver_keeps_what_it_promises(void)
     vmem_kv_pool *pool = make_pool(600);
     vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
     const uint32_t t = begin_to_give(pool, a, b);
-    OK(vmem_kv_grow(a, t, 1920, NULL)); // 120 pages
+    OK(vmem_kv_grow(a, t, 1920)); // 120 pages
     pthread_mutex_lock(&gate);
     at_gate = OPEN;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&gate);
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
     CHECK(row_of(pool, "a").has >= 120 * test_page);
-    OK(vmem_kv_commit(a, NULL));
+    OK(vmem_kv_commit(a));
     CHECK_EQ(stats(a).needed_pages, 120);
     end_giving(pool, a, b);
 }
@@ -533,13 +536,13 @@ static void *serve(void *arg)
             n++;
         }
         const struct vmem_kv_request waiting[2] = {{.tokens = 1 + (uint32_t)(rnd(&s->seed) % ROWS)}, {.tokens = ROWS}};
-        const int fits = vmem_kv_fit(s->kv, waiting, rnd(&s->seed) % 3, NULL, NULL);
+        const int fits = vmem_kv_fit(s->kv, waiting, rnd(&s->seed) % 3, NULL);
         CHECK(!fits || fits == -ENOMEM);
-        int rc = vmem_kv_step(s->kv, lengths, SLOTS, NULL);
+        int rc = vmem_kv_step(s->kv, lengths, SLOTS, 0);
         for (int tries = 0; rc == -ENOMEM && tries < 20; tries++) {
             uint32_t answer;
             OK(vmem_kv_pool_wait(s->kv, 20, &answer));
-            rc = vmem_kv_step(s->kv, lengths, SLOTS, NULL);
+            rc = vmem_kv_step(s->kv, lengths, SLOTS, 0);
         }
         CHECK(!rc || rc == -ENOMEM);
         for (uint32_t k = 0; k < n; k++) {
@@ -550,7 +553,7 @@ static void *serve(void *arg)
         for (uint32_t k = 0; k < n; k++) {
             if (!rc)
                 CHECK_EQ(get_word(ctx, first_word(s->kv, slots[k])), s->seed + k);
-            OK(vmem_kv_free(s->kv, slots[k]));
+            OK(vmem_kv_free(s->kv, slots[k], 0));
         }
     }
     return NULL;
@@ -576,11 +579,11 @@ static void *meddle(void *arg)
         CHECK(i.members >= 2 && i.free <= i.budget);
         struct vmem_kv_pool_member row = {.size = sizeof row};
         for (uint32_t k = 0; k < VMEM_KV_POOL_MEMBERS; k++)
-            if (!vmem_kv_pool_get_member(m->pool, k, &row))
+            if (!k_member(m->pool, k, &row))
                 CHECK(row.has <= i.budget);
         vmem_kv *guest = make(ctx, VMEM_KV_OVERLAP, 0);
         join(m->pool, guest, 1, 0, "guest");
-        vmem_kv_destroy(guest);
+        vmem_kv_destroy(guest, 0);
     }
     return NULL;
 }
@@ -605,7 +608,7 @@ static void test_threads(uint32_t flags)
     over = true;
     pthread_join(threads[2], NULL);
     for (int i = 0; i < 2; i++)
-        vmem_kv_destroy(servers[i].kv);
+        vmem_kv_destroy(servers[i].kv, 0);
     vmem__kv_hook = NULL;
     CHECK_EQ(info(pool).free, info(pool).budget);
     vmem_kv_pool_destroy(pool);

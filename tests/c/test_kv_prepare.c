@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 #include "pool/pool.h"
 
@@ -86,7 +86,7 @@ static vmem_kv *giver, *getter;
 static void begin(void)
 {
     struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = 4 * UNIT};
-    struct vmem_kv_share share = {.size = sizeof share, .max = 3 * UNIT, .name = "giver"};
+    struct vmem_kv_pool_share share = {.size = sizeof share, .max = 3 * UNIT, .name = "giver"};
     OK(vmem_kv_pool_create(&cfg, &pool));
     giver = make(ctx);
     getter = make(device);
@@ -105,15 +105,15 @@ static void begin(void)
 static void end(void)
 {
     allow(1000, false);
-    vmem_kv_destroy(giver);
-    vmem_kv_destroy(getter);
+    vmem_kv_destroy(giver, 0);
+    vmem_kv_destroy(getter, 0);
     vmem_kv_pool_destroy(pool);
 }
 
 static uint32_t alloc(vmem_kv *kv)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     return slot;
 }
 
@@ -121,7 +121,7 @@ static int step(vmem_kv *kv, uint32_t slot, uint32_t length)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = (int32_t)length;
-    return vmem_kv_step(kv, lengths, SLOTS, NULL);
+    return vmem_kv_step(kv, lengths, SLOTS, 0);
 }
 
 // The giver's requests, of a unit each. The first `ended` have ended, and their pages are kept.
@@ -130,7 +130,7 @@ static void load_giver(int requests, int ended)
     for (int i = 0; i < requests; i++)
         OK(step(giver, alloc(giver), tokens));
     for (int i = 0; i < ended; i++)
-        OK(vmem_kv_free(giver, (uint32_t)i));
+        OK(vmem_kv_free(giver, (uint32_t)i, 0));
 }
 
 // How many of four requests of a unit fit.
@@ -141,7 +141,7 @@ static size_t fit(void)
                                                {.tokens = tokens},
                                                {.tokens = tokens}};
     size_t n;
-    int rc = vmem_kv_fit(getter, waiting, 4, &n, NULL);
+    int rc = vmem_kv_fit(getter, waiting, 4, &n);
     CHECK(rc == (n < 4 ? -ENOMEM : 0));
     return n;
 }
@@ -183,7 +183,7 @@ static void test_a_step_does_not_wait_for_memory(void)
     allow(2, false); // for the free budget, and one portion of what the giver gives
     wait_at_gate();
     struct vmem_kv_pool_member row = {.size = sizeof row};
-    OK(vmem_kv_pool_get_member(pool, 1, &row));
+    OK(k_member(pool, 1, &row));
     CHECK(row.has >= 3 * UNIT);
     // There is memory for two requests. That is what can be had, as long as the thread waits.
     uint32_t room;
@@ -199,7 +199,7 @@ static void test_a_step_does_not_wait_for_memory(void)
     struct vmem_kv_shortage s = {.size = sizeof s};
     OK(vmem_kv_last_shortage(&s));
     CHECK_EQ(s.coming_pages, UNIT / test_page);
-    OK(vmem_kv_pool_get_member(pool, 1, &row));
+    OK(k_member(pool, 1, &row));
     CHECK_EQ(row.needs, 4 * UNIT - row.has); // what is on its way is not asked for again
     CHECK_EQ(fit(), 0);
     CHECK_EQ(budget(), 2 * UNIT);
@@ -261,12 +261,12 @@ static void test_leaving_before_the_memory_comes(void)
     OK(vmem_kv_pool_ask(getter, 0));
     CHECK_EQ(answer(), VMEM_KV_APPLIED);
     allow(1000, false);
-    vmem_kv_destroy(getter);
+    vmem_kv_destroy(getter, 0);
     struct vmem_kv_pool_info info = {.size = sizeof info};
     OK(vmem_kv_pool_query(pool, &info));
     CHECK_EQ(info.members, 1);
     struct vmem_kv_pool_member row = {.size = sizeof row};
-    OK(vmem_kv_pool_get_member(pool, 0, &row));
+    OK(k_member(pool, 0, &row));
     CHECK(info.free + row.has >= 4 * UNIT);
     load_giver(3, 0);
     getter = make(device);
@@ -289,7 +289,7 @@ static void test_fit_is_exact(void)
             }
         }
         for (int i = 0; i < 3; i++)
-            OK(vmem_kv_free(giver, given[i]));
+            OK(vmem_kv_free(giver, given[i], 0));
         OK(vmem_kv_pool_ask(giver, 0));
         struct vmem_kv_request waiting[4];
         for (int i = 0; i < 4; i++)
@@ -297,14 +297,14 @@ static void test_fit_is_exact(void)
         while (n < 4) {
             size_t fits;
             usleep(100);
-            vmem_kv_fit(getter, waiting + n, 4 - n, &fits, NULL);
+            vmem_kv_fit(getter, waiting + n, 4 - n, &fits);
             for (; fits; fits--, n++) {
                 slots[n] = alloc(getter);
                 OK(step(getter, slots[n], waiting[n].tokens));
             }
         }
         while (n)
-            OK(vmem_kv_free(getter, slots[--n]));
+            OK(vmem_kv_free(getter, slots[--n], 0));
         OK(vmem_kv_pool_ask(getter, 0));
     }
     end();

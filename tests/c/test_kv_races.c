@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
 
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 
 static vmem_context *ctx;
@@ -51,7 +51,7 @@ static void at(enum vmem__kv_point point)
 static void step(int32_t a, int32_t b)
 {
     int32_t lengths[3] = {a, b, 0};
-    OK(vmem_kv_step(kv, lengths, 3, NULL)); // and the books are recounted
+    OK(vmem_kv_step(kv, lengths, 3, 0)); // and the books are recounted
 }
 
 // Slot 0, of 225 tokens and a window of 64, has pages [0, 4) to give up, and the thread has begun to. A prefix holds the
@@ -70,14 +70,14 @@ static uint64_t cutting_with(uint32_t flags, bool shared)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a, b;
     uint64_t prefix;
-    OK(vmem_kv_alloc(kv, 0, &a));
-    OK(vmem_kv_alloc(kv, 0, &b));
+    OK(k_alloc(kv, 0, &a));
+    OK(k_alloc(kv, 0, &b));
     step(223, 40);
     OK(vmem_kv_wait(kv));
     if (shared) {
         OK(vmem_kv_prefix_save(kv, 1, 40, &prefix));
-        OK(vmem_kv_alloc(kv, 0, &b));
-        OK(vmem_kv_prefix_attach(kv, prefix, b, 40, NULL));
+        OK(k_alloc(kv, 0, &b));
+        OK(vmem_kv_prefix_attach(kv, prefix, b, 40, 0));
         OK(vmem_kv_prefix_drop(kv, prefix));
     }
     set(ASKED);
@@ -103,10 +103,10 @@ static void end_cut(void)
 static void end(uint64_t prefix)
 {
     end_cut();
-    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_free(kv, 0, 0));
     OK(vmem_kv_prefix_drop(kv, prefix));
-    OK(vmem_kv_free(kv, 1));
-    vmem_kv_destroy(kv);
+    OK(vmem_kv_free(kv, 1, 0));
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -146,7 +146,7 @@ static void test_the_thread_begins_nothing_while_a_call_waits(void)
     for (int32_t n = 150; n < 153; n++)
         step(0, n); // pages [0, 2) of slot 1 are due, too
     greedy = true;
-    OK(vmem_kv_truncate(kv, 1, 120)); // which needs page 1
+    OK(vmem_kv_truncate(kv, 1, 120, 0, 0)); // which needs page 1
     greedy = false;
     CHECK(waited);
     end(prefix);
@@ -159,16 +159,16 @@ static void test_a_request_ends_beside_a_cut(bool shared)
     uint64_t prefix = cutting_with(VMEM_KV_DEFER, shared), other;
     if (!shared)
         OK(vmem_kv_prefix_save(kv, 1, 60, &other));
-    OK(vmem_kv_free(kv, 1));
+    OK(vmem_kv_free(kv, 1, 0));
     CHECK_EQ(waited != 0, shared);
     end_cut();
     if (shared)
-        OK(vmem_kv_free(kv, 2));
+        OK(vmem_kv_free(kv, 2, 0));
     else
         OK(vmem_kv_prefix_drop(kv, other));
-    OK(vmem_kv_free(kv, 0));
+    OK(vmem_kv_free(kv, 0, 0));
     OK(vmem_kv_prefix_drop(kv, prefix));
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -186,7 +186,7 @@ static void test_a_cut_fails(void)
                                  .budget = 60 * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a;
-    OK(vmem_kv_alloc(kv, 0, &a));
+    OK(k_alloc(kv, 0, &a));
     step(223, 0);
     pthread_mutex_lock(&kv->gate.state);
     struct kv_cut cut = {0};
@@ -202,8 +202,8 @@ static void test_a_cut_fails(void)
     free(cut.ops);
     free(cut.pages);
     step(226, 0);
-    OK(vmem_kv_free(kv, 0));
-    vmem_kv_destroy(kv);
+    OK(vmem_kv_free(kv, 0, 0));
+    vmem_kv_destroy(kv, 0);
 }
 
 // The books while the thread unmaps what a freed request had shared: they do not count the cut before that, which took
@@ -224,23 +224,23 @@ static void test_stale_mappings_are_no_cut(void)
     const uint64_t bytes = 7 * test_page;
     void *host = malloc(bytes);
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    OK(vmem_kv_alloc(kv, 0, &a));
+    OK(k_alloc(kv, 0, &a));
     step(224, 0);
     OK(vmem_kv_prefix_save(kv, a, 224, &prefix));
     OK(vmem_kv_last_step(kv, &last));
-    OK(vmem_kv_swap_out_after(kv, a, host, bytes, last));
+    OK(vmem_kv_swap_out(kv, a, host, bytes, last));
     OK(vmem_kv_retire(kv, last));
     OK(vmem_kv_wait(kv));
     CHECK_EQ(slot(a).state, VMEM_KV_SWAPPED);
-    OK(vmem_kv_alloc(kv, 224, &b));
-    OK(vmem_kv_prefix_attach(kv, prefix, b, 224, NULL));
+    OK(k_alloc(kv, 224, &b));
+    OK(vmem_kv_prefix_attach(kv, prefix, b, 224, 0));
     OK(vmem_kv_wait(kv));
     set(ASKED);
-    OK(vmem_kv_free(kv, b));
+    OK(vmem_kv_free(kv, b, 0));
     stopped();
     CHECK_EQ(slot(a).pages, 0);
     end_cut();
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     free(host);
     CHECK_EQ(test_stats(ctx).created, 0);
 }

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 #include "pool/pool.h"
 
@@ -32,7 +32,7 @@ static vmem_kv_pool *join(vmem_kv **kv)
                                        .page_size = test_page,
                                        .budget = test_page};
     const struct vmem_kv_pool_config pool_cfg = {.size = sizeof pool_cfg, .budget = PAGES * test_page, .path = path};
-    const struct vmem_kv_share share = {.size = sizeof share, .name = "a"};
+    const struct vmem_kv_pool_share share = {.size = sizeof share, .name = "a"};
     vmem_kv_pool *pool;
     OK(vmem_kv_pool_create(&pool_cfg, &pool));
     CHECK((file = open(path, O_RDWR | O_CLOEXEC)) >= 0); // the last pool removed its own
@@ -91,9 +91,9 @@ static void test_an_old_look_refuses_no_question(void)
     for (int i = 0; i < 100; i++) {
         uint32_t slot;
         int32_t lengths[2] = {0};
-        OK(vmem_kv_alloc(kv, 0, &slot));
+        OK(k_alloc(kv, 0, &slot));
         lengths[slot] = ROWS;
-        while (vmem_kv_step(kv, lengths, 2, NULL)) // the thread may be at the file
+        while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
             usleep(100);
         while (could_give(kv)) {
             pool_ring(pool);
@@ -102,7 +102,7 @@ static void test_an_old_look_refuses_no_question(void)
         lock(F_WRLCK, 0);
         pool_ring(pool);
         usleep(1000); // enough on most machines for the thread to be at the file's lock; too little hides a fault
-        OK(vmem_kv_free(kv, slot));
+        OK(vmem_kv_free(kv, slot, 0));
         const uint64_t question = ask(PAGES);
         struct pool_row row;
         lock(F_UNLCK, 0);
@@ -120,7 +120,7 @@ static void test_an_old_look_refuses_no_question(void)
         lock(F_UNLCK, 0);
     }
     lock(F_UNLCK, 1 + OTHER);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_kv_pool_destroy(pool);
     close(file);
 }
@@ -133,17 +133,17 @@ static void test_changes_are_published(void)
     for (int i = 0; i < 10; i++) {
         uint32_t slot;
         int32_t lengths[2] = {0};
-        OK(vmem_kv_alloc(kv, 0, &slot));
+        OK(k_alloc(kv, 0, &slot));
         lengths[slot] = ROWS;
-        while (vmem_kv_step(kv, lengths, 2, NULL))
+        while (vmem_kv_step(kv, lengths, 2, 0))
             usleep(100);
         while (could_give(kv) || table().rows[0].could_give)
             usleep(100);
-        OK(vmem_kv_free(kv, slot));
+        OK(vmem_kv_free(kv, slot, 0));
         while (table().rows[0].could_give < PAGES * test_page)
             usleep(100);
     }
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_kv_pool_destroy(pool);
     close(file);
 }
@@ -154,7 +154,7 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
     vmem_kv *kv;
     vmem_kv_pool *pool = join(&kv);
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
     for (int others = 1; others >= 0; others--) {
         uint64_t spare = 0;
         lock(F_WRLCK, 1 + OTHER); // it lives
@@ -164,7 +164,7 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
         for (int rows = others ? 32 : 33 * 32; rows <= (others ? 32 * 32 : 48 * 32); rows += 32) {
             int32_t lengths[2] = {0};
             lengths[slot] = rows;
-            while (vmem_kv_step(kv, lengths, 2, NULL)) // the thread may be at the file
+            while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
                 usleep(100);
             struct vmem_kv_stats stats = {.size = sizeof stats};
             OK(vmem_kv_get_stats(kv, &stats));
@@ -173,7 +173,7 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
         CHECK(others ? spare <= 2 : spare > 10); // what the cache asks for is a little more than it needs
         lock(F_UNLCK, 1 + OTHER);
     }
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_kv_pool_destroy(pool);
     close(file);
 }
@@ -188,14 +188,14 @@ static void test_a_forked_child_ends_its_pool(void)
     const pid_t child = fork();
     if (!child) {
         alarm(120);
-        vmem_kv_destroy(kv);
+        vmem_kv_destroy(kv, 0);
         vmem_kv_pool_destroy(pool);
         _exit(0);
     }
     pthread_mutex_unlock(&pool->lock);
     CHECK(waitpid(child, &status, 0) == child);
     CHECK_EQ(status, 0);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_kv_pool_destroy(pool);
 }
 

@@ -2,8 +2,7 @@
 // trace.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 4
 
@@ -30,13 +29,13 @@ static int step(uint32_t slot, int32_t tokens)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = tokens;
-    return vmem_kv_step(kv, lengths, SLOTS, NULL);
+    return vmem_kv_step(kv, lengths, SLOTS, 0);
 }
 
 static uint32_t start(int32_t tokens)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, (uint32_t)tokens, &slot));
+    OK(k_alloc(kv, (uint32_t)tokens, &slot));
     OK(step(slot, tokens));
     return slot;
 }
@@ -45,8 +44,8 @@ static uint32_t start_with(uint64_t prefix, uint32_t shared, uint32_t tokens)
 {
     struct vmem_kv_alloc_options o = {.size = sizeof o, .tokens = tokens, .prefix_tokens = shared};
     uint32_t slot;
-    OK(vmem_kv_alloc_with(kv, &o, &slot));
-    OK(vmem_kv_prefix_attach(kv, prefix, slot, shared, NULL));
+    OK(vmem_kv_alloc(kv, &o, &slot));
+    OK(vmem_kv_prefix_attach(kv, prefix, slot, shared, 0));
     OK(step(slot, (int32_t)tokens));
     return slot;
 }
@@ -60,7 +59,7 @@ static struct vmem_kv_stats stats(void)
 
 static void done(void)
 {
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }
@@ -75,7 +74,7 @@ static void test_a_request_with_a_prefix_leaves_its_own_pages(void)
     uint32_t slot = start_with(prefix, 64, 200);
     CHECK_EQ(stats().held_pages, 2 * (3 + 5));
     uint64_t syscalls = test_stats(ctx).syscalls, held = stats().held_pages;
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     CHECK_EQ(test_stats(ctx).syscalls, syscalls);
     CHECK_EQ(stats().held_pages, held);
     CHECK_EQ(stats().kept_pages, 2 * 5);
@@ -86,16 +85,16 @@ static void test_a_request_with_a_prefix_leaves_its_own_pages(void)
     CHECK_EQ(stats().held_pages, held);
 
     // One without a prefix fills the place of what was shared; one too short for what is kept does without it.
-    OK(vmem_kv_free(kv, slot));
-    OK(vmem_kv_free(kv, first));
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(vmem_kv_free(kv, first, 0));
     uint32_t others[2] = {start(50), start(50)};
     CHECK_EQ(start(200), slot);
     CHECK_EQ(stats().step_mapped_pages, mapped + 2 * (2 * 2) + 2 * 2);
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     slot = start_with(prefix, 64, 300);
-    OK(vmem_kv_free(kv, slot));
-    OK(vmem_kv_free(kv, others[0]));
-    OK(vmem_kv_free(kv, others[1]));
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(vmem_kv_free(kv, others[0], 0));
+    OK(vmem_kv_free(kv, others[1], 0));
     for (int i = 0; i < SLOTS; i++)
         start(20);
     OK(vmem_kv_prefix_drop(kv, prefix));
@@ -109,8 +108,8 @@ static void test_the_last_row_can_be_dropped_first(void)
     uint32_t first = start(70), slot;
     OK(vmem_kv_prefix_save(kv, first, 64, &prefix));
     slot = start_with(prefix, 64, 64);
-    OK(vmem_kv_free(kv, slot));
-    OK(vmem_kv_free(kv, first));
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(vmem_kv_free(kv, first, 0));
     OK(vmem_kv_prefix_drop(kv, prefix));
     OK(vmem_kv_wait(kv));
     CHECK_EQ(stats().shared_pages, 0);
@@ -126,7 +125,7 @@ static void test_only_pages_of_several_holders_are_shared(void)
     OK(vmem_kv_prefix_save(kv, slot, 64, &prefix));
     CHECK_EQ(stats().shared_pages, 2 * 2);
     CHECK_EQ(stats().prefix_pages, 0);
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     CHECK_EQ(stats().shared_pages, 0);
     CHECK_EQ(stats().prefix_pages, 2 * 2);
     OK(vmem_kv_prefix_drop(kv, prefix));
@@ -146,10 +145,10 @@ static void test_a_dropped_prefix_leaves_no_trace(void)
     uint32_t room, other;
     OK(vmem_kv_room(kv, -1, &room));
     CHECK_EQ(room, 9 * 32); // of 12 pages, the window needs 3
-    OK(vmem_kv_alloc(kv, 0, &other));
+    OK(k_alloc(kv, 0, &other));
     OK(step(other, (int32_t)room));
-    OK(vmem_kv_free(kv, other));
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, other, 0));
+    OK(vmem_kv_free(kv, slot, 0));
     slot = start(300);
     OK(vmem_kv_prefix_save(kv, slot, 300, &prefix));
     ERR(step(slot, 299), EINVAL, "shared");
@@ -169,11 +168,11 @@ static void test_a_step_to_the_same_length(void)
     OK(vmem_kv_prefix_save(kv, slot, 224, &prefix));
     uint32_t other = start_with(prefix, 224, 224);
     OK(step(other, 225));
-    OK(vmem_kv_truncate(kv, slot, 224));
-    OK(vmem_kv_swap_size(kv, slot, &bytes));
+    OK(vmem_kv_truncate(kv, slot, 224, 0, 0));
+    OK(k_swap_bytes(kv, slot, &bytes));
     void *host = malloc(bytes);
-    OK(vmem_kv_swap_out(kv, slot, host, bytes));
-    OK(vmem_kv_swap_in(kv, slot, host, bytes, NULL));
+    OK(vmem_kv_swap_out(kv, slot, host, bytes, 0));
+    OK(vmem_kv_swap_in(kv, slot, host, bytes, 0));
     OK(step(slot, 224));
     free(host);
     done();
@@ -183,8 +182,8 @@ static void test_everything_can_be_reclaimed(void)
 {
     uint64_t freed;
     make(VMEM_KV_DEFER, 0, 100);
-    OK(vmem_kv_free(kv, start(320)));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, &freed));
+    OK(vmem_kv_free(kv, start(320), 0));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
     CHECK_EQ(freed, 2 * 10 * test_page);
     done();
 }

@@ -4,8 +4,7 @@
 // VMEM_TEST_STEPS: how many steps (100000).
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 24
 #define TOKENS 600
@@ -39,7 +38,7 @@ static void look(uint32_t s)
 
 static void end(uint32_t s)
 {
-    OK(vmem_kv_free(kv, s));
+    OK(vmem_kv_free(kv, s, 0));
     lengths[s] = 0;
     goal[s] = 0;
     free(host[s]);
@@ -59,9 +58,9 @@ static bool preempt(void) // whoever came last
         end(last);
         return true;
     }
-    OK(vmem_kv_swap_size(kv, last, &host_bytes[last]));
+    OK(k_swap_bytes(kv, last, &host_bytes[last]));
     host[last] = malloc(host_bytes[last]);
-    OK(vmem_kv_swap_out(kv, last, host[last], host_bytes[last]));
+    OK(vmem_kv_swap_out(kv, last, host[last], host_bytes[last], 0));
     goal[last] = (uint32_t)lengths[last] << 16 | goal[last]; // its length is kept here meanwhile
     lengths[last] = 0;
     return true;
@@ -70,7 +69,7 @@ static bool preempt(void) // whoever came last
 static void come_back(void)
 {
     for (uint32_t s = 0; s < SLOTS; s++)
-        if (host[s] && !vmem_kv_swap_in(kv, s, host[s], host_bytes[s], NULL)) {
+        if (host[s] && !vmem_kv_swap_in(kv, s, host[s], host_bytes[s], 0)) {
             lengths[s] = (int32_t)(goal[s] >> 16);
             goal[s] &= 0xffff;
             free(host[s]);
@@ -85,10 +84,10 @@ static void admit(void)
     uint32_t slot, prompt = 1 + (uint32_t)(rnd(&seed) % (TOKENS / 2)), room;
     int32_t prefill[SLOTS] = {0};
     OK(vmem_kv_room(kv, -1, &room));
-    if (room < prompt || vmem_kv_alloc(kv, prompt, &slot))
+    if (room < prompt || k_alloc(kv, prompt, &slot))
         return;
     prefill[slot] = (int32_t)prompt;
-    OK(vmem_kv_step(kv, prefill, SLOTS, NULL));
+    OK(vmem_kv_step(kv, prefill, SLOTS, 0));
     lengths[slot] = (int32_t)prompt;
     goal[slot] = prompt + 1 + (uint32_t)(rnd(&seed) % (TOKENS - prompt));
     order[slot] = ++clock_;
@@ -127,7 +126,7 @@ int main(int argc, char **argv)
         }
         if (i % 20000 == 10000)
             OK(vmem_kv_set_budget(kv, i % 40000 == 10000 ? budget / 2 : budget));
-        if (vmem_kv_step(kv, next, SLOTS, NULL)) {
+        if (vmem_kv_step(kv, next, SLOTS, 0)) {
             failed++;
             CHECK(preempt());
             continue;
@@ -145,7 +144,7 @@ int main(int argc, char **argv)
         if (lengths[s] || host[s])
             end(s);
     OK(vmem_kv_wait(kv));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
     OK(vmem_kv_get_stats(kv, &st));
     printf("%" PRIu64 " steps, %" PRIu64 " without memory, %" PRIu64 " requests, %" PRIu64 " pages mapped in steps, "
            "%" PRIu64 " in the background, %" PRIu64 " reclaimed\n",
@@ -154,7 +153,7 @@ int main(int argc, char **argv)
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.worker_errors, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_context_destroy(ctx);
     return 0;
 }

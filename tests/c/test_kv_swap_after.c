@@ -1,8 +1,7 @@
 // Swapping out and destroying behind a fence.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 3
 #define TOKENS 1000
@@ -40,7 +39,7 @@ static int step(int32_t a, int32_t b, uint64_t *missing)
     int32_t lengths[SLOTS] = {0};
     lengths[slots[0]] = a;
     lengths[slots[1]] = b;
-    return vmem_kv_step(kv, lengths, SLOTS, missing);
+    return k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), missing);
 }
 
 static uint64_t last(void)
@@ -64,12 +63,12 @@ static void begin(uint32_t flags, uint32_t tokens, uint64_t budget_rows)
                                        .budget = 2 * budget_rows * row_bytes,
                                        .steps_in_flight = 2};
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    OK(vmem_kv_alloc(kv, 0, &slots[0]));
-    OK(vmem_kv_alloc(kv, 0, &slots[1]));
+    OK(k_alloc(kv, 0, &slots[0]));
+    OK(k_alloc(kv, 0, &slots[1]));
     OK(step((int32_t)tokens, 1, NULL));
     for (uint32_t r = 0; r < tokens; r++)
         put_word(ctx, row(slots[0], r), r + 1);
-    OK(vmem_kv_swap_size(kv, slots[0], &bytes));
+    OK(k_swap_bytes(kv, slots[0], &bytes));
     CHECK_EQ(bytes, 2 * tokens * row_bytes);
     host = calloc(1, bytes);
 }
@@ -77,7 +76,7 @@ static void begin(uint32_t flags, uint32_t tokens, uint64_t budget_rows)
 static void end(void)
 {
     OK(vmem_kv_retire(kv, last()));
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     free(host);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
@@ -93,7 +92,7 @@ static void test_rows_go_after_the_kernels(uint32_t flags)
 {
     const uint32_t tokens = 800;
     begin(flags, tokens, 1024);
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes, last()));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, last()));
     OK(vmem_kv_wait(kv));
     CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPING);
     CHECK_EQ(stats().swapped_slots, 1);
@@ -108,7 +107,7 @@ static void test_rows_go_after_the_kernels(uint32_t flags)
         CHECK_EQ(*(uint64_t *)(host + r * row_bytes), r + 1);
     CHECK_EQ(*(uint64_t *)(host + (tokens - 1) * row_bytes), 4711);
     CHECK_EQ(page_at(ctx, row(slots[0], 0)), 0);
-    OK(vmem_kv_swap_in(kv, slots[0], host, bytes, NULL));
+    OK(vmem_kv_swap_in(kv, slots[0], host, bytes, 0));
     look(tokens - 1);
     CHECK_EQ(get_word(ctx, row(slots[0], tokens - 1)), 4711);
     end();
@@ -119,7 +118,7 @@ static void test_steps_retire(void)
 {
     begin(VMEM_KV_DEFAULT, 10, 64);
     OK(step(10, 2, NULL)); // 2
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes, 2));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, 2));
     OK(step(0, 3, NULL)); // 3
     OK(step(0, 4, NULL)); // 4: kernels of 2 and 3 may run
     OK(vmem_kv_wait(kv));
@@ -135,13 +134,13 @@ static void test_before_the_copy(void)
 {
     uint64_t missing;
     begin(VMEM_KV_DEFAULT, 100, 256);
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes, last()));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, last()));
     ERR(step(101, 0, NULL), EINVAL, "but the slot is being swapped out");
-    ERR(vmem_kv_truncate(kv, slots[0], 5), EINVAL, "is being swapped out");
-    ERR(vmem_kv_swap_out_after(kv, slots[0], host, bytes, last()), EINVAL, "is being swapped out");
-    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes), EINVAL, "is being swapped out");
-    OK(vmem_kv_swap_check(kv, slots[0], &missing));
-    OK(vmem_kv_swap_in(kv, slots[0], host, bytes, &missing));
+    ERR(vmem_kv_truncate(kv, slots[0], 5, 0, 0), EINVAL, "is being swapped out");
+    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, last()), EINVAL, "is being swapped out");
+    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, 0), EINVAL, "is being swapped out");
+    OK(k_missing(vmem_kv_swap_in(kv, slots[0], NULL, 0, VMEM_KV_DRY), &missing));
+    OK(k_missing(vmem_kv_swap_in(kv, slots[0], host, bytes, 0), &missing));
     CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
     OK(vmem_kv_retire(kv, last()));
     OK(vmem_kv_wait(kv));
@@ -149,8 +148,8 @@ static void test_before_the_copy(void)
     look(100);
     OK(step(101, 0, NULL));
 
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes + 2 * row_bytes, last()));
-    OK(vmem_kv_free_after(kv, slots[0], 0)); // the fence of the swap counts, too
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes + 2 * row_bytes, last()));
+    OK(vmem_kv_free(kv, slots[0], 1)); // the fence of the swap counts, too
     CHECK_EQ(state(slots[0]), VMEM_KV_ENDING);
     OK(vmem_kv_retire(kv, last()));
     CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
@@ -166,7 +165,7 @@ static void test_a_step_gets_the_memory(void)
     struct vmem_kv_shortage why = {.size = sizeof why};
     uint64_t missing;
     begin(VMEM_KV_DEFER, 200, 256);
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes, last()));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, last()));
     CHECK_EQ(step(0, 250, &missing), -ENOMEM);
     OK(vmem_kv_last_shortage(&why));
     CHECK_EQ(why.ending_pages, stats().held_pages - 2);
@@ -174,7 +173,7 @@ static void test_a_step_gets_the_memory(void)
     OK(step(0, 250, &missing));
     end();
     begin(VMEM_KV_DEFAULT, 200, 256);
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes, last()));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, last()));
     OK(vmem_kv_retire(kv, last()));
     OK(step(0, 250, &missing)); // copied by now, or by this call
     CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
@@ -190,7 +189,7 @@ static void test_a_copy_that_fails(uint32_t flags)
     uint64_t addr, missing;
     begin(flags, 200, 256);
     OK(vMemReserve(ctx, length, 0, &addr)); // in which nothing is mapped
-    OK(vmem_kv_swap_out_after(kv, slots[0], (void *)(uintptr_t)addr, bytes, last()));
+    OK(vmem_kv_swap_out(kv, slots[0], (void *)(uintptr_t)addr, bytes, last()));
     if (flags & VMEM_KV_OVERLAP)
         OK(vmem_kv_retire(kv, last()));
     else
@@ -205,7 +204,7 @@ static void test_a_copy_that_fails(uint32_t flags)
     OK(step(0, 2, NULL));
     OK(vmem_kv_wait(kv));
     CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
-    OK(vmem_kv_swap_in(kv, slots[0], (void *)(uintptr_t)addr, bytes, NULL));
+    OK(vmem_kv_swap_in(kv, slots[0], (void *)(uintptr_t)addr, bytes, 0));
     look(200);
     OK(vmem_unreserve(ctx, addr));
     end();
@@ -214,20 +213,19 @@ static void test_a_copy_that_fails(uint32_t flags)
 static void test_misuse(void)
 {
     begin(VMEM_KV_DEFAULT, 10, 64);
-    ERR(vmem_kv_swap_out_after(kv, slots[0], host, bytes, last() + 1), EINVAL,
-        "step 2 was not made yet; the last is 1");
-    ERR(vmem_kv_swap_out_after(kv, slots[0], host, bytes - 1, 1), EINVAL, "needs");
-    ERR(vmem_kv_swap_out_after(kv, slots[0], NULL, bytes, 1), EINVAL, "host must not be NULL");
-    ERR(vmem_kv_swap_out_after(kv, SLOTS, host, bytes, 1), EINVAL, "slot 3");
+    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, last() + 1), EINVAL, "step 2 was not made yet; the last is 1");
+    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes - 1, 1), EINVAL, "needs");
+    ERR(vmem_kv_swap_out(kv, slots[0], NULL, bytes, 1), EINVAL, "host must not be NULL");
+    ERR(vmem_kv_swap_out(kv, SLOTS, host, bytes, 1), EINVAL, "slot 3");
     CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
     OK(step(0, 2, NULL));
     OK(step(0, 3, NULL));
-    OK(vmem_kv_free_after(kv, slots[0], 1)); // the next step ends it
-    ERR(vmem_kv_swap_out_after(kv, slots[0], host, bytes, 1), EINVAL, "is being given up");
+    OK(vmem_kv_free(kv, slots[0], 1)); // the next step ends it
+    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, 1), EINVAL, "is being given up");
     ERR(step(11, 0, NULL), EINVAL, "is being given up");
     ERR(step(0, -1, NULL), EINVAL, "lengths");
     CHECK_EQ(state(slots[0]), VMEM_KV_ENDING); // what is no step ends nothing
-    ERR(vmem_kv_commit(kv, NULL), EINVAL, "no growth is staged");
+    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
     end();
 }
 
@@ -235,13 +233,13 @@ static void test_destroy_after(void)
 {
     struct vmem_kv_stats st = {.size = sizeof st};
     begin(VMEM_KV_DEFAULT, 200, 256);
-    ERR(vmem_kv_destroy_after(kv, last() + 1), EINVAL, "was not made yet");
+    ERR(vmem_kv_destroy(kv, last() + 1), EINVAL, "was not made yet");
     OK(step(201, 0, NULL));
-    OK(vmem_kv_swap_out_after(kv, slots[0], host, bytes + 2 * row_bytes, 1));
-    OK(vmem_kv_destroy_after(kv, 2));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes + 2 * row_bytes, 1));
+    OK(vmem_kv_destroy(kv, 2));
     ERR(step(0, 2, NULL), EINVAL, "is being closed");
     ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
-    ERR(vmem_kv_destroy_after(kv, 2), EINVAL, "is being closed");
+    ERR(vmem_kv_destroy(kv, 2), EINVAL, "is being closed");
     ERR(vmem_kv_retire(kv, 3), EINVAL, "was not made yet");
     OK(vmem_kv_retire(kv, 1));
     CHECK(test_stats(ctx).created > 0);
@@ -252,7 +250,7 @@ static void test_destroy_after(void)
 
     begin(VMEM_KV_DEFAULT, 200, 256);
     OK(vmem_kv_retire(kv, 1));
-    OK(vmem_kv_destroy_after(kv, 1)); // nobody is running: now
+    OK(vmem_kv_destroy(kv, 1)); // nobody is running: now
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
     ERR(step(0, 2, NULL), EINVAL, "is being closed"); // the handle is there until vmem_kv_retire
@@ -260,8 +258,8 @@ static void test_destroy_after(void)
     free(host);
 
     begin(VMEM_KV_DEFAULT, 200, 256);
-    OK(vmem_kv_destroy_after(kv, 1));
-    vmem_kv_destroy(kv); // all is quiet
+    OK(vmem_kv_destroy(kv, 1));
+    vmem_kv_destroy(kv, 0); // all is quiet
     CHECK_EQ(test_stats(ctx).created, 0);
     free(host);
 }

@@ -4,8 +4,7 @@
 // SPDX-License-Identifier: MIT
 #include "checked.h"
 #include "core/core.h"
-#include "harness.h"
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define SLOTS 4
 #define PAGES 40 // of a slot in one tensor
@@ -52,21 +51,21 @@ static uint64_t at(uint32_t t, uint32_t slot, uint32_t page)
 static uint32_t request(uint32_t tokens)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, tokens, &slot));
+    OK(k_alloc(kv, tokens, &slot));
     lengths[slot] = (int32_t)tokens;
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     return slot;
 }
 
 static void done(uint32_t slot)
 {
-    OK(vmem_kv_free(kv, slot));
+    OK(vmem_kv_free(kv, slot, 0));
     lengths[slot] = 0;
 }
 
 static void end(void)
 {
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     OK(vmem_trim(ctx, NULL));
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(ctx->arena_bytes, 0);
@@ -92,7 +91,7 @@ static void few_calls(void)
             put_word(ctx, at(t, slot, p), 100 * t + p);
     // Growth of one page is one page, in front of which nothing changes.
     lengths[slot]++;
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     for (uint32_t t = 0; t < TENSORS; t++)
         for (uint32_t p = 0; p < 32; p++)
             CHECK_EQ(get_word(ctx, at(t, slot, p)), 100 * t + p);
@@ -117,21 +116,21 @@ static void parts(void)
     uint32_t slot = request(26); // 16, 8 and 2 pages
     done(slot);
     CHECK_EQ(stats().kept_pages, 26 * TENSORS);
-    OK(vmem_kv_reclaim(kv, TENSORS * test_page, &freed));
+    OK(vmem_kv_reclaim(kv, TENSORS * test_page, VMEM_KV_KEPT, &freed));
     CHECK_EQ(freed, 2 * TENSORS * test_page);
-    OK(vmem_kv_reclaim(kv, TENSORS * test_page, &freed));
+    OK(vmem_kv_reclaim(kv, TENSORS * test_page, VMEM_KV_KEPT, &freed));
     CHECK_EQ(freed, 8 * TENSORS * test_page);
     slot = request(5);
     CHECK_EQ(stats().held_pages, 5 * TENSORS);
     lengths[slot] = 30; // chunk by chunk: 16, 8 and 1 more
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
-    OK(vmem_kv_truncate(kv, slot, 9));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+    OK(vmem_kv_truncate(kv, slot, 9, 0, 0));
     lengths[slot] = 9;
     // Pages 5 to 20 go together, and stay as long as page 8 does.
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, &freed));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, &freed));
     CHECK_EQ(stats().held_pages, 21 * TENSORS);
     CHECK_EQ(freed, 9 * TENSORS * test_page);
-    OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     done(slot);
     end();
 }
@@ -150,7 +149,7 @@ static void small_memory(void)
     for (uint32_t i = 1; i < 20; i++) { // one page after another
         a = i == 1 ? request(1) : a;
         lengths[a] = (int32_t)i;
-        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     }
     CHECK(ctx->committed < kept + 2 * ctx->b.whole_max);
     done(a);
@@ -184,11 +183,11 @@ static void failures(void)
         uint32_t slot = request(3), other;
         for (uint32_t t = 0; t < TENSORS; t++)
             put_word(ctx, at(t, slot, 2), 7 + t);
-        OK(vmem_kv_alloc(kv, 0, &other));
+        OK(k_alloc(kv, 0, &other));
         lengths[other] = 25;
         lengths[slot] = 20;
         checked_fail(n);
-        int rc = vmem_kv_step(kv, lengths, SLOTS, NULL);
+        int rc = vmem_kv_step(kv, lengths, SLOTS, 0);
         checked_fail(0);
         CHECK(!rc || rc == -ENOMEM);
         const bool hit = checked_failed();
@@ -196,7 +195,7 @@ static void failures(void)
             CHECK_EQ(get_word(ctx, at(t, slot, 2)), 7 + t);
         if (rc)
             CHECK_EQ(stats().held_pages, 3 * TENSORS);
-        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
         CHECK_EQ(stats().held_pages, 45 * TENSORS);
         done(slot);
         done(other);
@@ -218,10 +217,10 @@ static void no_backdrop(uint32_t slot)
         else if (!ctx->b.whole_max) // there, memory around a page may be readable
             OK(vmem_copy_batch(ctx, &beyond, 1));
         lengths[slot] = PAGES;
-        OK(vmem_kv_step(kv, lengths, SLOTS, NULL));
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
         OK(vmem_copy_batch(ctx, &beyond, 1));
-        OK(vmem_kv_truncate(kv, slot, 4));
-        OK(vmem_kv_reclaim(kv, PAGES * TENSORS * test_page, NULL));
+        OK(vmem_kv_truncate(kv, slot, 4, 0, 0));
+        OK(vmem_kv_reclaim(kv, PAGES * TENSORS * test_page, VMEM_KV_KEPT, NULL));
     }
 }
 
@@ -238,7 +237,7 @@ int main(int argc, char **argv)
     ERR(vmem_kv_blocks_init(kv, 10, 1), EOPNOTSUPP, "VMEM_KV_UNSHARED");
     no_backdrop(slot);
     done(slot);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     OK(vmem_trim(ctx, NULL));
     if (ctx->b.whole_max) {
         few_calls();

@@ -6,7 +6,7 @@
 #include <stdatomic.h>
 
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "kv/calls/calls.h"
 
 static vmem_context *ctx;
@@ -16,7 +16,7 @@ static atomic_int returned;
 static void step(int32_t a, int32_t b)
 {
     int32_t lengths[2] = {a, b};
-    OK(vmem_kv_step(kv, lengths, 2, NULL));
+    OK(vmem_kv_step(kv, lengths, 2, 0));
 }
 
 static void *step_a(void *arg)
@@ -75,7 +75,7 @@ static void the_thread_leaves_the_core_to_a_step(struct vmem_kv_config cfg)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     CHECK_EQ(batch_threads(), before + 1);
     CHECK_EQ(sched_getscheduler(0), SCHED_OTHER);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 // Where the device may have less than the budget, missing pages are counted while the background thread pauses. Growth
@@ -85,21 +85,21 @@ static void growth_waits_for_nothing(struct vmem_kv_config cfg)
     uint32_t a, b;
     cfg.flags = VMEM_KV_OVERLAP | VMEM_KV_LAZY;
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    OK(vmem_kv_alloc(kv, 0, &a));
-    OK(vmem_kv_alloc(kv, 0, &b));
+    OK(k_alloc(kv, 0, &a));
+    OK(k_alloc(kv, 0, &b));
     step(40, 100);
     OK(vmem_kv_wait(kv));
-    OK(vmem_kv_truncate(kv, b, 10));
+    OK(vmem_kv_truncate(kv, b, 10, 0, 0));
     checked_hold();
     step(62, 0);
     checked_held();
     vmem__kv_hook = may_not_wait;
     for (uint32_t n = 11; n <= 100; n++)
-        OK(vmem_kv_grow(kv, b, n, NULL));
+        OK(vmem_kv_grow(kv, b, n));
     vmem__kv_hook = NULL;
     checked_resume();
-    OK(vmem_kv_commit(kv, NULL));
-    vmem_kv_destroy(kv);
+    OK(vmem_kv_commit(kv));
+    vmem_kv_destroy(kv, 0);
 }
 
 // Names are bookkeeping: they are given and dropped beside the background thread's maps and unmaps, which release the
@@ -111,8 +111,8 @@ static void names_wait_for_nothing(struct vmem_kv_config cfg)
     cfg.flags |= VMEM_KV_LAZY | VMEM_KV_DEFER;
     OK(vmem_kv_create(ctx, &cfg, &kv));
     OK(vmem_kv_blocks_init(kv, 20, 32));
-    OK(vmem_kv_alloc(kv, 0, &a));
-    OK(vmem_kv_alloc(kv, 0, &b));
+    OK(k_alloc(kv, 0, &a));
+    OK(k_alloc(kv, 0, &b));
     step(40, 96);
     OK(vmem_kv_wait(kv));
     checked_hold();
@@ -126,7 +126,7 @@ static void names_wait_for_nothing(struct vmem_kv_config cfg)
     OK(vmem_kv_wait(kv));
     const uint64_t held = stats().held_pages;
     checked_hold();
-    OK(vmem_kv_free(kv, b));
+    OK(vmem_kv_free(kv, b, 0));
     checked_held(); // unmapping what the slot shared
     vmem__kv_hook = may_not_wait;
     OK(vmem_kv_block_drop(kv, ids, 3));
@@ -136,7 +136,7 @@ static void names_wait_for_nothing(struct vmem_kv_config cfg)
     checked_resume();
     OK(vmem_kv_wait(kv));
     CHECK_EQ(stats().held_pages, held - 3);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
 }
 
 int main(int argc, char **argv)
@@ -160,8 +160,8 @@ int main(int argc, char **argv)
     names_wait_for_nothing(cfg);
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a, b;
-    OK(vmem_kv_alloc(kv, 0, &a));
-    OK(vmem_kv_alloc(kv, 0, &b));
+    OK(k_alloc(kv, 0, &a));
+    OK(k_alloc(kv, 0, &b));
     CHECK(a == 0 && b == 1);
     step(40, 10);
     OK(vmem_kv_wait(kv));
@@ -216,10 +216,10 @@ int main(int argc, char **argv)
     step(94, 0);
     checked_held();
     checked_resume();
-    OK(vmem_kv_free(kv, 0));
-    OK(vmem_kv_alloc(kv, 0, &a));
+    OK(vmem_kv_free(kv, 0, 0));
+    OK(k_alloc(kv, 0, &a));
     step(94, 0);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     return 0;

@@ -2,9 +2,7 @@
 // behind what the library knows, and nothing written elsewhere.
 //
 // SPDX-License-Identifier: MIT
-#include "harness.h"
-
-#include "vmem_kv.h"
+#include "kv.h"
 
 #define MARK 0xa5
 #define ROOM 1024
@@ -118,16 +116,16 @@ int main(int argc, char **argv)
     uint32_t slot;
     uint64_t missing;
     OK(vmem_kv_create(ctx, &config, &kv));
-    OK(vmem_kv_alloc(kv, 100, &slot));
+    OK(k_alloc(kv, 100, &slot));
     CHECK_EQ(slot, 0);
-    OK(vmem_kv_step(kv, (const int32_t[]){100, 0}, 2, &missing));
+    OK(k_missing(vmem_kv_step(kv, (const int32_t[]){100, 0}, 2, 0), &missing));
     OK(vmem_kv_prefix_save(kv, slot, 100, &prefix));
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         test_every_size(all[i].size, all[i].get);
         test_no_size(all[i].get);
     }
     test_options();
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "pool/pool.h"
 #include "vmem_torch.h"
 #define FAKEGPU_USER
@@ -133,7 +133,10 @@ static void open_kv(uint64_t min, uint64_t max)
                                        .max_tokens = ROWS,
                                        .page_size = test_page,
                                        .budget = test_page};
-    struct vmem_kv_share share = {.size = sizeof share, .min = min * test_page, .max = max * test_page, .name = "kv"};
+    struct vmem_kv_pool_share share = {.size = sizeof share,
+                                       .min = min * test_page,
+                                       .max = max * test_page,
+                                       .name = "kv"};
     struct vmem_kv_layout layout = {.size = sizeof layout};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     OK(vmem_kv_pool_join(pool, kv, &share));
@@ -154,7 +157,7 @@ static int kv_step(uint32_t slot, int32_t rows)
 {
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = rows;
-    int rc = vmem_kv_step(kv, lengths, SLOTS, NULL);
+    int rc = vmem_kv_step(kv, lengths, SLOTS, 0);
     CHECK(!rc || rc == -ENOMEM);
     return rc;
 }
@@ -176,7 +179,7 @@ static void verify_rows(uint32_t slot, int32_t rows, uint64_t word)
 static uint32_t kv_request(int32_t rows, uint64_t word)
 {
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, (uint32_t)rows, &slot));
+    OK(k_alloc(kv, (uint32_t)rows, &slot));
     while (kv_step(slot, rows)) {
         struct vmem_kv_shortage s = {.size = sizeof s};
         OK(vmem_kv_last_shortage(&s));
@@ -342,7 +345,7 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     open_kv(0, 0);
     open_lease(0, 60000);
     const uint32_t kept = kv_request(ROWS, 1), mine = kv_request(ROWS, 5000); // 80 pages each
-    OK(vmem_kv_free(kv, kept));
+    OK(vmem_kv_free(kv, kept, 0));
     CHECK_EQ(kv_stats().kept_pages, 80);
     char *a = get(90 * test_page); // 40 are free: 50 of the kept ones must come
     CHECK(a);
@@ -368,13 +371,13 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     CHECK(missing >= 70 * test_page && missing <= 76 * test_page); // the cache keeps some for its next steps
     CHECK_EQ(stats().parked_segments, 1);
     CHECK(!backed(a, 90));
-    OK(vmem_kv_free(kv, more));
+    OK(vmem_kv_free(kv, more, 0));
     OK(vmem_torch_unpark(place, 60000, &missing));
     CHECK(backed(a, 90));
     verify_rows(mine, ROWS, 5000);
     verify_rows(next, 40, 1);
     put(a);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     close_all();
 }
 
@@ -403,13 +406,13 @@ static void test_parked_pages_go_when_somebody_asks(void)
     ERR(vmem_torch_unpark(place, 0, NULL), ENOMEM, "missing");
     verify_rows(first, 20, 1);
     verify_rows(second, 60, 500);
-    OK(vmem_kv_free(kv, second));
+    OK(vmem_kv_free(kv, second, 0));
     OK(vmem_torch_unpark(place, 60000, NULL));
     CHECK(backed(a, 50) && backed(b, 50));
     verify_rows(first, 20, 1);
     put(a);
     put(b);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     close_all();
 }
 
@@ -474,14 +477,14 @@ static void test_memory_that_nobody_takes_goes_back(void)
     CHECK(a);
     OK(park(a));
     uint32_t slot;
-    OK(vmem_kv_alloc(kv, ROWS, &slot));
+    OK(k_alloc(kv, ROWS, &slot));
     CHECK_EQ(kv_step(slot, ROWS), -ENOMEM); // asks for 80 pages, and never looks again
     while (stats().held_bytes || unused_memory() >= 32 * MIB)
         usleep(1000);
     CHECK_EQ(kv_stats().held_pages, 0);
     vmem__pool_ask_ns = before;
     put(a);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     close_all();
 }
 
@@ -802,10 +805,10 @@ static void *kv_thread(void *arg)
         uint32_t k = (uint32_t)(rnd(&seed) % SLOTS);
         if (taken[k] && rnd(&seed) % 6 == 0) {
             verify_rows(k, rows[k], word[k]);
-            OK(vmem_kv_free(kv, k));
+            OK(vmem_kv_free(kv, k, 0));
             taken[k] = false;
         } else if (!taken[k] && rnd(&seed) % 2) {
-            OK(vmem_kv_alloc(kv, 0, &k));
+            OK(k_alloc(kv, 0, &k));
             taken[k] = true;
             rows[k] = 0;
             word[k] = rnd(&seed);
@@ -823,7 +826,7 @@ static void *kv_thread(void *arg)
     }
     for (uint32_t s = 0; s < SLOTS; s++)
         if (taken[s])
-            OK(vmem_kv_free(kv, s));
+            OK(vmem_kv_free(kv, s, 0));
     return NULL;
 }
 
@@ -889,7 +892,7 @@ static void test_threads(void)
         refused += st.refused;
     }
     CHECK(refused);
-    vmem_kv_destroy(kv);
+    vmem_kv_destroy(kv, 0);
     OK(vmem_torch_close(lease_of[0]));
     ended = 0;
     close_all();

@@ -20,6 +20,7 @@ FILES = [
     "include/vmem.h",
     "include/vmem_blocks.h",
     "include/vmem_kv.h",
+    "include/vmem_kv_pool.h",
     "include/vmem_torch.h",
     "lib/cmake/vmem/vmem-config-version.cmake",
     "lib/cmake/vmem/vmem-config.cmake",
@@ -135,7 +136,7 @@ def test_cmake(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wanted, found", [("0.2", True), ("0.2.0", True), ("0.1", False), ("0.3", False), ("1", False)]
+    "wanted, found", [("0.3", True), ("0.3.0", True), ("0.2", False), ("0.4", False), ("1", False)]
 )
 def test_cmake_versions(wanted, found, tmp_path):
     """Until 1.0 a program gets the minor version that it asks for."""
@@ -152,7 +153,7 @@ def test_cplusplus(tmp_path):
     need("c++", "cc")
     install(tmp_path)
     (tmp_path / "p.cc").write_text(
-        "#include <vmem_blocks.h>\n#include <vmem_kv.h>\nint main() { return vmem_version() != VMEM_VERSION; }\n"
+        "#include <vmem_blocks.h>\n#include <vmem_kv_pool.h>\nint main() { return vmem_version() != VMEM_VERSION; }\n"
     )
     flags = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-std=c++17", "-I", tmp_path / "include"]
     run("c++", *flags, tmp_path / "p.cc", "-o", tmp_path / "p", tmp_path / "lib/libvmem.a", "-lpthread", "-ldl")

@@ -173,9 +173,7 @@ def test_pyvmem_refuses_another_version_of_the_library():
 
 def test_python_has_every_call_of_the_kv_cache():
     """Calls that another one includes excepted: what C can do, pyvmem can, and docs/engine.md says how."""
-    included = {"vmem_kv_alloc": "vmem_kv_alloc_with", "vmem_kv_expect": "vmem_kv_expect_behind",
-                "vmem_kv_destroy_after": "pv_kv_close", "vmem_kv_retire": "pv_kv_retire",
-                "vmem_kv_pool_get_member": "vmem_kv_pool_get_members"}  # fmt: skip
+    included = {"vmem_kv_retire": "pv_kv_retire"}
     files = [*(TOP / "pyvmem").rglob("*.py"), *(TOP / "pyvmem/native").glob("*.c")]
     text, page = "".join(p.read_text() for p in files), (TOP / "docs/engine.md").read_text()
     table = page[page.index("## C and Python") :]

@@ -5,9 +5,9 @@
 #include "kv/calls/member.h"
 #include "pool/pool.h"
 
-int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_share *share)
+int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share)
 {
-    struct vmem_kv_share s;
+    struct vmem_kv_pool_share s;
     if (!pool || !share)
         return vmem__error(-EINVAL, "pool and share must not be NULL");
     int rc = vmem__struct_take(&s, sizeof s, sizeof s, share, "share");

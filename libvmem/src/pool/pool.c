@@ -395,24 +395,6 @@ static void show_member(struct vmem__member *m, struct vmem_kv_pool_member *out,
     memcpy(path, m->pool->path + from, length - from);
 }
 
-int vmem_kv_pool_get_member(vmem_kv_pool *pool, uint32_t place, struct vmem_kv_pool_member *out)
-{
-    if (!out)
-        return vmem__error(-EINVAL, "out must not be NULL");
-    if (place >= VMEM_KV_POOL_MEMBERS)
-        return vmem__error(-EINVAL, "place %u: a pool has %u", place, VMEM_KV_POOL_MEMBERS);
-    int rc = refresh(pool);
-    if (rc)
-        return rc;
-    const struct pool_row r = pool->table.rows[place];
-    pthread_mutex_unlock(&pool->lock);
-    if (!r.number)
-        return vmem__error(-ENOENT, "place %u: there is no member", place);
-    struct vmem_kv_pool_member m;
-    show(&r, &m);
-    return vmem__struct_give(out, &m, sizeof m, "out");
-}
-
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)
 {
     struct pool_row rows[VMEM_KV_POOL_MEMBERS];

@@ -7,8 +7,8 @@
 // another member. Backends are called with neither the pool's nor the file's lock held.
 //
 // SPDX-License-Identifier: MIT
-#ifndef VMEM_KV_POOL_H
-#define VMEM_KV_POOL_H
+#ifndef VMEM_POOL_H
+#define VMEM_POOL_H
 
 #include <errno.h>
 #include <pthread.h>

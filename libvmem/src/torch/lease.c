@@ -105,7 +105,11 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
         .page_size = l->page_size,
         .budget = l->page_size,
     };
-    const struct vmem_kv_share share = {.size = sizeof share, .max = l->most, .name = name, .evict = give, .arg = l};
+    const struct vmem_kv_pool_share share = {.size = sizeof share,
+                                             .max = l->most,
+                                             .name = name,
+                                             .evict = give,
+                                             .arg = l};
     struct vmem_kv_layout layout = {.size = sizeof layout};
     int rc = vmem_kv_create(l->ctx, &cfg, &l->kv);
     if (rc)
@@ -119,7 +123,7 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
     if (rc) {
         char text[VMEM__TEXT];
         vmem__keep_error(text);
-        vmem_kv_destroy(l->kv);
+        vmem_kv_destroy(l->kv, 0);
         vmem__error(0, "%s", text);
     }
     return rc;
@@ -146,14 +150,13 @@ static int cache_end(struct lease *l, const uint32_t *slots, uint32_t n)
 // Backs all requests in l->lengths, or none. -ENOMEM: *next says whether waiting for the pool may help.
 static int cache_step(struct lease *l, enum next *next)
 {
-    uint64_t missing = 0;
-    int rc = vmem_kv_step(l->kv, l->lengths, l->n_slots, &missing);
+    int rc = vmem_kv_step(l->kv, l->lengths, l->n_slots, 0);
     *next = GIVE_UP;
     if (rc != -ENOMEM)
         return rc;
     l->shortage = (struct vmem_kv_shortage){.size = sizeof l->shortage};
     vmem_kv_last_shortage(&l->shortage);
-    l->stats.short_bytes = missing * l->page_size;
+    l->stats.short_bytes = l->shortage.missing_pages * l->page_size;
     if (l->shortage.coming_pages)
         *next = WAIT;
     else if (l->shortage.refusal == VMEM_KV_IN_USE || l->shortage.refusal == VMEM_KV_AT_MINIMUM)
@@ -186,7 +189,7 @@ static bool cache_wait(struct lease *l, uint32_t ms)
 
 static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle, l->stats.parked_bytes - l->idle); }
 
-static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, NULL); }
+static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, VMEM_KV_KEPT, NULL); }
 
 static uint64_t cache_held(struct lease *l)
 {
@@ -405,7 +408,7 @@ static void leave(struct lease *l)
         pthread_cond_wait(&l->moved, &l->lock);
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
-        vmem_kv_destroy(l->kv);
+        vmem_kv_destroy(l->kv, 0);
         forget(l);
         l->kv = NULL;
         l->closing = false;

@@ -176,7 +176,7 @@ struct kv_lend {
     const struct vmem__lender *lender;
     struct vmem__member *member;                  // NULL: of no pool
     struct vmem__member *left;                    // the same while the cache is destroyed
-    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
+    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
     void *evict_arg;
     uint64_t offered; // pages of requests that evict would release
     uint64_t missed;  // bytes of pages that were taken and will be wanted again
@@ -226,7 +226,7 @@ struct kv_doomed {
 
 struct kv_copies {
     uint64_t scratch;              // a reservation with a page per tensor, to access pages that no slot has mapped
-    struct vmem_copy_op *ops;      // of the portion that is being swapped out; from the first vmem_kv_swap_out_after on
+    struct vmem_copy_op *ops;      // of the portion that is being swapped out; from the first swap_out with `after`
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
 };
 
@@ -271,7 +271,7 @@ struct kv_view {
 };
 
 struct kv_life {
-    uint64_t closes; // vmem_kv_destroy_after: the step
+    uint64_t closes; // vmem_kv_destroy with a fence: the step
     bool closing;
     bool given_up; // its memory is free, and only the handle is left
 };

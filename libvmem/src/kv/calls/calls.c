@@ -9,127 +9,69 @@
 
 // ---- requests --------------------------------------------------------------------------------------------------------
 
-int vmem_kv_alloc_with(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
+int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
     int rc = vmem__kv_enter(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_alloc(kv, options, slot));
 }
 
-int vmem_kv_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
-{
-    const struct vmem_kv_alloc_options o = {.size = sizeof o, .tokens = tokens};
-    return vmem_kv_alloc_with(kv, &o, slot);
-}
-
-int vmem_kv_expect_behind(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
+int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
 {
     int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_expect(kv, tokens, prefix_tokens, n));
 }
 
-int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, size_t n) { return vmem_kv_expect_behind(kv, tokens, NULL, n); }
-
-int vmem_kv_free(vmem_kv *kv, uint32_t slot)
+int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slot(kv, slot));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slot(kv, slot, after));
 }
 
-int vmem_kv_free_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slot_after(kv, slot, step));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_truncate(kv, slot, tokens, after, flags));
 }
 
-int vmem_kv_truncate_check(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_would_truncate(kv, slot, tokens, missing));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_out(kv, slot, host, bytes, after));
 }
 
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_truncate_slot(kv, slot, tokens));
-}
-
-int vmem_kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_truncate_after(kv, slot, tokens, step));
-}
-
-int vmem_kv_swap_size(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_bytes(kv, slot, bytes));
-}
-
-int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_out(kv, slot, host, bytes));
-}
-
-int vmem_kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_out_after(kv, slot, host, bytes, step));
-}
-
-int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_in(kv, slot, host, bytes, missing));
-}
-
-int vmem_kv_swap_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_in_check(kv, slot, missing));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_in(kv, slot, host, bytes, flags));
 }
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
-int vmem_kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_check(kv, lengths, n, missing));
-}
-
-int vmem_kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_assured(kv, lengths, n));
-}
-
-int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
     const uint64_t start = vmem__trace_start();
-    int rc = vmem__kv_enter_step(kv);
+    int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
     if (!rc)
-        rc = vmem__kv_leave(kv, vmem__kv_step(kv, lengths, n, missing));
-    vmem__trace_end("step", start, "\"result\":%d", rc);
+        rc = vmem__kv_leave(kv, flags ? vmem__kv_would_step(kv, lengths, n, flags) : vmem__kv_step(kv, lengths, n));
+    if (!flags)
+        vmem__trace_end("step", start, "\"result\":%d", rc);
     return rc;
 }
 
-int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    if (vmem__kv_stage_steady(kv, slot, tokens)) {
-        if (missing)
-            *missing = 0;
+    if (vmem__kv_stage_steady(kv, slot, tokens))
         return 0;
-    }
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_grow(kv, slot, tokens, missing));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_grow(kv, slot, tokens));
 }
 
-int vmem_kv_commit(vmem_kv *kv, uint64_t *missing)
+int vmem_kv_commit(vmem_kv *kv)
 {
     const uint64_t start = vmem__trace_start();
     int rc = vmem__kv_enter_step(kv);
     if (!rc)
-        rc = vmem__kv_leave(kv, vmem__kv_commit(kv, missing));
+        rc = vmem__kv_leave(kv, vmem__kv_commit(kv));
     vmem__trace_end("commit", start, "\"result\":%d", rc);
     return rc;
 }
@@ -140,10 +82,10 @@ int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_room(kv, slot, tokens));
 }
 
-int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_fit(kv, requests, n, fit, missing));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_fit(kv, requests, n, fit));
 }
 
 // ---- prefixes and blocks ---------------------------------------------------------------------------------------------
@@ -170,16 +112,10 @@ int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_inf
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_query(kv, prefix, out));
 }
 
-int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
+int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_attach(kv, prefix, slot, tokens, missing));
-}
-
-int vmem_kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_check(kv, prefix, tokens, missing));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_attach(kv, prefix, slot, tokens, flags));
 }
 
 int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config)
@@ -199,36 +135,24 @@ int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vm
     return vmem__kv_leave(kv, vmem__kv_hash_add(kv, slot, first, hashes, n, added));
 }
 
-int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    rc = vmem__kv_hash_given(kv, hashes, n);
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_hash_drop(kv, hashes, n));
-}
-
-int vmem_kv_hash_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    rc = vmem__kv_hash_given(kv, NULL, 0);
-    uint64_t n = rc ? 0 : vmem__kv_hash_evict(kv, pages);
-    if (freed)
-        *freed = n;
-    return vmem__kv_leave(kv, rc);
-}
-
-int vmem_kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed)
+int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t most_pages, uint32_t flags,
+                      uint64_t *freed)
 {
     uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
+    if (freed)
+        *freed = 0;
     if (rc)
         return rc;
-    rc = vmem__kv_hash_given(kv, hashes, n);
-    if (!rc)
-        rc = vmem__kv_hash_evict_these(kv, hashes, n, pages, &got);
+    if (flags & ~(VMEM_KV_UNUSED | VMEM_KV_NEXT))
+        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    else if (flags & VMEM_KV_NEXT && (hashes || n))
+        rc = vmem__error(-EINVAL, "hashes must be NULL with VMEM_KV_NEXT");
+    rc = rc ? rc : vmem__kv_hash_given(kv, hashes, n);
+    if (!rc && flags & VMEM_KV_NEXT)
+        got = vmem__kv_hash_evict(kv, most_pages);
+    else if (!rc)
+        rc = vmem__kv_hash_drop(kv, hashes, n, most_pages, flags & VMEM_KV_UNUSED, &got);
     if (freed)
         *freed = got;
     return vmem__kv_leave(kv, rc);
@@ -252,17 +176,11 @@ int vmem_kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_prioritize(kv, hashes, n, priority));
 }
 
-int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
-                        uint64_t *missing)
+int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
+                        uint32_t *tokens)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_attach(kv, slot, hashes, n, tokens, missing));
-}
-
-int vmem_kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_check(kv, hashes, n, tokens, missing));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_attach(kv, slot, hashes, n, flags, tokens));
 }
 
 int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
@@ -296,33 +214,6 @@ int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_drop(kv, ids, n));
 }
 
-int vmem_kv_block_compact(vmem_kv *kv, uint64_t *freed)
-{
-    uint64_t before = 0, after, overhead, moved = 0, calls = 0;
-    int rc;
-    if (freed)
-        *freed = 0;
-    do {           // this ends, because pages move into full arenas, and stay there
-        if (calls) // a mutex does not give way by itself
-            nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
-        rc = vmem__kv_enter(kv);
-        if (rc)
-            return rc;
-        if (!calls)
-            rc = vmem__kv_device_bytes(kv, &before, &overhead);
-        else if (kv->gate.calls != calls) // somebody needs the cache
-            return vmem__kv_leave(kv, 0);
-        vmem__kv_worker_hold(kv);
-        rc = rc ? rc : vmem__kv_compact(kv, &moved);
-        vmem__kv_worker_release(kv);
-        if (!vmem__kv_device_bytes(kv, &after, &overhead) && freed && after < before)
-            *freed = before - after;
-        calls = kv->gate.calls + 1;
-        rc = vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
-    } while (!rc && moved);
-    return rc;
-}
-
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
@@ -348,10 +239,51 @@ int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
     return vmem__kv_leave(kv, 0);
 }
 
-int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+// Moves pages until they are as close together as they get, or another call arrives.
+static int compact(vmem_kv *kv, uint64_t *freed)
 {
+    uint64_t before = 0, after, overhead, moved = 0, calls = 0;
+    int rc;
+    do {           // this ends, because pages move into full arenas, and stay there
+        if (calls) // a mutex does not give way by itself
+            nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+        rc = vmem__kv_enter(kv);
+        if (rc)
+            return rc;
+        if (!calls)
+            rc = vmem__kv_device_bytes(kv, &before, &overhead);
+        else if (kv->gate.calls != calls) // somebody needs the cache
+            return vmem__kv_leave(kv, 0);
+        vmem__kv_worker_hold(kv);
+        rc = rc ? rc : vmem__kv_compact(kv, &moved);
+        vmem__kv_worker_release(kv);
+        if (!vmem__kv_device_bytes(kv, &after, &overhead) && after < before)
+            *freed = before - after;
+        calls = kv->gate.calls + 1;
+        rc = vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
+    } while (!rc && moved);
+    return rc;
+}
+
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed)
+{
+    const uint32_t kinds = VMEM_KV_KEPT | VMEM_KV_RUNS;
+    uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_reclaim_bytes(kv, bytes, freed));
+    if (freed)
+        *freed = 0;
+    if (rc)
+        return rc;
+    if (!what || what & ~(kinds | VMEM_KV_COMPACT))
+        rc = vmem__error(-EINVAL, "what %#x is 0 or has unknown bits", what);
+    else if (what & kinds)
+        rc = vmem__kv_reclaim_bytes(kv, bytes, what, &got);
+    rc = vmem__kv_leave(kv, rc);
+    if (!rc && what & VMEM_KV_COMPACT)
+        rc = compact(kv, &got);
+    if (freed)
+        *freed = got;
+    return rc;
 }
 
 int vmem_kv_wait(vmem_kv *kv)

@@ -18,7 +18,7 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return rc;
     if (c->steps_in_flight > 16)
         return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
-    if (c->flags & ~(VMEM_KV_ZERO_ENDS * 2 - 1))
+    if (c->flags & ~(VMEM_KV_UNSHARED * 2 - 1))
         return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
         return vmem__error(-EINVAL, "tensors: %u is not between 1 and 65536", c->n_tensors);
@@ -135,30 +135,6 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;
 }
 
-int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out)
-{
-    if (!ctx || !cfg || !out)
-        return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
-    struct vmem_kv_config c;
-    int rc = vmem__struct_take(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
-    if (!rc)
-        rc = check_config(ctx, &c);
-    if (rc)
-        return rc;
-    vmem_kv *kv = calloc(1, sizeof(*kv));
-    if (!kv)
-        return vmem__error(-ENOMEM, "no memory for a KV cache");
-    kv->ctx = ctx;
-    kv->owned = ctx->owned;
-    rc = init(kv, &c);
-    if (rc) {
-        vmem_kv_destroy(kv);
-        return rc;
-    }
-    *out = kv;
-    return 0;
-}
-
 // ---- the end ---------------------------------------------------------------------------------------------------------
 
 static void release(vmem_kv *kv)
@@ -208,10 +184,8 @@ static void give_up(vmem_kv *kv)
     kv->life.given_up = true;
 }
 
-void vmem_kv_destroy(vmem_kv *kv)
+static void destroy(vmem_kv *kv)
 {
-    if (!kv)
-        return;
     give_up(kv);
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
@@ -244,6 +218,32 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv);
 }
 
+// ---- the public calls --------------------------------------------------------------------------------------------------
+
+int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out)
+{
+    if (!ctx || !cfg || !out)
+        return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
+    struct vmem_kv_config c;
+    int rc = vmem__struct_take(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
+    if (!rc)
+        rc = check_config(ctx, &c);
+    if (rc)
+        return rc;
+    vmem_kv *kv = calloc(1, sizeof(*kv));
+    if (!kv)
+        return vmem__error(-ENOMEM, "no memory for a KV cache");
+    kv->ctx = ctx;
+    kv->owned = ctx->owned;
+    rc = init(kv, &c);
+    if (rc) {
+        destroy(kv);
+        return rc;
+    }
+    *out = kv;
+    return 0;
+}
+
 int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
 {
     static const unsigned char none;
@@ -265,10 +265,15 @@ int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
     return rc;
 }
 
-int vmem_kv_destroy_after(vmem_kv *kv, uint64_t step)
+int vmem_kv_destroy(vmem_kv *kv, uint64_t after)
 {
     bool quiet = false;
-    int rc = vmem__kv_close(kv, step, &quiet);
+    if (!after) {
+        if (kv)
+            destroy(kv);
+        return 0;
+    }
+    int rc = vmem__kv_close(kv, after, &quiet);
     if (quiet && !rc)
         give_up(kv); // not the handle: callers need not know which steps are known to have ended
     return rc;
@@ -286,6 +291,6 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step)
         return vmem__kv_retire(kv, step);
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc && step >= kv->life.closes)
-        vmem_kv_destroy(kv);
+        destroy(kv);
     return rc;
 }

@@ -13,7 +13,7 @@ struct kv_joined {
     const struct vmem__lender *lender;
     struct vmem__member *member;
     uint64_t budget;                              // pages
-    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_share
+    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
     void *arg;
 };
 

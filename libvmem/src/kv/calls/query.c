@@ -71,6 +71,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
     const struct kv_slot *s = &kv->slots[slot];
     struct vmem_kv_slot_info info = {.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
     info.absent_steps = s->state == VMEM_KV_ACTIVE ? kv_absent(kv, slot) : 0;
+    info.swap_bytes = s->state == VMEM_KV_FREE || s->state == VMEM_KV_ENDING ? 0 : vmem__kv_swap_size(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
@@ -79,28 +80,6 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         info.shared_pages += (uint64_t)vmem__kv_span_shared(kv, slot, i) * g->n;
     }
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
-}
-
-int vmem_kv_absent_slots(vmem_kv *kv, uint32_t steps, uint32_t *slots, uint32_t n, uint32_t *count)
-{
-    int rc = vmem__kv_enter_step(kv);
-    if (rc)
-        return rc;
-    if (!count || (n && !slots))
-        rc = vmem__error(-EINVAL, "count must not be NULL, nor slots unless n is 0");
-    else if (!steps)
-        rc = vmem__error(-EINVAL, "steps 0 must be at least 1");
-    if (rc)
-        return vmem__kv_leave(kv, rc);
-    *count = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        if (kv->slots[s].state != VMEM_KV_ACTIVE || kv_absent(kv, s) < steps)
-            continue;
-        if (*count < n)
-            slots[*count] = s;
-        ++*count;
-    }
-    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)

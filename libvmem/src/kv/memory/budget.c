@@ -52,17 +52,18 @@ void vmem__kv_keep_budget(vmem_kv *kv)
     vmem__kv_worker_release(kv);
 }
 
-int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed)
 {
-    int rc = 0;
+    const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
     uint64_t got = 0;
     vmem__kv_worker_hold(kv);
-    rc = vmem__kv_reclaim(kv, kv_ceil_pages(bytes, kv), false, &got);
-    vmem__kv_worker_release(kv);
-    vmem__kv_give_ahead(kv, 0);
+    int rc = what & VMEM_KV_KEPT ? vmem__kv_reclaim(kv, pages, false, &got) : 0;
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
-    if (freed)
-        *freed = got << kv->page_shift;
+    if (!rc && what & VMEM_KV_RUNS && kv->hashes && got < pages)
+        got += vmem__kv_hash_evict(kv, pages == UINT64_MAX ? pages : pages - got);
+    vmem__kv_worker_release(kv);
+    vmem__kv_give_ahead(kv, 0);
+    *freed = got << kv->page_shift;
     return rc;
 }

@@ -10,22 +10,22 @@ uint64_t vmem__kv_watermark(const vmem_kv *kv)
     return KV_MIN(KV_MAX(kv->ledger.watermark_pages, part), kv->ledger.budget);
 }
 
-int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages, uint64_t *missing)
+int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
     const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
     if (!pages)
         return 0;
     vmem__kv_claim_for(kv, want, pages);
-    return want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want, missing) : 0;
+    return want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 
-int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages, uint64_t *missing)
+int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
     const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
     vmem__kv_enough();
-    int rc = vmem__kv_lacks(kv, delta, pages, missing);
+    int rc = vmem__kv_lacks(kv, delta, pages);
     const uint64_t limit = rc || !pages ? want : vmem__kv_limit(kv, want);
-    return want > limit ? vmem__kv_short_of_device(kv, want - limit, missing) : rc;
+    return want > limit ? vmem__kv_short_of_device(kv, want - limit) : rc;
 }
 
 bool vmem__kv_keeps_staged(vmem_kv *kv)

@@ -5,6 +5,7 @@
 #define VMEM_KV_MEMORY_H
 
 #include "kv/run/run.h"
+#include "vmem_kv_pool.h"
 
 // ---- device.c
 
@@ -77,11 +78,11 @@ void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, ch
 
 // Records shortages for vmem_kv_last_shortage.
 void vmem__kv_enough(void);
-int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing); // want: pages there would be
-int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing);
-int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want); // want: pages there would be
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages);
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages);
 // A new request would make it `want` pages, and must leave `back` of the limit.
-int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing);
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back);
 int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
@@ -92,9 +93,9 @@ const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 uint64_t vmem__kv_watermark(const vmem_kv *kv);
 // Whether the budget has room if `fixed` grows by delta: -ENOMEM, with what is missing. Where no page is missing (pages: 0),
 // it always has.
-int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages, uint64_t *missing);
+int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and whether the device has the memory.
-int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages, uint64_t *missing);
+int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages);
 // Whether there is memory for all that is staged. A pool's member claims it.
 bool vmem__kv_keeps_staged(vmem_kv *kv);
 
@@ -105,19 +106,19 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes room for `pages` more, which are to be fixed: 0, or -ENOMEM with what is missing.
-int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);
 // The same after vmem__kv_lacks has said that there is.
-int vmem__kv_take_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_take_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
-int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
 // The system has refused mappings: gives up the kept pages of free slots.
-int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing);
+int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages);
 // vmem__kv_grow_run and vmem__kv_grow_commit.
 int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
 // The same after vmem__kv_make_room, taking back more where the device has less than the budget says, or no mappings.
-int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l);
 // That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
-int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing);
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l);
 
 // ---- view.c
 
@@ -146,7 +147,7 @@ void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the li
 int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // Gives up what a smaller budget left above itself. Callers that end requests call it, a step only after its plan.
 void vmem__kv_keep_budget(vmem_kv *kv);
-int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
+int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed);
 // Takes over the budget that another process asked for, if one did.
 void vmem__kv_take_wanted(vmem_kv *kv);
 

@@ -45,41 +45,39 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages)
     return !pages || (pages <= kv_unused(kv) && vmem__kv_leaves_others(kv, pages));
 }
 
-int vmem__kv_make_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages)
 {
-    if (missing)
-        *missing = 0;
     kv->grow.at = KV_GROW_LISTS;
     if (vmem__kv_has_room(kv, pages))
         return 0;
-    int rc = vmem__kv_lacks(kv, (int64_t)pages, pages, missing);
-    return rc ? rc : vmem__kv_take_room(kv, pages, missing);
+    int rc = vmem__kv_lacks(kv, (int64_t)pages, pages);
+    return rc ? rc : vmem__kv_take_room(kv, pages);
 }
 
-int vmem__kv_take_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
 {
     int rc = 0;
     vmem__kv_worker_hold(kv);
     if (kv->ledger.held + pages > kv->ledger.budget) {
         rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true, NULL);
         if (!rc && kv->ledger.held + pages > kv->ledger.budget) // reclaiming got less than counted on
-            rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages, missing);
+            rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages);
     }
     if (!rc && !vmem__kv_leaves_others(kv, pages))
-        rc = vmem__kv_make_device_room(kv, pages, missing);
+        rc = vmem__kv_make_device_room(kv, pages);
     vmem__kv_worker_release(kv);
     return rc;
 }
 
-int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_worker_hold(kv);
     uint64_t device = vmem__kv_device_pages(kv), kept = kv_less(kv->ledger.held, kv->ledger.fixed);
     int rc;
     if (pages > device && pages - device > kept)
-        rc = vmem__kv_short_of_device(kv, pages - device - kept, missing);
+        rc = vmem__kv_short_of_device(kv, pages - device - kept);
     else if (!kept)
-        rc = vmem__kv_short_of_device(kv, pages, missing);
+        rc = vmem__kv_short_of_device(kv, pages);
     else
         rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, true, NULL);
     vmem__kv_worker_release(kv);
@@ -87,7 +85,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages, uint64_t *missing)
 }
 
 // Unmaps free slots as a whole, which needs no additional mapping.
-int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages)
 {
     uint64_t before = kv->ledger.held;
     vmem__kv_worker_hold(kv);
@@ -95,7 +93,7 @@ int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
         if (kv->slots[s].state == VMEM_KV_FREE && !vmem__kv_stale_now(kv, s))
             vmem__kv_cut_slot(kv, s);
     vmem__kv_worker_release(kv);
-    return kv->ledger.held < before ? 0 : vmem__kv_short_of_mappings(kv, pages, missing);
+    return kv->ledger.held < before ? 0 : vmem__kv_short_of_mappings(kv, pages);
 }
 
 static int run(vmem_kv *kv, struct kv_grow *l)
@@ -115,27 +113,26 @@ int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l)
     return rc;
 }
 
-int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l)
 {
-    int rc = vmem__kv_make_room(kv, l->total, missing);
+    int rc = vmem__kv_make_room(kv, l->total);
     if (!rc)
         rc = run(kv, l);
     for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
-        rc = create ? vmem__kv_make_device_room(kv, l->total, missing) : vmem__kv_make_mappings(kv, l->total, missing);
+        rc = create ? vmem__kv_make_device_room(kv, l->total) : vmem__kv_make_mappings(kv, l->total);
         if (rc)
             break;
         rc = run(kv, l);
         if (rc == -ENOMEM && tries == 1)
-            rc = create ? vmem__kv_short_of_device(kv, l->total, missing)
-                        : vmem__kv_short_of_mappings(kv, l->total, missing);
+            rc = create ? vmem__kv_short_of_device(kv, l->total) : vmem__kv_short_of_mappings(kv, l->total);
     }
     return rc;
 }
 
-int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, uint64_t *missing)
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l)
 {
-    int rc = vmem__kv_grow_make(kv, l, missing);
+    int rc = vmem__kv_grow_make(kv, l);
     if (rc)
         vmem__kv_grow_reset(l);
     else

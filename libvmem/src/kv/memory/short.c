@@ -33,7 +33,7 @@ static uint64_t next_end(const vmem_kv *kv, uint64_t after, bool ends)
     return next;
 }
 
-static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
+static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
 {
     const bool slots = reason == VMEM_KV_SHORT_OF_SLOTS;
     last = (struct vmem_kv_shortage){.reason = reason,
@@ -48,15 +48,13 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing, uint64_t *out)
     }
     for (uint32_t s = 0; s < kv->n_slots; s++)
         last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
-    if (out)
-        *out = missing;
 }
 
-int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
 {
     const uint64_t most = kv->ledger.budget + vmem__kv_claimable(kv);
     uint64_t n = want > most ? want - most : 1;
-    note(kv, VMEM_KV_SHORT_OF_BUDGET, n, missing);
+    note(kv, VMEM_KV_SHORT_OF_BUDGET, n);
     last.coming_pages = vmem__kv_ask(kv, n, &last.refusal);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
@@ -66,33 +64,32 @@ int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want, uint64_t *missing)
                        kv->lend.member ? "the cache's share of the pool" : "the budget");
 }
 
-int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
 {
-    note(kv, VMEM_KV_SHORT_OF_DEVICE, pages, missing);
+    note(kv, VMEM_KV_SHORT_OF_DEVICE, pages);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
                        "memory for them; free some elsewhere, or end a request",
                        pages, kv->ledger.budget);
 }
 
-int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages, uint64_t *missing)
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages)
 {
-    note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages, missing);
+    note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
                        "raise vm.max_map_count, use larger pages, or end a request",
                        pages);
 }
 
-int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back, uint64_t *missing)
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back)
 {
     if (want > limit && want > kv->ledger.budget)
-        vmem__kv_short_of_budget(kv, want + back, missing);
+        vmem__kv_short_of_budget(kv, want + back);
     else if (want > limit)
-        vmem__kv_short_of_device(kv, want + back - limit, missing);
+        vmem__kv_short_of_device(kv, want + back - limit);
     else
-        note(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit,
-             missing);
+        note(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit);
     last.watermark_pages = KV_MIN(back, last.missing_pages);
     if (want > limit)
         return -ENOMEM; // the error text is set
@@ -104,7 +101,7 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
 
 int vmem__kv_short_of_slots(vmem_kv *kv)
 {
-    note(kv, VMEM_KV_SHORT_OF_SLOTS, 0, NULL);
+    note(kv, VMEM_KV_SHORT_OF_SLOTS, 0);
     return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
 }
 

@@ -109,7 +109,7 @@ static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
     return pages;
 }
 
-static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     uint32_t free_slots = 0;
     int rc = 0;
@@ -141,7 +141,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         if (!rc && most > limit)
             limit = vmem__kv_reach(kv, most);
         if (!rc && most > limit)
-            rc = vmem__kv_short_beside(kv, most - back, limit, back, missing);
+            rc = vmem__kv_short_beside(kv, most - back, limit, back);
         if (rc && !kv->lend.member)
             return rc;
         *fit += !rc;
@@ -152,12 +152,10 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     return rc;
 }
 
-int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing)
+int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     size_t fits = 0;
     int rc = 0;
-    if (missing)
-        *missing = 0;
     if (n && !requests)
         rc = vmem__error(-EINVAL, "requests must not be NULL");
     for (size_t i = 0; i < n && !rc; i++)
@@ -165,14 +163,12 @@ int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     vmem__kv_enough();
     if (!rc && n) {
         const uint64_t budget = kv->ledger.budget;
-        rc = admit(kv, requests, n, &fits, missing);
+        rc = admit(kv, requests, n, &fits);
         // A pool of several processes may have had more than this one knew. The first count has taken it.
         if (rc == -ENOMEM && kv->ledger.budget > budget) {
             fits = 0;
-            if (missing)
-                *missing = 0;
             vmem__kv_enough();
-            rc = admit(kv, requests, n, &fits, missing);
+            rc = admit(kv, requests, n, &fits);
         }
     }
     if (fit)
@@ -184,11 +180,10 @@ int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
 
 int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
-    struct vmem_kv_alloc_options o;
-    int rc = 0;
-    if (!options || !slot)
-        return vmem__error(-EINVAL, "options and slot must not be NULL");
-    rc = vmem__struct_take(&o, sizeof o, sizeof o, options, "options");
+    struct vmem_kv_alloc_options o = {0};
+    if (!slot)
+        return vmem__error(-EINVAL, "slot must not be NULL");
+    int rc = options ? vmem__struct_take(&o, sizeof o, sizeof o, options, "options") : 0;
     if (rc)
         return rc;
     bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;

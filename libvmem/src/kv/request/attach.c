@@ -129,7 +129,7 @@ static uint64_t copies_of(const vmem_kv *kv, uint32_t tokens)
 }
 
 // Starts a newly allocated slot with the first rows of the prefix.
-static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *missing)
+static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens)
 {
     struct kv_grow *l = &kv->grow;
     vmem__kv_wait_cut(kv);
@@ -144,13 +144,13 @@ static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_
     }
     uint64_t total = l->total, n_shared = 0;
     if (!rc && total)
-        rc = vmem__kv_grow_make(kv, l, missing);
+        rc = vmem__kv_grow_make(kv, l);
     if (!rc) {
         rc = map_shared(kv, p, slot, tokens, &n_shared);
-        if (rc == -ENOMEM && !(rc = vmem__kv_make_mappings(kv, n_shared, missing))) {
+        if (rc == -ENOMEM && !(rc = vmem__kv_make_mappings(kv, n_shared))) {
             n_shared = 0;
             rc = map_shared(kv, p, slot, tokens, &n_shared);
-            rc = rc == -ENOMEM ? vmem__kv_short_of_mappings(kv, n_shared, missing) : rc;
+            rc = rc == -ENOMEM ? vmem__kv_short_of_mappings(kv, n_shared) : rc;
         }
         bool mapped = !rc;
         for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
@@ -191,35 +191,25 @@ static int find_rows(const vmem_kv *kv, uint64_t id, uint32_t tokens, struct kv_
     return rc;
 }
 
-int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing)
+int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags)
 {
-    int rc = 0;
-    if (missing)
-        *missing = 0;
     struct kv_prefix *p = NULL;
+    int rc = vmem__kv_check_dry(flags);
     vmem__kv_enough();
-    rc = find_rows(kv, prefix, tokens, &p);
+    if (!rc)
+        rc = find_rows(kv, prefix, tokens, &p);
+    if (!rc && flags)
+        return vmem__kv_would_fit(kv, (int64_t)copies_of(kv, tokens), copies_of(kv, tokens));
     if (!rc)
         rc = vmem__kv_get_new(kv, slot);
-    if (!rc && (rc = attach(kv, p, slot, tokens, missing)) == -ENOMEM)
+    if (!rc && (rc = attach(kv, p, slot, tokens)) == -ENOMEM)
         vmem__kv_count_shortage(kv);
     return rc;
 }
 
-int vmem__kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing)
-{
-    int rc = 0;
-    if (missing)
-        *missing = 0;
-    struct kv_prefix *p = NULL;
-    rc = find_rows(kv, prefix, tokens, &p);
-    const uint64_t copies = rc ? 0 : copies_of(kv, tokens);
-    return rc ? rc : vmem__kv_would_fit(kv, (int64_t)copies, copies, missing);
-}
-
 // ---- blocks by hash --------------------------------------------------------------------------------------------------
 
-static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t blocks, uint64_t *missing)
+static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t blocks)
 {
     struct kv_hashes *h = kv->hashes;
     const uint32_t tokens = blocks * h->block_tokens;
@@ -231,7 +221,7 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t blocks, uint64_t *m
         rc = vmem__kv_hash_pin(kv, slot, h->found[k]);
     if (!rc) {
         vmem__kv_prefix_hold(kv, p);
-        rc = attach(kv, p, slot, tokens, missing);
+        rc = attach(kv, p, slot, tokens);
         int kept = vmem__kv_prefix_let_go(kv, p);
         rc = rc ? rc : kept;
     }
@@ -241,49 +231,39 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t blocks, uint64_t *m
     return rc;
 }
 
-// How a call begins that may find memory short.
-static int begin(const vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t *missing)
+static int would_attach(vmem_kv *kv, uint32_t blocks)
 {
-    if (missing)
-        *missing = 0;
-    vmem__kv_enough();
-    return vmem__kv_hash_given(kv, hashes, n);
+    uint64_t copies = copies_of(kv, vmem__kv_hash_tokens(kv, blocks)), copied;
+    if (!copies) // attaching only maps pages that are there
+        return 0;
+    kv->mark++;
+    copies += vmem__kv_hash_taken(kv, blocks, &copied) + copied;
+    return vmem__kv_would_fit(kv, (int64_t)copies, copies);
 }
 
-int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
-                         uint64_t *missing)
+int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
+                         uint32_t *tokens)
 {
     uint32_t blocks = 0;
-    int rc = begin(kv, hashes, n, missing);
+    int rc = vmem__kv_check_dry(flags);
+    vmem__kv_enough();
     if (!rc)
+        rc = vmem__kv_hash_given(kv, hashes, n);
+    if (!rc && !flags)
         rc = vmem__kv_get_new(kv, slot); // before the blocks are found: while it waits, the worker may evict some
     if (!rc)
         rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
-    if (!rc && blocks && (rc = attach_found(kv, slot, blocks, missing)) == -ENOMEM)
-        vmem__kv_count_shortage(kv);
-    blocks = rc ? 0 : blocks;
-    kv->stats.hit_tokens += vmem__kv_hash_tokens(kv, blocks);
+    if (!rc && blocks && flags) {
+        rc = would_attach(kv, blocks);
+    } else if (!rc && blocks) {
+        rc = attach_found(kv, slot, blocks);
+        if (rc == -ENOMEM)
+            vmem__kv_count_shortage(kv);
+        blocks = rc ? 0 : blocks;
+        kv->stats.hit_tokens += vmem__kv_hash_tokens(kv, blocks);
+    }
     if (tokens)
         *tokens = vmem__kv_hash_tokens(kv, blocks);
-    return rc;
-}
-
-int vmem__kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing)
-{
-    uint32_t blocks = 0;
-    int rc = begin(kv, hashes, n, missing);
-    if (!rc)
-        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
-    const uint32_t known = vmem__kv_hash_tokens(kv, blocks);
-    if (tokens)
-        *tokens = known;
-    uint64_t copies = rc || !blocks ? 0 : copies_of(kv, known);
-    if (copies) { // otherwise attaching only maps pages that are there
-        uint64_t copied;
-        kv->mark++;
-        copies += vmem__kv_hash_taken(kv, blocks, &copied) + copied;
-        rc = vmem__kv_would_fit(kv, (int64_t)copies, copies, missing);
-    }
     return rc;
 }
 
@@ -399,7 +379,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     if (rc)
         return rc;
     rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
-    if (rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n, NULL))
+    if (rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n))
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
         return rc;
@@ -442,8 +422,8 @@ int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     vmem__kv_wait_cut(kv);
     // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data. All groups
-    // find room or none, as vmem_kv_truncate_check says.
-    const int room = vmem__kv_make_room(kv, vmem__kv_unshare_pages(kv, slot, tokens), NULL);
+    // find room or none, as a dry truncation says.
+    const int room = vmem__kv_make_room(kv, vmem__kv_unshare_pages(kv, slot, tokens));
     if (room)
         return room;
     for (uint32_t i = 0; i < kv->n_groups; i++) {

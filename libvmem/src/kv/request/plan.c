@@ -140,11 +140,11 @@ void vmem__kv_plan_leave(vmem_kv *kv, struct kv_plan *plan)
     plan->entered = false;
 }
 
-int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing)
+int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths)
 {
     struct kv_plan *plan = &kv->plan;
     int rc = vmem__kv_plan(kv, plan, lengths, NULL);
-    return rc ? rc : vmem__kv_would_fit(kv, plan->delta, plan->missing, missing);
+    return rc ? rc : vmem__kv_would_fit(kv, plan->delta, plan->missing);
 }
 
 void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
@@ -153,6 +153,11 @@ void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
     vmem__kv_plan_reset(&kv->plan);
     if (tokens && !vmem__kv_plan_slot(kv, &kv->plan, slot, (uint32_t)tokens))
         vmem__kv_stage(kv, slot, tokens, kv->plan.delta);
+}
+
+int vmem__kv_check_dry(uint32_t flags)
+{
+    return flags & ~VMEM_KV_DRY ? vmem__error(-EINVAL, "flags %#x has unknown bits", flags) : 0;
 }
 
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
@@ -164,20 +169,14 @@ int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     return 0;
 }
 
-int vmem__kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+int vmem__kv_would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
-    int rc = 0;
-    if (missing)
-        *missing = 0;
-    vmem__kv_take_wanted(kv);
-    rc = vmem__kv_check_lengths(kv, lengths, n);
-    return rc ? rc : vmem__kv_plan_check(kv, lengths, missing);
-}
-
-int vmem__kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n)
-{
+    if (flags & ~(VMEM_KV_DRY | VMEM_KV_ASSURED))
+        return vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    if (!(flags & VMEM_KV_ASSURED))
+        vmem__kv_take_wanted(kv);
     int rc = vmem__kv_check_lengths(kv, lengths, n);
-    if (!rc && kv->ledger.promise < kv->ledger.budget)
+    if (!rc && flags & VMEM_KV_ASSURED && kv->ledger.promise < kv->ledger.budget)
         rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
-    return rc ? rc : vmem__kv_plan_check(kv, lengths, NULL);
+    return rc ? rc : vmem__kv_plan_check(kv, lengths);
 }

@@ -40,15 +40,6 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
-int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot)
-{
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
-    rc = rc ? rc : end_now(kv, slot);
-    if (!rc)
-        vmem__kv_keep_budget(kv);
-    return rc;
-}
-
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     int rc = 0;
@@ -76,12 +67,13 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     return 0;
 }
 
-int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step)
+int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after)
 {
     int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
     if (!rc)
-        rc = vmem__kv_check_fence(kv, step);
-    rc = rc ? rc : end_after(kv, slot, step);
+        rc = vmem__kv_check_fence(kv, after);
+    if (!rc)
+        rc = after ? end_after(kv, slot, after) : end_now(kv, slot);
     if (!rc)
         vmem__kv_keep_budget(kv);
     return rc;
@@ -124,25 +116,6 @@ int vmem__kv_end_requests(vmem_kv *kv)
     return rc;
 }
 
-int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths)
-{
-    bool some = false;
-    int rc = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        some |= !lengths[s] && kv->slots[s].state == VMEM_KV_ACTIVE;
-    if (!some)
-        return 0;
-    for (uint32_t s = 0; s < kv->n_slots && !rc; s++) // a refused step ends no request
-        rc = lengths[s] ? vmem__kv_check_length(kv, s, lengths[s]) : 0;
-    for (uint32_t s = 0; s < kv->n_slots && !rc; s++) {
-        if (lengths[s] || kv->slots[s].state != VMEM_KV_ACTIVE)
-            continue;
-        vmem__kv_wait_slot(kv, s);
-        rc = end_after(kv, s, kv->fence.step - kv_absent(kv, s));
-    }
-    return rc;
-}
-
 int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_check_fence(kv, step);
@@ -176,16 +149,13 @@ static struct kv_past fixed_in_truncation(const vmem_kv *kv, uint32_t slot, uint
     return (struct kv_past){KV_MIN(sp->keep_lo, lo), vmem__kv_end_of(kv, slot, group, sp->keep_hi, false)};
 }
 
-int vmem__kv_would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    if (missing)
-        *missing = 0;
-    int rc = check_truncate(kv, slot, tokens);
-    const uint64_t copies = rc ? 0 : vmem__kv_unshare_pages(kv, slot, tokens);
+    const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
     int64_t delta = (int64_t)copies;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+    for (uint32_t i = 0; i < kv->n_groups; i++)
         delta += vmem__kv_fix_delta(kv, slot, i, fixed_in_truncation(kv, slot, i, tokens));
-    return rc ? rc : vmem__kv_would_fit(kv, delta, copies, missing);
+    return vmem__kv_would_fit(kv, delta, copies);
 }
 
 static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
@@ -218,30 +188,11 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-int vmem__kv_truncate_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+// Changes no mapping that running kernels use. The rows go after later steps no longer ask for them. Rows in the window
+// of the shorter request stay, too.
+static void truncate_later(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = check_truncate(kv, slot, tokens);
-    return rc ? rc : truncate_now(kv, slot, tokens);
-}
-
-int vmem__kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
-{
-    int rc = check_truncate(kv, slot, tokens);
-    if (!rc)
-        rc = vmem__kv_check_fence(kv, step);
-    if (rc)
-        return rc;
     struct kv_slot *s = &kv->slots[slot];
-    // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
-    const bool shared = tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens);
-    if (step <= vmem__kv_ended(kv) || (s->fresh && !shared))
-        return truncate_now(kv, slot, tokens);
-    if (shared)
-        return vmem__error(-EBUSY,
-                           "tokens %u: rows from there on are shared, and kernels of step %" PRIu64 " may be in flight",
-                           tokens, step);
-    // Change no mapping that running kernels use. The rows go after later steps no longer ask for them. Rows in the
-    // window of the shorter request stay, too.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         sp->need_lo = KV_MIN(sp->need_lo, vmem__kv_need_lo(kv, &kv->groups[i], tokens));
@@ -251,5 +202,31 @@ int vmem__kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_
     vmem__kv_unstage(kv, slot);
     s->tokens = tokens;
     s->steady = 0;
+}
+
+static int truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
+{
+    int rc = check_truncate(kv, slot, tokens);
+    if (!rc)
+        rc = vmem__kv_check_fence(kv, after);
+    if (rc)
+        return rc;
+    const struct kv_slot *s = &kv->slots[slot];
+    // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
+    const bool shared = tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens);
+    if (!after || after <= vmem__kv_ended(kv) || (s->fresh && !shared))
+        return flags ? would_truncate(kv, slot, tokens) : truncate_now(kv, slot, tokens);
+    if (shared)
+        return vmem__error(-EBUSY,
+                           "tokens %u: rows from there on are shared, and kernels of step %" PRIu64 " may be in flight",
+                           tokens, after);
+    if (!flags)
+        truncate_later(kv, slot, tokens);
     return 0;
+}
+
+int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
+{
+    int rc = vmem__kv_check_dry(flags);
+    return rc ? rc : truncate(kv, slot, tokens, after, flags);
 }

@@ -15,7 +15,7 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
 // none of the slots that will be extended, and *waited receives whether it had to.
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
 // Whether the step would find its memory.
-int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths, uint64_t *missing);
+int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths);
 // Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the step
 // do not access any more can be taken.
 void vmem__kv_plan_enter(vmem_kv *kv, struct kv_plan *plan);
@@ -24,53 +24,44 @@ void vmem__kv_plan_leave(vmem_kv *kv, struct kv_plan *plan);
 void vmem__kv_restage(vmem_kv *kv, uint32_t slot);
 int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-int vmem__kv_check(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
-int vmem__kv_assured(vmem_kv *kv, const int32_t *lengths, uint32_t n);
+int vmem__kv_check_dry(uint32_t flags); // of a call that knows only VMEM_KV_DRY
+// A step with flags: what it would return.
+int vmem__kv_would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
 
 // ---- step.c
 
-int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing);
+int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 // Stages growth for which there is nothing to plan, taking the one lock that this needs. False: call vmem__kv_grow.
 bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
-int vmem__kv_commit(vmem_kv *kv, uint64_t *missing);
+int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
+int vmem__kv_commit(vmem_kv *kv);
 
 // ---- release.c
 
-int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot);
-int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots,
-                        uint64_t n); // all or none, in one call of the library below
-int vmem__kv_free_slot_after(vmem_kv *kv, uint32_t slot, uint64_t step);
-// VMEM_KV_ZERO_ENDS: ends the requests of length 0, if a step to these lengths is possible.
-int vmem__kv_end_absent(vmem_kv *kv, const int32_t *lengths);
+int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after);
+// All or none of the slots, which no kernel accesses, in one call of the core.
+int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Ends the requests whose kernels have ended, up to kv->fence.retired, and has those copied that are to be swapped out.
 int vmem__kv_end_requests(vmem_kv *kv);
 int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
-int vmem__kv_would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing);
-int vmem__kv_truncate_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-int vmem__kv_truncate_after(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
+int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags);
 
 // ---- swap.c
 
-int vmem__kv_swap_bytes(vmem_kv *kv, uint32_t slot, uint64_t *bytes);
-int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes);
-int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step);
-int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing);
-int vmem__kv_swap_in_check(vmem_kv *kv, uint32_t slot, uint64_t *missing);
+int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
+int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
 
 // ---- admit.c
 
 int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
-int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit, uint64_t *missing);
+int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
 int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
 
 // ---- attach.c
 
-int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint64_t *missing);
-int vmem__kv_prefix_check(vmem_kv *kv, uint64_t prefix, uint32_t tokens, uint64_t *missing);
-int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens,
-                         uint64_t *missing);
-int vmem__kv_hash_check(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens, uint64_t *missing);
+int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags);
+int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
+                         uint32_t *tokens);
 int vmem__kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
 int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
 // Called before rows from `tokens` on are written again: the slot releases shared pages there, and keeps a copy of the

@@ -64,15 +64,15 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
     return 0;
 }
 
-static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint64_t *missing)
+static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
 {
     vmem__kv_enough();
     int rc = 0;
     if (!vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
-        rc = vmem__kv_lacks(kv, plan->delta, plan->missing, missing);
+        rc = vmem__kv_lacks(kv, plan->delta, plan->missing);
         if (!rc) {
             vmem__kv_plan_enter(kv, plan);
-            rc = vmem__kv_take_room(kv, plan->missing, missing);
+            rc = vmem__kv_take_room(kv, plan->missing);
         }
     }
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
@@ -90,7 +90,7 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, uint6
         rc = list_parts(kv, plan, 0);
         total = kv->grow.total;
         if (!rc)
-            rc = vmem__kv_grow_all(kv, &kv->grow, missing);
+            rc = vmem__kv_grow_all(kv, &kv->grow);
     }
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);
@@ -164,26 +164,20 @@ static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *leng
     return 0;
 }
 
-static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_ends, uint64_t *missing)
+static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     struct kv_plan *plan = &kv->plan;
     bool waited = false;
-    if (missing)
-        *missing = 0;
     int rc = vmem__kv_check_lengths(kv, lengths, n);
-    const bool ends = kv->fence.n_waiting || zero_ends;
-    if (kv->fence.n_waiting && !rc)
+    const bool ends = kv->fence.n_waiting;
+    if (ends && !rc)
         rc = end_before(kv, lengths);
-    if (!rc && zero_ends) {
-        vmem__kv_may_take_long(kv);
-        rc = vmem__kv_end_absent(kv, lengths);
-    }
     if (!rc)
         rc = vmem__kv_plan(kv, plan, lengths, &waited);
     if (rc || plan->extends || kv->windows)
         vmem__kv_may_take_long(kv);
     if (!rc && plan->extends)
-        rc = back(kv, plan, lengths, missing);
+        rc = back(kv, plan, lengths);
     kv->stats.steps++;
     kv->stats.step_waits += waited;
     if (rc) {
@@ -203,9 +197,9 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, bool zero_en
     return rc;
 }
 
-int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint64_t *missing)
+int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
-    int rc = do_step(kv, lengths, n, kv->flags & VMEM_KV_ZERO_ENDS, missing);
+    int rc = do_step(kv, lengths, n);
     for (uint32_t s = 0; s < kv->n_slots && kv->staged.n && !rc; s++)
         if (lengths[s])
             vmem__kv_unstage(kv, s);
@@ -240,11 +234,9 @@ static bool staged_at_hand(const vmem_kv *kv)
            (l->promise >= l->budget || vmem__kv_at_hand(kv, want));
 }
 
-int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing)
+int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = 0;
-    if (missing)
-        *missing = 0;
     if (slot >= kv->n_slots)
         rc = vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
     else if (tokens > kv->max_tokens)
@@ -266,18 +258,18 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *missing
     vmem__kv_may_take_long(kv);
     if (vmem__kv_keeps_staged(kv))
         return 0;
-    rc = vmem__kv_plan_check(kv, kv->staged.lengths, missing); // no page may be missing, and it says what is
+    rc = vmem__kv_plan_check(kv, kv->staged.lengths); // no page may be missing, and it says what is
     if (rc)
         vmem__kv_stage(kv, slot, before, reserve);
     return rc;
 }
 
-int vmem__kv_commit(vmem_kv *kv, uint64_t *missing)
+int vmem__kv_commit(vmem_kv *kv)
 {
     int rc = 0;
     if (!kv->staged.n)
         return vmem__error(-EINVAL, "no growth is staged");
-    rc = do_step(kv, kv->staged.lengths, kv->n_slots, false, missing);
+    rc = do_step(kv, kv->staged.lengths, kv->n_slots);
     if (!rc) {
         memset(kv->staged.lengths, 0, kv->n_slots * sizeof(*kv->staged.lengths));
         memset(kv->staged.reserve, 0, kv->n_slots * sizeof(*kv->staged.reserve));

@@ -29,21 +29,9 @@ static int check_out(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     return rc;
 }
 
-int vmem__kv_swap_bytes(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
+static int swap_out_now(vmem_kv *kv, uint32_t slot, void *host)
 {
-    int rc = 0;
-    const uint32_t states = 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING;
-    rc = bytes ? vmem__kv_get(kv, slot, states) : vmem__error(-EINVAL, "bytes must not be NULL");
-    if (!rc)
-        *bytes = vmem__kv_swap_size(kv, slot);
-    return rc;
-}
-
-int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
-{
-    int rc = check_out(kv, slot, host, bytes);
-    if (!rc)
-        rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, true);
+    int rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, true);
     if (rc)
         return rc;
     struct kv_slot *s = &kv->slots[slot];
@@ -69,11 +57,13 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes)
     return 0;
 }
 
-int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t step)
+int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
 {
     int rc = check_out(kv, slot, host, bytes);
     if (!rc)
-        rc = vmem__kv_check_fence(kv, step);
+        rc = vmem__kv_check_fence(kv, after);
+    if (!rc && !after)
+        return swap_out_now(kv, slot, host);
     if (!rc && !kv->copy.ops && !(kv->copy.ops = calloc(kv->n_tensors, sizeof(*kv->copy.ops))))
         rc = vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
     if (rc)
@@ -86,7 +76,7 @@ int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byt
     idle->host = host;
     idle->copied = 0;
     idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
-    idle->ends = step; // fresh slots, too: kernels may still write the attached rows
+    idle->ends = after; // fresh slots, too: kernels may still write the attached rows
     kv->fence.n_waiting++;
     vmem__kv_retired(kv, vmem__kv_ended(kv));
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
@@ -94,13 +84,28 @@ int vmem__kv_swap_out_after(vmem_kv *kv, uint32_t slot, void *host, uint64_t byt
     return 0;
 }
 
-int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint64_t *missing)
+static int would_swap_in(vmem_kv *kv, uint32_t slot)
 {
-    int rc = 0;
-    if (missing)
-        *missing = 0;
+    uint64_t pages = 0;
+    bool there = kv->slots[slot].state == VMEM_KV_SWAPPING;
+    if (there && kv->flags & VMEM_KV_SAME_SLOTS)
+        there = !kv_swap_due(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !there; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint32_t tokens = kv->slots[slot].tokens;
+        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
+    }
+    return vmem__kv_would_fit(kv, (int64_t)pages, pages);
+}
+
+int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
+{
+    int rc = vmem__kv_check_dry(flags);
     vmem__kv_enough();
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    if (!rc)
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    if (!rc && flags)
+        return would_swap_in(kv, slot);
     if (!rc)
         rc = check_host(kv, slot, host, bytes);
     // With SAME_SLOTS, the pages that the slot shares afterwards must not depend on the background thread's progress.
@@ -126,7 +131,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
                                vmem__kv_need_hi(kv, g, s->tokens), vmem__kv_need_hi(kv, g, s->tokens));
     }
     if (!rc)
-        rc = vmem__kv_grow_all(kv, &kv->grow, missing);
+        rc = vmem__kv_grow_all(kv, &kv->grow);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     if (rc)
@@ -146,22 +151,4 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     s->took = (uint32_t)kv->fence.step;
     vmem__kv_book(kv, slot);
     return 0;
-}
-
-int vmem__kv_swap_in_check(vmem_kv *kv, uint32_t slot, uint64_t *missing)
-{
-    int rc = 0;
-    if (missing)
-        *missing = 0;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
-    uint64_t pages = 0;
-    bool there = !rc && kv->slots[slot].state == VMEM_KV_SWAPPING;
-    if (there && kv->flags & VMEM_KV_SAME_SLOTS)
-        there = !kv_swap_due(kv, slot);
-    for (uint32_t i = 0; i < kv->n_groups && !rc && !there; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        uint32_t tokens = kv->slots[slot].tokens;
-        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
-    }
-    return rc ? rc : vmem__kv_would_fit(kv, (int64_t)pages, pages, missing);
 }

@@ -223,28 +223,22 @@ void vmem__kv_hash_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages)
     unmark(kv);
 }
 
-int vmem__kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, uint64_t *freed)
+int vmem__kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, bool unused,
+                       uint64_t *freed)
 {
     int rc = 0;
     begin_drop(kv);
     for (size_t k = 0; k < n && !rc && kv->cut.n_pages < pages; k++) {
         const uint32_t i = vmem__kv_hash_find(kv->hashes, &hashes[k]);
-        if (i != KV_NO_BLOCK && !kv->hashes->blocks[i].pins && !kv_keeps(&kv->hashes->blocks[i]))
+        if (i == KV_NO_BLOCK)
+            continue;
+        const struct kv_hashed *b = &kv->hashes->blocks[i];
+        if (!unused)
+            rc = drop(kv, &kv->cut, i);
+        else if (!b->pins && !kv_keeps(b))
             rc = evict_one(kv, &kv->cut, i);
     }
     *freed = end_drop(kv);
-    return rc;
-}
-
-int vmem__kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n)
-{
-    int rc = 0;
-    begin_drop(kv);
-    for (size_t k = 0; k < n && !rc; k++) {
-        uint32_t i = vmem__kv_hash_find(kv->hashes, &hashes[k]);
-        rc = i == KV_NO_BLOCK ? 0 : drop(kv, &kv->cut, i);
-    }
-    end_drop(kv);
     return rc;
 }
 

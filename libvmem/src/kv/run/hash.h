@@ -72,9 +72,9 @@ int vmem__kv_hash_given(const vmem_kv *kv, const void *hashes, size_t n);
 int vmem__kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config);
 int vmem__kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
                       size_t *added);
-int vmem__kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n);
-int vmem__kv_hash_evict_these(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages,
-                              uint64_t *freed);
+// unused: skips blocks of running requests and those to be kept, and counts the others as evicted.
+int vmem__kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t pages, bool unused,
+                       uint64_t *freed);
 int vmem__kv_hash_limit(vmem_kv *kv, uint64_t max_tokens);
 int vmem__kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, size_t *got);
 int vmem__kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t priority);

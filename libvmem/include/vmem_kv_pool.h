@@ -1,0 +1,141 @@
+// Pools: one budget for several KV caches; and what other processes see of a cache.
+//
+// A pool is one budget for several caches: a target and its draft, two models, or a user's processes on one device. The
+// budgets of its members never exceed the pool's in total. A member's budget changes automatically between its minimum,
+// which is guaranteed, and its maximum. A step, a check or an admission that needs more immediately takes what is free
+// in the pool. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back unused
+// budget, kept pages and pages ahead of need, down to their minimum, but never pages that a request needs. An idle
+// member (idle_ms) keeps only its minimum. The pool's thread does all this. No step waits for it, and it unmaps in
+// parts of a few ms.
+//
+// With a path, the members may be in several processes. Only this user may access the file at the path. The pool ends
+// with its last member. When a process ends, in whatever way, its budget returns to the pool. There is no daemon.
+//
+// Errors and thread safety are as in vmem_kv.h.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM_KV_POOL_H
+#define VMEM_KV_POOL_H
+
+#include "vmem_kv.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct vmem_kv_pool vmem_kv_pool;
+
+#define VMEM_KV_POOL_MEMBERS 32 // the most caches of a pool
+
+// Grows at its end: a field that the caller does not know is 0.
+struct vmem_kv_pool_config {
+    uint32_t size;    // sizeof(struct vmem_kv_pool_config)
+    uint32_t flags;   // 0
+    uint64_t budget;  // bytes of all members together. 0, with a path: as it is there
+    const char *path; // of the pool's file, which is made if it is not there; NULL: for this process alone
+};
+int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **out);
+// In this process, the pool ends when its last member has left. NULL is allowed.
+void vmem_kv_pool_destroy(vmem_kv_pool *pool);
+
+// Grows at its end: a field that the caller does not know is 0.
+struct vmem_kv_pool_share {
+    uint32_t size;     // sizeof(struct vmem_kv_pool_share)
+    uint32_t pad;      // 0
+    uint64_t min, max; // bytes; max 0: the pool's budget
+    const char *name;  // what others see; NULL: "kv"
+    // Optional. Releases about `pages` pages of prefixes that the owner can spare, and returns their number. The pool's
+    // thread calls it, with no lock held, if others need more than kept pages. It may make any call but one that
+    // destroys the cache, which waits for it. Blocks with hashes need no such function.
+    uint64_t (*evict)(void *arg, uint64_t pages);
+    void *arg;
+};
+// Makes a cache a member. From then on, the pool sets its budget, and the cache allocates device memory as with
+// VMEM_KV_LAZY. vmem_kv_destroy leaves the pool. -ENOMEM: the minimums, or the cache's pages, exceed the pool's budget.
+// -ENOSPC: the pool has no place for another member. -EINVAL: the cache is already a member, has VMEM_KV_SAME_SLOTS, or
+// is on another device than the other members.
+int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share);
+// Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: at once if
+// no request needs it, otherwise when these requests end.
+int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
+// Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
+// what is free in the pool, and the other members are asked for the rest. The pool's thread takes device memory for it
+// as it comes. vmem_kv_fit does the same for the requests that it is given, as far as the member's maximum allows. Each
+// call replaces the request of the last one, which lapses after 250 ms.
+int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
+
+// The answer to a member's last request, for memory or for a limit.
+enum vmem_kv_answer {
+    VMEM_KV_UNASKED,
+    VMEM_KV_APPLIED,  // it is granted completely
+    VMEM_KV_DEFERRED, // other members have not yet given back or answered
+    VMEM_KV_REFUSED,  // for the reason given; it is repeated while the member tries
+};
+enum vmem_kv_refusal {
+    VMEM_KV_NOT_REFUSED,
+    VMEM_KV_AT_MAXIMUM,   // the member would exceed its own maximum
+    VMEM_KV_AT_MINIMUM,   // the others have only their minimums
+    VMEM_KV_IN_USE,       // requests of the others need the rest
+    VMEM_KV_NO_MEMORY,    // the device has too little memory
+    VMEM_KV_FILE_DAMAGED, // the pool's file was truncated or overwritten, or cannot be written
+    VMEM_KV_NO_ANSWER,    // another process has not answered for two seconds: it is stopped, or hangs
+};
+// Waits at most `ms` until the member's last request is answered. *answer, or NULL: an enum vmem_kv_answer.
+int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *answer);
+
+struct vmem_kv_pool_member {
+    uint32_t size;     // sizeof(struct vmem_kv_pool_member), set by the caller
+    uint32_t pid;      // of its process
+    uint64_t min, max; // its share
+    uint64_t has;      // bytes of the pool's budget: its own budget, and what it has not yet given back of a larger one
+    uint64_t held;     // bytes of pages
+    uint64_t needs;    // bytes that it asks for
+    uint64_t could_give; // bytes that others could get: unused, kept, ahead of need, and what evict may give
+    uint64_t giving;     // bytes that it is giving back
+    uint64_t asked;      // revision of its last question for memory; 0: none
+    uint64_t looked;     // it has answered the questions of others up to this revision
+    uint32_t answer;     // to its own question: enum vmem_kv_answer
+    uint32_t reason;     // enum vmem_kv_refusal
+    uint32_t reply;      // its answer to the others: applied, deferred (it is giving), refused
+    uint32_t why;        // enum vmem_kv_refusal
+    char name[64];
+};
+struct vmem_kv_pool_info {
+    uint32_t size;     // sizeof(struct vmem_kv_pool_info), set by the caller
+    uint32_t members;  // of all processes
+    uint64_t budget;   // bytes
+    uint64_t free;     // bytes of it that no member has
+    uint64_t revision; // of the last question
+};
+int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
+// Describes all members at one moment. out: VMEM_KV_POOL_MEMBERS structures, of which the first *found are filled.
+int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found);
+
+// ---- what other processes see -------------------------------------------------------------------------------
+
+#define VMEM_KV_VIEW_MAGIC UINT64_C(0x31776569766b6d76) // "vmkview1"
+struct vmem_kv_view {
+    uint64_t magic;
+    uint32_t pid;
+    uint32_t size;     // sizeof(struct vmem_kv_view)
+    uint64_t sequence; // odd while the manager writes
+    char name[64];     // as given
+    char backend[16];
+    int32_t device;
+    uint32_t reserved;
+    // Written by other processes: bytes; 0: none. The next check adopts it, or (not with SAME_SLOTS) the cache does
+    // after the next step. An idle cache, and a pool's member as its maximum, adopt it without a call.
+    uint64_t wanted_budget;
+    uint64_t memory_total; // bytes of the device, the most that a budget can be
+    struct vmem_kv_stats stats;
+    uint64_t answers;                // to wanted budgets so far
+    uint64_t answered_budget;        // bytes that the last answer was about
+    uint32_t answer, reason;         // enum vmem_kv_answer, enum vmem_kv_refusal
+    struct vmem_kv_pool_member pool; // the member's row; size 0: in no pool
+    char pool_path[256];             // where its file is, if it has one; or the end of the path
+};
+
+#ifdef __cplusplus
+}
+#endif
+#endif
