@@ -36,7 +36,8 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # What the scheduler publishes. Blocks, unless it says otherwise.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED) = range(16, 37)  # fmt: skip
-# What each worker publishes, in its own column.
+# What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
+IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES,
  NULL) = range(64, 64 + 8 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).

@@ -112,6 +112,7 @@ class Keeper:
         self._queue = queue
         self._out = sorted(b.block_id for b in self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
         self._gone: list[int] = []  # for the workers
+        self._evicted: list[int] = []
         self._order: list[int] = []
         self._coming: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
         self._n_coming = 0
@@ -231,6 +232,24 @@ class Keeper:
         while self.spare < need and self._coming and time.monotonic() < end:
             time.sleep(1e-4)
             self._enter()
+
+    def evict_ahead(self, n: int) -> None:
+        """Make vLLM forget what is least recently used, if fewer than half of `n` blocks are spare and no more may come.
+
+        The blocks stay in the queue. In slots, a new block needs a page at a place of its own. Workers can map it ahead
+        of the step only if they know earlier whose page it will be.
+        """
+        if 2 * self.spare >= n or self.grows():
+            return
+        known = set(self._queue.front)
+        blocks = self.pool.get_new_blocks(min(n, self.pool.get_num_free_blocks()))
+        self._evicted += [b.block_id for b in blocks if b.block_id not in known]
+        self.pool.free_blocks(blocks)
+
+    def take_evicted(self) -> list[int]:
+        """What was evicted ahead since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def take(self) -> tuple[list[int], list[list[int]], int]:
         """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""

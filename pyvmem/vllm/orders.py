@@ -22,6 +22,8 @@ class StepOrders:
         Blocks to be backed in the background, one order after the other.
     order : int
         The number of the first of these orders.
+    evicted : list of int
+        Blocks that circulate and whose contents vLLM has forgotten.
     """
 
     step: int
@@ -29,3 +31,4 @@ class StepOrders:
     gone: list[int] = field(default_factory=list)
     ahead: list[list[int]] = field(default_factory=list)
     order: int = 0
+    evicted: list[int] = field(default_factory=list)

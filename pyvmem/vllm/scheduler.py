@@ -98,6 +98,8 @@ class SchedulerMemory:
         self.keeper.await_blocks(need, AWAIT)
         idle = not self._scheduler.running
         self.keeper.before(need if idle else None)
+        if self._in_slots:
+            self.keeper.evict_ahead(self.keeper.low)
         if idle and self.keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
@@ -124,8 +126,12 @@ class SchedulerMemory:
         keeper = self.keeper
         gone, ahead, order = keeper.take()
         keeper.page[control.PREEMPTED] += len(output.preempted_req_ids or ())
-        output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order)
+        output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order, keeper.take_evicted())
         self._publish()
+
+    @property
+    def _in_slots(self) -> bool:
+        return self.page[control.ATTACHED] == control.IN_SLOTS
 
     def _publish(self) -> None:
         keeper, wanted = self.keeper, 0

@@ -156,11 +156,11 @@ class SlotsMemory(WorkerMemory):
         rows = -(-(vllm_config.model_config.max_model_len + drafts) // step) * step
         slots, budget = 1 + most + max(8, most // 4), config.num_blocks * block
         budget += max(budget // 64 // block, SLACK) * block
-        # A page has only a few tokens, so mapping ahead makes fewer calls for more pages each.
+        # While memory is scarce, a block ahead is enough, and what is free stays so for new requests.
         self._cache = cache = KVCache(
             [TensorSpec("kv", (block // tokens,), torch.int8)], slots, rows, budget, context=context,
             page_size=max(fitting), lazy=True, name=None,
-            spare=Spare(reclaim_percent=1, ahead_tokens=64, ahead_min=64),
+            spare=Spare(reclaim_percent=2, ahead_tokens=max(64, tokens), ahead_min=tokens),
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most
@@ -188,7 +188,7 @@ class SlotsMemory(WorkerMemory):
     def start(self, config: Any) -> None:
         self.publish()
         self._page[control.NULL + self._rank] = int(self._board[control.HELD])
-        self._attach()
+        self._attach(control.IN_SLOTS)
 
     @property
     def active(self) -> bool:
@@ -210,6 +210,7 @@ class SlotsMemory(WorkerMemory):
                     requests.reset()
                 self._ring(orders.position)
                 self._give_up(orders.gone)
+                requests.forget(orders.evicted)
                 for number, ids in enumerate(orders.ahead, orders.order):
                     self._count += len(ids)
                     self._orders.append(number)

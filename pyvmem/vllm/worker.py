@@ -131,9 +131,9 @@ class WorkerMemory:
                 block / 1024, alone / 1024, tensor.context.backend, tensor.page_size >> 10,
             )  # fmt: skip
 
-    def _attach(self) -> None:
+    def _attach(self, kept: int = control.IN_BLOCKS) -> None:
         """The memory is there: tell the scheduler, and start the thread."""
-        self._page[control.ATTACHED + self._rank] = 1
+        self._page[control.ATTACHED + self._rank] = kept
         threading.Thread(target=self._poll, name="vmem", daemon=True).start()
         self.publish()
 

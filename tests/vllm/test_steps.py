@@ -98,6 +98,26 @@ def test_rows_are_right_in_slots(engine, case, limit):
         assert worker.memory._cache.stats().active_slots < worker.memory._cache.slots
 
 
+@pytest.mark.parametrize("blocks", [90, 400])
+def test_in_slots_few_steps_without_prompts_map(engine, blocks):
+    """Where the prefix cache fills the memory, too."""
+    e = engine(kinds=("full",), slots=True, blocks=blocks)
+    requests, maps = e.workers[0].memory._requests, {True: 0, False: 0}
+    back = requests.back
+
+    def counted():
+        prompts = any(not first or len(ids) > 1 for _, first, ids, _ in requests._ops)
+        n = back()
+        maps[prompts] += n
+        return n
+
+    requests.back = counted
+    e.every = requests.cache.wait  # the background thread has had its time
+    e.run(60)
+    assert maps[True] > 20 and maps[False] <= maps[True] / 4
+    assert blocks == 400 or e.keeper.circulating == e.keeper.total
+
+
 def test_slots_of_ended_requests_wait_for_their_kernels(engine, monkeypatch):
     monkeypatch.setattr(slots, "SLACK", 0)  # a step needs their memory at once
     e = engine(kinds=("full",), slots=True, caching=False)
