@@ -234,7 +234,7 @@ class Keeper:
             self._enter()
 
     def evict_ahead(self, n: int) -> None:
-        """Make vLLM forget what is least recently used, if fewer than half of `n` blocks are spare and no more may come.
+        """Make vLLM forget what is least recently used, if fewer than `n` / 2 blocks are spare and no more may come.
 
         The blocks stay in the queue. In slots, a new block needs a page at a place of its own. Workers can map it ahead
         of the step only if they know earlier whose page it will be.
