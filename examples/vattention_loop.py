@@ -2,7 +2,7 @@
 
 That extension has one cache per process, and functions. An engine that was written for it takes `VAttention()` in the
 place of the module: names, arguments and order stay. What a request is differs, and is translated here: there, a
-request lives as long as its length is not 0; here, from `alloc` to `free`. docs/engine.md has both loops
+request lives as long as its length is not 0; here, from `alloc` to `free`. docs/vattention.md has both loops
 side by side.
 
     python examples/vattention_loop.py                      # on CPU memory

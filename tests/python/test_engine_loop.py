@@ -12,7 +12,7 @@ import pytest
 from pyvmem import KVCache
 
 PAGE = (Path(__file__).parent.parent.parent / "docs/engine.md").read_text()
-LOOP = re.search(r"^```python\n(.*?)^```$", PAGE[PAGE.index("## The loop of") :], re.M | re.S)[1]
+LOOP = re.search(r"^```python\n(.*?)^```$", PAGE[PAGE.index("## The loop") :], re.M | re.S)[1]
 WAITING = re.compile(r"^waiting = (\[.*?\])", re.M)
 SLOTS = 4
 
