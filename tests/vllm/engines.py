@@ -90,13 +90,15 @@ def serve_when_told(folder, pipes, options):
     go, others_go, others_done, done = pipes
     os.close(others_go)
     os.close(others_done)
-    llm, prompts, tokens = make(folder, **options), prompts_of(), []
+    llm, prompts, tokens, cached = make(folder, **options), prompts_of(), [], []
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     os.write(done, b".")
     while os.read(go, 1) == b".":
-        tokens.append([list(a.outputs[0].token_ids) for a in llm.generate(prompts, params, use_tqdm=False)])
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        tokens.append([list(a.outputs[0].token_ids) for a in answers])
+        cached.append(sum(a.num_cached_tokens or 0 for a in answers))
         os.write(done, b".")
-    return dict(tokens=tokens, **idle_state(llm, page_of(os.getpid())))
+    return dict(tokens=tokens, cached=cached, **idle_state(llm, page_of(os.getpid())))
 
 
 def page_of(pid):

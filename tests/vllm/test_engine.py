@@ -302,13 +302,17 @@ def test_a_neighbour_borrows_what_no_request_needs(model):
     common = dict(VMEM_VLLM_POOL=f"test-{uuid.uuid4().hex[:8]}", VMEM_VLLM_POOL_SIZE=str(POOL))
     engine = engines.Told(model("llama"), common)
     page = engine.page()
-    engine.go()
-    engine.wait()
+    for _ in range(2):
+        engine.go()
+        engine.wait()
     cached = page[control.CACHED]
     held, together = engines.in_child(borrow, POOL // 2 >> 10, vmem=True, environ=common)
     assert held >= POOL // 2 and together <= POOL
     assert 0 < page[control.CACHED] < cached
-    engine.go()
-    engine.wait()
+    for _ in range(2):
+        engine.go()
+        engine.wait()
     told = engine.ended()
-    assert told["tokens"] == [own, own] and told["idle"]["step_maps"] == 0
+    shared, whole, lent, again = told["cached"]  # tokens that vLLM says it found: in a turn, the prompts share some
+    assert shared < lent < whole == again
+    assert told["tokens"] == [own] * 4 and told["idle"]["step_maps"] == 0
