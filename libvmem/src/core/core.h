@@ -195,6 +195,7 @@ struct vmem_context {
     uint64_t wanted;        // bytes beyond the pages that callers wait for: vmem__expect. Freed memory stays for them,
     uint64_t missed;        // and for those who gave up so many, until the next trim
     bool waits;             // free memory may have stayed for them
+    bool tight;             // vmem__limit_arenas
     struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
     struct vmem__device_free {
         uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)

@@ -176,12 +176,12 @@ static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vme
 }
 
 // A new arena. Arenas of other sizes that hold memory taken ahead, or expected, give way to it, so that the sum stays what
-// was asked for.
+// was asked for; in a pool, all of them do, so that it stays within what the members have.
 static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
 {
     const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
     int rc;
-    if ((ctx->keep || ctx->waits) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
+    if ((ctx->keep || ctx->waits || ctx->tight) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
         vmem__convert(ctx, true, keep, bytes);
     do
         rc = vmem__grow(ctx, wanted, granules, whole, false);

@@ -177,7 +177,6 @@ bool vmem__pool_prepare(struct vmem__member *m)
     for (uint64_t left = MAX(PREPARE >> m->page_shift, portion); pages && left >= portion; left -= portion) {
         const uint64_t n = MIN(pages, portion), covers = MIN(bare, n);
         memory += n << m->page_shift;
-        m->taken_ahead = true;
         if (take_memory(m->ctx, memory)) { // the device has too little: steps take what they need
             m->ops->lock(m->self);
             forget(m);

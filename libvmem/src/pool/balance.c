@@ -108,15 +108,13 @@ static bool look(struct vmem__member *m)
     const bool more = ops->go_on && ops->go_on(m->self, least_pages(m, &s));
     ops->state(m->self, &s);
     const uint64_t gone_to = MAX(s.budget, s.held);
-    // What has stayed may be any member's of the context: this one's row may be what covers it.
     const bool waits = has_waiting_memory(m->ctx);
-    const bool less = waits || m->taken_ahead || s.held << m->page_shift < m->row.held;
     pthread_mutex_lock(&pool->lock);
     const bool stale = m->stale, falls = (gone_to << m->page_shift) + m->granted < m->row.has;
-    const bool trim = stale || (waits && m->wanted_less) || (less && falls);
+    // Memory that no page uses may be any member's of the context: this one's row may be what covers it.
+    const bool trim = falls || stale || (waits && m->wanted_less);
     m->stale = m->wanted_less = false;
     pthread_mutex_unlock(&pool->lock);
-    m->taken_ahead &= !trim;
     ops->unlock(m->self);
     if (trim) // free the memory before the row offers it to the other members
         ops->trim(m->self, !stale);

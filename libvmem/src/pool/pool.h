@@ -72,7 +72,6 @@ struct vmem__member {
     uint32_t waiting;             // calls that wait for an answer
     uint64_t asked_at;            // ns
     uint64_t refused_at;          // ns
-    bool taken_ahead;             // the thread took device memory for it
     uint64_t granted;             // bytes in row.has that the member's budget does not have yet
     uint64_t foreseen;            // the pages there will be with the requests that wait; 0: not known
     uint64_t foreseen_at;         // ns
