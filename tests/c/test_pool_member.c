@@ -21,6 +21,9 @@ struct holder {
     uint64_t budget, held, fixed, evictable;
     unsigned trims, evictions;
     bool locked;
+    vmem_page pages[BUDGET]; // of a holder with `real` functions
+    uint64_t created;
+    bool gives_in; // it stops asking once the others have given
 };
 
 static void lock(void *self)
@@ -223,6 +226,149 @@ static void test_members_join_with_pages(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// ---- memory that stays in the context ----------------------------------------------------------------------------
+
+static uint64_t unused_memory(void)
+{
+    vmem__lock(ctx);
+    const uint64_t bytes = ctx->committed - ctx->created;
+    vmem__unlock(ctx);
+    return bytes;
+}
+
+static void create_to(struct holder *h, uint64_t pages)
+{
+    if (pages > h->created)
+        OK(vMemCreate(ctx, test_page, pages - h->created, 0, h->pages + h->created));
+    else
+        OK(vMemReleaseBatch(ctx, h->pages + pages, h->created - pages, NULL));
+    h->created = pages;
+}
+
+// Called between the looks at two members: at every moment, the rows cover the device memory.
+static void real_state(void *self, struct vmem__lend_state *out)
+{
+    struct holder *h = self;
+    uint64_t rows = 0;
+    state(self, out);
+    if (!h->member)
+        return;
+    pthread_mutex_lock(&h->member->pool->lock);
+    for (const struct vmem__member *m = h->member->pool->members; m; m = m->next)
+        rows += m->row.has;
+    vmem__lock(ctx);
+    CHECK(ctx->committed <= rows);
+    vmem__unlock(ctx);
+    pthread_mutex_unlock(&h->member->pool->lock);
+    if (h->gives_in && unused_memory())
+        h->lender->unask(h->member);
+}
+
+static void real_raise(void *self, uint64_t pages)
+{
+    CHECK(unused_memory() >= pages * test_page); // it came with the budget
+    raise_budget(self, pages);
+}
+
+static void real_give(void *self, uint64_t pages)
+{
+    struct holder *h = self;
+    if (pages < h->created)
+        create_to(h, pages);
+    give_down_to(h, pages);
+}
+
+static void real_trim(void *self, bool wanted)
+{
+    (void)self;
+    vmem__trim_to(ctx, 0, wanted, NULL);
+}
+
+static const struct vmem__member_ops real = {.lock = lock,
+                                             .unlock = unlock,
+                                             .state = real_state,
+                                             .raise = real_raise,
+                                             .give_down_to = real_give,
+                                             .trim = real_trim};
+
+// `a` has 80 pages and needs none of them. The thread looks at it first.
+static vmem_kv_pool *make_exchange(struct holder *a, struct holder *b)
+{
+    vmem_kv_pool *pool = make_pool();
+    OK(join(pool, b, &real, 0));
+    OK(join(pool, a, &real, 0));
+    CHECK_EQ(take(a, 80), 0);
+    create_to(a, 80);
+    return pool;
+}
+
+static void end_exchange(vmem_kv_pool *pool, struct holder *a, struct holder *b)
+{
+    create_to(a, 0);
+    leave(a);
+    create_to(b, 0);
+    leave(b);
+    CHECK_EQ(info(pool).free, BUDGET * test_page);
+    vmem_kv_pool_destroy(pool);
+    CHECK_EQ(unused_memory(), 0);
+    CHECK_EQ(ctx->wanted, 0);
+}
+
+static void need_none(struct holder *h)
+{
+    lock(h);
+    h->fixed = 0;
+    unlock(h);
+}
+
+static void test_memory_moves_with_budget(void)
+{
+    struct holder a = {0}, b = {0};
+    vmem_kv_pool *pool = make_exchange(&a, &b);
+    need_none(&a);
+    CHECK_EQ(take(&b, 50), 0);
+    create_to(&b, 50);
+    end_exchange(pool, &a, &b);
+}
+
+// A member of another pool waits, too; nobody of this one takes what a member gives.
+static void test_memory_that_nobody_takes_leaves_the_row(void)
+{
+    struct holder a = {0}, b = {.gives_in = true};
+    uint32_t refusal;
+    vmem_kv_pool *pool = make_exchange(&a, &b);
+    vmem__expect(ctx, (int64_t)(80 * test_page), 0);
+    lock(&b);
+    b.budget += b.lender->claim(b.member, 0, 20, 20);
+    CHECK_EQ(b.lender->ask(b.member, 0, 30, &refusal), 30);
+    unlock(&b);
+    need_none(&a);
+    while (info(pool).free < 30 * test_page)
+        usleep(100);
+    CHECK_EQ(unused_memory(), 0);
+    vmem__expect(ctx, -(int64_t)(80 * test_page), 0);
+    end_exchange(pool, &a, &b);
+}
+
+// No row falls, and nobody waits any more.
+static void test_memory_goes_back_when_nobody_waits(void)
+{
+    struct holder a = {0}, b = {0};
+    vmem_kv_pool *pool = make_exchange(&a, &b);
+    for (int wants = 50; wants >= 0; wants -= 50) {
+        pthread_mutex_lock(&pool->lock);
+        vmem__pool_want(b.member, (uint64_t)wants * test_page);
+        pthread_mutex_unlock(&pool->lock);
+        lock(&a);
+        create_to(&a, 50);
+        unlock(&a);
+        CHECK(!wants || unused_memory() == 30 * test_page);
+    }
+    while (unused_memory())
+        usleep(100);
+    end_exchange(pool, &a, &b);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -231,6 +377,11 @@ int main(int argc, char **argv)
     test_budget_moves();
     test_the_owner_evicts();
     test_members_join_with_pages();
+    if (test_cpu()) { // elsewhere, memory goes and comes an arena at a time
+        test_memory_moves_with_budget();
+        test_memory_that_nobody_takes_leaves_the_row();
+        test_memory_goes_back_when_nobody_waits();
+    }
     vmem_context_destroy(ctx);
     return 0;
 }
