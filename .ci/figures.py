@@ -46,7 +46,8 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     return [
         ("vllm-auto", 600, [*vllm, "2", "--layout", "auto", *loads]),
         ("vllm-slots", 600, [*vllm, "2", "--layout", "slots", *loads]),
-        ("vllm-bursts", 900, [*vllm, "1", "--bursts", "--load", "hot:600"]),
+        ("vllm-attack", 420, [sys.executable, "tests/vllm/attack.py", "--minutes", "3"]),
+        ("vllm-bursts", 900, [*vllm, "1", "--bursts", "--kv-memory", "18G", "--load", "hot:600"]),
         ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
         ("rollout-vllm-no-lease", 300, [sys.executable, "examples/rollout_vllm.py", "--no-lease"]),
     ]

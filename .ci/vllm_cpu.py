@@ -121,7 +121,8 @@ def main(what: str, *arguments: str) -> int:
         print(f"vLLM {version}", flush=True)
         failed += bool(run(PYTHON, "-m", "pyvmem.vllm.check", folder / "vllm", cwd=ROOT,
                            env=dict(os.environ, PYTHONPATH=str(ROOT))))  # fmt: skip
-        failed += bool(pytest(["tests/vllm/test_steps.py", "tests/vllm/test_check.py"], [folder]))
+        tests = [f"tests/vllm/test_{what}.py" for what in ("steps", "check", "memory")]
+        failed += bool(pytest(tests, [folder]))
     return failed
 
 
