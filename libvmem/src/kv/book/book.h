@@ -98,8 +98,21 @@ void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, int slots, int prefixes)
 void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
 void vmem__kv_ref_keep(vmem_kv *kv, struct kv_ref *ref, int blocks);  // of these, so many no longer can
 void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots);    // slots that need the row
-// A slot leaves the row, and has a page of its own in its place.
-void vmem__kv_row_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page, struct kv_ref *ref);
+// A slot maps rows that others hold, from the end of its fixed part on up to page `to`. They become part of that.
+void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to);
+// A slot loses rows: those in front of the fixed part or behind it, or both its front and as much of the part.
+void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+// How often the row has been looked at since vmem_kv.mark was raised.
+static inline uint32_t kv_row_seen(const vmem_kv *kv, const struct kv_ref *ref)
+{
+    return ref->mark == kv->mark ? ref->seen : 0;
+}
+static inline uint32_t kv_row_see(const vmem_kv *kv, struct kv_ref *ref)
+{
+    ref->seen = kv_row_seen(kv, ref) + 1;
+    ref->mark = kv->mark;
+    return ref->seen;
+}
 // Whether no call could take the row's pages back: a slot needs it, or something that may not be evicted holds it.
 static inline bool kv_row_kept(const struct kv_refs *r, const struct kv_ref *ref)
 {
@@ -146,6 +159,7 @@ static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
 // ---- slot.c
 
 const char *vmem__kv_state_name(uint8_t state);
+void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 // The same of a newly allocated slot, which can be attached to.

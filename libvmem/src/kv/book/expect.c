@@ -37,19 +37,11 @@ static bool begins_later(const vmem_kv *kv, uint32_t slot)
 // The number of tokens that a free slot is backed for, counted from the first row.
 static uint32_t backed(const vmem_kv *kv, uint32_t slot) { return begins_later(kv, slot) ? 0 : kv->slots[slot].backed; }
 
-static bool empty(const vmem_kv *kv, uint32_t slot)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        if (kv_span(kv, slot, i)->lo < kv_span(kv, slot, i)->hi)
-            return false;
-    return true;
-}
-
 // The number of tokens behind the request's prefix that the slot is backed for, or -1 if the request must not use the
 // slot.
 static int64_t backed_behind(const vmem_kv *kv, uint32_t slot, const struct kv_expected *e)
 {
-    if (empty(kv, slot))
+    if (!vmem__kv_has_pages(kv, slot))
         return 0;
     // Exclude pages in the place of the prefix: they would be unmapped when the request arrives.
     if (kv->idle[slot].from != e->prefix || kv->slots[slot].backed <= e->prefix)

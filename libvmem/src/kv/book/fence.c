@@ -43,7 +43,7 @@ uint64_t vmem__kv_ended(const vmem_kv *kv)
 void vmem__kv_retired(vmem_kv *kv, uint64_t step)
 {
     kv->fence.retired = step;
-    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++)
+    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
         if (kv_swap_due(kv, s)) // now: once the lock is dropped, the background thread may copy it
             vmem__kv_book(kv, s);
 }

@@ -89,15 +89,16 @@ static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
     r->evictable += on ? evictable : -evictable;
 }
 
+static bool in_fixed_part(const struct kv_span *s, uint32_t page) { return page >= s->fix_lo && page < s->fix_hi; }
+
 struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
-    const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_ref *ref = kv_row(kv, slot, group, page);
     if (ref)
         return ref;
     ref = vmem__kv_ref_new(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
     if (ref) // the ledger has counted the page already
-        ref->users = page >= s->fix_lo && page < s->fix_hi;
+        ref->users = in_fixed_part(kv_span(kv, slot, group), page);
     return ref;
 }
 
@@ -128,19 +129,28 @@ void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks) { hold(kv, 
 
 void vmem__kv_ref_keep(vmem_kv *kv, struct kv_ref *ref, int blocks) { hold(kv, ref, 0, 0, 0, -blocks); }
 
-void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots)
+void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots) { hold(kv, ref, 0, slots, 0, 0); }
+
+void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to)
 {
-    const bool fixed = kv_row_fixed(&kv->refs, ref);
-    ref->users += (uint32_t)slots;
-    kv->ledger.fixed += (uint64_t)((kv_row_fixed(&kv->refs, ref) - fixed) * (int64_t)ref->n);
+    struct kv_span *s = kv_span(kv, slot, group);
+    for (; s->fix_hi < to; s->fix_hi++)
+        hold(kv, kv_row(kv, slot, group, s->fix_hi), 1, 1, 0, 0);
 }
 
-void vmem__kv_row_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page, struct kv_ref *ref)
+void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
-    const struct kv_span *s = kv_span(kv, slot, group);
-    const bool needed = page >= s->fix_lo && page < s->fix_hi;
-    kv->ledger.fixed += needed ? ref->n : 0; // the page in its place
-    hold(kv, ref, -1, -(int)needed, 0, 0);
+    struct kv_span *s = kv_span(kv, slot, group);
+    for (uint32_t p = from; p < to; p++) {
+        const bool needed = in_fixed_part(s, p);
+        struct kv_ref *ref = kv_row(kv, slot, group, p);
+        if (ref)
+            hold(kv, ref, -1, -(int)needed, 0, 0);
+        else
+            kv->ledger.fixed -= needed ? kv->groups[group].n : 0;
+    }
+    if (from <= s->fix_lo && to > s->fix_lo)
+        s->fix_lo = KV_MIN(to, s->fix_hi);
 }
 
 bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
@@ -164,11 +174,7 @@ uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
     uint64_t n = s->fix_hi - s->fix_lo;
     for (uint32_t p = s->fix_lo; p < KV_MIN(s->fix_hi, s->shared_hi); p++) {
         struct kv_ref *ref = kv_row(kv, slot, group, p);
-        if (!ref)
-            continue;
-        ref->seen = ref->mark == kv->mark ? ref->seen + 1 : 1;
-        ref->mark = kv->mark;
-        n -= ref->seen != ref->users || kv_row_kept(&kv->refs, ref);
+        n -= ref && (kv_row_see(kv, ref) != ref->users || kv_row_kept(&kv->refs, ref));
     }
     return n;
 }

@@ -56,9 +56,14 @@ static int lay_out(const vmem_kv *kv, struct kv_group *g)
     return 0;
 }
 
-static bool same_group(const struct kv_group *g, const struct vmem_kv_tensor *t, uint32_t max_tokens)
+// The tensor's group, or the number of groups.
+static uint32_t group_of(const vmem_kv *kv, const struct vmem_kv_tensor *t, uint32_t max_tokens)
 {
-    return g->row_bytes == t->row_bytes && g->window == t->window && g->max_tokens == max_tokens;
+    uint32_t j = 0;
+    for (const struct kv_group *g = kv->groups; j < kv->n_groups; j++, g++)
+        if (g->row_bytes == t->row_bytes && g->window == t->window && g->max_tokens == max_tokens)
+            break;
+    return j;
 }
 
 // Reserves zeroed address space. A page of it takes memory once it is written.
@@ -77,9 +82,7 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
         return vmem__error(-ENOMEM, "no memory for %u tensors", c->n_tensors);
     for (uint32_t i = 0; i < c->n_tensors; i++) {
         const struct vmem_kv_tensor *t = &c->tensors[i];
-        uint32_t max = t->max_tokens ? t->max_tokens : c->max_tokens, j = 0;
-        while (j < kv->n_groups && !same_group(&kv->groups[j], t, max))
-            j++;
+        const uint32_t max = t->max_tokens ? t->max_tokens : c->max_tokens, j = group_of(kv, t, max);
         struct kv_group *g = &kv->groups[j];
         if (j == kv->n_groups) {
             kv->n_groups++;
@@ -106,10 +109,7 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
     }
     for (uint32_t i = 0; i < c->n_tensors; i++) {
         const struct vmem_kv_tensor *t = &c->tensors[i];
-        uint32_t max = t->max_tokens ? t->max_tokens : c->max_tokens, j = 0;
-        while (!same_group(&kv->groups[j], t, max))
-            j++;
-        kv->order[i] += kv->groups[j].first;
+        kv->order[i] += kv->groups[group_of(kv, t, t->max_tokens ? t->max_tokens : c->max_tokens)].first;
     }
     kv->pages_bytes = table * sizeof(vmem_page);
     kv->pages = table_of(kv->pages_bytes);

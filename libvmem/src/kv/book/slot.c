@@ -58,6 +58,15 @@ const char *vmem__kv_state_name(uint8_t state)
     return names[state];
 }
 
+void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state)
+{
+    struct kv_slot *s = &kv->slots[slot];
+    kv->in_state[s->state]--;
+    kv->in_state[state]++;
+    s->state = state;
+    vmem__kv_book(kv, slot);
+}
+
 int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states)
 {
     if (slot >= kv->n_slots)

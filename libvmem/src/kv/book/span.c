@@ -45,7 +45,6 @@ void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].backed = (uint32_t)backed;
 }
 
-// `backed` cannot tell: a group may have pages while another has none, or less than a row.
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
 {
     bool some = false;

@@ -52,7 +52,7 @@ struct kv_slot {
     uint32_t backed; // tokens up to which a step has nothing to map
     uint32_t steady; // a step to `tokens` or more, up to this, needs the same pages as the last; 0: not known
     uint32_t took;   // the last step that it took part in, or before which it was allocated
-    uint8_t state;   // enum vmem_kv_slot_state
+    uint8_t state;   // enum vmem_kv_slot_state. Written by vmem__kv_set_state alone
     bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it: steady is 0
     bool skip;       // the worker failed here, and does not try again before the next step
     bool stuck;      // it failed to unmap here, and passes the slot over until it has nothing else to do
@@ -90,7 +90,7 @@ struct kv_plan {
     uint64_t n, missing;   // missing: pages
     int64_t delta;         // by how many pages kv_ledger.fixed grows, the missing ones included
     uint32_t *changed;     // slots that it examines
-    bool extends, entered; // entered: the spans' fixed parts are those of the plan
+    bool extends;
 };
 
 // An announced request: rows up to `tokens`, the first of which a prefix will provide.
@@ -189,7 +189,6 @@ struct kv_lend {
 // Kernels that may be in flight.
 struct kv_fences {
     uint64_t step, retired; // the last step; the last whose kernels have ended
-    uint32_t n_waiting;     // slots that are ENDING or SWAPPING
     struct kv_past *past;   // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
 };
 
@@ -258,8 +257,6 @@ struct kv_report {
     pthread_mutex_t lock;
     struct vmem_kv_stats shown; // under the lock
     uint64_t summarised;        // when that was last updated, in ns
-    uint64_t device_limit;      // pages that the device allowed when the statistics last asked
-    uint64_t device_asked;      // when that was
     bool stale;                 // shown is older than the statistics
     _Atomic bool long_call;     // a public call has state and may be calling core; shown is older
 };
@@ -297,6 +294,7 @@ struct vmem_kv {
     uint64_t joined_bytes;
 
     struct kv_slot *slots;
+    uint32_t in_state[5];  // how many slots are in each enum vmem_kv_slot_state
     struct kv_idle *idle;  // [slot]
     struct kv_span *spans; // [slot][group]
     struct kv_past
@@ -370,6 +368,12 @@ static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
 static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
 {
     return kv->slots[slot].state != VMEM_KV_FREE && kv->slots[slot].state != VMEM_KV_SWAPPED;
+}
+
+// Slots that wait for kernels to end.
+static inline uint32_t kv_waiting(const vmem_kv *kv)
+{
+    return kv->in_state[VMEM_KV_ENDING] + kv->in_state[VMEM_KV_SWAPPING];
 }
 
 // Pages that could be added without reclaiming any.

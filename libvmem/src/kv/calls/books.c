@@ -34,59 +34,23 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
     return n;
 }
 
-// Recounts the pages that no call could take back, from the spans and rows.
-static int check_fixed(vmem_kv *kv)
-{
-    uint64_t fixed = 0;
-    kv->mark++;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const struct kv_span *sp = kv_span(kv, s, i);
-            const struct kv_past part = vmem__kv_fixed_part(kv, s, i);
-            if (part.lo != part.hi || sp->fix_lo != sp->fix_hi)
-                if (part.lo != sp->fix_lo || part.hi != sp->fix_hi)
-                    return vmem__error(-EFAULT, "slot %u, group %u: pages [%u, %u) are fixed, not [%u, %u)", s, i,
-                                       part.lo, part.hi, sp->fix_lo, sp->fix_hi);
-            for (uint32_t p = part.lo; p < part.hi; p++) {
-                struct kv_ref *ref = kv_row(kv, s, i, p);
-                if (!ref)
-                    fixed += kv->groups[i].n;
-                else
-                    ref->seen = ref->mark == kv->mark ? ref->seen + 1 : 1;
-                if (ref)
-                    ref->mark = kv->mark;
-            }
-        }
-    for (uint64_t i = 0; i < kv->refs.size; i++) {
-        const struct kv_ref *ref = &kv->refs.entries[i];
-        if (!ref->page)
-            continue;
-        if (ref->users != (ref->mark == kv->mark ? ref->seen : 0))
-            return vmem__error(-EFAULT, "page %#" PRIx64 ": %u slots need the row, not %u", ref->page,
-                               ref->mark == kv->mark ? ref->seen : 0, ref->users);
-        fixed += kv_row_fixed(&kv->refs, ref) ? ref->n : 0;
-    }
-    if (fixed != kv->ledger.fixed || fixed > kv->ledger.held)
-        return vmem__error(-EFAULT, "%" PRIu64 " pages of %" PRIu64 " are fixed, not %" PRIu64, fixed, kv->ledger.held,
-                           kv->ledger.fixed);
-    return 0;
-}
-
 int vmem__kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->refs.pages + kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0;
+    uint64_t pages = kv->refs.pages + kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0,
+             fixed = 0;
+    kv->mark++;
     kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.budget); // the budget may have grown
     if (kv->ledger.held > kv->ledger.ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, kv->ledger.held, kv->ledger.budget);
     kv->ledger.ceiling = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.disturbed)
         return vmem__error(-EFAULT, "the background thread changed how many pages are fixed");
-    uint32_t waiting = 0;
+    uint32_t in_state[5] = {0};
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         if (sl->fresh && sl->steady && sl->state == VMEM_KV_ACTIVE)
             return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it yet", s);
-        waiting += sl->state == VMEM_KV_ENDING || sl->state == VMEM_KV_SWAPPING;
+        in_state[sl->state]++;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -107,12 +71,20 @@ int vmem__kv_check_books(vmem_kv *kv)
                                    s, i, sl->tokens, sl->steady);
             if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
                 return vmem__error(-EFAULT, "slot %u is free but not clean", s);
+            const struct kv_past part = vmem__kv_fixed_part(kv, s, i);
+            if (part.hi - part.lo != sp->fix_hi - sp->fix_lo || (part.lo < part.hi && part.lo != sp->fix_lo))
+                return vmem__error(-EFAULT, "slot %u, group %u: pages [%u, %u) are fixed, not [%u, %u)", s, i, part.lo,
+                                   part.hi, sp->fix_lo, sp->fix_hi);
             for (uint32_t p = sp->lo; p < sp->hi; p++) {
-                const struct kv_ref *ref = kv_row(kv, s, i, p);
+                struct kv_ref *ref = kv_row(kv, s, i, p);
+                const bool needed = p >= part.lo && p < part.hi;
                 if (ref && p >= sp->shared_hi)
                     return vmem__error(-EFAULT, "slot %u, page %u is shared", s, p);
                 pages += ref ? 0 : g->n;
                 slots += ref != NULL;
+                fixed += needed && !ref ? g->n : 0;
+                if (needed && ref)
+                    kv_row_see(kv, ref);
             }
             const struct kv_past *stale = kv_stale(kv, s, i);
             if (stale->lo < stale->hi && (!sl->stale || (sp->lo < sp->hi && stale->hi > sp->lo)))
@@ -130,7 +102,14 @@ int vmem__kv_check_books(vmem_kv *kv)
         shared += ref->page && ref->slots + ref->prefixes > 1 ? ref->n : 0;
         if (ref->page && ref->slots + ref->prefixes < 2 && !ref->prefixes)
             return vmem__error(-EFAULT, "page %#" PRIx64 " is counted as shared", ref->page);
+        if (ref->page && ref->users != kv_row_seen(kv, ref))
+            return vmem__error(-EFAULT, "page %#" PRIx64 ": %u slots need the row, not %u", ref->page,
+                               kv_row_seen(kv, ref), ref->users);
+        fixed += ref->page && kv_row_fixed(&kv->refs, ref) ? ref->n : 0;
     }
+    if (fixed != kv->ledger.fixed || fixed > kv->ledger.held)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages of %" PRIu64 " are fixed, not %" PRIu64, fixed, kv->ledger.held,
+                           kv->ledger.fixed);
     if (pages + kv->ledger.pending != kv->ledger.held || slots != refs || only != kv->refs.only ||
         shared != kv->refs.shared)
         return vmem__error(-EFAULT,
@@ -138,9 +117,10 @@ int vmem__kv_check_books(vmem_kv *kv)
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
                            pages + kv->ledger.pending, slots, only, shared, kv->ledger.held, refs, kv->refs.only,
                            kv->refs.shared);
-    if (waiting != kv->fence.n_waiting)
-        return vmem__error(-EFAULT, "%u slots wait for kernels, not %u", waiting, kv->fence.n_waiting);
-    int rc = check_fixed(kv);
-    rc = rc ? rc : vmem__kv_check_hashes(kv);
+    for (uint32_t i = 0; i < 5; i++)
+        if (in_state[i] != kv->in_state[i])
+            return vmem__error(-EFAULT, "%u slots are %s, not %u", in_state[i], vmem__kv_state_name((uint8_t)i),
+                               kv->in_state[i]);
+    int rc = vmem__kv_check_hashes(kv);
     return rc ? rc : vmem__kv_check_blocks(kv);
 }

@@ -90,7 +90,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->flags |= VMEM_KV_CHECK;
 #endif
     kv->n_tensors = c->n_tensors;
-    kv->n_slots = c->slots;
+    kv->n_slots = kv->in_state[VMEM_KV_FREE] = c->slots;
     kv->max_tokens = c->max_tokens;
     kv->tile_rows = c->tile_rows ? c->tile_rows : 1;
     kv->ahead_tokens = c->ahead_tokens ? c->ahead_tokens : 128;

@@ -136,15 +136,6 @@ static void unlock(void *self)
     pthread_mutex_unlock(&kv->gate.api);
 }
 
-// Requests that are swapped out count: they come back.
-static bool has_taken_slots(const vmem_kv *kv)
-{
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv->slots[s].state != VMEM_KV_FREE)
-            return true;
-    return false;
-}
-
 static uint64_t evictable(const vmem_kv *kv)
 {
     return kv->lend.evict ? kv->refs.only + kv->lend.offered : vmem__kv_evictable(kv);
@@ -161,7 +152,7 @@ static void state(void *self, struct vmem__lend_state *out)
                                      .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
                                      .fixed = fixed,
                                      .evictable = KV_MIN(evictable(kv), fixed),
-                                     .margin = has_taken_slots(kv) ? fixed / 32 : 0};
+                                     .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
 }
 
 static void raise_budget(void *self, uint64_t pages)
@@ -184,13 +175,7 @@ static void give_down_to(void *self, uint64_t pages)
 }
 
 // The pages that a step may need next: requests grow by a page in each tensor at a time.
-static uint64_t next_pages(const vmem_kv *kv)
-{
-    uint64_t pages = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        pages += kv->slots[s].state == VMEM_KV_ACTIVE ? kv->n_tensors : 0;
-    return pages;
-}
+static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VMEM_KV_ACTIVE] * kv->n_tensors; }
 
 // A cache without a background thread gives pages back here, one portion at a time.
 static void give_portion(vmem_kv *kv)

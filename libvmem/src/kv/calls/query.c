@@ -100,15 +100,14 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
         return kv->life.closing ? -EINVAL : -EPERM;
     // The driver is asked without a lock, because it may take long to answer, and a step would wait.
     const bool due = vmem__kv_device_due(kv);
-    const uint64_t pages = due ? vmem__kv_device_pages(kv) : 0;
+    if (due)
+        vmem__kv_device_pages(kv);
     // Unless long_call is set, every holder releases this lock soon.
     while (!kv->report.long_call) {
         if (pthread_mutex_trylock(&kv->gate.state)) {
             sched_yield();
             continue;
         }
-        if (due)
-            vmem__kv_ask_device(kv, pages);
         if (kv->report.stale || due)
             vmem__kv_summarise(kv);
         pthread_mutex_unlock(&kv->gate.state);

@@ -143,6 +143,14 @@ static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
 
+bool vmem__kv_device_due(const vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    const uint64_t at = kv->ctx->device_free.at;
+    vmem__unlock(kv->ctx);
+    return !at || kv_now() - at >= DEVICE_NS;
+}
+
 // Pages that there can be without asking the device. Those that the worker makes or releases may count twice: as held, and
 // as memory that no page uses.
 static uint64_t at_hand(const vmem_kv *kv)
@@ -161,6 +169,15 @@ static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t age)
     return most <= at_hand(kv) ? most : KV_MIN(most, kv->ledger.held - kv->ledger.pending + device_pages(kv, age));
 }
 
+// Pages that the worker makes or releases count as if they were lost.
+static void wait_for_pending(vmem_kv *kv)
+{
+    if (!kv->ledger.pending)
+        return;
+    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_release(kv);
+}
+
 static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
 {
     if (want > most || (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget))
@@ -170,10 +187,7 @@ static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
         there = count(kv, most, DEVICE_NS);
     if (there >= want)
         return there;
-    if (kv->ledger.pending) { // these count as if they were lost
-        vmem__kv_worker_hold(kv);
-        vmem__kv_worker_release(kv);
-    }
+    wait_for_pending(kv);
     return count(kv, most, 0);
 }
 
@@ -183,7 +197,15 @@ uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want) { return limit(kv, kv->ledge
 
 uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want) { return limit(kv, most_reached(kv), want); }
 
-uint64_t vmem__kv_reach_lately(const vmem_kv *kv) { return count(kv, most_reached(kv), DEVICE_NS); }
+uint64_t vmem__kv_reach_lately(vmem_kv *kv)
+{
+    const uint64_t most = most_reached(kv);
+    if (count(kv, most, DEVICE_NS) < most)
+        wait_for_pending(kv);
+    return count(kv, most, DEVICE_NS);
+}
+
+uint64_t vmem__kv_reach_known(const vmem_kv *kv) { return count(kv, most_reached(kv), UINT64_MAX); }
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {

@@ -22,8 +22,10 @@ void vmem__kv_trim(vmem_kv *kv, bool wanted);
 uint64_t vmem__kv_spare_memory(vmem_kv *kv);
 // For the worker, which drops state meanwhile: gives back all that was taken ahead.
 void vmem__kv_give_all_ahead(vmem_kv *kv);
-// Pages that the device could make now.
+// Pages that the device could make now. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
+// Whether the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock asks.
+bool vmem__kv_device_due(const vmem_kv *kv);
 // Whether there can be `want` pages without memory that the device has not given yet.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
 // At least `want` if there can be so many pages within the budget; else how many there can be. The device is asked only
@@ -32,8 +34,9 @@ bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
 uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want);
 // The same, of a pool's member with what is free in the pool.
 uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want);
-// How many there can be so, by what the device said within 100 ms.
-uint64_t vmem__kv_reach_lately(const vmem_kv *kv);
+// How many there can be so, by what the device said within 100 ms; or by what it last said.
+uint64_t vmem__kv_reach_lately(vmem_kv *kv);
+uint64_t vmem__kv_reach_known(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
@@ -48,6 +51,7 @@ struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
+bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
 
 // ---- lender.c. With api and state held; without effect on a cache of no pool.
 
@@ -132,12 +136,7 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32
 
 // ---- stats.c
 
-#define KV_VIEW_NS 5000000     // how far the published view may be behind
-#define KV_DEVICE_NS 100000000 // and what it says of the device's memory
-// Whether the driver should be asked again for the device's free memory; and what it said. Only callers that hold no
-// lock ask: the driver may take long.
-bool vmem__kv_device_due(const vmem_kv *kv);
-void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages);
+#define KV_VIEW_NS 5000000                // how far the published view may be behind
 uint64_t vmem__kv_coarse_now(void);       // ns, to a few ms
 void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
 void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below

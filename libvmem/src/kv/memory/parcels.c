@@ -24,7 +24,7 @@ static bool keeps_rows(const vmem_kv *kv, uint32_t slot) { return kv_accessed(kv
 
 static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
 
-static bool front_victim(const vmem_kv *kv, bool stuck, struct kv_victim *v)
+bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
         if (!keeps_rows(kv, s) || passed_over(&kv->slots[s], stuck))
@@ -85,5 +85,5 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct
 
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v)
 {
-    return front_victim(kv, stuck, v) || kept_victim(kv, want, stuck, v) || ahead_victim(kv, spare_ahead, stuck, v);
+    return vmem__kv_passed(kv, stuck, v) || kept_victim(kv, want, stuck, v) || ahead_victim(kv, spare_ahead, stuck, v);
 }

@@ -39,7 +39,7 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
     last = (struct vmem_kv_shortage){.reason = reason,
                                      .missing_pages = missing,
                                      .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
-    if (kv->fence.n_waiting) {
+    if (kv_waiting(kv)) {
         last.ending_pages = coming(kv, UINT64_MAX);
         if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
             last.step = next_end(kv, 0, slots);

@@ -12,17 +12,6 @@ uint64_t vmem__kv_coarse_now(void)
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-bool vmem__kv_device_due(const vmem_kv *kv)
-{
-    return vmem__kv_coarse_now() - __atomic_load_n(&kv->report.device_asked, __ATOMIC_RELAXED) > KV_DEVICE_NS;
-}
-
-void vmem__kv_ask_device(vmem_kv *kv, uint64_t pages)
-{
-    kv->report.device_limit = kv->ledger.held + pages;
-    __atomic_store_n(&kv->report.device_asked, vmem__kv_coarse_now(), __ATOMIC_RELAXED);
-}
-
 void vmem__kv_summarise(vmem_kv *kv)
 {
     struct vmem_kv_stats *st = &kv->stats;
@@ -30,15 +19,14 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->budget_pages = kv->ledger.budget;
     st->held_pages = kv->ledger.held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
-    st->active_slots = st->swapped_slots = st->absent_slots = 0;
-    st->ending_slots = 0;
+    st->active_slots = kv->in_state[VMEM_KV_ACTIVE];
+    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED] + kv->in_state[VMEM_KV_SWAPPING];
+    st->ending_slots = kv->in_state[VMEM_KV_ENDING];
+    st->absent_slots = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         bool active = sl->state == VMEM_KV_ACTIVE;
-        st->active_slots += active;
         st->absent_slots += active && kv_absent(kv, s);
-        st->swapped_slots += sl->state == VMEM_KV_SWAPPED || sl->state == VMEM_KV_SWAPPING;
-        st->ending_slots += sl->state == VMEM_KV_ENDING;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -54,13 +42,7 @@ void vmem__kv_summarise(vmem_kv *kv)
             }
         }
     }
-    if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget) {
-        kv->report.device_limit = kv->ledger.budget;
-    } else if (!kv->report.device_asked) {
-        vmem__kv_ask_device(kv, vmem__kv_device_pages(kv));
-    }
-    uint64_t limit = KV_MIN(kv->report.device_limit, kv->ledger.budget + vmem__kv_claimable(kv));
-    st->free_pages = kv_less(limit, kv->ledger.fixed);
+    st->free_pages = kv_less(vmem__kv_reach_known(kv), kv->ledger.fixed);
     st->shared_pages = kv->refs.shared;
     st->prefix_pages = kv->refs.only;
     st->zeroed_bytes = kv->copy.zeroed_bytes;

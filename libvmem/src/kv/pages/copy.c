@@ -101,7 +101,7 @@ uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot)
 
 uint32_t vmem__kv_swap_next(const vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++)
+    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
         if (kv_swap_due(kv, s))
             return s;
     return UINT32_MAX;
@@ -126,9 +126,8 @@ void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot)
     if (idle->copied < idle->size)
         return;
     kv->stats.swap_out_bytes += idle->size;
-    kv->fence.n_waiting--;
-    s->state = VMEM_KV_SWAPPED;
     s->fresh = true; // its kernels have ended
+    vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);
     s->shared_tokens = idle->named = 0;
     idle->parked = 0; // its pages are the first to be taken back
     vmem__kv_forget(kv, slot);

@@ -76,15 +76,6 @@ int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
     return rc;
 }
 
-static void let_go(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
-{
-    for (uint32_t i = from; i < to; i++) {
-        struct kv_ref *ref = kv_row(kv, slot, group, i);
-        if (ref)
-            vmem__kv_ref_hold(kv, ref, -1, 0);
-    }
-}
-
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 {
     const struct kv_span *b = &c->before;
@@ -108,8 +99,8 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
     if (b->shared_hi) {
         // If the remaining span is empty, the cut removed all of it.
         uint32_t lo = c->lo == c->hi ? b->hi : c->lo, hi = c->lo == c->hi ? b->hi : c->hi;
-        let_go(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
-        let_go(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
+        vmem__kv_rows_leave(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
+        vmem__kv_rows_leave(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
     }
     kv->ledger.held -= c->n_pages;
 }
@@ -160,9 +151,9 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
     kv->ledger.held -= c->n_pages;
     for (uint64_t k = 0; k < n; k++) {
         for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const struct kv_span before = *kv_span(kv, slots[k], i);
+            const struct kv_span *s = kv_span(kv, slots[k], i);
+            vmem__kv_rows_leave(kv, slots[k], i, s->lo, KV_MIN(s->hi, s->shared_hi));
             vmem__kv_span_set(kv, slots[k], i, &(struct kv_span){0});
-            let_go(kv, slots[k], i, before.lo, KV_MIN(before.hi, before.shared_hi));
         }
         vmem__kv_set_backed(kv, slots[k]);
     }
@@ -243,8 +234,8 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     if (rc)
         return rc;
     kv->ledger.held -= n;
-    vmem__kv_fix(kv, slot, group, (struct kv_past){s->lo, s->lo});
-    let_go(kv, slot, group, s->lo, end);
+    vmem__kv_rows_leave(kv, slot, group, s->lo, end);
+    vmem__kv_fix(kv, slot, group, (struct kv_past){end, end});
     struct kv_span now = {.lo = end, .hi = s->hi, .coarse_hi = s->coarse_hi};
     if (end > s->lo) // else the request perhaps never began, and what is stale stays so
         *kv_stale(kv, slot, group) = (struct kv_past){s->lo, end};
@@ -260,7 +251,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
 {
     int rc = vmem__kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
-    c->n_ops = 0;
+    c->n_ops = c->n_pages = 0;
     c->before = (struct kv_span){0}; // no span is cut
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
@@ -270,11 +261,6 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
                                                         .length = (uint64_t)(s->hi - s->lo) << kv->page_shift};
     }
     return rc;
-}
-
-int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c)
-{
-    return c->n_ops ? vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL) : 0;
 }
 
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
@@ -305,7 +291,7 @@ int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
     vmem__kv_wait_cut(kv);
     int rc = vmem__kv_stale_begin(kv, &kv->cut, slot);
     if (!rc)
-        rc = vmem__kv_stale_run(kv, &kv->cut);
+        rc = vmem__kv_cut_run(kv, &kv->cut);
     if (!rc)
         vmem__kv_stale_end(kv, slot);
     return rc;

@@ -44,9 +44,8 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 int vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);
 // Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale.
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
-// Unmaps what is stale in a slot: begin collects, run needs no lock.
+// Unmaps what is stale in a slot: begin collects, vmem__kv_cut_run unmaps.
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
-int vmem__kv_stale_run(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
 bool vmem__kv_any_stale(const vmem_kv *kv);

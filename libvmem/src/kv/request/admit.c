@@ -9,29 +9,32 @@
 
 // The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
 // request could never begin.
-static uint64_t kept_back(const vmem_kv *kv)
+static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? vmem__kv_watermark(kv) : 0; }
+
+// The pages that a request of `tokens` tokens needs, in addition to the pages that it shares.
+static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
-    uint64_t pages = vmem__kv_watermark(kv);
-    for (uint32_t s = 0; s < kv->n_slots && pages; s++)
-        if (kv->slots[s].state == VMEM_KV_ACTIVE)
-            return pages;
-    return 0;
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        uint64_t shared = (KV_MIN(prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
+        // The attach does not map prefix pages that a window has passed.
+        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, prefix_tokens));
+        pages += (vmem__kv_need_hi(kv, g, tokens) - shared) * g->n;
+    }
+    return pages;
 }
 
 // Whether a request could have `tokens` tokens.
 static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
 {
     struct kv_plan *plan = &kv->plan;
-    uint64_t own = 0;
+    if (slot < 0)
+        return kv->ledger.fixed + pages_of(kv, tokens, 0) <= limit;
     vmem__kv_plan_reset(plan);
-    if (slot >= 0) {
-        vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
-        // Mapped pages suffice, even if the cache exceeds its budget.
-        return !plan->missing || kv->ledger.fixed + (uint64_t)plan->delta <= limit;
-    }
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        own += (uint64_t)vmem__kv_need_hi(kv, &kv->groups[i], tokens) * kv->groups[i].n;
-    return kv->ledger.fixed + own <= limit;
+    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
+    // Mapped pages suffice, even if the cache exceeds its budget.
+    return !plan->missing || kv->ledger.fixed + (uint64_t)plan->delta <= limit;
 }
 
 // The most tokens that fit. A longer request never needs fewer pages, so bisection finds them.
@@ -95,26 +98,9 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
     return rc;
 }
 
-// The pages that a request of `tokens` tokens needs, in addition to the pages that it shares.
-static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
-{
-    uint64_t pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        uint64_t shared = (KV_MIN(prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
-        // The attach does not map prefix pages that a window has passed.
-        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, prefix_tokens));
-        pages += (vmem__kv_need_hi(kv, g, tokens) - shared) * g->n;
-    }
-    return pages;
-}
-
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
-    uint32_t free_slots = 0;
     int rc = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        free_slots += kv->slots[s].state == VMEM_KV_FREE;
     // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those after
     // the step, with what is staged.
     uint64_t before = kv->ledger.fixed, want = before + (uint64_t)kv->ledger.reserved;
@@ -122,7 +108,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     kv->mark++;
     // A pool is asked for what all of them need. So those that do not fit are counted, too.
     size_t i = 0;
-    for (; i < n && i < free_slots; i++, back = vmem__kv_watermark(kv)) { // a request runs from here on
+    for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = vmem__kv_watermark(kv)) { // a request runs from here on
         const struct vmem_kv_request *r = &requests[i];
         uint32_t prefix_tokens = r->prefix_tokens, blocks = 0;
         uint64_t copied = 0;
@@ -206,9 +192,9 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     }
     vmem__kv_wait_slot(kv, chosen);
     struct kv_slot *s = &kv->slots[chosen];
-    s->state = VMEM_KV_ACTIVE;
     s->tokens = s->shared_tokens = 0;
     s->fresh = true;
+    vmem__kv_set_state(kv, chosen, VMEM_KV_ACTIVE);
     s->skip = s->stuck = false;
     s->took = (uint32_t)kv->fence.step;
     kv->stats.allocs++;

@@ -64,22 +64,22 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
         if (s.lo == s.hi)
             continue;
         struct kv_span *sp = kv_span(kv, slot, i);
+        vmem__kv_fix(kv, slot, i, (struct kv_past){sp->lo, sp->lo});
         *sp = (struct kv_span){.lo = s.lo,
                                .hi = KV_MAX(s.hi, sp->hi),
                                .need_lo = s.lo,
                                .need_hi = s.hi,
                                .keep_lo = s.lo,
                                .keep_hi = s.hi,
-                               .fix_lo = sp->fix_lo,
-                               .fix_hi = sp->fix_hi,
+                               .fix_lo = s.lo,
+                               .fix_hi = s.lo,
                                .shared_hi = s.full > s.lo ? s.full : 0,
                                .coarse_hi = sp->coarse_hi};
         for (uint32_t t = 0; t < g->n; t++)
             memcpy(kv_table(kv, g, slot, t) + s.lo,
                    vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
                    (s.full - s.lo) * sizeof(vmem_page));
-        for (uint32_t k = s.lo; k < s.full; k++)
-            vmem__kv_ref_hold(kv, kv_row(kv, slot, i, k), 1, 0);
+        vmem__kv_rows_join(kv, slot, i, s.full);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = kv->idle[slot].named = tokens;
@@ -314,16 +314,13 @@ static void commit_named(vmem_kv *kv, uint32_t slot, uint32_t n)
             for (uint32_t p = 0; p < hi; p++, op++)
                 to[p] = op->page;
         }
-        for (uint32_t p = 0; p < hi; p++)
-            vmem__kv_ref_hold(kv, kv_row(kv, slot, i, p), 1, 0);
         kv->stats.attached_pages += (uint64_t)hi * g->n;
         *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi),
                                .need_hi = hi,
                                .keep_hi = hi,
-                               .fix_lo = sp->fix_lo,
-                               .fix_hi = sp->fix_hi,
                                .shared_hi = hi,
                                .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
+        vmem__kv_rows_join(kv, slot, i, hi);
     }
     sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->blocks.tokens;
     vmem__kv_set_backed(kv, slot);
@@ -397,10 +394,14 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         vmem__kv_release(kv, l->pages, g->n);
         return rc;
     }
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    const struct kv_past fixed = {sp->fix_lo, sp->fix_hi};
     kv->ledger.held += g->n;
-    vmem__kv_row_leave(kv, slot, group, page, row);
+    vmem__kv_fix(kv, slot, group, (struct kv_past){sp->lo, sp->lo});
+    vmem__kv_ref_hold(kv, row, -1, 0);
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
+    vmem__kv_fix(kv, slot, group, fixed);
     return 0;
 }
 

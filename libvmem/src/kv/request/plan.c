@@ -73,7 +73,7 @@ void vmem__kv_plan_reset(struct kv_plan *plan)
 {
     plan->n = plan->missing = 0;
     plan->delta = 0;
-    plan->extends = plan->entered = false;
+    plan->extends = false;
 }
 
 // Finds the slots for which the step needs other pages than the last one did.
@@ -123,21 +123,19 @@ int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, boo
     return rc;
 }
 
-void vmem__kv_plan_enter(vmem_kv *kv, struct kv_plan *plan)
+void vmem__kv_plan_enter(vmem_kv *kv, const struct kv_plan *plan)
 {
     for (const struct kv_want *w = plan->wants; w < plan->wants + plan->n; w++) {
         const struct kv_span *sp = kv_span(kv, w->slot, w->group); // which a first step may have cut since the plan
         const uint32_t lo = KV_MIN(KV_MAX(w->fix.lo, sp->lo), sp->hi);
         vmem__kv_fix(kv, w->slot, w->group, (struct kv_past){lo, KV_MAX(KV_MIN(w->fix.hi, sp->hi), lo)});
     }
-    plan->entered = true;
 }
 
-void vmem__kv_plan_leave(vmem_kv *kv, struct kv_plan *plan)
+void vmem__kv_plan_leave(vmem_kv *kv, const struct kv_plan *plan)
 {
-    for (uint64_t k = 0; k < plan->n && plan->entered; k += kv->n_groups)
+    for (uint64_t k = 0; k < plan->n; k += kv->n_groups)
         vmem__kv_book(kv, plan->wants[k].slot);
-    plan->entered = false;
 }
 
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths)

@@ -10,7 +10,6 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     int rc = 0;
     struct kv_slot *s = &kv->slots[slot];
     const bool fresh = s->fresh, due = kv_swap_due(kv, slot);
-    const bool waits = s->state == VMEM_KV_ENDING || s->state == VMEM_KV_SWAPPING;
     s->fresh = true;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         rc = kv->flags & VMEM_KV_DEFER ? vmem__kv_park(kv, slot, i) : vmem__kv_cut_now(kv, slot, i, 0, 0);
@@ -31,11 +30,10 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
                                                    kv->groups[i].row_bytes));
-    s->state = VMEM_KV_FREE;
+    vmem__kv_set_state(kv, slot, VMEM_KV_FREE);
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
     idle->parked = ++kv->clock;
-    kv->fence.n_waiting -= waits;
     vmem__kv_worker_wake(kv);
     return 0;
 }
@@ -54,16 +52,13 @@ int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
-    const bool swapping = kv->slots[slot].state == VMEM_KV_SWAPPING;
-    if (swapping) // kernels up to the swap's step may also run
+    if (kv->slots[slot].state == VMEM_KV_SWAPPING) // kernels up to the swap's step may also run
         step = KV_MAX(step, kv->idle[slot].ends);
     if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return end_now(kv, slot);
     vmem__kv_unstage(kv, slot);
-    kv->slots[slot].state = VMEM_KV_ENDING;
     kv->idle[slot].ends = step;
-    kv->fence.n_waiting += !swapping;
-    vmem__kv_book(kv, slot); // one that was due to be copied waits again
+    vmem__kv_set_state(kv, slot, VMEM_KV_ENDING);
     return 0;
 }
 
@@ -100,7 +95,7 @@ static int swap_now(vmem_kv *kv, uint32_t slot)
 int vmem__kv_end_requests(vmem_kv *kv)
 {
     int rc = 0;
-    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
         int failed = 0;
         if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
             vmem__kv_wait_slot(kv, s);

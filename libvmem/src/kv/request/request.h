@@ -18,8 +18,8 @@ int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, boo
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths);
 // Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the step
 // do not access any more can be taken.
-void vmem__kv_plan_enter(vmem_kv *kv, struct kv_plan *plan);
-void vmem__kv_plan_leave(vmem_kv *kv, struct kv_plan *plan);
+void vmem__kv_plan_enter(vmem_kv *kv, const struct kv_plan *plan);
+void vmem__kv_plan_leave(vmem_kv *kv, const struct kv_plan *plan);
 // Counts again what the slot's staged growth needs.
 void vmem__kv_restage(vmem_kv *kv, uint32_t slot);
 int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);

@@ -169,7 +169,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     struct kv_plan *plan = &kv->plan;
     bool waited = false;
     int rc = vmem__kv_check_lengths(kv, lengths, n);
-    const bool ends = kv->fence.n_waiting;
+    const bool ends = kv_waiting(kv);
     if (ends && !rc)
         rc = end_before(kv, lengths);
     if (!rc)

@@ -50,8 +50,7 @@ static int swap_out_now(vmem_kv *kv, uint32_t slot, void *host)
     }
     // Once the first page is gone, only the copy is valid. Pages whose unmap failed are unmapped when the request is
     // swapped in.
-    s->state = VMEM_KV_SWAPPED;
-    vmem__kv_book(kv, slot);
+    vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);
     s->shared_tokens = kv->idle[slot].named = 0;
     vmem__kv_worker_wake(kv);
     return 0;
@@ -68,16 +67,14 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, ui
         rc = vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
     if (rc)
         return rc;
-    struct kv_slot *s = &kv->slots[slot];
     struct kv_idle *idle = &kv->idle[slot];
     uint64_t n;
     vmem__kv_unstage(kv, slot);
-    s->state = VMEM_KV_SWAPPING;
     idle->host = host;
     idle->copied = 0;
     idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
     idle->ends = after; // fresh slots, too: kernels may still write the attached rows
-    kv->fence.n_waiting++;
+    vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPING);
     vmem__kv_retired(kv, vmem__kv_ended(kv));
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
@@ -116,10 +113,8 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     }
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];
     if (!rc && s->state == VMEM_KV_SWAPPING) { // no row has been given up yet
-        s->state = VMEM_KV_ACTIVE;
+        vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
         s->took = (uint32_t)kv->fence.step; // as if the rows had come back
-        kv->fence.n_waiting--;
-        vmem__kv_book(kv, slot);
         return 0;
     }
     if (!rc)
@@ -146,9 +141,8 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
         sp->need_lo = sp->keep_lo = sp->lo;
         sp->need_hi = sp->keep_hi = sp->hi;
     }
-    s->state = VMEM_KV_ACTIVE;
     s->fresh = true;
+    vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
     s->took = (uint32_t)kv->fence.step;
-    vmem__kv_book(kv, slot);
     return 0;
 }

@@ -106,7 +106,7 @@ static bool unmap_stale_one(vmem_kv *kv)
         kv->turn.cutting = kv->turn.unmapping = true;
         begin(kv, s, 0);
         if (!rc)
-            rc = vmem__kv_stale_run(kv, &kv->worker.cut);
+            rc = vmem__kv_cut_run(kv, &kv->worker.cut);
         end(kv, s, rc);
         kv->turn.cutting = kv->turn.unmapping = false;
         if (!rc)
@@ -140,7 +140,7 @@ static bool release_doomed(vmem_kv *kv)
 // Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
 static bool swap_one(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->fence.n_waiting; s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
         if (!kv_swap_due(kv, s) || kv->slots[s].skip)
             continue;
         begin(kv, s, 0);
@@ -238,16 +238,8 @@ static bool give_one(vmem_kv *kv)
 static bool release_one(vmem_kv *kv)
 {
     struct kv_victim v;
-    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
-        const struct kv_slot *sl = &kv->slots[s];
-        for (uint32_t i = 0; i < kv->n_groups && sl->state == VMEM_KV_ACTIVE && !sl->stuck; i++) {
-            const struct kv_span *sp = kv_span(kv, s, i);
-            if (sp->lo >= sp->fix_lo)
-                continue;
-            v = (struct kv_victim){s, i, sp->fix_lo, sp->hi};
-            return cut(kv, &v, &kv->stats.window_pages);
-        }
-    }
+    if (vmem__kv_passed(kv, false, &v))
+        return cut(kv, &v, &kv->stats.window_pages);
     if (kv->lend.giving)
         return give_one(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
@@ -323,10 +315,7 @@ static bool eager_one(vmem_kv *kv)
 
 static bool has_requests(const vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv_accessed(kv, s))
-            return true;
-    return false;
+    return kv->in_state[VMEM_KV_FREE] + kv->in_state[VMEM_KV_SWAPPED] < kv->n_slots;
 }
 
 // Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
@@ -406,9 +395,8 @@ static void ask_device(vmem_kv *kv)
     if ((!kv->lend.member && kv->ledger.promise >= kv->ledger.budget) || !vmem__kv_device_due(kv))
         return;
     pthread_mutex_unlock(&kv->gate.state);
-    const uint64_t pages = vmem__kv_device_pages(kv);
+    vmem__kv_device_pages(kv);
     pthread_mutex_lock(&kv->gate.state);
-    vmem__kv_ask_device(kv, pages);
 }
 
 // Nothing is left to do. What could not be unmapped is tried again when there is work.
