@@ -466,7 +466,9 @@ def _check_addresses(name: str, addrs: UInts) -> None:
     """Refuse addresses that no process can map on any machine. Other addresses fault if this process lacks them."""
     if addrs.size and (addrs.min() < _FIRST_ADDRESS or addrs.max() >= _END_OF_ADDRESSES):
         wrong = addrs[(addrs < _FIRST_ADDRESS) | (addrs >= _END_OF_ADDRESSES)][0]
-        raise _error(errno.EFAULT, f"{name} {wrong:#x} is no address: those begin at 64 KiB and end before 2^57")
+        raise _error(
+            errno.EFAULT, f"{name} {wrong:#x} is not an address: addresses begin at 64 KiB and end before 2^57"
+        )
 
 
 def _kind(value: Any) -> str:

@@ -110,7 +110,7 @@ int vmem_blocks_pass(vmem_blocks *blocks, uint64_t fence);
 
 // The last order that was answered; all before it were.
 int vmem_blocks_done(vmem_blocks *blocks, uint64_t *seq);
-// How an order ended: 0, or the negative errno for which it was refused. -EAGAIN: it was not answered yet. -EINVAL: it was
+// How an order ended: 0, or the negative errno for which it was refused. -EAGAIN: it has not been answered yet. -EINVAL: it was
 // not made, or is older than the last VMEM_BLOCKS_ANSWERS orders.
 int vmem_blocks_answer(vmem_blocks *blocks, uint64_t seq);
 // Waits until every order made before is answered and no block waits whose fence has passed.

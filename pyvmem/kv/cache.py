@@ -343,7 +343,10 @@ class KVCache(_Owned):
         sizes = uint32s("tokens", tokens)
         prefixes = uint32s("prefix_tokens", [] if prefix_tokens is None else prefix_tokens)
         if prefix_tokens is not None and prefixes.size != sizes.size:
-            raise InvalidArgument(errno.EINVAL, f"prefix_tokens has {prefixes.size} elements, tokens {sizes.size}")
+            raise InvalidArgument(
+                errno.EINVAL,
+                f"prefix_tokens has {prefixes.size} elements: it must have as many as tokens, {sizes.size}",
+            )
         behind = ffi.NULL if prefix_tokens is None else ffi.from_buffer("uint32_t[]", prefixes)
         _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), behind, sizes.size))
 

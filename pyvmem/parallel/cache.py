@@ -125,7 +125,7 @@ class TensorParallelKVCache:
             return getattr(self.cache, name)
         if name == "_use":  # of BlockNames, BlockHashes and KVPool, which each rank would decide on by itself
             raise TypeError(
-                "blocks, hashes and pools need a KVCache, not a TensorParallelKVCache: ranks would part "
+                "blocks, hashes and pools need a KVCache, not a TensorParallelKVCache, whose ranks would diverge "
                 "(pyvmem.parallel.hashes has hashes for all ranks)"
             )
         text = f"{type(self).__name__!r} object has no attribute {name!r}"

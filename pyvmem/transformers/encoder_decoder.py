@@ -35,7 +35,7 @@ class VMemEncoderDecoderCache(VMemCache, EncoderDecoderCache):
     __repr__ = Cache.__repr__
 
     def __iter__(self) -> Any:
-        raise TypeError("the rows of a VMemCache are in no list: use its layers")
+        raise TypeError("a VMemCache cannot be iterated over: use its layers")
 
     def _forget(self) -> None:
         super()._forget()

@@ -89,8 +89,8 @@ static void errors(void)
     BAD(flags, 2, "cfg->flags 0x2");
     BAD(ranges, NULL, "cfg->ranges");
     BAD(n_ranges, 0, "cfg->ranges");
-    BAD(blocks, 0, "cfg->blocks is 0");
-    BAD(blocks, 1u << 31, "cfg->blocks is 2147483648");
+    BAD(blocks, 0, "cfg->blocks 0");
+    BAD(blocks, 1u << 31, "cfg->blocks 2147483648");
     BAD(page_size, 12345, "page_size 12345");
     BAD(blocks, (uint32_t)(RESERVED / P + 1), "cfg->ranges[0]");
 #define BAD_RANGE(text, ...)                                         \
@@ -116,7 +116,7 @@ static void errors(void)
     ERR(BACK(b, 0, 1, 4), EINVAL, "ids[1]: block 4 is out of range: there are 4 blocks");
     ERR(BACK(b, 0x80, 1), EINVAL, "flags 0x80");
     ERR(UNBACK(b, 0, 9), EINVAL, "block 9");
-    ERR(UNBACK(b, 1, 1), EINVAL, "fence 1 was not made yet");
+    ERR(UNBACK(b, 1, 1), EINVAL, "fence 1 has not been made yet");
     ERR(vmem_blocks_pass(b, 0), EINVAL, "fence 0");
     ERR(vmem_blocks_pass(b, 1), EINVAL, "fence 1");
     ERR(vmem_blocks_fence(b, NULL), EINVAL, "fence is NULL");

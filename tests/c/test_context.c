@@ -12,15 +12,15 @@ static void options(void)
     struct vmem_options o;
 
     o = good, o.size = 8;
-    ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->size is 8");
+    ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->size 8");
     o = good, o.flags = 0x80;
     ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->flags 0x80");
     o = good, o.reserved = 7;
-    ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->reserved is 7");
+    ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->reserved 7");
     o = good, o.device = -1;
-    ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->device is -1");
+    ERR(vmem_context_create(&o, &ctx), EINVAL, "opts->device -1");
     o = good, o.backend = "abacus";
-    ERR(vmem_context_create(&o, &ctx), EINVAL, "\"abacus\" is none of");
+    ERR(vmem_context_create(&o, &ctx), EINVAL, "\"abacus\" is not one of");
     ERR(vmem_context_create(&good, NULL), EINVAL, "out is NULL");
     ERR(vmem_probe(NULL), EINVAL, "opts->backend is NULL");
     o = good, o.backend = NULL;

@@ -372,11 +372,11 @@ static void do_misuse(uint32_t s)
     uint64_t bytes;
     char word[8];
     int32_t none[K_SLOTS] = {0};
-    ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "was not made yet");
-    ERR(vmem_kv_destroy(kv, steps + 1), EINVAL, "was not made yet");
+    ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "has not been made yet");
+    ERR(vmem_kv_destroy(kv, steps + 1), EINVAL, "has not been made yet");
     if (requests[s].taken && !requests[s].swapped && requests[s].tokens) {
-        ERR(vmem_kv_free(kv, s, steps + 1), EINVAL, "was not made yet");
-        ERR(vmem_kv_truncate(kv, s, requests[s].tokens, steps + 1, 0), EINVAL, "was not made yet");
+        ERR(vmem_kv_free(kv, s, steps + 1), EINVAL, "has not been made yet");
+        ERR(vmem_kv_truncate(kv, s, requests[s].tokens, steps + 1, 0), EINVAL, "has not been made yet");
         OK(k_swap_bytes(kv, s, &bytes));
         ERR(vmem_kv_swap_out(kv, s, word, 0, steps), EINVAL, "needs");
     }
@@ -474,7 +474,7 @@ static void destroy(void)
     if (running) {
         ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
         ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, 0), EINVAL, "is being closed");
-        ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "was not made yet");
+        ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "has not been made yet");
         OK(vmem_kv_retire(kv, steps - 1));
         for (uint32_t s = 0; s < K_SLOTS; s++)
             abandon(&requests[s]);

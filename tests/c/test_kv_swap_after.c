@@ -213,7 +213,7 @@ static void test_a_copy_that_fails(uint32_t flags)
 static void test_misuse(void)
 {
     begin(VMEM_KV_DEFAULT, 10, 64);
-    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, last() + 1), EINVAL, "step 2 was not made yet; the last is 1");
+    ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, last() + 1), EINVAL, "step 2 has not been made yet; the last is 1");
     ERR(vmem_kv_swap_out(kv, slots[0], host, bytes - 1, 1), EINVAL, "needs");
     ERR(vmem_kv_swap_out(kv, slots[0], NULL, bytes, 1), EINVAL, "host must not be NULL");
     ERR(vmem_kv_swap_out(kv, SLOTS, host, bytes, 1), EINVAL, "slot 3");
@@ -233,14 +233,14 @@ static void test_destroy_after(void)
 {
     struct vmem_kv_stats st = {.size = sizeof st};
     begin(VMEM_KV_DEFAULT, 200, 256);
-    ERR(vmem_kv_destroy(kv, last() + 1), EINVAL, "was not made yet");
+    ERR(vmem_kv_destroy(kv, last() + 1), EINVAL, "has not been made yet");
     OK(step(201, 0, NULL));
     OK(vmem_kv_swap_out(kv, slots[0], host, bytes + 2 * row_bytes, 1));
     OK(vmem_kv_destroy(kv, 2));
     ERR(step(0, 2, NULL), EINVAL, "is being closed");
     ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
     ERR(vmem_kv_destroy(kv, 2), EINVAL, "is being closed");
-    ERR(vmem_kv_retire(kv, 3), EINVAL, "was not made yet");
+    ERR(vmem_kv_retire(kv, 3), EINVAL, "has not been made yet");
     OK(vmem_kv_retire(kv, 1));
     CHECK(test_stats(ctx).created > 0);
     CHECK_EQ(*(uint64_t *)host, 0);

@@ -88,8 +88,8 @@ static void large_for_small(vmem_context *ctx)
             OK(vMemUnmap(ctx, addr + 4 * MIB, VMEM_PAGE_64K));
         }
         // The other way a page would stick out.
-        ERR(replace(ctx, addr, small[0]), EINVAL, "sticks out of the new one");
-        ERR(replace(ctx, addr + 31 * VMEM_PAGE_64K, small[0]), EINVAL, "sticks out of the new one");
+        ERR(replace(ctx, addr, small[0]), EINVAL, "extends past the new one");
+        ERR(replace(ctx, addr + 31 * VMEM_PAGE_64K, small[0]), EINVAL, "extends past the new one");
         OK(vMemReleaseBatch(ctx, small, SMALL, NULL));
         OK(vMemRelease(ctx, big));
         CHECK_EQ(test_stats(ctx).mapped, 0);

@@ -75,7 +75,7 @@ static void exhausted(void)
     while (n < COUNT(addr) && !(rc = vMemReserve(ctx, UINT64_C(1) << 46, 0, &addr[n])))
         n++;
     CHECK_EQ(rc, -ENOMEM);
-    CHECK(strstr(vmem_last_error(), "no such stretch of addresses")); // and not too many mappings
+    CHECK(strstr(vmem_last_error(), "no free range of addresses")); // and not too many mappings
     CHECK_EQ(test_stats(ctx).reserved, n << 46);
     OK(vMemReserve(ctx, GIB, 0, &more)); // smaller ones still fit
     while (n--)

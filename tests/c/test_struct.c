@@ -59,7 +59,7 @@ static void test_no_size(int (*get)(void *out))
     for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
         memset(out, MARK, sizeof out);
         set_size(out, sizes[k]);
-        ERR(get(out), EINVAL, "out->size is");
+        ERR(get(out), EINVAL, "out->size ");
         for (size_t i = sizeof(uint32_t); i < sizeof out; i++)
             CHECK_EQ(out[i], MARK);
     }
@@ -95,7 +95,7 @@ static void test_options(void)
     o.known.size--;
     CHECK_EQ(budget_with(&o.known), 42 * MIB);
     o.known.size = 4097;
-    ERR(vmem_context_create(&o.known, &made), EINVAL, "opts->size is 4097");
+    ERR(vmem_context_create(&o.known, &made), EINVAL, "opts->size 4097");
 }
 
 int main(int argc, char **argv)

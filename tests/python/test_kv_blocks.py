@@ -60,7 +60,7 @@ def test_bind_is_all_or_nothing(cache):
 @pytest.mark.parametrize(
     "call, text",
     [
-        (lambda n, s: n.bind([s], [2], [0]), "index 2: slot . was not stepped"),
+        (lambda n, s: n.bind([s], [2], [0]), "index 2: slot . has not been stepped"),
         (lambda n, s: n.bind([s], [0], [10]), "block 10 is out of range: the cache has 10 blocks"),
         (lambda n, s: n.bind([9], [0], [0]), "slot 9"),
         (lambda n, s: n.attach(s, [0]), "not newly allocated"),

@@ -249,7 +249,7 @@ def test_fences_of_the_future_are_refused(backend):
     with make(backend) as cache:
         slot, _ = start(cache, 10)
         for call in (cache.retire, lambda n: cache.free(slot, after=n), lambda n: cache.truncate(slot, 5, n)):
-            with pytest.raises(ValueError, match="step 2 was not made yet; the last is 1"):
+            with pytest.raises(ValueError, match="step 2 has not been made yet; the last is 1"):
                 call(2)
         assert cache.slot(slot).tokens == 10 and cache.slot(slot).state == "active"
         saved = cache.save_prefix(slot, 10)
@@ -646,6 +646,6 @@ def test_expecting_more_than_fits_is_refused():
             cache.expect([64, 65])
         with pytest.raises(InvalidArgument, match="prefix_tokens 33 of request 0: it has 32 tokens"):
             cache.expect([32], [33])
-        with pytest.raises(InvalidArgument, match="prefix_tokens has 1 elements, tokens 2"):
+        with pytest.raises(InvalidArgument, match="prefix_tokens has 1 elements: it must have as many as tokens, 2"):
             cache.expect([32, 32], [16])
         cache.expect([64] * 1000)

@@ -164,7 +164,7 @@ def test_a_fence_of_the_future_changes_nothing(context):
             lambda: cache.close(after=2),
             lambda: cache.retire(2),
         ):
-            with pytest.raises(InvalidArgument, match="step 2 was not made yet; the last is 1"):
+            with pytest.raises(InvalidArgument, match="step 2 has not been made yet; the last is 1"):
                 call()
         for wrong in (-1, 1.5, "1"):
             with pytest.raises((InvalidArgument, TypeError), match="after"):

@@ -60,7 +60,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
     free = next(slot for slot in range(4) if cache.slot(slot).state == "free")
     hashes, prefix = BlockHashes(cache, 16), cache.save_prefix(running, 64)
     cases = {
-        "step 5 was not made yet; the last is 2": [
+        "step 5 has not been made yet; the last is 2": [
             lambda: cache.free(running, after=5), lambda: cache.truncate(running, 5, after=5),
             lambda: cache.swap_out(running, after=5), lambda: cache.close(after=5), lambda: cache.retire(5),
         ],

@@ -446,7 +446,7 @@ def test_a_spoilt_file_ends_the_pool_and_no_process(tmp_path, how):
             cache.free(slot)
             pool.wait(cache, 0.02)
         if how != "gone":
-            with pytest.raises(VmemError, match="no table of a pool"):
+            with pytest.raises(VmemError, match="(does not hold|no longer holds) a pool"):
                 pool.members()
             # Nobody will read what the cache asks for: an engine that waits for the answer must hear so.
             lengths = [TOKENS if s in mine else 0 for s in range(8)]

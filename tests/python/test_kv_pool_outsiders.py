@@ -203,7 +203,7 @@ def test_a_file_that_was_emptied_can_be_used_again_when_all_have_left(tmp_path):
     with make(pool) as cache, make(pool, "other"):
         mine = load(cache, 2, pool)
         os.truncate(path, 0)
-        with pytest.raises(VmemError, match="no table of a pool"):
+        with pytest.raises(VmemError, match="(does not hold|no longer holds) a pool"):
             pool.members()
         verify(cache, mine)
     pool.close()

@@ -21,11 +21,11 @@ static uint64_t last_byte(const struct vmem_block_range *r, uint32_t blocks)
 static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, const struct vmem_block_range *r)
 {
     if (!r->bytes || !r->layers || r->reserved)
-        return vmem__error(-EINVAL, "bytes %" PRIu64 " and layers %u must not be 0, and reserved must", r->bytes,
-                           r->layers);
+        return vmem__error(-EINVAL, "bytes %" PRIu64 " and layers %u must be at least 1, and reserved must be 0",
+                           r->bytes, r->layers);
     const uint64_t last = last_byte(r, cfg->blocks), first = r->addr / cfg->page_size * cfg->page_size;
     if (last == UINT64_MAX)
-        return vmem__error(-EINVAL, "its last block ends behind the last address");
+        return vmem__error(-EINVAL, "its last block ends past the last address");
     struct vmem__reservation_rec *s;
     vmem__begin(ctx);
     const int rc =
@@ -39,9 +39,9 @@ static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
     if (cfg->flags & ~VMEM_BLOCKS_ZERO)
         return vmem__error(-EINVAL, "cfg->flags 0x%x: only VMEM_BLOCKS_ZERO is known", cfg->flags);
     if (!cfg->ranges || !cfg->n_ranges)
-        return vmem__error(-EINVAL, "cfg->ranges: there must be one or more");
+        return vmem__error(-EINVAL, "cfg->ranges must have at least one element");
     if (!cfg->blocks || cfg->blocks & CALL_HOLDS)
-        return vmem__error(-EINVAL, "cfg->blocks is %u: must be 1 to 2^31 - 1", cfg->blocks);
+        return vmem__error(-EINVAL, "cfg->blocks %u is not between 1 and 2^31 - 1", cfg->blocks);
     int rc = vmem__check_page_size(ctx, cfg->page_size);
     for (uint32_t i = 0; i < cfg->n_ranges && !rc; i++) {
         rc = check_range(ctx, cfg, &cfg->ranges[i]);
@@ -319,7 +319,7 @@ int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t 
 
 static int not_made(const vmem_blocks *b, uint64_t fence)
 {
-    return vmem__error(-EINVAL, "fence %" PRIu64 " was not made yet; the last is %" PRIu64, fence, b->fence);
+    return vmem__error(-EINVAL, "fence %" PRIu64 " has not been made yet; the last is %" PRIu64, fence, b->fence);
 }
 
 int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t fence)
@@ -437,7 +437,7 @@ int vmem_blocks_answer(vmem_blocks *b, uint64_t seq)
         rc = vmem__error(-EINVAL, "seq %" PRIu64 ": the orders made are 1 to %" PRIu64 ", and %u answers are kept", seq,
                          b->seq, VMEM_BLOCKS_ANSWERS);
     else if (seq > b->done)
-        rc = vmem__error(-EAGAIN, "order %" PRIu64 " was not answered yet", seq);
+        rc = vmem__error(-EAGAIN, "order %" PRIu64 " has not been answered yet", seq);
     else if (b->answers[seq % VMEM_BLOCKS_ANSWERS])
         rc = vmem__error(b->answers[seq % VMEM_BLOCKS_ANSWERS], "order %" PRIu64 " was refused: %s", seq,
                          strerror(-b->answers[seq % VMEM_BLOCKS_ANSWERS]));

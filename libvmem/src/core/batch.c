@@ -54,7 +54,8 @@ static int check_whole(const struct batch *b, size_t *op)
         if ((r->arena->whole && r->length != r->arena->size) ||
             (r->old_arena && r->old_arena->whole && r->length != r->old_arena->size)) {
             *op = r->op;
-            return vmem__error(-EINVAL, "addr 0x%" PRIx64 ": %" PRIu64 " bytes are a part of pages that go together",
+            return vmem__error(-EINVAL,
+                               "addr 0x%" PRIx64 ": %" PRIu64 " bytes are a part of pages that are mapped together",
                                r->addr, r->length);
         }
     }

@@ -124,7 +124,7 @@ static int mark_backed(struct commit *c, const uint64_t *entry, uint64_t addr)
     const uint64_t at = addr + u * GRANULE;
     if (entry[u] & ENTRY_COMING)
         return (uint32_t)entry[u] == c->b.opid
-                   ? vmem__error(-EINVAL, "addr 0x%" PRIx64 " is in an earlier range, too", at)
+                   ? vmem__error(-EINVAL, "addr 0x%" PRIx64 " is also in an earlier range", at)
                    : vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call commits or maps there", at);
     struct vmem__arena_rec *a;
     struct vmem__page *p = entry_page(c->b.ctx, &entry[u], &a);

@@ -23,9 +23,9 @@ static int check_options(const struct vmem_options *in, struct vmem_options *out
         return vmem__error(-EINVAL, "opts->flags 0x%x: only VMEM_OPT_UNKNOWN_DRIVER%s known here", out->flags,
                            flags & VMEM_OPT_BY_DEFAULT ? " and VMEM_OPT_BY_DEFAULT are" : " is");
     if (out->reserved)
-        return vmem__error(-EINVAL, "opts->reserved is %u, must be 0", out->reserved);
+        return vmem__error(-EINVAL, "opts->reserved %u must be 0", out->reserved);
     if (out->device < 0)
-        return vmem__error(-EINVAL, "opts->device is %d, must not be negative", out->device);
+        return vmem__error(-EINVAL, "opts->device %d must not be negative", out->device);
     return 0;
 }
 
@@ -40,7 +40,7 @@ static int find_backend(const char *name, const char *whence, const struct vmem_
         size_t used = strlen(names);
         snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", (*b)->name);
     }
-    return vmem__error(-EINVAL, "%s \"%.32s\" is none of %s", whence, name, names);
+    return vmem__error(-EINVAL, "%s \"%.32s\" is not one of %s", whence, name, names);
 }
 
 // Whether a context that names no backend may use this one, which works.
@@ -55,7 +55,7 @@ int vmem_probe(const struct vmem_options *opts)
     const struct vmem__ops *ops;
     int rc = check_options(opts, &o, VMEM_OPT_UNKNOWN_DRIVER | VMEM_OPT_BY_DEFAULT);
     if (!rc && !o.backend)
-        rc = vmem__error(-EINVAL, "opts->backend is NULL, must name a backend");
+        rc = vmem__error(-EINVAL, "opts->backend is NULL: it must name a backend");
     if (!rc)
         rc = find_backend(o.backend, "opts->backend", &ops);
     if (!rc)

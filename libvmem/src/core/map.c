@@ -25,7 +25,7 @@ static int check_entries(struct batch *b, const uint64_t *entry, uint32_t granul
                 if (granule != old ? u == 0 : u + old->granules > granules)
                     return vmem__error(-EINVAL,
                                        "addr 0x%" PRIx64 ": the page of %" PRIu64 " bytes that is mapped at 0x%" PRIx64
-                                       " sticks out of the new one",
+                                       " extends past the new one",
                                        addr, old->granules * GRANULE, at);
                 continue;
             }
@@ -110,7 +110,9 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     struct vmem__arena_rec *a;
     struct vmem__page *p = vmem__page_get(ctx, op->page, &a);
     if (VMEM__UNLIKELY(!p))
-        return vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", op->page);
+        return vmem__error(-EINVAL,
+                           "page 0x%" PRIx64 " is not a page of this context: it was released, or is another's",
+                           op->page);
     const uint32_t granules = p->granules;
     const uint64_t size = granules * GRANULE, offset = (uint64_t)(p - a->pages) * GRANULE;
     struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);

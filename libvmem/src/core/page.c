@@ -368,7 +368,8 @@ int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *ou
                                        .mappings = p->mappings};
     vmem__end(ctx);
     return p ? vmem__struct_give(out, &info, sizeof info, "out")
-             : vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
+             : vmem__error(-EINVAL,
+                           "page 0x%" PRIx64 " is not a page of this context: it was released, or is another's", page);
 }
 
 int vmem_set_budget(vmem_context *ctx, uint64_t bytes)

@@ -17,7 +17,7 @@ static size_t their_size(const void *theirs, size_t least, const char *name)
     memcpy(&size, theirs, sizeof size);
     if (size >= least && size <= SIZE_MOST)
         return size;
-    vmem__error(-EINVAL, "%s->size is %u: must be the structure's size, %zu to %u", name, size, least, SIZE_MOST);
+    vmem__error(-EINVAL, "%s->size %u must be the structure's size, %zu to %u", name, size, least, SIZE_MOST);
     return 0;
 }
 

@@ -253,7 +253,8 @@ static int prepare_release(struct batch *b, const vmem_page *pages, size_t n, si
     *next = i + 1;
     struct vmem__page *p = vmem__page_get(ctx, page, &a);
     if (!p)
-        return vmem__error(-EINVAL, "page 0x%" PRIx64 " is not a page of this context (any more)", page);
+        return vmem__error(-EINVAL,
+                           "page 0x%" PRIx64 " is not a page of this context: it was released, or is another's", page);
     if (p->opid == b->opid)
         return vmem__error(-EINVAL, "page 0x%" PRIx64 " is in the batch twice", page);
     if (p->opid)

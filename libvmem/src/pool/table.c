@@ -91,7 +91,7 @@ static int begin(vmem_kv_pool *pool, unsigned most_us)
         return rc;
     if (pool->fd >= 0 && !read_table(pool)) {
         unlock_table(pool->fd);
-        return vmem__error(-EBADMSG, "path %s: the file is no table of a pool (any more)", pool->path);
+        return vmem__error(-EBADMSG, "path %s: the file no longer holds a pool", pool->path);
     }
     for (struct vmem__member *m = pool->members; m; m = m->next) {
         struct pool_row *row = &pool->table.rows[m->place];
@@ -198,7 +198,7 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
     if (fstat(pool->fd, &st))
         return vmem__error(-errno, "path %s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode))
-        return vmem__error(-EINVAL, "path %s is no regular file", path);
+        return vmem__error(-EINVAL, "path %s is not a regular file", path);
     if (st.st_uid != geteuid() || st.st_mode & 077)
         return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
     int rc = lock_table(pool->fd, POOL_CALL_US, NULL);
@@ -220,7 +220,7 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
                    : vmem__error(-EINVAL, "budget %" PRIu64 ": the pool at %s has %" PRIu64, budget, path, has);
     }
     if (!alone)
-        return vmem__error(-EBADMSG, "path %s: the file is no table of a pool, but others use it", path);
+        return vmem__error(-EBADMSG, "path %s: the file does not hold a pool, but other processes use it", path);
     if (!budget)
         return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
     pool->table = (struct pool_table){
@@ -228,7 +228,7 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
     // Take over only an empty file or the table of a pool that has ended. Any other file belongs to somebody else.
     struct stat st;
     if (!old && !fstat(pool->fd, &st) && st.st_size)
-        return vmem__error(-EBADMSG, "path %s: the file is there and no table of a pool", path);
+        return vmem__error(-EBADMSG, "path %s: the file exists and does not hold a pool", path);
     if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0)) {
         unlink(path);
         return vmem__error(-ENOSPC, "path %s: the table cannot be written", path);
@@ -254,7 +254,7 @@ int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
         rc = check_file(pool, path, &again);
     }
     if (rc || again)
-        return rc ? rc : vmem__error(-EBUSY, "path %s: the file comes and goes", path);
+        return rc ? rc : vmem__error(-EBUSY, "path %s: other processes keep creating and removing the file", path);
     rc = begin_table(pool, path, budget);
     pool->budget = rc ? 0 : pool->table.head.budget;
     if (!rc)

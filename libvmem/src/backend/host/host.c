@@ -250,7 +250,7 @@ static int reserve_error(int err, uint64_t length)
         return map_error(err, "length %" PRIu64 ": mmap", length);
     munmap(one, page);
     return vmem__error(err,
-                       "length %" PRIu64 ": the process has no such stretch of addresses left, or may not have it "
+                       "length %" PRIu64 ": the process has no free range of addresses that long, or may not have one "
                        "(ulimit -v)",
                        length);
 }

@@ -51,7 +51,8 @@ void vmem__kv_retired(vmem_kv *kv, uint64_t step)
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
 {
     if (step > kv->fence.step)
-        return vmem__error(-EINVAL, "step %" PRIu64 " was not made yet; the last is %" PRIu64, step, kv->fence.step);
+        return vmem__error(-EINVAL, "step %" PRIu64 " has not been made yet; the last is %" PRIu64, step,
+                           kv->fence.step);
     return 0;
 }
 

@@ -64,7 +64,7 @@ int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     else if (slot >= 0)
         rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
     else if (slot != -1)
-        rc = vmem__error(-EINVAL, "slot %d is neither a slot nor -1, a new request", slot);
+        rc = vmem__error(-EINVAL, "slot %d must be a slot, or -1 for a new request", slot);
     if (rc)
         return rc;
     *tokens = 0;

@@ -334,7 +334,7 @@ int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_
     if (rc)
         return rc;
     if (!n || !ids)
-        return vmem__error(-EINVAL, "ids: at least one is needed");
+        return vmem__error(-EINVAL, "ids must have at least one element");
     if (!kv->blocks.pages || n > kv->max_tokens / kv->blocks.tokens)
         return vmem__error(-EINVAL, "n %zu: max_tokens allows %u blocks", n,
                            kv->blocks.pages ? kv->max_tokens / kv->blocks.tokens : 0);

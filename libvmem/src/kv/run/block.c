@@ -152,7 +152,7 @@ static int bind(vmem_kv *kv, uint32_t slot, uint32_t index, uint32_t id)
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
         if (((uint64_t)index + 1) * kv_block_pages(kv, g) > sp->need_hi)
-            return vmem__error(-EINVAL, "index %u: slot %u was not stepped to the end of that block", index, slot);
+            return vmem__error(-EINVAL, "index %u: slot %u has not been stepped to the end of that block", index, slot);
     }
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];

@@ -12,7 +12,7 @@ int vmem__kv_prefix_find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out)
 {
     uint64_t i = (id & UINT32_MAX) - 1;
     if (i >= kv->prefixes.cap || !kv->prefixes.list[i] || kv->prefixes.list[i]->id != id)
-        return vmem__error(-EINVAL, "prefix %#" PRIx64 " is none of this cache (any more)", id);
+        return vmem__error(-EINVAL, "this cache has no prefix %#" PRIx64 ": it was dropped, or is another's", id);
     *out = kv->prefixes.list[i];
     return 0;
 }
