@@ -9,6 +9,7 @@
 #include "../fakegpu/fakegpu.h"
 #include "harness.h"
 #include "vmem_blocks.h"
+#include "vmem_kv_pool.h"
 
 static vmem_context *ctx;
 static uint64_t base, P;
@@ -567,6 +568,65 @@ static void ends_in_use(void)
     }
 }
 
+static uint64_t pool_free(vmem_kv_pool *pool)
+{
+    struct vmem_kv_pool_info info = {.size = sizeof info};
+    OK(vmem_kv_pool_query(pool, &info));
+    return info.free;
+}
+
+// Two engines in a pool of 36 pages. What an idle one has of it and does not use is free for the other, and an order that
+// lacks budget asks for it: no order waits for an engine to ask.
+static void in_a_pool(void)
+{
+    enum { N = 32 };
+    struct vmem_blocks_board boards[2] = {0};
+    vmem_blocks *b[2];
+    vmem_kv_pool *pool;
+    uint32_t ids[N];
+    uint64_t fence, seq;
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + 4) * P};
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct vmem_block_range range = {.addr = base + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
+        const struct vmem_blocks_config c = {.size = sizeof c,
+                                             .ranges = &range,
+                                             .n_ranges = 1,
+                                             .blocks = N,
+                                             .page_size = P,
+                                             .board = &boards[i]};
+        OK(vmem_blocks_create(ctx, &c, &b[i]));
+        OK(vmem_blocks_join(b[i], pool, "engine", 0, 0));
+    }
+    for (uint32_t i = 0; i < N; i++)
+        ids[i] = i;
+    OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
+    OK(vmem_blocks_fence(b[0], &fence));
+    OK(vmem_blocks_pass(b[0], fence));
+    OK(vmem_blocks_unback(b[0], ids, N - 1, fence));
+    while (pool_free(pool) < (N + 3) * P) // the first keeps what it holds, a page
+        sched_yield();
+    CHECK_EQ(answer(b[1], order(b[1], ids, N)), 0);
+    // Now the first one lacks 28 pages. The second one's engine gives up blocks when its board says so.
+    OK(vmem_blocks_offer(b[1], N * P));
+    do {
+        seq = order(b[0], ids, N);
+        while (vmem_blocks_answer(b[0], seq) == -EAGAIN) {
+            const uint64_t to = __atomic_load_n(&boards[1].shrink_to, __ATOMIC_RELAXED) / P, held = stats(b[1]).held / P;
+            if (to && to < held) {
+                OK(vmem_blocks_unback(b[1], ids, (uint32_t)(N - to), 0));
+                OK(vmem_blocks_flush(b[1]));
+            }
+            sched_yield();
+        }
+    } while (vmem_blocks_answer(b[0], seq)); // a machine that is busy may take too long once
+    CHECK_EQ(stats(b[0]).backed, N);
+    CHECK(stats(b[1]).backed <= 4);
+    vmem_blocks_destroy(b[1]);
+    vmem_blocks_destroy(b[0]);
+    vmem_kv_pool_destroy(pool);
+}
+
 static void forked(void)
 {
     vmem_blocks *b = simple(8, 0);
@@ -606,6 +666,7 @@ int main(int argc, char **argv)
     large();
     threads();
     ends_in_use();
+    in_a_pool();
     if (fakegpu_fail) {
         events();
         memory_returns();

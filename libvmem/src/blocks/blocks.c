@@ -152,7 +152,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
     pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
     pthread_mutex_init(&b->lock, NULL);
     pthread_cond_init(&b->work, &steady);
-    pthread_cond_init(&b->change, NULL);
+    pthread_cond_init(&b->change, &steady);
     pthread_condattr_destroy(&steady);
     b->ranges = calloc(cfg.n_ranges, sizeof(b->ranges[0]));
     b->spans = calloc(cfg.n_ranges, sizeof(b->spans[0]));
@@ -259,6 +259,7 @@ static uint32_t begin(vmem_blocks *b, struct call *c)
 {
     uint32_t missing = 0;
     c->number = ++b->number;
+    b->idle = false;
     for (uint32_t i = 0; i < c->n; i++) {
         struct block *block = &b->blocks[c->ids[i]];
         missing += block->state != BLOCK_IN;

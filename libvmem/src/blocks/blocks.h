@@ -101,6 +101,8 @@ struct vmem_blocks {
     bool asking;          // a call asks the driver whether events have passed
     struct fence *fences, **fences_end, *spare;
     uint64_t fence, passed; // the last made; the last that passed
+    bool idle;     // nothing was asked of it for a while
+    uint64_t lacks; // pages of the budget that the order at hand lacked; 0: it did not fail for that
     struct work *stuck;
     const struct vmem__lender *lender; // of a pool's member; else NULL
     struct vmem__member *member;
@@ -140,6 +142,9 @@ void vmem__blocks_end(vmem_blocks *b, struct call *c, int rc);
 void vmem__blocks_advance(vmem_blocks *b);
 // Asks the driver whether fences have passed that unbacks wait for.
 void vmem__blocks_ask(vmem_blocks *b);
+// Asks the pool's other members for what the order at hand lacks, and waits for them a moment. False: they give none, or not
+// before *until, which the first call sets.
+bool vmem__blocks_borrow(vmem_blocks *b, uint64_t *until);
 // Sorts the ids, and leaves one of each.
 void vmem__blocks_sort(struct call *c);
 void vmem__blocks_show(vmem_blocks *b);

@@ -41,6 +41,7 @@ static void raise(void *blocks, uint64_t pages)
     vmem_blocks *b = blocks;
     b->budget += pages;
     vmem__blocks_show(b);
+    pthread_cond_broadcast(&b->change); // an order may wait for it
 }
 
 static void give_down_to(void *blocks, uint64_t pages)
@@ -48,6 +49,15 @@ static void give_down_to(void *blocks, uint64_t pages)
     vmem_blocks *b = blocks;
     b->budget = pages;
     vmem__blocks_show(b);
+}
+
+// An idle member keeps what its pages need, and its minimum.
+static bool go_on(void *blocks, uint64_t least)
+{
+    vmem_blocks *b = blocks;
+    if (b->idle && b->budget > least)
+        give_down_to(b, least);
+    return false;
 }
 
 static void trim(void *blocks, bool wanted) { vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, wanted, NULL); }
@@ -69,6 +79,7 @@ const struct vmem__member_ops vmem__blocks_member_ops = {
     .state = state,
     .raise = raise,
     .give_down_to = give_down_to,
+    .go_on = go_on,
     .trim = trim,
     .evict = evict,
 };

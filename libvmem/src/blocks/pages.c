@@ -232,6 +232,8 @@ static int map_work(vmem_blocks *b, const struct call *c, struct work *w)
     const bool over = c->flags & VMEM_BLOCKS_OVER;
     if (b->lender && b->held > b->budget)
         vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
+    if (c->seq)
+        b->lacks = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
     if (b->held > (b->budget < b->shrink_to ? b->budget : b->shrink_to) && !over)
         rc = vmem__error(-ENOMEM, "%" PRIu64 " pages more exceed the budget of %" PRIu64 ": %" PRIu64 " are held", w->n,
                          b->budget, b->held - w->n);
@@ -341,6 +343,8 @@ static int attempt(vmem_blocks *b, const struct call *c, struct call *todo, stru
 int vmem__blocks_back(vmem_blocks *b, struct call *c)
 {
     struct call *todo = NULL;
+    uint64_t until = 0;
+    b->lacks = c->seq ? 0 : b->lacks;
     int rc;
     for (;;) {
         struct work *work = NULL;
@@ -359,7 +363,7 @@ int vmem__blocks_back(vmem_blocks *b, struct call *c)
         if (b->unbacking)
             while (b->unbacking)
                 pthread_cond_wait(&b->change, &b->lock);
-        else if (!vmem__blocks_take(b))
+        else if (!vmem__blocks_take(b) && !(c->seq && vmem__blocks_borrow(b, &until)))
             break;
     }
     free(todo);

@@ -8,6 +8,8 @@
 #define POLL_NS 500000    // between two looks at a CUDA event that an unback waits for
 #define IDLE_NS 100000000 // without work, after which memory that nothing uses returns to the system
 #define RETRY_NS 10000000 // until what failed for lack of memory is tried again
+#define BORROW_NS UINT64_C(100000000) // that an order waits for other members of the pool,
+#define BORROW_LOOK_NS 2000000        // which looks for fences meanwhile
 
 // ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -160,14 +162,39 @@ static void give_memory(vmem_blocks *b)
     pthread_mutex_lock(&b->lock);
 }
 
-static void wait_ns(vmem_blocks *b, long ns)
+static void wait_ns(vmem_blocks *b, pthread_cond_t *on, long ns)
 {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_nsec += ns;
     until.tv_sec += until.tv_nsec / 1000000000;
     until.tv_nsec %= 1000000000;
-    pthread_cond_timedwait(&b->work, &b->lock, &until);
+    pthread_cond_timedwait(on, &b->lock, &until);
+}
+
+bool vmem__blocks_borrow(vmem_blocks *b, uint64_t *until)
+{
+    struct timespec t;
+    uint32_t why;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    const uint64_t now = (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+    *until = *until ? *until : now + BORROW_NS;
+    if (!b->lender || !b->lacks || b->stop || now >= *until || !b->lender->ask(b->member, b->held, b->lacks, &why))
+        return false;
+    wait_ns(b, &b->change, BORROW_LOOK_NS);
+    if (must_ask(b))
+        vmem__blocks_ask(b);
+    return true;
+}
+
+// Nothing was asked of the blocks for a while: memory that nothing uses goes back, and so does the pool's budget.
+static void become_idle(vmem_blocks *b)
+{
+    give_memory(b);
+    if (b->lender && !b->idle) {
+        b->idle = true;
+        b->lender->wake(b->member);
+    }
 }
 
 void *vmem__blocks_work(void *blocks)
@@ -189,16 +216,16 @@ void *vmem__blocks_work(void *blocks)
         if (did || (due && !failed) || b->stop)
             continue;
         if (must_ask(b)) {
-            wait_ns(b, POLL_NS);
+            wait_ns(b, &b->work, POLL_NS);
         } else if (failed || b->stuck) {
-            wait_ns(b, RETRY_NS);
+            wait_ns(b, &b->work, RETRY_NS);
             vmem__blocks_retry(b);
-        } else if (b->stats.unmapped_pages != unmapped) {
+        } else if (b->stats.unmapped_pages != unmapped || (b->lender && !b->idle)) {
             const uint64_t before = b->number;
-            wait_ns(b, IDLE_NS);
+            wait_ns(b, &b->work, IDLE_NS);
             if (b->number == before && !b->stop) {
                 unmapped = b->stats.unmapped_pages;
-                give_memory(b);
+                become_idle(b);
             }
         } else {
             pthread_cond_wait(&b->work, &b->lock);
