@@ -589,12 +589,8 @@ static void in_a_pool(void)
     OK(vmem_kv_pool_create(&cfg, &pool));
     for (uint32_t i = 0; i < 2; i++) {
         const struct vmem_block_range range = {.addr = base + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
-        const struct vmem_blocks_config c = {.size = sizeof c,
-                                             .ranges = &range,
-                                             .n_ranges = 1,
-                                             .blocks = N,
-                                             .page_size = P,
-                                             .board = &boards[i]};
+        const struct vmem_blocks_config c =
+            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = N, .page_size = P, .board = &boards[i]};
         OK(vmem_blocks_create(ctx, &c, &b[i]));
         OK(vmem_blocks_join(b[i], pool, "engine", 0, 0));
     }
@@ -612,7 +608,8 @@ static void in_a_pool(void)
     do {
         seq = order(b[0], ids, N);
         while (vmem_blocks_answer(b[0], seq) == -EAGAIN) {
-            const uint64_t to = __atomic_load_n(&boards[1].shrink_to, __ATOMIC_RELAXED) / P, held = stats(b[1]).held / P;
+            const uint64_t to = __atomic_load_n(&boards[1].shrink_to, __ATOMIC_RELAXED) / P,
+                           held = stats(b[1]).held / P;
             if (to && to < held) {
                 OK(vmem_blocks_unback(b[1], ids, (uint32_t)(N - to), 0));
                 OK(vmem_blocks_flush(b[1]));

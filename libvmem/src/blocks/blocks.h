@@ -101,8 +101,8 @@ struct vmem_blocks {
     bool asking;          // a call asks the driver whether events have passed
     struct fence *fences, **fences_end, *spare;
     uint64_t fence, passed; // the last made; the last that passed
-    bool idle;     // nothing was asked of it for a while
-    uint64_t lacks; // pages of the budget that the order at hand lacked; 0: it did not fail for that
+    bool idle;              // nothing was asked of it for a while
+    uint64_t lacks;         // pages of the budget that the order at hand lacked; 0: it did not fail for that
     struct work *stuck;
     const struct vmem__lender *lender; // of a pool's member; else NULL
     struct vmem__member *member;

@@ -5,9 +5,9 @@
 
 #include "blocks/blocks.h"
 
-#define POLL_NS 500000    // between two looks at a CUDA event that an unback waits for
-#define IDLE_NS 100000000 // without work, after which memory that nothing uses returns to the system
-#define RETRY_NS 10000000 // until what failed for lack of memory is tried again
+#define POLL_NS 500000                // between two looks at a CUDA event that an unback waits for
+#define IDLE_NS 100000000             // without work, after which memory that nothing uses returns to the system
+#define RETRY_NS 10000000             // until what failed for lack of memory is tried again
 #define BORROW_NS UINT64_C(100000000) // that an order waits for other members of the pool,
 #define BORROW_LOOK_NS 2000000        // which looks for fences meanwhile
 
