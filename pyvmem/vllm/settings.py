@@ -88,4 +88,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     ):
         if text := _text(environ, name):
             given[field] = parse(name, text)
-    return Settings(**given)
+    made = Settings(**given)
+    if made.maximum and made.minimum > made.maximum:
+        raise _wrong("VMEM_VLLM_MIN", _text(environ, "VMEM_VLLM_MIN"),
+                     f"at most VMEM_VLLM_MAX={_text(environ, 'VMEM_VLLM_MAX')}")  # fmt: skip
+    if made.pool_size and not made.pool:
+        raise ValueError("VMEM_VLLM_POOL_SIZE is set, but VMEM_VLLM_POOL names no pool")
+    return made

@@ -55,6 +55,16 @@ def test_wrong_settings_name_the_variable(name, text, must):
         settings.read({"VMEM_VLLM": "1", name: text})
 
 
+@pytest.mark.parametrize("given, told", [
+    (dict(VMEM_VLLM_MIN="2G", VMEM_VLLM_MAX="1G"), "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_MAX=1G"),
+    (dict(VMEM_VLLM_POOL_SIZE="2G"), "VMEM_VLLM_POOL names no pool"),
+])  # fmt: skip
+def test_settings_that_contradict_each_other(given, told):
+    with pytest.raises(ValueError, match=told):
+        settings.read(dict(given, VMEM_VLLM="1"))
+    settings.read(dict(given, VMEM_VLLM="1", VMEM_VLLM_MAX="2G", VMEM_VLLM_POOL="a"))
+
+
 # ---- the plugin -----------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,16 @@ def test_tokens_are_vllms_in_slots_while_limits_move(model, case):
     assert idle["cached"] + block <= idle["backed"] <= idle["cached"] + idle["spare"] + block  # and the null block
 
 
+def test_adapters_in_slots_give_vllms_tokens(model, tmp_path):
+    chosen = dict(ALIKE["lora"], lora=tmp_path / "adapter")
+    engines.in_child(lambda: str(models.write_lora(chosen["lora"])), vmem=False)
+    folder = model(chosen.pop("model"))
+    own = engines.in_child(engines.serve, folder, vmem=False, **chosen)
+    on = engines.in_child(serve_in_slots, folder, vmem=True, environ=SLOTS, **chosen)
+    assert on["slots"]
+    assert on["tokens"] == own["tokens"]
+
+
 def test_a_model_that_does_not_fit_slots_is_in_blocks(model):
     folder = model("gemma3")
     own = engines.in_child(engines.serve, folder, vmem=False, turns=1)

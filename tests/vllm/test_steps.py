@@ -278,6 +278,19 @@ def test_sleep_gives_up_everything_and_wakes(engine):
     assert maps_in_steps(e) == 0
 
 
+def test_slots_give_up_everything_when_they_sleep_and_wake(engine):
+    e = engine(kinds=("full",), slots=True)
+    e.run(20)
+    memory = e.workers[0].memory
+    assert e.scheduler.reset_prefix_cache()
+    memory.sleep()
+    assert memory._context.stats().created <= e.page[control.NULL] + e.keeper.block_bytes
+    memory.wake()
+    before = e.read
+    e.run(20)
+    assert e.read > before
+
+
 def test_all_memory_is_lent_and_requests_go_on(engine):
     e = engine(asynchronous=False, queue=1)
     memory, lent = e.scheduler._vmem, []
