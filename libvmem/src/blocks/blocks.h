@@ -107,6 +107,7 @@ struct vmem_blocks {
     const struct vmem__lender *lender; // of a pool's member; else NULL
     struct vmem__member *member;
     uint64_t offer;                   // pages that the engine would give up
+    uint64_t reported;                // `held` as the pool has seen it last
     uint64_t shrink_to;               // pages that others of the pool have left it; UINT64_MAX: they want nothing
     uint64_t shrink_until;            // ns: then it lapses
     int answers[VMEM_BLOCKS_ANSWERS]; // of order s at [s % VMEM_BLOCKS_ANSWERS]

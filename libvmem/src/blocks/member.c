@@ -25,7 +25,8 @@ static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)
 
 static void state(void *blocks, struct vmem__lend_state *out)
 {
-    const vmem_blocks *b = blocks;
+    vmem_blocks *b = blocks;
+    b->reported = b->held;
     *out = (struct vmem__lend_state){
         .budget = b->budget,
         .held = b->held,
@@ -66,7 +67,8 @@ static void evict(void *blocks, uint64_t pages)
 {
     vmem_blocks *b = blocks;
     pthread_mutex_lock(&b->lock);
-    const uint64_t to = less(b->held, pages);
+    // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
+    const uint64_t to = less(b->reported, pages);
     b->shrink_to = to ? to : 1;
     b->shrink_until = now_ns() + LAPSE_NS;
     vmem__blocks_show(b);

@@ -359,9 +359,14 @@ static bool apply(struct vmem__member *m)
         evict = MIN(want - pages, s.evictable);
     }
     ops->unlock(m->self);
-    if (evict) // the next round gives the budget that this frees
-        ops->evict(m->self, evict);
-    return bytes != 0;
+    if (!evict)
+        return bytes != 0;
+    ops->evict(m->self, evict); // the next round gives the budget that this frees, which may take an engine a while
+    const uint64_t fixed = s.fixed;
+    ops->lock(m->self);
+    ops->state(m->self, &s);
+    ops->unlock(m->self);
+    return s.fixed < fixed;
 }
 
 // Serves every member of this process once. Returns true if another round is due at once.
