@@ -220,9 +220,13 @@ class Keeper:
         """Whether blocks are on their way or may be ordered."""
         return bool(self._coming) or self.circulating < self.allowed()
 
+    def refused_lately(self) -> bool:
+        """Whether the last order found no memory."""
+        return time.monotonic() < self._retry + RETRY
+
     def lacks(self, need: int) -> bool:
-        """Whether blocks are on their way, and a step that takes `need` of them now would give up others for them."""
-        return self.spare < need and bool(self._coming or self._order)
+        """Whether an order is to go out, and a step that takes `need` blocks before would give up others for them."""
+        return self.spare < need and bool(self._order)
 
     def await_blocks(self, need: int, seconds: float) -> None:
         """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds."""

@@ -42,11 +42,11 @@ def least_of(vllm_config: Any, config: Any) -> int:
 
 
 def low_of(vllm_config: Any, config: Any) -> int:
-    """Blocks that one step may take: the tokens of a step in each group, and one more for each request."""
+    """Blocks that one step may take: in each group, the tokens of a step, and one more for each request."""
     chosen = vllm_config.scheduler_config
     tokens = chosen.max_num_batched_tokens
     low = sum(-(-tokens // g.kv_cache_spec.block_size) for g in config.kv_cache_groups)
-    return int(low + chosen.max_num_seqs)
+    return int(low + chosen.max_num_seqs * len(config.kv_cache_groups))
 
 
 class SchedulerMemory:
@@ -96,11 +96,11 @@ class SchedulerMemory:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         need = self._need() if self.keeper.spare < self.keeper.low and self.keeper.grows() else 0
         self.keeper.await_blocks(need, AWAIT)
-        idle = not self._scheduler.running
-        self.keeper.before(need if idle else None)
+        few = not self._scheduler.running and (need > self.keeper.spare or not self._scheduler.waiting)
+        self.keeper.before(need if few else None)
         if self._in_slots:
             self.keeper.evict_ahead(self.keeper.low)
-        if idle and self.keeper.lacks(need):
+        if self.keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
@@ -136,7 +136,10 @@ class SchedulerMemory:
     def _publish(self) -> None:
         keeper, wanted = self.keeper, 0
         if self.page[control.POOL] and not keeper.lent:
-            wanted = lease.lacking(self._scheduler, keeper.coming, keeper.allowed() - keeper.circulating)
+            most = keeper.allowed() - keeper.circulating
+            wanted = lease.lacking(self._scheduler, keeper.coming, most)
+            if keeper.refused_lately():  # others may have budget that they do not use, and it goes to who asks
+                wanted = max(wanted, min(self._need() - keeper.spare, most))
         self._short = wanted > 0 and not self._scheduler.running
         keeper.publish(wanted, self._neighbours.yields())
 
