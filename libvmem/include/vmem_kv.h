@@ -133,8 +133,9 @@ int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are dropped.
 // With `after`, the slot is VMEM_KV_ENDING until the kernels up to that step have ended: no call may name it, and the
-// pages that these kernels access stay in use. A slot that no step has accessed is free at once. If the call fails, the
-// rows are lost anyway; call it again.
+// pages that these kernels access stay in use. A slot that no step has accessed is free at once. For a slot that is, or is
+// being, swapped out, the swap's `after` counts in place of this one. If the call fails, the rows are lost anyway; call it
+// again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps are numbered from 1; *step receives the number of the last one, or 0. An iteration's kernels

@@ -183,6 +183,31 @@ static void test_a_step_gets_the_memory(void)
 }
 
 // A copy that fails loses nothing. It is tried again.
+// The pages of a slot that is due count as free. Its end, whatever fence it names, does not take them back from a step
+// that counts on them.
+static void test_the_end_of_a_due_slot(uint32_t flags)
+{
+    begin(flags, 200, 256);
+    OK(step(0, 2, NULL));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, 1));
+    OK(vmem_kv_retire(kv, 1)); // the copy takes longer than the calls that follow, or is over
+    OK(vmem_kv_grow(kv, slots[1], 250));
+    OK(vmem_kv_free(kv, slots[0], 2));
+    CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
+    OK(vmem_kv_commit(kv));
+    end();
+
+    // Before that, the slot ends with the kernels that the swap waits for.
+    begin(flags, 200, 256);
+    OK(step(0, 2, NULL));
+    OK(vmem_kv_swap_out(kv, slots[0], host, bytes, 1));
+    OK(vmem_kv_free(kv, slots[0], 2));
+    CHECK_EQ(state(slots[0]), VMEM_KV_ENDING);
+    OK(vmem_kv_retire(kv, 1));
+    CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
+    end();
+}
+
 static void test_a_copy_that_fails(uint32_t flags)
 {
     const uint64_t length = VMEM_PAGE_2M * 16;
@@ -274,6 +299,9 @@ int main(int argc, char **argv)
     test_steps_retire();
     test_before_the_copy();
     test_a_step_gets_the_memory();
+    test_the_end_of_a_due_slot(0);
+    test_the_end_of_a_due_slot(VMEM_KV_DEFAULT);
+    test_the_end_of_a_due_slot(VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS);
     if (test_cpu_sees_pages()) { // they stand in for memory of the CPU that cannot be written
         test_a_copy_that_fails(VMEM_KV_DEFAULT);
         test_a_copy_that_fails(VMEM_KV_DEFER);

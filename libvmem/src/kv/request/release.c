@@ -52,8 +52,11 @@ int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
-    if (kv->slots[slot].state == VMEM_KV_SWAPPING) // kernels up to the swap's step may also run
-        step = KV_MAX(step, kv->idle[slot].ends);
+    // Only kernels up to the swap's step access such a slot. Once they have ended, its pages count as free, and others
+    // count on them. Nor may it matter how far the copy has come.
+    const uint8_t state = kv->slots[slot].state;
+    if (state != VMEM_KV_ACTIVE)
+        step = state == VMEM_KV_SWAPPING ? kv->idle[slot].ends : 0;
     if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return end_now(kv, slot);
     vmem__kv_unstage(kv, slot);
