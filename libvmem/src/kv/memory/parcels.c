@@ -51,7 +51,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
             const struct kv_span *sp = kv_span(kv, s, i);
             if (sp->lo == sp->hi)
                 continue;
-            uint64_t n = (want + kv->groups[i].n - 1) / kv->groups[i].n;
+            uint64_t n = want / kv->groups[i].n + (want % kv->groups[i].n != 0); // want may be UINT64_MAX
             uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block * kv->block : sp->lo;
             while (hi > sp->lo && kv_joined(kv, s, i, hi))
                 hi--;
