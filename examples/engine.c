@@ -106,13 +106,10 @@ int main(void)
             check(rc, "vmem_kv_alloc");
             r->slot = (int)slot;
             r->done = 0;
-            rc = prefix ? vmem_kv_prefix_attach(kv, prefix, slot, SYSTEM, 0) : -ENOMEM;
-            if (!rc) {
-                r->done = SYSTEM;
-                attached++;
-            } else if (rc != -ENOMEM) {
-                check(rc, "vmem_kv_prefix_attach");
-            }
+            rc = vmem_kv_attach(kv, slot, &prefix, prefix != 0, SYSTEM, 0, &r->done);
+            if (rc != -ENOMEM) // else it computes these rows itself
+                check(rc, "vmem_kv_attach");
+            attached += r->done != 0;
         }
 
         // The coming iteration: a chunk of each prompt, one token of each other. Preempt until its rows are backed.
@@ -145,8 +142,11 @@ int main(void)
                 continue;
             forward(i, r, (uint32_t)lengths[r->slot]);
             r->done = (uint32_t)lengths[r->slot];
-            if (!prefix && r->done >= SYSTEM)
-                check(vmem_kv_prefix_save(kv, (uint32_t)r->slot, SYSTEM, &prefix), "vmem_kv_prefix_save");
+            if (!prefix && r->done >= SYSTEM) {
+                struct vmem_kv_run run = {.slot = (uint32_t)r->slot, .tokens = SYSTEM, .priority = VMEM_KV_RUN_KEEP};
+                check(vmem_kv_share(kv, &run, 1, 0), "vmem_kv_share");
+                prefix = run.id;
+            }
             if (r->done >= r->want) {
                 check(vmem_kv_free(kv, (uint32_t)r->slot, 0), "vmem_kv_free");
                 r->slot = -1;

@@ -185,23 +185,16 @@ int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
-// An engine's hash of a block of tokens (see "prefixes by hash"). It covers these tokens, all tokens before them, and
-// whatever else determines their rows, such as a salt or an adapter. Shorter hashes are padded with zeros.
-struct vmem_kv_hash {
-    uint8_t bytes[32];
-};
-
 // ---- admission ----------------------------------------------------------------------------------------------
 //
 // Decides which waiting requests to admit, before they have slots.
 
 struct vmem_kv_request {
     uint32_t tokens;        // of its first step, those of a prefix included; 1 to max_tokens
-    uint32_t prefix_tokens; // of these, so many come from a prefix or from named blocks; 0: none
-    // Or NULL. The request begins with as many of these blocks as vmem_kv_hash_peek finds. prefix_tokens must then be
-    // 0.
-    const struct vmem_kv_hash *hashes;
-    uint64_t n_hashes;
+    uint32_t prefix_tokens; // of these, so many come from runs or from named blocks; 0: none
+    // Or the runs that it begins with, as far as vmem_kv_attach finds them. prefix_tokens must then be 0.
+    const uint64_t *runs;
+    uint64_t n_runs;
 };
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
 // its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
@@ -247,87 +240,65 @@ struct vmem_kv_slot_info {
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
-// ---- prefixes -----------------------------------------------------------------------------------------------
+// ---- runs ---------------------------------------------------------------------------------------------------
 //
-// A prefix holds pages that a request wrote. Requests that start with the same tokens map its full pages; the last,
-// partial page is copied. A page that two slots have mapped is never written.
-
-// Saves rows [0, tokens) of the slot as a prefix; in a tensor with a window, those that the window kept. tokens is at
-// most the slot's length. Kernels in flight may still be writing the rows: see vmem_kv_prefix_attach.
-int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix);
-// Starts a newly allocated slot, which no kernel accesses, with the prefix's first `tokens` rows; its length becomes
-// `tokens`. Rows in full pages are mapped: kernels that write them may be in flight, if those that read them here run
-// after them. Rows in a last, partial page are copied by this call and must have been written. -ENODATA: a tensor with a
-// window lacks rows that the next token reads.
-// flags: VMEM_KV_DRY; the slot need not be allocated yet, and is ignored.
-int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags);
-// Drops the prefix. Pages without another holder are released.
-int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix);
-
-struct vmem_kv_prefix_info {
-    uint32_t size;               // sizeof(struct vmem_kv_prefix_info), set by the caller
-    uint32_t pad;                // 0
-    uint32_t tokens, min_tokens; // attachable: min_tokens to tokens (min_tokens is 0 without window tensors)
-    uint64_t pages, own_pages;   // held; of these, without another holder: what dropping the prefix frees
-};
-int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out);
-
-// ---- prefixes by hash ---------------------------------------------------------------------------------------
+// A run is rows [first, first + tokens) of a slot, which are held beyond it. Requests that start with the same tokens map
+// the full pages of runs; the last, partial page is copied. A page that two slots have mapped is never written.
 //
-// A prefix cache for engines that compute hashes of blocks, as vLLM does. A block is block_tokens tokens of a request.
-// While a request runs, the engine adds blocks as they are computed. Each block then stays after the request has ended.
-// A new request begins with the longest sequence of known blocks, whichever requests wrote them: full pages are mapped,
-// and the last, partial page is copied. A block need not fill whole pages. If a step needs the memory, it evicts blocks
-// that no request uses: those of the lowest priority first, and of one priority the least recently used. Their pages
-// therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit). The manager never calls
-// the engine back to ask what to evict. An engine with an order of its own sets priorities, or evicts itself.
+// A request pins the runs that it wrote or began with. While memory is short, runs that no running request pins are
+// evicted: those of the lowest priority first, and of one priority the least recently used, the end of a sequence before
+// its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit).
+// The manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be
+// kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted.
 
-#define VMEM_KV_HASH_EVENTS 0x1u  // record what was evicted, for vmem_kv_hash_evicted
-#define VMEM_KV_HASH_MANUAL 0x2u  // evict only on request: the engine has its own order
-#define VMEM_KV_HASH_PRIORITY 50u // of a new block. Priorities are 0 to 100
-#define VMEM_KV_HASH_KEEP 101u    // the priority of a block that is not evicted
-// Grows at its end.
-struct vmem_kv_hash_config {
-    uint32_t size;         // sizeof(struct vmem_kv_hash_config)
-    uint32_t flags;        // VMEM_KV_HASH_*
-    uint32_t block_tokens; // 1 to the cache's max_tokens
-    uint32_t pad;          // 0
-    uint64_t max_tokens;   // most that all blocks together have; 0: what memory allows
+#define VMEM_KV_RUN_PRIORITY 50u // what most runs have. Priorities are 0 to 100
+#define VMEM_KV_RUN_KEEP 101u    // of a run that is not evicted
+struct vmem_kv_run {
+    uint32_t slot;
+    uint32_t first, tokens; // rows [first, first + tokens), which the slot has
+    uint32_t priority;
+    uint64_t
+        id; // receives the run's number, 0: windows have passed all of its rows. A run of the same rows that is still
+            // there when the call begins is pinned, and no new one is made
 };
-// Call it once per cache, before the other calls of this section.
-int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config);
-// Adds blocks first, first + 1, ... of the slot, whose rows are written and will not be written again: block i has rows
-// [i * block_tokens, (i + 1) * block_tokens). Known blocks are not added again. *added (NULL is allowed) receives the
-// number of new ones, which is smaller if the cap is reached and all other blocks belong to running requests. If the call
-// fails, the first blocks may have been added; call it again.
-int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
-                     size_t *added);
-// Returns in *tokens how many tokens of a request with these blocks are known from its start. Does not count as a use.
-int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens);
-// Starts a newly allocated slot, which no kernel accesses, with the known ones of these blocks. Its length becomes
-// *tokens (NULL is allowed), which is 0 if none is known. The next token must be computed, so leave out a block that
-// ends the prompt. -ENOMEM: there is no memory for the copied page. flags: VMEM_KV_DRY; the slot need not be allocated
-// yet, and is ignored. *tokens is then the same as if memory sufficed.
-int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
-                        uint32_t *tokens);
-#define VMEM_KV_UNUSED 0x4u // skip blocks of running requests and blocks to be kept; those that go count as evicted
-#define VMEM_KV_NEXT 0x8u   // hashes is NULL: the next blocks in the order of eviction
-// Drops blocks, in the engine's own order, until they have freed that many pages. Unknown ones are skipped. Requests that
-// use them keep their pages. flags: VMEM_KV_UNUSED, or VMEM_KV_NEXT, with which UINT64_MAX pages means all blocks, also
-// those to be kept. *freed (NULL is allowed) receives the number of freed pages.
-int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t most_pages, uint32_t flags,
-                      uint64_t *freed);
-// Sets the priority of blocks, 0 to 100, and makes them the most recently used ones of it, the last of them the oldest.
-// VMEM_KV_HASH_KEEP: they are not evicted, so their pages do not count as free, until they get another priority, are
-// dropped, or all blocks are evicted. Unknown blocks are skipped. A request finds a block only if it finds those before
-// it: give no block a lower priority than the blocks after it.
-int vmem_kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t priority);
-// Sets the cap, as in vmem_kv_hash_config.
-int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens);
-// Returns up to n hashes of evicted blocks, the oldest first, each once, and their number in *got. Blocks that
-// vmem_kv_hash_drop named are not among them. Requires VMEM_KV_HASH_EVENTS. Call it from time to time, from any thread:
-// the hashes are kept until then.
-int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, size_t *got);
+#define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
+#define VMEM_KV_RUN_MANUAL 0x2u // only vmem_kv_drop evicts. Holds for all runs of a cache that are not to be kept
+// Shares rows: all runs or none. The rows are not written again, but kernels in flight may still be writing them, if those
+// that read them elsewhere run after them. In a tensor with a window, a run holds what kernels in flight and the next
+// token read. -ENOMEM: the system has no memory for the lists; no page is needed.
+int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
+#define VMEM_KV_LOOK 0x10u // dry, and without regard to memory
+// Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever slots
+// wrote them: with as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0 if no run is
+// there, or if windows have passed rows that the next token reads. That token must be computed, so leave a row of the
+// prompt out. Rows in a last, partial page are copied by this call and must have been written. -ENOMEM: there is no
+// memory for the copy. flags: VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
+int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                   uint32_t *tokens);
+#define VMEM_KV_UNUSED 0x4u // skip runs that requests pin and runs to be kept; those that go count as evicted
+#define VMEM_KV_NEXT 0x8u   // runs is NULL: the next n in the order of eviction
+// Drops runs until they have freed that many pages. Those that are gone already are skipped. Requests that use them keep
+// their pages. With VMEM_KV_NEXT and fewer pages than UINT64_MAX, nothing is dropped that frees no page in the end.
+// *freed (NULL is allowed) receives the number of freed pages.
+int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
+// Sets the priority of runs, and makes them the most recently used ones of it, the last of them the oldest. A run to be
+// kept does not count as free. Runs that are gone are skipped. A request finds a run only behind those before it: give no
+// run a lower priority than the runs after it.
+int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority);
+// Returns up to n evicted runs, the oldest first, each once, and their number in *got: of those with VMEM_KV_RUN_REPORT,
+// and not those that vmem_kv_drop named. Call it from time to time, from any thread: they are noted until then.
+int vmem_kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
+
+struct vmem_kv_run_info {
+    uint32_t size; // sizeof(struct vmem_kv_run_info), set by the caller
+    uint32_t first, tokens;
+    uint32_t min_tokens; // of a run from row 0, the fewest that can be attached; over `tokens`: none
+    uint32_t priority;
+    uint32_t requests;         // that pin it
+    uint64_t pages, own_pages; // held; of these, without another holder: what dropping the run frees
+};
+// -EINVAL: the run is gone.
+int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 
 // ---- blocks -------------------------------------------------------------------------------------------------
 //
@@ -376,11 +347,10 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
 // more pages. Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 #define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
-#define VMEM_KV_RUNS 0x2u    // blocks known by hash that no request uses, in the order of eviction
+#define VMEM_KV_RUNS 0x2u    // runs that no request pins, in the order of eviction
 #define VMEM_KV_COMPACT 0x4u // bring pages that only named blocks hold closer together
 // Releases pages of these kinds, at least `bytes` if there are so many, and returns unused device memory to the system.
-// Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). UINT64_MAX with
-// RUNS: all blocks go, also those to be kept. If freed is not NULL, *freed receives the bytes of pages released; with
+// Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not NULL, *freed receives the bytes of pages released; with
 // COMPACT, the bytes of device memory returned.
 //
 // COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 256 MiB at a time, and
@@ -397,7 +367,7 @@ struct vmem_kv_stats {
     uint64_t kept_pages;   // of free slots, for reuse
     uint64_t ahead_pages;  // of active and ending requests, mapped ahead of need
     uint64_t shared_pages; // mapped or held more than once
-    uint64_t prefix_pages; // held by prefixes and by no slot
+    uint64_t prefix_pages; // held by runs or names and by no slot
     uint64_t free_pages;   // what a step could get: the budget less what cannot be taken back
     uint64_t live_bytes;   // of the rows that active requests have
     uint64_t active_slots, swapped_slots, slots, prefixes; // swapped: or being swapped out
@@ -415,13 +385,14 @@ struct vmem_kv_stats {
     uint64_t reclaims, reclaimed_pages;    // kept pages given up
     uint64_t window_pages;                 // given up by sliding windows
     uint64_t zeroed_bytes;                 // of kept pages, before reuse
-    uint64_t attached_pages, copied_pages; // by prefix_attach; copied by it and by truncate
+    uint64_t attached_pages, copied_pages; // by attach; copied by it and by truncate
     uint64_t swap_out_bytes, swap_in_bytes;
     uint64_t worker_errors; // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
-    // Gauges: the watermark; blocks known by hash; pages that only these hold, which count as free.
+    // Gauges: the watermark; runs with VMEM_KV_RUN_REPORT (prefixes: the others); pages that only runs which can be
+    // evicted hold, and which count as free.
     uint64_t watermark_pages, hashed_blocks, evictable_pages;
-    uint64_t hit_tokens, evicted_blocks; // since creation: tokens that vmem_kv_hash_attach provided; blocks evicted
+    uint64_t hit_tokens, evicted_blocks; // since creation: tokens that such runs provided; runs evicted
     uint64_t absent_slots;               // a gauge: active, and without part in the last step
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
@@ -429,7 +400,7 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
 // What a call that returned -ENOMEM or -ENOSPC was short of, and what could help.
 enum vmem_kv_reason {
     VMEM_KV_SHORT_OF_NOTHING,
-    VMEM_KV_SHORT_OF_BUDGET,   // end or swap out a request, drop prefixes, raise the budget
+    VMEM_KV_SHORT_OF_BUDGET,   // end or swap out a request, drop runs, raise the budget
     VMEM_KV_SHORT_OF_DEVICE,   // the budget allows more than the device has: free memory elsewhere, or end a request
     VMEM_KV_SHORT_OF_MAPPINGS, // host: vm.max_map_count. Raise it, use larger pages, or end a request
     VMEM_KV_SHORT_OF_SLOTS,    // end a request
@@ -438,7 +409,7 @@ struct vmem_kv_shortage {
     uint32_t size;            // sizeof(struct vmem_kv_shortage), set by the caller
     uint32_t reason;          // enum vmem_kv_reason
     uint64_t missing_pages;   // must become free before the call can succeed
-    uint64_t prefix_pages;    // what dropping all prefixes would free
+    uint64_t prefix_pages;    // what dropping all runs that are to be kept, and all names, would free
     uint64_t requests;        // that hold pages
     uint64_t ending_pages;    // of requests that end, or are swapped out, when kernels have: retire steps, or make them
     uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)

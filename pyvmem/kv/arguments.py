@@ -26,7 +26,7 @@ Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Request = SupportsIndex | tuple[SupportsIndex, "SupportsIndex | Sequence[Hash]"]
 
 _INT32 = np.dtype(np.int32)
-_REQUEST = np.dtype([("tokens", np.uint32), ("prefix", np.uint32), ("hashes", np.uintp), ("n", np.uint64)])
+_REQUEST = np.dtype([("tokens", np.uint32), ("prefix", np.uint32), ("runs", np.uintp), ("n", np.uint64)])
 
 
 def config_of(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tuple[Any, Any]:
@@ -100,8 +100,13 @@ def requests_of(requests: Iterable[Request], hashes: "BlockHashes | None") -> tu
             if hashes is None:
                 raise ValueError(f"requests[{i}] has hashes, but the cache has none: create BlockHashes for it first")
             length = uint(f"requests[{i}].tokens", tokens, 32)
-            data, n = hashes._raw(prefix)
-            n -= n > 0 and n * hashes.tokens == length  # the last token remains, as in BlockHashes.alloc
+            found = hashes._checked(prefix)
+            if len(found) * hashes.tokens > length:
+                text = f"requests[{i}].n_hashes {len(found)}: its {length} tokens have {length // hashes.tokens} blocks"
+                raise InvalidArgument(errno.EINVAL, text)
+            if len(found) * hashes.tokens == length:  # the last token remains, as in BlockHashes.alloc
+                del found[-1:]
+            data, n = hashes._beginning(found)
             kept.append(data)
             raw[i] = (length, 0, int(ffi.cast("uintptr_t", data)), n)
             continue

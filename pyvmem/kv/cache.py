@@ -26,7 +26,7 @@ import torch
 from pyvmem._checks import elements, one_of, shown, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
-from pyvmem.errors import InvalidArgument, _check, structure
+from pyvmem.errors import InvalidArgument, VmemError, _check, structure
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import (
@@ -557,15 +557,19 @@ class KVCache(_Owned):
 
         Kernels in flight may still be writing the rows: see `attach_prefix`.
         """
-        prefix = ffi.new("uint64_t *")
-        slot, tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
-        _check(lib.vmem_kv_prefix_save(self._use(), slot, tokens, prefix))
-        info = self._prefix_info(prefix[0])
-        return Prefix(prefix[0], info.tokens, info.min_tokens)
+        run = ffi.new("struct vmem_kv_run *", {"priority": lib.VMEM_KV_RUN_KEEP})
+        run.slot, run.tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
+        _check(lib.vmem_kv_share(self._use(), run, 1, 0))
+        info = self._prefix_info(run.id) if run.id else None
+        if info is None or info.min_tokens > info.tokens:
+            _check(lib.vmem_kv_drop(self._use(), ffi.new("uint64_t *", run.id), 1, 2**64 - 1, 0, ffi.NULL))
+            text = f"tokens {run.tokens}: the window has given up rows that the next one reads"
+            raise VmemError(errno.ENODATA, text)
+        return Prefix(int(run.id), info.tokens, info.min_tokens)
 
     def _prefix_info(self, id: int) -> Any:
-        info = structure("vmem_kv_prefix_info")
-        _check(lib.vmem_kv_prefix_query(self._use(), id, info))
+        info = structure("vmem_kv_run_info")
+        _check(lib.vmem_kv_get_run(self._use(), id, info))
         return info
 
     @staticmethod
@@ -595,13 +599,22 @@ class KVCache(_Owned):
         the rows that the next token reads. With `dry`, the slot is ignored and may be left out.
         """
         id, tokens = self._of_prefix(prefix, tokens)
-        if dry:
-            return self._answer(lib.vmem_kv_prefix_attach(self._ready(), id, 0, tokens, lib.VMEM_KV_DRY))
-        return self._answer(lib.vmem_kv_prefix_attach(self._ready(), id, uint("slot", slot, 32), tokens, 0))
+        info = self._prefix_info(id)
+        if not 1 <= tokens <= info.tokens:
+            text = f"tokens {tokens} is not between 1 and the prefix's {info.tokens}"
+            raise InvalidArgument(errno.EINVAL, text)
+        if tokens < info.min_tokens:
+            text = f"tokens {tokens}: the prefix's window tensors begin too late; {info.min_tokens} or more"
+            raise VmemError(errno.ENODATA, text)
+        run, got = ffi.new("uint64_t *", id), ffi.new("uint32_t *")
+        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
+        return self._answer(lib.vmem_kv_attach(self._ready(), number, run, 1, tokens, flags, got))
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """Drop a prefix. Pages without another holder are released."""
-        _check(lib.vmem_kv_prefix_drop(self._use(), self._of_prefix(prefix, None)[0]))
+        id = self._of_prefix(prefix, None)[0]
+        self._prefix_info(id)  # it is there
+        _check(lib.vmem_kv_drop(self._use(), ffi.new("uint64_t *", id), 1, 2**64 - 1, 0, ffi.NULL))
 
     # ---- swapping -------------------------------------------------------------------------------------------
 

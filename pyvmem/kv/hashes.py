@@ -1,14 +1,15 @@
-"""A prefix cache for engines that compute hashes of blocks of tokens (vmem_kv.h, "prefixes by hash").
+"""A prefix cache for engines that compute hashes of blocks of tokens.
 
 As in vLLM's automatic prefix caching, a block's hash covers its tokens, all tokens before them, and whatever else
-determines their rows (a salt, an adapter). The manager finds the blocks, holds their pages, and evicts them when memory
-is short.
+determines their rows (a salt, an adapter). Each block is a run of its request's rows (vmem_kv.h, "runs"): the manager
+holds the pages of runs, and evicts runs when memory is short. This module has the table from hashes to runs.
 
 SPDX-License-Identifier: MIT
 """
 
 import errno
 import hashlib
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 Hash: TypeAlias = "bytes | int"
 
 SIZE = 32  # bytes of a hash
-PRIORITY = lib.VMEM_KV_HASH_PRIORITY  # of a new block
-KEEP = lib.VMEM_KV_HASH_KEEP  # the priority of a block that is not evicted
+_MOST = 2**32 - 1
+PRIORITY = lib.VMEM_KV_RUN_PRIORITY  # of a new block
+KEEP = lib.VMEM_KV_RUN_KEEP  # the priority of a block that is not evicted
 
 
 def token_array(tokens: Any) -> npt.NDArray[np.int64]:
@@ -96,26 +98,40 @@ class BlockHashes:
         automatic: bool = True,
         events: bool = False,
     ) -> None:
-        config = ffi.new("struct vmem_kv_hash_config *")
-        config.size = ffi.sizeof("struct vmem_kv_hash_config")
-        config.block_tokens = uint("tokens", tokens, 32)
-        config.max_tokens = uint("max_tokens", max_tokens)
-        config.flags = lib.VMEM_KV_HASH_EVENTS if flag("events", events) else 0
-        config.flags |= 0 if flag("automatic", automatic) else lib.VMEM_KV_HASH_MANUAL
-        _check(lib.vmem_kv_hash_init(cache._use(), config))
+        kv, size, most = cache._use(), uint("tokens", tokens, 32), uint("max_tokens", max_tokens)
+        if cache._hashes is not None:
+            raise InvalidArgument(errno.EINVAL, f"this cache has hashes already, of {cache._hashes.tokens} tokens each")
+        _check(lib.vmem_kv_share(kv, ffi.NULL, 0, 0))  # whether the cache shares pages at all
+        if not 1 <= size <= cache.max_tokens:
+            raise InvalidArgument(errno.EINVAL, f"tokens {size} is not between 1 and max_tokens, {cache.max_tokens}")
         self.cache = cache
-        self.tokens = int(config.block_tokens)
+        self.tokens: int = size
+        self._most = self._blocks_in(most)
+        self._flags = lib.VMEM_KV_RUN_REPORT | (0 if flag("automatic", automatic) else lib.VMEM_KV_RUN_MANUAL)
+        self._events = flag("events", events)
         self._length: int | None = None  # length of hashes that are bytes; 0: they are integers
+        self._lock = threading.RLock()  # of the following
+        self._runs: dict[Hash, tuple[int, int]] = {}  # the number of each block's run, and which block it is
+        self._hash_of: dict[int, Hash] = {}  # by the number of the run
+        self._gone: list[Hash] = []  # with events: evicted, the oldest first
         cache._hashes = self
+
+    def _blocks_in(self, max_tokens: int) -> int | None:
+        """The most blocks of so many tokens; None: any number."""
+        if max_tokens and max_tokens < self.tokens:
+            raise InvalidArgument(errno.EINVAL, f"max_tokens {max_tokens} is less than a block, {self.tokens}")
+        return max_tokens // self.tokens if max_tokens else None
 
     def __len__(self) -> int:
         """How many blocks are known."""
-        return self.cache.stats().hashed_blocks
+        with self._lock:
+            self._forget_evicted()
+            return len(self._runs)
 
     def __bool__(self) -> bool:
         return True  # also if it is empty
 
-    # ---- hashes as C has them --------------------------------------------------------------------------------
+    # ---- the table -------------------------------------------------------------------------------------------
 
     def _kind(self, hash: Any, i: int) -> int:
         if type(hash) is bytes and 1 <= len(hash) <= SIZE:
@@ -124,43 +140,65 @@ class BlockHashes:
             raise TypeError(f"hashes[{i}] must be 1 to {SIZE} bytes or an int, not {shown(hash)}")
         return 0
 
-    def _raw(self, hashes: Iterable[Hash]) -> tuple[Any, int]:
-        """(struct vmem_kv_hash[n], n)."""
+    def _checked(self, hashes: Iterable[Hash]) -> list[Hash]:
+        """The hashes, all of this cache's kind; integers as Python's."""
         found = elements("hashes", hashes)
         if not found:
-            return ffi.NULL, 0
+            return found
         length = self._kind(found[0], 0) if self._length is None else self._length
-        try:
-            if length:
-                if any(type(hash) is not bytes or len(hash) != length for hash in found):
-                    raise TypeError
-                raw = b"".join(hash.ljust(SIZE, b"\0") for hash in found)
-            else:
-                raw = b"".join(integer("hash", hash).to_bytes(SIZE, "little", signed=True) for hash in found)
-        except (OverflowError, TypeError):
-            self._complain(found, length)
-            raise
-        return ffi.from_buffer("struct vmem_kv_hash[]", raw), len(found)
-
-    def _complain(self, hashes: list[Hash], length: int) -> None:
-        for i, hash in enumerate(hashes):
+        if length and all(type(hash) is bytes and len(hash) == length for hash in found):
+            return found
+        for i, hash in enumerate(found):
             kind = self._kind(hash, i)
             if kind != length:
                 words = [f"of {n} bytes" if n else "an int" for n in (kind, length)]
                 raise InvalidArgument(errno.EINVAL, f"hashes[{i}] is {words[0]}, but this cache's are {words[1]}")
-            if not kind and not -(1 << 255) <= integer("hash", hash) < 1 << 255:
+            if length:
+                continue
+            found[i] = integer("hash", hash)
+            if not -(1 << 255) <= found[i] < 1 << 255:
                 raise InvalidArgument(errno.EINVAL, f"hashes[{i}] has more than 256 bits")
+        return found
 
-    def _hash(self, raw: bytes) -> Hash:
-        return raw[: self._length] if self._length else int.from_bytes(raw, "little", signed=True)
+    def _beginning(self, hashes: list[Hash]) -> "tuple[Any, int]":
+        """(uint64_t[n], n): the runs of the first blocks that are known. Some may have been evicted meanwhile."""
+        with self._lock:
+            runs = [self._runs.get(hash) for hash in hashes]
+        n = 0
+        while n < len(runs) and (run := runs[n]) is not None and run[1] == n:
+            n += 1
+        return ffi.new("uint64_t[]", [run[0] for run in runs[:n] if run]), n
+
+    def _known(self, hashes: list[Hash]) -> "tuple[Any, int]":
+        """(uint64_t[n], n): the runs of all known blocks among these."""
+        with self._lock:
+            runs = [self._runs[hash][0] for hash in hashes if hash in self._runs]
+        return ffi.new("uint64_t[]", runs), len(runs)
+
+    def _forget(self, run: int) -> "Hash | None":
+        hash = self._hash_of.pop(run, None)
+        if hash is not None and self._runs[hash][0] == run:
+            del self._runs[hash]
+        return hash
+
+    def _forget_evicted(self) -> None:
+        """Take from the table what the manager has evicted."""
+        raw, got = ffi.new("uint64_t[]", 256), ffi.new("size_t *")
+        while True:
+            _check(lib.vmem_kv_evicted(self.cache._use(), raw, 256, got))
+            gone = [hash for hash in map(self._forget, raw[0 : got[0]]) if hash is not None]
+            if self._events:
+                self._gone += gone
+            if got[0] < 256:
+                return
 
     # ---- requests --------------------------------------------------------------------------------------------
 
     def peek(self, hashes: Iterable[Hash]) -> int:
         """Return how many tokens of a request with these blocks are known, from the first on. Changes nothing."""
-        raw, n = self._raw(hashes)
+        runs, n = self._beginning(self._checked(hashes))
         tokens = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_hash_peek(self.cache._use(), raw, n, tokens))
+        _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, n, _MOST, lib.VMEM_KV_LOOK, tokens))
         return int(tokens[0])
 
     def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
@@ -173,16 +211,16 @@ class BlockHashes:
         if dry:
             tokens, short = self._look(hashes)
             return None if short else tokens
-        raw, n = self._raw(hashes)
+        runs, n = self._beginning(self._checked(hashes))
         found = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_hash_attach(self.cache._ready(), uint("slot", slot, 32), raw, n, 0, found)
+        rc = lib.vmem_kv_attach(self.cache._ready(), uint("slot", slot, 32), runs, n, _MOST, 0, found)
         return int(found[0]) if self.cache._answer(rc) else None
 
     def _look(self, hashes: Iterable[Hash]) -> tuple[int, bool]:
         """How many tokens are known, and whether memory is too short to begin with them."""
-        raw, n = self._raw(hashes)
+        runs, n = self._beginning(self._checked(hashes))
         tokens = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_hash_attach(self.cache._ready(), 0, raw, n, lib.VMEM_KV_DRY, tokens)
+        rc = lib.vmem_kv_attach(self.cache._ready(), 0, runs, n, _MOST, lib.VMEM_KV_DRY, tokens)
         short = not self.cache._answer(rc)
         return int(tokens[0]), short
 
@@ -213,21 +251,83 @@ class BlockHashes:
         Returns how many were new. Known blocks are not added again. If `max_tokens` is reached and all other blocks
         belong to running requests, no more are added.
         """
-        found = elements("hashes", hashes)
-        raw, n = self._raw(found)
-        added = ffi.new("size_t *")
+        found = self._checked(hashes)
         number, at = uint("slot", slot, 32), uint("first", first, 32)
-        _check(lib.vmem_kv_hash_add(self.cache._use(), number, at, raw, n, added))
-        if n and self._length is None:
+        with self._lock:
+            for i, hash in enumerate(found):
+                if hash in self._runs and self._runs[hash][1] != at + i:
+                    self._check_rows(number, at, len(found))
+                    text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
+                    raise InvalidArgument(errno.EINVAL, text)
+            self._forget_evicted()
+            added = self._share(number, at, self._fitting(number, at, found))
+        if found and self._length is None:
             self._length = self._kind(found[0], 0)
-        return int(added[0])
+        return added
+
+    def _fitting(self, slot: int, first: int, hashes: list[Hash]) -> list[Hash]:
+        """As many of these blocks as `max_tokens` allows, which others make room for."""
+        more = sum(hash not in self._runs for hash in hashes)
+        if self._most is None or len(self._runs) + more <= self._most:
+            return hashes
+        self._share(slot, first, [hash if hash in self._runs else None for hash in hashes])  # they stay
+        self._evict_next(len(self._runs) + more - self._most)
+        room, n = self._most - len(self._runs), 0
+        while n < len(hashes) and (hashes[n] in self._runs or room > 0):
+            room -= hashes[n] not in self._runs
+            n += 1
+        return hashes[:n]
+
+    def _check_rows(self, slot: int, first: int, n: int) -> None:
+        info = self.cache.slot(slot)
+        if info.state == "active" and (first + n) * self.tokens > info.tokens:
+            text = f"first {first}, n {n}: slot {slot} has {info.tokens} tokens, {self.tokens} to a block"
+            raise InvalidArgument(errno.EINVAL, text)
+
+    def _share(self, slot: int, first: int, hashes: "list[Hash | None] | list[Hash]") -> int:
+        """Share blocks of the slot, those with a hash. Returns how many are new."""
+        at = [i for i, hash in enumerate(hashes) if hash is not None]
+        raw = ffi.new("struct vmem_kv_run[]", len(at))
+        for run, i in zip(raw, at):
+            old = self._runs.get(hashes[i])  # type: ignore[arg-type]
+            run.slot, run.first, run.tokens = slot, min((first + i) * self.tokens, 2**32 - 1), self.tokens
+            run.priority, run.id = PRIORITY, old[0] if old else 0
+        before = [int(run.id) for run in raw]
+        rc = lib.vmem_kv_share(self.cache._use(), raw, len(at), self._flags)
+        if rc == -errno.EINVAL:
+            self._check_rows(slot, first, len(hashes))
+        _check(rc)
+        added = 0
+        for run, i, old_id in zip(raw, at, before):
+            if run.id == old_id:
+                continue
+            if old_id:
+                gone = self._forget(old_id)  # evicted a moment ago
+                self._gone += [gone] if self._events and gone is not None else []
+            if run.id:
+                self._runs[hashes[i]] = int(run.id), first + i  # type: ignore[index]
+                self._hash_of[int(run.id)] = hashes[i]  # type: ignore[assignment]
+                added += 1
+        return added
 
     # ---- eviction --------------------------------------------------------------------------------------------
 
+    def _evict_next(self, blocks: int) -> None:
+        if blocks > 0:
+            _check(lib.vmem_kv_drop(self.cache._use(), ffi.NULL, blocks, 2**64 - 1, lib.VMEM_KV_NEXT, ffi.NULL))
+            self._forget_evicted()
+
+    def _drop(self, hashes: list[Hash]) -> None:
+        runs, n = self._known(hashes)
+        _check(lib.vmem_kv_drop(self.cache._use(), runs, n, 2**64 - 1, 0, ffi.NULL))
+        for run in runs:
+            self._forget(run)
+
     def drop(self, hashes: Iterable[Hash]) -> None:
         """Drop blocks. Unknown ones are skipped. Requests that use them keep their pages."""
-        raw, n = self._raw(hashes)
-        _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n, 2**64 - 1, 0, ffi.NULL))
+        found = self._checked(hashes)
+        with self._lock:
+            self._drop(found)
 
     def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
         """Evict blocks until `pages` pages are freed. Returns how many were freed.
@@ -237,10 +337,12 @@ class BlockHashes:
         """
         freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
         if hashes is None:
-            _check(lib.vmem_kv_hash_drop(self.cache._use(), ffi.NULL, 0, most, lib.VMEM_KV_NEXT, freed))
+            runs, n, how = ffi.NULL, 2**64 - 1, lib.VMEM_KV_NEXT
         else:
-            raw, n = self._raw(hashes)
-            _check(lib.vmem_kv_hash_drop(self.cache._use(), raw, n, most, lib.VMEM_KV_UNUSED, freed))
+            (runs, n), how = self._known(self._checked(hashes)), lib.VMEM_KV_UNUSED
+        with self._lock:
+            _check(lib.vmem_kv_drop(self.cache._use(), runs, n, most, how, freed))
+            self._forget_evicted()
         return int(freed[0])
 
     def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
@@ -250,26 +352,32 @@ class BlockHashes:
         as free, until they get another priority or are dropped. Unknown blocks are skipped. A request finds a block
         only if it finds those before it: give no block a lower priority than the blocks after it.
         """
-        raw, n = self._raw(hashes)
-        _check(lib.vmem_kv_hash_prioritize(self.cache._use(), raw, n, uint("priority", priority, 32)))
+        runs, n = self._known(self._checked(hashes))
+        _check(lib.vmem_kv_order(self.cache._use(), runs, n, uint("priority", priority, 32)))
 
     def clear(self) -> None:
         """Evict every block, also those to be kept."""
-        _check(lib.vmem_kv_hash_drop(self.cache._use(), ffi.NULL, 0, 2**64 - 1, lib.VMEM_KV_NEXT, ffi.NULL))
+        with self._lock:
+            self._evict_next(2**64 - 1)
+            self._gone += self._runs if self._events else []
+            self._drop(list(self._runs))
 
     def limit(self, max_tokens: SupportsIndex) -> None:
         """Set the most tokens of all blocks together (0: what memory allows), and evict what exceeds it."""
-        _check(lib.vmem_kv_hash_limit(self.cache._use(), uint("max_tokens", max_tokens)))
+        most = self._blocks_in(uint("max_tokens", max_tokens))
+        with self._lock:
+            self._forget_evicted()
+            self._most = most
+            self._evict_next(0 if most is None else len(self._runs) - most)
 
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.
 
         Requires `events`. Contains the blocks that the cache or `evict` chose, not those that `drop` named.
         """
-        raw, got, found = ffi.new("struct vmem_kv_hash[]", 256), ffi.new("size_t *"), []
-        while True:
-            _check(lib.vmem_kv_hash_evicted(self.cache._use(), raw, 256, got))
-            data = bytes(ffi.buffer(raw, got[0] * SIZE)) if got[0] else b""
-            found += [self._hash(data[i : i + SIZE]) for i in range(0, len(data), SIZE)]
-            if got[0] < 256:
-                return found
+        if not self._events:
+            raise InvalidArgument(errno.EINVAL, "the hashes were created without events=True")
+        with self._lock:
+            self._forget_evicted()
+            gone, self._gone = self._gone, []
+        return gone

@@ -51,4 +51,43 @@ __attribute__((unused)) static int k_member(vmem_kv_pool *pool, uint32_t i, stru
     return rc;
 }
 
+// A prefix: the first rows of a slot, as a run to be kept. -ENODATA: its windows have passed what the next token reads.
+__attribute__((unused)) static int k_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
+{
+    struct vmem_kv_run run = {.slot = slot, .tokens = tokens, .priority = VMEM_KV_RUN_KEEP};
+    struct vmem_kv_run_info info = {.size = sizeof info};
+    int rc = vmem_kv_share(kv, &run, 1, 0);
+    if (!rc && !run.id)
+        return -ENODATA;
+    if (!rc)
+        OK(vmem_kv_get_run(kv, run.id, &info));
+    if (!rc && info.min_tokens > tokens) {
+        OK(vmem_kv_drop(kv, &run.id, 1, UINT64_MAX, 0, NULL));
+        return -ENODATA;
+    }
+    *prefix = run.id;
+    return rc;
+}
+
+// Begins with exactly so many rows of a prefix.
+__attribute__((unused)) static int k_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens,
+                                            uint32_t flags)
+{
+    struct vmem_kv_run_info info = {.size = sizeof info};
+    uint32_t got;
+    int rc = vmem_kv_get_run(kv, prefix, &info);
+    if (!rc && tokens < info.min_tokens)
+        rc = -ENODATA;
+    if (!rc)
+        rc = vmem_kv_attach(kv, slot, &prefix, 1, tokens, flags, &got);
+    if (!rc)
+        CHECK_EQ(got, tokens);
+    return rc;
+}
+
+__attribute__((unused)) static int k_drop(vmem_kv *kv, uint64_t prefix)
+{
+    return vmem_kv_drop(kv, &prefix, 1, UINT64_MAX, 0, NULL);
+}
+
 #endif

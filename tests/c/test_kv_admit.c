@@ -94,7 +94,7 @@ static void test_room_for_a_tile(void)
     uint64_t prefix;
     OK(vmem_kv_create(ctx, &cfg, &kv));
     const uint32_t slot = start(40);
-    OK(vmem_kv_prefix_save(kv, slot, 40, &prefix));
+    OK(k_save(kv, slot, 40, &prefix));
     OK(vmem_kv_truncate(kv, slot, 20, 0, 0)); // one page is copied, the other is the prefix's alone
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = 20;

@@ -161,7 +161,7 @@ static uint64_t full_device(vmem_context **device)
     alloc(1);
     step(80, 0);
     put_word(ctx, row(0, 0, 69), 69);
-    OK(vmem_kv_prefix_save(kv, 0, 72, &prefix));
+    OK(k_save(kv, 0, 72, &prefix));
     step(0, 288);
     CHECK_EQ(test_stats(ctx).created, 12 * test_page);
     OK(vmem_kv_free(kv, 1, 0));
@@ -181,8 +181,8 @@ static void test_attach_on_a_full_device(void)
     uint64_t prefix = full_device(&device), missing;
     OK(vmem_kv_free(kv, 0, 0));
     alloc(0);
-    OK(k_missing(vmem_kv_prefix_attach(kv, prefix, 0, 72, VMEM_KV_DRY), &missing));
-    OK(k_missing(vmem_kv_prefix_attach(kv, prefix, 0, 72, 0), &missing));
+    OK(k_missing(k_attach(kv, prefix, 0, 72, VMEM_KV_DRY), &missing));
+    OK(k_missing(k_attach(kv, prefix, 0, 72, 0), &missing));
     CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
     end_full_device(device);
 }
@@ -208,7 +208,7 @@ static void test_truncate_on_a_full_budget(void)
     alloc(0);
     alloc(1);
     step(80, 20);
-    OK(vmem_kv_prefix_save(kv, 0, 72, &prefix));
+    OK(k_save(kv, 0, 72, &prefix));
     OK(vmem_kv_truncate(kv, 1, 10, 0, 0)); // the third tensor's second page is ahead of need
     CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 70, 0, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
@@ -217,17 +217,15 @@ static void test_truncate_on_a_full_budget(void)
     end();
 }
 
-// The first blocks of a request are also held by hash, and can be evicted once no request has them.
-static void hold_by_hash(uint32_t slot, size_t blocks)
+// The first blocks of a request are also held by runs, which can be evicted once no request has them.
+static void hold_by_runs(uint32_t slot, uint32_t blocks)
 {
-    const struct vmem_kv_hash_config cfg = {.size = sizeof cfg, .block_tokens = 16};
-    struct vmem_kv_hash hashes[12] = {0};
-    size_t added;
-    for (size_t i = 0; i < blocks; i++)
-        hashes[i].bytes[0] = (uint8_t)(i + 1);
-    OK(vmem_kv_hash_init(kv, &cfg));
-    OK(vmem_kv_hash_add(kv, slot, 0, hashes, blocks, &added));
-    CHECK_EQ(added, blocks);
+    struct vmem_kv_run runs[12];
+    for (uint32_t i = 0; i < blocks; i++)
+        runs[i] = (struct vmem_kv_run){slot, 16 * i, 16, VMEM_KV_RUN_PRIORITY, 0};
+    OK(vmem_kv_share(kv, runs, blocks, 0));
+    for (uint32_t i = 0; i < blocks; i++)
+        CHECK(runs[i].id);
 }
 
 // A truncation that copies pages of several groups finds memory for all of them or copies none, as the check says: not
@@ -239,7 +237,7 @@ static void test_truncate_copies_all_groups_or_none(void)
     make(0, tensors, 2, 20);
     alloc(0);
     step(80, 0);
-    hold_by_hash(0, 5);
+    hold_by_runs(0, 5);
     const uint64_t held = stats().held_pages;
     OK(vmem_kv_set_budget(kv, (held + 1) * test_page));
     CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing), -ENOMEM);
@@ -271,7 +269,7 @@ static void test_truncate_keeps_what_it_goes_back_to(void)
     put_word(ctx, row(1, 0, 39), 39);
     step(193, 0);
     step(194, 0); // the window's rows of now begin at 123
-    hold_by_hash(0, 12);
+    hold_by_runs(0, 12);
     alloc(1);
     step(0, 20);
     OK(vmem_kv_free(kv, 1, 0)); // two kept pages, for the copies
@@ -366,10 +364,10 @@ static void test_a_shortage_names_the_step_to_wait_for(void)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     alloc(0);
     OK(vmem_kv_step(kv, first, 3, 0));
-    OK(vmem_kv_prefix_save(kv, 0, 32 * 4, &prefix));
+    OK(k_save(kv, 0, 32 * 4, &prefix));
     alloc(1);
-    OK(vmem_kv_prefix_attach(kv, prefix, 1, 32 * 4, 0));
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_attach(kv, prefix, 1, 32 * 4, 0));
+    OK(k_drop(kv, prefix));
     OK(vmem_kv_step(kv, both, 3, 0));
     OK(vmem_kv_step(kv, second, 3, 0));
     alloc(2);

@@ -76,7 +76,7 @@ static void kept(void) // and slot 3 has kept pages
 static void saved(void)
 {
     running();
-    OK(vmem_kv_prefix_save(kv, 0, 100, &prefix));
+    OK(k_save(kv, 0, 100, &prefix));
 }
 static void swapped(void)
 {
@@ -95,9 +95,9 @@ static int do_step(void) { return step(0, 280); }
 static int do_shorter_step(void) { return step(0, 230); }
 static int do_first_step(void) { return step(1, 90); }
 static int do_free(void) { return vmem_kv_free(kv, 0, 0); }
-static int do_save(void) { return vmem_kv_prefix_save(kv, 0, 90, &prefix); }
-static int do_attach(void) { return vmem_kv_prefix_attach(kv, prefix, 1, 99, 0); }
-static int do_drop(void) { return vmem_kv_prefix_drop(kv, prefix); }
+static int do_save(void) { return k_save(kv, 0, 90, &prefix); }
+static int do_attach(void) { return k_attach(kv, prefix, 1, 99, 0); }
+static int do_drop(void) { return k_drop(kv, prefix); }
 static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91, 0, 0); }
 static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, host_bytes, 0); }
 static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, host_bytes, 0); }
@@ -218,7 +218,7 @@ static void sweep_attach_with_zero(void)
         make(VMEM_KV_DEFER | VMEM_KV_ZERO);
         running();
         OK(step(1, 150));
-        OK(vmem_kv_prefix_save(kv, 0, 100, &prefix));
+        OK(k_save(kv, 0, 100, &prefix));
         OK(vmem_kv_free(kv, 1, 0));
         OK(k_alloc(kv, 150, &slot));
         CHECK_EQ(slot, 1);

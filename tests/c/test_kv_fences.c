@@ -147,10 +147,10 @@ static bool whole_pages(uint32_t tokens)
 
 static void attach(const struct prefix *p)
 {
-    struct vmem_kv_prefix_info info = {.size = sizeof info};
+    struct vmem_kv_run_info info = {.size = sizeof info};
     uint64_t missing;
     uint32_t slot;
-    OK(vmem_kv_prefix_query(kv, p->id, &info));
+    OK(vmem_kv_get_run(kv, p->id, &info));
     CHECK_EQ(info.tokens, p->tokens);
     uint32_t tokens = info.min_tokens + (uint32_t)below(info.tokens - info.min_tokens + 1);
     tokens = tokens ? tokens : 1;
@@ -160,8 +160,8 @@ static void attach(const struct prefix *p)
         land(p->ready);
     if (!alloc(&slot, tokens))
         return;
-    const int check = k_missing(vmem_kv_prefix_attach(kv, p->id, 0, tokens, VMEM_KV_DRY), &missing);
-    const int rc = k_missing(vmem_kv_prefix_attach(kv, p->id, slot, tokens, 0), &missing);
+    const int check = k_missing(k_attach(kv, p->id, 0, tokens, VMEM_KV_DRY), &missing);
+    const int rc = k_missing(k_attach(kv, p->id, slot, tokens, 0), &missing);
     CHECK(!rc || (rc == -ENOMEM && missing));
     if (rc && !check)
         FAIL("%s: attach %d, check %d: %s", shape->name, rc, check, vmem_last_error());
@@ -181,11 +181,11 @@ static void do_prefix(uint32_t s)
     if (p->id && below(3)) {
         attach(p);
     } else if (p->id) {
-        OK(vmem_kv_prefix_drop(kv, p->id));
+        OK(k_drop(kv, p->id));
         p->id = 0;
     } else if (r->taken && !r->swapped && r->tokens) {
         const uint32_t tokens = 1 + (uint32_t)below(r->tokens);
-        const int rc = vmem_kv_prefix_save(kv, s, tokens, &p->id);
+        const int rc = k_save(kv, s, tokens, &p->id);
         if (rc == -ENODATA) {
             p->id = 0;
             return;
@@ -305,7 +305,7 @@ static void preempt(void)
         return;
     }
     if (prefixes[0].id) {
-        OK(vmem_kv_prefix_drop(kv, prefixes[0].id));
+        OK(k_drop(kv, prefixes[0].id));
         prefixes[0].id = 0;
     }
     do_retire();

@@ -119,18 +119,18 @@ static void test_attached(void)
     OK(k_alloc(kv, 0, &first));
     OK(vmem_kv_grow(kv, first, 32));
     OK(vmem_kv_commit(kv));
-    OK(vmem_kv_prefix_save(kv, first, 32, &prefix));
+    OK(k_save(kv, first, 32, &prefix));
     OK(k_alloc(kv, 0, &slot));
     OK(vmem_kv_grow(kv, slot, 96));
     CHECK_EQ(vmem_kv_fit(kv, &seven, 1, &fit), -ENOMEM);
-    OK(vmem_kv_prefix_attach(kv, prefix, slot, 32, 0));
+    OK(k_attach(kv, prefix, slot, 32, 0));
     OK(vmem_kv_fit(kv, &seven, 1, &fit));
     CHECK_EQ(fit, 1);
     OK(k_alloc(kv, 0, &slot));
     OK(vmem_kv_grow(kv, slot, 7 * 32));
     OK(vmem_kv_commit(kv));
     CHECK_EQ(stats().held_pages, 10);
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     vmem_kv_destroy(kv, 0);
 }
 

@@ -84,7 +84,7 @@ static void test_kept_pages_and_memory_ahead_go(void)
     wait_for_looks(4);
     CHECK_EQ(stats().needed_pages, 20);
     CHECK(test_stats(ctx).created + test_stats(ctx).overhead >= own + 1024 * test_page);
-    OK(vmem_kv_prefix_save(kv, slot, 64, &prefix));
+    OK(k_save(kv, slot, 64, &prefix));
     OK(vmem_kv_free(kv, slot, 0));
     wait_for_looks(6);
     CHECK_EQ(stats().kept_pages, 0);
@@ -92,10 +92,10 @@ static void test_kept_pages_and_memory_ahead_go(void)
     CHECK(test_stats(ctx).created + test_stats(ctx).overhead < own + 1024 * test_page || test_info.caps & VMEM_CAP_GPU);
     // And it works on.
     OK(k_alloc(kv, 320, &slot));
-    OK(vmem_kv_prefix_attach(kv, prefix, slot, 64, 0));
+    OK(k_attach(kv, prefix, slot, 64, 0));
     step(slot, 4000);
     OK(vmem_kv_free(kv, slot, 0));
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     wait_for_looks(6);
     CHECK_EQ(stats().held_pages, 0);
     vmem_kv_destroy(kv, 0);

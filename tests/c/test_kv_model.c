@@ -412,23 +412,23 @@ static void do_prefix(void)
     uint32_t s = (uint32_t)below(SLOTS);
     struct request *r = &requests[s];
     if (unshared) {
-        CHECK(vmem_kv_prefix_save(kv, s, 1, &p->id) == (r->taken && !r->swapped ? -EOPNOTSUPP : -EINVAL));
+        CHECK(k_save(kv, s, 1, &p->id) == (r->taken && !r->swapped ? -EOPNOTSUPP : -EINVAL));
         return;
     }
     if (p->id && below(3) == 0) {
-        OK(vmem_kv_prefix_drop(kv, p->id));
+        OK(k_drop(kv, p->id));
         p->id = 0;
     } else if (p->id) {
-        struct vmem_kv_prefix_info info = {.size = sizeof info};
+        struct vmem_kv_run_info info = {.size = sizeof info};
         uint64_t missing;
         uint32_t slot;
-        OK(vmem_kv_prefix_query(kv, p->id, &info));
+        OK(vmem_kv_get_run(kv, p->id, &info));
         CHECK_EQ(info.tokens, p->tokens);
         if (k_alloc(kv, 0, &slot))
             return;
         uint32_t tokens = info.min_tokens + (uint32_t)below(info.tokens - info.min_tokens + 1);
         tokens = tokens ? tokens : 1;
-        int rc = k_missing(vmem_kv_prefix_attach(kv, p->id, slot, tokens, 0), &missing);
+        int rc = k_missing(k_attach(kv, p->id, slot, tokens, 0), &missing);
         if (rc) {
             CHECK(rc == -ENOMEM && missing);
             OK(vmem_kv_free(kv, slot, 0));
@@ -439,7 +439,7 @@ static void do_prefix(void)
         memcpy(requests[slot].rows, p->rows, sizeof p->rows);
     } else if (r->taken && !r->swapped && r->tokens) {
         uint32_t tokens = 1 + (uint32_t)below(r->tokens);
-        int rc = vmem_kv_prefix_save(kv, s, tokens, &p->id);
+        int rc = k_save(kv, s, tokens, &p->id);
         if (rc) {
             CHECK(rc == -ENODATA);
             p->id = 0;
@@ -549,7 +549,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     OK(vmem_kv_retire(kv, steps));
     for (int i = 0; i < PREFIXES; i++)
         if (prefixes[i].id)
-            OK(vmem_kv_prefix_drop(kv, prefixes[i].id));
+            OK(k_drop(kv, prefixes[i].id));
     memset(prefixes, 0, sizeof prefixes);
     OK(vmem_kv_wait(kv)); // or it would back the next slot again
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));

@@ -75,17 +75,17 @@ static uint64_t cutting_with(uint32_t flags, bool shared)
     step(223, 40);
     OK(vmem_kv_wait(kv));
     if (shared) {
-        OK(vmem_kv_prefix_save(kv, 1, 40, &prefix));
+        OK(k_save(kv, 1, 40, &prefix));
         OK(k_alloc(kv, 0, &b));
-        OK(vmem_kv_prefix_attach(kv, prefix, b, 40, 0));
-        OK(vmem_kv_prefix_drop(kv, prefix));
+        OK(k_attach(kv, prefix, b, 40, 0));
+        OK(k_drop(kv, prefix));
     }
     set(ASKED);
     step(0, 62); // its next page is mapped in the background
     stopped();
     step(224, 0);
     step(225, 0);
-    OK(vmem_kv_prefix_save(kv, 0, 224, &prefix));
+    OK(k_save(kv, 0, 224, &prefix));
     set(ASKED); // it goes on, to the next point
     stopped();
     waited = 0;
@@ -104,7 +104,7 @@ static void end(uint64_t prefix)
 {
     end_cut();
     OK(vmem_kv_free(kv, 0, 0));
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     OK(vmem_kv_free(kv, 1, 0));
     vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
@@ -158,16 +158,16 @@ static void test_a_request_ends_beside_a_cut(bool shared)
 {
     uint64_t prefix = cutting_with(VMEM_KV_DEFER, shared), other;
     if (!shared)
-        OK(vmem_kv_prefix_save(kv, 1, 60, &other));
+        OK(k_save(kv, 1, 60, &other));
     OK(vmem_kv_free(kv, 1, 0));
     CHECK_EQ(waited != 0, shared);
     end_cut();
     if (shared)
         OK(vmem_kv_free(kv, 2, 0));
     else
-        OK(vmem_kv_prefix_drop(kv, other));
+        OK(k_drop(kv, other));
     OK(vmem_kv_free(kv, 0, 0));
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
@@ -226,14 +226,14 @@ static void test_stale_mappings_are_no_cut(void)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     OK(k_alloc(kv, 0, &a));
     step(224, 0);
-    OK(vmem_kv_prefix_save(kv, a, 224, &prefix));
+    OK(k_save(kv, a, 224, &prefix));
     OK(vmem_kv_last_step(kv, &last));
     OK(vmem_kv_swap_out(kv, a, host, bytes, last));
     OK(vmem_kv_retire(kv, last));
     OK(vmem_kv_wait(kv));
     CHECK_EQ(slot(a).state, VMEM_KV_SWAPPED);
     OK(k_alloc(kv, 224, &b));
-    OK(vmem_kv_prefix_attach(kv, prefix, b, 224, 0));
+    OK(k_attach(kv, prefix, b, 224, 0));
     OK(vmem_kv_wait(kv));
     set(ASKED);
     OK(vmem_kv_free(kv, b, 0));

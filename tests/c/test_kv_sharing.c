@@ -45,7 +45,7 @@ static uint32_t start_with(uint64_t prefix, uint32_t shared, uint32_t tokens)
     struct vmem_kv_alloc_options o = {.size = sizeof o, .tokens = tokens, .prefix_tokens = shared};
     uint32_t slot;
     OK(vmem_kv_alloc(kv, &o, &slot));
-    OK(vmem_kv_prefix_attach(kv, prefix, slot, shared, 0));
+    OK(k_attach(kv, prefix, slot, shared, 0));
     OK(step(slot, (int32_t)tokens));
     return slot;
 }
@@ -70,7 +70,7 @@ static void test_a_request_with_a_prefix_leaves_its_own_pages(void)
     uint64_t prefix;
     make(VMEM_KV_DEFER, 0, 200);
     uint32_t first = start(70);
-    OK(vmem_kv_prefix_save(kv, first, 64, &prefix));
+    OK(k_save(kv, first, 64, &prefix));
     uint32_t slot = start_with(prefix, 64, 200);
     CHECK_EQ(stats().held_pages, 2 * (3 + 5));
     uint64_t syscalls = test_stats(ctx).syscalls, held = stats().held_pages;
@@ -97,7 +97,7 @@ static void test_a_request_with_a_prefix_leaves_its_own_pages(void)
     OK(vmem_kv_free(kv, others[1], 0));
     for (int i = 0; i < SLOTS; i++)
         start(20);
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     done();
 }
 
@@ -106,11 +106,11 @@ static void test_the_last_row_can_be_dropped_first(void)
     uint64_t prefix;
     make(VMEM_KV_DEFAULT, 0, 200);
     uint32_t first = start(70), slot;
-    OK(vmem_kv_prefix_save(kv, first, 64, &prefix));
+    OK(k_save(kv, first, 64, &prefix));
     slot = start_with(prefix, 64, 64);
     OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_free(kv, first, 0));
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     OK(vmem_kv_wait(kv));
     CHECK_EQ(stats().shared_pages, 0);
     start(400);
@@ -122,13 +122,13 @@ static void test_only_pages_of_several_holders_are_shared(void)
     uint64_t prefix;
     make(VMEM_KV_DEFER, 0, 200);
     uint32_t slot = start(64);
-    OK(vmem_kv_prefix_save(kv, slot, 64, &prefix));
+    OK(k_save(kv, slot, 64, &prefix));
     CHECK_EQ(stats().shared_pages, 2 * 2);
     CHECK_EQ(stats().prefix_pages, 0);
     OK(vmem_kv_free(kv, slot, 0));
     CHECK_EQ(stats().shared_pages, 0);
     CHECK_EQ(stats().prefix_pages, 2 * 2);
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     done();
 }
 
@@ -138,8 +138,8 @@ static void test_a_dropped_prefix_leaves_no_trace(void)
     uint64_t prefix;
     make(VMEM_KV_DEFER | VMEM_KV_OVERLAP, 64, 12);
     uint32_t slot = start(300);
-    OK(vmem_kv_prefix_save(kv, slot, 300, &prefix));
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_save(kv, slot, 300, &prefix));
+    OK(k_drop(kv, prefix));
     OK(step(slot, 310));
     OK(step(slot, 311));
     uint32_t room, other;
@@ -150,9 +150,9 @@ static void test_a_dropped_prefix_leaves_no_trace(void)
     OK(vmem_kv_free(kv, other, 0));
     OK(vmem_kv_free(kv, slot, 0));
     slot = start(300);
-    OK(vmem_kv_prefix_save(kv, slot, 300, &prefix));
+    OK(k_save(kv, slot, 300, &prefix));
     ERR(step(slot, 299), EINVAL, "shared");
-    OK(vmem_kv_prefix_drop(kv, prefix));
+    OK(k_drop(kv, prefix));
     OK(step(slot, 299));
     done();
 }
@@ -165,7 +165,7 @@ static void test_a_step_to_the_same_length(void)
     uint32_t slot = start(223);
     OK(step(slot, 224));
     OK(step(slot, 224 + 1));
-    OK(vmem_kv_prefix_save(kv, slot, 224, &prefix));
+    OK(k_save(kv, slot, 224, &prefix));
     uint32_t other = start_with(prefix, 224, 224);
     OK(step(other, 225));
     OK(vmem_kv_truncate(kv, slot, 224, 0, 0));

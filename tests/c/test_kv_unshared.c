@@ -233,7 +233,7 @@ int main(int argc, char **argv)
     make(VMEM_KV_UNSHARED | VMEM_KV_LAZY, PAGES * TENSORS);
     uint32_t slot = request(4);
     uint64_t prefix;
-    ERR(vmem_kv_prefix_save(kv, slot, 4, &prefix), EOPNOTSUPP, "VMEM_KV_UNSHARED");
+    ERR(k_save(kv, slot, 4, &prefix), EOPNOTSUPP, "VMEM_KV_UNSHARED");
     ERR(vmem_kv_blocks_init(kv, 10, 1), EOPNOTSUPP, "VMEM_KV_UNSHARED");
     no_backdrop(slot);
     done(slot);

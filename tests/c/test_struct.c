@@ -20,7 +20,7 @@ static int get_reservation(void *out) { return vmem_reservation_query(ctx, addr,
 static int get_layout(void *out) { return vmem_kv_get_layout(kv, 0, out); }
 static int get_slot(void *out) { return vmem_kv_get_slot(kv, 0, out); }
 static int get_kv_stats(void *out) { return vmem_kv_get_stats(kv, out); }
-static int get_prefix(void *out) { return vmem_kv_prefix_query(kv, prefix, out); }
+static int get_prefix(void *out) { return vmem_kv_get_run(kv, prefix, out); }
 
 static const struct {
     size_t size;
@@ -29,7 +29,7 @@ static const struct {
     {sizeof(struct vmem_info), get_info},         {sizeof(struct vmem_stats), get_stats},
     {sizeof(struct vmem_page_info), get_page},    {sizeof(struct vmem_reservation_info), get_reservation},
     {sizeof(struct vmem_kv_layout), get_layout},  {sizeof(struct vmem_kv_slot_info), get_slot},
-    {sizeof(struct vmem_kv_stats), get_kv_stats}, {sizeof(struct vmem_kv_prefix_info), get_prefix},
+    {sizeof(struct vmem_kv_stats), get_kv_stats}, {sizeof(struct vmem_kv_run_info), get_prefix},
 };
 
 static void set_size(unsigned char *out, uint32_t size) { memcpy(out, &size, sizeof size); }
@@ -119,7 +119,7 @@ int main(int argc, char **argv)
     OK(k_alloc(kv, 100, &slot));
     CHECK_EQ(slot, 0);
     OK(k_missing(vmem_kv_step(kv, (const int32_t[]){100, 0}, 2, 0), &missing));
-    OK(vmem_kv_prefix_save(kv, slot, 100, &prefix));
+    OK(k_save(kv, slot, 100, &prefix));
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         test_every_size(all[i].size, all[i].get);
         test_no_size(all[i].get);

@@ -98,24 +98,34 @@ struct kv_expected {
     uint32_t tokens, prefix;
 };
 
-struct kv_prefix {
-    uint64_t id;
-    uint32_t tokens, min_tokens;
+// Pages of a slot, or of several as if one had written them.
+struct kv_rows {
     uint64_t n_pages;
-    uint32_t *lo, *hi; // per group: the pages it holds
-    vmem_page *pages;  // group after group, tensor after tensor
+    vmem_page *pages;      // group after group, tensor after tensor
+    struct kv_past rows[]; // [group]: page numbers; equal: none
+};
+// Rows [first, first + tokens) of a request, held beyond its slot.
+struct kv_run {
+    uint64_t id; // its place in the list + 1, below a generation; 0: not in use
+    uint32_t first, tokens;
+    uint32_t pins;         // running requests that began with it or wrote it
+    uint32_t newer, older; // in the order of its priority, while nobody pins it
+    uint32_t next;         // of those not in use
+    uint32_t priority;
+    bool report; // vmem_kv_evicted names it
+    struct kv_rows *rows;
 };
 
 // The holders of a row of pages (one page number in the tensors of a group). Exists for rows that a prefix holds or
 // that several slots have mapped.
 struct kv_ref {
-    vmem_page page; // of the group's first tensor; 0: empty
-    uint32_t slots, prefixes;
-    uint32_t n;      // pages
-    uint32_t users;  // of the slots, those that need it: it is in the part of their span that is fixed
-    uint32_t cached; // of the prefixes, hashed blocks
-    uint32_t seen;   // how often the call saw it
-    uint64_t mark;   // vmem_kv.mark of the call that saw it
+    vmem_page page;           // of the group's first tensor; 0: empty
+    uint32_t slots, prefixes; // prefixes: runs and named blocks
+    uint32_t n;               // pages
+    uint32_t users;           // of the slots, those that need it: it is in the part of their span that is fixed
+    uint32_t cached;          // of the prefixes, runs that can be evicted
+    uint32_t seen;            // how often the call saw it
+    uint64_t mark;            // vmem_kv.mark of the call that saw it
 };
 struct kv_refs {
     struct kv_ref *entries;
@@ -123,8 +133,8 @@ struct kv_refs {
     uint64_t pages;      // of all rows here
     uint64_t shared;     // of these, with several holders
     uint64_t only;       // of these, held by prefixes alone
-    uint64_t evictable;  // of these, by hashed blocks alone
-    bool keeps;          // memory that is short evicts no hashed block
+    uint64_t evictable;  // of these, by runs that can be evicted
+    bool keeps;          // memory that is short evicts no run
 };
 
 // Parts of spans to back, and the lists for that.
@@ -205,10 +215,34 @@ struct kv_expect {
     uint32_t n;
 };
 
-struct kv_prefixes {
-    struct kv_prefix **list;
+// The runs that a request pins, in the order of their rows.
+struct kv_pin {
+    uint64_t id;
+    uint32_t first;
+};
+struct kv_pins {
+    struct kv_pin *list;
+    uint64_t n, cap;
+};
+#define KV_PRIORITIES (VMEM_KV_RUN_KEEP + 1)
+struct kv_runs {
+    struct kv_run *list;
     uint64_t cap;
-    uint32_t n, generation;
+    uint32_t used, n, reported; // entries that were ever in use, that are, and that are reported
+    uint32_t unused;            // the first of the others
+    uint32_t generation;
+    struct kv_use {
+        uint32_t newest, oldest;
+    } order[KV_PRIORITIES];
+    struct kv_pins *pins; // [slot]
+    uint64_t *gone;       // evicted ones that are reported, the oldest first
+    uint64_t n_gone, cap_gone;
+    uint32_t *found; // of the look-up that is at work
+    uint64_t cap_found;
+    uint32_t n_found;
+    bool unmark;  // a page that was dropped is in a slot
+    bool ordered; // there have been runs that can be evicted
+    bool manual;  // only vmem_kv_drop evicts them
 };
 
 // Named blocks.
@@ -311,10 +345,9 @@ struct vmem_kv {
     struct kv_grow grow; // of public calls
     struct kv_cut cut;
     struct kv_copies copy;
-    struct kv_prefixes prefixes;
     struct kv_blocks blocks;
     struct kv_doomed doomed;
-    struct kv_hashes *hashes; // run/hash.h
+    struct kv_runs runs;
     struct kv_lend lend;
     vmem_kv *next;              // the context's next cache
     struct vmem_kv_stats stats; // counters; the rest is filled in by vmem__kv_summarise

@@ -5,7 +5,6 @@
 
 #include "core/trace.h"
 #include "kv/calls/calls.h"
-#include "kv/run/hash.h"
 
 // ---- requests --------------------------------------------------------------------------------------------------------
 
@@ -88,105 +87,48 @@ int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, s
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_fit(kv, requests, n, fit));
 }
 
-// ---- prefixes and blocks ---------------------------------------------------------------------------------------------
+// ---- runs and blocks -------------------------------------------------------------------------------------------------
 
-int vmem_kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_save(kv, slot, tokens, prefix));
-}
-
-int vmem_kv_prefix_drop(vmem_kv *kv, uint64_t prefix)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    struct kv_prefix *p = NULL;
-    rc = vmem__kv_prefix_find(kv, prefix, &p);
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_prefix_drop(kv, p));
-}
-
-int vmem_kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_query(kv, prefix, out));
-}
-
-int vmem_kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_prefix_attach(kv, prefix, slot, tokens, flags));
-}
-
-int vmem_kv_hash_init(vmem_kv *kv, const struct vmem_kv_hash_config *config)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_init(kv, config));
-}
-
-int vmem_kv_hash_add(vmem_kv *kv, uint32_t slot, uint32_t first, const struct vmem_kv_hash *hashes, size_t n,
-                     size_t *added)
+int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)
 {
     int rc = vmem__kv_enter_step(kv);
-    if (rc)
-        return rc;
-    if (kv->hashes && kv->hashes->n + n > kv->hashes->max_blocks) // it evicts blocks
-        vmem__kv_may_take_long(kv);
-    return vmem__kv_leave(kv, vmem__kv_hash_add(kv, slot, first, hashes, n, added));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_share(kv, runs, n, flags));
 }
 
-int vmem_kv_hash_drop(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint64_t most_pages, uint32_t flags,
-                      uint64_t *freed)
+int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                   uint32_t *tokens)
+{
+    int rc = flags & VMEM_KV_LOOK ? vmem__kv_enter_step(kv) : vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_attach(kv, slot, runs, n, most, flags, tokens));
+}
+
+int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
 {
     uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
-    if (freed)
-        *freed = 0;
-    if (rc)
-        return rc;
-    if (flags & ~(VMEM_KV_UNUSED | VMEM_KV_NEXT))
-        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
-    else if (flags & VMEM_KV_NEXT && (hashes || n))
-        rc = vmem__error(-EINVAL, "hashes must be NULL with VMEM_KV_NEXT");
-    rc = rc ? rc : vmem__kv_hash_given(kv, hashes, n);
-    if (!rc && flags & VMEM_KV_NEXT)
-        got = vmem__kv_hash_evict(kv, most_pages);
-    else if (!rc)
-        rc = vmem__kv_hash_drop(kv, hashes, n, most_pages, flags & VMEM_KV_UNUSED, &got);
+    if (!rc)
+        rc = vmem__kv_leave(kv, vmem__kv_drop(kv, runs, n, most_pages, flags, &got));
     if (freed)
         *freed = got;
-    return vmem__kv_leave(kv, rc);
+    return rc;
 }
 
-int vmem_kv_hash_limit(vmem_kv *kv, uint64_t max_tokens)
+int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_order(kv, runs, n, priority));
+}
+
+int vmem_kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_evicted(kv, runs, n, got));
+}
+
+int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_limit(kv, max_tokens));
-}
-
-int vmem_kv_hash_evicted(vmem_kv *kv, struct vmem_kv_hash *hashes, size_t n, size_t *got)
-{
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_evicted(kv, hashes, n, got));
-}
-
-int vmem_kv_hash_prioritize(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t priority)
-{
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_prioritize(kv, hashes, n, priority));
-}
-
-int vmem_kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
-                        uint32_t *tokens)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_attach(kv, slot, hashes, n, flags, tokens));
-}
-
-int vmem_kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
-{
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_hash_peek(kv, hashes, n, tokens));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_get_run(kv, run, out));
 }
 
 int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)

@@ -117,10 +117,13 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->plan.changed = calloc(kv->n_slots, sizeof(*kv->plan.changed));
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
+    kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
+    kv->runs.unused = KV_NO_RUN;
+    vmem__kv_run_no_order(&kv->runs);
     kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));
     kv->staged.reserve = calloc(kv->n_slots, sizeof(*kv->staged.reserve));
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
-        !kv->fence.past || !kv->staged.lengths || !kv->staged.reserve)
+        !kv->fence.past || !kv->runs.pins || !kv->staged.lengths || !kv->staged.reserve)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)
@@ -143,11 +146,8 @@ static void release(vmem_kv *kv)
         kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
         vmem__kv_cut_slot(kv, s);
     }
-    for (uint32_t i = 0; i < kv->prefixes.cap; i++)
-        if (kv->prefixes.list[i])
-            vmem__kv_prefix_drop(kv, kv->prefixes.list[i]);
+    vmem__kv_drop_all_runs(kv);
     vmem__kv_blocks_destroy(kv);
-    vmem__kv_hash_destroy(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);
@@ -200,7 +200,7 @@ static void destroy(vmem_kv *kv)
     free_grow(&kv->worker.grow);
     free_cut(&kv->cut);
     free_cut(&kv->worker.cut);
-    free(kv->prefixes.list);
+    vmem__kv_runs_free(kv);
     free(kv->refs.entries);
     free(kv->plan.changed);
     free(kv->slots);

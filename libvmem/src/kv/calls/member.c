@@ -206,7 +206,7 @@ static bool go_on_giving(void *self, uint64_t least)
 
 static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
 
-// One portion of hashed blocks in a round, or what the owner of the prefixes can spare.
+// One portion of runs in a round, or what their owner can spare.
 static void evict(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
@@ -216,7 +216,7 @@ static void evict(void *self, uint64_t pages)
     }
     lock(kv);
     vmem__kv_worker_hold(kv);
-    vmem__kv_hash_evict(kv, KV_MIN(pages, KV_MAX(kv->lend.portion, kv->block)));
+    vmem__kv_evict(kv, KV_MIN(pages, KV_MAX(kv->lend.portion, kv->block)));
     vmem__kv_worker_release(kv);
     unlock(kv);
 }

@@ -60,8 +60,8 @@ int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t 
     int rc = what & VMEM_KV_KEPT ? vmem__kv_reclaim(kv, pages, false, &got) : 0;
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
-    if (!rc && what & VMEM_KV_RUNS && kv->hashes && got < pages)
-        got += vmem__kv_hash_evict(kv, pages == UINT64_MAX ? pages : pages - got);
+    if (!rc && what & VMEM_KV_RUNS && got < pages)
+        got += vmem__kv_evict(kv, pages - got);
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, 0);
     *freed = got << kv->page_shift;

@@ -13,7 +13,7 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
     while (!rc && start - kv->ledger.held < want) {
         uint64_t left = want - (start - kv->ledger.held);
         bool some = vmem__kv_victim(kv, left, true, !refused, &v);
-        if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_hash_evict(kv, left))
+        if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_evict(kv, left))
             continue;
         if (!some && !vmem__kv_victim(kv, left, false, !refused, &v)) {
             const uint32_t slot = vmem__kv_swap_next(kv);

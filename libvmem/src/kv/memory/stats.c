@@ -47,9 +47,9 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->prefix_pages = kv->refs.only;
     st->zeroed_bytes = kv->copy.zeroed_bytes;
     st->slots = kv->n_slots;
-    st->prefixes = kv->prefixes.n;
+    st->prefixes = kv->runs.n - kv->runs.reported;
     st->evictable_pages = vmem__kv_evictable(kv);
-    st->hashed_blocks = vmem__kv_hash_count(kv);
+    st->hashed_blocks = kv->runs.reported;
     st->watermark_pages = vmem__kv_watermark(kv);
     pthread_mutex_lock(&kv->report.lock);
     kv->report.shown = *st;

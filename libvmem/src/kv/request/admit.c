@@ -5,7 +5,6 @@
 
 #include "core/struct.h"
 #include "kv/request/request.h"
-#include "kv/run/hash.h"
 
 // The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
 // request could never begin.
@@ -87,15 +86,11 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
     if (r->prefix_tokens > r->tokens)
         return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
                            r->tokens);
-    if (!r->hashes)
-        return r->n_hashes ? vmem__error(-EINVAL, "requests[%zu].hashes must not be NULL", i) : 0;
-    if (r->prefix_tokens)
-        return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and hashes", i);
-    int rc = vmem__kv_hash_given(kv, r->hashes, r->n_hashes);
-    if (!rc && r->n_hashes > r->tokens / kv->hashes->block_tokens)
-        rc = vmem__error(-EINVAL, "requests[%zu].n_hashes %" PRIu64 ": its %u tokens have %u blocks", i, r->n_hashes,
-                         r->tokens, r->tokens / kv->hashes->block_tokens);
-    return rc;
+    if (r->n_runs && !r->runs)
+        return vmem__error(-EINVAL, "requests[%zu].runs must not be NULL", i);
+    if (r->n_runs && r->prefix_tokens)
+        return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and runs", i);
+    return 0;
 }
 
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
@@ -110,14 +105,13 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     size_t i = 0;
     for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = vmem__kv_watermark(kv)) { // a request runs from here on
         const struct vmem_kv_request *r = &requests[i];
-        uint32_t prefix_tokens = r->prefix_tokens, blocks = 0;
+        uint32_t prefix_tokens = r->prefix_tokens;
         uint64_t copied = 0;
-        const int failed = r->hashes ? vmem__kv_hash_known(kv, r->hashes, r->n_hashes, &blocks) : 0;
+        const int failed = r->n_runs ? vmem__kv_known(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
         if (failed)
             return rc ? rc : failed;
-        if (blocks) {
-            const uint64_t taken = vmem__kv_hash_taken(kv, blocks, &copied);
-            prefix_tokens = vmem__kv_hash_tokens(kv, blocks);
+        if (r->n_runs && prefix_tokens) {
+            const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &copied);
             want += taken;
             before += taken;
         }

@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "kv/request/request.h"
-#include "kv/run/hash.h"
 
 // How the pages of a group are divided. Pages [lo, full) are shared, and pages [full, hi) are the slot's own. The first
 // own page begins with `part` bytes of the prefix.
@@ -25,7 +24,7 @@ static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t 
     return s;
 }
 
-static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens, uint64_t *n_ops)
+static int map_shared(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t tokens, uint64_t *n_ops)
 {
     struct kv_grow *l = &kv->grow;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -35,10 +34,10 @@ static int map_shared(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uin
         if (rc)
             return rc;
         for (uint32_t t = 0; t < g->n; t++) {
-            const vmem_page *from = vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]);
+            const vmem_page *from = vmem__kv_rows_pages(kv, p, i) + (uint64_t)t * (p->rows[i].hi - p->rows[i].lo);
             for (uint32_t k = s.lo; k < s.full; k++)
                 l->fine[(*n_ops)++] =
-                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->lo[i]]};
+                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->rows[i].lo]};
         }
     }
     return *n_ops ? vMemMapBatch(kv->ctx, l->fine, *n_ops, VMEM_MAP_FINE, NULL) : 0;
@@ -54,7 +53,7 @@ static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     }
 }
 
-static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens)
+static void commit_attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *sl = &kv->slots[slot];
     vmem__kv_grow_commit(kv, &kv->grow);
@@ -77,7 +76,8 @@ static void commit_attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot,
                                .coarse_hi = sp->coarse_hi};
         for (uint32_t t = 0; t < g->n; t++)
             memcpy(kv_table(kv, g, slot, t) + s.lo,
-                   vmem__kv_prefix_pages(kv, p, i) + (uint64_t)t * (p->hi[i] - p->lo[i]) + (s.lo - p->lo[i]),
+                   vmem__kv_rows_pages(kv, p, i) + (uint64_t)t * (p->rows[i].hi - p->rows[i].lo) +
+                       (s.lo - p->rows[i].lo),
                    (s.full - s.lo) * sizeof(vmem_page));
         vmem__kv_rows_join(kv, slot, i, s.full);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
@@ -129,7 +129,7 @@ static uint64_t copies_of(const vmem_kv *kv, uint32_t tokens)
 }
 
 // Starts a newly allocated slot with the first rows of the prefix.
-static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_t tokens)
+static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t tokens)
 {
     struct kv_grow *l = &kv->grow;
     vmem__kv_wait_cut(kv);
@@ -155,10 +155,10 @@ static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_
         bool mapped = !rc;
         for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
             struct split s = split(kv, &kv->groups[i], tokens);
-            uint32_t n = p->hi[i] - p->lo[i];
+            uint32_t n = p->rows[i].hi - p->rows[i].lo;
             if (s.part && s.full < s.hi)
-                rc = vmem__kv_copy_pages(kv, &kv->groups[i], vmem__kv_prefix_pages(kv, p, i) + (s.full - p->lo[i]), n,
-                                         false, slot, s.full, s.part);
+                rc = vmem__kv_copy_pages(kv, &kv->groups[i], vmem__kv_rows_pages(kv, p, i) + (s.full - p->rows[i].lo),
+                                         n, false, slot, s.full, s.part);
         }
         if (rc && mapped)
             unmap_shared(kv, slot, tokens);
@@ -177,104 +177,69 @@ static int attach(vmem_kv *kv, const struct kv_prefix *p, uint32_t slot, uint32_
     return 0;
 }
 
-// ---- prefixes --------------------------------------------------------------------------------------------------------
+// ---- runs ------------------------------------------------------------------------------------------------------------
 
-// Finds the prefix, and checks that `tokens` rows of it can be attached.
-static int find_rows(const vmem_kv *kv, uint64_t id, uint32_t tokens, struct kv_prefix **out)
+// Starts the slot with so many tokens of the runs found.
+static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = vmem__kv_prefix_find(kv, id, out);
-    if (!rc && (!tokens || tokens > (*out)->tokens))
-        rc = vmem__error(-EINVAL, "tokens %u is not between 1 and the prefix's %u", tokens, (*out)->tokens);
-    if (!rc && tokens < (*out)->min_tokens)
-        rc = vmem__error(-ENODATA, "tokens %u: the prefix's window tensors begin too late; %u or more", tokens,
-                         (*out)->min_tokens);
-    return rc;
-}
-
-int vmem__kv_prefix_attach(vmem_kv *kv, uint64_t prefix, uint32_t slot, uint32_t tokens, uint32_t flags)
-{
-    struct kv_prefix *p = NULL;
-    int rc = vmem__kv_check_dry(flags);
-    vmem__kv_enough();
-    if (!rc)
-        rc = find_rows(kv, prefix, tokens, &p);
-    if (!rc && flags)
-        return vmem__kv_would_fit(kv, (int64_t)copies_of(kv, tokens), copies_of(kv, tokens));
-    if (!rc)
-        rc = vmem__kv_get_new(kv, slot);
-    if (!rc && (rc = attach(kv, p, slot, tokens)) == -ENOMEM)
-        vmem__kv_count_shortage(kv);
-    return rc;
-}
-
-// ---- blocks by hash --------------------------------------------------------------------------------------------------
-
-static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t blocks)
-{
-    struct kv_hashes *h = kv->hashes;
-    const uint32_t tokens = blocks * h->block_tokens;
-    struct kv_prefix *p = vmem__kv_hash_gather(kv, tokens);
-    if (!p)
-        return vmem__error(-ENOMEM, "no memory for a list of the pages of %u blocks", blocks);
+    const struct kv_runs *all = &kv->runs;
+    bool evictable = false;
     int rc = 0;
-    for (uint32_t k = 0; k < blocks && !rc; k++) // so that making room evicts other blocks
-        rc = vmem__kv_hash_pin(kv, slot, h->found[k]);
+    struct kv_rows *rows = vmem__kv_gather(kv, tokens);
+    if (!rows)
+        return -ENOMEM;                                  // the error text is set
+    for (uint32_t k = 0; k < all->n_found && !rc; k++) { // so that making room evicts others
+        evictable |= !kv_keeps(&all->list[all->found[k]]);
+        rc = vmem__kv_pin(kv, slot, all->found[k]);
+    }
+    if (!rc && evictable)
+        vmem__kv_rows_hold(kv, rows);
     if (!rc) {
-        vmem__kv_prefix_hold(kv, p);
-        rc = attach(kv, p, slot, tokens);
-        int kept = vmem__kv_prefix_let_go(kv, p);
+        rc = attach(kv, rows, slot, tokens);
+        const int kept = evictable ? vmem__kv_rows_let_go(kv, rows) : 0;
         rc = rc ? rc : kept;
     }
-    free(p);
+    free(rows);
     if (rc)
-        vmem__kv_hash_unpin(kv, slot);
+        vmem__kv_unpin(kv, slot);
     return rc;
 }
 
-static int would_attach(vmem_kv *kv, uint32_t blocks)
+// Whether attaching so many tokens of the runs found would find memory.
+static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
-    uint64_t copies = copies_of(kv, vmem__kv_hash_tokens(kv, blocks)), copied;
+    uint64_t copies = copies_of(kv, tokens), copied;
     if (!copies) // attaching only maps pages that are there
         return 0;
     kv->mark++;
-    copies += vmem__kv_hash_taken(kv, blocks, &copied) + copied;
+    copies += vmem__kv_taken(kv, tokens, &copied) + copied;
     return vmem__kv_would_fit(kv, (int64_t)copies, copies);
 }
 
-int vmem__kv_hash_attach(vmem_kv *kv, uint32_t slot, const struct vmem_kv_hash *hashes, size_t n, uint32_t flags,
-                         uint32_t *tokens)
+int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                    uint32_t *tokens)
 {
-    uint32_t blocks = 0;
-    int rc = vmem__kv_check_dry(flags);
-    vmem__kv_enough();
+    int rc = tokens ? 0 : vmem__error(-EINVAL, "tokens must not be NULL");
+    if (!rc && flags & ~(VMEM_KV_DRY | VMEM_KV_LOOK))
+        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    if (rc)
+        return rc;
+    *tokens = 0;
+    if (!(flags & VMEM_KV_LOOK))
+        vmem__kv_enough();
+    if (!flags)
+        rc = vmem__kv_get_new(kv, slot); // before the runs are found: while it waits, the worker may evict some
     if (!rc)
-        rc = vmem__kv_hash_given(kv, hashes, n);
-    if (!rc && !flags)
-        rc = vmem__kv_get_new(kv, slot); // before the blocks are found: while it waits, the worker may evict some
-    if (!rc)
-        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
-    if (!rc && blocks && flags) {
-        rc = would_attach(kv, blocks);
-    } else if (!rc && blocks) {
-        rc = attach_found(kv, slot, blocks);
-        if (rc == -ENOMEM)
-            vmem__kv_count_shortage(kv);
-        blocks = rc ? 0 : blocks;
-        kv->stats.hit_tokens += vmem__kv_hash_tokens(kv, blocks);
-    }
-    if (tokens)
-        *tokens = vmem__kv_hash_tokens(kv, blocks);
-    return rc;
-}
-
-int vmem__kv_hash_peek(vmem_kv *kv, const struct vmem_kv_hash *hashes, size_t n, uint32_t *tokens)
-{
-    uint32_t blocks = 0;
-    int rc = tokens ? vmem__kv_hash_given(kv, hashes, n) : vmem__error(-EINVAL, "tokens must not be NULL");
-    if (!rc)
-        rc = vmem__kv_hash_known(kv, hashes, n, &blocks);
-    if (tokens)
-        *tokens = vmem__kv_hash_tokens(kv, blocks);
+        rc = vmem__kv_known(kv, runs, n, most, tokens);
+    if (rc || !*tokens || flags & VMEM_KV_LOOK)
+        return rc;
+    if (flags)
+        return would_attach(kv, *tokens);
+    rc = attach_found(kv, slot, *tokens);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    *tokens = rc ? 0 : *tokens;
+    kv->stats.hit_tokens += kv->runs.list[kv->runs.found[0]].report ? *tokens : 0;
     return rc;
 }
 

@@ -18,13 +18,13 @@ static int end_now(vmem_kv *kv, uint32_t slot)
         return rc;
     }
     vmem__kv_forget(kv, slot);
-    vmem__kv_hash_unpin(kv, slot);
+    vmem__kv_unpin(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && vmem__kv_has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
     // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
-    // With hashes, the rows that are really shared depend on what this manager has evicted.
-    const bool named = kv->flags & VMEM_KV_SAME_SLOTS && kv->hashes;
+    // Where runs can be evicted, the rows that are really shared depend on what this manager has evicted.
+    const bool named = kv->flags & VMEM_KV_SAME_SLOTS && kv->runs.ordered;
     idle->from = kv->flags & VMEM_KV_DEFER && !due ? (named ? idle->named : s->shared_tokens) : 0;
     idle->named = 0;
     for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)

@@ -1,9 +1,9 @@
-// Looking blocks up by hash, for requests that begin with them.
+// Runs that follow each other, for a request that begins with them.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
 
-#include "kv/run/hash.h"
+#include "kv/run/run.h"
 
 // The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
 static struct kv_past rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
@@ -13,69 +13,79 @@ static struct kv_past rows_read(const vmem_kv *kv, const struct kv_group *g, uin
     return (struct kv_past){lo, KV_MAX(lo, hi)};
 }
 
-// The block, in a sequence of `tokens` tokens, that has the page with all rows that begin in it. This is the last block
-// that has the page.
-static uint32_t block_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
+// Of the runs found, the one with this row.
+static const struct kv_run *run_with(const vmem_kv *kv, uint32_t row)
 {
-    const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
-    return (uint32_t)((KV_MIN(behind / g->row_bytes, KV_MIN(tokens, g->max_tokens)) - 1) / kv->hashes->block_tokens);
+    const struct kv_runs *all = &kv->runs;
+    uint32_t lo = 0, hi = all->n_found;
+    while (lo + 1 < hi) {
+        const uint32_t middle = lo + (hi - lo) / 2;
+        if (all->list[all->found[middle]].first <= row)
+            lo = middle;
+        else
+            hi = middle;
+    }
+    return &all->list[all->found[lo]];
 }
 
-// Whether a request that begins with the first `n` of the blocks found has all rows that its next token reads. Windows
-// may have passed some of them.
-static bool windows_allow(const vmem_kv *kv, uint32_t n)
+// Of a sequence of `tokens` tokens, the run that has the page with all rows that begin in it: the last one that has the
+// page.
+static const struct kv_run *run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
 {
-    const struct kv_hashes *h = kv->hashes;
-    const uint32_t tokens = n * h->block_tokens;
+    const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
+    return run_with(kv, (uint32_t)KV_MIN(behind / g->row_bytes, KV_MIN(tokens, g->max_tokens)) - 1);
+}
+
+// Whether a request that begins with `tokens` tokens of the runs found has all rows that its next token reads. Windows
+// may have passed some of them.
+static bool windows_allow(const vmem_kv *kv, uint32_t tokens)
+{
     for (uint32_t i = 0; i < kv->n_groups && kv->windows; i++) {
         const struct kv_past rows = rows_read(kv, &kv->groups[i], tokens);
-        if (!kv->groups[i].window || rows.lo == rows.hi)
-            continue;
-        const uint32_t last = block_of(kv, &kv->groups[i], tokens, rows.hi - 1);
-        for (uint32_t k = block_of(kv, &kv->groups[i], tokens, rows.lo); k <= last; k++)
-            if (!*vmem__kv_hash_pages(kv, &h->blocks[h->found[k]], i))
+        for (uint32_t p = rows.lo; p < rows.hi; p++) {
+            const struct kv_past has = run_of(kv, &kv->groups[i], tokens, p)->rows->rows[i];
+            if (p < has.lo || p >= has.hi)
                 return false;
+        }
     }
     return true;
 }
 
-uint32_t vmem__kv_hash_tokens(const vmem_kv *kv, uint32_t blocks)
+int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens)
 {
-    return blocks ? blocks * kv->hashes->block_tokens : 0; // if there are blocks, kv->hashes is set
-}
-
-int vmem__kv_hash_known(vmem_kv *kv, const struct vmem_kv_hash *hashes, uint64_t n, uint32_t *blocks)
-{
-    struct kv_hashes *h = kv->hashes;
-    n = KV_MIN(n, kv->max_tokens / h->block_tokens);
-    int rc = vmem__kv_room_for(&h->found, &h->cap_found, n, sizeof(*h->found));
-    for (*blocks = 0; !rc && *blocks < n; ++*blocks) {
-        const uint32_t i = vmem__kv_hash_find(h, &hashes[*blocks]);
-        if (i == KV_NO_BLOCK || h->blocks[i].index != *blocks)
+    struct kv_runs *all = &kv->runs;
+    *tokens = all->n_found = 0;
+    int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
+    n = KV_MIN(n, kv->max_tokens); // a run has at least one token
+    if (!rc)
+        rc = vmem__kv_room_for(&all->found, &all->cap_found, n, sizeof(*all->found));
+    for (uint64_t k = 0; k < n && !rc && *tokens < most; k++) {
+        const uint32_t i = vmem__kv_run_find(all, runs[k]);
+        if (i == KV_NO_RUN || all->list[i].first != *tokens)
             break;
-        h->found[*blocks] = i;
+        all->found[all->n_found++] = i;
+        *tokens += all->list[i].tokens;
     }
-    while (*blocks && !windows_allow(kv, *blocks))
-        --*blocks;
+    *tokens = KV_MIN(*tokens, most);
+    while (*tokens && !windows_allow(kv, *tokens)) {
+        *tokens = all->list[all->found[all->n_found - 1]].first;
+        all->n_found--;
+    }
     return rc;
 }
 
 static const vmem_page *page_of(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page, uint32_t *stride)
 {
-    const struct kv_hashes *h = kv->hashes;
-    const struct kv_group *g = &kv->groups[group];
-    const struct kv_hashed *b = &h->blocks[h->found[block_of(kv, g, tokens, page)]];
-    const struct kv_past rows = vmem__kv_hash_rows(kv, g, b->index);
-    *stride = rows.hi - rows.lo;
-    return vmem__kv_hash_pages(kv, b, group) + (page - rows.lo);
+    const struct kv_rows *r = run_of(kv, &kv->groups[group], tokens, page)->rows;
+    *stride = r->rows[group].hi - r->rows[group].lo;
+    return vmem__kv_rows_pages(kv, r, group) + (page - r->rows[group].lo);
 }
 
-uint64_t vmem__kv_hash_taken(vmem_kv *kv, uint32_t blocks, uint64_t *copied)
+uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)
 {
-    const uint32_t tokens = blocks * kv->hashes->block_tokens;
     uint64_t pages = 0;
     *copied = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !(kv->hashes->flags & VMEM_KV_HASH_MANUAL); i++) {
+    for (uint32_t i = 0; i < kv->n_groups && !kv->runs.manual; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_past rows = rows_read(kv, g, tokens);
         const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
@@ -92,15 +102,14 @@ uint64_t vmem__kv_hash_taken(vmem_kv *kv, uint32_t blocks, uint64_t *copied)
     return pages;
 }
 
-// Gathers the blocks found into a prefix, as if one slot had written them.
-struct kv_prefix *vmem__kv_hash_gather(const vmem_kv *kv, uint32_t tokens)
+struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens)
 {
     struct kv_past *rows = calloc(kv->n_groups, sizeof(*rows));
     for (uint32_t i = 0; i < kv->n_groups && rows; i++)
         rows[i] = rows_read(kv, &kv->groups[i], tokens);
-    struct kv_prefix *p = rows ? vmem__kv_prefix_new(kv, tokens, rows) : NULL;
-    for (uint32_t i = 0; i < kv->n_groups && p; i++) {
-        vmem_page *pages = vmem__kv_prefix_pages(kv, p, i);
+    struct kv_rows *all = rows ? vmem__kv_rows_new(kv, rows) : NULL;
+    for (uint32_t i = 0; i < kv->n_groups && all; i++) {
+        vmem_page *pages = vmem__kv_rows_pages(kv, all, i);
         const uint32_t n = rows[i].hi - rows[i].lo;
         for (uint32_t k = 0; k < n; k++) {
             uint32_t stride;
@@ -110,5 +119,34 @@ struct kv_prefix *vmem__kv_hash_gather(const vmem_kv *kv, uint32_t tokens)
         }
     }
     free(rows);
-    return p;
+    return all;
+}
+
+void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k < r->rows[i].hi - r->rows[i].lo; k++)
+            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r, i)[k]), 0, 1);
+}
+
+int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r)
+{
+    vmem__kv_wait_cut(kv);
+    struct kv_grow *l = &kv->grow; // only its page list is used
+    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, r->n_pages, sizeof(*l->pages));
+    if (rc)
+        return rc;
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const vmem_page *pages = vmem__kv_rows_pages(kv, r, i);
+        const uint32_t rows = r->rows[i].hi - r->rows[i].lo;
+        for (uint32_t k = 0; k < rows; k++) {
+            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
+            for (uint32_t t = 0; t < kv->groups[i].n && !ref->slots && ref->prefixes == 1; t++)
+                l->pages[n++] = pages[(uint64_t)t * rows + k];
+            vmem__kv_ref_hold(kv, ref, 0, -1);
+        }
+    }
+    kv->ledger.held -= vmem__kv_release(kv, l->pages, n);
+    return 0;
 }

@@ -1,40 +1,99 @@
-// The order in which hashed blocks are evicted: by priority, and of one priority by use.
+// The order in which runs are evicted, and the requests that keep runs out of it.
 //
-// Each priority has a list of the blocks that no running request pins, in the order in which they were released or
-// given the priority. Blocks that are to be kept hold their pages as a prefix does, so that nothing counts them as
-// free.
+// Each priority has a list of the runs that no running request pins, in the order in which they were released or given
+// the priority. A request pins the runs that it began with or wrote. When it ends, the end of its sequence comes first
+// into the list: fewer requests can use it. Runs that are to be kept are listed, too, and nothing evicts them.
 //
 // SPDX-License-Identifier: MIT
-#include "kv/run/hash.h"
+#include <string.h>
 
-void vmem__kv_hash_no_order(struct kv_hashes *h)
+#include "kv/run/run.h"
+
+uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id)
+{
+    const uint64_t i = (id & UINT32_MAX) - 1;
+    return id && i < runs->used && runs->list[i].id == id ? (uint32_t)i : KV_NO_RUN;
+}
+
+void vmem__kv_run_no_order(struct kv_runs *runs)
 {
     for (uint32_t p = 0; p < KV_PRIORITIES; p++)
-        h->order[p] = (struct kv_use){KV_NO_BLOCK, KV_NO_BLOCK};
+        runs->order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
 }
 
-void vmem__kv_hash_unlink(struct kv_hashes *h, uint32_t block)
+void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run)
 {
-    const struct kv_hashed *b = &h->blocks[block];
-    struct kv_use *use = &h->order[b->priority];
-    *(b->newer == KV_NO_BLOCK ? &use->newest : &h->blocks[b->newer].older) = b->older;
-    *(b->older == KV_NO_BLOCK ? &use->oldest : &h->blocks[b->older].newer) = b->newer;
+    const struct kv_run *r = &runs->list[run];
+    struct kv_use *use = &runs->order[r->priority];
+    *(r->newer == KV_NO_RUN ? &use->newest : &runs->list[r->newer].older) = r->older;
+    *(r->older == KV_NO_RUN ? &use->oldest : &runs->list[r->older].newer) = r->newer;
 }
 
-void vmem__kv_hash_link_newest(struct kv_hashes *h, uint32_t block)
+void vmem__kv_run_link(struct kv_runs *runs, uint32_t run)
 {
-    struct kv_hashed *b = &h->blocks[block];
-    struct kv_use *use = &h->order[b->priority];
-    b->newer = KV_NO_BLOCK;
-    b->older = use->newest;
-    *(use->newest == KV_NO_BLOCK ? &use->oldest : &h->blocks[use->newest].newer) = block;
-    use->newest = block;
+    struct kv_run *r = &runs->list[run];
+    struct kv_use *use = &runs->order[r->priority];
+    r->newer = KV_NO_RUN;
+    r->older = use->newest;
+    *(use->newest == KV_NO_RUN ? &use->oldest : &runs->list[use->newest].newer) = run;
+    use->newest = run;
 }
 
-uint32_t vmem__kv_hash_victim(const struct kv_hashes *h)
+uint32_t vmem__kv_run_victim(const struct kv_runs *runs)
 {
-    for (uint32_t p = 0; p < VMEM_KV_HASH_KEEP; p++)
-        if (h->order[p].oldest != KV_NO_BLOCK)
-            return h->order[p].oldest;
-    return KV_NO_BLOCK;
+    for (uint32_t p = 0; p < VMEM_KV_RUN_KEEP; p++)
+        if (runs->order[p].oldest != KV_NO_RUN)
+            return runs->order[p].oldest;
+    return KV_NO_RUN;
+}
+
+// ---- pins ------------------------------------------------------------------------------------------------------------
+
+static void let_go(struct kv_runs *runs, const struct kv_pin *pin)
+{
+    const uint32_t i = vmem__kv_run_find(runs, pin->id);
+    if (i != KV_NO_RUN && !--runs->list[i].pins)
+        vmem__kv_run_link(runs, i);
+}
+
+int vmem__kv_pin_room(vmem_kv *kv, uint32_t slot, uint64_t n)
+{
+    struct kv_pins *p = &kv->runs.pins[slot];
+    return vmem__kv_room_for(&p->list, &p->cap, p->n + n, sizeof(*p->list));
+}
+
+int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run)
+{
+    struct kv_runs *runs = &kv->runs;
+    struct kv_run *r = &runs->list[run];
+    struct kv_pins *p = &runs->pins[slot];
+    int rc = vmem__kv_pin_room(kv, slot, 1);
+    uint64_t at = p->n; // in the order of rows: nearly always the last
+    while (!rc && at && p->list[at - 1].first > r->first)
+        at--;
+    const bool same = at && p->list[at - 1].first == r->first; // another run of these rows, or this one
+    if (rc || (same && p->list[at - 1].id == r->id))
+        return rc;
+    if (!r->pins++)
+        vmem__kv_run_unlink(runs, run);
+    if (same) {
+        let_go(runs, &p->list[--at]);
+    } else {
+        memmove(p->list + at + 1, p->list + at, (p->n - at) * sizeof(*p->list));
+        p->n++;
+    }
+    p->list[at] = (struct kv_pin){r->id, r->first};
+    return 0;
+}
+
+void vmem__kv_unpin(vmem_kv *kv, uint32_t slot)
+{
+    struct kv_runs *runs = &kv->runs;
+    struct kv_pins *p = &runs->pins[slot];
+    const uint32_t ahead = 16; // runs that are on their way into the CPU's cache
+    while (p->n) {
+        if (--p->n >= ahead)
+            __builtin_prefetch(&runs->list[(p->list[p->n - ahead].id & UINT32_MAX) - 1].id);
+        let_go(runs, &p->list[p->n]);
+    }
 }

@@ -1,4 +1,4 @@
-// Rows that are held beyond the slot that wrote them: prefixes, named blocks, and blocks by hash (hash.h).
+// Rows that are held beyond the slot that wrote them: runs, and named blocks.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_RUN_H
@@ -6,21 +6,58 @@
 
 #include "kv/pages/pages.h"
 
-// ---- prefix.c
+#define KV_NO_RUN UINT32_MAX
 
-int vmem__kv_prefix_find(const vmem_kv *kv, uint64_t id, struct kv_prefix **out);
-int vmem__kv_prefix_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix);
-int vmem__kv_prefix_query(vmem_kv *kv, uint64_t prefix, struct vmem_kv_prefix_info *out);
-int vmem__kv_prefix_drop(vmem_kv *kv, struct kv_prefix *p);
-// A prefix of the pages [lo, hi) of each group that begins at (lo, hi), without pages and in no list; NULL: no memory.
-struct kv_prefix *vmem__kv_prefix_new(const vmem_kv *kv, uint32_t tokens, const struct kv_past *rows);
-// The prefix's pages of the group's first tensor; the others follow, hi - lo pages each.
-vmem_page *vmem__kv_prefix_pages(const vmem_kv *kv, const struct kv_prefix *p, uint32_t group);
-// Holds its pages, which others hold, or lets go of them, releasing those without another holder.
-void vmem__kv_prefix_hold(vmem_kv *kv, const struct kv_prefix *p);
-int vmem__kv_prefix_let_go(vmem_kv *kv, const struct kv_prefix *p);
-// Makes rows at the end of the shared ones the slot's own if they have no other holder now.
-void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
+// ---- order.c
+
+static inline bool kv_keeps(const struct kv_run *r) { return r->priority == VMEM_KV_RUN_KEEP; }
+uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id); // KV_NO_RUN: there is none (any more)
+void vmem__kv_run_no_order(struct kv_runs *runs);
+void vmem__kv_run_link(struct kv_runs *runs, uint32_t run); // as the newest of its priority
+void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run);
+// The run that is to be evicted next, which nobody pins; KV_NO_RUN: there is none.
+uint32_t vmem__kv_run_victim(const struct kv_runs *runs);
+// The slot's request uses the run until it ends. Fails only without room in its list (vmem__kv_pin_room).
+int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run);
+int vmem__kv_pin_room(vmem_kv *kv, uint32_t slot, uint64_t n);
+void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
+
+// ---- run.c
+
+// A list of pages for these rows, all 0; NULL: no memory.
+struct kv_rows *vmem__kv_rows_new(const vmem_kv *kv, const struct kv_past *rows);
+// The pages of the group's first tensor; the others follow, hi - lo pages each.
+vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint32_t group);
+int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
+int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority);
+int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
+int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
+void vmem__kv_runs_free(vmem_kv *kv); // the lists, which no call uses any more
+int vmem__kv_check_runs(const vmem_kv *kv);
+
+// ---- evict.c
+
+int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
+// Evicts runs in their order until that many pages are freed or no more can be: how many were.
+uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages);
+// For the worker: drops runs until the list has that many pages, which are to be released.
+void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages);
+// Pages that eviction can free when memory is short.
+uint64_t vmem__kv_evictable(const vmem_kv *kv);
+void vmem__kv_drop_all_runs(vmem_kv *kv);
+
+// ---- found.c
+
+// How many tokens a request could begin with, at most `most`, and leaves the runs in runs.found.
+int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
+// Pages that a request which begins with the runs found last takes from those that can be evicted. Marked ones do not
+// count. *copied: of the page that it copies, which it takes for as long as that lasts.
+uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied);
+// Gathers the pages of the first tokens of the runs found, as if one slot had written them; NULL: no memory.
+struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens);
+// Holds these pages, which others hold, or lets go of them, releasing those without another holder.
+void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r);
+int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r);
 
 // ---- block.c
 
@@ -37,18 +74,7 @@ int vmem__kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *inde
 int vmem__kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
 void vmem__kv_blocks_destroy(vmem_kv *kv); // drops all names
 int vmem__kv_check_blocks(const vmem_kv *kv);
-
-// ---- hash.c
-
-void vmem__kv_hash_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
-// Evicts blocks, the least recently used first, until that many pages were freed or no more can be: how many were.
-uint64_t vmem__kv_hash_evict(vmem_kv *kv, uint64_t pages);
-// For the worker: forgets blocks until the list has that many pages, which are to be released.
-void vmem__kv_hash_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages);
-uint64_t vmem__kv_hash_count(const vmem_kv *kv); // blocks
-// Pages that eviction can free when memory is short.
-uint64_t vmem__kv_evictable(const vmem_kv *kv);
-void vmem__kv_hash_destroy(vmem_kv *kv);
-int vmem__kv_check_hashes(const vmem_kv *kv);
+// Makes rows at the end of the shared ones the slot's own if they have no other holder now.
+void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 
 #endif

@@ -258,7 +258,7 @@ static bool evict_some(vmem_kv *kv)
     struct kv_cut *c = &kv->worker.cut;
     if (unused >= low || !vmem__kv_evictable(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
         return false;
-    vmem__kv_hash_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
+    vmem__kv_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
     if (!c->n_pages)
         return false;
     release(kv, c, c->n_pages);

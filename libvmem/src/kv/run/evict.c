@@ -1,0 +1,174 @@
+// Dropping runs, by name or in their order.
+//
+// SPDX-License-Identifier: MIT
+#include <stdlib.h>
+
+#include "kv/run/run.h"
+
+void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot)
+{
+    bool some = false;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        struct kv_span *sp = kv_span(kv, slot, i);
+        if (!sp->shared_hi)
+            continue;
+        while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
+            sp->shared_hi--;
+        sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
+        some |= sp->shared_hi;
+    }
+    kv->slots[slot].shared_tokens *= some;
+}
+
+// Whether dropping the run, and the runs that share a page with it, frees a page.
+static bool frees(const vmem_kv *kv, const struct kv_run *r)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k < r->rows->rows[i].hi - r->rows->rows[i].lo; k++) {
+            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, i)[k]);
+            if (!ref->slots && ref->prefixes == ref->cached)
+                return true;
+        }
+    return false;
+}
+
+// Removes the run, and appends pages without another holder to the list. Changes nothing on -ENOMEM.
+static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
+{
+    struct kv_runs *all = &kv->runs;
+    struct kv_run *r = &all->list[i];
+    int rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + r->rows->n_pages, sizeof(*c->pages));
+    if (rc)
+        return rc;
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
+        const vmem_page *pages = vmem__kv_rows_pages(kv, r->rows, j);
+        const uint32_t n = r->rows->rows[j].hi - r->rows->rows[j].lo;
+        for (uint32_t k = 0; k < n; k++) {
+            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
+            all->unmark |= ref->slots != 0;
+            for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
+                c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
+            if (kv_keeps(r))
+                vmem__kv_ref_hold(kv, ref, 0, -1);
+            else
+                vmem__kv_ref_cache(kv, ref, -1);
+        }
+    }
+    if (!r->pins)
+        vmem__kv_run_unlink(all, i);
+    all->n--;
+    all->reported -= r->report;
+    free(r->rows);
+    *r = (struct kv_run){.next = all->unused};
+    all->unused = i;
+    return 0;
+}
+
+static void begin_drop(vmem_kv *kv)
+{
+    vmem__kv_wait_cut(kv);
+    kv->cut.n_pages = 0;
+    kv->runs.unmark = false;
+}
+
+static void unmark(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->runs.unmark; s++)
+        vmem__kv_unmark_shared(kv, s);
+}
+
+static uint64_t end_drop(vmem_kv *kv)
+{
+    uint64_t freed = vmem__kv_release(kv, kv->cut.pages, kv->cut.n_pages);
+    kv->ledger.held -= freed;
+    unmark(kv);
+    return freed;
+}
+
+uint64_t vmem__kv_evictable(const vmem_kv *kv) { return kv->runs.manual ? 0 : kv->refs.evictable; }
+
+static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
+{
+    struct kv_runs *all = &kv->runs;
+    const bool report = all->list[i].report;
+    const uint64_t id = all->list[i].id;
+    int rc = drop(kv, c, i);
+    if (rc)
+        return rc;
+    kv->stats.evicted_blocks++;
+    if (report)
+        all->gone[all->n_gone++] = id; // vmem__kv_share made room for it
+    return 0;
+}
+
+// The next n runs, until so many pages are freed.
+static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
+{
+    struct kv_runs *all = &kv->runs;
+    const bool counted = pages == UINT64_MAX; // runs go whether or not that frees a page
+    int rc = 0;
+    uint32_t victim;
+    begin_drop(kv);
+    for (; n && !rc && kv->cut.n_pages < pages && (counted || kv->refs.evictable); n--) {
+        victim = vmem__kv_run_victim(all);
+        if (victim == KV_NO_RUN)
+            break;
+        rc = evict_one(kv, &kv->cut, victim);
+    }
+    // A run that a running request pins can hold pages that the request no longer has or never had.
+    for (uint32_t i = 0; i < all->used && !rc && !counted && kv->cut.n_pages < pages && kv->refs.evictable; i++)
+        if (all->list[i].id && !kv_keeps(&all->list[i]) && frees(kv, &all->list[i]))
+            rc = evict_one(kv, &kv->cut, i);
+    return end_drop(kv);
+}
+
+uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX, KV_MIN(pages, UINT64_MAX - 1)); }
+
+void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages)
+{
+    int rc = 0;
+    c->n_pages = c->n_ops = 0;
+    c->before = (struct kv_span){0}; // no span is cut
+    kv->runs.unmark = false;
+    uint32_t victim;
+    while (!rc && c->n_pages < pages && kv->refs.evictable && (victim = vmem__kv_run_victim(&kv->runs)) != KV_NO_RUN)
+        rc = evict_one(kv, c, victim);
+    unmark(kv);
+}
+
+int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
+{
+    int rc = 0;
+    if (flags & ~(VMEM_KV_UNUSED | VMEM_KV_NEXT))
+        return vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    if (flags & VMEM_KV_NEXT && runs)
+        return vmem__error(-EINVAL, "runs must be NULL with VMEM_KV_NEXT");
+    if (n && !runs && !(flags & VMEM_KV_NEXT))
+        return vmem__error(-EINVAL, "runs must not be NULL");
+    if (flags & VMEM_KV_NEXT) {
+        *freed = evict(kv, n, most_pages);
+        return 0;
+    }
+    begin_drop(kv);
+    for (size_t k = 0; k < n && !rc && kv->cut.n_pages < most_pages; k++) {
+        const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
+        if (i == KV_NO_RUN)
+            continue;
+        const struct kv_run *r = &kv->runs.list[i];
+        if (!(flags & VMEM_KV_UNUSED))
+            rc = drop(kv, &kv->cut, i);
+        else if (!r->pins && !kv_keeps(r))
+            rc = evict_one(kv, &kv->cut, i);
+    }
+    *freed = end_drop(kv);
+    return rc;
+}
+
+void vmem__kv_drop_all_runs(vmem_kv *kv)
+{
+    begin_drop(kv);
+    for (uint32_t i = 0; i < kv->runs.used; i++)
+        if (kv->runs.list[i].id)
+            drop(kv, &kv->cut, i);
+    end_drop(kv);
+}

@@ -1,0 +1,328 @@
+// Runs: rows of a slot that are held beyond it.
+//
+// A run holds the pages that contain its rows, in all tensors of the slot that wrote them. Neighbouring runs share the page
+// between them. Whoever attaches a run says that the rows before it are the same, too. So the rows that its pages contain
+// before its own are valid, and a request can begin with pages of runs that several slots wrote.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/struct.h"
+#include "kv/run/run.h"
+
+struct kv_rows *vmem__kv_rows_new(const vmem_kv *kv, const struct kv_past *rows)
+{
+    uint64_t n_pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        n_pages += (uint64_t)(rows[i].hi - rows[i].lo) * kv->groups[i].n;
+    struct kv_rows *r = calloc(1, sizeof(*r) + kv->n_groups * sizeof(*rows) + n_pages * sizeof(*r->pages));
+    if (!r) {
+        vmem__error(-ENOMEM, "no memory for a list of %" PRIu64 " pages", n_pages);
+        return NULL;
+    }
+    r->pages = (vmem_page *)(r->rows + kv->n_groups);
+    r->n_pages = n_pages;
+    memcpy(r->rows, rows, kv->n_groups * sizeof(*rows));
+    return r;
+}
+
+vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint32_t group)
+{
+    vmem_page *pages = r->pages;
+    for (uint32_t i = 0; i < group; i++)
+        pages += (uint64_t)(r->rows[i].hi - r->rows[i].lo) * kv->groups[i].n;
+    return pages;
+}
+
+// ---- sharing ---------------------------------------------------------------------------------------------------------
+
+// The pages of the rows that the slot is sure to have. Those in front of keep_lo may be cut at any time, by the background
+// thread or by a step, so what is shared would depend on the time, and on the rank.
+static struct kv_past rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
+{
+    const struct kv_group *g = &kv->groups[group];
+    const uint64_t from = KV_MIN((uint64_t)run->first, g->max_tokens);
+    const uint64_t to = KV_MIN((uint64_t)run->first + run->tokens, g->max_tokens);
+    const uint32_t lo =
+        KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->keep_lo);
+    const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
+    return from < to && lo < hi ? (struct kv_past){lo, hi} : (struct kv_past){0};
+}
+
+static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
+{
+    if (!run->tokens || (uint64_t)run->first + run->tokens > kv->slots[run->slot].tokens)
+        return vmem__error(-EINVAL, "runs[%zu]: %u rows from row %u on: slot %u has %u tokens", i, run->tokens,
+                           run->first, run->slot, kv->slots[run->slot].tokens);
+    if (run->priority > VMEM_KV_RUN_KEEP)
+        return vmem__error(-EINVAL, "runs[%zu].priority %u is over %u", i, run->priority, VMEM_KV_RUN_KEEP);
+    const uint32_t at = vmem__kv_run_find(&kv->runs, run->id);
+    const struct kv_run *old = at == KV_NO_RUN ? NULL : &kv->runs.list[at];
+    if (old && (old->first != run->first || old->tokens != run->tokens))
+        return vmem__error(-EINVAL, "runs[%zu].id is of %u rows from row %u on", i, old->tokens, old->first);
+    return 0;
+}
+
+// Whether runs can be evicted while memory is short is the same for all of a cache.
+static int check_mode(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, bool manual)
+{
+    bool some = false;
+    for (size_t i = 0; i < n; i++)
+        some |= runs[i].priority < VMEM_KV_RUN_KEEP;
+    if (some && kv->runs.ordered && kv->runs.manual != manual)
+        return vmem__error(-EINVAL,
+                           "flags: either all runs of a cache are evicted only when they are dropped, or none");
+    return 0;
+}
+
+// Everything that sharing needs memory for.
+static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct kv_rows **made)
+{
+    struct kv_runs *all = &kv->runs;
+    uint64_t fresh = 0, pages = 0;
+    int rc = 0;
+    struct kv_past *rows = calloc(kv->n_groups, sizeof(*rows));
+    if (!rows)
+        return vmem__error(-ENOMEM, "no memory for %u groups", kv->n_groups);
+    for (size_t i = 0; i < n && !rc; i++) {
+        rc = vmem__kv_pin_room(kv, runs[i].slot, n);
+        if (rc || vmem__kv_run_find(all, runs[i].id) != KV_NO_RUN)
+            continue;
+        bool some = false;
+        for (uint32_t j = 0; j < kv->n_groups; j++) {
+            rows[j] = rows_of(kv, &runs[i], j);
+            some |= rows[j].lo < rows[j].hi;
+        }
+        if (!some) // windows have passed all its rows
+            continue;
+        made[i] = vmem__kv_rows_new(kv, rows);
+        if (!made[i])
+            rc = -ENOMEM;
+        else
+            pages += made[i]->n_pages;
+        fresh++;
+    }
+    free(rows);
+    if (!rc && fresh + all->used > UINT32_MAX - 1)
+        rc = vmem__error(-ENOMEM, "the cache has %u runs, the most that it can have", all->used);
+    if (!rc)
+        rc = vmem__kv_room_for(&all->list, &all->cap, all->used + fresh, sizeof(*all->list));
+    if (!rc)
+        rc = vmem__kv_room_for(&all->gone, &all->cap_gone, all->n_gone + all->n + fresh, sizeof(*all->gone));
+    return rc ? rc : vmem__kv_ref_reserve(&kv->refs, pages);
+}
+
+// Holds the slot's rows. There is room.
+static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows *rows, bool report)
+{
+    struct kv_runs *all = &kv->runs;
+    const uint32_t i = all->unused == KV_NO_RUN ? all->used : all->unused;
+    struct kv_run *r = &all->list[i];
+    if (i == all->used)
+        all->used++;
+    else
+        all->unused = r->next;
+    *r = (struct kv_run){.id = (uint64_t)++all->generation << 32 | (i + 1),
+                         .first = run->first,
+                         .tokens = run->tokens,
+                         .priority = run->priority,
+                         .report = report,
+                         .rows = rows};
+    all->n++;
+    all->reported += report;
+    vmem__kv_run_link(all, i);
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
+        const struct kv_group *g = &kv->groups[j];
+        struct kv_span *sp = kv_span(kv, run->slot, j);
+        const struct kv_past at = rows->rows[j];
+        const uint32_t n = at.hi - at.lo;
+        vmem_page *pages = vmem__kv_rows_pages(kv, rows, j);
+        for (uint32_t t = 0; t < g->n; t++)
+            memcpy(pages + (uint64_t)t * n, kv_table(kv, g, run->slot, t) + at.lo, n * sizeof(*pages));
+        for (uint32_t k = 0; k < n; k++) {
+            struct kv_ref *ref = vmem__kv_row_get(kv, run->slot, j, at.lo + k);
+            if (kv_keeps(r))
+                vmem__kv_ref_hold(kv, ref, 0, 1);
+            else
+                vmem__kv_ref_cache(kv, ref, 1);
+        }
+        if (n)
+            sp->shared_hi = KV_MAX(sp->shared_hi, at.hi);
+    }
+    kv->slots[run->slot].shared_tokens = KV_MAX(kv->slots[run->slot].shared_tokens, run->first + run->tokens);
+    return i;
+}
+
+int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)
+{
+    const bool manual = flags & VMEM_KV_RUN_MANUAL;
+    int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
+    for (size_t i = 0; i < n && !rc; i++)
+        rc = vmem__kv_get(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc)
+        rc = vmem__kv_check_sharing(kv);
+    if (!rc && flags & ~(VMEM_KV_RUN_REPORT | VMEM_KV_RUN_MANUAL))
+        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    for (size_t i = 0; i < n && !rc; i++)
+        rc = check_run(kv, &runs[i], i);
+    if (!rc)
+        rc = check_mode(kv, runs, n, manual);
+    if (rc || !n)
+        return rc;
+    struct kv_rows **made = calloc(n, sizeof(struct kv_rows *));
+    rc = made ? prepare(kv, runs, n, made) : vmem__error(-ENOMEM, "no memory for %zu runs", n);
+    for (size_t i = 0; i < n && made; i++) {
+        if (rc) {
+            free(made[i]);
+            continue;
+        }
+        uint32_t at = vmem__kv_run_find(&kv->runs, runs[i].id);
+        if (made[i]) {
+            if (runs[i].priority < VMEM_KV_RUN_KEEP && !kv->runs.ordered) {
+                kv->runs.ordered = true;
+                kv->runs.manual = kv->refs.keeps = manual;
+            }
+            at = make(kv, &runs[i], made[i], flags & VMEM_KV_RUN_REPORT);
+        }
+        runs[i].id = at == KV_NO_RUN ? 0 : kv->runs.list[at].id;
+        if (at != KV_NO_RUN)
+            vmem__kv_pin(kv, runs[i].slot, at); // cannot fail: there is room
+        uint32_t *named = &kv->idle[runs[i].slot].named;
+        *named = KV_MAX(*named, runs[i].first + runs[i].tokens);
+    }
+    free(made);
+    return rc;
+}
+
+// ---- what others ask for ---------------------------------------------------------------------------------------------
+
+static void set_priority(vmem_kv *kv, uint32_t i, uint32_t priority)
+{
+    struct kv_run *r = &kv->runs.list[i];
+    const int kept = (priority == VMEM_KV_RUN_KEEP) - kv_keeps(r);
+    for (uint32_t j = 0; j < kv->n_groups && kept; j++)
+        for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++)
+            vmem__kv_ref_keep(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, j)[k]), kept);
+    if (!r->pins)
+        vmem__kv_run_unlink(&kv->runs, i);
+    r->priority = priority;
+    if (!r->pins)
+        vmem__kv_run_link(&kv->runs, i);
+}
+
+int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority)
+{
+    if (n && !runs)
+        return vmem__error(-EINVAL, "runs must not be NULL");
+    if (priority > VMEM_KV_RUN_KEEP)
+        return vmem__error(-EINVAL, "priority %u is over %u", priority, VMEM_KV_RUN_KEEP);
+    for (size_t k = n; k--;) { // from the last: the end of a sequence becomes the oldest
+        const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
+        if (i != KV_NO_RUN)
+            set_priority(kv, i, priority);
+    }
+    return 0;
+}
+
+int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)
+{
+    struct kv_runs *all = &kv->runs;
+    if (!got || (n && !runs))
+        return vmem__error(-EINVAL, "got must not be NULL, nor runs unless n is 0");
+    *got = KV_MIN(n, all->n_gone);
+    if (*got)
+        memcpy(runs, all->gone, *got * sizeof(*runs));
+    all->n_gone -= *got;
+    if (all->n_gone)
+        memmove(all->gone, all->gone + *got, all->n_gone * sizeof(*runs));
+    return 0;
+}
+
+// The smallest number of tokens for which the run has all rows that the next token reads.
+static uint32_t least_tokens(const vmem_kv *kv, const struct kv_run *r)
+{
+    uint32_t least = r->first;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        uint32_t lo = least, hi = r->first + r->tokens + 1;
+        const struct kv_past rows = r->rows->rows[i];
+        const uint64_t end = KV_MIN((uint64_t)r->first + r->tokens, kv->groups[i].max_tokens) * kv->groups[i].row_bytes;
+        const uint64_t from = rows.lo < rows.hi ? rows.lo : (end + kv->page_size - 1) >> kv->page_shift;
+        while (lo < hi) {
+            uint32_t middle = lo + (hi - lo) / 2;
+            if (vmem__kv_need_lo(kv, &kv->groups[i], middle) >= from)
+                hi = middle;
+            else
+                lo = middle + 1;
+        }
+        least = lo;
+    }
+    return least;
+}
+
+int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
+{
+    const uint32_t i = vmem__kv_run_find(&kv->runs, run);
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
+    if (i == KV_NO_RUN)
+        return vmem__error(-EINVAL, "this cache has no run %#" PRIx64 ": it was dropped or evicted, or is another's",
+                           run);
+    const struct kv_run *r = &kv->runs.list[i];
+    struct vmem_kv_run_info info = {.first = r->first,
+                                    .tokens = r->tokens,
+                                    .min_tokens = least_tokens(kv, r),
+                                    .priority = r->priority,
+                                    .requests = r->pins,
+                                    .pages = r->rows->n_pages};
+    for (uint32_t j = 0; j < kv->n_groups; j++)
+        for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++) {
+            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, j)[k]);
+            info.own_pages += !ref->slots && ref->prefixes == 1 ? ref->n : 0;
+        }
+    return vmem__struct_give(out, &info, sizeof info, "out");
+}
+
+void vmem__kv_runs_free(vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv->runs.pins; s++)
+        free(kv->runs.pins[s].list);
+    free(kv->runs.pins);
+    free(kv->runs.list);
+    free(kv->runs.gone);
+    free(kv->runs.found);
+}
+
+int vmem__kv_check_runs(const vmem_kv *kv)
+{
+    const struct kv_runs *all = &kv->runs;
+    uint64_t n = 0, listed = 0, pinned = 0, evictable = 0;
+    for (uint32_t i = 0; i < all->used; i++) {
+        const struct kv_run *r = &all->list[i];
+        n += r->id != 0;
+        pinned += r->id && r->pins;
+        for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
+            for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++) {
+                const vmem_page page = vmem__kv_rows_pages(kv, r->rows, j)[k];
+                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, page);
+                if (!ref || ref->prefixes < ref->cached + kv_keeps(r) || !(ref->cached || kv_keeps(r)))
+                    return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, page);
+            }
+    }
+    for (uint32_t p = 0; p < KV_PRIORITIES; p++)
+        for (uint32_t i = all->order[p].oldest; i != KV_NO_RUN; i = all->list[i].newer, listed++)
+            if (all->list[i].priority != p)
+                return vmem__error(-EFAULT, "run %u has priority %u, and is listed with %u", i, all->list[i].priority,
+                                   p);
+    for (uint64_t i = 0; i < kv->refs.size; i++) {
+        const struct kv_ref *ref = &kv->refs.entries[i];
+        evictable += ref->page && !ref->slots && ref->cached && ref->cached == ref->prefixes ? ref->n : 0;
+    }
+    if (n != all->n || listed + pinned != n)
+        return vmem__error(-EFAULT, "%" PRIu64 " runs, %" PRIu64 " listed, %" PRIu64 " pinned, not %u", n, listed,
+                           pinned, all->n);
+    if (evictable != kv->refs.evictable)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages can be evicted, not %" PRIu64, evictable, kv->refs.evictable);
+    return 0;
+}

@@ -1,0 +1,380 @@
+// Runs: what is found, attached, evicted and reported. Engines know blocks by hashes, and so does this test: it has the table
+// from hashes to runs that they have. pyvmem's tests look at more cases.
+//
+// SPDX-License-Identifier: MIT
+#include "kv.h"
+#include "kv/calls/calls.h"
+
+#define SLOTS 4
+#define BLOCK 16
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+
+// Block i of sequence `which`.
+struct hash {
+    char bytes[32];
+};
+static struct {
+    struct hash hash;
+    uint64_t run;
+} table[200];
+static size_t n_table;
+static uint32_t share_flags;
+
+// The hash's run; 0: there is none. May be written.
+static uint64_t *run_of(const struct hash *hash)
+{
+    size_t i = 0;
+    while (i < n_table && memcmp(&table[i].hash, hash, sizeof *hash))
+        i++;
+    CHECK(i < COUNT(table));
+    if (i == n_table) {
+        n_table++;
+        table[i].hash = *hash;
+        table[i].run = 0;
+    }
+    return &table[i].run;
+}
+
+static const uint64_t *runs_of(const struct hash *hashes, size_t n)
+{
+    static uint64_t runs[400 / BLOCK];
+    for (size_t i = 0; i < n; i++)
+        runs[i] = *run_of(&hashes[i]);
+    return runs;
+}
+
+static const struct hash *hashes_of(unsigned which)
+{
+    static struct hash hashes[400 / BLOCK];
+    memset(hashes, 0, sizeof hashes);
+    for (unsigned i = 0; i < COUNT(hashes); i++)
+        snprintf(hashes[i].bytes, sizeof hashes[i].bytes, "%u of %u", i, which);
+    return hashes;
+}
+
+// Shares the slot's blocks first, first + 1, ...; *added: how many are new.
+static int hold(uint32_t slot, uint32_t first, const struct hash *hashes, size_t n, size_t *added)
+{
+    struct vmem_kv_run runs[400 / BLOCK];
+    *added = 0;
+    for (size_t i = 0; i < n; i++)
+        runs[i] =
+            (struct vmem_kv_run){slot, (first + (uint32_t)i) * BLOCK, BLOCK, VMEM_KV_RUN_PRIORITY, *run_of(&hashes[i])};
+    int rc = vmem_kv_share(kv, runs, n, share_flags);
+    for (size_t i = 0; i < n && !rc; i++) {
+        *added += runs[i].id && runs[i].id != *run_of(&hashes[i]);
+        *run_of(&hashes[i]) = runs[i].id;
+    }
+    return rc;
+}
+
+// 32 rows to a page.
+static void make(uint64_t pages, uint32_t flags)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_CHECK,
+                                       .tensors = tensors,
+                                       .n_tensors = COUNT(tensors),
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = pages * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    n_table = 0;
+    share_flags = flags;
+}
+
+static struct vmem_kv_stats stats(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+static uint32_t peek(unsigned which)
+{
+    uint32_t tokens;
+    OK(vmem_kv_attach(kv, 0, runs_of(hashes_of(which), 400 / BLOCK), 400 / BLOCK, UINT32_MAX, VMEM_KV_LOOK, &tokens));
+    return tokens;
+}
+
+static uint32_t start(uint32_t tokens)
+{
+    uint32_t slot;
+    int32_t lengths[SLOTS] = {0};
+    OK(k_alloc(kv, tokens, &slot));
+    lengths[slot] = (int32_t)tokens;
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+    return slot;
+}
+
+static void add(uint32_t slot, unsigned which, size_t n)
+{
+    size_t added = 99;
+    OK(hold(slot, 0, hashes_of(which), n, &added));
+    CHECK_EQ(added, n);
+    OK(hold(slot, 0, hashes_of(which), n, &added));
+    CHECK_EQ(added, 0);
+}
+
+static void test_life(void)
+{
+    uint32_t tokens = 99, slot;
+    uint64_t missing = 99, freed = 99;
+    uint64_t gone[8];
+    size_t got = 99;
+    make(24, VMEM_KV_RUN_REPORT);
+    CHECK_EQ(peek(1), 0);
+    const uint32_t first = start(80); // 2 * 3 pages
+    add(first, 1, 5);
+    CHECK_EQ(peek(1), 80);
+    CHECK_EQ(peek(2), 0);
+    OK(vmem_kv_attach(kv, 0, runs_of(hashes_of(1) + 1, 2), 2, UINT32_MAX, VMEM_KV_LOOK, &tokens)); // at another place
+    CHECK_EQ(tokens, 0);
+    CHECK_EQ(stats().evictable_pages, 0);
+    OK(vmem_kv_free(kv, first, 0));
+    CHECK_EQ(stats().evictable_pages, 6);
+    CHECK_EQ(stats().free_pages, 24);
+
+    OK(k_alloc(kv, 100, &slot));
+    const uint64_t *runs = runs_of(hashes_of(1), 3); // a page shared, half of one copied
+    OK(k_missing(vmem_kv_attach(kv, slot, runs, 3, UINT32_MAX, 0, &tokens), &missing));
+    CHECK_EQ(tokens, 48);
+    CHECK_EQ(missing, 0);
+    CHECK_EQ(stats().copied_pages, 2);
+    CHECK_EQ(stats().hit_tokens, 48);
+    ERR(k_missing(vmem_kv_attach(kv, slot, runs, 3, UINT32_MAX, 0, &tokens), &missing), EINVAL, "not newly allocated");
+    CHECK_EQ(tokens, 0);
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(k_alloc(kv, 100, &slot));
+    OK(vmem_kv_attach(kv, slot, runs_of(hashes_of(2), 3), 3, UINT32_MAX, 0, &tokens)); // nothing is known
+    CHECK_EQ(tokens, 0);
+    OK(vmem_kv_free(kv, slot, 0));
+
+    const uint32_t second = start(352); // 22 pages: two are left, of the first rows
+    CHECK_EQ(peek(1), 32);
+    OK(vmem_kv_evicted(kv, gone, 2, &got));
+    CHECK_EQ(got, 2);
+    CHECK_EQ(gone[0], *run_of(hashes_of(1) + 4)); // from the end of the sequence
+    OK(vmem_kv_evicted(kv, gone, COUNT(gone), &got));
+    CHECK_EQ(got, 1);
+    CHECK_EQ(gone[0], *run_of(hashes_of(1) + 2));
+    OK(vmem_kv_evicted(kv, NULL, 0, &got));
+    OK(vmem_kv_free(kv, second, 0));
+    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, &freed));
+    CHECK_EQ(freed, 2);
+    CHECK_EQ(stats().hashed_blocks, 0);
+    CHECK_EQ(stats().evicted_blocks, 5);
+    vmem_kv_destroy(kv, 0);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+static void test_engines_order(void)
+{
+    int32_t lengths[SLOTS] = {0};
+    uint64_t missing;
+    uint32_t slot, tokens = 0;
+    make(12, VMEM_KV_RUN_MANUAL);
+    for (unsigned i = 0; i < 2; i++) {
+        slot = start(64);
+        add(slot, i, 4);
+        OK(vmem_kv_free(kv, slot, 0));
+    }
+    OK(k_alloc(kv, 128, &slot));
+    lengths[slot] = 128; // 8 pages, and 4 are free
+    CHECK_EQ(stats().free_pages, 4);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
+    CHECK_EQ(missing, 4);
+    CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing), -ENOMEM);
+    CHECK_EQ(missing, 4);
+    const uint64_t *runs = runs_of(hashes_of(0), 4);
+    OK(k_missing(vmem_kv_attach(kv, 0, runs, 4, UINT32_MAX, VMEM_KV_DRY, &tokens), &missing)); // only maps pages
+    CHECK_EQ(tokens, 64);
+    CHECK_EQ(missing, 0);
+    OK(vmem_kv_drop(kv, runs_of(hashes_of(1), 6), 6, UINT64_MAX, 0, NULL)); // unknown ones are skipped
+    CHECK_EQ(peek(0), 64);
+    CHECK_EQ(peek(1), 0);
+    OK(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing));
+    vmem_kv_destroy(kv, 0); // with blocks
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+static void test_priorities(void)
+{
+    uint64_t gone[8];
+    uint64_t freed;
+    size_t got;
+    make(24, VMEM_KV_RUN_REPORT);
+    for (unsigned i = 0; i < 3; i++) {
+        const uint32_t slot = start(64);
+        add(slot, i, 4);
+        OK(vmem_kv_free(kv, slot, 0));
+    }
+    OK(vmem_kv_order(kv, runs_of(hashes_of(0), 2), 2, VMEM_KV_RUN_KEEP)); // its first page
+    OK(vmem_kv_order(kv, runs_of(hashes_of(2), 6), 6, 0));                // unknown ones are skipped
+    CHECK_EQ(stats().evictable_pages, 10);
+    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, 1, VMEM_KV_NEXT, &freed)); // two blocks to a page
+    CHECK_EQ(freed, 2);
+    OK(vmem_kv_evicted(kv, gone, 8, &got));
+    CHECK_EQ(got, 2);
+    CHECK_EQ(gone[0], *run_of(&hashes_of(2)[3]));
+    OK(vmem_kv_drop(kv, runs_of(hashes_of(0), 4), 4, UINT64_MAX, VMEM_KV_UNUSED, &freed));
+    CHECK_EQ(freed, 2);
+    CHECK_EQ(peek(0), 32);
+    OK(vmem_kv_drop(kv, NULL, 0, 1, VMEM_KV_UNUSED, NULL));
+    OK(vmem_kv_drop(kv, NULL, 1, UINT64_MAX, VMEM_KV_NEXT, &freed)); // one, whether or not it frees a page
+    CHECK_EQ(freed, 0);
+    CHECK_EQ(stats().hashed_blocks, 7);
+    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX - 1, VMEM_KV_NEXT, &freed));
+    CHECK_EQ(freed, 6);
+    CHECK_EQ(stats().hashed_blocks, 2);
+    const uint64_t *kept = runs_of(hashes_of(0), 2);
+    ERR(vmem_kv_order(kv, kept, 1, VMEM_KV_RUN_KEEP + 1), EINVAL, "priority 102 is over 101");
+    ERR(vmem_kv_order(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
+    ERR(vmem_kv_drop(kv, NULL, 1, 0, VMEM_KV_UNUSED, NULL), EINVAL, "runs must not be NULL");
+    ERR(vmem_kv_drop(kv, kept, 1, 0, VMEM_KV_NEXT, NULL), EINVAL, "runs must be NULL");
+    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, &freed)); // they are to be kept
+    CHECK_EQ(freed, 0);
+    OK(vmem_kv_drop(kv, kept, 2, UINT64_MAX, 0, &freed));
+    CHECK_EQ(freed, 2);
+    vmem_kv_destroy(kv, 0);
+}
+
+// One tensor with a window of two pages, and a background thread.
+static void make_windowed(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_CHECK | VMEM_KV_OVERLAP,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = 40 * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    n_table = share_flags = 0;
+}
+
+// What is shared of a windowed tensor does not depend on whether somebody has already cut the rows that its window has
+// passed: the background thread does so when it comes to it, and ranks would disagree.
+static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
+{
+    make_windowed();
+    pthread_mutex_lock(&kv->gate.state);
+    vmem__kv_worker_hold(kv); // for ever: it cuts nothing by itself
+    pthread_mutex_unlock(&kv->gate.state);
+    const uint32_t slot = start(320);
+    for (int32_t n = 321; n < 324; n++) { // the window has passed most of the prompt
+        int32_t lengths[SLOTS] = {0};
+        lengths[slot] = n;
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+    }
+    if (cut)
+        OK(vmem_kv_reclaim(kv, 40 * test_page, VMEM_KV_KEPT, NULL));
+    uint64_t prefix;
+    CHECK_EQ(k_save(kv, slot, 96, &prefix), -ENODATA);
+    OK(hold(slot, 0, hashes_of(0), 320 / BLOCK, added));
+    *tokens = peek(0);
+    pthread_mutex_lock(&kv->gate.state);
+    vmem__kv_worker_release(kv);
+    pthread_mutex_unlock(&kv->gate.state);
+    vmem_kv_destroy(kv, 0);
+}
+
+static void test_sharing_does_not_depend_on_what_is_cut(void)
+{
+    uint32_t tokens[2];
+    size_t added[2];
+    for (int cut = 0; cut < 2; cut++)
+        test_rows_behind_a_window(cut, &tokens[cut], &added[cut]);
+    CHECK_EQ(tokens[0], tokens[1]);
+    CHECK_EQ(added[0], added[1]);
+    CHECK(added[0] < 320 / BLOCK);
+}
+
+// A truncation after which no kernel reads what the last step kept for the one before lets go of shared rows. Were they
+// left to the background thread, the next call would find its work on the used pages (VMEM_KV_CHECK).
+static void test_truncation_passes_windows(void)
+{
+    make_windowed();
+    const uint32_t slot = start(80);
+    for (int32_t n = 81; n < 200; n++) {
+        int32_t lengths[SLOTS] = {0};
+        lengths[slot] = n;
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+        size_t added;
+        OK(hold(slot, 0, hashes_of(3), (size_t)n / BLOCK, &added));
+        OK(vmem_kv_truncate(kv, slot, (uint32_t)n, 0, 0));
+        pthread_mutex_lock(&kv->gate.state);
+        const uint64_t used = kv->ledger.fixed;
+        vmem__kv_worker_wake(kv);
+        vmem__kv_wait_idle(kv);
+        CHECK_EQ(kv->ledger.fixed, used);
+        pthread_mutex_unlock(&kv->gate.state);
+    }
+    vmem_kv_destroy(kv, 0);
+}
+
+static void test_misuse(void)
+{
+    struct vmem_kv_run run = {.tokens = BLOCK, .priority = VMEM_KV_RUN_PRIORITY}, *r = &run;
+    struct vmem_kv_run_info info = {.size = sizeof info};
+    uint32_t tokens = 99;
+    make(24, 0);
+    const uint32_t slot = start(100);
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.slot = slot, .first = 90, .tokens = 11}, 1, 0), EINVAL,
+        "runs[0]: 11 rows from row 90 on: slot 0 has 100");
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.first = UINT32_MAX, .tokens = 1}, 1, 0), EINVAL,
+        "from row 4294967295");
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.first = 3}, 1, 0), EINVAL, "0 rows");
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.slot = SLOTS, .tokens = 1}, 1, 0), EINVAL,
+        "slot 4 is out of range: the cache has 4 slots");
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.tokens = 1, .priority = 102}, 1, 0), EINVAL,
+        "priority 102 is over 101");
+    ERR(vmem_kv_share(kv, r, 1, 4), EINVAL, "flags 0x4 has unknown bits");
+    ERR(vmem_kv_share(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
+    struct vmem_kv_run two[2] = {run, {.tokens = 101}}; // all or none
+    ERR(vmem_kv_share(kv, two, 2, 0), EINVAL, "runs[1]: 101 rows");
+    CHECK_EQ(stats().prefixes, 0);
+    OK(vmem_kv_share(kv, r, 1, 0));
+    CHECK(run.id);
+    CHECK_EQ(stats().prefixes, 1);
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.first = 1, .tokens = BLOCK, .id = run.id}, 1, 0), EINVAL,
+        "runs[0].id is of 16 rows from row 0 on");
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.tokens = 1}, 1, VMEM_KV_RUN_MANUAL), EINVAL,
+        "either all runs of a cache");
+    ERR(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_LOOK, NULL), EINVAL, "tokens must not be NULL");
+    ERR(vmem_kv_attach(kv, slot, NULL, 1, UINT32_MAX, VMEM_KV_LOOK, &tokens), EINVAL, "runs must not be NULL");
+    ERR(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_NEXT, &tokens), EINVAL, "unknown bits");
+    OK(vmem_kv_attach(kv, slot, &run.id, 1, 5, VMEM_KV_LOOK, &tokens)); // a part of it
+    CHECK_EQ(tokens, 5);
+    ERR(vmem_kv_evicted(kv, NULL, 0, NULL), EINVAL, "got must not be NULL");
+    ERR(vmem_kv_drop(kv, &run.id, 1, 0, 64, NULL), EINVAL, "unknown bits");
+    OK(vmem_kv_get_run(kv, run.id, &info));
+    CHECK(info.tokens == BLOCK && info.requests == 1 && info.pages == 2 && !info.own_pages);
+    ERR(vmem_kv_get_run(kv, run.id, NULL), EINVAL, "out must not be NULL");
+    OK(k_drop(kv, run.id));
+    OK(k_drop(kv, run.id)); // skipped
+    ERR(vmem_kv_get_run(kv, run.id, &info), EINVAL, "has no run");
+    OK(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_LOOK, &tokens));
+    CHECK_EQ(tokens, 0);
+    vmem_kv_destroy(kv, 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    test_life();
+    test_engines_order();
+    test_priorities();
+    test_sharing_does_not_depend_on_what_is_cut();
+    test_truncation_passes_windows();
+    test_misuse();
+    vmem_context_destroy(ctx);
+    return 0;
+}
