@@ -257,9 +257,9 @@ struct vmem_kv_run {
     uint32_t slot;
     uint32_t first, tokens; // rows [first, first + tokens), which the slot has
     uint32_t priority;
-    uint64_t
-        id; // receives the run's number, 0: windows have passed all of its rows. A run of the same rows that is still
-            // there when the call begins is pinned, and no new one is made
+    // Receives the run's number; 0: windows have passed all of its rows. A run of the same rows that is still there when the
+    // call begins is pinned, and no new one is made.
+    uint64_t id;
 };
 #define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
 #define VMEM_KV_RUN_MANUAL 0x2u // only vmem_kv_drop evicts. Holds for all runs of a cache that are not to be kept
