@@ -390,6 +390,34 @@ static void test_memory_at_hand_asks_nobody(void)
     ctx->b.ops = before;
 }
 
+// "As much as there is" takes the kept pages of every tensor, and ends.
+static void reclaim_all(void)
+{
+    vmem_context *own = test_context(0);
+    const struct vmem_kv_tensor t[2] = {{.row_bytes = test_page}, {.row_bytes = test_page}};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_DEFER,
+                                       .tensors = t,
+                                       .n_tensors = 2,
+                                       .slots = 1,
+                                       .max_tokens = 64,
+                                       .page_size = test_page,
+                                       .budget = 128 * test_page};
+    const int32_t lengths[1] = {32};
+    vmem_kv *kv;
+    uint32_t slot;
+    uint64_t freed;
+    OK(vmem_kv_create(own, &cfg, &kv));
+    OK(vmem_kv_alloc(kv, NULL, &slot));
+    OK(vmem_kv_step(kv, lengths, 1, 0));
+    OK(vmem_kv_free(kv, slot, 1));
+    OK(vmem_kv_retire(kv, 1));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
+    CHECK_EQ(freed, 64 * test_page);
+    OK(vmem_kv_destroy(kv, 0));
+    vmem_context_destroy(own);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -405,5 +433,6 @@ int main(int argc, char **argv)
     test_blocks_are_whole();
     test_a_device_with_part_of_a_block_left();
     vmem_context_destroy(ctx);
+    reclaim_all();
     return 0;
 }
