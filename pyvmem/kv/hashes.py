@@ -254,9 +254,9 @@ class BlockHashes:
         found = self._checked(hashes)
         number, at = uint("slot", slot, 32), uint("first", first, 32)
         with self._lock:
+            self._check_rows(number, at, len(found))
             for i, hash in enumerate(found):
                 if hash in self._runs and self._runs[hash][1] != at + i:
-                    self._check_rows(number, at, len(found))
                     text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
                     raise InvalidArgument(errno.EINVAL, text)
             self._forget_evicted()
