@@ -370,7 +370,7 @@ MUTANTS = [
         ("a failed call keeps its counts", "blocks/pages.c", "        uncount(b, todo, *work);\n", "        unmap_work(b, *work);\n",
          "test_blocks test_blocks_model"),
         ("what is given up is not taken first", "blocks/pages.c", "else if (!vmem__blocks_take(b) && !(", "else if (!(", "test_blocks"),
-        ("an order does not ask", "blocks/pages.c", "(c->seq && vmem__blocks_borrow(b, &until))", "0", "test_blocks"),
+        ("an order does not ask", "blocks/pages.c", "(c->seq && vmem__blocks_borrow(b, todo ? todo->lacks : 0, &until))", "0", "test_blocks"),
         ("an idle member keeps its budget", "blocks/member.c", "if (b->idle && b->budget > least)", "if (0)", "test_blocks"),
         ("a fence is not waited for", "blocks/pages.c", "if (!c || c->fence > b->passed)", "if (!c)", "test_blocks"),
         ("a backed block is taken", "blocks/pages.c", "if (block->leave != c->number)\n                continue;\n", "",

@@ -24,20 +24,25 @@ static uint32_t tokens_of(uint32_t slot)
 }
 
 // 32 rows to a page, ten pages.
-static void test_grow(uint32_t flags)
+static void make(uint32_t flags)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags,
-                                 .tensors = &tensor,
-                                 .n_tensors = 1,
-                                 .slots = SLOTS,
-                                 .max_tokens = 400,
-                                 .page_size = test_page,
-                                 .budget = 10 * test_page};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = flags,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = SLOTS,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = 10 * test_page};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+}
+
+static void test_grow(uint32_t flags)
+{
     uint64_t missing, last;
     uint32_t slot;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    make(flags);
     ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
     ERR(vmem_kv_grow(kv, 0, 1), EINVAL, "slot 0 is free");
     ERR(vmem_kv_grow(kv, SLOTS, 1), EINVAL, "slot 3 is out of range: the cache has 3 slots");
@@ -102,20 +107,11 @@ static void test_grow(uint32_t flags)
 // What is staged is counted by what the slot has: a prefix that it begins with meanwhile takes no further page.
 static void test_attached(void)
 {
-    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = VMEM_KV_CHECK,
-                                 .tensors = &tensor,
-                                 .n_tensors = 1,
-                                 .slots = SLOTS,
-                                 .max_tokens = 400,
-                                 .page_size = test_page,
-                                 .budget = 10 * test_page};
     const struct vmem_kv_request seven = {.tokens = 7 * 32};
     uint32_t first, slot;
     uint64_t prefix;
     size_t fit;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    make(VMEM_KV_CHECK);
     OK(k_alloc(kv, 0, &first));
     OK(vmem_kv_grow(kv, first, 32));
     OK(vmem_kv_commit(kv));

@@ -12,6 +12,8 @@
 #ifndef VMEM_BLOCKS_STATE_H
 #define VMEM_BLOCKS_STATE_H
 
+#include <time.h>
+
 #include "core/core.h"
 #include "lend.h"
 #include "vmem_blocks.h"
@@ -56,6 +58,7 @@ struct call {
     uint64_t number;
     uint64_t seq;   // of an order
     uint64_t fence; // of an unback
+    uint64_t lacks; // of an order that has just failed: pages of the budget; 0: it did not fail for that
     uint32_t flags, n;
     uint32_t ids[];
 };
@@ -102,7 +105,6 @@ struct vmem_blocks {
     struct fence *fences, **fences_end, *spare;
     uint64_t fence, passed; // the last made; the last that passed
     bool idle;              // nothing was asked of it for a while
-    uint64_t lacks;         // pages of the budget that the order at hand lacked; 0: it did not fail for that
     struct work *stuck;
     const struct vmem__lender *lender; // of a pool's member; else NULL
     struct vmem__member *member;
@@ -113,6 +115,13 @@ struct vmem_blocks {
     int answers[VMEM_BLOCKS_ANSWERS]; // of order s at [s % VMEM_BLOCKS_ANSWERS]
     struct vmem_blocks_stats stats;   // counts
 };
+
+static inline uint64_t blocks_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+}
 
 // pages.c. With the lock held, which they drop for a while.
 //
@@ -143,9 +152,9 @@ void vmem__blocks_end(vmem_blocks *b, struct call *c, int rc);
 void vmem__blocks_advance(vmem_blocks *b);
 // Asks the driver whether fences have passed that unbacks wait for.
 void vmem__blocks_ask(vmem_blocks *b);
-// Asks the pool's other members for what the order at hand lacks, and waits for them a moment. False: they give none, or not
-// before *until, which the first call sets.
-bool vmem__blocks_borrow(vmem_blocks *b, uint64_t *until);
+// An order lacks so many pages of the budget: asks the pool's other members, and waits for them a moment. False: they give
+// none, or not before *until, which the first call sets.
+bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until);
 // Sorts the ids, and leaves one of each.
 void vmem__blocks_sort(struct call *c);
 void vmem__blocks_show(vmem_blocks *b);

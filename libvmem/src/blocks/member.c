@@ -2,19 +2,10 @@
 // as the engine gives blocks up, which it does when it reads shrink_to on its board.
 //
 // SPDX-License-Identifier: MIT
-#include <time.h>
-
 #include "blocks/blocks.h"
 #include "core/memory.h"
 
 #define LAPSE_NS 100000000 // after the pool last asked for pages
-
-static uint64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
-}
 
 static uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
@@ -70,7 +61,7 @@ static void evict(void *blocks, uint64_t pages)
     // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
     const uint64_t to = less(b->reported, pages);
     b->shrink_to = to ? to : 1;
-    b->shrink_until = now_ns() + LAPSE_NS;
+    b->shrink_until = blocks_now() + LAPSE_NS;
     vmem__blocks_show(b);
     pthread_mutex_unlock(&b->lock);
 }
@@ -129,7 +120,7 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
         return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
-    if (b->shrink_to != UINT64_MAX && now_ns() > b->shrink_until) {
+    if (b->shrink_to != UINT64_MAX && blocks_now() > b->shrink_until) {
         b->shrink_to = UINT64_MAX;
         vmem__blocks_show(b);
     }

@@ -223,7 +223,7 @@ void vmem__blocks_retry(vmem_blocks *b)
 }
 
 // Maps the busy pages of a work.
-static int map_work(vmem_blocks *b, const struct call *c, struct work *w)
+static int map_work(vmem_blocks *b, struct call *c, struct work *w)
 {
     if (!w->n)
         return 0;
@@ -232,8 +232,7 @@ static int map_work(vmem_blocks *b, const struct call *c, struct work *w)
     const bool over = c->flags & VMEM_BLOCKS_OVER;
     if (b->lender && b->held > b->budget)
         vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
-    if (c->seq)
-        b->lacks = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
+    c->lacks = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
     if (b->held > (b->budget < b->shrink_to ? b->budget : b->shrink_to) && !over)
         rc = vmem__error(-ENOMEM, "%" PRIu64 " pages more exceed the budget of %" PRIu64 ": %" PRIu64 " are held", w->n,
                          b->budget, b->held - w->n);
@@ -255,7 +254,7 @@ static int map_work(vmem_blocks *b, const struct call *c, struct work *w)
 // Maps every page of the call's blocks, which are counted already, that is not mapped. Pages that other calls work on
 // when it finds them may be mapped or unmapped afterwards, so it looks until it finds none. It waits for such a call
 // only while it keeps no page busy itself.
-static int map_rest(vmem_blocks *b, const struct call *c, struct work *work)
+static int map_rest(vmem_blocks *b, struct call *c, struct work *work)
 {
     for (;;) {
         struct walk w = {.c = c};
@@ -300,6 +299,7 @@ static int attempt(vmem_blocks *b, const struct call *c, struct call *todo, stru
 {
     wait_for_others(b, c);
     todo->n = 0;
+    todo->lacks = 0;
     todo->seq = c->seq;
     todo->flags = c->flags;
     for (uint32_t i = 0; i < c->n; i++) {
@@ -344,12 +344,11 @@ int vmem__blocks_back(vmem_blocks *b, struct call *c)
 {
     struct call *todo = NULL;
     uint64_t until = 0;
-    b->lacks = c->seq ? 0 : b->lacks;
     int rc;
     for (;;) {
         struct work *work = NULL;
         pthread_mutex_unlock(&b->lock);
-        if (!todo && !(todo = malloc(sizeof(*todo) + c->n * sizeof(todo->ids[0]))))
+        if (!todo && !(todo = calloc(1, sizeof(*todo) + c->n * sizeof(todo->ids[0]))))
             rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %u blocks", c->n);
         else
             rc = work_new(b, c->n, &work);
@@ -363,7 +362,7 @@ int vmem__blocks_back(vmem_blocks *b, struct call *c)
         if (b->unbacking)
             while (b->unbacking)
                 pthread_cond_wait(&b->change, &b->lock);
-        else if (!vmem__blocks_take(b) && !(c->seq && vmem__blocks_borrow(b, &until)))
+        else if (!vmem__blocks_take(b) && !(c->seq && vmem__blocks_borrow(b, todo ? todo->lacks : 0, &until)))
             break;
     }
     free(todo);

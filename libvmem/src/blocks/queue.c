@@ -1,8 +1,6 @@
 // What waits: orders for the thread, unbacks for their fences, and the thread that carries them out.
 //
 // SPDX-License-Identifier: MIT
-#include <time.h>
-
 #include "blocks/blocks.h"
 
 #define POLL_NS 500000                // between two looks at a CUDA event that an unback waits for
@@ -172,14 +170,12 @@ static void wait_ns(vmem_blocks *b, pthread_cond_t *on, long ns)
     pthread_cond_timedwait(on, &b->lock, &until);
 }
 
-bool vmem__blocks_borrow(vmem_blocks *b, uint64_t *until)
+bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
 {
-    struct timespec t;
+    const uint64_t now = blocks_now();
     uint32_t why;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    const uint64_t now = (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
     *until = *until ? *until : now + BORROW_NS;
-    if (!b->lender || !b->lacks || b->stop || now >= *until || !b->lender->ask(b->member, b->held, b->lacks, &why))
+    if (!b->lender || !pages || b->stop || now >= *until || !b->lender->ask(b->member, b->held, pages, &why))
         return false;
     wait_ns(b, &b->change, BORROW_LOOK_NS);
     if (must_ask(b))
