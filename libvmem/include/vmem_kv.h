@@ -177,8 +177,9 @@ int vmem_kv_commit(vmem_kv *kv);
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The
-// rows that the window of the shorter request has passed go, too. flags: VMEM_KV_DRY. -ENODATA: a window has given up
-// rows that the next token reads. -EBUSY, and nothing has changed: kernels up to `after` may access shared pages that
+// rows that the window of the shorter request has passed go, too. flags: VMEM_KV_DRY. -ENODATA: the next token reads rows
+// that a window has passed. Rows that kernels in flight may access are there; older ones count as gone, whether or not the
+// background thread has unmapped them. -EBUSY, and nothing has changed: kernels up to `after` may access shared pages that
 // would have to be replaced. If the call fails otherwise, rows from `tokens` onward may be lost, but none before; call it
 // again.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags);

@@ -252,35 +252,43 @@ static void test_truncate_copies_all_groups_or_none(void)
     end();
 }
 
-// While a truncation takes back memory for its copies, the rows that the shorter request reads stay, though the window
-// of the longer one had passed them.
-static void test_truncate_keeps_what_it_goes_back_to(void)
+// What a window has passed is gone for truncations and steps, whether or not the thread has unmapped it. What kernels in
+// flight access is there.
+static void test_no_answer_depends_on_the_thread(bool behind)
 {
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},
                                              {.row_bytes = test_page / 32, .window = 70}};
-    uint64_t missing;
+    uint64_t last;
     make(VMEM_KV_DEFER | VMEM_KV_OVERLAP, tensors, 2, 40);
-    pthread_mutex_lock(&kv->gate.state);
-    vmem__kv_worker_hold(kv); // for ever: it cuts nothing by itself
-    pthread_mutex_unlock(&kv->gate.state);
+    if (behind) { // it unmaps nothing
+        pthread_mutex_lock(&kv->gate.state);
+        vmem__kv_worker_hold(kv);
+        pthread_mutex_unlock(&kv->gate.state);
+    }
     alloc(0);
-    step(192, 0);
-    put_word(ctx, row(1, 0, 5), 5);
-    put_word(ctx, row(1, 0, 39), 39);
-    step(193, 0);
-    step(194, 0); // the window's rows of now begin at 123
-    hold_by_runs(0, 12);
-    alloc(1);
-    step(0, 20);
-    OK(vmem_kv_free(kv, 1, 0)); // two kept pages, for the copies
-    OK(vmem_kv_set_budget(kv, stats().held_pages * test_page));
-    OK(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing));
-    OK(vmem_kv_truncate(kv, 0, 40, 0, 0));
-    CHECK_EQ(get_word(ctx, row(1, 0, 5)), 5);
-    CHECK_EQ(get_word(ctx, row(1, 0, 39)), 39);
-    pthread_mutex_lock(&kv->gate.state);
-    vmem__kv_worker_release(kv);
-    pthread_mutex_unlock(&kv->gate.state);
+    for (int32_t n = 192; n < 201; n += 2)
+        step(n, 0); // kernels may access rows from 198 - 2 - 70 on, which are in the fourth page
+    put_word(ctx, row(1, 0, 196), 196);
+    if (!behind)
+        OK(vmem_kv_wait(kv));
+    OK(vmem_kv_last_step(kv, &last));
+    for (uint64_t after = 0; after <= last; after += last) {
+        ERR(vmem_kv_truncate(kv, 0, 165, after, VMEM_KV_DRY), ENODATA, "tokens 165: the window has given up rows");
+        ERR(vmem_kv_truncate(kv, 0, 165, after, 0), ENODATA, "tokens 165: the window has given up rows");
+        OK(vmem_kv_truncate(kv, 0, 166, after, VMEM_KV_DRY));
+    }
+    const int32_t back[SLOTS] = {165, 0};
+    ERR(vmem_kv_step(kv, back, SLOTS, VMEM_KV_DRY), EINVAL, "lengths[0] 165: the window has given up rows");
+    ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "lengths[0] 165: the window has given up rows");
+    OK(vmem_kv_truncate(kv, 0, 198, last, 0));
+    OK(vmem_kv_truncate(kv, 0, 197, 0, 0));
+    step(198, 0);
+    CHECK_EQ(get_word(ctx, row(1, 0, 196)), 196);
+    if (behind) {
+        pthread_mutex_lock(&kv->gate.state);
+        vmem__kv_worker_release(kv);
+        pthread_mutex_unlock(&kv->gate.state);
+    }
     end();
 }
 
@@ -415,7 +423,8 @@ int main(int argc, char **argv)
     test_truncate_on_a_full_device();
     test_truncate_on_a_full_budget();
     test_truncate_copies_all_groups_or_none();
-    test_truncate_keeps_what_it_goes_back_to();
+    test_no_answer_depends_on_the_thread(false);
+    test_no_answer_depends_on_the_thread(true);
     test_a_promise_holds_beside_a_lazy_cache();
     test_what_ends_has_nothing_ahead(false);
     test_what_ends_has_nothing_ahead(true);

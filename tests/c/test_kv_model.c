@@ -339,13 +339,7 @@ static void do_swap(uint32_t s)
         OK(k_swap_bytes(kv, s, &r->host_bytes));
         r->host = malloc(r->host_bytes + 1);
         quiet(s);
-        int rc = vmem_kv_swap_out(kv, s, r->host, r->host_bytes, 0);
-        if (rc == -ENODATA) {
-            free(r->host);
-            r->host = NULL;
-            return;
-        }
-        OK(rc);
+        OK(vmem_kv_swap_out(kv, s, r->host, r->host_bytes, 0));
         r->swapped = true;
     }
 }

@@ -39,13 +39,6 @@ int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHA
 uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
-// The first page of a span that a call may count on. With SAME_SLOTS, no answer depends on what the background thread
-// has unmapped behind a window.
-static inline uint32_t vmem__kv_has_from(const vmem_kv *kv, uint32_t slot, uint32_t group)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    return kv->flags & VMEM_KV_SAME_SLOTS ? s->keep_lo : s->lo;
-}
 // Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
 // if the step asks for some of them only: it gets others.
 uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);

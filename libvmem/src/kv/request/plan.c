@@ -62,7 +62,7 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
             (struct kv_past){KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi), vmem__kv_end_of(kv, slot, i, hi, !s->fresh)};
         plan->missing += missing;
         plan->delta += (int64_t)missing + vmem__kv_fix_delta(kv, slot, i, w->fix);
-        if (kv->windows && s->tokens && w->lo < sp->lo)
+        if (kv->windows && s->tokens && w->lo < sp->keep_lo)
             rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
     }
     plan->extends |= extends(s, tokens);

@@ -132,27 +132,22 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
+    // Whether the pages in front of keep_lo are still there depends on the background thread. No answer does.
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < vmem__kv_has_from(kv, slot, i))
+        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->keep_lo)
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
     return rc;
-}
-
-// What is fixed while the slot is truncated to `tokens`, when no kernel accesses it: rows that the window of the longer
-// request has passed are read again.
-static struct kv_past fixed_in_truncation(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t tokens)
-{
-    const struct kv_span *sp = kv_span(kv, slot, group);
-    const uint32_t lo = KV_MAX(vmem__kv_need_lo(kv, &kv->groups[group], tokens), sp->lo);
-    return (struct kv_past){KV_MIN(sp->keep_lo, lo), vmem__kv_end_of(kv, slot, group, sp->keep_hi, false)};
 }
 
 static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
     int64_t delta = (int64_t)copies;
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        delta += vmem__kv_fix_delta(kv, slot, i, fixed_in_truncation(kv, slot, i, tokens));
+    for (uint32_t i = 0; i < kv->n_groups; i++) { // what is fixed while no kernel accesses the slot
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        const struct kv_past fix = {sp->keep_lo, vmem__kv_end_of(kv, slot, i, sp->keep_hi, false)};
+        delta += vmem__kv_fix_delta(kv, slot, i, fix);
+    }
     return vmem__kv_would_fit(kv, delta, copies);
 }
 
@@ -162,15 +157,12 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
     s->steady = 0;
     vmem__kv_enough();
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        vmem__kv_fix(kv, slot, i, fixed_in_truncation(kv, slot, i, tokens));
+    vmem__kv_book(kv, slot);
     int rc = vmem__kv_unshare(kv, slot, tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
-    if (rc) {
-        vmem__kv_book(kv, slot);
+    if (rc)
         return rc;
-    }
     vmem__kv_forget(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
@@ -186,17 +178,10 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-// Changes no mapping that running kernels use. The rows go after later steps no longer ask for them. Rows in the window
-// of the shorter request stay, too.
+// Changes no mapping that running kernels use. The rows go after later steps no longer ask for them.
 static void truncate_later(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
-        sp->need_lo = KV_MIN(sp->need_lo, vmem__kv_need_lo(kv, &kv->groups[i], tokens));
-        sp->keep_lo = KV_MIN(sp->keep_lo, sp->need_lo);
-    }
-    vmem__kv_book(kv, slot);
     vmem__kv_unstage(kv, slot);
     s->tokens = tokens;
     s->steady = 0;
