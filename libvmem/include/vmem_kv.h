@@ -344,8 +344,9 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
 // ---- memory -------------------------------------------------------------------------------------------------
 
 // Grows or shrinks the budget. Shrinking releases kept pages and returns device memory to the system; kernels in flight
-// access none of these. What active requests hold beyond the new budget stays until they end; until then no step gets
-// more pages. Growing takes memory and may return -ENOMEM.
+// access none of these. What active requests hold beyond the new budget stays until they end. Until then, a step finds
+// memory only if it needs no more pages in all than before, even where pages are left of rows that were truncated. Growing
+// takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 #define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
 #define VMEM_KV_RUNS 0x2u    // runs that no request pins, in the order of eviction

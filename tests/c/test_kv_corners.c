@@ -252,6 +252,65 @@ static void test_truncate_copies_all_groups_or_none(void)
     end();
 }
 
+// Over a budget that has shrunk, a request grows only within it, also into pages that are still mapped: whoever has heard
+// that there is memory finds it, whatever he gives back before the step.
+static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, bool in_flight)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const int32_t more[SLOTS] = {193, 0}, most[SLOTS] = {192, 320}, all[SLOTS] = {320, 320};
+    uint32_t room;
+    uint64_t missing, last;
+    make(VMEM_KV_DEFER | flags, &tensor, 1, 40);
+    alloc(0);
+    alloc(1);
+    step(320, 320);
+    OK(vmem_kv_set_budget(kv, 16 * test_page));
+    OK(vmem_kv_step(kv, all, SLOTS, VMEM_KV_DRY));
+    step(320, 320);
+    OK(vmem_kv_last_step(kv, &last));
+    OK(vmem_kv_truncate(kv, 0, 158, in_flight ? last : 0, 0));
+    for (int32_t n = 159; n < 162 && in_flight; n++)
+        step(KV_MIN(n, 160), 320);
+    // The 15 pages that are left are fixed. What is behind them is mapped.
+    for (int gone = 0; gone < 2; gone++) {
+        CHECK_EQ(k_missing(vmem_kv_step(kv, more, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
+        CHECK_EQ(missing, 1);
+        CHECK_EQ(k_missing(vmem_kv_step(kv, more, SLOTS, 0), &missing), -ENOMEM);
+        CHECK_EQ(missing, 1);
+        CHECK_EQ(k_missing(vmem_kv_grow(kv, 0, 193), &missing), -ENOMEM);
+        CHECK_EQ(missing, 1);
+        OK(vmem_kv_room(kv, 0, &room));
+        CHECK_EQ(room, 192);
+        OK(vmem_kv_step(kv, most, SLOTS, VMEM_KV_DRY));
+        OK(vmem_kv_grow(kv, 0, 192));
+        OK(vmem_kv_grow(kv, 1, 320));
+        OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
+    }
+    OK(vmem_kv_commit(kv));
+    end();
+}
+
+// Over its budget, a step may have new pages for those that windows give up in it.
+static void test_over_the_budget_windows_move_on(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
+    const int32_t next[SLOTS] = {193, 194};
+    make(0, &tensor, 1, 40);
+    alloc(0);
+    alloc(1);
+    step(190, 191);
+    step(191, 192);
+    step(192, 193);
+    OK(vmem_kv_set_budget(kv, 2 * test_page));
+    const uint64_t held = stats().held_pages;
+    CHECK_EQ(held, 7);
+    OK(vmem_kv_step(kv, next, SLOTS, VMEM_KV_DRY)); // a page more for slot 0, one less for slot 1
+    OK(vmem_kv_step(kv, next, SLOTS, 0));
+    CHECK_EQ(stats().held_pages, held);
+    CHECK_EQ(vmem_kv_step(kv, (int32_t[SLOTS]){0, 225}, SLOTS, 0), -ENOMEM);
+    end();
+}
+
 // What a window has passed is gone for truncations and steps, whether or not the thread has unmapped it. What kernels in
 // flight access is there.
 static void test_no_answer_depends_on_the_thread(bool behind)
@@ -423,6 +482,11 @@ int main(int argc, char **argv)
     test_truncate_on_a_full_device();
     test_truncate_on_a_full_budget();
     test_truncate_copies_all_groups_or_none();
+    for (int in_flight = 0; in_flight < 2; in_flight++) {
+        test_over_the_budget_mapped_pages_are_no_promise(0, in_flight);
+        test_over_the_budget_mapped_pages_are_no_promise(VMEM_KV_OVERLAP, in_flight);
+    }
+    test_over_the_budget_windows_move_on();
     test_no_answer_depends_on_the_thread(false);
     test_no_answer_depends_on_the_thread(true);
     test_a_promise_holds_beside_a_lazy_cache();

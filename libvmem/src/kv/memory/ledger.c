@@ -13,10 +13,8 @@ uint64_t vmem__kv_watermark(const vmem_kv *kv)
 int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
     const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
-    if (!pages)
-        return 0;
     vmem__kv_claim_for(kv, want, pages);
-    return want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
+    return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 
 int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
@@ -24,7 +22,7 @@ int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
     const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
     vmem__kv_enough();
     int rc = vmem__kv_lacks(kv, delta, pages);
-    const uint64_t limit = rc || !pages ? want : vmem__kv_limit(kv, want);
+    const uint64_t limit = rc || !pages || delta <= 0 ? want : vmem__kv_limit(kv, want);
     return want > limit ? vmem__kv_short_of_device(kv, want - limit) : rc;
 }
 

@@ -95,8 +95,9 @@ const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
 // Pages that the watermark keeps back while requests run.
 uint64_t vmem__kv_watermark(const vmem_kv *kv);
-// Whether the budget has room if `fixed` grows by delta: -ENOMEM, with what is missing. Where no page is missing (pages: 0),
-// it always has.
+// Whether the budget has room if `fixed` grows by delta, with so many new pages: -ENOMEM, with what is missing. A cache
+// over its budget has room for what raises `fixed` by nothing, even if that needs new pages: it gives up as many. But
+// pages that are mapped and not fixed are no room: another call may take them back before the step.
 int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and whether the device has the memory.
 int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages);
@@ -111,7 +112,7 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes room for `pages` more, which are to be fixed: 0, or -ENOMEM with what is missing.
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);
-// The same after vmem__kv_lacks has said that there is.
+// The same after vmem__kv_lacks has said that there is, and what is to go is fixed no more.
 int vmem__kv_take_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
@@ -119,7 +120,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
 int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages);
 // vmem__kv_grow_run and vmem__kv_grow_commit.
 int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
-// The same after vmem__kv_make_room, taking back more where the device has less than the budget says, or no mappings.
+// The same, taking back what vmem__kv_lacks has found room for, and more where the device has less than the budget says, or no mappings.
 int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l);
 // That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l);

@@ -47,7 +47,6 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages)
 
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages)
 {
-    kv->grow.at = KV_GROW_LISTS;
     if (vmem__kv_has_room(kv, pages))
         return 0;
     int rc = vmem__kv_lacks(kv, (int64_t)pages, pages);
@@ -58,9 +57,10 @@ int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
 {
     int rc = 0;
     vmem__kv_worker_hold(kv);
+    const uint64_t most = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.held + pages > kv->ledger.budget) {
         rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true, NULL);
-        if (!rc && kv->ledger.held + pages > kv->ledger.budget) // reclaiming got less than counted on
+        if (!rc && kv->ledger.held + pages > most) // reclaiming got less than counted on
             rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages);
     }
     if (!rc && !vmem__kv_leaves_others(kv, pages))
@@ -115,7 +115,8 @@ int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l)
 
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l)
 {
-    int rc = vmem__kv_make_room(kv, l->total);
+    l->at = KV_GROW_LISTS;
+    int rc = vmem__kv_has_room(kv, l->total) ? 0 : vmem__kv_take_room(kv, l->total);
     if (!rc)
         rc = run(kv, l);
     for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {

@@ -144,6 +144,8 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
     }
     uint64_t total = l->total, n_shared = 0;
     if (!rc && total)
+        rc = vmem__kv_make_room(kv, total);
+    if (!rc && total)
         rc = vmem__kv_grow_make(kv, l);
     if (!rc) {
         rc = map_shared(kv, p, slot, tokens, &n_shared);
@@ -386,12 +388,7 @@ uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t token
 
 int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    vmem__kv_wait_cut(kv);
-    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data. All groups
-    // find room or none, as a dry truncation says.
-    const int room = vmem__kv_make_room(kv, vmem__kv_unshare_pages(kv, slot, tokens));
-    if (room)
-        return room;
+    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
         int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;

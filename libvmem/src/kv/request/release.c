@@ -139,26 +139,45 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+// By how many pages `fixed` grows while the slot is truncated with so many copies, and no kernel accesses it.
+static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copies)
 {
-    const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
     int64_t delta = (int64_t)copies;
-    for (uint32_t i = 0; i < kv->n_groups; i++) { // what is fixed while no kernel accesses the slot
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         const struct kv_past fix = {sp->keep_lo, vmem__kv_end_of(kv, slot, i, sp->keep_hi, false)};
         delta += vmem__kv_fix_delta(kv, slot, i, fix);
     }
-    return vmem__kv_would_fit(kv, delta, copies);
+    return delta;
+}
+
+static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
+    return vmem__kv_would_fit(kv, truncation_delta(kv, slot, copies), copies);
+}
+
+// All groups find room for their copies, or none does.
+static int room_for_copies(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
+    int rc = vmem__kv_lacks(kv, truncation_delta(kv, slot, copies), copies);
+    if (rc)
+        return rc;
+    kv->slots[slot].fresh = true; // the caller guarantees that no kernel accesses the slot
+    kv->slots[slot].steady = 0;
+    vmem__kv_book(kv, slot);
+    return vmem__kv_has_room(kv, copies) ? 0 : vmem__kv_take_room(kv, copies);
 }
 
 static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
-    s->fresh = true; // the caller guarantees that no kernel accesses the slot
-    s->steady = 0;
     vmem__kv_enough();
-    vmem__kv_book(kv, slot);
-    int rc = vmem__kv_unshare(kv, slot, tokens);
+    vmem__kv_wait_cut(kv);
+    int rc = room_for_copies(kv, slot, tokens);
+    if (!rc)
+        rc = vmem__kv_unshare(kv, slot, tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     if (rc)

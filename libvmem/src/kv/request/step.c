@@ -67,13 +67,10 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
 {
     vmem__kv_enough();
-    int rc = 0;
-    if (!vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
-        rc = vmem__kv_lacks(kv, plan->delta, plan->missing);
-        if (!rc) {
-            vmem__kv_plan_enter(kv, plan);
-            rc = vmem__kv_take_room(kv, plan->missing);
-        }
+    int rc = vmem__kv_lacks(kv, plan->delta, plan->missing);
+    if (!rc && !vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
+        vmem__kv_plan_enter(kv, plan);
+        rc = vmem__kv_take_room(kv, plan->missing);
     }
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
         const uint32_t slot = plan->wants[k].slot;
@@ -178,6 +175,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         vmem__kv_may_take_long(kv);
     if (!rc && plan->extends)
         rc = back(kv, plan, lengths);
+    else if (!rc && plan->delta > 0) // its pages are mapped, but they could be taken back
+        rc = vmem__kv_lacks(kv, plan->delta, 0);
     kv->stats.steps++;
     kv->stats.step_waits += waited;
     if (rc) {

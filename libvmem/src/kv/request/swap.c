@@ -123,6 +123,8 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
                                vmem__kv_need_hi(kv, g, s->tokens), vmem__kv_need_hi(kv, g, s->tokens));
     }
     if (!rc)
+        rc = vmem__kv_make_room(kv, kv->grow.total);
+    if (!rc)
         rc = vmem__kv_grow_all(kv, &kv->grow);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
