@@ -169,7 +169,8 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags
 // returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
 // performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
 // -EINVAL: nothing is staged. Freeing, swapping out or truncating a slot removes its staged growth, and so does a
-// vmem_kv_step in which it takes part.
+// vmem_kv_step in which it takes part. Rows that the staged step would write again, from `tokens` onward, cannot become
+// shared meanwhile: vmem_kv_share and vmem_kv_attach return -EINVAL.
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem_kv_commit(vmem_kv *kv);
 

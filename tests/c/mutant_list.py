@@ -309,6 +309,8 @@ MUTANTS = [
          "if (0) {", "test_kv_pool"),
         ("a truncation depends on the thread", "kv/request/release.c", "tokens) < kv_span(kv, slot, i)->keep_lo", "tokens) < kv_span(kv, slot, i)->lo",
          "test_kv_corners"),
+        ("rows that are about to be written are shared", "kv/run/run.c",
+         "return vmem__kv_check_staged(kv, run->slot, run->first + run->tokens);", "return 0;", "test_kv_grow"),
         ("over the budget, mapped pages are room", "kv/memory/ledger.c", "delta > 0 && want > kv->ledger.budget ?",
          "pages && want > kv->ledger.budget ?", "test_kv_corners"),
         ("over the budget, a step takes mapped pages", "kv/request/step.c", "else if (!rc && plan->delta > 0)", "else if (0)",

@@ -130,6 +130,40 @@ static void test_attached(void)
     vmem_kv_destroy(kv, 0);
 }
 
+// Rows that a staged step would write again are not shared: the commit would be refused, and the growth of every other
+// request while memory is short.
+static void test_staged_rows_are_not_shared(void)
+{
+    struct vmem_kv_run runs[] = {{.slot = 0, .tokens = 80, .priority = VMEM_KV_RUN_KEEP},
+                                 {.slot = 0, .first = 80, .tokens = 1, .priority = VMEM_KV_RUN_KEEP}};
+    struct vmem_kv_run_info info = {.size = sizeof info};
+    uint32_t slot, tokens;
+    make(VMEM_KV_CHECK);
+    OK(k_alloc(kv, 0, &slot));
+    CHECK_EQ(slot, 0);
+    OK(vmem_kv_step(kv, (int32_t[SLOTS]){100, 0, 0}, SLOTS, 0));
+    OK(vmem_kv_grow(kv, 0, 80));
+    ERR(vmem_kv_share(kv, runs, 2, 0), EINVAL,
+        "slot 0: a step to 80 tokens is staged, and rows up to 81 would be shared");
+    OK(vmem_kv_share(kv, runs, 1, 0));
+    OK(vmem_kv_get_run(kv, runs[0].id, &info));
+    CHECK_EQ(info.requests, 1);
+    OK(vmem_kv_commit(kv));
+    CHECK_EQ(tokens_of(0), 80);
+    OK(k_alloc(kv, 0, &slot));
+    OK(vmem_kv_grow(kv, slot, 79));
+    ERR(vmem_kv_attach(kv, slot, &runs[0].id, 1, UINT32_MAX, 0, &tokens), EINVAL, "a step to 79 tokens is staged");
+    CHECK_EQ(tokens, 0);
+    OK(vmem_kv_get_run(kv, runs[0].id, &info));
+    CHECK_EQ(info.requests, 1);
+    OK(vmem_kv_attach(kv, slot, &runs[0].id, 1, 79, 0, &tokens));
+    CHECK_EQ(tokens, 79);
+    OK(vmem_kv_commit(kv));
+    CHECK_EQ(tokens_of(slot), 79);
+    vmem_kv_destroy(kv, 0);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -139,6 +173,7 @@ int main(int argc, char **argv)
     test_grow(VMEM_KV_LAZY);
     test_grow(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);
     test_attached();
+    test_staged_rows_are_not_shared();
     vmem_context_destroy(ctx);
     return 0;
 }

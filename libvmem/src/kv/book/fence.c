@@ -64,6 +64,17 @@ void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve)
     kv->staged.reserve[slot] = reserve;
 }
 
+int vmem__kv_check_staged(const vmem_kv *kv, uint32_t slot, uint32_t rows)
+{
+    const int32_t tokens = kv->staged.lengths[slot];
+    if (!tokens || (uint32_t)tokens >= rows)
+        return 0;
+    return vmem__error(-EINVAL,
+                       "slot %u: a step to %d tokens is staged, and rows up to %u would be shared; commit or unstage "
+                       "it first",
+                       slot, tokens, rows);
+}
+
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
 {
     if (kv->staged.n)

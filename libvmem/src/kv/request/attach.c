@@ -237,7 +237,9 @@ int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, 
         return rc;
     if (flags)
         return would_attach(kv, *tokens);
-    rc = attach_found(kv, slot, *tokens);
+    rc = vmem__kv_check_staged(kv, slot, *tokens);
+    if (!rc)
+        rc = attach_found(kv, slot, *tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     *tokens = rc ? 0 : *tokens;

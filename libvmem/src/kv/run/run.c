@@ -60,7 +60,9 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
         return vmem__error(-EINVAL, "runs[%zu].priority %u is over %u", i, run->priority, VMEM_KV_RUN_KEEP);
     const uint32_t at = vmem__kv_run_find(&kv->runs, run->id);
     const struct kv_run *old = at == KV_NO_RUN ? NULL : &kv->runs.list[at];
-    if (old && (old->first != run->first || old->tokens != run->tokens))
+    if (!old)
+        return vmem__kv_check_staged(kv, run->slot, run->first + run->tokens);
+    if (old->first != run->first || old->tokens != run->tokens)
         return vmem__error(-EINVAL, "runs[%zu].id is of %u rows from row %u on", i, old->tokens, old->first);
     return 0;
 }
