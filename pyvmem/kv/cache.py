@@ -80,6 +80,10 @@ _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
 
+class _Last(threading.local):
+    shortage: Shortage = NO_SHORTAGE
+
+
 class KVCache(_Owned):
     """A KV cache of `slots` requests of at most `max_tokens` tokens.
 
@@ -108,7 +112,7 @@ class KVCache(_Owned):
     context : Context
         The context that provides the memory.
     shortage : Shortage
-        What the last call that needed memory or a slot was short of. Only calls of this cache change it.
+        What the calling thread's last call of this cache that needed memory or a slot was short of.
     options : KVCacheOptions
         The options given, with the keywords applied.
     sharing : bool
@@ -146,7 +150,7 @@ class KVCache(_Owned):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> None:
-        self.shortage = NO_SHORTAGE
+        self._last = _Last()
         self._raw_stats: Any = None
         self._reported: KVStats | None = None  # the statistics that were read last
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
@@ -440,20 +444,30 @@ class KVCache(_Owned):
 
     # ---- when memory is short --------------------------------------------------------------------------------
 
+    @property
+    def shortage(self) -> Shortage:
+        """What the calling thread's last call of this cache that needed memory or a slot was short of."""
+        return self._last.shortage
+
+    @shortage.setter
+    def shortage(self, shortage: Shortage) -> None:
+        self._last.shortage = shortage
+
     def _answer(self, rc: int) -> bool:
         """Return whether a call found memory and a slot, and note what it was short of."""
-        if not rc and not self.shortage.reason:
+        last = self._last
+        if not rc and not last.shortage.reason:
             return True
         if rc not in (0, -errno.ENOMEM, -errno.ENOSPC):
             _check(rc)
         if not rc:
-            self.shortage = NO_SHORTAGE
+            last.shortage = NO_SHORTAGE
             return True
-        self.shortage = self._short()
-        if not self.shortage.reason:  # such as ENOMEM of the system
+        last.shortage = self._short()  # libvmem keeps it for each thread
+        if not last.shortage.reason:  # such as ENOMEM of the system
             _check(rc)
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%r: %s", self, self.shortage)
+            _log.debug("%r: %s", self, last.shortage)
         return False
 
     def _short(self) -> Shortage:
