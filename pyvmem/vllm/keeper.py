@@ -45,7 +45,8 @@ class CountedQueue:
     def popleft_n(self, n: int) -> Any:
         blocks = super().popleft_n(n)  # type: ignore[misc]
         if self.front:
-            self.front.difference_update([b.block_id for b in blocks])
+            for block in blocks:
+                self.front.discard(block.block_id)
         return blocks
 
     def remove(self, block: Any) -> None:
@@ -104,8 +105,10 @@ class Keeper:
         self.manager, self.pool, self.page = manager, manager.block_pool, page
         self.block_bytes, self.ranks = block_bytes, ranks
         self.total = self.pool.num_gpu_blocks - 1  # without the null block
+        self._all_bytes = self.total * block_bytes
         self.least, self.low = min(least, self.total), low
         self._watermark = manager.watermark_blocks / max(self.total, 1)
+        self._allowed = self.total  # what the manager's watermark is for
         queue = self.pool.free_block_queue
         _grow(queue, CountedQueue)
         queue.front = {b.block_id for b in queue.get_all_free_blocks()}
@@ -145,7 +148,8 @@ class Keeper:
     @property
     def circulating(self) -> int:
         """Blocks in use or in the free queue."""
-        return int(self.total - self.held)
+        count: int = self.total - self.held
+        return count
 
     @property
     def coming(self) -> int:
@@ -171,18 +175,19 @@ class Keeper:
 
     def fit(self) -> None:
         """Where blocks share pages, scattered blocks hold more bytes than their own: then fewer may circulate."""
-        most, now, words, ranks = self._most_bytes(), time.monotonic(), self.page.words, self.ranks
+        most = self._most_bytes()
         if most != self._most:  # what held too much under another limit says nothing about this one
             self._most, self._less = most, 0
-        if now < self._fitted + FIT or most >= self.total * self.block_bytes:
+        if most >= self._all_bytes or time.monotonic() < self._fitted + FIT:
             return
+        words, ranks = self.page.words, self.ranks
         boards = self.page.boards(ranks)
         ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
         read = words[control.RING_DONE : control.RING_DONE + ranks].min() >= self.page[control.POSITION]
         waits = self._gone or self._coming or self._order or self.circulating > self.allowed()
         if waits or not ran or not read or boards[:, control.LEAVING].any():
             return  # blocks are on their way
-        self._fitted = now
+        self._fitted = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
         if held > most:
             self._less += -(-(held - most) // self.block_bytes)
@@ -205,7 +210,9 @@ class Keeper:
         self._enter()
         self.fit()
         allowed = self.allowed()
-        self.manager.watermark_blocks = int(self._watermark * allowed)
+        if allowed != self._allowed:
+            self._allowed = allowed
+            self.manager.watermark_blocks = int(self._watermark * allowed)
         beyond = self.circulating + self._n_coming - allowed
         if beyond > 0:
             self.leave(beyond)
@@ -230,7 +237,7 @@ class Keeper:
 
     def await_blocks(self, need: int, seconds: float) -> None:
         """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds."""
-        if not self.page.words[control.ATTACHED : control.ATTACHED + self.ranks].all():
+        if not self.page.attached(self.ranks):
             return  # their answers are not seen
         end = time.monotonic() + seconds
         while self.spare < need and self._coming and time.monotonic() < end:
@@ -259,9 +266,11 @@ class Keeper:
         """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""
         self.step += 1
         self.page[control.STEP] = self.step
-        gone, self._gone = self._gone, []
+        gone, ahead = self._gone, self._order
+        if not gone and not ahead:
+            return [], [], 0
+        self._gone, self._order = [], []
         self._left = self.step if gone else self._left
-        ahead, self._order = self._order, []
         parts = [ahead[i : i + self._part] for i in range(0, len(ahead), self._part)]
         first = self._orders + 1
         for self._orders, part in enumerate(parts, first):
@@ -290,14 +299,14 @@ class Keeper:
     def _enter(self) -> None:
         while self._coming:
             order, step, ids = self._coming[0]
-            told = self.page.answers(order, self.ranks)
-            attached = self.page.words[control.ATTACHED : control.ATTACHED + self.ranks] != 0
-            waits = (told < 0) & attached
-            if waits.any() or (not attached.all() and self.step < step + 2):  # a worker without this page backs in time
+            seen = [rank for rank in range(self.ranks) if self.page[control.ATTACHED + rank]]
+            told = [self.page.answer(order, rank) for rank in seen]
+            # A worker that does not see the page backs in time.
+            if -1 in told or (len(seen) < self.ranks and self.step < step + 2):
                 return
             self._coming.popleft()
             self._n_coming -= len(ids)
-            if (told[attached] > 0).any():
+            if 1 in told:
                 self.page[control.REFUSED] += 1
                 self._retry = time.monotonic() + RETRY
                 self._most_order = max(len(ids) // 2, 1)
@@ -325,7 +334,7 @@ class Keeper:
         """Send what has left to the workers by the ring. Without the page, workers learn it with the next step."""
         if len(self._gone) > MOST_LEAVING:
             self._gone.sort()  # neighbours leave together, by few calls of the driver
-        while self._gone and self.page.words[control.ATTACHED : control.ATTACHED + self.ranks].all():
+        while self._gone and self.page.attached(self.ranks):
             part = self._gone[:MOST_LEAVING]
             if not self.page.push(self.step, part, self.ranks):
                 break  # with the next step, or the next time
@@ -340,11 +349,10 @@ class Keeper:
 
         wanted : blocks that requests lack. yields: whether requests give way to another engine's.
         """
-        page, free, spare = self.page, int(self.pool.get_num_free_blocks()), self.spare
+        page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
         page[control.ALLOWED], page[control.OUT] = self.allowed(), len(self._out)
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
-        page[control.USED], page[control.WANTED] = self.circulating - free, wanted
+        page[control.USED], page[control.WANTED], page[control.LENT] = circulating - free, wanted, self.lent
         minimum = -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, vLLM preempts requests for them.
-        page[control.OFFERED] = max(min(self.circulating if yields else free, self.circulating - minimum), 0)
-        page[control.LENT] = self.lent
+        page[control.OFFERED] = max(min(circulating if yields else free, circulating - minimum), 0)

@@ -3,11 +3,11 @@
 SPDX-License-Identifier: MIT
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class StepOrders:
+class StepOrders(NamedTuple):
     """Travels as attribute `vmem` of vLLM's SchedulerOutput.
 
     Attributes
@@ -16,19 +16,19 @@ class StepOrders:
         The step's number.
     position : int
         What the ring held when the step was scheduled: to be carried out before it.
-    gone : list of int
+    gone : sequence of int
         Blocks that no longer circulate.
-    ahead : list of list of int
+    ahead : sequence of lists of int
         Blocks to be backed in the background, one order after the other.
     order : int
         The number of the first of these orders.
-    evicted : list of int
+    evicted : sequence of int
         Blocks that circulate and whose contents vLLM has forgotten.
     """
 
     step: int
     position: int
-    gone: list[int] = field(default_factory=list)
-    ahead: list[list[int]] = field(default_factory=list)
+    gone: Sequence[int] = ()
+    ahead: Sequence[list[int]] = ()
     order: int = 0
-    evicted: list[int] = field(default_factory=list)
+    evicted: Sequence[int] = ()

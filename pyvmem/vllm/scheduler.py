@@ -18,6 +18,7 @@ from pyvmem.vllm.orders import StepOrders
 logger = logging.getLogger("vllm.vmem")
 
 LOOK = 0.05  # seconds between looks at the control page while no step runs
+BUSY = 0.2  # and while steps run, which look themselves: a thread that wakes up delays them
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
@@ -95,7 +96,8 @@ class SchedulerMemory:
         if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         need = self._need() if self.keeper.spare < self.keeper.low and self.keeper.grows() else 0
-        self.keeper.await_blocks(need, AWAIT)
+        if need > self.keeper.spare:
+            self.keeper.await_blocks(need, AWAIT)
         few = not self._scheduler.running and (need > self.keeper.spare or not self._scheduler.waiting)
         self.keeper.before(need if few else None)
         if self._in_slots:
@@ -125,7 +127,8 @@ class SchedulerMemory:
         """A step was scheduled: send the orders with it."""
         keeper = self.keeper
         gone, ahead, order = keeper.take()
-        keeper.page[control.PREEMPTED] += len(output.preempted_req_ids or ())
+        if output.preempted_req_ids:
+            keeper.page[control.PREEMPTED] += len(output.preempted_req_ids)
         output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order, keeper.take_evicted())
         self._publish()
 
@@ -167,10 +170,11 @@ class SchedulerMemory:
         return True
 
     def _tend(self) -> None:
-        failure = ""
-        while not self._stop.wait(LOOK):
+        failure, pause = "", LOOK
+        while not self._stop.wait(pause):
             try:
-                if time.monotonic() - self._busy < LOOK:
+                pause = BUSY if time.monotonic() - self._busy < LOOK else LOOK
+                if pause == BUSY:
                     continue
                 with self.lock:
                     self._obey()

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -221,6 +221,12 @@ class SlotsMemory(WorkerMemory):
             self._count_maps(maps)
         return output
 
+    def end(self, output: Any) -> None:
+        orders: StepOrders | None = getattr(output, "vmem", None)
+        if orders is not None and (orders.gone or orders.ahead):
+            self.publish()  # before the scheduler sees that the step is over
+        super().end(output)
+
     def _translated(self, output: Any) -> Any:
         """A copy of vLLM's SchedulerOutput with the places of blocks in place of their numbers."""
         requests = self._requests
@@ -245,7 +251,7 @@ class SlotsMemory(WorkerMemory):
         return dataclasses.replace(output, scheduled_new_reqs=new,
                                    scheduled_cached_reqs=dataclasses.replace(cached, new_block_ids=tables))  # fmt: skip
 
-    def _give_up(self, ids: list[int]) -> None:
+    def _give_up(self, ids: Sequence[int]) -> None:
         assert self._requests is not None
         if ids:
             self._count, self._dirty = self._count - len(ids), True

@@ -5,10 +5,12 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from pyvmem.vllm.orders import StepOrders
 logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
+BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
 SMALL = 64 << 10
 ASK, GIVE = 0.06, 0.2  # seconds in which an engine that runs requests asks others for memory, and then gives
 
@@ -78,6 +81,8 @@ class WorkerMemory:
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._finished = 0  # the last step that was executed
+        self._sure: set[int] = set()  # blocks that are backed and stay until `_give_up` names them
+        self._ordered: collections.deque[tuple[int, set[int]]] = collections.deque()  # orders without an answer
         self._asleep: list[int] | None = None  # what circulates while the memory sleeps
         self._real = False  # whether the scheduler's first step has come
         self._stream: Any = None
@@ -203,7 +208,7 @@ class WorkerMemory:
             if orders is not None:
                 if not self._real:  # what vLLM's warm-up used
                     self._real = True
-                    blocks.unback(self._in(), self._fence())
+                    self._give_up(self._in())
                 self._ring(orders.position)
                 if orders.gone:
                     self._give_up(orders.gone)
@@ -211,12 +216,24 @@ class WorkerMemory:
                     if blocks.order(ids) != number:
                         raise RuntimeError(f"worker {self._rank} lost count of the orders: step {orders.step} "
                                            f"has order {number}")  # fmt: skip
-        named = named_blocks(output)
-        if named:
-            late = blocks.back(named, over=True)
-            if orders is not None:
-                self._count_maps(late)
+                    self._ordered.append((number, set(ids)))
+            if self._ordered:
+                self._see_answers()
+            named = named_blocks(output)
+            if not self._sure.issuperset(named):
+                late = blocks.back([i for i in named if i not in self._sure], over=True)
+                self._sure.update(named)
+                if orders is not None:
+                    self._count_maps(late)
         return output
+
+    def _see_answers(self) -> None:
+        """Learn which orders have been carried out."""
+        done = self._board[control.DONE]
+        while self._ordered and self._ordered[0][0] <= done:
+            number, ids = self._ordered.popleft()
+            if self._page.answer(number, self._rank) == 0:
+                self._sure |= ids
 
     def _count_maps(self, n: int) -> None:
         """A step of the scheduler's had to map this often itself."""
@@ -230,7 +247,6 @@ class WorkerMemory:
         if self.active and orders is not None:
             self._finished = orders.step
             self._page[control.FINISHED + self._rank] = orders.step
-            self.publish()
 
     def dummy(self) -> None:
         """vLLM runs a step without requests, beside ranks that have some. It reads the null block alone."""
@@ -255,6 +271,8 @@ class WorkerMemory:
 
     def _ring(self, upto: int) -> None:
         """Give up what the scheduler gave up between steps, as far as the steps before have run."""
+        if upto == self._page[control.RING_DONE + self._rank]:
+            return
         for step, ids in self._page.pull(self._rank, upto):
             if step > self._finished:
                 break
@@ -264,13 +282,18 @@ class WorkerMemory:
             else:
                 self._give_up(ids)
 
-    def _give_up(self, ids: list[int]) -> None:
+    def _give_up(self, ids: Sequence[int]) -> None:
         """These blocks no longer circulate."""
         assert self._blocks is not None
+        self._sure.difference_update(ids)
+        for _, ordered in self._ordered:  # they were not carried out yet: now these blocks are left out
+            ordered.difference_update(ids)
         self._blocks.unback(ids, self._fence())
 
     def _poll(self) -> None:
-        while not self._stop.wait(POLL):
+        finished = 0
+        while not self._stop.wait(POLL if self._pool or finished == self._finished else BUSY):
+            finished = self._finished
             self._look()
 
     def _look(self) -> None:
@@ -301,6 +324,8 @@ class WorkerMemory:
             self._synchronize()
             self._blocks.flush()
             self._asleep = self._in()
+            self._sure.clear()
+            self._ordered.clear()
             self._blocks.unback(self._asleep)
             self._blocks.flush()
             self._trim()
@@ -311,6 +336,7 @@ class WorkerMemory:
         with self._lock:
             if self._blocks is not None and self._asleep is not None:
                 self._blocks.back(self._asleep)
+                self._sure.update(self._asleep)
                 self._asleep = None
         self.publish()
 
@@ -340,8 +366,8 @@ def named_blocks(output: Any) -> list[int]:
     for request in output.scheduled_new_reqs:
         for ids in request.block_ids:
             found += ids
-    for groups in output.scheduled_cached_reqs.new_block_ids:
-        for ids in groups or ():
+    for groups in filter(None, output.scheduled_cached_reqs.new_block_ids):  # None: no new blocks
+        for ids in groups:
             found += ids
     found += output.new_block_ids_to_zero or ()
     for copy in output.kv_cache_block_copies or ():

@@ -190,8 +190,8 @@ def test_answers_are_of_one_order():
     page = control.open_page("abc", 0)
     boards = page.boards(3)
     boards[0, 8 + 3], boards[1, 8 + 3] = 2 * 3, 2 * 3 + 1
-    assert page.answers(3, 3).tolist() == [0, 1, -1]
-    assert page.answers(3 + control.ANSWERS, 3).tolist() == [-1, -1, -1]
+    assert [page.answer(3, rank) for rank in range(3)] == [0, 1, -1]
+    assert [page.answer(3 + control.ANSWERS, rank) for rank in range(3)] == [-1, -1, -1]
 
 
 def test_the_board_is_that_of_libvmem():
@@ -201,7 +201,7 @@ def test_the_board_is_that_of_libvmem():
     blocks.order([1, 2])
     blocks.flush()
     assert board[control.DONE] == 1 and board[control.HELD] == board[control.MOST_HELD] == 2 * PAGE
-    assert control.open_page("abc", 0).answers(1, 3).tolist() == [-1, -1, 0]
+    assert [control.open_page("abc", 0).answer(1, rank) for rank in range(3)] == [-1, -1, 0]
     blocks.close()
 
 
@@ -257,12 +257,12 @@ def test_top_shows_engines_and_sets_their_limits():
         run_top("--once", "--limit", "abc=120%")
 
 
-# ---- a rank without requests ----------------------------------------------------------------------------------------
+# ---- steps of a worker ----------------------------------------------------------------------------------------------
 
 
-def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences():
-    """With data parallelism and experts, vLLM runs batches without requests, which read the null block, beside kernels
-    that still read the blocks of requests that have ended."""
+@pytest.fixture
+def worker():
+    """The memory of a worker with 10 blocks of a page, `run` to run a step there, and `backed` for what steps back."""
     torch = pytest.importorskip("torch")
     from pyvmem.vllm.orders import StepOrders
     from pyvmem.vllm.worker import WorkerMemory
@@ -272,40 +272,93 @@ def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences()
             self.fences.append(self._blocks.fence())
             return self.fences[-1]
 
-    def step(number, named=(), gone=()):
-        return types.SimpleNamespace(
-            scheduled_new_reqs=[types.SimpleNamespace(block_ids=[list(named)])] if named else [],
-            scheduled_cached_reqs=types.SimpleNamespace(new_block_ids=[]), new_block_ids_to_zero=None,
-            kv_cache_block_copies=None, vmem=StepOrders(number, 0, list(gone), [], 0))  # fmt: skip
+        def run(self, number, named=(), gone=(), ahead=(), order=0):
+            output = types.SimpleNamespace(
+                scheduled_new_reqs=[types.SimpleNamespace(block_ids=[list(named)])] if named else [],
+                scheduled_cached_reqs=types.SimpleNamespace(new_block_ids=[None]), new_block_ids_to_zero=None,
+                kv_cache_block_copies=None, vmem=StepOrders(number, 0, list(gone), list(ahead), order))  # fmt: skip
+            self.backed = []
+            self.begin(output)
+            self.end(output)
+            return self.backed
 
     memory = Memory(control.open_page("abc", 0), 0)
     memory.fences = []
     config = kv_config((1, PAGE, PAGE, PAGE, 0), size=10 * PAGE)
     memory.expect(config)
-    flat = memory.allocate(10 * PAGE, torch.device("cpu"))
+    memory.flat = memory.allocate(10 * PAGE, torch.device("cpu"))
     memory.start(config)
-    try:
-        assert memory._tensor.resident_bytes == PAGE
-        flat[:PAGE].fill_(7)
-        for output in (step(1, range(1, 10)), step(2, gone=range(1, 10))):
-            memory.begin(output)
-            memory.end(output)
-        for _ in range(3):
-            memory.dummy()
-        memory._blocks.flush()
-        assert memory._tensor.resident_bytes == 10 * PAGE
-        flat[PAGE:] = 5  # kernels of the first step still run
-        memory._blocks.passed(memory.fences[-1])
-        memory._blocks.flush()
-        assert memory._tensor.resident_bytes == PAGE
-        memory.dummy()
-        assert (flat[:PAGE] == 7).all()
-        memory.sleep()
-        memory.dummy()
-        assert memory._tensor.resident_bytes == PAGE
-        assert (flat[:PAGE] == 7).all()
-    finally:
-        memory.close()
+    back = memory._blocks.back
+    memory._blocks.back = lambda ids, **more: memory.backed.extend(ids) or back(ids, **more)
+    yield memory
+    memory.close()
+
+
+def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences(worker):
+    """With data parallelism and experts, vLLM runs batches without requests, which read the null block, beside kernels
+    that still read the blocks of requests that have ended."""
+    flat, blocks = worker.flat, worker._blocks
+    assert worker._tensor.resident_bytes == PAGE
+    flat[:PAGE].fill_(7)
+    worker.run(1, range(1, 10))
+    worker.run(2, gone=range(1, 10))
+    for _ in range(3):
+        worker.dummy()
+    blocks.flush()
+    assert worker._tensor.resident_bytes == 10 * PAGE
+    flat[PAGE:] = 5  # kernels of the first step still run
+    blocks.passed(worker.fences[-1])
+    blocks.flush()
+    assert worker._tensor.resident_bytes == PAGE
+    worker.dummy()
+    assert (flat[:PAGE] == 7).all()
+    worker.sleep()
+    worker.dummy()
+    assert worker._tensor.resident_bytes == PAGE
+    assert (flat[:PAGE] == 7).all()
+
+
+def test_a_step_backs_what_it_does_not_know_to_be_backed(worker):
+    blocks = worker._blocks
+
+    def leave():
+        blocks.passed(worker.fences[-1])
+        blocks.flush()
+
+    assert worker.run(1, [1, 2]) == [1, 2]
+    assert worker.run(2, [2, 1]) == []
+    worker.run(3, ahead=[[3, 4], [5]], order=1)
+    blocks.flush()
+    assert worker.run(4, [5, 3, 1]) == []
+    worker.run(5, gone=[1, 3])
+    leave()
+    assert worker.run(6, [4, 3]) == [3]
+    assert worker.run(7, [3, 1]) == [1]
+    assert sorted(blocks.backed()) == [0, 1, 2, 3, 4, 5]
+    worker.sleep()
+    assert sorted(blocks.backed()) == [0]
+    worker._page.push(7, [2], 1)
+    worker._ring(worker._page[control.POSITION])
+    assert worker.run(8, [2, 6]) == [1, 3, 4, 5, 2, 6]  # it wakes first
+    assert sorted(blocks.backed()) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_orders_that_are_refused_or_cut_are_not_known_to_be_backed(worker):
+    blocks = worker._blocks
+    worker.run(1)
+    blocks.set_budget(PAGE)
+    worker.run(2, ahead=[[1, 2]], order=1)
+    blocks.flush()
+    blocks.set_budget(0)
+    assert worker.run(3, [2]) == [2]
+    worker.run(4, ahead=[[3, 4]], order=2)
+    see, worker._see_answers = worker._see_answers, lambda: None  # it comes late
+    worker.run(5, gone=[4])
+    blocks.passed(worker.fences[-1])
+    blocks.flush()
+    worker._see_answers = see
+    assert worker.run(6, [3, 4]) == [4]
+    assert sorted(blocks.backed()) == [0, 2, 3, 4]
 
 
 # ---- where blocks lie -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import time
 
-import numpy as np
 import pytest
 from steps import Engine
 
@@ -150,13 +149,13 @@ def test_a_tight_limit_preempts_and_every_request_ends(engine):
 def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_late(engine, asynchronous, ranks, batch):
     e = engine(asynchronous=asynchronous, ranks=ranks, batch=batch, queue=2 if asynchronous else 1)
     pool, page, evicted, since = e.scheduler.kv_cache_manager.block_pool, e.page, [], {}
-    evict, answers = pool._maybe_evict_cached_block, page.answers
+    evict, answer = pool._maybe_evict_cached_block, page.answer
 
-    def late(order, ranks):
+    def late(order, rank):
         since.setdefault(order, time.monotonic())
-        return answers(order, ranks) if time.monotonic() > since[order] + 0.004 else np.full(ranks, -1)
+        return answer(order, rank) if time.monotonic() > since[order] + 0.004 else -1
 
-    page.answers = late
+    page.answer = late
     pool._maybe_evict_cached_block = lambda block: evict(block) and (evicted.append(block.block_id) or True)
     for _ in range(3):
         e.run(7)
