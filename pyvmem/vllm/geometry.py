@@ -15,6 +15,8 @@ from typing import Any
 
 from pyvmem.blocks import BlockRange
 
+PAGE = 2 << 20  # bytes of a page, if nothing else is set
+
 
 def _layer_bytes(config: Any, tensor: Any) -> int:
     """Bytes of one layer's part of a block, without padding to `block_stride`."""
@@ -39,11 +41,22 @@ def ranges_of(config: Any) -> list[BlockRange]:
     return list(dict.fromkeys(found))
 
 
-def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:
-    """The largest page of which every part of a block is a whole number; else the smallest page.
+def in_one_piece(ranges: Sequence[BlockRange]) -> bool:
+    """Whether a block of all layers is one piece of memory, and the next block the next piece."""
+    first = min(r.offset for r in ranges)
+    end = max(r.offset + (r.layers - 1) * r.layer_stride + r.bytes for r in ranges)
+    return len({r.stride for r in ranges}) == 1 and end - first <= ranges[0].stride
 
-    Such pages are never shared, so larger ones hold no more. The device finds the memory of fewer, larger pages faster.
+
+def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:
+    """The page size for blocks, of those that the backend has.
+
+    For blocks in one piece it is at most 2 MiB: the device finds the memory of few, large pages faster, and a request's
+    blocks are mostly neighbours, which share pages. Where the layers are apart, a page of one layer would be shared by
+    many blocks, so it is the largest of which every part of a block is a whole number; else the smallest.
     """
+    if in_one_piece(ranges):
+        return max((size for size in sizes if size <= PAGE), default=min(sizes))
     parts = math.gcd(*(n for r in ranges for n in (r.offset, r.bytes, r.stride, r.layer_stride)))
     return max((size for size in sizes if parts % size == 0), default=min(sizes))
 

@@ -3,7 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 
@@ -29,6 +29,14 @@ def backend(name: str, device: str) -> None:
     """Raise `Refused` if the backend's memory is not that of vLLM's device."""
     if name == "host" and device != "cpu":
         raise Refused("VMEM_BACKEND=host has memory of the CPU only; unset it, or choose uvm, stock or cuda")
+
+
+def page_size(size: int, backend: str, sizes: Collection[int]) -> None:
+    """Raise `Refused` if the backend has no pages of the size that VMEM_VLLM_PAGE_SIZE sets; 0: it is not set."""
+    if size and size not in sizes:
+        has = ", ".join(str(s) for s in sorted(sizes))
+        raise Refused(f"VMEM_VLLM_PAGE_SIZE={size}: pages of backend {backend} have {has} bytes (or unset "
+                      "VMEM_VLLM_PAGE_SIZE)")  # fmt: skip
 
 
 def settings(vllm_config: Any) -> None:

@@ -20,6 +20,7 @@ class Settings:
     on: bool = False
     strict: bool = False
     layout: str = "auto"
+    page_size: int = 0
     limit: int | None = None
     minimum: int = 0
     maximum: int = 0
@@ -48,6 +49,13 @@ def _bytes(name: str, text: str) -> int:
     if size is None:
         raise _wrong(name, text, "a size in bytes, such as 16G")
     return int(float(size[1]) * (1 << 10 * " KMGT".index(size[2].upper() or " ")))
+
+
+def _page(name: str, text: str) -> int:
+    size = _bytes(name, text)
+    if size.bit_count() != 1:
+        raise _wrong(name, text, "a power of two, such as 256K")
+    return size
 
 
 def _flag(name: str, text: str) -> bool:
@@ -79,6 +87,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     for name, field, parse in (
         ("VMEM_VLLM_STRICT", "strict", _flag),
         ("VMEM_VLLM_LAYOUT", "layout", _layout),
+        ("VMEM_VLLM_PAGE_SIZE", "page_size", _page),
         ("VMEM_VLLM_LIMIT", "limit", _bytes),
         ("VMEM_VLLM_MIN", "minimum", _bytes),
         ("VMEM_VLLM_MAX", "maximum", _bytes),

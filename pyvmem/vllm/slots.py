@@ -22,7 +22,7 @@ import torch
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
-from pyvmem.vllm import control, refuse, settings
+from pyvmem.vllm import control, geometry, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.requests import Fences, Requests
@@ -145,7 +145,8 @@ class SlotsMemory(WorkerMemory):
         context = context_on(device)
         self._block = block = config.kv_cache_tensors[0].block_stride
         tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
-        fitting = [size for size in context.page_sizes if block % size == 0]
+        largest = settings.read().page_size or geometry.PAGE
+        fitting = [size for size in context.page_sizes if block % size == 0 and size <= largest]
         if not fitting:
             context.close()
             return (f"a block of {tokens} tokens has {block} bytes, not whole pages of {min(context.page_sizes)}; "

@@ -29,7 +29,6 @@ logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
-SMALL = 64 << 10
 ASK, GIVE = 0.06, 0.2  # seconds in which an engine that runs requests asks others for memory, and then gives
 
 
@@ -50,9 +49,10 @@ class Allocation(TorchFunctionMode):
 
 
 def context_on(device: torch.device) -> Context:
-    """A context for the KV memory of a worker. Raises `refuse.Refused` for a backend that cannot hold it."""
+    """A context for the KV memory of a worker. Raises `refuse.Refused` for a backend or page size that cannot be."""
     context = Context(device=device.index or 0) if device.type == "cuda" else Context("host")
     refuse.backend(context.backend, device.type)
+    refuse.page_size(settings.read().page_size, context.backend, context.page_sizes)
     return context
 
 
@@ -100,7 +100,7 @@ class WorkerMemory:
             raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
         context = context_on(device)
-        page = geometry.page_size(self._ranges, context.page_sizes)
+        page = settings.read().page_size or geometry.page_size(self._ranges, context.page_sizes)
         self._tensor = VirtualTensor((size,), torch.int8, device, page_size=page, zero=True, context=context)
         return self._tensor.tensor
 
@@ -129,12 +129,9 @@ class WorkerMemory:
             tensor.context.backend, config.num_blocks - 1, tensor.nbytes / config.num_blocks / 1024,
             tensor.page_size >> 10, tensor.nbytes / 2**30, getattr(config, "kv_cache_layout", None) or "vLLM's",
         )  # fmt: skip
-        if alone > 1.5 * block and tensor.page_size > SMALL:
-            logger.warning(
-                "vMem: a block of %.1f KiB whose neighbours have left holds %.1f KiB, because pages of backend %s have "
-                "%d KiB. Memory follows the load less closely than with pages of 64 KiB (backends stock and uvm).",
-                block / 1024, alone / 1024, tensor.context.backend, tensor.page_size >> 10,
-            )  # fmt: skip
+        if alone > 1.5 * block:
+            logger.info("vMem: a block of %.1f KiB whose neighbours have all left holds %.1f KiB.", block / 1024,
+                        alone / 1024)  # fmt: skip
 
     def _attach(self, kept: int = control.IN_BLOCKS) -> None:
         """The memory is there: tell the scheduler, and start the thread."""

@@ -48,6 +48,9 @@ def test_sizes():
         ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {settings.MOST}"),
         ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm, slots"),
         ("VMEM_VLLM_STRICT", "2", "0 or 1"),
+        ("VMEM_VLLM_PAGE_SIZE", "3M", "a power of two, such as 256K"),
+        ("VMEM_VLLM_PAGE_SIZE", "0", "a power of two, such as 256K"),
+        ("VMEM_VLLM_PAGE_SIZE", "large", "a size in bytes, such as 16G"),
     ],
 )
 def test_wrong_settings_name_the_variable(name, text, must):
@@ -261,11 +264,14 @@ def test_top_shows_engines_and_sets_their_limits():
 
 
 @pytest.fixture
-def worker():
+def worker(monkeypatch):
     """The memory of a worker with 10 blocks of a page, `run` to run a step there, and `backed` for what steps back."""
     torch = pytest.importorskip("torch")
     from pyvmem.vllm.orders import StepOrders
     from pyvmem.vllm.worker import WorkerMemory
+
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", str(PAGE))
 
     class Memory(WorkerMemory):
         def _fence(self):
@@ -408,16 +414,40 @@ def test_pages_of_blocks(case):
     assert "blocks end at" in geometry.beyond(ranges, 10, 90_000)
 
 
+SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
+
+
 @pytest.mark.parametrize("part, page", [(64 << 10, 64 << 10), (2 << 20, 2 << 20), (320 << 10, 64 << 10),
                                         (1280 << 10, 256 << 10), (40 << 10, 64 << 10)])  # fmt: skip
-def test_pages_are_as_large_as_no_two_blocks_share(part, page):
-    sizes = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
-    blocks_outermost = geometry.ranges_of(kv_config((1, part, part, part, 0)))
-    assert geometry.page_size(blocks_outermost, sizes) == page
+def test_where_layers_are_apart_pages_are_as_large_as_no_two_blocks_share(part, page):
     layers_outermost = geometry.ranges_of(kv_config((2, part, 10 * part, part, 0)))
-    assert geometry.page_size(layers_outermost, sizes) == page
-    apart = geometry.ranges_of(kv_config((1, part, part, part, 0), (1, part, part, part, 1 << 10)))
-    assert geometry.page_size(apart, sizes) == 64 << 10
+    assert geometry.page_size(layers_outermost, SIZES) == page
+    askew = geometry.ranges_of(kv_config((2, part, 10 * part, part, 1 << 10)))
+    assert geometry.page_size(askew, SIZES) == 64 << 10
+
+
+@pytest.mark.parametrize("part", [24 << 10, 64 << 10, 1 << 20, 2 << 20, 4288 << 10])
+def test_blocks_in_one_piece_have_pages_of_2_mib(part):
+    one = geometry.ranges_of(kv_config((4, part // 4, part // 4, part, 0)))
+    padded = geometry.ranges_of(kv_config((2, part // 4, part // 3, part, 0)))
+    half, eighth = (2, part // 4, part // 4, part, 0), (1, part // 8, part // 8, part, part // 2)
+    several = geometry.ranges_of(kv_config(half, eighth))
+    for ranges in (one, padded, several):
+        assert geometry.page_size(ranges, SIZES) == 2 << 20
+        assert geometry.page_size(ranges, SIZES[:2]) == 128 << 10
+        assert geometry.page_size(ranges, (4 << 20,)) == 4 << 20
+
+
+def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from pyvmem.vllm.worker import context_on
+
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "512K")
+    with pytest.raises(refuse.Refused, match="VMEM_VLLM_PAGE_SIZE=524288: pages of backend host have 65536, "):
+        context_on(torch.device("cpu"))
+    monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "256K")
+    context_on(torch.device("cpu")).close()
 
 
 def test_tensors_in_host_memory_are_left_out():

@@ -4,7 +4,7 @@
 
 `need` is the request's rows and states themselves, `vLLM` the blocks that vLLM gives it. The rest is what pages behind
 those blocks hold in the layout that vMem asks for: with the page size that vMem chooses, with pages of 64 KiB, and with
-pages of 2 MiB, as the cuda backend has, for blocks beside each other and for blocks of which no two are neighbours.
+pages of 2 MiB, for blocks beside each other and for blocks of which no two are neighbours.
 """
 
 import importlib

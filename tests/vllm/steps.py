@@ -6,9 +6,11 @@ What attention would read is read back row by row: a row holds a number made of 
 import collections
 import itertools
 import json
+import os
 import random
 import threading
 import uuid
+from unittest import mock
 
 import numpy as np
 import torch
@@ -159,7 +161,7 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
 class Worker:
     """One worker: it backs blocks as the product does, and computes rows on the `Gpu`."""
 
-    def __init__(self, page, rank, kv, kinds, size, depth, slots):
+    def __init__(self, page, rank, kv, kinds, size, depth, slots, pages):
         self.gpu, self.depth, self.kinds = Gpu(), depth, kinds
         self.memory = Slots(page, rank) if slots else Memory(page, rank)
         self.memory.gpu = self.gpu
@@ -168,7 +170,8 @@ class Worker:
         else:
             self.memory.expect(kv)
         blocks = kv.num_blocks
-        flat = self.memory.allocate(blocks * size, torch.device("cpu"))
+        with mock.patch.dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_PAGE_SIZE=str(pages)):
+            flat = self.memory.allocate(blocks * size, torch.device("cpu"))
         self.memory.start(kv)
         self.rows = flat.numpy().view(np.uint64).reshape(blocks, TOKENS, -1)
         self.tokens, self.table, self.computed = {}, {}, {}
@@ -238,17 +241,17 @@ class Worker:
 
 
 class Engine:
-    """A scheduler and its workers, as vLLM's engine core joins them."""
+    """A scheduler and its workers, as vLLM's engine core joins them. page, pages: bytes of a block, and of a page."""
 
     def __init__(self, folder, blocks=400, kinds=("full", "window"), page=64 << 10, seed=3, depth=1, queue=2, ranks=1,
-                 slots=False, **options):  # fmt: skip
+                 slots=False, pages=64 << 10, **options):  # fmt: skip
         self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, page, ranks=ranks, **options)
         self.keeper = self.scheduler._vmem.keeper
         self.page, self.random, self.queue = self.scheduler._vmem.page, random.Random(seed), queue
         name, rank = self.page.path.stem.rsplit("-", 1)
         config = self.scheduler.vllm_config if slots else None
-        self.workers = [Worker(control.open_page(name, int(rank)), r, self.kv, kinds, page, depth, config)
-                        for r in range(ranks)]  # fmt: skip
+        self.workers = [Worker(control.open_page(name, int(rank)), r, self.kv, kinds, page, depth, config,
+                               pages) for r in range(ranks)]  # fmt: skip
         self.preempted = self.steps = 0
         self.every = lambda: None  # called before each step
 
