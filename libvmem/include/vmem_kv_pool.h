@@ -55,8 +55,8 @@ struct vmem_kv_pool_share {
 // -ENOSPC: the pool has no place for another member. -EINVAL: the cache is already a member, has VMEM_KV_SAME_SLOTS, or
 // is on another device than the other members.
 int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share);
-// Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: at once if
-// no request needs it, otherwise when these requests end.
+// Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: before the
+// call returns if no request needs it, otherwise when these requests end.
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
 // Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
 // what is free in the pool, and the other members are asked for the rest. The pool's thread takes device memory for it

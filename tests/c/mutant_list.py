@@ -311,6 +311,8 @@ MUTANTS = [
          "test_kv_corners"),
         ("rows that are about to be written are shared", "kv/run/run.c",
          "return vmem__kv_check_staged(kv, run->slot, run->first + run->tokens);", "return 0;", "test_kv_grow"),
+        ("a lower maximum waits for the thread", "pool/join_kv.c", "    vmem__pool_keep_to_max(m);\n", "", "test_kv_pool"),
+        ("a lower maximum leaves kept pages", "pool/join_kv.c", "    vmem__kv_give_now(kv);\n", "", "test_kv_pool"),
         ("over the budget, mapped pages are room", "kv/memory/ledger.c", "delta > 0 && want > kv->ledger.budget ?",
          "pages && want > kv->ledger.budget ?", "test_kv_corners"),
         ("over the budget, a step takes mapped pages", "kv/request/step.c", "else if (!rc && plan->delta > 0)", "else if (0)",

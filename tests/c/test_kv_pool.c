@@ -240,6 +240,36 @@ static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
     return row;
 }
 
+// A maximum that is lowered holds when the call returns: for kept pages, for free budget, and for what the pool has granted.
+static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool granted)
+{
+    for (int i = 0; i < 10; i++) {
+        vmem_kv_pool *pool = make_pool(300);
+        vmem_context *own = test_context(0);
+        vmem_kv *a = make(ctx, flags, 0), *b = make(own, flags, 0), *first = granted ? b : a;
+        join(pool, a, 0, 0, "a");
+        join(pool, b, 0, 0, "b");
+        const uint32_t slot = alloc(first, ROWS);
+        OK(step(first, slot, ROWS)); // 250 pages
+        OK(vmem_kv_free(first, slot, 0));
+        while (granted && row_of(pool, "a").has < 250 * test_page)
+            OK(vmem_kv_pool_ask(a, 250 * test_page));
+        if (!kept && !granted)
+            OK(vmem_kv_reclaim(a, UINT64_MAX, VMEM_KV_KEPT, NULL));
+        OK(vmem_kv_pool_set_share(a, 0, 120 * test_page));
+        CHECK(stats(a).held_pages <= 120);
+        const uint32_t next = alloc(a, ROWS);
+        ERR(step(a, next, ROWS), ENOMEM, "pages are missing");
+        CHECK(stats(a).budget_pages <= 120);
+        while (step(a, next, 1920)) // 120 pages: what was granted beyond them goes back first
+            wait_for(a);
+        vmem_kv_destroy(a, 0);
+        vmem_kv_destroy(b, 0);
+        vmem_context_destroy(own);
+        vmem_kv_pool_destroy(pool);
+    }
+}
+
 // A scheduler asks for all that wait, and the pool is asked for the whole: not for the first request that does not fit.
 static void test_waiting_requests_are_foreseen(uint32_t flags)
 {
@@ -628,6 +658,11 @@ int main(int argc, char **argv)
     test_staged_growth_is_kept(0);
     test_staged_growth_is_kept(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_shares_hold();
+    for (int overlap = 0; overlap < 2; overlap++) {
+        test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, true, false);
+        test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, false, false);
+        test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, false, true);
+    }
     test_a_maximum_holds();
     test_waiting_requests_are_foreseen(0);
     test_waiting_requests_are_foreseen(VMEM_KV_OVERLAP);

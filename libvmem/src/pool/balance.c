@@ -55,6 +55,13 @@ static void keep_to_max(struct vmem__member *m, const struct vmem__lend_state *s
         m->ops->give_down_to(m->self, least);
 }
 
+void vmem__pool_keep_to_max(struct vmem__member *m)
+{
+    struct vmem__lend_state s;
+    m->ops->state(m->self, &s);
+    keep_to_max(m, &s);
+}
+
 // What stays in the context for those who wait there and no row states, now that this one has fallen by `fall`.
 static uint64_t stayed(const struct vmem__member *m, uint64_t fall)
 {

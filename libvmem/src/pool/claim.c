@@ -158,6 +158,10 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
         m->row.max = max_before;
         rc = vmem__table_unwritten(pool);
     }
+    if (!rc) { // what the thread has granted and the member does not have yet: the row follows when the memory is back
+        m->granted = MIN(m->granted, pool_less(max, pool_less(m->row.has, m->granted)));
+        m->ready = MIN(m->ready, m->granted);
+    }
     vmem__pool_note(pool);
     pool_ring(pool);
     return rc;

@@ -42,5 +42,7 @@ int vmem_blocks_set_share(vmem_blocks *b, uint64_t min, uint64_t max)
     pthread_mutex_lock(&b->member->pool->lock);
     rc = vmem__pool_set_share(b->member, min, max, &why);
     pthread_mutex_unlock(&b->member->pool->lock);
+    if (!rc)
+        vmem__pool_keep_to_max(b->member);
     return vmem__blocks_leave(b, rc);
 }

@@ -42,7 +42,13 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
         return rc;
     rc = vmem__pool_set_share(m, min, max, &why);
     pthread_mutex_unlock(&m->pool->lock);
-    return rc;
+    if (rc)
+        return rc;
+    m->ops->lock(kv);
+    vmem__pool_keep_to_max(m);
+    vmem__kv_give_now(kv);
+    m->ops->unlock(kv);
+    return 0;
 }
 
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)

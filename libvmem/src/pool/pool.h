@@ -129,7 +129,7 @@ void vmem__pool_want(struct vmem__member *m, uint64_t bytes);
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 // Whether the member in that place can have this share; a maximum of 0 or too much becomes the pool's budget.
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
-// Begins and ends itself. The member follows when the thread looks at it.
+// Begins and ends itself. The member follows when the thread looks at it, or with vmem__pool_keep_to_max.
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
 // What the budget may have of what the pool has granted, in bytes; and the pages by which it grows from that. Whoever comes
 // first lets it grow: the pool's thread, or a call that is short.
@@ -144,6 +144,8 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
 // ---- balance.c
 
 void *vmem__pool_work(void *pool); // the thread
+// With the member's lock held, and not the pool's: after a change of its share, and not only when the thread looks.
+void vmem__pool_keep_to_max(struct vmem__member *m);
 
 // ---- ask.c. With the member's lock held, and not the pool's: as in struct vmem__lender.
 

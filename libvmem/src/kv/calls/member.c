@@ -184,6 +184,18 @@ static void give_portion(vmem_kv *kv)
         vmem__kv_reclaim(kv, KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion), true, NULL);
 }
 
+void vmem__kv_give_now(vmem_kv *kv)
+{
+    if (!kv->lend.giving)
+        return;
+    vmem__kv_worker_hold(kv);
+    if (kv->ledger.held > kv->lend.give_to)
+        vmem__kv_reclaim(kv, kv->ledger.held - kv->lend.give_to, false, NULL);
+    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
+    kv->lend.giving = false;
+    vmem__kv_worker_release(kv);
+}
+
 // Continues to shrink a cache that is idle or was asked to give.
 static bool go_on_giving(void *self, uint64_t least)
 {

@@ -25,6 +25,8 @@ int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined);
 // Finds the membership. If begin succeeds, the cache does not leave its pool before end.
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m);
 void vmem__kv_member_end(vmem_kv *kv);
+// With the member's lock held: gives back now what the cache is about to give back.
+void vmem__kv_give_now(vmem_kv *kv);
 
 // For a lease: begins requests in these slots, without pages, or ends them. All or none, in one call.
 int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n);
