@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
 
+#include "checked.h"
 #include "kv.h"
 #include "kv/calls/calls.h"
 
@@ -207,10 +208,10 @@ static void test_a_cut_fails(void)
 }
 
 // The books while the thread unmaps what a freed request had shared: they do not count the cut before that, which took
-// rows that a prefix holds from a request that was swapped out.
+// rows that a prefix holds. A step would have cut them, and failed to.
 static void test_stale_mappings_are_no_cut(void)
 {
-    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
     const struct vmem_kv_config cfg = {.size = sizeof cfg,
                                        .flags = VMEM_KV_DEFER | VMEM_KV_OVERLAP | VMEM_KV_CHECK,
                                        .tensors = &tensor,
@@ -219,30 +220,36 @@ static void test_stale_mappings_are_no_cut(void)
                                        .max_tokens = 1000,
                                        .page_size = test_page,
                                        .budget = 60 * test_page};
+    vmem_context *device = ctx, *failing;
     uint32_t a, b;
-    uint64_t prefix, last;
-    const uint64_t bytes = 7 * test_page;
-    void *host = malloc(bytes);
+    uint64_t prefix;
+    OK(checked_context(test_backend, 0, false, &failing));
+    ctx = failing;
     OK(vmem_kv_create(ctx, &cfg, &kv));
     OK(k_alloc(kv, 0, &a));
     step(224, 0);
     OK(k_save(kv, a, 224, &prefix));
-    OK(vmem_kv_last_step(kv, &last));
-    OK(vmem_kv_swap_out(kv, a, host, bytes, last));
-    OK(vmem_kv_retire(kv, last));
+    step(225, 0);
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(slot(a).state, VMEM_KV_SWAPPED);
+    CHECK_EQ(kv->worker.cut.before.shared_hi, 0);
+    checked_fail_always(true);
+    step(226, 0);
+    CHECK(checked_failed());
+    checked_fail_always(false);
+    OK(vmem_kv_wait(kv));
+    CHECK_EQ(kv->worker.cut.before.shared_hi, 7); // the thread has
     OK(k_alloc(kv, 224, &b));
     OK(k_attach(kv, prefix, b, 224, 0));
     OK(vmem_kv_wait(kv));
     set(ASKED);
     OK(vmem_kv_free(kv, b, 0));
     stopped();
-    CHECK_EQ(slot(a).pages, 0);
+    CHECK_EQ(slot(a).tokens, 226);
     end_cut();
     vmem_kv_destroy(kv, 0);
-    free(host);
     CHECK_EQ(test_stats(ctx).created, 0);
+    vmem_context_destroy(ctx);
+    ctx = device;
 }
 
 int main(int argc, char **argv)

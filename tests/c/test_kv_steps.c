@@ -114,7 +114,7 @@ int main(int argc, char **argv)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     OK(vmem_kv_get_layout(kv, 0, &layout));
     const char *text = getenv("VMEM_TEST_STEPS");
-    uint64_t steps = text ? strtoull(text, NULL, 0) : 100000, failed = 0;
+    uint64_t steps = text ? strtoull(text, NULL, 0) : 100000, tenth = steps / 10 ? steps / 10 : 1, failed = 0;
     for (uint64_t i = 0; i < steps; i++) {
         int32_t next[SLOTS];
         for (uint32_t s = 0; s < SLOTS; s++) {
@@ -124,8 +124,8 @@ int main(int argc, char **argv)
             }
             next[s] = lengths[s] ? lengths[s] + 1 : 0;
         }
-        if (i % 20000 == 10000)
-            OK(vmem_kv_set_budget(kv, i % 40000 == 10000 ? budget / 2 : budget));
+        if (i % (2 * tenth) == tenth)
+            OK(vmem_kv_set_budget(kv, i % (4 * tenth) == tenth ? budget / 2 : budget));
         if (vmem_kv_step(kv, next, SLOTS, 0)) {
             failed++;
             CHECK(preempt());

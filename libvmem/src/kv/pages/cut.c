@@ -132,7 +132,6 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     struct kv_cut *c = &kv->cut;
     int rc = 0;
-    vmem__kv_wait_cut(kv);
     c->n_ops = c->n_pages = 0;
     for (uint64_t k = 0; k < n; k++) {
         const bool fresh = kv->slots[slots[k]].fresh;
@@ -150,11 +149,8 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
         return rc;
     kv->ledger.held -= c->n_pages;
     for (uint64_t k = 0; k < n; k++) {
-        for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const struct kv_span *s = kv_span(kv, slots[k], i);
-            vmem__kv_rows_leave(kv, slots[k], i, s->lo, KV_MIN(s->hi, s->shared_hi));
+        for (uint32_t i = 0; i < kv->n_groups; i++)
             vmem__kv_span_set(kv, slots[k], i, &(struct kv_span){0});
-        }
         vmem__kv_set_backed(kv, slots[k]);
     }
     return 0;

@@ -39,7 +39,7 @@ int vmem__kv_commit(vmem_kv *kv);
 // ---- release.c
 
 int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after);
-// All or none of the slots, which no kernel accesses, in one call of the core.
+// All or none of the slots, which no kernel accesses, in one call of the core. As vmem__kv_cut_slots, for a lease's cache.
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Ends the requests whose kernels have ended, up to kv->fence.retired, and has those copied that are to be swapped out.
 int vmem__kv_end_requests(vmem_kv *kv);
